@@ -1,0 +1,38 @@
+# `make demo` and `make test` set everything up in .venv first, once.
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+
+BIN := .venv/bin
+STAMP := .venv/.complete
+PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test lint clean
+
+help:  ## list the targets
+	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "make %-6s %s\n", $$1, $$2}'
+
+setup: $(STAMP)  ## create .venv with everything that demo and test need
+
+# torch comes first and by itself, so that its version is this one whatever else asks for it.
+$(STAMP): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "$(PYTHON) is %d.%d, but hydragraph needs 3.11 or later: make PYTHON=python3.11" % sys.version_info[:2])'
+	$(PYTHON) -m venv .venv
+	$(PIP) install "$(TORCH)"
+	$(PIP) install -e ".[dev]"
+	@touch $@
+
+demo: $(STAMP)  ## train 10 M parameters on the standard library with 4 local processes; writes runs/demo
+	$(BIN)/hydragraph train examples/demo.yaml --overwrite
+
+lint: $(STAMP)  ## ruff and the strict type check
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+test: lint  ## lint, then all tests
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
+
+clean:  ## remove .venv, runs and caches
+	rm -rf .venv runs .pytest_cache .mypy_cache .ruff_cache .hypothesis build *.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

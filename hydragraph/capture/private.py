@@ -1,0 +1,91 @@
+"""The one module that touches what PyTorch does not promise to keep: fake tensors, symbolic shapes, partitioners.
+
+Works with torch 2.11 to 2.13. Everything else in hydragraph goes through these functions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from functorch.compile import default_partition, min_cut_rematerialization_partition
+from torch import fx
+from torch._dynamo.source import ConstantSource
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+
+PARTITIONERS = {"min_cut": min_cut_rematerialization_partition, "default": default_partition}
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """What a graph input looks like: sizes (a string names a run-time size), dtype, and whether it gets a gradient."""
+
+    shape: tuple[int | str, ...]
+    dtype: torch.dtype
+    differentiable: bool = False
+
+
+def symbol_name(size: int | torch.SymInt) -> str | None:
+    """Return the text of a symbolic size's expression, or None for a plain number."""
+    return str(size.node.expr) if isinstance(size, torch.SymInt) and not size.node.is_constant() else None
+
+
+def _fake_inputs(mode: FakeTensorMode, specs: Sequence[TensorSpec], hints: dict[str, int]) -> list[torch.Tensor]:
+    """Make one fake CPU tensor per spec; equal names get the same symbol."""
+    symbols: dict[str, torch.SymInt] = {}
+    for name, hint in hints.items():
+        dynamic = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC])
+        seed = mode.from_tensor(
+            torch.empty(hint, device="meta"), symbolic_context=dynamic, source=ConstantSource(f"size_{len(symbols)}")
+        )
+        symbols[name] = seed.shape[0]
+    with mode:
+        return [
+            torch.empty(
+                [symbols[s] if isinstance(s, str) else s for s in spec.shape],
+                dtype=spec.dtype,
+                requires_grad=spec.differentiable,
+            )
+            for spec in specs
+        ]
+
+
+def trace_joint(graph: fx.GraphModule, specs: Sequence[TensorSpec], hints: dict[str, int]) -> tuple[fx.GraphModule, list]:
+    """Trace forward and backward of a graph into one: inputs `primals_*`, `tangents_*`; outputs, then gradients.
+
+    The gradient of an input that is not differentiable, or that nothing depends on, is None.
+    """
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    inputs = _fake_inputs(mode, specs, hints)
+    wanted = [i for i, spec in enumerate(specs) if spec.differentiable]
+
+    def joint(primals: list[torch.Tensor], tangents: list[torch.Tensor]) -> list:
+        outputs = list(fx.Interpreter(graph).run(*primals))
+        found = torch.autograd.grad(outputs, [primals[i] for i in wanted], tangents, allow_unused=True)
+        gradients: list[torch.Tensor | None] = [None] * len(primals)
+        for i, gradient in zip(wanted, found, strict=True):
+            gradients[i] = gradient
+        return [*outputs, *gradients]
+
+    with mode:
+        outputs = fx.Interpreter(graph).run(*inputs)
+        tangents = [torch.empty_like(o) for o in outputs]
+        traced = make_fx(joint)(inputs, tangents)
+    placeholders = [n for n in traced.graph.nodes if n.op == "placeholder"]
+    for i, node in enumerate(placeholders):
+        kind, index = ("primals", i) if i < len(inputs) else ("tangents", i - len(inputs))
+        node.name = node.target = f"{kind}_{index + 1}"
+    traced.graph.set_codegen(fx.graph.CodeGen())
+    traced.recompile()
+    return traced, [n.meta["val"] for n in placeholders]
+
+
+def partition(
+    joint: fx.GraphModule, inputs: list, outputs: int, partitioner: str = "min_cut"
+) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """Cut a joint graph into forward and backward; the forward's outputs beyond the first `outputs` are saved values."""
+    chosen: Callable = PARTITIONERS[partitioner]
+    return chosen(joint, inputs, num_fwd_outputs=outputs)

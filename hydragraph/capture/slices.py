@@ -1,0 +1,84 @@
+"""Cut the skeleton into prologue, aux and epilogue, and make a Template of each piece."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import fx
+
+from hydragraph.errors import Unsupported
+from hydragraph.ir.program import Template
+
+
+def extract(graph: fx.GraphModule, outputs: Sequence[fx.Node], given: Mapping[fx.Node, str]) -> fx.GraphModule:
+    """Return the part of a graph that computes `outputs`; `given` nodes become placeholders of the given names."""
+    needed: set[fx.Node] = set()
+    pending = list(outputs)
+    while pending:
+        node = pending.pop()
+        if node not in needed:
+            needed.add(node)
+            if node not in given:
+                pending += node.all_input_nodes
+    part, copied = fx.Graph(), {}
+    placeholders = [n for n in graph.graph.nodes if n in needed and (n.op == "placeholder" or n in given)]
+    for node in placeholders:
+        copied[node] = part.placeholder(given.get(node, node.name))
+        copied[node].meta = dict(node.meta)
+    for node in graph.graph.nodes:
+        if node in needed and node not in copied:
+            copied[node] = part.node_copy(node, lambda n: copied[n])
+    part.output(tuple(copied[o] for o in outputs))
+    return fx.GraphModule(graph, part)
+
+
+def template_of(
+    graph: fx.GraphModule,
+    parameters: Mapping[str, str],
+    buffers: Mapping[str, str],
+    inputs: Mapping[str, str],
+    where: str,
+) -> Template:
+    """Make a Template of a graph: placeholders sorted into parameters, buffers, inputs, and renamed for people.
+
+    Args:
+        graph: one piece of the model; unused placeholders are dropped.
+        parameters, buffers, inputs: placeholder name -> name in the template.
+        where: what is captured, for errors.
+    """
+    placeholders = [n for n in graph.graph.nodes if n.op == "placeholder"]
+    groups: tuple[list[fx.Node], ...] = ([], [], [])
+    for node in placeholders:
+        kind = next((i for i, names in enumerate((parameters, buffers, inputs)) if node.name in names), None)
+        if kind is None:
+            raise Unsupported(
+                f"the forward makes a constant tensor ({node.name})",
+                where=where,
+                remedy="register it as a buffer in the module's __init__",
+            )
+        if node.users:
+            groups[kind].append(node)
+    known = {**parameters, **buffers, **inputs}
+    names = tuple(tuple(known[n.name] for n in group) for group in groups)
+    ordered = fx.Graph()
+    copied: dict[fx.Node, fx.Node] = {}
+    for node in (n for group in groups for n in group):
+        copied[node] = ordered.placeholder(known[node.name].replace(".", "_"))
+        copied[node].meta = dict(node.meta)
+    for node in graph.graph.nodes:
+        if node.op == "output":
+            ordered.output(torch.fx.node.map_arg(node.args[0], lambda n: copied[n]))
+        elif node.op != "placeholder":
+            copied[node] = ordered.node_copy(node, lambda n: copied[n])
+    ordered.lint()
+    module = fx.GraphModule(graph, ordered)
+    digest = hashlib.sha256(module.code.encode() + repr(shapes(module)).encode()).hexdigest()
+    return Template(digest[:6], module, *names)
+
+
+def shapes(graph: fx.GraphModule) -> list[tuple[str, str]]:
+    """Return each placeholder's shape and dtype as text."""
+    values = (n.meta["val"] for n in graph.graph.nodes if n.op == "placeholder")
+    return [(str(tuple(v.shape)), str(v.dtype)) for v in values]

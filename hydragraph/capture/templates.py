@@ -1,0 +1,71 @@
+"""Trace one block of each kind to a forward graph, with a symbolic token count."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hydragraph.capture.blocks import positions
+from hydragraph.capture.private import symbol_name
+from hydragraph.capture.skeleton import Site
+from hydragraph.capture.slices import template_of
+from hydragraph.errors import Unsupported
+from hydragraph.ir.program import Template
+from hydragraph.passes.clean import clean
+
+
+def capture_template(site: Site, hints: dict[str, int]) -> tuple[Template, bool]:
+    """Trace a block.
+
+    Args:
+        site: the block and the arguments it was called with.
+        hints: example values of symbolic sizes, by symbol.
+
+    Returns:
+        the template (inputs "hidden" and "other.{i}" for those of the other tensor arguments that it uses), and
+        whether the block computed with its own layer index, so that it stands for itself alone.
+    """
+    touched = positions(site.module)
+    for position in touched:
+        position.touched = False
+    symbols: dict[str, torch.export.Dim] = {}
+    arguments, dynamic = [], []
+    for tensor in site.inputs:
+        sizes, dims = _example(tensor, hints, symbols, site.name)
+        arguments.append(
+            torch.empty(sizes, dtype=tensor.dtype, device="meta", requires_grad=tensor.is_floating_point())
+        )
+        dynamic.append(dims)
+    exported = torch.export.export(site.flat(), tuple(arguments), dynamic_shapes=(tuple(dynamic),), strict=False)
+    exported = exported.run_decompositions({})
+    signature, prefix = exported.graph_signature, "block."
+    inputs = dict(zip(signature.user_inputs, ["hidden", *(f"other.{i}" for i in range(len(arguments) - 1))], strict=True))
+    template = template_of(
+        clean(exported.graph_module),
+        {k: v.removeprefix(prefix) for k, v in signature.inputs_to_parameters.items()},
+        {k: v.removeprefix(prefix) for k, v in signature.inputs_to_buffers.items()},
+        inputs,  # type: ignore[arg-type]
+        site.name,
+    )
+    return template, any(p.touched for p in touched)
+
+
+def _example(
+    tensor: Tensor, hints: dict[str, int], symbols: dict[str, torch.export.Dim], where: str
+) -> tuple[list[int], dict[int, torch.export.Dim]]:
+    """Return an example size of a block's input, and which of its dimensions are symbolic."""
+    sizes, dims = [], {}
+    for d, size in enumerate(tensor.shape):
+        symbol = symbol_name(size)
+        if symbol is None:
+            sizes.append(int(size))
+            continue
+        if symbol not in hints:
+            raise Unsupported(
+                f"a block input has the derived size {symbol}",
+                where=where,
+                remedy="pass blocks tensors whose sizes are constants, the token count or the sequence count",
+            )
+        dims[d] = symbols.setdefault(symbol, torch.export.Dim(f"D{len(symbols)}", min=2, max=1 << 24))
+        sizes.append(hints[symbol])
+    return sizes, dims

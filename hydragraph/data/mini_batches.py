@@ -1,0 +1,241 @@
+"""An endless stream of mini-batches by a token budget, a pure function of (file, settings, epoch, position)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+from hydragraph.data.token_file import TokenFile
+
+Split = Literal["train", "heldout"]
+_Indices = npt.NDArray[np.int64]
+_SPLIT_STREAM, _EPOCH_STREAM = 0, 1
+
+
+@dataclass(frozen=True, eq=False)
+class Chunks:
+    """Pieces of documents that are short enough to train on, in file order; three int64 arrays of one length.
+
+    Attributes:
+        documents: which document each piece is from.
+        starts: its first token in the document.
+        lengths: its tokens, from 2 to the maximum.
+    """
+
+    documents: _Indices
+    starts: _Indices
+    lengths: _Indices
+
+    def __len__(self) -> int:
+        """Return the number of chunks."""
+        return len(self.lengths)
+
+
+def cut(lengths: _Indices, documents: _Indices, max_length: int) -> Chunks:
+    """Cut documents into consecutive chunks of `max_length` tokens and a shorter tail.
+
+    A tail of one token is dropped: it has no target.
+
+    Args:
+        lengths: tokens of every document of the file.
+        documents: those to cut.
+        max_length: at least 2.
+    """
+    totals = lengths[documents]
+    counts = totals // max_length + (totals % max_length >= 2)
+    first = np.cumsum(counts) - counts
+    starts = (np.arange(int(counts.sum()), dtype=np.int64) - np.repeat(first, counts)) * max_length
+    pieces = np.minimum(np.repeat(totals, counts) - starts, max_length)
+    return Chunks(np.repeat(documents, counts), starts, pieces)
+
+
+def split_documents(count: int, split: Split, heldout: float, split_seed: int = 0) -> _Indices:
+    """Return the documents of one split, in file order: the held-out ones are the last of a seeded shuffle.
+
+    Args:
+        count: documents in the file.
+        split: which part.
+        heldout: fraction of documents held out, rounded, but at least one on each side; 0: none, all are for training.
+        split_seed: another seed holds out other documents.
+
+    Raises:
+        ValueError: the fraction is not in [0, 1), or a split would be empty.
+    """
+    if not 0 <= heldout < 1:
+        raise ValueError(f"heldout {heldout}: choose a fraction of documents of at least 0 and below 1")
+    if heldout and count < 2:
+        raise ValueError(f"heldout {heldout} of {count} document: give at least 2 documents, or heldout=0")
+    if split == "heldout" and not heldout:
+        raise ValueError("split 'heldout' with heldout 0.0 has no documents: choose a fraction above 0")
+    held = min(max(round(heldout * count), 1), count - 1) if heldout else 0
+    order = _shuffle(count, _SPLIT_STREAM, split_seed)
+    return np.sort(order[count - held :] if split == "heldout" else order[: count - held])
+
+
+class MiniBatches(Iterator[list[Tensor]]):
+    """Endless mini-batches: every chunk exactly once per epoch, in an order drawn from (seed, epoch).
+
+    A mini-batch takes chunks in that order until the next one would exceed the budget, across the end of an epoch where
+    one falls. The stream depends on nothing else, so every process with the same file and settings sees the same one.
+
+    Args:
+        file: the tokens.
+        tokens: the budget of one mini-batch, never exceeded.
+        max_length: longer documents are cut into chunks of this many tokens (see `cut`).
+        seed: of the order; not below 0.
+        split: which documents to draw: "train" or "heldout".
+        heldout: fraction of documents held out of "train".
+        split_seed: which documents those are; apart from `seed`, so that a rerun with another order never trains on
+            what an earlier run validated on.
+
+    Attributes:
+        chunks: what one epoch draws.
+        lengths: of the sequences in the last mini-batch; empty before the first.
+
+    Raises:
+        ValueError: a setting is out of range, or the split holds no document of two tokens.
+    """
+
+    def __init__(
+        self,
+        file: TokenFile,
+        tokens: int,
+        max_length: int,
+        seed: int = 0,
+        split: Split = "train",
+        heldout: float = 0.0,
+        split_seed: int = 0,
+    ) -> None:
+        _check_settings(tokens, max_length, seed, split, split_seed)
+        documents = split_documents(len(file), split, heldout, split_seed)
+        self.chunks = cut(file.lengths, documents, max_length)
+        if not len(self.chunks):
+            raise ValueError(f"{file.path}: no {split} document has two tokens: give a corpus with longer texts")
+        self.lengths: tuple[int, ...] = ()
+        self._file = file
+        self._settings: dict[str, int | float | str] = {
+            "file": file.fingerprint,
+            "tokens": tokens,
+            "max_length": max_length,
+            "seed": seed,
+            "split": split,
+            "heldout": heldout,
+            "split_seed": split_seed,
+        }
+        self._budget, self._seed = tokens, seed
+        self._epoch = self._position = 0
+        self._order = self._epoch_order(0)
+
+    def __next__(self) -> list[Tensor]:
+        """Return the next mini-batch: int64 [length] per sequence."""
+        chosen: list[int] = []
+        room = self._budget
+        while (length := int(self.chunks.lengths[self._order[self._position]])) <= room:
+            chosen.append(int(self._order[self._position]))
+            room -= length
+            self._advance()
+        return self._read(chosen)
+
+    def single_pass(self) -> Iterator[list[Tensor]]:
+        """Yield every chunk once, in file order, by the same budget; the endless stream does not move.
+
+        For validation: each call yields the same mini-batches, of which the last may be small.
+        """
+        chosen: list[int] = []
+        room = self._budget
+        for chunk, length in enumerate(self.chunks.lengths.tolist()):
+            if length > room:
+                yield self._sequences(chosen)
+                chosen, room = [], self._budget
+            chosen.append(chunk)
+            room -= length
+        yield self._sequences(chosen)
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that the next mini-batch starts in, from 0."""
+        return self._epoch
+
+    def state_dict(self) -> dict[str, int | float | str]:
+        """Return where the next mini-batch starts, with the settings that this position is relative to."""
+        return {**self._settings, "epoch": self._epoch, "position": self._position}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue where `state` was taken, without replaying what came before.
+
+        Raises:
+            ValueError: the state is incomplete, or of another file or other settings; the message names both.
+        """
+        for name, mine in self._settings.items():
+            theirs = state.get(name)
+            if theirs != mine:
+                raise ValueError(
+                    f"mini-batch state: {name} is {theirs!r}, but this stream's is {mine!r}: "
+                    f"resume with the same {name}, or start a new run"
+                )
+        epoch, position = state.get("epoch"), state.get("position")
+        if not (isinstance(epoch, int) and isinstance(position, int)):
+            raise ValueError(
+                f"mini-batch state: epoch {epoch!r}, position {position!r}: load what state_dict() returned"
+            )
+        if epoch < 0 or not 0 <= position < len(self.chunks):
+            raise ValueError(
+                f"mini-batch state: epoch {epoch}, position {position} of {len(self.chunks)} chunks: "
+                "load what state_dict() returned"
+            )
+        if epoch != self._epoch:
+            self._order = self._epoch_order(epoch)
+        self._epoch, self._position, self.lengths = epoch, position, ()
+
+    def _advance(self) -> None:
+        """Step to the next chunk, into the next epoch after the last one."""
+        self._position += 1
+        if self._position == len(self.chunks):
+            self._epoch, self._position = self._epoch + 1, 0
+            self._order = self._epoch_order(self._epoch)
+
+    def _epoch_order(self, epoch: int) -> _Indices:
+        """Return the permutation of chunks of one epoch."""
+        return _shuffle(len(self.chunks), _EPOCH_STREAM, self._seed, epoch)
+
+    def _read(self, chosen: list[int]) -> list[Tensor]:
+        """Read a mini-batch's chunks and note their lengths."""
+        sequences = self._sequences(chosen)
+        self.lengths = tuple(len(sequence) for sequence in sequences)
+        return sequences
+
+    def _sequences(self, chosen: list[int]) -> list[Tensor]:
+        """Copy chunks out of the file."""
+        chunks = self.chunks
+        pieces = ((int(chunks.documents[i]), int(chunks.starts[i]), int(chunks.lengths[i])) for i in chosen)
+        return [self._file.slice(document, start, start + length) for document, start, length in pieces]
+
+
+def _check_settings(tokens: int, max_length: int, seed: int, split: str, split_seed: int) -> None:
+    """Raise a ValueError for a setting that is out of range."""
+    if max_length < 2:
+        raise ValueError(f"max_length {max_length}: a sequence needs a token and a target: choose at least 2")
+    if tokens < max_length:
+        raise ValueError(
+            f"tokens {tokens} is below max_length {max_length}: a whole sequence must fit into a mini-batch: "
+            "raise tokens or lower max_length"
+        )
+    if split not in ("train", "heldout"):
+        raise ValueError(f"split {split!r}: choose 'train' or 'heldout'")
+    for name, value in (("seed", seed), ("split_seed", split_seed)):
+        if value < 0:
+            raise ValueError(f"{name} {value}: choose one of at least 0")
+
+
+def _shuffle(count: int, *key: int) -> _Indices:
+    """Return a permutation of range(count) that the key alone decides, in every process and NumPy version.
+
+    It sorts raw random bits: NumPy keeps a bit generator's stream for ever (NEP 19), but not its `permutation`.
+    """
+    bits = np.random.Philox(np.random.SeedSequence(key)).random_raw(count)
+    return np.argsort(bits, kind="stable")

@@ -1,0 +1,299 @@
+"""A corpus's tokens in one memory-mapped file.
+
+Little-endian, in this order:
+
+    header     128 bytes: the fields of `_Header`, their hash, zeros
+    tokens     uint16 where the vocabulary fits, else uint32; every document ends with the end-of-text token
+    padding    zeros up to a multiple of 8 bytes
+    offsets    int64, one more than documents: document i is tokens[offsets[i] : offsets[i + 1]]
+
+The tokens come first because they stream in before anyone knows how many documents there are.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import struct
+import uuid
+from array import array
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from hydragraph.data.tokenizer import end_of_text_token
+
+_MAGIC = b"HGTOKENS"
+_VERSION = 1
+_HEADER_BYTES = 128
+_FIELDS = struct.Struct("<8sIIQQII32s")
+# Documents are encoded in parallel, so a batch needs many; both bounds keep its memory small.
+_BATCH_DOCUMENTS = 1024
+_BATCH_CHARACTERS = 1 << 22
+_READ_BYTES = 1 << 24
+
+
+@dataclass(frozen=True)
+class _Header:
+    """The first bytes of a token file.
+
+    Attributes:
+        item_bytes: of one token: 2 or 4.
+        documents, tokens: counts; the end-of-text tokens are included.
+        vocabulary: the tokenizer's highest id + 1.
+        end_of_text: the id that ends every document.
+        digest: sha256 of all bytes after the header.
+    """
+
+    item_bytes: int
+    documents: int
+    tokens: int
+    vocabulary: int
+    end_of_text: int
+    digest: bytes
+
+    @property
+    def offsets_at(self) -> int:
+        """Where the offsets start, in bytes."""
+        return _HEADER_BYTES + -(-self.tokens * self.item_bytes // 8) * 8
+
+    @property
+    def file_bytes(self) -> int:
+        """The size of the whole file."""
+        return self.offsets_at + 8 * (self.documents + 1)
+
+    def pack(self) -> bytes:
+        """Return the header's bytes."""
+        fields = _FIELDS.pack(
+            _MAGIC,
+            _VERSION,
+            self.item_bytes,
+            self.documents,
+            self.tokens,
+            self.vocabulary,
+            self.end_of_text,
+            self.digest,
+        )
+        return (fields + hashlib.sha256(fields).digest()).ljust(_HEADER_BYTES, b"\0")
+
+
+@dataclass(frozen=True, eq=False)
+class TokenFile:
+    """Documents of token ids, memory-mapped and read-only; open it with `TokenFile.open`.
+
+    Attributes:
+        path: the file.
+        lengths: tokens of each document, int64 [documents], the end-of-text token included.
+        vocabulary: every token is below it: the least vocabulary that a model of this file needs.
+        end_of_text: the id that ends every document.
+        fingerprint: a hash of the content, 64 hexadecimal digits.
+    """
+
+    path: Path
+    lengths: npt.NDArray[np.int64]
+    vocabulary: int
+    end_of_text: int
+    fingerprint: str
+    _tokens: npt.NDArray[np.unsignedinteger]
+    _offsets: npt.NDArray[np.int64]
+
+    @classmethod
+    def open(cls, path: Path) -> TokenFile:
+        """Map a file that `write_tokens` wrote, checking everything but the tokens themselves (`verify` reads those).
+
+        Raises:
+            ValueError: there is no such file, it is no token file or of another version, truncated, or corrupt.
+        """
+        header = _read_header(path)
+        # asarray: a plain view, because every result computed from a memmap would claim to be one.
+        tokens = np.asarray(np.memmap(path, f"<u{header.item_bytes}", "r", _HEADER_BYTES, (header.tokens,)))
+        offsets = np.asarray(np.memmap(path, "<i8", "r", header.offsets_at, (header.documents + 1,)))
+        lengths = np.diff(offsets).astype(np.int64, copy=False)
+        if offsets[0] != 0 or offsets[-1] != header.tokens or (lengths < 1).any():
+            raise ValueError(_corrupt(path, "its document offsets do not cover its tokens"))
+        lengths.flags.writeable = False
+        return cls(path, lengths, header.vocabulary, header.end_of_text, header.digest.hex(), tokens, offsets)
+
+    def verify(self) -> None:
+        """Read the whole file and compare its checksum.
+
+        Raises:
+            ValueError: a byte differs from what was written.
+        """
+        digest = hashlib.sha256()
+        with self.path.open("rb") as file:
+            file.seek(_HEADER_BYTES)
+            while data := file.read(_READ_BYTES):
+                digest.update(data)
+        if digest.hexdigest() != self.fingerprint:
+            raise ValueError(_corrupt(self.path, f"its sha256 is {digest.hexdigest()}, expected {self.fingerprint}"))
+
+    @property
+    def tokens(self) -> int:
+        """Tokens in all documents."""
+        return len(self._tokens)
+
+    def __len__(self) -> int:
+        """Return the number of documents."""
+        return len(self.lengths)
+
+    def __getitem__(self, document: int) -> Tensor:
+        """Return a copy of one document's tokens: int64 [length]; negative indices count from the end."""
+        index = document + len(self) if document < 0 else document
+        if not 0 <= index < len(self):
+            raise IndexError(f"{self.path}: document {document} of {len(self)}")
+        return self.slice(index, 0, int(self.lengths[index]))
+
+    def __iter__(self) -> Iterator[Tensor]:
+        """Yield every document in order."""
+        return (self[document] for document in range(len(self)))
+
+    def slice(self, document: int, start: int, stop: int) -> Tensor:
+        """Return a copy of tokens [start, stop) of one document, reading no others: int64 [stop - start]."""
+        if not 0 <= start <= stop <= self.lengths[document]:
+            length = self.lengths[document]
+            raise IndexError(f"{self.path}: tokens [{start}, {stop}) of document {document}, which has {length}")
+        first = int(self._offsets[document])
+        return torch.from_numpy(self._tokens[first + start : first + stop].astype(np.int64))
+
+    def __reduce__(self) -> tuple[Callable[[Path], TokenFile], tuple[Path]]:
+        """Pickle as the path: a memory map would be pickled as all its tokens."""
+        return TokenFile.open, (self.path,)
+
+
+def write_tokens(
+    path: Path,
+    documents: Iterable[str],
+    tokenizer: Tokenizer,
+    progress: Callable[[int, int], None] | None = None,
+    end_of_text: str | None = None,
+) -> TokenFile:
+    """Encode documents, end each with the end-of-text token, and write them to a token file.
+
+    The file appears under its name only when it is complete, replacing any older one. No other token is added around a
+    document; a special token spelled out in a text becomes that token, as everywhere in Hugging Face.
+
+    Args:
+        path: the file; its directory is made if missing.
+        documents: drawn once, never all in memory.
+        tokenizer: without truncation and padding, as `tokenizer.load` gives it.
+        progress: called now and then, and at the end, with documents and tokens written so far.
+        end_of_text: as for `tokenizer.end_of_text_token`.
+
+    Raises:
+        ValueError: no documents, a tokenizer that truncates or pads, or that has no end-of-text token.
+    """
+    if tokenizer.truncation is not None or tokenizer.padding is not None:
+        raise ValueError("the tokenizer truncates or pads: call no_truncation() and no_padding() on it first")
+    ids = tokenizer.get_vocab(with_added_tokens=True)
+    end = ids[end_of_text_token(tokenizer, end_of_text)]
+    vocabulary = max(ids.values()) + 1  # not the count of ids: published tokenizers have gaps
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # In the same directory, so that the rename is atomic; unique, so that two writers never share it.
+    partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}.partial")
+    try:
+        with partial.open("xb") as file:
+            file.write(bytes(_HEADER_BYTES))
+            header = _write_payload(file, _encode(documents, tokenizer, end), vocabulary, end, progress)
+            if not header.documents:
+                raise ValueError(f"{path}: no documents to write: check the corpus's paths, suffixes and text field")
+            file.seek(0)
+            file.write(header.pack())
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+    return TokenFile.open(path)
+
+
+def _encode(documents: Iterable[str], tokenizer: Tokenizer, end: int) -> Iterator[list[list[int]]]:
+    """Yield the ids of a batch of documents at a time, each document ended by `end`."""
+    done = 0
+    for batch in _batches(documents):
+        try:
+            encodings = tokenizer.encode_batch_fast(batch, add_special_tokens=False)
+        except TypeError as error:  # the bindings name neither the document nor the cause
+            raise ValueError(
+                f"one of the documents {done} to {done + len(batch) - 1} is not Unicode text (a lone surrogate, or no "
+                "str): read them with corpus.documents, which leaves such documents out"
+            ) from error
+        done += len(batch)
+        yield [[*encoding.ids, end] for encoding in encodings]
+
+
+def _batches(documents: Iterable[str]) -> Iterator[list[str]]:
+    """Group documents up to a count or a number of characters, whichever comes first."""
+    batch: list[str] = []
+    characters = 0
+    for document in documents:
+        batch.append(document)
+        characters += len(document)
+        if len(batch) == _BATCH_DOCUMENTS or characters >= _BATCH_CHARACTERS:
+            yield batch
+            batch, characters = [], 0
+    if batch:
+        yield batch
+
+
+def _write_payload(
+    file: BinaryIO,
+    batches: Iterable[list[list[int]]],
+    vocabulary: int,
+    end: int,
+    progress: Callable[[int, int], None] | None,
+) -> _Header:
+    """Write tokens, padding and offsets at the file's position, and return the header that describes them."""
+    item_bytes = 2 if vocabulary <= 1 << 16 else 4
+    digest = hashlib.sha256()
+    offsets = array("q", [0])
+
+    def write(data: bytes) -> None:
+        digest.update(data)
+        file.write(data)
+
+    for batch in batches:
+        for ids in batch:
+            offsets.append(offsets[-1] + len(ids))
+        write(np.fromiter((i for ids in batch for i in ids), f"<u{item_bytes}").tobytes())
+        if progress is not None:
+            progress(len(offsets) - 1, offsets[-1])
+    write(bytes(-offsets[-1] * item_bytes % 8))
+    write(np.asarray(offsets, dtype="<i8").tobytes())
+    return _Header(item_bytes, len(offsets) - 1, offsets[-1], vocabulary, end, digest.digest())
+
+
+def _read_header(path: Path) -> _Header:
+    """Read and check a file's header, and the file's size against it."""
+    if not path.is_file():
+        raise ValueError(f"token file {path} does not exist: write it first with write_tokens")
+    found = path.stat().st_size
+    with path.open("rb") as file:
+        data = file.read(_HEADER_BYTES)
+    if data[: len(_MAGIC)] != _MAGIC[: len(data)]:
+        raise ValueError(
+            f"{path} is not a token file: it starts with {data[:8]!r}, expected {_MAGIC!r}; check the path"
+        )
+    if len(data) < _HEADER_BYTES:
+        raise ValueError(_corrupt(path, f"expected at least {_HEADER_BYTES} bytes, found {found}"))
+    _, version, *fields = _FIELDS.unpack_from(data)
+    if version != _VERSION:
+        raise ValueError(f"token file {path} has version {version}, expected {_VERSION}: delete it and rerun")
+    header = _Header(*fields)
+    if data != header.pack():
+        raise ValueError(_corrupt(path, "its header does not match the header's hash"))
+    if found != header.file_bytes:
+        raise ValueError(_corrupt(path, f"expected {header.file_bytes} bytes, found {found}"))
+    return header
+
+
+def _corrupt(path: Path, what: str) -> str:
+    """Return the sentence for a file that cannot be used."""
+    return f"token file {path} is truncated or corrupt: {what}; delete it and rerun"

@@ -1,0 +1,35 @@
+"""The errors that a user meets: each says what, where, and the fix."""
+
+from __future__ import annotations
+
+
+class Unsupported(ValueError):  # noqa: N818  the public name; it reads as a sentence: raise Unsupported(...)
+    """Something hydragraph refuses to do, because doing it would be silently wrong.
+
+    Args:
+        what: what was refused, in one clause.
+        where: the module, block, operator or field.
+        remedy: what the user can do instead.
+    """
+
+    def __init__(self, what: str, *, where: str, remedy: str) -> None:
+        super().__init__(f"{where}: {what}; {remedy}")
+        self.what, self.where, self.remedy = what, where, remedy
+
+
+class RankFailure(RuntimeError):  # noqa: N818
+    """Another rank failed, and with it this step; no update was applied.
+
+    Args:
+        rank: the rank that failed first.
+        instruction: the text of the instruction it was at, or "" when it is not known.
+        error: what it raised, or how it ended.
+    """
+
+    def __init__(self, rank: int, instruction: str, error: str) -> None:
+        at = f" at `{instruction}`" if instruction else ""
+        super().__init__(f"rank {rank} failed{at}: {error}")
+        self.rank, self.instruction, self.error = rank, instruction, error
+
+    def __reduce__(self) -> tuple[type[RankFailure], tuple[int, str, str]]:
+        return RankFailure, (self.rank, self.instruction, self.error)

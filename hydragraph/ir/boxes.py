@@ -1,0 +1,74 @@
+"""The geometry of a checkpoint: an interval of a flattened tensor as axis-aligned boxes of the tensor.
+
+A rank owns an interval of a parameter's canonical order, a checkpoint stores boxes of its natural shape, so that any
+program can read the tensor without knowing how it was sharded.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+Extent = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Box:
+    """An axis-aligned part of a tensor whose elements, row by row, are consecutive in an interval.
+
+    Attributes:
+        offsets: its first index along each dimension.
+        sizes: how many indices along each dimension, none of them 0.
+        at: where its elements start, counted from the start of the interval.
+    """
+
+    offsets: Extent
+    sizes: Extent
+    at: int
+
+    @property
+    def size(self) -> int:
+        """Its elements."""
+        return math.prod(self.sizes)
+
+    def moved(self, dim: int) -> Box:
+        """Return the box in the tensor whose dimension 0 was moved to `dim`."""
+        return Box(_moved(self.offsets, dim), _moved(self.sizes, dim), self.at)
+
+
+def boxes(lo: int, hi: int, shape: Extent) -> tuple[Box, ...]:
+    """Cut the interval [lo, hi) of a row-major tensor into at most `2 * len(shape) - 1` boxes, in order.
+
+    Along each dimension there are whole rows, before them the end of one row and after them the beginning of another;
+    these two are intervals of a tensor with one dimension less.
+
+    Args:
+        lo, hi: elements of the flattened tensor; an empty interval has no boxes.
+        shape: of the tensor; `()` is a single element.
+    """
+    assert 0 <= lo <= hi <= math.prod(shape), f"[{lo}, {hi}) is not inside a tensor of shape {shape}"
+    return tuple(_cut(lo, hi, shape, (), 0))
+
+
+def _cut(lo: int, hi: int, shape: Extent, prefix: Extent, at: int) -> list[Box]:
+    """Cut an interval of the sub-tensor at index `prefix`, `at` elements behind the start of the whole interval."""
+    if lo == hi:
+        return []
+    if not shape:
+        return [Box(prefix, (1,) * len(prefix), at)]
+    row = math.prod(shape[1:])
+    first, last = -(-lo // row), hi // row  # the whole rows are [first, last)
+    if first > last:  # inside one row
+        return _cut(lo - last * row, hi - last * row, shape[1:], (*prefix, last), at)
+    head = _cut(lo - (first - 1) * row, row, shape[1:], (*prefix, first - 1), at) if lo < first * row else []
+    whole = []
+    if first < last:
+        offsets, sizes = (*prefix, first, *(0 for _ in shape[1:])), (*(1 for _ in prefix), last - first, *shape[1:])
+        whole = [Box(offsets, sizes, at + first * row - lo)]
+    tail = _cut(0, hi - last * row, shape[1:], (*prefix, last), at + last * row - lo)
+    return head + whole + tail
+
+
+def _moved(extent: Extent, dim: int) -> Extent:
+    first, *rest = extent
+    return (*rest[:dim], first, *rest[dim:])

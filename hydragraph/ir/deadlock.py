@@ -1,0 +1,128 @@
+"""Run the programs of all ranks without running anything, to see whether they come to their end."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from hydragraph.ir.instruction import Instruction, Op, RankProgram
+
+
+@dataclass(frozen=True)
+class Deadlock:
+    """Where programs stop that do not come to their end.
+
+    Attributes:
+        at: rank -> the index of the instruction it is stuck at, for every rank that is stuck.
+        waits: rank -> the ranks it waits for, at least one.
+    """
+
+    at: Mapping[int, int]
+    waits: Mapping[int, tuple[int, ...]]
+
+    @property
+    def chain(self) -> tuple[int, ...]:
+        """Ranks of which each waits for the next: a cycle that repeats its first rank last, or up to an ended one."""
+        path = [min(self.waits)]
+        while path[-1] in self.waits and path[-1] not in path[:-1]:
+            path.append(self.waits[path[-1]][0])
+        return tuple(path if path[-1] not in self.waits else path[path.index(path[-1]) :])
+
+
+def find_deadlock(programs: Sequence[RankProgram]) -> Deadlock | None:
+    """Run all programs together; return None when all of them end.
+
+    Sends are buffered, and everything else that could wait, waits: a receive for its message, a computation for its
+    tensor-parallel peers to be at the same one and for every rank to have entered the pulls of its weights, the commit
+    for all ranks. Programs that end here end whatever runs ahead in reality, since running ahead only takes waits away.
+
+    Args:
+        programs: one per rank, in the order of the ranks.
+    """
+    run = _Run(programs)
+    run.run()
+    waits = run.waits()
+    return Deadlock({rank: run.at[rank] for rank in waits}, waits) if waits else None
+
+
+def _peer(instruction: Instruction) -> int:
+    assert instruction.peer is not None, "a send or receive has a peer"
+    return instruction.peer
+
+
+class _Run:
+    """How far each rank has come, the messages under way, and how many ranks have entered each pull."""
+
+    def __init__(self, programs: Sequence[RankProgram]) -> None:
+        self.programs = programs
+        self.at = [0] * len(programs)
+        self.messages: Counter[tuple[int, int]] = Counter()
+        self.pulled: Counter[str] = Counter()
+
+    def run(self) -> None:
+        """Run as far as the programs get."""
+        waiting = deque(range(len(self.programs)))
+        while waiting:
+            rank = waiting.popleft()
+            while (each := self._current(rank)) is not None and not self._blockers(rank, each):
+                for peer in self._together(rank, each):
+                    self._step(peer)
+                    if peer != rank:
+                        waiting.append(peer)
+                waiting.extend(self._woken(each))
+
+    def waits(self) -> dict[int, tuple[int, ...]]:
+        """Return, for every rank that has not ended, the ranks it waits for."""
+        current = {rank: self._current(rank) for rank in range(len(self.programs))}
+        return {rank: self._blockers(rank, each) for rank, each in current.items() if each is not None}
+
+    def _current(self, rank: int) -> Instruction | None:
+        instructions = self.programs[rank].instructions
+        return instructions[self.at[rank]] if self.at[rank] < len(instructions) else None
+
+    def _together(self, rank: int, each: Instruction) -> Sequence[int]:
+        """Return the ranks that must be at the same instruction."""
+        if each.op in (Op.FORWARD, Op.BACKWARD):
+            return self.programs[rank].tp
+        return range(len(self.programs)) if each.op is Op.COMMIT else (rank,)
+
+    def _blockers(self, rank: int, each: Instruction) -> tuple[int, ...]:
+        """Return the ranks that an instruction waits for; none when it can run."""
+        if each.op is Op.RECEIVE:
+            return () if self.messages[_peer(each), rank] else (_peer(each),)
+        if each.op not in (Op.FORWARD, Op.BACKWARD, Op.COMMIT):
+            return ()
+        late = tuple(r for r in self._together(rank, each) if r != rank and not self._same(each, self._current(r)))
+        buckets = {value[2:] for value in each.reads if value.startswith("W.")}
+        unpulled = {bucket for bucket in buckets if self.pulled[bucket] < len(self.programs)}
+        if not unpulled:
+            return late
+        behind = (r for r in range(len(self.programs)) if unpulled & {i.target for i in self._ahead(r)})
+        return (*late, *behind)
+
+    def _ahead(self, rank: int) -> Iterator[Instruction]:
+        """Yield the pulls that a rank has yet to enter."""
+        return (i for i in self.programs[rank].instructions[self.at[rank] :] if i.op is Op.PULL)
+
+    @staticmethod
+    def _same(one: Instruction, other: Instruction | None) -> bool:
+        key = (one.op, one.target, one.micro_batch)
+        return other is not None and key == (other.op, other.target, other.micro_batch)
+
+    def _step(self, rank: int) -> None:
+        each = self.programs[rank].instructions[self.at[rank]]
+        self.at[rank] += 1
+        if each.op is Op.SEND:
+            self.messages[rank, _peer(each)] += 1
+        elif each.op is Op.RECEIVE:
+            self.messages[_peer(each), rank] -= 1
+        elif each.op is Op.PULL:
+            self.pulled[each.target] += 1
+
+    def _woken(self, each: Instruction) -> Sequence[int]:
+        """Return the ranks that may have waited for what has just run."""
+        if each.op is Op.SEND:
+            return (_peer(each),)
+        complete = each.op is Op.PULL and self.pulled[each.target] == len(self.programs)
+        return range(len(self.programs)) if complete else ()

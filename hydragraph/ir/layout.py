@@ -1,0 +1,211 @@
+"""Layouts: which rank holds which intervals of a bucket's flat state, in what order, and how their gradients add up.
+
+A bucket's flat state is parameter-major: each parameter in its canonical order, one after another. A tensor-parallel
+shard is then one interval per parameter and fused segment, a home shard one interval, and every movement of state is
+a link between two layouts (`hydragraph.ir.link`). All intervals are in elements; bytes appear only where data moves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+import numpy as np
+import numpy.typing as npt
+
+from hydragraph.ir.parameter import Bucket
+
+Ints = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
+
+
+class GradientKind(Enum):
+    """How the gradients that a stage's holders of the same elements computed become that stage's gradient."""
+
+    REPLICA = "replica"  # every holder has the same value: take one
+    PARTIAL = "partial"  # the sum over the holders is the gradient; also where there is a single holder
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """Which rank holds which elements of one bucket: one row per interval, sorted by rank, then by place in its buffer.
+
+    A rank's local buffer is the concatenation of its intervals in row order. Arrays are 1-D, of equal length, and
+    read-only; no interval is empty. Layouts compare by identity, so they can key a cache.
+
+    Attributes:
+        rank: int64, the holder.
+        lo, hi: int64, the interval [lo, hi) of the bucket.
+        at: int64, where the interval starts in the rank's local buffer.
+        copy: int64, which copy of the state the interval belongs to: the index of the stage in a propagation layout,
+            0 or 1 in a home layout. Within one copy every element of the bucket is held at least once.
+        partial: bool, whether its gradient is PARTIAL, not REPLICA, among the holders in the same copy.
+        size: elements of the whole bucket.
+    """
+
+    rank: Ints
+    lo: Ints
+    hi: Ints
+    at: Ints
+    copy: Ints
+    partial: Bools
+    size: int
+
+    def __post_init__(self) -> None:
+        for array in (self.rank, self.lo, self.hi, self.at, self.copy, self.partial):
+            array.flags.writeable = False
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks that hold anything, ascending."""
+        return tuple(np.unique(self.rank).tolist())
+
+    def local_size(self, rank: int) -> int:
+        """Return the elements in one rank's local buffer; 0 for a rank that holds nothing."""
+        mine = self.rank == rank
+        return int((self.hi[mine] - self.lo[mine]).sum())
+
+    def of(self, rank: int) -> Layout:
+        """Return the rows of one rank, in the order of its local buffer."""
+        return self._where(self.rank == rank)
+
+    def without(self, ranks: Collection[int]) -> Layout:
+        """Return the rows of all other ranks: what is left when `ranks` are lost."""
+        return self._where(~np.isin(self.rank, list(ranks)))
+
+    def _where(self, rows: Bools) -> Layout:
+        rank, lo, hi, at, copy = (column[rows] for column in (self.rank, self.lo, self.hi, self.at, self.copy))
+        return Layout(rank, lo, hi, at, copy, self.partial[rows], self.size)
+
+
+def home(
+    size: int, ranks: Sequence[int], shares: Sequence[float] | None = None, copies: int = 1, align: int = 8
+) -> Layout:
+    """Cut a bucket into one interval per rank, in the order given: where its state lives whatever the strategy.
+
+    Equal shares of a divisible size are exactly equal, which is what the native collectives need. All other cuts are
+    rounded to multiples of `align` elements, so a small bucket may leave ranks with nothing.
+
+    Args:
+        size: elements of the bucket.
+        ranks: distinct ranks, in any order and with any gaps.
+        shares: relative weights, one per rank, not negative; None: equal.
+        copies: 1, or 2 for a second copy, rotated by half of the ranks, so that the loss of one rank loses nothing.
+        align: elements; 8 fp32 values are 32 bytes, a full vector register.
+
+    Raises:
+        ValueError: repeated or missing ranks, unusable shares, or a second copy with nobody to hold it.
+    """
+    n = len(ranks)
+    weights = np.ones(n) if shares is None else np.asarray(shares, float)
+    _check_home(size, ranks, weights, copies, align)
+    if size % n == 0 and (weights == weights[0]).all():
+        cuts = np.arange(n + 1, dtype=np.int64) * (size // n)
+    else:
+        ideal = size * (np.concatenate(([0.0], np.cumsum(weights))) / weights.sum())
+        cuts = np.minimum(np.rint(ideal / align).astype(np.int64) * align, size)
+        cuts[-1] = size
+    shard = np.concatenate([(np.arange(n) + c * (n // 2)) % n for c in range(copies)])
+    rank, copy = np.tile(np.asarray(ranks, np.int64), copies), np.repeat(np.arange(copies), n)
+    return _layout(rank, cuts[shard], cuts[shard + 1], copy, np.ones(n * copies, bool), size)
+
+
+def propagation(
+    bucket: Bucket,
+    stages: Sequence[tuple[int, ...]],
+    kinds: Mapping[str, GradientKind] | Sequence[Mapping[str, GradientKind]],
+) -> Layout:
+    """Lay out the bucket for forward and backward: every stage holds one copy, cut over its tensor-parallel ranks.
+
+    Args:
+        bucket: whose state.
+        stages: for each stage that uses the bucket, its ranks in tensor-parallel order; no rank occurs twice. The first
+            and the last stage of one pipeline may both use a tied bucket: each is a copy, and their gradients add.
+        kinds: the gradient kind of each replicated parameter, by name: one mapping for all stages, or one per stage.
+            Not looked at where a stage has one rank. A parameter with a rule is PARTIAL: a single holder, or ranks that
+            share key/value heads and each see the gradient of their own query heads.
+
+    Raises:
+        ValueError: a replicated parameter has no kind in a stage of several ranks.
+    """
+    members = [rank for stage in stages for rank in stage]
+    assert len(set(members)) == len(members), f"stages {list(stages)} of bucket {bucket.name} share a rank"
+    assert all(stages), f"a stage of bucket {bucket.name} has no rank"
+    kinds_by_stage = [kinds] * len(stages) if isinstance(kinds, Mapping) else kinds
+    tables: dict[tuple[bool, ...], dict[int, Ints]] = {}
+    parts = []
+    for copy, (stage, kind) in enumerate(zip(stages, kinds_by_stage, strict=True)):
+        partial, tp = _partial(bucket, len(stage), kind), len(stage)
+        by_tp = tables.setdefault(partial, {})
+        if tp not in by_tp:
+            by_tp[tp] = _shards(bucket, tp, partial)
+        index, lo, hi, flag = by_tp[tp]
+        parts.append(np.stack((np.asarray(stage, np.int64)[index], lo, hi, np.full_like(lo, copy), flag)))
+    rank, lo, hi, copies, flag = np.concatenate(parts, axis=1) if parts else np.zeros((5, 0), np.int64)
+    return _layout(rank, lo, hi, copies, flag.astype(bool), bucket.size)
+
+
+def whole(size: int, rank: int) -> Layout:
+    """Let one rank hold the whole bucket of `size` elements."""
+    return home(size, (rank,))
+
+
+def _check_home(size: int, ranks: Sequence[int], weights: npt.NDArray[np.float64], copies: int, align: int) -> None:
+    if size < 0 or align < 1:
+        raise ValueError(f"home layout: size {size} and align {align} must be at least 0 and 1")
+    if not ranks or len(set(ranks)) != len(ranks):
+        raise ValueError(f"home layout: ranks {list(ranks)} must be distinct and at least one: name every owner once")
+    if len(weights) != len(ranks) or not np.isfinite(weights).all() or (weights < 0).any() or weights.sum() <= 0:
+        raise ValueError(
+            f"home layout: shares {weights.tolist()} for {len(ranks)} ranks: give each rank one finite share, none"
+            " below 0, and some above"
+        )
+    if copies not in (1, 2) or copies > len(ranks):
+        raise ValueError(
+            f"home layout: {copies} copies over {len(ranks)} ranks: use 1 copy, or 2 over at least 2 ranks, so that no"
+            " rank holds an element twice"
+        )
+
+
+def _partial(bucket: Bucket, tp: int, kinds: Mapping[str, GradientKind]) -> tuple[bool, ...]:
+    """Return whether each parameter's gradient is PARTIAL in a stage of `tp` ranks."""
+    if tp == 1:
+        return (True,) * len(bucket.parameters)
+    for parameter in bucket.parameters:
+        if parameter.rule is None and parameter.name not in kinds:
+            raise ValueError(
+                f"bucket {bucket.name}: no gradient kind for {parameter.name}, which all ranks of a stage of {tp} hold:"
+                " say whether it is REPLICA or PARTIAL"
+            )
+    return tuple(p.rule is not None or kinds[p.name] is GradientKind.PARTIAL for p in bucket.parameters)
+
+
+def _shards(bucket: Bucket, tp: int, partial: tuple[bool, ...]) -> Ints:
+    """Return the shards of a stage of `tp` ranks: rows (index in the stage, lo, hi, partial) x intervals."""
+    offsets = bucket.offsets()
+    rows = [
+        (index, offsets[parameter.name] + lo, offsets[parameter.name] + hi, flag)
+        for index in range(tp)
+        for parameter, flag in zip(bucket.parameters, partial, strict=True)
+        for lo, hi in parameter.intervals(tp, index)
+    ]
+    return np.array(rows, np.int64).reshape(-1, 4).T
+
+
+def _layout(rank: Ints, lo: Ints, hi: Ints, copy: Ints, partial: Bools, size: int) -> Layout:
+    """Sort intervals by rank (else in the order given), drop empty ones, merge neighbours, and place them locally."""
+    kept = np.flatnonzero(hi > lo)
+    kept = kept[np.argsort(rank[kept], kind="stable")]
+    rank, lo, hi, copy, partial = rank[kept], lo[kept], hi[kept], copy[kept], partial[kept]
+    # Rows of one rank follow each other in its buffer, so contiguous in the bucket means contiguous in both.
+    opens = np.ones(len(rank), bool)
+    same = (rank[1:] == rank[:-1]) & (copy[1:] == copy[:-1]) & (partial[1:] == partial[:-1])
+    opens[1:] = ~same | (lo[1:] != hi[:-1])
+    first = np.flatnonzero(opens)
+    rank, lo, copy, partial = rank[first], lo[first], copy[first], partial[first]
+    hi = hi[np.append(first[1:], len(opens)) - 1] if len(first) else hi
+    end = np.cumsum(hi - lo)
+    at = end - (hi - lo)
+    at -= at[np.searchsorted(rank, rank)]  # the first row of each rank starts its buffer
+    return Layout(rank, lo, hi, at, copy, partial, size)

@@ -1,0 +1,254 @@
+"""Link: the mutual slices that turn one layout of a bucket into another, as values (`copy`) or gradients (`reduce`).
+
+Hydraulis (5.2) cuts even shards into LCM pieces; intersecting intervals gives the same pieces and covers uneven shards.
+The source layout's interval ends cut a line into *cells*; the ranks that hold a cell hold all of it, and each target
+interval, cut at the same ends, chooses its senders cell by cell. All arrays are int64 and no object exists per slice.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from hydragraph.ir.layout import Bools, Ints, Layout
+
+
+@dataclass(frozen=True, eq=False)
+class Slices:
+    """Mutual slices between two layouts, sorted by (dst, src, lo); arrays are 1-D, of equal length, and read-only.
+
+    A slice moves elements [lo, hi) of the bucket from `src`, where they start at `src_at` of its local buffer, to
+    `dst`, where they start at `dst_at` of its. Where src == dst it is a local movement.
+
+    Attributes:
+        src, dst: int64, ranks.
+        lo, hi: int64, the interval of the bucket.
+        src_at, dst_at: int64, element offsets in the local buffers.
+    """
+
+    src: Ints
+    dst: Ints
+    lo: Ints
+    hi: Ints
+    src_at: Ints
+    dst_at: Ints
+
+    def __post_init__(self) -> None:
+        for array in (self.src, self.dst, self.lo, self.hi, self.src_at, self.dst_at):
+            array.flags.writeable = False
+
+    def __len__(self) -> int:
+        return len(self.src)
+
+    @property
+    def elements(self) -> int:
+        """Elements that the slices move, local movements included."""
+        return int((self.hi - self.lo).sum())
+
+    @property
+    def travelling(self) -> Slices:
+        """The slices between two different ranks."""
+        return self.where(self.src != self.dst)
+
+    def of(self, rank: int) -> tuple[Slices, Slices]:
+        """Return what one rank sends, sorted by (dst, lo), and what it receives, sorted by (src, lo).
+
+        The slices of one pair of ranks come in the same order on both sides, so a pair exchanges one message. Local
+        movements are in both.
+        """
+        return self.where(self.src == rank), self.where(self.dst == rank)
+
+    def where(self, rows: Bools) -> Slices:
+        """Return some of the slices, in order, by a mask."""
+        return Slices(
+            self.src[rows], self.dst[rows], self.lo[rows], self.hi[rows], self.src_at[rows], self.dst_at[rows]
+        )
+
+
+def copy(source: Layout, target: Layout, rank: int | None = None) -> Slices:
+    """Link values: every target interval is covered exactly once, by its own rank where that holds it already.
+
+    Otherwise the nearest replica sends (smallest difference of ranks, as a node's ranks are neighbours); where two are
+    equally near, target ranks and cells take turns.
+
+    Args:
+        source, target: layouts of one bucket, over any ranks.
+        rank: return only the slices that this rank sends or receives, at less cost.
+
+    Raises:
+        ValueError: the sizes differ, or no rank of the source holds what the target needs.
+    """
+    pairs = _pairs(source, target, np.zeros_like(source.copy), rank)
+    return _slices(pairs, _one(pairs, np.abs(pairs.src - pairs.dst)), rank)
+
+
+def reduce(source: Layout, target: Layout, rank: int | None = None) -> Slices:
+    """Link gradients: what the owners in the target must add up, element by element.
+
+    Every copy in the source contributes its gradient once: from PARTIAL intervals every holder sends, from REPLICA
+    intervals one does: the owner itself if it is a holder, otherwise holders take turns. A target of two copies
+    receives everything in both.
+
+    Args:
+        source: where gradients were computed (`layout.propagation`).
+        target: the owners (`layout.home`).
+        rank: return only the slices that this rank sends or receives, at less cost.
+
+    Raises:
+        ValueError: the sizes differ, or a copy of the source lacks elements that the target needs.
+    """
+    # Each copy gets a line of its own, so that cells, and with them the choice of a holder, are per copy.
+    pairs = _pairs(source, target, np.unique(source.copy, return_inverse=True)[1], rank)
+    return _slices(pairs, pairs.partial | _one(pairs, (pairs.src != pairs.dst).astype(np.int64)), rank)
+
+
+def is_all_gather(source: Layout, target: Layout) -> bool:
+    """Say whether `copy(source, target)` is the native all-gather of equal shards over `source.ranks`, ascending."""
+    return _equal_shards(source) and _whole_everywhere(target) and np.array_equal(source.rank, target.rank)
+
+
+def is_reduce_scatter(source: Layout, target: Layout) -> bool:
+    """Say whether `reduce(source, target)` is the native reduce-scatter over `target.ranks`, ascending."""
+    own_copies = len(np.unique(source.copy)) == len(source.copy)
+    same_ranks = np.array_equal(source.rank, target.rank)
+    return _equal_shards(target) and _whole_everywhere(source) and own_copies and same_ranks
+
+
+def _equal_shards(layout: Layout) -> bool:
+    """Say whether the i-th of n ranks holds exactly the i-th n-th of the bucket."""
+    n = len(layout.rank)
+    if n == 0 or layout.size % n:
+        return False
+    shard = layout.size // n
+    starts = np.arange(n) * shard
+    one_each = bool((np.diff(layout.rank) > 0).all())
+    return one_each and np.array_equal(layout.lo, starts) and np.array_equal(layout.hi, starts + shard)
+
+
+def _whole_everywhere(layout: Layout) -> bool:
+    """Say whether every rank holds the whole bucket as one interval."""
+    one_each = bool((np.diff(layout.rank) > 0).all())
+    return one_each and bool((layout.lo == 0).all() and (layout.hi == layout.size).all())
+
+
+@dataclass(frozen=True)
+class _Cells:
+    """Elementary intervals of a source: rows[first[c] : first[c + 1]] hold cell c, which is [ends[c], ends[c + 1])."""
+
+    ends: Ints
+    first: Ints
+    rows: Ints
+
+
+@dataclass(frozen=True)
+class _Pairs:
+    """Mutual slices with every rank that could send them: one entry per slice and candidate, slice by slice.
+
+    Attributes:
+        src, dst: ranks of the candidate and of the target.
+        partial: whether the candidate's interval is PARTIAL.
+        lo, hi, src_at, dst_at: as in Slices.
+        slice: which slice an entry belongs to.
+        start: the first entry of each slice.
+        turn: a number per slice that does not depend on which other slices are present, to break ties by.
+    """
+
+    src: Ints
+    dst: Ints
+    partial: Bools
+    lo: Ints
+    hi: Ints
+    src_at: Ints
+    dst_at: Ints
+    slice: Ints
+    start: Ints
+    turn: Ints
+
+
+def _ragged(counts: Ints) -> tuple[Ints, Ints]:
+    """Return, for counts [2, 0, 3], the group [0, 0, 2, 2, 2] and the place in it [0, 1, 0, 1, 2] of every item."""
+    group = np.repeat(np.arange(len(counts)), counts)
+    return group, np.arange(len(group)) - (np.cumsum(counts) - counts)[group]
+
+
+def _cells(lo: Ints, hi: Ints, end: int) -> _Cells:
+    """Cut [0, end) at every end of the source's intervals; within a cell, rows are in ascending order."""
+    ends = np.unique(np.concatenate((np.array([0, end]), lo, hi)))
+    begin = np.searchsorted(ends, lo)
+    row, place = _ragged(np.searchsorted(ends, hi) - begin)
+    cell = begin[row] + place
+    first = np.concatenate((np.zeros(1, np.int64), np.cumsum(np.bincount(cell, minlength=len(ends)))))
+    return _Cells(ends, first, row[np.argsort(cell, kind="stable")])
+
+
+def _pairs(source: Layout, target: Layout, line: Ints, rank: int | None) -> _Pairs:
+    """Intersect the target with the cells of the source, whose row i lies on line `line[i]` (0, 1, ...) of cells.
+
+    Every line must cover the target. With a `rank`, slices that it neither needs nor could send may be missing.
+    """
+    size, lines = source.size, int(line.max(initial=0)) + 1
+    if size != target.size:
+        raise ValueError(f"link: the source has {size} elements, the target {target.size}: link one bucket at a time")
+    cells = _cells(source.lo + line * size, source.hi + line * size, lines * size)
+    row, lo, hi = _targets(source, target, line, lines, rank)
+    head = np.searchsorted(cells.ends, lo, "right") - 1
+    item, place = _ragged(np.searchsorted(cells.ends, hi) - head)
+    row, cell = row[item], head[item] + place
+    lo, hi = np.maximum(cells.ends[cell], lo[item]), np.minimum(cells.ends[cell + 1], hi[item])
+    holders = cells.first[cell + 1] - cells.first[cell]
+    if not holders.all():
+        i = int(np.argmin(holders))
+        raise ValueError(
+            f"link: elements [{lo[i] % size}, {(hi[i] - 1) % size + 1}), which rank {target.rank[row[i]]} needs, are"
+            " missing from the source layout: add a rank that holds them, keep two home copies, or load a checkpoint"
+        )
+    turn = target.rank[row] + cell
+    piece, place = _ragged(holders)
+    held, row = cells.rows[cells.first[cell[piece]] + place], row[piece]
+    lo, hi = lo[piece] - line[held] * size, hi[piece] - line[held] * size
+    src_at, dst_at = source.at[held] + lo - source.lo[held], target.at[row] + lo - target.lo[row]
+    src, dst, partial = source.rank[held], target.rank[row], source.partial[held]
+    return _Pairs(src, dst, partial, lo, hi, src_at, dst_at, piece, np.cumsum(holders) - holders, turn)
+
+
+def _targets(source: Layout, target: Layout, line: Ints, lines: int, rank: int | None) -> tuple[Ints, Ints, Ints]:
+    """Repeat the target on every line; return its rows' indices and intervals, or those that may concern `rank`."""
+    row = np.tile(np.arange(len(target.rank)), lines)
+    shift = np.arange(lines)[:, None] * source.size
+    lo, hi = (target.lo + shift).ravel(), (target.hi + shift).ravel()
+    if rank is None:
+        return row, lo, hi
+    concerned = target.rank[row] == rank
+    mine = source.rank == rank
+    if mine.any():
+        begin, end = source.lo[mine] + line[mine] * source.size, source.hi[mine] + line[mine] * source.size
+        concerned |= (lo < end.max()) & (hi > begin.min())
+    return row[concerned], lo[concerned], hi[concerned]
+
+
+def _one(pairs: _Pairs, cost: Ints) -> Bools:
+    """Choose one candidate per slice: a cheapest one, taking turns among equals."""
+    if len(pairs.start) == len(cost):  # one candidate each, as from a home layout of one copy
+        return np.ones(len(cost), bool)
+    cheapest = cost == np.minimum.reduceat(cost, pairs.start)[pairs.slice]
+    before = np.cumsum(cheapest) - cheapest
+    wanted = before[pairs.start] + pairs.turn % np.add.reduceat(cheapest.astype(np.int64), pairs.start)
+    chosen: Bools = cheapest & (before == wanted[pairs.slice])
+    return chosen
+
+
+def _slices(pairs: _Pairs, kept: Bools, rank: int | None) -> Slices:
+    """Sort the kept entries by (dst, src, lo) and merge those of a pair that are contiguous everywhere."""
+    if rank is not None:
+        kept = kept & ((pairs.src == rank) | (pairs.dst == rank))
+    chosen = np.flatnonzero(kept)
+    chosen = chosen[np.lexsort((pairs.lo[chosen], pairs.src[chosen], pairs.dst[chosen]))]
+    columns = (pairs.src, pairs.dst, pairs.lo, pairs.hi, pairs.src_at, pairs.dst_at)
+    src, dst, lo, hi, src_at, dst_at = (column[chosen] for column in columns)
+    opens = np.ones(len(chosen), bool)
+    opens[1:] = (src[1:] != src[:-1]) | (dst[1:] != dst[:-1]) | (lo[1:] != hi[:-1])
+    opens[1:] |= (np.diff(src_at - lo) != 0) | (np.diff(dst_at - lo) != 0)
+    first = np.flatnonzero(opens)
+    hi = hi[np.append(first[1:], len(opens)) - 1] if len(first) else hi
+    return Slices(src[first], dst[first], lo[first], hi, src_at[first], dst_at[first])

@@ -1,0 +1,76 @@
+"""What building rank programs needs to know of a model: its blocks in order and which of them share weights."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+Mode = Literal["train", "evaluate"]
+
+# Names become parts of value names and of the printed form, whose punctuation they must not contain.
+_NAME = re.compile(r"[\w.\-/:]+")
+
+
+@dataclass(frozen=True)
+class Outline:
+    """A model as a chain of named blocks, each with the buckets of weights that it uses.
+
+    Attributes:
+        blocks: the first block ("embed"), one block per layer ("layer.0", ...), the last block ("head").
+        buckets: (bucket, blocks that use it) pairs; a tied weight is a bucket that several blocks use.
+
+    Raises:
+        ValueError: naming the block or bucket, when there are fewer than two blocks, when a name occurs twice or could
+            not be printed, or when a bucket has no block or an unknown one.
+    """
+
+    blocks: tuple[str, ...]
+    buckets: tuple[tuple[str, tuple[str, ...]], ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "blocks", tuple(self.blocks))
+        object.__setattr__(self, "buckets", tuple((name, tuple(blocks)) for name, blocks in self.buckets))
+        if len(self.blocks) < 2:
+            raise ValueError(f"blocks is {self.blocks}: give a first and a last block, and the layers between them")
+        if "aux" in self.blocks:
+            raise ValueError('block "aux": the name is taken by a micro-batch\'s auxiliary values; rename the block')
+        for kind, names in (("block", self.blocks), ("bucket", tuple(name for name, _ in self.buckets))):
+            for name in names:
+                if not _NAME.fullmatch(name):
+                    raise ValueError(f"{kind} {name!r}: use letters, digits and any of _ . - / :")
+                if names.count(name) > 1:
+                    raise ValueError(f"{kind} {name!r} occurs more than once: make the names unique")
+        for name, blocks in self.buckets:
+            if not blocks or not set(blocks) <= set(self.blocks):
+                raise ValueError(f"bucket {name!r} is used by {blocks}: name at least one block of {self.blocks}")
+
+    @property
+    def layers(self) -> int:
+        """The number of layers: every block but the first and the last."""
+        return len(self.blocks) - 2
+
+    @cached_property
+    def index(self) -> Mapping[str, int]:
+        """Each block's position k; its output is `h{k}`."""
+        return {block: k for k, block in enumerate(self.blocks)}
+
+    @cached_property
+    def pull_order(self) -> tuple[str, ...]:
+        """The buckets by the first block that uses them, those of one block as listed; pushes run in reverse."""
+        first = {name: min(self.index[block] for block in blocks) for name, blocks in self.buckets}
+        return tuple(sorted(first, key=first.__getitem__))
+
+    @cached_property
+    def weights(self) -> Mapping[str, tuple[str, ...]]:
+        """Each block's buckets, in pull order."""
+        users = dict(self.buckets)
+        return {block: tuple(name for name in self.pull_order if block in users[name]) for block in self.blocks}
+
+    def span(self, first_layer: int, last_layer: int) -> tuple[int, int]:
+        """Return the half-open range of block positions of a stage with layers [first_layer, last_layer)."""
+        first = 0 if first_layer == 0 else first_layer + 1
+        last = len(self.blocks) if last_layer == self.layers else last_layer + 1
+        return first, last

@@ -1,0 +1,197 @@
+"""Parameters, how tensor parallelism cuts them, and the flat order in which their shards are intervals.
+
+A parameter's *canonical order* is its elements with the cut dimension moved to the front, row by row; for a parameter
+that is never cut, or is cut along dimension 0, that is its natural order. A shard is then one interval per fused
+segment, whatever the degree, so the state of a whole block is a flat vector and every layout a set of intervals.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hydragraph.errors import Unsupported
+
+
+@dataclass(frozen=True)
+class ShardRule:
+    """How tensor parallelism cuts a parameter along one dimension.
+
+    Attributes:
+        dim: the dimension that is cut.
+        segments: how many units each fused segment has: `(8,)` for eight heads, `(8, 8, 8)` for a fused q, k and v.
+        unit: elements along `dim` in one unit (the head size; 1 for MLP widths and vocabularies).
+        heads: the units are attention heads. Where there are fewer heads than ranks, ranks share a head instead of
+            holding nothing, and its gradient is the sum of theirs.
+
+    Raises:
+        ValueError: for a dimension counted from the end, and for empty segments or units.
+    """
+
+    dim: int
+    segments: tuple[int, ...]
+    unit: int = 1
+    heads: bool = False
+
+    def __post_init__(self) -> None:
+        if self.dim < 0:
+            raise ValueError(f"dim is {self.dim}: count it from the front, from 0")
+        if not self.segments or min(self.segments) < 1 or self.unit < 1:
+            raise ValueError(f"segments is {self.segments}, unit is {self.unit}: every segment needs units, and a size")
+
+    def units(self, segment: int, tp: int, index: int) -> tuple[int, int]:
+        """Return the units [a, b) of one segment that rank j = `index` of t = `tp` holds: from floor(j n / t)."""
+        n = self.segments[segment]
+        if self.heads and n < tp:
+            if tp % n:
+                raise Unsupported(
+                    f"{n} key/value heads cannot be shared evenly by tensor-parallel degree {tp}",
+                    where=f"tp {tp}",
+                    remedy="use a degree that divides the head count or is a multiple of it",
+                )
+            return index * n // tp, index * n // tp + 1
+        if self.heads and n % tp:
+            raise Unsupported(
+                f"{n} heads are not divisible by tensor-parallel degree {tp}",
+                where=f"tp {tp}",
+                remedy="use a degree that divides the head count",
+            )
+        return index * n // tp, (index + 1) * n // tp
+
+    def shared(self, tp: int) -> bool:
+        """Say whether several of `tp` ranks hold the same unit (key/value heads fewer than ranks)."""
+        return self.heads and min(self.segments) < tp
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One trainable tensor of the model.
+
+    Attributes:
+        name: its first name in `model.named_parameters()`.
+        shape: its full natural shape.
+        aliases: its other names (tied weights).
+        rule: how tensor parallelism cuts it; None: every rank of a stage holds all of it.
+
+    Raises:
+        ValueError: naming the parameter, when it has no elements or the rule does not cover its dimension.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    aliases: tuple[str, ...] = ()
+    rule: ShardRule | None = None
+
+    def __post_init__(self) -> None:
+        if 0 in self.shape:
+            raise ValueError(f"parameter {self.name}: its shape {self.shape} has no elements; remove it from the model")
+        if self.rule is not None:
+            self._check_rule(self.rule)
+
+    def _check_rule(self, rule: ShardRule) -> None:
+        if rule.dim >= len(self.shape):
+            raise ValueError(f"parameter {self.name}: its rule cuts dimension {rule.dim} of the shape {self.shape}")
+        if sum(rule.segments) * rule.unit != self.shape[rule.dim]:
+            raise ValueError(
+                f"parameter {self.name}: segments {rule.segments} of units of {rule.unit} are "
+                f"{sum(rule.segments) * rule.unit} elements, but dimension {rule.dim} of {self.shape} has "
+                f"{self.shape[rule.dim]}; give every segment its number of units"
+            )
+
+    @property
+    def size(self) -> int:
+        """Elements of the full tensor."""
+        return math.prod(self.shape)
+
+    @property
+    def _row(self) -> int:
+        """Elements of one index along the cut dimension."""
+        return self.size // self.shape[self.rule.dim] if self.rule else self.size
+
+    def intervals(self, tp: int, index: int) -> tuple[tuple[int, int], ...]:
+        """Return the canonical intervals [lo, hi) that rank `index` of a stage of `tp` ranks holds, in order.
+
+        Raises:
+            Unsupported: naming the parameter, for a degree that cannot cut its heads.
+        """
+        if self.rule is None or tp == 1:
+            return ((0, self.size),)
+        found, start, row = [], 0, self._row
+        for segment, n in enumerate(self.rule.segments):
+            a, b = self._units(self.rule, segment, tp, index)
+            step = self.rule.unit * row
+            found.append((start + a * step, start + b * step))
+            start += n * step
+        return tuple(found)
+
+    def _units(self, rule: ShardRule, segment: int, tp: int, index: int) -> tuple[int, int]:
+        try:
+            return rule.units(segment, tp, index)
+        except Unsupported as error:
+            raise Unsupported(error.what, where=self.name, remedy=error.remedy) from None
+
+    def local_shape(self, tp: int, index: int) -> tuple[int, ...]:
+        """Return the natural shape of one rank's shard; raises what `intervals` raises."""
+        if self.rule is None or tp == 1:
+            return self.shape
+        held = sum(hi - lo for lo, hi in self.intervals(tp, index)) // self._row
+        return (*self.shape[: self.rule.dim], held, *self.shape[self.rule.dim + 1 :])
+
+    def canonical(self, tensor: Tensor) -> Tensor:
+        """Return a full tensor or a shard (natural order) as its 1-D canonical order; copies only where it must."""
+        return (tensor.movedim(self.rule.dim, 0) if self.rule else tensor).reshape(-1)
+
+    def natural(self, flat: Tensor, tp: int = 1, index: int = 0) -> Tensor:
+        """View a shard's 1-D canonical elements as its natural shape, without a copy (strides may be transposed)."""
+        shape = self.local_shape(tp, index)
+        if self.rule is None:
+            return flat.view(shape)
+        dim = self.rule.dim
+        return flat.view(shape[dim], *shape[:dim], *shape[dim + 1 :]).movedim(0, dim)
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Parameters whose state is one flat vector and that travel together: one message per pair of ranks.
+
+    A block's own parameters form a bucket; a tied parameter, used by several blocks, is a bucket of its own.
+
+    Attributes:
+        name: the block's name, or the tied parameter's.
+        parameters: in order.
+        blocks: the names of the blocks that use it.
+
+    Raises:
+        ValueError: when a parameter occurs twice.
+    """
+
+    name: str
+    parameters: tuple[Parameter, ...]
+    blocks: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        names = [p.name for p in self.parameters]
+        repeated = sorted({name for name in names if names.count(name) > 1})
+        if repeated:
+            raise ValueError(f"bucket {self.name}: {', '.join(repeated)} occurs more than once; list it once")
+
+    @property
+    def size(self) -> int:
+        """Elements of the whole flat vector."""
+        return sum(p.size for p in self.parameters)
+
+    def offsets(self) -> dict[str, int]:
+        """Return where each parameter starts in the flat vector, by name."""
+        starts, at = {}, 0
+        for parameter in self.parameters:
+            starts[parameter.name] = at
+            at += parameter.size
+        return starts
+
+
+def full_vector(bucket: Bucket, tensors: dict[str, Tensor]) -> Tensor:
+    """Concatenate full natural tensors (by parameter name) into the bucket's flat vector, 1-D of `bucket.size`."""
+    return torch.cat([p.canonical(tensors[p.name]) for p in bucket.parameters])

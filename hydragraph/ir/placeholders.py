@@ -1,0 +1,34 @@
+"""The subgraphs that a strategy fills in, as they stand in a Program: Hydraulis (section 5.3) has the same three.
+
+They are targets of FX nodes and never run; `hydragraph.passes.shard` and the rank programs replace them.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+
+def _unfilled(name: str) -> NoReturn:
+    raise AssertionError(f"{name} is a placeholder; lower the program for a strategy before running it")
+
+
+def pull(bucket: str) -> Any:
+    """Pull-Parameter: a bucket's weights enter; a strategy decides from which ranks."""
+    _unfilled("pull")
+
+
+def push(bucket: str, *uses: Any) -> Any:
+    """Push-Gradient: a bucket's gradients leave to their owners, after the last use's backward."""
+    _unfilled("push")
+
+
+def communicate(value: Any, where: str) -> Any:
+    """Communicate-Activation. `where` is "stage" between blocks (a possible pipeline cut), "enter" before a product
+    that tensor parallelism may cut, "exit" after one that adds the ranks' parts up.
+    """
+    _unfilled("communicate")
+
+
+def compute(template: str, *values: Any) -> Any:
+    """Run one block: its template over weights, hidden state and aux values."""
+    _unfilled("compute")

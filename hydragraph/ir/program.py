@@ -1,0 +1,136 @@
+"""The strategy-independent Program: blocks in order, their templates, and the placeholders between and around them."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import fx
+
+from hydragraph.ir.outline import Outline
+from hydragraph.ir.parameter import Bucket, Parameter
+from hydragraph.ir.placeholders import communicate, compute, pull, push
+
+
+@dataclass(frozen=True)
+class Template:
+    """The forward graph of one structurally unique piece of the model, captured once.
+
+    The graph's placeholders are, in order, `parameters`, `buffers`, then `inputs`; it is functional and made of aten
+    and hydragraph operators, with a symbolic token count. Where tensor parallelism may cut it, it holds
+    `hydragraph.communicate` placeholders.
+
+    Attributes:
+        name: a short hash of its text.
+        graph: the forward graph; its outputs are one hidden value (the epilogue: the summed loss; aux: its values).
+        parameters: local names of the parameters it takes (as inside the block's module), in placeholder order.
+        buffers: local names of the buffers it takes.
+        inputs: what else it takes: "hidden", "aux.0", ..., or names of batch fields.
+    """
+
+    name: str
+    graph: fx.GraphModule = field(repr=False, compare=False)
+    parameters: tuple[str, ...]
+    buffers: tuple[str, ...]
+    inputs: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Block:
+    """A place in the model: a template with the names of the model's parameters and buffers that fill it.
+
+    Attributes:
+        name: "embed", "layer.0", ..., "head".
+        template: the template's name.
+        parameters: names in the model (canonical ones, for tied weights), in the template's order.
+        buffers: likewise.
+        aux: for each of the template's inputs "aux.i", in order, which output of the aux graph feeds it.
+    """
+
+    name: str
+    template: str
+    parameters: tuple[str, ...]
+    buffers: tuple[str, ...] = ()
+    aux: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class Program:
+    """A captured model: knows no device and no strategy.
+
+    Attributes:
+        model: the class name of the model.
+        dtype: what it computes in.
+        causal: labels are the next tokens, shifted here; otherwise sequences must bring their labels.
+        blocks: in order; the first is "embed", the last "head".
+        aux: the block of parameter-free values that every stage recomputes (positions, rotary tables).
+        templates: by name.
+        parameters: by canonical name, in model order, with their shard rules.
+        buckets: what is pulled and pushed together, in block order.
+        heads: query head counts, each of which a tensor-parallel degree must divide.
+    """
+
+    model: str
+    dtype: torch.dtype
+    causal: bool
+    blocks: tuple[Block, ...]
+    aux: Block
+    templates: Mapping[str, Template] = field(repr=False)
+    parameters: Mapping[str, Parameter] = field(repr=False)
+    buckets: tuple[Bucket, ...] = field(repr=False)
+    heads: tuple[int, ...] = ()
+
+    @property
+    def layers(self) -> int:
+        """How many repeated blocks a strategy distributes."""
+        return len(self.blocks) - 2
+
+    @cached_property
+    def outline(self) -> Outline:
+        """The names that rank programs are built from."""
+        return Outline(
+            blocks=tuple(b.name for b in self.blocks), buckets=tuple((b.name, b.blocks) for b in self.buckets)
+        )
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """12 hex digits over templates, blocks and parameters: what ranks compare before they run."""
+        content = (self.model, str(self.dtype), self.blocks, self.aux, tuple(self.parameters.values()), self.buckets)
+        return hashlib.sha256(repr(content).encode()).hexdigest()[:12]
+
+    @cached_property
+    def graph(self) -> fx.Graph:
+        """The whole model as one FX graph of `pull`, `compute`, `communicate` and `push` placeholders."""
+        graph = fx.Graph()
+        tokens = graph.placeholder("batch")
+        aux = self._call(graph, compute, (self.aux.template, tokens), "aux")
+        weights: dict[str, fx.Node] = {}
+        hidden, users = tokens, {bucket.name: [] for bucket in self.buckets}  # type: ignore[var-annotated]
+        for block in self.blocks:
+            used = [b.name for b in self.buckets if block.name in b.blocks]
+            for name in used:
+                if name not in weights:
+                    weights[name] = self._call(graph, pull, (name,), f"W_{name}")
+            operands = (*(weights[n] for n in used), hidden, aux)
+            hidden = self._call(graph, compute, (block.template, *operands), f"h_{block.name}")
+            for name in used:
+                users[name].append(hidden)
+            if block is not self.blocks[-1]:
+                hidden = self._call(graph, communicate, (hidden, "stage"), f"c_{block.name}")
+        for bucket in reversed(self.buckets):
+            self._call(graph, push, (bucket.name, *users[bucket.name]), f"G_{bucket.name}")
+        graph.output(hidden)
+        return graph
+
+    @staticmethod
+    def _call(graph: fx.Graph, target: Callable[..., Any], arguments: tuple[Any, ...], name: str) -> fx.Node:
+        return graph.create_node("call_function", target, arguments, {}, name=name.replace(".", "_"))
+
+    def __str__(self) -> str:
+        from hydragraph.ir.program_text import program_text
+
+        return program_text(self)

@@ -1,0 +1,351 @@
+"""Proof, before running, that the ranks' programs of one iteration are complete, agree, and cannot deadlock.
+
+The rules are checked in this order: the ranks' places fit together; each rank computes exactly its part; its values
+live from their making to their last use; all ranks enter the exchanges of weights and gradients alike; sends match
+receives; and all programs, run together, come to their end.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+
+from hydragraph.ir.deadlock import find_deadlock
+from hydragraph.ir.instruction import Instruction, Op, RankProgram, Stream
+from hydragraph.ir.outline import Mode, Outline
+from hydragraph.ir.text import instruction_text
+
+_STREAM = {Op.PULL: Stream.PULL, Op.PUSH: Stream.PUSH, Op.SEND: Stream.P2P, Op.RECEIVE: Stream.P2P}
+
+
+class VerificationError(ValueError):
+    """A rank program breaks a rule.
+
+    Args:
+        what: the rule and how it is broken.
+        rank: the rank whose program breaks it.
+        index: the instruction's index; None where the whole program is meant.
+        instruction: its text, or "".
+    """
+
+    def __init__(self, what: str, rank: int, index: int | None = None, instruction: str = "") -> None:
+        at = "" if index is None else f", instruction {index} `{instruction}`"
+        super().__init__(f"rank {rank}{at}: {what}")
+        self.what, self.rank, self.index, self.instruction = what, rank, index, instruction
+
+
+@dataclass(frozen=True)
+class _Site:
+    """Where a rank works, from its and its neighbours' headers; `blocks` is empty on a rank without work."""
+
+    blocks: range
+    buckets: frozenset[str]
+    tp: tuple[int, ...]
+    previous: tuple[int, ...]
+    following: tuple[int, ...]
+
+
+def verify(programs: Sequence[RankProgram], outline: Outline, mode: Mode = "train") -> None:
+    """Check the programs of all ranks of one iteration.
+
+    Args:
+        programs: one per rank, in the order of the ranks.
+        outline: the model they are to compute.
+        mode: "train", or "evaluate" for forwards only.
+
+    Raises:
+        VerificationError: naming the rank, the instruction and the broken rule.
+    """
+    sites = _sites(programs, outline)
+    for program, site in zip(programs, sites, strict=True):
+        _check_work(program, site, outline, mode)
+        _check_values(program)
+    _check_exchanges(programs, sites, mode)
+    _check_messages(programs, sites)
+    _check_end_of_all(programs)
+
+
+def _fail(program: RankProgram, index: int, what: str) -> VerificationError:
+    return VerificationError(what, program.rank, index, _line(program.instructions[index]))
+
+
+def _line(instruction: Instruction) -> str:
+    return " ".join(instruction_text(instruction).split())
+
+
+def _peer(instruction: Instruction) -> int:
+    assert instruction.peer is not None  # `_checked_value` has refused a send or receive without
+    return instruction.peer
+
+
+# --- the ranks' places fit together -----------------------------------------------------------------------------------
+
+
+def _sites(programs: Sequence[RankProgram], outline: Outline) -> tuple[_Site, ...]:
+    """Check that the headers describe whole pipelines on disjoint ranks; return each rank's site."""
+    pipelines: dict[int, dict[int, RankProgram]] = defaultdict(dict)
+    for rank, program in enumerate(programs):
+        if (program.rank, program.ranks) != (rank, len(programs)):
+            raise VerificationError(
+                f"its header says rank {program.rank} of {program.ranks}; give all programs in order", rank
+            )
+        if program.strategy != programs[0].strategy:
+            raise VerificationError(f"strategy {program.strategy}, but rank 0 has {programs[0].strategy}", rank)
+        if program.pipeline is not None and program.stage is not None:
+            first = pipelines[program.pipeline].setdefault(program.stage, program)
+            if rank not in program.tp or _place(program) != _place(first):
+                raise VerificationError(
+                    f"place {_place(program)} does not contain it or differs from rank {first.rank}'s {_place(first)}",
+                    rank,
+                )
+    for stages in pipelines.values():
+        _check_pipeline(stages, programs, outline)
+    return tuple(_site(program, pipelines, outline) for program in programs)
+
+
+def _place(program: RankProgram) -> tuple[object, ...]:
+    return program.pipeline, program.stage, program.tp, program.layers, program.micro_batches
+
+
+def _check_pipeline(stages: Mapping[int, RankProgram], programs: Sequence[RankProgram], outline: Outline) -> None:
+    """Check that the stages exist on all their ranks and chain the layers from 0 to the last."""
+    layer = 0
+    for i, (stage, program) in enumerate(sorted(stages.items())):
+        if stage != i or program.layers[0] != layer:
+            raise VerificationError(
+                f"stage {stage} starts at layer {program.layers[0]}, but stage {i} must start at {layer}", program.rank
+            )
+        if program.micro_batches < 1 or program.micro_batches != next(iter(stages.values())).micro_batches:
+            raise VerificationError("its pipeline's stages differ in micro-batches, or have none", program.rank)
+        for rank in program.tp:
+            if rank >= len(programs) or _place(programs[rank]) != _place(program):
+                raise VerificationError(f"its tensor-parallel peer {rank} has another place", program.rank)
+        layer = program.layers[1]
+    if layer != outline.layers:
+        raise VerificationError(f"its pipeline ends at layer {layer} of {outline.layers}", program.rank)
+
+
+def _site(program: RankProgram, pipelines: Mapping[int, Mapping[int, RankProgram]], outline: Outline) -> _Site:
+    if program.pipeline is None or program.stage is None:
+        return _Site(range(0), frozenset(), (), (), ())
+    stages = pipelines[program.pipeline]
+    blocks = range(*outline.span(*program.layers))
+    buckets = frozenset(bucket for k in blocks for bucket in outline.weights[outline.blocks[k]])
+    before, behind = stages.get(program.stage - 1), stages.get(program.stage + 1)
+    return _Site(blocks, buckets, program.tp, before.tp if before else (), behind.tp if behind else ())
+
+
+# --- each rank computes exactly its part ------------------------------------------------------------------------------
+
+
+def _check_work(program: RankProgram, site: _Site, outline: Outline, mode: Mode) -> None:
+    """Check that every block's forward and backward is there once per micro-batch, with the values it should name."""
+    missing = {
+        key: values for m in range(program.micro_batches) for key, values in _work(site.blocks, m, outline, mode)
+    }
+    for index, each in enumerate(program.instructions):
+        if each.stream is not _STREAM.get(each.op, Stream.COMPUTE):
+            raise _fail(program, index, f"{each.op.value} does not run on stream {each.stream.value}")
+        if each.op not in (Op.FORWARD, Op.BACKWARD):
+            continue
+        values = missing.pop((each.op, each.target, each.micro_batch), None)
+        if values is None:
+            raise _fail(program, index, "this rank should not run it, or has already run it")
+        if values != (frozenset(each.reads), frozenset(each.writes)):
+            reads, writes = (", ".join(sorted(names)) for names in values)
+            raise _fail(program, index, f"it should read ({reads}) and write ({writes})")
+    for op, target, m in missing:
+        raise VerificationError(f"{op.value} {target} [{m}] is missing", program.rank)
+
+
+_Key = tuple[Op, str, int | None]
+_Values = tuple[frozenset[str], frozenset[str]]
+
+
+def _work(blocks: range, m: int, outline: Outline, mode: Mode) -> Iterator[tuple[_Key, _Values]]:
+    """Yield a stage's computations on micro-batch m, each with what it reads and writes."""
+    if blocks:
+        yield (Op.FORWARD, "aux", m), (frozenset(), frozenset({f"a.{m}"}))
+    for k in blocks:
+        block, final = outline.blocks[k], len(outline.blocks) - 1
+        weights = {f"W.{bucket}" for bucket in outline.weights[block]}
+        gradients = {f"G.{bucket}" for bucket in outline.weights[block]}
+        saved = {f"s.{block}.{m}"} if mode == "train" else set()
+        below = {f"h{k - 1}.{m}"} if k > 0 else set()
+        output = {f"h{k}.{m}" if k < final else f"loss.{m}"}
+        yield (Op.FORWARD, block, m), (frozenset(weights | below | {f"a.{m}"}), frozenset(output | saved))
+        if mode == "train":
+            gradient = {f"d{k}.{m}"} if k < final else set()
+            passed = {f"d{k - 1}.{m}"} if k > 0 else set()
+            yield (Op.BACKWARD, block, m), (frozenset(saved | gradient | weights), frozenset(passed | gradients))
+
+
+# --- values live from their making to their last use ------------------------------------------------------------------
+
+
+def _check_values(program: RankProgram) -> None:
+    """Check that values are made before use, freed once and after their last use, and waited for across streams."""
+    alive: dict[str, Instruction] = {}
+    freed: dict[str, int] = {}
+    last: dict[str, int] = {}
+    for index, each in enumerate(program.instructions):
+        for value in each.reads:
+            if value not in alive:
+                why = f"instruction {freed[value]} freed it" if value in freed else "nothing here has made it"
+                raise _fail(program, index, f"{value} is {'freed' if each.op is Op.FREE else 'read'}, but {why}")
+            last[value] = index
+        waits = {value for value in each.reads if alive[value].stream is not each.stream and each.op is not Op.FREE}
+        if set(each.after) != waits or len(each.after) != len(waits):
+            expected = ", ".join(sorted(waits)) or "nothing"
+            raise _fail(program, index, f"it should wait for what other streams make of its reads: {expected}")
+        if each.op is Op.FREE:
+            freed.update(dict.fromkeys(each.reads, index))
+            for value in each.reads:
+                del alive[value]
+        for value in each.writes:
+            if value in freed or (value in alive and not (each.op is Op.BACKWARD and value.startswith("G."))):
+                raise _fail(program, index, f"{value} is made a second time")
+            alive[value] = each
+            last[value] = index
+    for value in alive:
+        raise _fail(program, last[value], f"{value} is used last here and never freed")
+
+
+# --- all ranks enter the exchanges of weights and gradients alike -----------------------------------------------------
+
+
+def _check_exchanges(programs: Sequence[RankProgram], sites: Sequence[_Site], mode: Mode) -> None:
+    """Check pulls, pushes, commit and update on every rank, and that all ranks order pulls and pushes alike."""
+    held = frozenset(bucket for site in sites for bucket in site.buckets)
+    for program, site in zip(programs, sites, strict=True):
+        _check_exchange(program, site, Op.PULL, held)
+        _check_exchange(program, site, Op.PUSH, held if mode == "train" else frozenset())
+        _check_pushed_values(program)
+        _check_end(program, mode)
+    for op in (Op.PULL, Op.PUSH):
+        expected = [each.target for each in programs[0].instructions if each.op is op]
+        for program in programs[1:]:
+            entered = ((i, each.target) for i, each in enumerate(program.instructions) if each.op is op)
+            for bucket, (index, target) in zip(expected, entered, strict=True):
+                if bucket != target:
+                    raise _fail(program, index, f"rank 0 enters the {op.value} of {bucket} at this point in the order")
+
+
+def _check_exchange(program: RankProgram, site: _Site, op: Op, buckets: frozenset[str]) -> None:
+    """Check that a rank enters the exchange of every bucket once, and takes part with exactly what it holds."""
+    missing = set(buckets)
+    for index, each in enumerate(program.instructions):
+        if each.op is not op:
+            continue
+        if each.target not in missing:
+            raise _fail(program, index, f"the {op.value} of {each.target} is repeated, or no rank needs it")
+        missing.remove(each.target)
+        mine = each.target in site.buckets
+        reads = (f"G.{each.target}",) if op is Op.PUSH and mine else ()
+        writes = (f"W.{each.target}",) if op is Op.PULL and mine else ()
+        if (each.reads, each.writes) != (reads, writes):
+            raise _fail(program, index, f"this rank {'holds' if mine else 'does not hold'} {each.target}")
+    for bucket in sorted(missing):
+        raise VerificationError(f"the {op.value} of {bucket} is missing; every rank takes part in it", program.rank)
+
+
+def _check_pushed_values(program: RankProgram) -> None:
+    """Check that nothing adds to a gradient once its push is issued."""
+    pushed: dict[str, int] = {}
+    for index, each in enumerate(program.instructions):
+        if each.op is Op.PUSH:
+            pushed.update(dict.fromkeys(each.reads, index))
+        for value in each.writes:
+            if value in pushed:
+                raise _fail(program, pushed[value], f"{value} is pushed before instruction {index} adds to it")
+
+
+def _check_end(program: RankProgram, mode: Mode) -> None:
+    """Check that one commit, which takes all losses and gradients, ends communication and precedes the update."""
+    ops = [each.op for each in program.instructions]
+    update = 1 if mode == "train" else 0
+    if ops.count(Op.COMMIT) != 1 or ops.count(Op.UPDATE) != update:
+        raise VerificationError(
+            f"{ops.count(Op.COMMIT)} commits and {ops.count(Op.UPDATE)} updates; to {mode} takes 1 and {update}",
+            program.rank,
+        )
+    commit = ops.index(Op.COMMIT)
+    for index, op in enumerate(ops):
+        if index > commit and op not in (Op.FREE, Op.UPDATE):
+            raise _fail(
+                program, commit, f"instruction {index} `{_line(program.instructions[index])}` follows the commit"
+            )
+        if index < commit and op is Op.UPDATE:
+            raise _fail(program, index, "the update precedes the commit")
+    made = (value for each in program.instructions for value in each.writes)
+    results = {value for value in made if value.startswith(("G.", "loss."))}
+    if set(program.instructions[commit].reads) != results:
+        raise _fail(program, commit, f"it should read ({', '.join(sorted(results))})")
+
+
+# --- sends match receives ---------------------------------------------------------------------------------------------
+
+
+def _check_messages(programs: Sequence[RankProgram], sites: Sequence[_Site]) -> None:
+    """Check that each pair of ranks sends and receives the same values in the same order, between neighbours only."""
+    sends: dict[tuple[int, int], list[tuple[int, str]]] = defaultdict(list)
+    receives: dict[tuple[int, int], list[tuple[int, str]]] = defaultdict(list)
+    for program, site in zip(programs, sites, strict=True):
+        for index, each in enumerate(program.instructions):
+            if each.op not in (Op.SEND, Op.RECEIVE):
+                continue
+            value = _checked_value(program, index, site)
+            if each.op is Op.SEND:
+                sends[program.rank, _peer(each)].append((index, value))
+            else:
+                receives[_peer(each), program.rank].append((index, value))
+    for source, target in sorted({*sends, *receives}):
+        for sent, received in zip_longest(sends[source, target], receives[source, target]):
+            if received is None:
+                raise _fail(programs[source], sent[0], f"rank {target} has no receive for it")
+            if sent is None:
+                raise _fail(programs[target], received[0], f"rank {source} has no send for it")
+            if sent[1] != received[1]:
+                what = f"rank {source} sends {sent[1]} at this point in the order (its instruction {sent[0]})"
+                raise _fail(programs[target], received[0], what)
+
+
+def _checked_value(program: RankProgram, index: int, site: _Site) -> str:
+    """Return the value a send or receive moves, having checked that it is its stage's and goes to a neighbour."""
+    each = program.instructions[index]
+    values = each.reads if each.op is Op.SEND else each.writes
+    if len(each.reads) + len(each.writes) != 1 or len(values) != 1:
+        raise _fail(program, index, f"a {each.op.value} moves one value")
+    entry, exit_ = (site.blocks.start - 1, site.blocks.stop - 1) if site.blocks else (None, None)
+    routes = {
+        (Op.RECEIVE, f"h{entry}"): site.previous,
+        (Op.SEND, f"h{exit_}"): site.following,
+        (Op.RECEIVE, f"d{exit_}"): site.following,
+        (Op.SEND, f"d{entry}"): site.previous,
+    }
+    peers = routes.get((each.op, values[0].partition(".")[0]), ())
+    if each.peer not in peers:
+        allowed = f"ranks {peers}" if peers else "nowhere"
+        raise _fail(program, index, f"rank {each.peer} is the wrong peer: this value moves between it and {allowed}")
+    return values[0]
+
+
+# --- all programs, run together, come to their end --------------------------------------------------------------------
+
+
+def _check_end_of_all(programs: Sequence[RankProgram]) -> None:
+    """Check that no ranks wait for one another; name every rank that is stuck, and one cycle of them."""
+    found = find_deadlock(programs)
+    if found is None:
+        return
+    stuck = "; ".join(
+        f"rank {rank} at instruction {found.at[rank]} `{_line(programs[rank].instructions[found.at[rank]])}` "
+        f"waits for {', '.join(f'rank {r}' for r in blockers)}"
+        for rank, blockers in found.waits.items()
+    )
+    ended = ", which has ended" if found.chain[-1] not in found.waits else ""
+    chain = " -> ".join(f"rank {rank}" for rank in found.chain) + ended
+    first = found.chain[0]
+    raise _fail(programs[first], found.at[first], f"deadlock: {chain}. All that wait: {stuck}")

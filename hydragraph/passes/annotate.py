@@ -1,0 +1,81 @@
+"""Pass `annotate`: put Communicate-Activation placeholders into a template wherever tensor parallelism may cut it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from hydragraph.ir.placeholders import communicate
+from hydragraph.passes.cuts import Cuts, product
+
+aten = torch.ops.aten
+
+
+def annotate(graph: fx.GraphModule, found: Cuts, parameters: set[fx.Node], hidden: fx.Node | None) -> fx.GraphModule:
+    """Return a copy with `communicate(x, "enter")` and `communicate(y, "exit")` around what may be cut.
+
+    "enter" stands before every use, by an operator with a cut result, of a replicated value that gets a gradient: that
+    gradient is then the sum over ranks. "exit" stands after every product that adds parts up. A parameter used whole
+    by cut operators needs no placeholder (its gradient is partial and is summed at the push), unless operators on
+    replicated values use it too.
+    """
+    result = fx.Graph()
+    copied: dict[fx.Node, fx.Node] = {}
+    entered: dict[fx.Node, fx.Node] = {}
+    learns = differentiable(graph.graph, parameters, hidden)
+    cut_users = set(found.cut) | found.columns
+    mixed = {p for p in parameters if p not in found.cut and _mixed(p, cut_users, found)}
+
+    def entering(node: fx.Node) -> fx.Node:
+        if node not in entered:
+            entered[node] = _insert(result, copied[node], "enter")
+        return entered[node]
+
+    for node in graph.graph.nodes:
+        if node.op == "output":
+            result.output(fx.node.map_arg(node.args[0], lambda n: copied[n]))
+            continue
+        whole = _whole_operands(node, found) if node in cut_users else set()
+        enter = {n for n in whole if n in learns and (n not in parameters or n in mixed)}
+        operand = {n: entering(n) if n in enter else copied[n] for n in node.all_input_nodes}
+        copied[node] = result.node_copy(node, lambda n, operand=operand: operand[n])
+        if node in found.rows and node.target is not aten.cross_entropy_loss.default:
+            copied[node] = _insert(result, copied[node], "exit")
+    result.lint()
+    return fx.GraphModule(graph, result)
+
+
+def differentiable(graph: fx.Graph, parameters: set[fx.Node], hidden: fx.Node | None) -> set[fx.Node]:
+    """Return the nodes whose values depend on a parameter or the hidden state, and so get a gradient."""
+    found = parameters | ({hidden} if hidden is not None else set())
+    for node in graph.nodes:
+        depends = any(n in found for n in node.all_input_nodes)
+        if depends and node.target is not aten.detach.default and _is_float(node):
+            found.add(node)
+    return found
+
+
+def _is_float(node: fx.Node) -> bool:
+    value: Any = node.meta.get("val")
+    return value.is_floating_point() if isinstance(value, torch.Tensor) else isinstance(value, tuple | list)
+
+
+def _whole_operands(node: fx.Node, found: Cuts) -> set[fx.Node]:
+    """Return the operands of a cut operator that every rank uses whole."""
+    operands = {n for n in node.all_input_nodes if n not in found.cut}
+    taken = product(node) if node in found.columns else None
+    return operands - {taken[1], taken[2]} if taken else operands  # type: ignore[arg-type]
+
+
+def _mixed(parameter: fx.Node, cut_users: set[fx.Node], found: Cuts) -> bool:
+    products = found.columns | set(found.rows)
+    users = [u for u in parameter.users if u not in products]
+    return any(u in cut_users for u in users) and any(u not in cut_users for u in users)
+
+
+def _insert(graph: fx.Graph, value: fx.Node, where: str) -> fx.Node:
+    node = graph.call_function(communicate, (value, where))
+    node.meta = dict(value.meta)
+    return node

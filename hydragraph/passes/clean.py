@@ -1,0 +1,100 @@
+"""Pass `clean`: make an exported graph plain: no assertions, no no-op casts, no device of its own, no dead code."""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+from torch import fx
+
+aten = torch.ops.aten
+
+NO_OPS = frozenset(
+    {
+        aten.alias.default,
+        aten.contiguous.default,
+        aten.to.dtype,
+        aten.to.device,
+        aten.to.dtype_layout,
+        aten._to_copy.default,
+    }
+)
+ASSERTIONS = frozenset(
+    {aten._assert_tensor_metadata.default, aten._assert_scalar.default, aten.sym_constrain_range_for_size.default}
+)
+IMPURE = frozenset({"output", "placeholder"})
+
+
+def clean(graph: fx.GraphModule, device: str = "cpu") -> fx.GraphModule:
+    """Return a cleaned copy of a functional graph.
+
+    Args:
+        graph: as `torch.export` gives it; device constants in it (of the trace) become `device`.
+    """
+    result = fx.GraphModule(graph, _copy(graph))
+    _inline_grad_modes(result)
+    for node in list(result.graph.nodes):
+        if node.target in ASSERTIONS:
+            result.graph.erase_node(node)
+        elif node.target in NO_OPS and _is_no_op(node):
+            node.replace_all_uses_with(node.args[0])
+            result.graph.erase_node(node)
+        else:
+            _move(node, torch.device(device))
+    remove_dead_code(result.graph)
+    result.recompile()
+    return result
+
+
+def _copy(graph: fx.GraphModule) -> fx.Graph:
+    copied = fx.Graph()
+    output = copied.graph_copy(graph.graph, {})
+    copied.output(output)
+    return copied
+
+
+def remove_dead_code(graph: fx.Graph) -> None:
+    """Drop every node that no output needs (graphs here are functional); placeholders stay."""
+    for node in reversed(list(graph.nodes)):
+        if node.op not in IMPURE and not node.users:
+            graph.erase_node(node)
+    graph.lint()
+
+
+def _is_no_op(node: fx.Node) -> bool:
+    before, after = node.args[0].meta.get("val"), node.meta.get("val")  # type: ignore[union-attr]
+    if before is None or after is None:
+        return False
+    return bool(before.dtype == after.dtype and (before.device == after.device or after.device.type == "meta"))
+
+
+def _move(node: fx.Node, device: torch.device) -> None:
+    """Put the device constants of one node on `device`."""
+    moved = {k: device if isinstance(v, torch.device) else v for k, v in node.kwargs.items()}
+    node.kwargs = moved
+    node.args = tuple(device if isinstance(a, torch.device) else a for a in node.args)
+
+
+def _inline_grad_modes(module: fx.GraphModule) -> None:
+    """Inline `with torch.no_grad():` regions; what leaves them is detached."""
+    for node in list(module.graph.nodes):
+        if "wrap_with_set_grad_enabled" not in str(node.target):
+            continue
+        enabled, body, *arguments = node.args
+        inner = getattr(module, body.target).graph
+        inputs = [n for n in inner.nodes if n.op == "placeholder"]
+        with module.graph.inserting_before(node):
+            results = module.graph.graph_copy(inner, dict(zip(inputs, arguments, strict=True)))
+            if not enabled:
+                results = tuple(_detached(module.graph, r) for r in results)  # type: ignore[union-attr]
+        for user in list(node.users):
+            assert user.target is operator.getitem
+            user.replace_all_uses_with(results[user.args[1]])
+            module.graph.erase_node(user)
+        module.graph.erase_node(node)
+
+
+def _detached(graph: fx.Graph, value: fx.Node) -> fx.Node:
+    result = graph.call_function(aten.detach.default, (value,))
+    result.meta = dict(value.meta)
+    return result

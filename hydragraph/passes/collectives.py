@@ -1,0 +1,116 @@
+"""Tensor-parallel collectives as operators of the forward graph; each knows its own backward.
+
+They have no implementation: after differentiation they become calls on the `collectives` object that the runtime
+passes to the graph, so one graph serves any group of ranks. R: the same value on every rank of the stage; P: parts
+whose sum is meant; S: each rank has its tokens.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+
+def _never(name: str) -> NoReturn:
+    raise AssertionError(f"{name} runs only as a call on the runtime's collectives")
+
+
+@torch.library.custom_op("hydragraph::tp_enter", mutates_args=())
+def enter(x: Tensor) -> Tensor:
+    """R -> R, used by cut operators; its gradient is summed over ranks."""
+    _never("tp_enter")
+
+
+@torch.library.custom_op("hydragraph::tp_sum", mutates_args=())
+def sum_parts(x: Tensor) -> Tensor:
+    """P -> R; its gradient is the same on every rank."""
+    _never("tp_sum")
+
+
+@torch.library.custom_op("hydragraph::tp_max", mutates_args=())
+def maximum(x: Tensor) -> Tensor:
+    """Maximum over ranks, element by element; has no gradient."""
+    _never("tp_max")
+
+
+@torch.library.custom_op("hydragraph::tp_gather", mutates_args=())
+def gather(x: Tensor, dim: int, ranks: int) -> Tensor:
+    """S -> R along the token dimension, used by cut operators; its gradient is summed and scattered."""
+    _never("tp_gather")
+
+
+@torch.library.custom_op("hydragraph::tp_scatter", mutates_args=())
+def scatter(x: Tensor, dim: int, ranks: int) -> Tensor:
+    """P -> S along the token dimension; its gradient is gathered."""
+    _never("tp_scatter")
+
+
+@torch.library.custom_op("hydragraph::tp_split", mutates_args=())
+def split(x: Tensor, dim: int, ranks: int) -> Tensor:
+    """R -> S: keep this rank's tokens; the gradient is 0 for the others', so what made x gets a partial gradient."""
+    _never("tp_split")
+
+
+@torch.library.custom_op("hydragraph::tp_pad", mutates_args=())
+def pad(x: Tensor, dim: int, ranks: int) -> Tensor:
+    """S -> P: this rank's tokens in their places, 0 in the others'."""
+    _never("tp_pad")
+
+
+@torch.library.custom_op("hydragraph::tp_join", mutates_args=())
+def join(x: Tensor, dim: int, ranks: int) -> Tensor:
+    """S -> R for operators that every rank repeats; the gradient keeps this rank's tokens."""
+    _never("tp_join")
+
+
+def _like(x: Tensor) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def _longer(x: Tensor, dim: int, ranks: int) -> Tensor:
+    return x.new_empty([s * ranks if d == dim else s for d, s in enumerate(x.shape)])
+
+
+def _shorter(x: Tensor, dim: int, ranks: int) -> Tensor:
+    return x.new_empty([s // ranks if d == dim else s for d, s in enumerate(x.shape)])
+
+
+for _op in (enter, sum_parts, maximum):
+    _op.register_fake(_like)
+for _op in (gather, pad, join):
+    _op.register_fake(_longer)
+for _op in (scatter, split):
+    _op.register_fake(_shorter)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.geometry = inputs[1:]
+
+
+def _backward(name: str) -> Any:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        op = getattr(torch.ops.hydragraph, name)
+        return (op(gradient, *ctx.geometry), *(None for _ in ctx.geometry))
+
+    return backward
+
+
+enter.register_autograd(_backward("tp_sum"), setup_context=_keep)
+sum_parts.register_autograd(lambda ctx, gradient: gradient, setup_context=_keep)
+gather.register_autograd(_backward("tp_scatter"), setup_context=_keep)
+scatter.register_autograd(_backward("tp_gather"), setup_context=_keep)
+split.register_autograd(_backward("tp_pad"), setup_context=_keep)
+join.register_autograd(_backward("tp_split"), setup_context=_keep)
+
+METHODS = {
+    torch.ops.hydragraph.tp_sum.default: "all_reduce",
+    torch.ops.hydragraph.tp_max.default: "all_reduce_max",
+    torch.ops.hydragraph.tp_gather.default: "all_gather",
+    torch.ops.hydragraph.tp_join.default: "all_gather",
+    torch.ops.hydragraph.tp_scatter.default: "reduce_scatter",
+    torch.ops.hydragraph.tp_split.default: "split",
+    torch.ops.hydragraph.tp_pad.default: "pad",
+}
+IDENTITY = torch.ops.hydragraph.tp_enter.default

@@ -1,0 +1,137 @@
+"""Pass `differentiate`: a sharded forward graph becomes a forward and a backward graph with explicit saved values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from hydragraph.capture.private import TensorSpec, partition, symbol_name, trace_joint
+from hydragraph.ir.layout import GradientKind
+from hydragraph.ir.parameter import Parameter
+from hydragraph.ir.program import Template
+from hydragraph.passes.clean import remove_dead_code
+from hydragraph.passes.collectives import IDENTITY, METHODS
+from hydragraph.passes.shard import Degree, Sharded
+
+COLLECTIVES = "collectives"
+
+
+@dataclass(frozen=True, eq=False)
+class Variant:
+    """A template compiled for one rank of a stage.
+
+    Attributes:
+        forward: takes `inputs` in order; returns the outputs, then the saved values.
+        backward: takes `needs` in order; returns one gradient per name of `gradients`.
+        inputs: parameter names, buffer names, template inputs, then perhaps "vocabulary_start" and "collectives".
+        outputs: how many outputs come before the saved values.
+        needs: "saved.{i}", a parameter name (its weight again), "tangent", or "collectives".
+        gradients: parameter names, and "hidden" where the block has one.
+        kinds: parameter name -> what its gradient is.
+    """
+
+    forward: fx.GraphModule
+    backward: fx.GraphModule
+    inputs: tuple[str, ...]
+    outputs: int
+    needs: tuple[str, ...]
+    gradients: tuple[str, ...]
+    kinds: Mapping[str, GradientKind]
+
+
+def differentiate(
+    template: Template,
+    sharded: Sharded,
+    parameters: Mapping[str, Parameter],
+    degree: Degree,
+    dtype: torch.dtype,
+    partitioner: str = "min_cut",
+) -> Variant:
+    """Trace forward and backward together over fake tensors and cut them apart.
+
+    Args:
+        partitioner: "min_cut" (functorch's: saves little, recomputes what is cheap) or "default" (saves everything).
+    """
+    names = [*template.parameters, *template.buffers, *template.inputs]
+    names += ["vocabulary_start"] if sharded.vocabulary_start else []
+    specs, hints = _specs(template, sharded, parameters, degree, dtype)
+    joint, values = trace_joint(sharded.graph, specs, hints)
+    outputs = len(next(n for n in sharded.graph.graph.nodes if n.op == "output").args[0])
+    forward, backward = partition(joint, values, outputs, partitioner)
+    by_primal = {f"primals_{i + 1}": name for i, name in enumerate(names)}
+    saved = [n.name for n in _outputs(forward)[outputs:]]
+    kept = [s for s in saved if by_primal.get(s) not in template.parameters]
+    _output(forward, _outputs(forward)[:outputs] + [n for n in _outputs(forward)[outputs:] if n.name in kept])
+    found = _outputs(backward)
+    wanted = [(names[i], node) for i, node in enumerate(found) if node is not None]
+    _output(backward, [node for _, node in wanted])
+    needs = []
+    for node in (n for n in backward.graph.nodes if n.op == "placeholder"):
+        if node.name in kept:
+            needs.append(f"saved.{kept.index(node.name)}")
+        else:
+            needs.append("tangent" if node.name.startswith("tangents") else by_primal[node.name])
+    inputs = list(names)
+    if _bind(forward):
+        inputs.append(COLLECTIVES)
+    if _bind(backward):
+        needs.append(COLLECTIVES)
+    return Variant(
+        forward, backward, tuple(inputs), outputs, tuple(needs), tuple(name for name, _ in wanted), sharded.kinds
+    )
+
+
+def _specs(
+    template: Template, sharded: Sharded, parameters: Mapping[str, Parameter], degree: Degree, dtype: torch.dtype
+) -> tuple[list[TensorSpec], dict[str, int]]:
+    """Describe the graph's inputs: local shards, then everything else with its symbolic sizes."""
+    hints: dict[str, int] = {}
+    specs = [TensorSpec(parameters[n].local_shape(degree.tp, degree.index), dtype, True) for n in template.parameters]
+    nodes = [n for n in template.graph.graph.nodes if n.op == "placeholder"][len(specs) :]
+    for node, name in zip(nodes, [*template.buffers, *template.inputs], strict=True):
+        value, sizes = node.meta["val"], []
+        local = degree.tp if name == "hidden" and degree.sequence_parallel else 1
+        for size in value.shape:
+            symbol = symbol_name(size)
+            if symbol is not None:
+                symbol = symbol if local == 1 else f"{symbol}/{local}"
+                hints[symbol] = int(size.node.hint) // local
+            sizes.append(int(size) if symbol is None else symbol)
+        specs.append(TensorSpec(tuple(sizes), value.dtype, name == "hidden"))
+    if sharded.vocabulary_start:
+        specs.append(TensorSpec((), torch.int64))
+    return specs, hints
+
+
+def _outputs(graph: fx.GraphModule) -> list[fx.Node]:
+    return list(next(n for n in graph.graph.nodes if n.op == "output").args[0])
+
+
+def _output(graph: fx.GraphModule, values: list[fx.Node]) -> None:
+    next(n for n in graph.graph.nodes if n.op == "output").args = (tuple(values),)
+    remove_dead_code(graph.graph)
+
+
+def _bind(module: fx.GraphModule) -> bool:
+    """Turn collectives into method calls on a last placeholder; return whether there are any."""
+    graph = module.graph
+    for node in [n for n in graph.nodes if n.target is IDENTITY]:
+        node.replace_all_uses_with(node.args[0])
+        graph.erase_node(node)
+    collectives = [n for n in graph.nodes if n.target in METHODS]
+    if collectives:
+        last = [n for n in graph.nodes if n.op == "placeholder"][-1]
+        with graph.inserting_after(last):
+            group = graph.placeholder(COLLECTIVES)
+        for node in collectives:
+            with graph.inserting_before(node):
+                called = graph.call_method(METHODS[node.target], (group, *node.args[:2]))  # the group knows its size
+            called.meta = dict(node.meta)
+            node.replace_all_uses_with(called)
+            graph.erase_node(node)
+    graph.lint()
+    module.recompile()
+    return bool(collectives)

@@ -1,0 +1,72 @@
+"""The passes that turn an outline, a strategy and counts of micro-batches into rank programs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import get_args
+
+from hydragraph.ir.instruction import RankProgram
+from hydragraph.ir.outline import Mode, Outline
+from hydragraph.passes.order import order
+from hydragraph.passes.overlap import overlap
+from hydragraph.passes.place import Placement, place
+from hydragraph.passes.retain import retain
+from hydragraph.spec.strategy import Strategy
+
+Pass = Callable[[Placement, Mode, RankProgram], RankProgram]
+
+# What runs on every rank's program, in order, once `place` has placed the blocks.
+PASSES: tuple[tuple[str, Pass], ...] = (("order", order), ("overlap", overlap), ("retain", retain))
+
+
+def rank_programs(
+    outline: Outline, strategy: Strategy, micro_batches: Sequence[int], mode: Mode = "train", *, ranks: int
+) -> tuple[RankProgram, ...]:
+    """Build the programs of all ranks for one iteration, idle ranks included.
+
+    Args:
+        outline: the model.
+        strategy: which rank computes what.
+        micro_batches: how many each pipeline runs, 0 or more.
+        mode: "train", or "evaluate" for forwards only.
+        ranks: the world size.
+
+    Raises:
+        ValueError: when these do not fit one another.
+    """
+    placement = _placed(outline, strategy, micro_batches, mode, ranks)
+    name = str(strategy)
+    return tuple(_run(placement, name, mode, rank, ranks) for rank in range(ranks))
+
+
+def rank_program(
+    outline: Outline, strategy: Strategy, micro_batches: Sequence[int], rank: int, mode: Mode = "train", *, ranks: int
+) -> RankProgram:
+    """Build one rank's program, equal to that element of `rank_programs` and at a fraction of its cost.
+
+    Raises:
+        ValueError: when the arguments do not fit one another.
+    """
+    if not 0 <= rank < ranks:
+        raise ValueError(f"rank is {rank}: the world has ranks 0 to {ranks - 1}")
+    placement = _placed(outline, strategy, micro_batches, mode, ranks)
+    return _run(placement, str(strategy), mode, rank, ranks)
+
+
+def _placed(outline: Outline, strategy: Strategy, micro_batches: Sequence[int], mode: Mode, ranks: int) -> Placement:
+    if mode not in get_args(Mode):
+        raise ValueError(f"mode is {mode!r}: use {' or '.join(map(repr, get_args(Mode)))}")
+    strategy.check(outline.layers, ranks)
+    return place(outline, strategy, micro_batches)
+
+
+def _run(placement: Placement, strategy: str, mode: Mode, rank: int, ranks: int) -> RankProgram:
+    stage = placement.stage_of.get(rank)
+    if stage is None:
+        program = RankProgram(rank, ranks, strategy, None, None, (), (0, 0), 0, ())
+    else:
+        where = (stage.pipeline, stage.stage, stage.ranks, stage.layers, stage.micro_batches)
+        program = RankProgram(rank, ranks, strategy, *where, ())
+    for _, run in PASSES:
+        program = run(placement, mode, program)
+    return program

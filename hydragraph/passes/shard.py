@@ -1,0 +1,207 @@
+"""Pass `shard`: fill a template's Communicate-Activation placeholders in for one tensor-parallel rank.
+
+Parameters become this rank's shards, sizes along cut dimensions become local, "enter" and "exit" become collectives,
+and the embedding and the loss become vocabulary-parallel. The result is still a forward graph; its collectives know
+their backward, so `differentiate` needs no rules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from hydragraph.errors import Unsupported
+from hydragraph.ir.layout import GradientKind
+from hydragraph.ir.parameter import Parameter
+from hydragraph.ir.placeholders import communicate
+from hydragraph.ir.program import Template
+from hydragraph.passes import collectives as _collectives  # noqa: F401  registers hydragraph::tp_*
+from hydragraph.passes.cuts import Cut, Cuts, find_cuts, product, shape, split_sizes
+from hydragraph.passes.vocabulary import embedding_part, loss_of_parts
+
+aten = torch.ops.aten
+tp_ops = torch.ops.hydragraph
+
+VIEWS = frozenset({aten.view.default, aten.reshape.default, aten._unsafe_view.default})
+SPLITS = frozenset({aten.split.Tensor, aten.split_with_sizes.default})
+
+
+@dataclass(frozen=True)
+class Degree:
+    """Which part of a stage a rank is: `index` of `tp`, with or without sequence parallelism."""
+
+    tp: int = 1
+    index: int = 0
+    sequence_parallel: bool = False
+
+
+@dataclass(frozen=True)
+class Sharded:
+    """A template instantiated for one rank of a stage.
+
+    Attributes:
+        graph: the forward graph over local shards; placeholders as in the template, then perhaps `vocabulary_start`.
+        kinds: local parameter name -> what its gradient is.
+        vocabulary_start: whether the graph takes the first row of this rank's part of the vocabulary (0-d int64).
+    """
+
+    graph: fx.GraphModule
+    kinds: Mapping[str, GradientKind]
+    vocabulary_start: bool
+
+
+def shard(template: Template, parameters: Mapping[str, Parameter], degree: Degree) -> Sharded:
+    """Instantiate a template.
+
+    Args:
+        parameters: the template's local parameter names -> any block's parameters (blocks of a template are alike).
+        degree: which rank of which stage.
+
+    Raises:
+        Unsupported: naming the block's parameter or operator, for a degree that cannot cut it.
+    """
+    nodes = [n for n in template.graph.graph.nodes if n.op == "placeholder"]
+    held = dict(zip(nodes, template.parameters, strict=False))
+    described = {node: parameters[name] for node, name in held.items()}
+    whole = {node.name for node, parameter in described.items() if parameter.rule is None}
+    tokens = next((n for n in nodes if n.name == "input_ids"), None)
+    found = find_cuts(template.graph.graph, set(described), tokens, whole)
+    if degree.tp == 1:
+        return Sharded(_without_placeholders(template.graph), dict.fromkeys(held.values(), GradientKind.PARTIAL), False)
+    rewrite = _Rewrite(found, described, degree)
+    graph = rewrite.run(template.graph)
+    kinds = {name: rewrite.kind(node) for node, name in held.items()}
+    return Sharded(graph, kinds, rewrite.start is not None)
+
+
+def _without_placeholders(graph: fx.GraphModule) -> fx.GraphModule:
+    result = fx.Graph()
+    copied: dict[fx.Node, fx.Node] = {}
+    for node in graph.graph.nodes:
+        if node.op == "output":
+            result.output(fx.node.map_arg(node.args[0], lambda n: copied[n]))
+        elif node.target is communicate:
+            copied[node] = copied[node.args[0]]
+        else:
+            copied[node] = result.node_copy(node, lambda n: copied[n])
+    return fx.GraphModule(graph, result)
+
+
+class _Rewrite:
+    """One walk over an annotated template that writes the local graph."""
+
+    def __init__(self, found: Cuts, parameters: Mapping[fx.Node, Parameter], degree: Degree) -> None:
+        self.found, self.parameters, self.degree = found, parameters, degree
+        self.graph = fx.Graph()
+        self.copied: dict[fx.Node, fx.Node] = {}
+        self.start: fx.Node | None = None
+
+    def run(self, source: fx.GraphModule) -> fx.GraphModule:
+        placeholders = [n for n in source.graph.nodes if n.op == "placeholder"]
+        for node in placeholders:
+            self.copied[node] = self.graph.node_copy(node)
+        if any(n.target in (aten.embedding.default, aten.cross_entropy_loss.default) for n in self.found.rows):
+            self.start = self.graph.placeholder("vocabulary_start")
+        for node in source.graph.nodes:
+            if node.op == "output":
+                self.graph.output(self._local(node.args[0]))
+            elif node.op != "placeholder":
+                self.copied[node] = self._write(node)
+        self.graph.lint()
+        return fx.GraphModule(source, self.graph)
+
+    def kind(self, parameter: fx.Node) -> GradientKind:
+        """Say what the gradient of a parameter is: whole on every rank, or a part."""
+        if self.parameters[parameter].rule is not None:
+            return GradientKind.PARTIAL
+        partial = any(u in self.found.cut and u not in self.found.columns for u in parameter.users)
+        return GradientKind.PARTIAL if partial else GradientKind.REPLICA
+
+    def _local(self, value: Any) -> Any:
+        return fx.node.map_arg(value, lambda n: self.copied[n])
+
+    def call(self, target: Any, *args: Any) -> fx.Node:
+        """Write one operator call."""
+        return self.graph.call_function(target, args)
+
+    def _write(self, node: fx.Node) -> fx.Node:
+        if node.target is communicate:
+            return self._communicate(node)
+        if node in self.found.rows:
+            return self._row(node)
+        cut = self.found.cut.get(node)
+        if cut is not None and node.target in VIEWS:
+            sizes = list(self._local(node.args[1]))
+            sizes[cut.dim] = self.local_size(cut)
+            return self.call(node.target, self._local(node.args[0]), sizes)
+        if cut is not None and node.target is aten.expand.default:
+            sizes = list(self._local(node.args[1]))
+            sizes[cut.dim] = -1
+            return self.call(node.target, self._local(node.args[0]), sizes)
+        if node.target in SPLITS or node.target is aten.slice.Tensor:
+            return self._part(node)
+        return self.graph.node_copy(node, lambda n: self.copied[n])
+
+    def _communicate(self, node: fx.Node) -> fx.Node:
+        value, where = node.args
+        local = self.copied[value]  # type: ignore[index]
+        if where == "enter":
+            return self.call(tp_ops.tp_enter.default, local)
+        reduced = self.call(tp_ops.tp_sum.default, local)
+        taken = product(value)  # type: ignore[arg-type]
+        if taken is not None and taken[2] is not None:  # the bias is added once, after the sum
+            return self.call(aten.add.Tensor, reduced, self.copied[taken[2]])
+        return reduced
+
+    def _row(self, node: fx.Node) -> fx.Node:
+        if node.target is aten.embedding.default:
+            assert self.start is not None
+            return embedding_part(self.graph, self._local(node.args), self.start, self.local_size(self.found.rows[node]))
+        if node.target is aten.cross_entropy_loss.default:
+            assert self.start is not None
+            return loss_of_parts(self.graph, self._local(node.args), self.start, self.local_size(self.found.rows[node]))
+        x, weight, _, inner = product(node)  # type: ignore[misc]
+        target = aten.linear.default if inner == 1 else aten.mm.default
+        return self.call(target, self.copied[x], self.copied[weight])
+
+    def _part(self, node: fx.Node) -> fx.Node:
+        """Write a split or slice along a cut dimension with local bounds."""
+        source = node.args[0]
+        cut = self.found.cut.get(source)  # type: ignore[arg-type]
+        is_slice = node.target is aten.slice.Tensor
+        position = 1 if is_slice else 2
+        dim = node.args[position] if len(node.args) > position else node.kwargs.get("dim", 0)
+        if cut is None or dim % len(shape(source)) != cut.dim:  # type: ignore[operator, arg-type]
+            return self.graph.node_copy(node, lambda n: self.copied[n])
+        if is_slice:
+            part = self.found.cut[node]
+            before = Cut(cut.dim, cut.scale, cut.start, part.start - cut.start, cut.lead, cut.origins)
+            first = self.local_size(before) if before.length else 0
+            return self.call(node.target, self.copied[source], dim, first, first + self.local_size(part))  # type: ignore[index]
+        sizes, at = [], cut.start
+        for size in split_sizes(node):
+            sizes.append(self.local_size(Cut(cut.dim, cut.scale, at, size * cut.scale, cut.lead, cut.origins)))
+            at += size * cut.scale
+        return self.call(aten.split_with_sizes.default, self.copied[source], sizes, dim)  # type: ignore[index]
+
+    def local_size(self, cut: Cut) -> int:
+        """Return this rank's elements along the dimension of a cut value."""
+        weight = cut.lead.args[0] if cut.lead.target is aten.embedding.default else product(cut.lead)[1]  # type: ignore[index]
+        parameter = self.parameters[weight]  # type: ignore[index]
+        rule, at, held = parameter.rule, 0, 0
+        assert rule is not None
+        for segment, units in enumerate(rule.segments):
+            if cut.start <= at < cut.start + cut.length:
+                try:
+                    a, b = rule.units(segment, self.degree.tp, self.degree.index)
+                except Unsupported as error:
+                    raise Unsupported(error.what, where=parameter.name, remedy=error.remedy) from None
+                held += (b - a) * rule.unit
+            at += units * rule.unit
+        return held // cut.scale
+
+

@@ -1,0 +1,130 @@
+"""The home state of one rank: its shard of the fp32 master weights, and the optimizer over it.
+
+It never depends on the strategy: switching strategies moves none of it (Hydraulis, section 5.2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hydragraph.errors import Unsupported
+from hydragraph.ir.layout import Layout, home
+from hydragraph.ir.parameter import Bucket, Parameter
+from hydragraph.ir.program import Program
+
+ELEMENTWISE = (
+    torch.optim.SGD,
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.Adamax,
+    torch.optim.Adadelta,
+    torch.optim.Adagrad,
+    torch.optim.ASGD,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.RMSprop,
+    torch.optim.Rprop,
+)
+
+OptimizerFactory = Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """The part of one parameter that a rank owns: canonical elements [lo, hi), at offset `at` of its bucket's shard."""
+
+    parameter: Parameter
+    bucket: str
+    lo: int
+    hi: int
+    at: int
+
+
+@dataclass(frozen=True, eq=False)
+class HomeState:
+    """One rank's master weights and gradients.
+
+    Attributes:
+        rank: whose.
+        layouts: bucket name -> home layout over all ranks.
+        weights, gradients: bucket name -> 1-D fp32 tensor of this rank's shard.
+        pieces: parameter name -> what this rank owns of it (perhaps nothing), in model order.
+        parameters: parameter name -> 1-D fp32 view into `weights`, whose `.grad` is a view into `gradients`.
+    """
+
+    rank: int
+    layouts: Mapping[str, Layout]
+    weights: Mapping[str, Tensor]
+    gradients: Mapping[str, Tensor]
+    pieces: Mapping[str, Piece]
+    parameters: Mapping[str, nn.Parameter]
+
+    @staticmethod
+    def allocate(program: Program, ranks: int, rank: int, device: torch.device | None = None) -> HomeState:
+        """Return the uninitialised home state of one rank, every bucket sharded equally over all ranks."""
+        layouts = {b.name: home(b.size, range(ranks)) for b in program.buckets}
+        sizes = {name: layout.local_size(rank) for name, layout in layouts.items()}
+        weights = {n: torch.empty(s, dtype=torch.float32, device=device) for n, s in sizes.items()}
+        gradients = {n: torch.zeros(s, dtype=torch.float32, device=device) for n, s in sizes.items()}
+        owned = {b.name: _owned(b, layouts[b.name], rank) for b in program.buckets}
+        found = {p.parameter.name: p for pieces in owned.values() for p in pieces}
+        pieces = {name: found[name] for name in program.parameters}
+        parameters = {}
+        for name, piece in pieces.items():
+            span = slice(piece.at, piece.at + piece.hi - piece.lo)
+            parameters[name] = nn.Parameter(weights[piece.bucket][span])
+            parameters[name].grad = gradients[piece.bucket][span]
+        return HomeState(rank, layouts, weights, gradients, pieces, parameters)
+
+    @torch.no_grad()
+    def fill(self, tensors: Mapping[str, Tensor]) -> None:
+        """Copy this rank's part out of full natural tensors, by canonical parameter name."""
+        for name, piece in self.pieces.items():
+            self.parameters[name].copy_(piece.parameter.canonical(tensors[name].detach())[piece.lo : piece.hi])
+
+    def named(self) -> list[tuple[str, nn.Parameter]]:
+        """Return (name, 1-D fp32 tensor) of every parameter in model order, with 0 elements where nothing is owned."""
+        return list(self.parameters.items())
+
+
+def _owned(bucket: Bucket, layout: Layout, rank: int) -> Sequence[Piece]:
+    mine = layout.of(rank)
+    rows = list(zip(mine.lo.tolist(), mine.hi.tolist(), mine.at.tolist(), strict=True))
+    lo, hi, at = rows[0] if rows else (0, 0, 0)
+    pieces = []
+    for parameter in bucket.parameters:
+        start = bucket.offsets()[parameter.name]
+        a, b = max(lo, start), min(hi, start + parameter.size)
+        a, b = (a, b) if a < b else (start, start)
+        pieces.append(Piece(parameter, bucket.name, a - start, b - start, at + a - lo if a < b else 0))
+    return pieces
+
+
+def make_optimizer(factory: OptimizerFactory, state: HomeState) -> torch.optim.Optimizer:
+    """Call the user's factory and refuse what would be wrong on flat shards.
+
+    Raises:
+        Unsupported: an optimizer that looks at whole tensors (LBFGS, Adafactor, Muon, ...), or that left some out.
+    """
+    optimizer = factory(state.named())
+    if not isinstance(optimizer, ELEMENTWISE):
+        names = ", ".join(c.__name__ for c in ELEMENTWISE)
+        raise Unsupported(
+            "it does not treat every element alike, and each rank holds flat shards only",
+            where=f"optimizer {type(optimizer).__name__}",
+            remedy=f"use one of torch.optim's {names}",
+        )
+    held: list[Any] = [p for group in optimizer.param_groups for p in group["params"]]
+    strangers = {id(p) for p in held} - {id(p) for p in state.parameters.values()}
+    if strangers:
+        raise Unsupported(
+            f"it holds {len(strangers)} tensors that are not the ones it was given",
+            where=f"optimizer {type(optimizer).__name__}",
+            remedy="build it from the (name, tensor) pairs that the factory receives",
+        )
+    return optimizer

@@ -1,0 +1,100 @@
+"""Frozen dataclasses from YAML that mirrors them field for field, and back; errors name the path of the field."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import MISSING, fields, is_dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar, get_args, get_origin, get_type_hints
+
+import yaml
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+    Record = TypeVar("Record", bound=DataclassInstance)
+
+
+def load_record(cls: type[Record], path: str | Path) -> Record:
+    """Read a YAML file into a frozen dataclass whose fields it mirrors; a ValueError names the file and the field."""
+    text = Path(path).read_text(encoding="utf-8")
+    try:
+        return from_record(cls, yaml.load(text, Loader=_Loader))
+    except yaml.YAMLError as error:
+        raise ValueError(f"{path}: not readable as YAML: {error}") from None
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+
+
+def from_record(cls: type[Record], data: object, path: str = "") -> Record:
+    """Build a dataclass, and those nested in it (also in tuples), from mappings and lists.
+
+    Args:
+        path: where `data` is in the whole, such as "pipelines[0].stages[1]"; "" for the whole.
+
+    Raises:
+        ValueError: naming the path of a field that is unknown, missing or wrong.
+    """
+    where = path or cls.__name__.lower()
+    names = [field.name for field in fields(cls)]
+    if not isinstance(data, dict):
+        raise ValueError(f"{where}: expected a mapping with {', '.join(names)}, but it is {data!r}")
+    for name in data:
+        if name not in names:
+            close = get_close_matches(str(name), names, n=1)
+            hint = f"did you mean {close[0]!r}?" if close else f"known fields are {', '.join(names)}"
+            raise ValueError(f"{where}: unknown field {name!r}: {hint}")
+    for field in fields(cls):
+        if field.name not in data and field.default is MISSING:
+            raise ValueError(f"{where}: missing field {field.name!r}")
+    hints = get_type_hints(cls)
+    prefix = f"{path}." if path else ""
+    values = {name: _from_value(hints[name], value, prefix + name) for name, value in data.items()}
+    try:
+        return cls(**values)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}" if path else str(error)) from None
+
+
+def _from_value(hint: Any, value: object, path: str) -> object:
+    """Build what a field's type says; scalars are left to the dataclass, which checks them anyway."""
+    if is_dataclass(hint) and isinstance(hint, type):
+        return from_record(hint, value, path)
+    item = get_args(hint)[0] if get_origin(hint) is tuple else None
+    if not (is_dataclass(item) and isinstance(item, type)):
+        return value
+    if not isinstance(value, list | tuple):
+        raise ValueError(f"{path}: expected a list, but it is {value!r}")
+    return tuple(from_record(item, each, f"{path}[{i}]") for i, each in enumerate(value))
+
+
+def to_record(value: Any) -> Any:
+    """Return a dataclass as dicts, lists and scalars, leaving out fields that have their default."""
+    if is_dataclass(value):
+        held = ((field, getattr(value, field.name)) for field in fields(value))
+        return {field.name: to_record(each) for field, each in held if each != field.default}
+    return [to_record(each) for each in value] if isinstance(value, tuple) else value
+
+
+def flow_yaml(value: object) -> str:
+    """Return a value as YAML on one line: `[{devices: [0, 1], layers: 5}]`."""
+    return yaml.safe_dump(value, default_flow_style=True, sort_keys=False, width=2**31).strip()
+
+
+class _Loader(yaml.SafeLoader):
+    """PyYAML's safe loader, but 1e9 is a number (as in YAML 1.2), and a field given twice is an error."""
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.value in seen:
+                raise yaml.MarkedYAMLError(problem=f"field {key.value!r} is given twice", problem_mark=key.start_mark)
+            seen.add(str(key.value))
+        return node
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
+)

@@ -1,0 +1,286 @@
+"""How one iteration is parallelised: pipelines of stages of devices, as frozen data, text and YAML.
+
+pipelines:
+  - stages: [{devices: [0, 1], layers: 5}, {devices: [2], layers: 3}]
+  - stages: [{devices: [3], layers: 8}]
+schedule: gpipe                     # optional, as are a stage's sequence_parallel and recompute
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from math import gcd
+from pathlib import Path
+from typing import Any
+
+from hydragraph.spec.record import flow_yaml, from_record, load_record, to_record
+from hydragraph.spec.strategy_text import SCHEDULES, StageText, StrategyText, format_strategy, parse_strategy
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Consecutive layers on one group of devices, tensor-parallel over all of them.
+
+    Attributes:
+        devices: ranks, in tensor-parallel order.
+        layers: how many layers it computes, at least 1.
+        sequence_parallel: split the tokens between the tensor-parallel regions over the devices, too.
+        recompute: save only each layer's input and run its forward again in the backward.
+    """
+
+    devices: tuple[int, ...]
+    layers: int
+    sequence_parallel: bool = False
+    recompute: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "devices", _tuple("devices", self.devices))
+        if not self.devices:
+            raise ValueError("devices is empty: a stage needs at least one device")
+        for device in self.devices:
+            if not _is_int(device) or device < 0:
+                raise ValueError(f"devices has {device!r}: devices are ranks, integers from 0")
+            if self.devices.count(device) > 1:
+                raise ValueError(f"devices has {device} more than once: list each device once")
+        if not _is_int(self.layers) or self.layers < 1:
+            raise ValueError(f"layers is {self.layers!r}: it counts layers, 1 or more; drop a stage that has none")
+        for name in ("sequence_parallel", "recompute"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} is {getattr(self, name)!r}: use true or false")
+
+    @property
+    def tp(self) -> int:
+        """Tensor-parallel degree: the number of devices."""
+        return len(self.devices)
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """One replica of the model: its stages, in the order of the layers."""
+
+    stages: tuple[Stage, ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "stages", _tuple("stages", self.stages))
+        if not self.stages:
+            raise ValueError("stages is empty: a pipeline needs at least one stage")
+        for stage in self.stages:
+            if not isinstance(stage, Stage):
+                raise ValueError(f"stages has {stage!r}: use Stage(devices=..., layers=...)")
+
+    @property
+    def devices(self) -> tuple[int, ...]:
+        """All its devices, stage by stage."""
+        return tuple(device for stage in self.stages for device in stage.devices)
+
+    @property
+    def layers(self) -> int:
+        """The number of layers of all its stages together."""
+        return sum(stage.layers for stage in self.stages)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank works: position `index` of a stage's devices, for layers [first_layer, last_layer)."""
+
+    pipeline: int
+    stage: int
+    index: int
+    first_layer: int
+    last_layer: int
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """Pipelines that each hold the whole model and share a mini-batch; ranks it does not name are idle.
+
+    Attributes:
+        pipelines: of any shapes, on disjoint devices, with the same number of layers in total.
+        schedule: the order of forwards and backwards within a pipeline: "1f1b" or "gpipe".
+
+    Raises:
+        ValueError: naming pipeline and stage, when the above does not hold.
+    """
+
+    pipelines: tuple[Pipeline, ...]
+    schedule: str = SCHEDULES[0]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "pipelines", _tuple("pipelines", self.pipelines))
+        if not self.pipelines:
+            raise ValueError("pipelines is empty: a strategy needs at least one pipeline")
+        for pipeline in self.pipelines:
+            if not isinstance(pipeline, Pipeline):
+                raise ValueError(f"pipelines has {pipeline!r}: use Pipeline(stages=[...])")
+        if self.schedule not in SCHEDULES:
+            raise ValueError(f"schedule is {self.schedule!r}: use {' or '.join(map(repr, SCHEDULES))}")
+        self._check_devices()
+        self._check_totals()
+
+    def _check_devices(self) -> None:
+        owners: dict[int, str] = {}
+        for where, stage in self._named_stages():
+            for device in stage.devices:
+                if device in owners:
+                    raise ValueError(
+                        f"{where}: device {device} is already in {owners[device]}; give every stage devices of its own"
+                    )
+                owners[device] = where
+
+    def _check_totals(self) -> None:
+        for i, pipeline in enumerate(self.pipelines):
+            if pipeline.layers != self.layers:
+                raise ValueError(
+                    f"pipeline {i} has {_layer_sum(pipeline)} layers, but pipeline 0 has "
+                    f"{_layer_sum(self.pipelines[0])}: missing or doubled layers; every pipeline holds the whole "
+                    "model, so make the totals equal"
+                )
+
+    def _named_stages(self) -> Iterator[tuple[str, Stage]]:
+        for i, pipeline in enumerate(self.pipelines):
+            for j, stage in enumerate(pipeline.stages):
+                yield f"pipeline {i}, stage {j}", stage
+
+    @property
+    def layers(self) -> int:
+        """The model's number of layers, which every pipeline has."""
+        return self.pipelines[0].layers
+
+    @property
+    def devices(self) -> tuple[int, ...]:
+        """All devices, in the order of pipelines and stages."""
+        return tuple(device for pipeline in self.pipelines for device in pipeline.devices)
+
+    @property
+    def name(self) -> str:
+        """Its text, such as "<tp2,pp1> + 2*<tp1,pp2>" or "<[0,1]x5,[2]x3>", which `parse` reads back as its equal."""
+        stages = (
+            tuple(StageText(s.devices, s.layers, s.sequence_parallel, s.recompute) for s in pipeline.stages)
+            for pipeline in self.pipelines
+        )
+        return format_strategy(StrategyText(tuple(stages), self.schedule))
+
+    @property
+    def fingerprint(self) -> str:
+        """Six hexadecimal digits that tell strategies apart which the same name means for different models."""
+        content = json.dumps(asdict(self), sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(content.encode()).hexdigest()[:6]
+
+    def __str__(self) -> str:
+        return f"{self.name}@{self.fingerprint}"
+
+    def place(self, rank: int) -> Place | None:
+        """Return where a rank works; None where the strategy leaves it idle."""
+        for i, pipeline in enumerate(self.pipelines):
+            first = 0
+            for j, stage in enumerate(pipeline.stages):
+                if rank in stage.devices:
+                    return Place(i, j, stage.devices.index(rank), first, first + stage.layers)
+                first += stage.layers
+        return None
+
+    def check(self, layers: int, ranks: int, heads: tuple[int, ...] = ()) -> None:
+        """Check that it fits a model of `layers` layers on `ranks` ranks.
+
+        Args:
+            layers: the model's number of layers.
+            ranks: the world size.
+            heads: the counts of query heads that every tensor-parallel degree must divide.
+
+        Raises:
+            ValueError: naming pipeline and stage, and the fix.
+        """
+        if self.layers != layers:
+            fix = f"add {layers - self.layers}" if self.layers < layers else f"remove {self.layers - layers}"
+            raise ValueError(
+                f"pipeline 0: {_layer_sum(self.pipelines[0])} layers, but the model has {layers}; "
+                f"{fix} in every pipeline"
+            )
+        for where, stage in self._named_stages():
+            for device in stage.devices:
+                if device >= ranks:
+                    raise ValueError(
+                        f"{where}: unknown rank: device {device}, but the world has {ranks} ranks (from 0); "
+                        f"start {max(self.devices) + 1} processes or renumber the devices"
+                    )
+            for count in heads:
+                if count % stage.tp:
+                    raise ValueError(
+                        f"{where}: tensor-parallel degree {stage.tp} (its number of devices) does not divide {count} "
+                        f"attention heads; use {_degrees(heads)} devices"
+                    )
+
+    @classmethod
+    def parse(cls, text: str, layers: int) -> Strategy:
+        """Read a text such as "<tp2,pp1> + 2*<tp1,pp2>" (`spec.strategy_text` has the grammar) for a number of layers.
+
+        Regular pipelines take devices 0..N-1 in order and split the layers evenly, remainders to the last stages.
+        A `str` of a strategy, which ends in its fingerprint, is read and compared with it.
+
+        Raises:
+            ValueError: showing the piece of the text that is wrong.
+        """
+        if not _is_int(layers) or layers < 1:
+            raise ValueError(f"layers is {layers!r}: give the model's number of layers, 1 or more")
+        body, at, fingerprint = text.partition("@")
+        parsed = parse_strategy(body, layers)
+        try:
+            strategy = cls(
+                tuple(Pipeline(tuple(Stage(*s) for s in stages)) for stages in parsed.pipelines), parsed.schedule
+            )
+        except ValueError as error:
+            raise ValueError(f"strategy text {body!r}: {error}") from None
+        if at and strategy.fingerprint != fingerprint.strip():
+            raise ValueError(
+                f"strategy text {text!r}: with {layers} layers this is {strategy}, another strategy; "
+                "give the number of layers it was made for, or leave out the part from '@'"
+            )
+        return strategy
+
+    @classmethod
+    def load(cls, path: str | Path) -> Strategy:
+        """Read a YAML file; a ValueError names the file and the field."""
+        return load_record(cls, path)
+
+    def save(self, path: str | Path) -> None:
+        """Write the YAML file that `load` reads back as an equal strategy; defaults are left out."""
+        data = self.to_dict()
+        lines = ["pipelines:", *(f"  - stages: {flow_yaml(pipeline['stages'])}" for pipeline in data.pop("pipelines"))]
+        lines += [f"{name}: {value}" for name, value in data.items()]
+        Path(path).write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return what YAML holds: lists, dicts and scalars, without defaults."""
+        data: dict[str, Any] = to_record(self)
+        return data
+
+    @classmethod
+    def from_dict(cls, data: object) -> Strategy:
+        """Build a strategy from what `to_dict` returns; a ValueError names the path of a wrong field."""
+        return from_record(cls, data)
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _tuple(name: str, value: object) -> tuple[Any, ...]:
+    if isinstance(value, str) or not isinstance(value, Sequence):
+        raise ValueError(f"{name} is {value!r}: give a list")
+    return tuple(value)
+
+
+def _layer_sum(pipeline: Pipeline) -> str:
+    """Return a pipeline's number of layers and, when it has several stages, how it comes about."""
+    parts = " + ".join(str(stage.layers) for stage in pipeline.stages)
+    return str(pipeline.layers) if len(pipeline.stages) == 1 else f"{parts} = {pipeline.layers}"
+
+
+def _degrees(heads: tuple[int, ...]) -> str:
+    """Return the tensor-parallel degrees that divide all these counts of heads: "1, 2 or 4"."""
+    common = gcd(*heads)
+    *others, last = (str(degree) for degree in range(1, common + 1) if common % degree == 0)
+    return f"{', '.join(others)} or {last}" if others else last

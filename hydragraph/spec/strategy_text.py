@@ -1,0 +1,202 @@
+"""The one-line text of a strategy: "<tp2,pp1> + 2*<tp1,pp2>", or explicitly "<[0,1]x5s,[2]x3> gpipe".
+
+    strategy = term { "+" term } [ schedule ]
+    term     = [ count "*" ] "<" "tp" int "," "pp" int ">"  |  "<" stage { "," stage } ">"
+    stage    = "[" int { "," int } "]" "x" layers [ flags ]         flags: s = sequence parallel, r = recompute
+
+A regular pipeline `<tpT,ppP>` takes the T*P devices that follow the highest device named before it (the first starts at
+device 0) and splits the layers evenly, remainders to the last stages. An explicit pipeline names both. White space is
+free. This module knows plain tuples only, so that `spec.strategy` can build on it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from itertools import groupby
+from typing import NamedTuple
+
+SCHEDULES = ("1f1b", "gpipe")  # the first is the default, which the text leaves out
+
+_TOKEN = re.compile(r"1f1b|[A-Za-z]+|[0-9]+|\S")
+_FLAGS = {"s": "sequence parallelism", "r": "recomputation"}
+
+
+class StageText(NamedTuple):
+    """What the text says of one stage; the fields are those of `Stage`."""
+
+    devices: tuple[int, ...]
+    layers: int
+    sequence_parallel: bool = False
+    recompute: bool = False
+
+
+class StrategyText(NamedTuple):
+    """What the text says of a strategy: the stages of each pipeline, and the schedule."""
+
+    pipelines: tuple[tuple[StageText, ...], ...]
+    schedule: str = SCHEDULES[0]
+
+
+def parse_strategy(text: str, layers: int) -> StrategyText:
+    """Read a strategy's text for a model of `layers` layers.
+
+    Raises:
+        ValueError: with the offending piece of the text underlined.
+    """
+    reader = _Reader(text)
+    pipelines = list(_parse_term(reader, layers, first=0))
+    while reader.skip("+"):
+        pipelines += _parse_term(reader, layers, first=_next_device(pipelines))
+    if reader.at_end():
+        return StrategyText(tuple(pipelines))
+    found = reader.take()
+    if found.text not in SCHEDULES:
+        known = " or ".join(SCHEDULES)
+        raise reader.error(f"expected '+' and a pipeline, a schedule ({known}) or the end", found)
+    if not reader.at_end():
+        raise reader.error("expected nothing after the schedule", reader.take())
+    return StrategyText(tuple(pipelines), found.text)
+
+
+def format_strategy(strategy: StrategyText) -> str:
+    """Write the shortest text that `parse_strategy` reads back as the same strategy."""
+    texts = [_format_pipeline(p, _next_device(strategy.pipelines[:i])) for i, p in enumerate(strategy.pipelines)]
+    runs = [(text, len(list(run))) for text, run in groupby(texts)]
+    joined = " + ".join(text if count == 1 else f"{count}*{text}" for text, count in runs)
+    return joined if strategy.schedule == SCHEDULES[0] else f"{joined} {strategy.schedule}"
+
+
+def regular_pipeline(tp: int, pp: int, layers: int, first: int) -> tuple[StageText, ...]:
+    """Return the stages of `<tp,pp>` on devices first, first + 1, ...: even layers, remainders to the last stages."""
+    even, rest = divmod(layers, pp)
+    return tuple(
+        StageText(tuple(range(first + tp * i, first + tp * (i + 1))), even + (i >= pp - rest)) for i in range(pp)
+    )
+
+
+def _next_device(pipelines: Sequence[Sequence[StageText]]) -> int:
+    """Return the device at which a regular pipeline after these starts."""
+    return max((device for stages in pipelines for stage in stages for device in stage.devices), default=-1) + 1
+
+
+def _format_pipeline(stages: tuple[StageText, ...], first: int) -> str:
+    tp, pp = len(stages[0].devices), len(stages)
+    if stages == regular_pipeline(tp, pp, sum(stage.layers for stage in stages), first):
+        return f"<tp{tp},pp{pp}>"
+    return f"<{','.join(map(_format_stage, stages))}>"
+
+
+def _format_stage(stage: StageText) -> str:
+    flags = "s" * stage.sequence_parallel + "r" * stage.recompute
+    return f"[{','.join(map(str, stage.devices))}]x{stage.layers}{flags}"
+
+
+class _Token(NamedTuple):
+    text: str  # "" at the end
+    start: int
+
+
+class _Reader:
+    """A strategy's text as tokens, and where reading has come to."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.tokens = [_Token(found[0], found.start()) for found in _TOKEN.finditer(text)]
+        self.tokens.append(_Token("", len(text.rstrip())))
+        self.at = 0
+
+    def peek(self) -> str:
+        """Return the next token's text without taking it."""
+        return self.tokens[self.at].text
+
+    def at_end(self) -> bool:
+        """Say whether nothing is left."""
+        return not self.peek()
+
+    def take(self) -> _Token:
+        """Return the next token and move past it (but never past the end)."""
+        token = self.tokens[self.at]
+        self.at += bool(token.text)
+        return token
+
+    def skip(self, text: str) -> bool:
+        """Move past `text` if it is next, and say whether it was."""
+        found = self.peek() == text
+        self.at += found
+        return found
+
+    def expect(self, text: str, example: str) -> _Token:
+        """Take the token `text`, or fail with an example of what belongs here."""
+        token = self.take()
+        if token.text != text:
+            raise self.error(f"expected '{text}', as in {example}", token)
+        return token
+
+    def number(self, what: str, minimum: int) -> tuple[int, _Token]:
+        """Take an integer of at least `minimum`, with its token."""
+        token = self.take()
+        if not token.text.isdecimal():
+            raise self.error(f"expected {what}, an integer", token)
+        if int(token.text) < minimum:
+            raise self.error(f"{what} must be at least {minimum}", token)
+        return int(token.text), token
+
+    def error(self, message: str, token: _Token, last: _Token | None = None) -> ValueError:
+        """Make an error that underlines `token`, or everything from it to `last`."""
+        end = last or token
+        width = max(end.start + len(end.text) - token.start, 1)
+        shown = "".join(" " if c.isspace() else c for c in self.text)  # one line, columns kept
+        found = "" if token.text else ", found the end"
+        return ValueError(f"strategy text: {message}{found}\n  {shown}\n  {' ' * token.start}{'^' * width}")
+
+
+def _parse_term(reader: _Reader, layers: int, first: int) -> tuple[tuple[StageText, ...], ...]:
+    """Read one term as its pipelines; a regular one starts at device `first`."""
+    start, count = reader.tokens[reader.at], None
+    if start.text.isdecimal():
+        count, _ = reader.number("the number of pipelines", minimum=1)
+        reader.expect("*", "2*<tp1,pp2>")
+    opening = reader.expect("<", "<tp2,pp1>")
+    if reader.peek() != "[":
+        return _parse_regular(reader, layers, first, count or 1)
+    stages = [_parse_stage(reader)]
+    while reader.skip(","):
+        stages.append(_parse_stage(reader))
+    closing = reader.expect(">", "<[0,1]x5,[2]x3>")
+    if count is not None:
+        raise reader.error("a pipeline that names its devices cannot be repeated: write each one", start, closing)
+    total = sum(stage.layers for stage in stages)
+    if total != layers:
+        raise reader.error(f"this pipeline's stages have {total} layers, but the model has {layers}", opening, closing)
+    return (tuple(stages),)
+
+
+def _parse_regular(reader: _Reader, layers: int, first: int, count: int) -> tuple[tuple[StageText, ...], ...]:
+    """Read the rest of `<tp2,pp1>` after "<" as `count` pipelines from device `first`."""
+    reader.expect("tp", "<tp2,pp1> (or name the devices: <[0,1]x5,[2]x3>)")
+    tp, _ = reader.number("the tensor-parallel degree", minimum=1)
+    reader.expect(",", "<tp2,pp1>")
+    start = reader.expect("pp", "<tp2,pp1>")
+    pp, token = reader.number("the number of stages", minimum=1)
+    reader.expect(">", "<tp2,pp1>")
+    if pp > layers:
+        raise reader.error(f"{pp} stages for {layers} layers: use at most one stage per layer", start, token)
+    return tuple(regular_pipeline(tp, pp, layers, first + i * tp * pp) for i in range(count))
+
+
+def _parse_stage(reader: _Reader) -> StageText:
+    """Read one explicit stage such as [0,1]x5sr."""
+    example = "[0,1]x5"
+    reader.expect("[", example)
+    devices = [reader.number("a device", minimum=0)[0]]
+    while reader.skip(","):
+        devices.append(reader.number("a device", minimum=0)[0])
+    reader.expect("]", example)
+    reader.expect("x", example)
+    layers, _ = reader.number("the number of layers", minimum=1)
+    flags = reader.take().text if reader.peek().isalpha() else ""
+    if len(set(flags)) != len(flags) or not set(flags) <= _FLAGS.keys():
+        known = ", ".join(f"'{flag}' ({meaning})" for flag, meaning in _FLAGS.items())
+        raise reader.error(f"a stage's flags are {known}, each at most once", reader.tokens[reader.at - 1])
+    return StageText(tuple(devices), layers, "s" in flags, "r" in flags)

@@ -1,0 +1,281 @@
+"""A training run as nested frozen dataclasses that YAML mirrors field for field (`examples/demo.yaml` is one)."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from hydragraph.spec.record import from_record, load_record, to_record
+
+DECAYS = ("cosine", "linear", "constant")
+DTYPES = ("float32", "bfloat16")
+
+
+def _check_text(name: str, value: object, optional: bool = False) -> None:
+    if not (optional and value is None) and not (isinstance(value, str) and value):
+        raise ValueError(f"{name} is {value!r}: give a text")
+
+
+def _texts(name: str, value: object) -> tuple[str, ...]:
+    if isinstance(value, str) or not isinstance(value, Sequence) or not value:
+        raise ValueError(f"{name} is {value!r}: give a list of at least one text")
+    for each in value:
+        _check_text(name, each)
+    return tuple(value)
+
+
+def _check_choice(name: str, value: object, choices: Sequence[str]) -> None:
+    if value not in choices:
+        raise ValueError(f"{name} is {value!r}: use {' or '.join(map(repr, choices))}")
+
+
+def _check_whole(name: str, value: object, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"{name} is {value!r}: give a whole number of at least {least}")
+
+
+def _check_number(name: str, value: object, least: float = 0) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < least:
+        raise ValueError(f"{name} is {value!r}: give a number of at least {least:g}")
+
+
+def _check_fraction(name: str, value: object, one: bool = False) -> None:
+    """Check that a number is at least 0, and below 1 or, where `one` is allowed, at most 1."""
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not number or not (0 <= value < 1 or (one and value == 1)):  # type: ignore[operator]
+        raise ValueError(f"{name} is {value!r}: give a number of at least 0 and {'at most' if one else 'below'} 1")
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Which Hugging Face model to train: a new one, or one that continues from a local directory.
+
+    Attributes:
+        architecture: a class of transformers, such as LlamaForCausalLM.
+        config: arguments of its config class; the vocabulary and the end-of-text id default to the tokenizer's.
+        path: a local directory that `save_pretrained` wrote, instead of the two above.
+    """
+
+    architecture: str | None = None
+    config: Mapping[str, Any] | None = None
+    path: str | None = None
+
+    def __post_init__(self) -> None:
+        _check_text("architecture", self.architecture, optional=True)
+        _check_text("path", self.path, optional=True)
+        if (self.architecture is None) == (self.path is None):
+            raise ValueError("give either architecture, to train a new model, or path, to continue from a directory")
+        if self.config is not None and not isinstance(self.config, Mapping):
+            raise ValueError(f"config is {self.config!r}: give a mapping, such as {{hidden_size: 256}}")
+        if self.config is not None and self.path is not None:
+            raise ValueError("config cannot change the model in path: leave one of them out")
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """What to train on, and how it becomes mini-batches.
+
+    Attributes:
+        paths: files and directories of text, .jsonl or Parquet; "python-stdlib" is this Python's standard library.
+        suffixes: which files of a directory to take; None: all.
+        text_field: the field of a .jsonl object, or the column of a Parquet table, that holds the text.
+        tokenizer: a tokenizer.json or a directory with one; None: that of `model.path`, or else a new byte-level BPE.
+        vocab_size: of a new tokenizer.
+        tokens_per_step: the budget of one mini-batch.
+        max_length: longer documents are cut into sequences of this many tokens.
+        heldout: fraction of the documents kept for evaluation.
+        cache: where tokenizers and token files are kept, by a key of the corpus; None: in the run folder.
+    """
+
+    paths: tuple[str, ...]
+    suffixes: tuple[str, ...] | None = None
+    text_field: str = "text"
+    tokenizer: str | None = None
+    vocab_size: int = 8192
+    tokens_per_step: int = 4096
+    max_length: int = 512
+    heldout: float = 0.01
+    cache: str | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "paths", _texts("paths", self.paths))
+        if self.suffixes is not None:
+            object.__setattr__(self, "suffixes", _texts("suffixes", self.suffixes))
+        _check_text("text_field", self.text_field)
+        _check_text("tokenizer", self.tokenizer, optional=True)
+        _check_text("cache", self.cache, optional=True)
+        for name, least in (("vocab_size", 1), ("tokens_per_step", 2), ("max_length", 2)):
+            _check_whole(name, getattr(self, name), least)
+        _check_fraction("heldout", self.heldout)
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """An elementwise class of torch.optim and its settings; None leaves a setting at the class's own default.
+
+    Attributes:
+        name: of the class, such as AdamW or SGD.
+        lr: the peak learning rate.
+        weight_decay: for matrices only: biases and norm weights, which have one dimension, do not decay.
+        betas, eps, momentum: as the class takes them.
+    """
+
+    name: str = "AdamW"
+    lr: float = 3e-4
+    weight_decay: float = 0.0
+    betas: tuple[float, ...] | None = None
+    eps: float | None = None
+    momentum: float | None = None
+
+    def __post_init__(self) -> None:
+        _check_text("name", self.name)
+        _check_number("lr", self.lr)
+        _check_number("weight_decay", self.weight_decay)
+        if self.betas is not None:
+            if isinstance(self.betas, str) or not isinstance(self.betas, Sequence):
+                raise ValueError(f"betas is {self.betas!r}: give a list of numbers, such as [0.9, 0.95]")
+            object.__setattr__(self, "betas", tuple(self.betas))
+            for beta in self.betas:
+                _check_fraction("betas", beta)
+        for name in ("eps", "momentum"):
+            if getattr(self, name) is not None:
+                _check_number(name, getattr(self, name))
+
+
+@dataclass(frozen=True)
+class ScheduleConfig:
+    """How the learning rate moves.
+
+    Attributes:
+        warmup: steps over which it rises linearly to its peak.
+        decay: how it falls over the steps after them: "cosine", "linear", or "constant", which does not fall.
+        min_lr_ratio: where it ends, as a fraction of the peak.
+    """
+
+    warmup: int = 0
+    decay: str = "cosine"
+    min_lr_ratio: float = 0.1
+
+    def __post_init__(self) -> None:
+        _check_whole("warmup", self.warmup, 0)
+        _check_choice("decay", self.decay, DECAYS)
+        _check_fraction("min_lr_ratio", self.min_lr_ratio, one=True)
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """A whole run.
+
+    Attributes:
+        model, data, optimizer, schedule: see their classes.
+        strategies: texts such as "<tp2,pp1> + <tp1,pp2>", or paths of YAML files; steps take them in turn.
+        steps: how many mini-batches to train on.
+        ranks: local processes to start, where no launcher such as torchrun has started any.
+        max_grad_norm: gradients with a larger global norm are scaled down to it; None: never.
+        dtype: what the model computes in; weights and optimizer state are float32 in any case.
+        device: "cpu" or "cuda"; None: a GPU where there is one.
+        seed: of a new model's weights and of the order of the data.
+        evaluate_every: steps between evaluations on the held-out documents, which also end the run; 0: never.
+        evaluate_batches: how many mini-batches of `data.tokens_per_step` an evaluation reads.
+        checkpoint_every: steps between checkpoints, one of which also ends the run; 0: only that one.
+        keep: how many of the latest checkpoints stay.
+        output: the run folder.
+    """
+
+    model: ModelConfig
+    data: DataConfig
+    strategies: tuple[str, ...]
+    steps: int
+    ranks: int = 1
+    optimizer: OptimizerConfig = OptimizerConfig()
+    schedule: ScheduleConfig = ScheduleConfig()
+    max_grad_norm: float | None = 1.0
+    dtype: str = "float32"
+    device: str | None = None
+    seed: int = 0
+    evaluate_every: int = 0
+    evaluate_batches: int = 4
+    checkpoint_every: int = 0
+    keep: int = 2
+    output: str = "runs/train"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "strategies", _texts("strategies", self.strategies))
+        for name in ("steps", "ranks", "evaluate_batches", "keep"):
+            _check_whole(name, getattr(self, name), 1)
+        for name in ("seed", "evaluate_every", "checkpoint_every"):
+            _check_whole(name, getattr(self, name), 0)
+        if self.max_grad_norm is not None:
+            _check_number("max_grad_norm", self.max_grad_norm)
+        _check_choice("dtype", self.dtype, DTYPES)
+        _check_text("device", self.device, optional=True)
+        _check_text("output", self.output)
+        if self.data.max_length > self.data.tokens_per_step:
+            raise ValueError(
+                f"data.max_length is {self.data.max_length}, but data.tokens_per_step is only "
+                f"{self.data.tokens_per_step}: a whole sequence must fit into a mini-batch"
+            )
+        if self.evaluate_every and not self.data.heldout:
+            raise ValueError("evaluate_every needs held-out documents: set data.heldout above 0")
+
+    @classmethod
+    def load(cls, path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
+        """Read a YAML file; each override, such as "optimizer.lr=1e-3", replaces one of its fields.
+
+        Raises:
+            ValueError: naming the field that is unknown, missing or wrong.
+        """
+        config = load_record(cls, path)
+        for text in overrides:
+            config = _override(config, text)
+        return config
+
+    def save(self, path: str | Path) -> None:
+        """Write every field, defaults included, as the YAML file that `load` reads back as an equal config."""
+        data = _plain(asdict(self))
+        text = yaml.safe_dump(data, sort_keys=False, default_flow_style=None, width=120)
+        Path(path).write_text(text, encoding="utf-8")
+
+
+def _override(config: TrainConfig, text: str) -> TrainConfig:
+    """Return the config with one "section.field=value" applied, its value read as in YAML."""
+    path, equals, value = text.partition("=")
+    keys = path.strip().split(".")
+    if not equals or not all(keys):
+        raise ValueError(f"override {text!r}: write section.field=value, such as optimizer.lr=1e-3")
+    data = to_record(config)
+    at = data
+    for i, key in enumerate(keys[:-1]):
+        at[key] = dict(at.get(key) or {}) if isinstance(at.get(key), Mapping | None) else at[key]
+        at = at[key]
+        if not isinstance(at, dict):
+            raise ValueError(f"override {text!r}: {'.'.join(keys[: i + 1])} is {at!r}, which has no fields")
+    at[keys[-1]] = _value(text, value)
+    try:
+        return from_record(TrainConfig, data)
+    except ValueError as error:
+        raise ValueError(f"override {text!r}: {error}") from None
+
+
+def _value(text: str, value: str) -> object:
+    try:
+        return json.loads(value)  # JSON first: PyYAML takes 1e-3 for text
+    except json.JSONDecodeError:
+        pass
+    try:
+        return yaml.safe_load(value)
+    except yaml.YAMLError as error:
+        raise ValueError(f"override {text!r}: the value is not readable as YAML: {error}") from None
+
+
+def _plain(value: Any) -> Any:
+    """Return a value with lists for tuples, as YAML knows it."""
+    if isinstance(value, Mapping):
+        return {name: _plain(each) for name, each in value.items()}
+    return [_plain(each) for each in value] if isinstance(value, tuple | list) else value

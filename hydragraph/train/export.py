@@ -1,0 +1,26 @@
+"""The trained model as a directory that `transformers` loads with `from_pretrained`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from hydragraph.data import tokenizer
+
+
+def export(model: Any, state: Mapping[str, Tensor], encoder: Tokenizer, directory: Path) -> None:
+    """Write config, weights (safetensors) and tokenizer.
+
+    Args:
+        model: the Hugging Face model on the CPU; it gets the weights.
+        state: every key of its `state_dict`.
+        encoder: the tokenizer.
+        directory: made if missing.
+    """
+    model.load_state_dict(dict(state))
+    model.save_pretrained(str(directory))
+    tokenizer.save(encoder, directory)

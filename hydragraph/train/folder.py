@@ -1,0 +1,145 @@
+"""A run's folder: where everything is, how a run begins in it, and which checkpoints are complete."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from hydragraph.train.config import TrainConfig
+
+Begin = Literal["new", "resume", "overwrite"]
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A complete checkpoint.
+
+    Attributes:
+        path: its directory.
+        step: after which it was taken.
+        mini_batches: where the stream of mini-batches was.
+    """
+
+    path: Path
+    step: int
+    mini_batches: Mapping[str, Any]
+
+    @property
+    def state(self) -> Path:
+        """Where the weights and the optimizer's state are."""
+        return self.path / "state"
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """The places in a run folder."""
+
+    path: Path
+
+    @property
+    def config(self) -> Path:
+        """The resolved config."""
+        return self.path / "config.yaml"
+
+    @property
+    def metrics(self) -> Path:
+        """The metrics as JSON lines."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def events(self) -> Path:
+        """TensorBoard's event files."""
+        return self.path / "tensorboard"
+
+    @property
+    def picture(self) -> Path:
+        """The loss curve."""
+        return self.path / "loss.png"
+
+    @property
+    def model(self) -> Path:
+        """The final model, as transformers reads it."""
+        return self.path / "model"
+
+    @property
+    def checkpoints(self) -> Path:
+        """The directory of all checkpoints."""
+        return self.path / "checkpoints"
+
+    def check(self, config: TrainConfig, how: Begin) -> Checkpoint | None:
+        """Return the checkpoint that a run continues from, if any, without changing anything.
+
+        Args:
+            config: of the run.
+            how: "new" refuses a folder that holds a run, "overwrite" replaces that run, "resume" continues it.
+
+        Raises:
+            ValueError: the folder holds a run although it should not, or none to continue.
+        """
+        holds_run = self.metrics.exists() or self.checkpoints.exists()
+        if how == "new" and holds_run:
+            raise ValueError(f"output {self.path} already holds a run: continue it with --resume, or use --overwrite")
+        last = self.last() if how == "resume" else None
+        if how == "resume" and last is None:
+            raise ValueError(f"output {self.path} holds no complete checkpoint to resume from: use --overwrite")
+        if last is not None and last.step > config.steps:
+            raise ValueError(f"{last.path} is past the last step: set steps to {last.step} or more")
+        return last
+
+    def begin(self, config: TrainConfig, how: Begin) -> Checkpoint | None:
+        """Make the folder ready for a run, write its resolved config, and return what `check` does."""
+        last = self.check(config, how)
+        if how == "overwrite":
+            self._clear()
+        self.checkpoints.mkdir(parents=True, exist_ok=True)
+        for path in self.checkpoints.iterdir():
+            if _read(path) is None:  # cut off while it was written
+                shutil.rmtree(path)
+        config.save(self.config)
+        return last
+
+    def place(self, step: int) -> Path:
+        """Return the directory of the checkpoint after a step."""
+        return self.checkpoints / f"step-{step:08d}"
+
+    def complete(self, step: int, mini_batches: Mapping[str, Any], keep: int) -> None:
+        """Mark the checkpoint of a step, whose state every rank has written, as complete; drop all but the last few."""
+        marker = _marker(self.place(step))
+        partial = marker.with_name(f".{marker.name}.partial")
+        partial.write_text(json.dumps({"step": step, "mini_batches": dict(mini_batches)}) + "\n", encoding="utf-8")
+        partial.replace(marker)
+        for checkpoint in self.all()[:-keep]:
+            _marker(checkpoint.path).unlink()  # first, so that what is half deleted does not look complete
+            shutil.rmtree(checkpoint.path)
+
+    def all(self) -> list[Checkpoint]:
+        """Return the complete checkpoints in the order of their steps."""
+        paths = sorted(self.checkpoints.iterdir()) if self.checkpoints.is_dir() else []
+        return [checkpoint for path in paths if (checkpoint := _read(path)) is not None]
+
+    def last(self) -> Checkpoint | None:
+        """Return the latest complete checkpoint."""
+        return next(reversed(self.all()), None)
+
+    def _clear(self) -> None:
+        """Remove an earlier run, but neither cached data nor files that no run has written."""
+        for path in (self.checkpoints, self.events, self.model):
+            shutil.rmtree(path, ignore_errors=True)
+        for path in (self.metrics, self.picture, self.config):
+            path.unlink(missing_ok=True)
+
+
+def _marker(path: Path) -> Path:
+    return path / "training.json"
+
+
+def _read(path: Path) -> Checkpoint | None:
+    """Read a checkpoint's marker; None where there is none yet."""
+    if not _marker(path).is_file():
+        return None
+    record = json.loads(_marker(path).read_text(encoding="utf-8"))
+    return Checkpoint(path, record["step"], record["mini_batches"])

@@ -1,0 +1,305 @@
+"""The training loop that every rank runs; rank 0 alone writes metrics, pictures and the final model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from hydragraph.runtime.launch import World, join
+from hydragraph.spec.strategy import Strategy
+from hydragraph.train.config import TrainConfig
+from hydragraph.train.data import Tokens, evaluation_batches, mini_batches, open_tokens, prepare
+from hydragraph.train.export import export
+from hydragraph.train.folder import Begin, RunFolder
+from hydragraph.train.metrics import Metrics, MetricsLog, tensorboard_installed
+from hydragraph.train.model import build_model
+from hydragraph.train.optimizer import learning_rate, optimizer_factory
+from hydragraph.train.picture import matplotlib_installed, write_picture
+
+T = TypeVar("T")
+
+
+class Report(Protocol):
+    """What a step of `Executor` reports, equal on every rank."""
+
+    loss: float
+    tokens: int
+    grad_norm: float
+    strategy: str
+    sequences: int
+    seconds: float
+    micro_batches: tuple[int, ...]
+
+
+class Executor(Protocol):
+    """What the loop needs of a compiled model."""
+
+    optimizer: torch.optim.Optimizer
+
+    def step(self, sequences: Sequence[Tensor], strategy: Strategy | None = None) -> Any:
+        """Train on one global mini-batch and return a `Report`."""
+
+    def evaluate(self, sequences: Sequence[Tensor], strategy: Strategy | None = None) -> Any:
+        """Return a `Report` without updating anything."""
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        """Return the whole model on rank 0."""
+
+    def save(self, path: Path) -> None:
+        """Write weights and optimizer state."""
+
+    def load(self, path: Path) -> None:
+        """Read them back."""
+
+
+class Watcher(Protocol):
+    """Who is told how a run goes, on rank 0."""
+
+    def preparing(self, what: str, documents: int) -> None:
+        """A corpus is being prepared."""
+
+    def started(self, done: int, steps: int) -> None:
+        """Training begins after `done` of `steps` steps."""
+
+    def stepped(self, metrics: Metrics) -> None:
+        """A step is done."""
+
+    def note(self, sentence: str) -> None:
+        """Something a user should know."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended.
+
+    Attributes:
+        folder: of the run.
+        history: the metrics of all its steps, earlier sessions included; on rank 0 only.
+    """
+
+    folder: RunFolder
+    history: tuple[Metrics, ...] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class _Run:
+    """What stays the same during a run."""
+
+    config: TrainConfig
+    world: World
+    folder: RunFolder
+    executor: Executor
+    strategies: tuple[Strategy, ...]
+    heldout: list[list[Tensor]]
+    watcher: Watcher | None  # on rank 0 only, as is the log
+    log: MetricsLog | None
+
+
+def train(config: TrainConfig, begin: Begin, compile: Callable[..., Any], watcher: Watcher) -> Outcome:
+    """Run a whole training, on every rank of the launched ones or on this process alone.
+
+    Args:
+        config: the same on every rank.
+        begin: a new run, a resumed one, or one that replaces what the folder holds.
+        compile: `hydragraph.compile`.
+        watcher: told of everything on rank 0.
+
+    Raises:
+        ValueError: a mistake in the config, the data or the folder.
+        FloatingPointError: a loss or gradient is not finite; nothing was updated, and the last checkpoint stays.
+    """
+    world = join(config.device)
+    leader = watcher if world.rank == 0 else None
+    folder = RunFolder(Path(config.output))
+    _from_rank_zero(world, lambda: folder.check(config, begin))  # before the slow part
+    tokens = shared_tokens(config, world, watcher)
+    model = build_model(config.model, tokens.file.vocabulary, tokens.file.end_of_text, config.seed)
+    strategies = read_strategies(config.strategies, model, world.ranks)
+    factory = optimizer_factory(config.optimizer, model)
+    batches = mini_batches(config, tokens.file)
+    heldout = evaluation_batches(config, tokens.file) if config.evaluate_every else []
+    executor = compile(
+        model,
+        strategies[0],
+        optimizer=factory,
+        max_grad_norm=config.max_grad_norm,
+        dtype=getattr(torch, config.dtype),
+        device=world.device,
+    )
+    last = _from_rank_zero(world, lambda: folder.begin(config, begin))  # once nothing else can be refused
+    done = 0
+    if last is not None:
+        executor.load(last.state)
+        batches.load_state_dict(last.mini_batches)
+        done = last.step
+    with ExitStack() as stack:
+        log = stack.enter_context(_open_log(folder, done, leader)) if leader is not None else None
+        run = _Run(config, world, folder, executor, strategies, heldout, leader, log)
+        if leader is not None:
+            leader.started(done, config.steps)
+        for step in range(done + 1, config.steps + 1):
+            _train_step(run, step, next(batches))
+            if _due(step, config.checkpoint_every, config.steps):
+                _checkpoint(run, step, batches.state_dict())
+        _finish(run, model, tokens)
+        return Outcome(folder, tuple(log.history) if log is not None else ())
+
+
+def shared_tokens(config: TrainConfig, world: World, watcher: Watcher) -> Tokens:
+    """Return the corpus, prepared by one rank of each host, and make sure that all hosts have the same.
+
+    Raises:
+        ValueError: the corpus cannot be used, or hosts differ.
+    """
+    error: Exception | None = None
+    try:
+        if world.local_rank == 0:
+            prepare(config, watcher.preparing)
+    except Exception as raised:
+        error = raised
+    # Also after an error, so that the other ranks do not wait for this one.
+    failed = [each for each in _gather(world, repr(error) if error is not None else None) if each is not None]
+    if error is not None:
+        raise error
+    if failed:
+        raise ValueError(f"another rank could not prepare the data: {failed[0]}")
+    tokens = open_tokens(prepare(config))
+    found = _gather(world, tokens.file.fingerprint)
+    if len(set(found)) > 1:
+        different = next(rank for rank, each in enumerate(found) if each != found[0])
+        raise ValueError(f"data: rank {different} read another corpus than rank 0: give every host the same files")
+    return tokens
+
+
+def read_strategies(texts: Sequence[str], model: nn.Module, ranks: int) -> tuple[Strategy, ...]:
+    """Parse or load strategies for a model and check them against it and the number of ranks.
+
+    Raises:
+        ValueError: naming the entry.
+    """
+    config: Any = model.config
+    layers, heads = config.num_hidden_layers, getattr(config, "num_attention_heads", None)
+    strategies = []
+    for i, text in enumerate(texts):
+        try:
+            is_file = text.endswith((".yaml", ".yml"))
+            strategy = Strategy.load(text) if is_file else Strategy.parse(text, layers)
+            strategy.check(layers, ranks, (heads,) if isinstance(heads, int) else ())
+        except (ValueError, OSError) as error:
+            raise ValueError(f"strategies[{i}]: {error}") from None
+        strategies.append(strategy)
+    return tuple(strategies)
+
+
+def _train_step(run: _Run, step: int, sequences: list[Tensor]) -> None:
+    """Train on one mini-batch, evaluate where it is time, and log both."""
+    config = run.config
+    strategy = run.strategies[(step - 1) % len(run.strategies)]
+    lr = learning_rate(step, config.steps, config.optimizer.lr, config.schedule)
+    for group in run.executor.optimizer.param_groups:
+        group["lr"] = lr
+    try:
+        report: Report = run.executor.step(sequences, strategy)
+    except FloatingPointError as error:
+        raise FloatingPointError(_not_finite(run, step, error)) from None
+    evaluate = config.evaluate_every and _due(step, config.evaluate_every, config.steps)
+    eval_loss = _evaluate(run, strategy) if evaluate else None
+    if run.log is None or run.watcher is None:
+        return
+    metrics = Metrics(
+        step=step,
+        loss=report.loss,
+        grad_norm=report.grad_norm,
+        lr=lr,
+        tokens=report.tokens,
+        tokens_per_s=report.tokens / report.seconds,
+        seconds=report.seconds,
+        strategy=report.strategy,
+        sequences=report.sequences,
+        micro_batches=tuple(report.micro_batches),
+        eval_loss=eval_loss,
+    )
+    run.log.write(metrics)
+    run.watcher.stepped(metrics)
+
+
+def _evaluate(run: _Run, strategy: Strategy) -> float:
+    """Return the mean loss per token over the held-out mini-batches."""
+    reports: list[Report] = [run.executor.evaluate(sequences, strategy) for sequences in run.heldout]
+    return sum(r.loss * r.tokens for r in reports) / sum(r.tokens for r in reports)
+
+
+def _checkpoint(run: _Run, step: int, position: Mapping[str, Any]) -> None:
+    """Save everything that resuming needs, and the picture so far."""
+    run.executor.save(run.folder.place(step) / "state")
+    if run.log is not None:
+        run.folder.complete(step, position, run.config.keep)
+        _draw(run)
+
+
+def _finish(run: _Run, model: nn.Module, tokens: Tokens) -> None:
+    """Write the picture and the final model."""
+    state = run.executor.full_state_dict()
+    if run.log is not None:
+        _draw(run)
+        export(model, state, tokens.tokenizer, run.folder.model)
+
+
+def _draw(run: _Run) -> None:
+    if run.log is not None and run.log.history and matplotlib_installed():
+        write_picture(run.log.history, run.folder.picture)
+
+
+def _open_log(folder: RunFolder, done: int, watcher: Watcher) -> MetricsLog:
+    """Open the log, telling what is left out because a package is missing."""
+    remedy = "pip install 'hydragraph[train]'"
+    if not matplotlib_installed():
+        watcher.note(f"no picture of the loss: matplotlib is not installed ({remedy})")
+    if not tensorboard_installed():
+        watcher.note(f"no TensorBoard events: tensorboard is not installed ({remedy})")
+    return MetricsLog(folder.metrics, folder.events if tensorboard_installed() else None, done)
+
+
+def _not_finite(run: _Run, step: int, error: FloatingPointError) -> str:
+    last = run.folder.last()
+    stays = "there is no checkpoint yet" if last is None else f"{last.path} is the last checkpoint"
+    return f"step {step}: {error}; nothing was updated, and {stays}: lower optimizer.lr or max_grad_norm"
+
+
+def _due(step: int, every: int, steps: int) -> bool:
+    """Say whether something that happens every so many steps (0: at the end only) is due."""
+    return step == steps or (every > 0 and step % every == 0)
+
+
+def _gather(world: World, value: T) -> list[T]:
+    """Return every rank's value."""
+    if world.ranks == 1:
+        return [value]
+    found: list[Any] = [None] * world.ranks
+    dist.all_gather_object(found, value)
+    return found
+
+
+def _from_rank_zero(world: World, make: Callable[[], T]) -> T:
+    """Call a function on rank 0 only and return its result, or raise its error, on every rank."""
+    value: T | None = None
+    error: Exception | None = None
+    if world.rank == 0:
+        try:
+            value = make()
+        except Exception as raised:
+            error = raised
+    # As text: not every error can be pickled.
+    value, problem = _gather(world, (value, None if error is None else str(error)))[0]
+    if error is not None:
+        raise error
+    if problem is not None:
+        raise ValueError(problem)
+    return value  # type: ignore[return-value]

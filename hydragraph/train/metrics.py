@@ -1,0 +1,112 @@
+"""The numbers of every step: as JSON lines, and for TensorBoard where it is installed."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, fields
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+_SCALARS = ("loss", "grad_norm", "lr", "tokens_per_s", "eval_loss")
+
+
+@dataclass(frozen=True)
+class Metrics:
+    """What one step did.
+
+    Attributes:
+        step: from 1.
+        loss: token mean over the global mini-batch, before the update.
+        grad_norm: the global norm before clipping.
+        lr: the learning rate.
+        tokens: targets in the mini-batch.
+        tokens_per_s: targets per second.
+        seconds: that the step took.
+        strategy: the one in use.
+        sequences: in the mini-batch.
+        micro_batches: of each pipeline.
+        eval_loss: on the held-out documents after the update; None where this step did not evaluate.
+    """
+
+    step: int
+    loss: float
+    grad_norm: float
+    lr: float
+    tokens: int
+    tokens_per_s: float
+    seconds: float
+    strategy: str
+    sequences: int
+    micro_batches: tuple[int, ...]
+    eval_loss: float | None = None
+
+
+def read_metrics(path: Path) -> list[Metrics]:
+    """Read a file of metrics; a last line that was cut off while it was written does not count.
+
+    Raises:
+        ValueError: another line cannot be read.
+    """
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.is_file() else []
+    if lines and not lines[-1].endswith("\n"):
+        lines.pop()
+    return [_parse(line, f"{path}:{number}") for number, line in enumerate(lines, start=1)]
+
+
+class MetricsLog:
+    """Writes metrics as they come; a context manager.
+
+    Args:
+        path: of the JSON lines; those after step `after` are dropped, as a run that resumes there writes them again.
+        events: the directory of TensorBoard's event files; None: write none.
+        after: the step that the run continues from; 0: it is new.
+    """
+
+    def __init__(self, path: Path, events: Path | None, after: int) -> None:
+        self.history = [metrics for metrics in read_metrics(path) if metrics.step <= after]
+        path.write_text("".join(map(_line, self.history)), encoding="utf-8")
+        self._file = path.open("a", encoding="utf-8")
+        self._events: Any = None
+        if events is not None:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._events = SummaryWriter(str(events), purge_step=after + 1)  # type: ignore[no-untyped-call]
+
+    def __enter__(self) -> MetricsLog:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+        if self._events is not None:
+            self._events.close()
+
+    def write(self, metrics: Metrics) -> None:
+        """Add one step's metrics to everything."""
+        self.history.append(metrics)
+        self._file.write(_line(metrics))
+        self._file.flush()
+        if self._events is None:
+            return
+        for name in _SCALARS:
+            value = getattr(metrics, name)
+            if value is not None:
+                self._events.add_scalar(name, value, metrics.step)
+
+
+def tensorboard_installed() -> bool:
+    """Say whether TensorBoard's event files can be written."""
+    return find_spec("tensorboard") is not None
+
+
+def _line(metrics: Metrics) -> str:
+    return json.dumps(asdict(metrics)) + "\n"
+
+
+def _parse(line: str, place: str) -> Metrics:
+    try:
+        record = json.loads(line)
+        known = {field.name: record[field.name] for field in fields(Metrics)}
+    except (json.JSONDecodeError, KeyError, TypeError) as error:
+        raise ValueError(f"{place}: not a line of metrics ({error}): delete the run folder or the line") from None
+    return Metrics(**{**known, "micro_batches": tuple(known["micro_batches"])})

@@ -1,0 +1,113 @@
+"""The model of a run, built from its config with a seed or read from a directory, on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from hydragraph.train.config import ModelConfig
+
+
+def build_model(config: ModelConfig, vocabulary: int, end_of_text: int, seed: int) -> nn.Module:
+    """Return the model with fp32 weights: the same ones in every process, drawn from the seed where it is new.
+
+    Args:
+        config: which model.
+        vocabulary: every token is below it; a new model's default `vocab_size`.
+        end_of_text: a new model's default `eos_token_id`.
+        seed: of a new model's weights; the global generator is left as it was.
+
+    Raises:
+        ValueError: naming the field, where transformers knows no such class or setting, or the vocabulary is too small.
+    """
+    model = _read(config.path) if config.path is not None else _build(config, vocabulary, end_of_text, seed)
+    size = getattr(model.config, "vocab_size", None)
+    if isinstance(size, int) and size < vocabulary:
+        where = "model.config.vocab_size" if config.path is None else f"model.path {config.path}: vocab_size"
+        raise ValueError(f"{where} is {size}, but the tokenizer's ids need {vocabulary}: use a larger model vocabulary")
+    return model
+
+
+def skeleton(config: ModelConfig, vocabulary: int) -> nn.Module:
+    """Return the model on the meta device: shapes without weights; arguments as for `build_model`."""
+    with torch.device("meta"):
+        if config.path is None:
+            model: nn.Module = _model_class(str(config.architecture))(model_config(config, vocabulary, 0))
+        else:
+            from transformers import AutoConfig, AutoModelForCausalLM
+
+            model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(_directory(config.path)))
+    return model.float()
+
+
+def model_config(config: ModelConfig, vocabulary: int, end_of_text: int) -> Any:
+    """Return the transformers config of a new model; arguments as for `build_model`."""
+    given = dict(config.config or {})
+    kind = _model_class(str(config.architecture)).config_class
+    _check_names(kind, given)
+    # A new vocabulary has no other special token; the class's own defaults would be ids of ordinary tokens.
+    defaults = {
+        "vocab_size": vocabulary,
+        "bos_token_id": end_of_text,
+        "eos_token_id": end_of_text,
+        "pad_token_id": None,
+        "use_cache": False,
+    }
+    try:
+        return kind(**{**defaults, **given})
+    except Exception as error:  # transformers has error types of its own
+        raise ValueError(f"model.config: {kind.__name__} refuses it: {error}") from error
+
+
+def _build(config: ModelConfig, vocabulary: int, end_of_text: int, seed: int) -> nn.Module:
+    settings = model_config(config, vocabulary, end_of_text)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model: nn.Module = _model_class(str(config.architecture))(settings)
+    return model.float()
+
+
+def _read(path: str) -> nn.Module:
+    from transformers import AutoModelForCausalLM
+
+    model: nn.Module = AutoModelForCausalLM.from_pretrained(_directory(path), dtype=torch.float32)
+    return model
+
+
+def _directory(path: str) -> str:
+    """Return the path of a local directory with a model; anything else would be looked up on the internet."""
+    if not (Path(path) / "config.json").is_file():
+        raise ValueError(f"model.path {path} holds no config.json: name a directory that save_pretrained wrote")
+    return path
+
+
+def _model_class(name: str) -> Any:
+    """Return a model class of transformers by its name."""
+    import transformers
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    found = getattr(transformers, name, None)
+    if isinstance(found, type) and issubclass(found, transformers.PreTrainedModel):
+        return found
+    close = get_close_matches(name, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values(), n=1)
+    hint = f"did you mean {close[0]}?" if close else "name one such as LlamaForCausalLM"
+    raise ValueError(f"model.architecture: transformers has no model class {name!r}: {hint}")
+
+
+def _check_names(kind: type[Any], given: Mapping[str, Any]) -> None:
+    """Refuse settings that the config class does not declare, which transformers itself would accept and ignore."""
+    label = kind.__name__
+    if not is_dataclass(kind):
+        return
+    known = {field.name for field in fields(kind)} | set(getattr(kind, "attribute_map", {})) | {"rope_theta"}
+    for name in given:
+        if name not in known:
+            close = get_close_matches(name, known, n=1)
+            hint = f"did you mean {close[0]!r}?" if close else "leave it out"
+            raise ValueError(f"model.config: {label} has no field {name!r}: {hint}")

@@ -1,0 +1,63 @@
+"""The optimizer and the learning rate of a run."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from hydragraph.train.config import OptimizerConfig, ScheduleConfig
+
+Factory = Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
+
+
+def optimizer_factory(config: OptimizerConfig, model: nn.Module) -> Factory:
+    """Return what `hydragraph.compile` calls with (name, flat tensor) pairs, which no longer show the shapes.
+
+    Raises:
+        ValueError: torch.optim has no such class, or it does not take a setting that the config gives.
+    """
+    found = getattr(torch.optim, config.name, None)
+    if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
+        raise ValueError(f"optimizer.name: torch.optim has no optimizer {config.name!r}: use one such as AdamW")
+    kind: Callable[..., torch.optim.Optimizer] = found
+    settings = {name: getattr(config, name) for name in ("betas", "eps", "momentum")}
+    settings = {name: value for name, value in settings.items() if value is not None}
+    taken = inspect.signature(found.__init__).parameters
+    for name in settings:
+        if name not in taken:
+            raise ValueError(f"optimizer.{name}: {config.name} has no such setting: leave it out")
+    matrices = {name for name, parameter in model.named_parameters() if parameter.dim() >= 2}
+
+    def build(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+        groups = [
+            {"params": [p for name, p in named if name in matrices], "weight_decay": config.weight_decay},
+            {"params": [p for name, p in named if name not in matrices], "weight_decay": 0.0},
+        ]
+        return kind([group for group in groups if group["params"]], lr=config.lr, **settings)
+
+    return build
+
+
+def learning_rate(step: int, steps: int, peak: float, schedule: ScheduleConfig) -> float:
+    """Return the learning rate of one step.
+
+    A function of the step alone, so that a resumed run needs no scheduler state.
+
+    Args:
+        step: from 1 to `steps`.
+        steps: of the whole run.
+        peak: reached at the end of the warm-up.
+        schedule: the shape.
+    """
+    if step < schedule.warmup:
+        return peak * step / schedule.warmup
+    if schedule.decay == "constant":
+        return peak
+    after = max(steps - max(schedule.warmup, 1), 1)
+    part = min((step - max(schedule.warmup, 1)) / after, 1.0)
+    height = 0.5 * (1 + math.cos(math.pi * part)) if schedule.decay == "cosine" else 1 - part
+    return peak * (schedule.min_lr_ratio + (1 - schedule.min_lr_ratio) * height)

@@ -1,0 +1,80 @@
+"""The loss curve as a picture: one colour per strategy, a smoothed line, and the held-out loss."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from hydragraph.train.metrics import Metrics
+
+
+def matplotlib_installed() -> bool:
+    """Say whether pictures can be drawn."""
+    return find_spec("matplotlib") is not None
+
+
+def write_picture(metrics: Sequence[Metrics], path: Path) -> None:
+    """Draw the losses over the steps to a PNG file, which is replaced only when the new one is complete.
+
+    Args:
+        metrics: of all steps so far, at least one.
+        path: of the file.
+    """
+    # Not pyplot: the object interface needs no display and leaves the user's backend alone.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 5), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    _draw_steps(axes, metrics)
+    _draw_evaluations(axes, metrics)
+    axes.set_xlabel("step")
+    axes.set_ylabel("loss (nats per token)")
+    axes.set_title(f"{len({m.strategy for m in metrics})} strategies, {sum(m.tokens for m in metrics):,} tokens")
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize="small")
+    partial = path.with_name(f".{path.name}.partial")
+    figure.savefig(partial, dpi=120, format="png")
+    partial.replace(path)
+
+
+def smoothed(values: Sequence[float], weight: float = 0.9) -> list[float]:
+    """Return the exponential moving average, corrected for its start as in Adam (Kingma & Ba, section 3).
+
+    Args:
+        values: to smooth.
+        weight: of the past, in [0, 1).
+    """
+    averages: list[float] = []
+    total = 0.0
+    for count, value in enumerate(values, start=1):
+        total = weight * total + (1 - weight) * value
+        averages.append(total / (1 - weight**count))
+    return averages
+
+
+def _draw_steps(axes: Any, metrics: Sequence[Metrics]) -> None:
+    for i, strategy in enumerate(sorted({m.strategy for m in metrics})):
+        chosen = [m for m in metrics if m.strategy == strategy]
+        axes.plot(
+            [m.step for m in chosen],
+            [m.loss for m in chosen],
+            ".",
+            color=f"C{i}",
+            alpha=0.6,
+            markersize=5,
+            label=strategy,
+        )
+    axes.plot(
+        [m.step for m in metrics], smoothed([m.loss for m in metrics]), color="0.25", linewidth=1.2, label="smoothed"
+    )
+
+
+def _draw_evaluations(axes: Any, metrics: Sequence[Metrics]) -> None:
+    evaluated = [m for m in metrics if m.eval_loss is not None]
+    if evaluated:
+        losses = [m.eval_loss for m in evaluated]
+        axes.plot([m.step for m in evaluated], losses, "kD--", markersize=4, linewidth=0.8, label="held out")

@@ -1,0 +1,164 @@
+"""Strategies against one device: losses and gradients beside those of plain PyTorch on the unmodified model.
+
+The reference runs one sequence at a time through the model as transformers made it, with its own attention, and counts
+the loss itself; it shares no code with what it checks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from hydragraph.spec.strategy import Strategy
+
+LOSS_TOLERANCE = 1e-5  # relative
+GRADIENT_TOLERANCE = 1e-5  # of the parameter's own gradient ...
+GLOBAL_TOLERANCE = 1e-7  # ... plus this much of all gradients together: some true gradients are 0 (key biases)
+
+Sequences = Sequence[Tensor | Mapping[str, Tensor]]
+
+
+class Executor(Protocol):
+    """What is verified; `hydragraph.compile` returns one."""
+
+    def evaluate(self, sequences: Any, strategy: Strategy | None = None) -> Any:
+        """Return a report with the loss."""
+
+    def gradients(self, sequences: Any, strategy: Strategy | None = None) -> dict[str, Tensor]:
+        """Return full gradients by name on rank 0."""
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What one device says: the mean loss per target, and its gradient by parameter name."""
+
+    loss: float
+    gradients: Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Row:
+    """How one strategy compares with the reference.
+
+    Attributes:
+        strategy: which.
+        loss, reference_loss: mean per target.
+        parameter: the one whose gradient is worst: nearest to its tolerance, or furthest beyond it.
+        error, norm: |error|_2 and |g|_2 of that parameter's gradient.
+        ratio: error / (1e-5 |g|_2 + 1e-7 |all gradients|_2).
+    """
+
+    strategy: str
+    loss: float
+    reference_loss: float
+    parameter: str
+    error: float
+    norm: float
+    ratio: float
+
+    @property
+    def loss_error(self) -> float:
+        """The loss's relative error."""
+        return abs(self.loss - self.reference_loss) / max(abs(self.reference_loss), 1e-30)
+
+    @property
+    def passed(self) -> bool:
+        """Whether loss and gradients are within their tolerances; what is not a number is not."""
+        return self.loss_error <= LOSS_TOLERANCE and self.ratio <= 1
+
+
+def reference(model: nn.Module, sequences: Sequences) -> Reference:
+    """Compute loss and gradients by plain autograd, one sequence at a time.
+
+    Args:
+        model: a Hugging Face model with weights; its own `.grad` fields are left alone.
+        sequences: 1-D token ids, or mappings with `input_ids` and `labels` (-100 does not count).
+
+    Raises:
+        ValueError: no sequence has a target.
+    """
+    causal = not type(model).__name__.endswith("ForMaskedLM")
+    pairs = [_targets(sequence, causal) for sequence in sequences]
+    count = sum(int((labels != -100).sum()) for _, labels in pairs)
+    if not count:
+        raise ValueError("no sequence has a target: give sequences of at least two tokens")
+    named = dict(model.named_parameters())
+    sums = {name: torch.zeros_like(parameter) for name, parameter in named.items()}
+    loss = 0.0
+    for ids, labels in pairs:
+        if not bool((labels != -100).any()):
+            continue
+        logits = model(input_ids=ids[None], use_cache=False).logits[0]
+        logits = logits[: len(labels)]
+        part = nn.functional.cross_entropy(logits, labels, ignore_index=-100, reduction="sum") / count
+        loss += part.item()
+        found = torch.autograd.grad(part, list(named.values()), allow_unused=True)
+        for name, gradient in zip(named, found, strict=True):
+            if gradient is not None:
+                sums[name] += gradient
+    return Reference(loss, sums)
+
+
+def compare(expected: Reference, gradients: Mapping[str, Tensor], loss: float, strategy: str) -> Row:
+    """Find the worst of one strategy's gradients.
+
+    Args:
+        expected: of one device.
+        gradients: the strategy's, by the same names.
+        loss: the strategy's.
+        strategy: its name.
+
+    Raises:
+        ValueError: the two name different parameters.
+    """
+    if expected.gradients.keys() != gradients.keys():
+        different = sorted(expected.gradients.keys() ^ gradients.keys())
+        raise ValueError(f"strategy {strategy}: these parameters have a gradient on one side only: {different}")
+    everything = math.sqrt(sum(float(g.double().square().sum()) for g in expected.gradients.values()))
+    rows = []
+    for name, gradient in expected.gradients.items():
+        norm = float(gradient.double().norm())
+        error = float((gradients[name].double().cpu() - gradient.double()).norm())
+        tolerance = GRADIENT_TOLERANCE * norm + GLOBAL_TOLERANCE * everything
+        ratio = error / tolerance if tolerance else (math.inf if error else 0.0)
+        rows.append(Row(strategy, loss, expected.loss, name, error, norm, math.inf if math.isnan(ratio) else ratio))
+    return max(rows, key=lambda row: row.ratio)
+
+
+def verify(
+    model: nn.Module, executor: Executor, strategies: Sequence[Strategy], sequences: Sequences, rank: int
+) -> list[Row]:
+    """Compare every strategy with one device, on every rank of the executor.
+
+    Args:
+        model: the one that was compiled, with its weights, on the CPU.
+        executor: compiled from it.
+        strategies: to compare.
+        sequences: one global mini-batch.
+        rank: this process's.
+
+    Returns:
+        A row per strategy on rank 0; nothing elsewhere.
+    """
+    expected = reference(model, sequences) if rank == 0 else None
+    rows = []
+    for strategy in strategies:
+        loss = executor.evaluate(sequences, strategy).loss
+        gradients = executor.gradients(sequences, strategy)
+        if expected is not None:
+            rows.append(compare(expected, gradients, loss, str(strategy)))
+    return rows
+
+
+def _targets(sequence: Tensor | Mapping[str, Tensor], causal: bool) -> tuple[Tensor, Tensor]:
+    """Return a sequence's ids and, for its first positions, what each should predict."""
+    if isinstance(sequence, Tensor):
+        ids = labels = sequence
+    else:
+        ids, labels = sequence["input_ids"], sequence["labels"]
+    return ids, labels[1:] if causal else labels

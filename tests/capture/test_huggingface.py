@@ -1,0 +1,110 @@
+"""The attention function that transformers calls, and what of Hugging Face models is refused."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from hydragraph.capture.huggingface import (
+    ATTENTION,
+    attention,
+    is_causal,
+    is_huggingface,
+    keeps_dtype,
+    refuse_unsupported,
+    use_packed_attention,
+)
+from hydragraph.errors import Unsupported
+from hydragraph.kernels.varlen_attention import reference
+from tests.models import gpt2, llama
+
+BOUNDS = torch.tensor([0, 2, 5], dtype=torch.int32)
+
+
+def call(module: nn.Module | None = None, **changes: Any) -> torch.Tensor:
+    """Call the attention function on five tokens of four query heads and two key/value heads of size 8."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, heads, 5, 8, generator=generator, dtype=torch.float64) for heads in (4, 2, 2))
+    expect_causal = changes.pop("expected", True)
+    given = {"attention_mask": None, "scaling": 0.5, "cu_seq_lens_q": BOUNDS} | changes
+    out, weights = attention(module or nn.Identity(), q, k, v, **given)
+    assert weights is None
+    expected = reference(*(x[0].transpose(0, 1) for x in (q, k, v)), BOUNDS, expect_causal, 0.5)
+    torch.testing.assert_close(out, expected[None])
+    return out
+
+
+def test_packed_attention_in_transformers_shapes() -> None:
+    assert call(max_length_q=torch.tensor(3)).shape == (1, 5, 4, 8)
+
+
+def test_who_says_whether_it_is_causal() -> None:
+    module = nn.Identity()
+    call(module, is_causal=False, expected=False)
+    module.is_causal = False
+    call(module, expected=False)
+    call(module, is_causal=True)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"cu_seq_lens_q": None}, "attention was called without cu_seq_lens_q, so packed sequences would see each other"),
+        ({"attention_mask": torch.ones(1, 1, 5, 5)}, "an attention mask; pack sequences instead of padding them"),
+        ({"dropout": 0.1}, "attention dropout 0.1; set the config's attention dropout to 0"),
+        ({"sliding_window": 128}, "sliding_window=128; set sliding_window to None in the config"),
+        ({"softcap": 30.0}, "softcap=30.0; set softcap to None"),
+        ({"s_aux": 1}, "s_aux=1"),
+    ],
+)
+def test_attention_of_other_kinds_is_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(Unsupported, match=f"^Identity: {re.escape(message)}"):
+        call(**changes)
+
+
+def test_every_config_is_told_to_use_it() -> None:
+    model = llama(layers=1)
+    use_packed_attention(model)
+    assert {m.config._attn_implementation for m in model.modules() if hasattr(m, "config")} == {ATTENTION}
+
+
+def test_what_counts_as_hugging_face() -> None:
+    assert is_huggingface(llama(layers=1))
+    assert not is_huggingface(nn.Linear(2, 2))
+
+    class Mine(nn.Module):
+        config = None
+
+    assert not is_huggingface(Mine())
+
+
+def test_masked_models_are_not_causal() -> None:
+    class BertForMaskedLM(nn.Module): ...
+
+    assert is_causal(llama(layers=1))
+    assert not is_causal(BertForMaskedLM())
+
+
+def test_dropout_is_refused_only_in_training() -> None:
+    model = gpt2(layers=1)
+    refuse_unsupported(model)
+    model.transformer.h[0].mlp.dropout.p = 0.1
+    with pytest.raises(Unsupported, match=r"transformer.h.0.mlp.dropout: dropout 0.1 in training; .* call model.eval"):
+        refuse_unsupported(model)
+    refuse_unsupported(model.eval())
+
+
+def test_gradient_checkpointing_is_refused() -> None:
+    model = llama(layers=1)
+    model.gradient_checkpointing_enable()
+    with pytest.raises(Unsupported, match=r"LlamaForCausalLM: .*checkpointing; call model.gradient_checkpointing_disable"):
+        refuse_unsupported(model)
+
+
+@pytest.mark.parametrize(("dtype", "kept"), [(torch.float32, True), (torch.int64, True), (torch.bfloat16, False)])
+def test_buffers_that_keep_their_dtype(dtype: torch.dtype, kept: bool) -> None:
+    assert keeps_dtype(torch.zeros(1, dtype=dtype)) == kept

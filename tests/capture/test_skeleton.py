@@ -1,0 +1,105 @@
+"""The skeleton of small hand-made models: opaque blocks in order, sites, and what is refused."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hydragraph.capture.skeleton import Site, capture_skeleton, hidden_output, node_inputs
+from hydragraph.errors import Unsupported
+
+
+class Layer(nn.Module):
+    """A residual product with a switch for how it misbehaves."""
+
+    def __init__(self, form: str = "plain") -> None:
+        super().__init__()
+        self.linear, self.form = nn.Linear(8, 8), form
+
+    def forward(self, hidden: Tensor, positions: Tensor, flag: bool = True) -> Any:
+        out = hidden + self.linear(hidden) * positions.unsqueeze(-1)
+        if self.form == "shorter":
+            return out[..., :4]
+        return {"plain": out, "tuple": (out, None), "two": (out, out)}[self.form]
+
+
+class Model(nn.Module):
+    def __init__(self, *layers: Layer, order: tuple[int, ...] | None = None) -> None:
+        super().__init__()
+        self.embed, self.layers, self.head = nn.Embedding(11, 8), nn.ModuleList(layers), nn.Linear(8, 11)
+        self.order = range(len(layers)) if order is None else order
+
+    def forward(self, ids: Tensor, positions: Tensor) -> Tensor:
+        hidden, positions = self.embed(ids), positions.float()
+        for i in self.order:
+            out = self.layers[i](hidden, positions, flag=False)
+            hidden = out[0] if isinstance(out, tuple) else out
+        return self.head(hidden)
+
+
+def skeleton(model: Model) -> tuple[torch.export.ExportedProgram, list[Site]]:
+    named = [(f"layer.{i}", layer) for i, layer in enumerate(model.to("meta").layers)]
+    return capture_skeleton(
+        model,
+        named,
+        lambda layer: layer.form,  # type: ignore[attr-defined,return-value]
+        lambda m, batch: m(batch["input_ids"], batch["position_ids"]),
+        lambda logits, batch: logits.sum(),
+    )
+
+
+@pytest.mark.parametrize("form", ["plain", "tuple"])
+def test_blocks_are_opaque_and_in_order(form: str) -> None:
+    model = Model(Layer(form), Layer(form), Layer(form))
+    exported, sites = skeleton(model)
+    nodes = [n for n in exported.graph.nodes if n.target is torch.ops.hydragraph.block.default]
+    assert [n.args[2] for n in nodes] == ["layer.0", "layer.1", "layer.2"]
+    for before, after in pairwise(nodes):
+        hidden, others = node_inputs(after)
+        assert hidden is before
+        assert others == node_inputs(before)[1]
+    assert [s.name for s in sites] == ["layer.0", "layer.1", "layer.2"]
+    assert all(s.module is layer for s, layer in zip(sites, model.layers, strict=True))
+    assert [len(s.inputs) for s in sites] == [2, 2, 2]
+    assert {s.constants() for s in sites} == {sites[0].constants()}
+    assert "False" in sites[0].constants()
+
+
+def test_a_site_runs_its_block_with_the_models_arguments() -> None:
+    torch.manual_seed(0)
+    real, model = Layer("tuple"), Model(Layer("tuple"))
+    _, (site,) = skeleton(model)
+    site.module = real
+    hidden, positions = torch.randn(1, 5, 8), torch.randn(1, 5)
+    assert torch.equal(site.flat()(hidden, positions), real(hidden, positions)[0])
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (Model(Layer("two")), "layer.0: a block with 2 output tensors; switch off extra outputs"),
+        (
+            Model(Layer("shorter")),
+            "layer.0: the block turns a hidden state of .* into .*4.*; blocks must keep the shape",
+        ),
+        (Model(Layer(), Layer(), order=(1, 0)), r"Model: blocks run in the order \['layer.1', 'layer.0'\]"),
+        (Model(Layer(), Layer(), order=(0, 0, 1)), "not once each in the order of their list; name the nn.ModuleList"),
+        (Model(Layer(), Layer(), order=(0,)), "not once each in the order of their list"),
+    ],
+)
+def test_other_forms_of_blocks_are_refused(model: Model, message: str) -> None:
+    with pytest.raises(Unsupported, match=message):
+        skeleton(model)
+
+
+@pytest.mark.parametrize("wrap", [lambda x: x, lambda x: (x,), lambda x: (None, x, 3), lambda x: {"hidden": x}])
+def test_the_hidden_state_is_found_and_replaced(wrap: Any) -> None:
+    x, y = torch.zeros(2), torch.ones(2)
+    hidden, rebuild = hidden_output(wrap(x), "layer.0")
+    assert hidden is x
+    assert type(rebuild(y)) is type(wrap(y))
+    assert hidden_output(rebuild(y), "layer.0")[0] is y

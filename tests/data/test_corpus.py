@@ -1,0 +1,182 @@
+"""Documents come from every kind of file, in one order, and nothing is left out without a word."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from hydragraph.data.corpus import CorpusReport, documents, files, fingerprint
+
+
+def write(path: Path, content: str | bytes) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return path
+
+
+def test_reads_a_real_package_whole() -> None:
+    package = Path(json.__file__).parent
+    sources = sorted(path for path in package.iterdir() if path.suffix == ".py")
+    assert len(sources) >= 4
+    assert list(documents([package], suffixes=(".py",))) == [path.read_bytes().decode() for path in sources]
+
+
+def test_walks_directories_in_sorted_order_past_hidden_and_cache_folders(tmp_path: Path) -> None:
+    for name in ("b.txt", "a.txt", "z/1.txt", "m/2.txt", ".git/x.txt", "__pycache__/y.txt", "m/.hidden"):
+        write(tmp_path / name, name)
+    assert list(documents([tmp_path])) == ["a.txt", "b.txt", "m/2.txt", "z/1.txt"]
+    assert list(documents([tmp_path / "z", tmp_path / "b.txt"])) == ["z/1.txt", "b.txt"]
+
+
+def test_a_suffix_filters_directories_but_not_named_files(tmp_path: Path) -> None:
+    markdown, text = write(tmp_path / "in" / "a.MD", "md"), write(tmp_path / "in" / "b.txt", "txt")
+    named = write(tmp_path / "c.rst", "rst")
+    assert [path.name for path in files([tmp_path / "in", named], (".md",))] == [markdown.name, named.name]
+    assert [path.name for path in files([tmp_path / "in"])] == [markdown.name, text.name]
+
+
+def test_text_keeps_its_line_ends_and_loses_its_byte_order_mark(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.txt", "\ufeffone\r\ntwo\u2028\n")
+    assert list(documents([path])) == ["one\r\ntwo\u2028\n"]
+
+
+def test_undecodable_and_empty_files_are_counted_and_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write(tmp_path / "a.bin", b"\xff\xfe\x00")
+    write(tmp_path / "b.txt", "")
+    write(tmp_path / "c.txt", "text")
+    report = CorpusReport()
+    with caplog.at_level(logging.INFO):
+        assert list(documents([tmp_path], report=report)) == ["text"]
+    assert (report.documents, report.empty, report.undecodable) == (1, 1, [str(tmp_path / "a.bin")])
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    assert record.getMessage() == report.sentence()
+    assert "a.bin" in report.sentence()
+
+
+def test_the_report_names_three_places_and_counts_the_rest() -> None:
+    report = CorpusReport(documents=2, undecodable=list("abcde"))
+    assert report.sentence().endswith("and 5 that are not UTF-8 text (a, b, c and 2 more)")
+
+
+def test_jsonl_yields_one_document_per_line(tmp_path: Path) -> None:
+    texts = ["plain", "two\nlines", 'quote " and \u2028 separator', "日本語 🦎"]
+    lines = [json.dumps({"text": text, "id": i}, ensure_ascii=bool(i % 2)) for i, text in enumerate(texts)]
+    path = write(tmp_path / "a.jsonl", b"\xef\xbb\xbf" + "\n\n".join(lines).encode())
+    assert list(documents([path])) == texts
+    assert list(documents([write(tmp_path / "b.jsonl", '{"body": "x"}\r\n')], text_field="body")) == ["x"]
+
+
+def test_jsonl_lines_without_unicode_text_are_counted(tmp_path: Path) -> None:
+    path = write(
+        tmp_path / "a.jsonl", b'{"text": "\\ud800"}\n{"text": "\xff"}\n{"text": null}\n{"text": ""}\n{"text": "k"}'
+    )
+    report = CorpusReport()
+    assert list(documents([path], report=report)) == ["k"]
+    assert report == CorpusReport(1, 2, [f"{path}:1", f"{path}:2"])
+
+
+@pytest.mark.parametrize(
+    ("line", "what", "fix"),
+    [
+        ('{"text": ', "not JSON", "one JSON object per line"),
+        ('["a"]', "a list, not an object", '{"text": ...}'),
+        ('{"body": "a", "id": 1}', "no field 'text'", "set text_field to one of ['body', 'id']"),
+        ('{"text": 3}', "'text' is a int, not text", "set text_field"),
+    ],
+)
+def test_jsonl_errors_name_the_line_and_the_fix(tmp_path: Path, line: str, what: str, fix: str) -> None:
+    path = write(tmp_path / "a.jsonl", '{"text": "good"}\n' + line + "\n")
+    drawn = documents([path])
+    assert next(drawn) == "good"
+    with pytest.raises(ValueError, match=r"a.jsonl:2: ") as error:
+        next(drawn)
+    assert what in str(error.value)
+    assert fix in str(error.value)
+
+
+def test_parquet_yields_one_document_per_row(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    texts = [f"row {i}" for i in range(5000)] + [None, "", "last"]
+    table = pyarrow.table({"id": list(range(len(texts))), "text": texts})
+    parquet.write_table(table, tmp_path / "a.parquet", row_group_size=700)
+    report = CorpusReport()
+    assert list(documents([tmp_path], report=report)) == [text for text in texts if text]
+    assert (report.documents, report.empty) == (5001, 2)
+    for kind in (pyarrow.large_string(), pyarrow.dictionary(pyarrow.int32(), pyarrow.string())):
+        parquet.write_table(pyarrow.table({"body": pyarrow.array(["x", "y"]).cast(kind)}), tmp_path / "a.parquet")
+        assert list(documents([tmp_path], text_field="body")) == ["x", "y"]
+
+
+def test_parquet_errors_name_the_file_and_the_fix(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    path = tmp_path / "a.parquet"
+    parquet.write_table(pyarrow.table({"id": [1, 2], "text": ["x", "y"]}), path)
+    with pytest.raises(ValueError, match=r"a.parquet: no column 'body': set text_field to one of \['id', 'text'\]"):
+        list(documents([path], text_field="body"))
+    with pytest.raises(ValueError, match=r"a.parquet: row 1: 'id' is a int, not text"):
+        list(documents([path], text_field="id"))
+    path.write_bytes(path.read_bytes()[:-20])
+    with pytest.raises(ValueError, match=r"a.parquet: not a readable Parquet file"):
+        list(documents([path]))
+
+
+def test_parquet_rows_of_invalid_utf8_are_counted(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    raw = pyarrow.array([b"good", b"\xff\xfe", b"also"], pyarrow.binary())
+    text = pyarrow.StringArray.from_buffers(3, *raw.buffers()[1:])
+    parquet.write_table(pyarrow.table({"text": text}), tmp_path / "a.parquet")
+    report = CorpusReport()
+    assert list(documents([tmp_path], report=report)) == ["good", "also"]
+    assert report.undecodable == [f"{tmp_path / 'a.parquet'}: row 2"]
+
+
+def test_parquet_without_pyarrow_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(ImportError, match=r"a.parquet: .*pip install 'hydragraph\[train\]'"):
+        list(documents([write(tmp_path / "a.parquet", b"PAR1")]))
+
+
+def test_wrong_paths_are_refused_before_anything_is_read(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.txt", "a")
+    with pytest.raises(ValueError, match="missing is not a file or directory"):
+        documents([tmp_path / "missing"])
+    with pytest.raises(ValueError, match=r"a.txt is reached twice"):
+        documents([tmp_path, path])
+    with pytest.raises(ValueError, match=r"a.txt is reached twice"):
+        documents([path, path])
+    with pytest.raises(ValueError, match=r"no corpus file with a suffix of .py"):
+        documents([tmp_path], suffixes=(".py",))
+    with pytest.raises(ValueError, match=r"'py' does not start with a dot: write '\.py'"):
+        documents([tmp_path], suffixes=("py",))
+
+
+def test_pipes_and_dangling_links_in_a_directory_are_passed_over(tmp_path: Path) -> None:
+    write(tmp_path / "a.txt", "a")
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    assert list(documents([tmp_path])) == ["a"]
+
+
+def test_the_fingerprint_follows_the_files(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.txt", "one")
+    os.utime(path, ns=(10**18, 10**18))
+    first = fingerprint([tmp_path])
+    assert first == fingerprint([tmp_path]) == fingerprint([path])
+    assert first != fingerprint([tmp_path], text_field="body")
+    os.utime(path, ns=(10**18, 10**18 + 1))
+    touched = fingerprint([tmp_path])
+    write(path, "longer")
+    os.utime(path, ns=(10**18, 10**18 + 1))
+    longer = fingerprint([tmp_path])
+    write(tmp_path / "b.txt", "")
+    assert len({first, touched, longer, fingerprint([tmp_path])}) == 4
+    assert fingerprint([tmp_path / "b.txt", path]) != fingerprint([path, tmp_path / "b.txt"])

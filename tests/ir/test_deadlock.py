@@ -1,0 +1,71 @@
+"""Deadlocks of small hand-written programs."""
+
+from __future__ import annotations
+
+from hydragraph.ir.deadlock import Deadlock, find_deadlock
+from hydragraph.ir.instruction import Instruction, Op, RankProgram, Stream
+
+
+def send(peer: int) -> Instruction:
+    return Instruction(Op.SEND, Stream.P2P, peer=peer, reads=("h1.0",))
+
+
+def receive(peer: int) -> Instruction:
+    return Instruction(Op.RECEIVE, Stream.P2P, peer=peer, writes=("h1.0",))
+
+
+def forward(block: str, *reads: str) -> Instruction:
+    return Instruction(Op.FORWARD, Stream.COMPUTE, block, 0, reads=reads)
+
+
+def pull(bucket: str) -> Instruction:
+    return Instruction(Op.PULL, Stream.PULL, bucket)
+
+
+COMMIT = Instruction(Op.COMMIT, Stream.COMPUTE)
+
+
+def run(*instructions: list[Instruction], tp: tuple[int, ...] = ()) -> Deadlock | None:
+    """Find a deadlock of one program per rank; `tp` are the ranks that compute together."""
+    n = len(instructions)
+    return find_deadlock(
+        [
+            RankProgram(rank, n, "s", 0, 0, tp if rank in tp else (rank,), (0, 1), 1, tuple(each))
+            for rank, each in enumerate(instructions)
+        ]
+    )
+
+
+def test_sends_are_buffered_and_receives_wait() -> None:
+    assert run([send(1), receive(1)], [send(0), receive(0)]) is None
+    assert run([receive(1), send(1)], [send(0), receive(0)]) is None
+    found = run([receive(1), send(1)], [receive(0), send(0)])
+    assert found == Deadlock({0: 0, 1: 0}, {0: (1,), 1: (0,)})
+    assert found.chain == (0, 1, 0)
+
+
+def test_a_receive_from_a_rank_that_has_ended() -> None:
+    found = run([send(1)], [receive(0), receive(0)])
+    assert found == Deadlock({1: 1}, {1: (0,)})
+    assert found.chain == (1, 0)
+
+
+def test_tensor_parallel_ranks_compute_together() -> None:
+    one, other = forward("layer.0"), forward("layer.1")
+    assert run([one, other], [one, other], tp=(0, 1)) is None
+    assert run([one, other], [other, one], tp=(0, 1)) == Deadlock({0: 0, 1: 0}, {0: (1,), 1: (0,)})
+    assert run([one, other], [other, one]) is None
+
+
+def test_a_pull_needs_every_rank_before_its_weights_are_read() -> None:
+    use = forward("layer.0", "W.layer.0")
+    assert run([pull("layer.0"), use], [pull("layer.0")]) is None
+    found = run([pull("layer.0"), use, send(1)], [receive(0), pull("layer.0")])
+    assert found == Deadlock({0: 1, 1: 0}, {0: (1,), 1: (0,)})
+
+
+def test_the_commit_needs_all_ranks() -> None:
+    assert run([COMMIT], [COMMIT], [COMMIT]) is None
+    found = run([COMMIT], [COMMIT], [])
+    assert found is not None
+    assert found.waits == {0: (2,), 1: (2,)}

@@ -1,0 +1,201 @@
+"""Layouts: home shards partition, propagation shards equal plain slicing, kinds follow the rules."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hydragraph.ir.layout import GradientKind, Ints, Layout, home, propagation, whole
+from hydragraph.ir.parameter import Bucket, Parameter, ShardRule
+
+REPLICA, PARTIAL = GradientKind.REPLICA, GradientKind.PARTIAL
+
+
+def rows(layout: Layout) -> list[tuple[int, int, int, int, int, bool]]:
+    columns = (layout.rank, layout.lo, layout.hi, layout.at, layout.copy, layout.partial)
+    return list(zip(*(column.tolist() for column in columns), strict=True))
+
+
+def elements(layout: Layout, rank: int) -> Ints:
+    """Return which elements of the bucket lie in one rank's local buffer, in order."""
+    mine = layout.of(rank)
+    buffer = np.full(layout.local_size(rank), -1)
+    for lo, hi, at in zip(mine.lo, mine.hi, mine.at, strict=True):
+        assert (buffer[at : at + hi - lo] == -1).all()
+        buffer[at : at + hi - lo] = np.arange(lo, hi)
+    assert (buffer >= 0).all()
+    return buffer
+
+
+def owned(layout: Layout, ranks: Sequence[int]) -> Ints:
+    """Count how often each element of the bucket is held."""
+    return sum((np.bincount(elements(layout, r), minlength=layout.size) for r in ranks), np.zeros(layout.size, int))
+
+
+ranks_of_any_kind = st.lists(st.integers(0, 40), min_size=1, max_size=9, unique=True)
+
+
+@given(st.integers(0, 200), ranks_of_any_kind, st.sampled_from((1, 4, 8)), st.data())
+def test_home_partitions_the_bucket(size: int, ranks: list[int], align: int, data: st.DataObject) -> None:
+    n = len(ranks)
+    copies = data.draw(st.sampled_from((1, 2) if n > 1 else (1,)))
+    shares = data.draw(st.none() | st.lists(st.floats(0, 9), min_size=n, max_size=n).filter(lambda w: sum(w) > 0))
+    layout = home(size, ranks, shares, copies, align)
+    assert (owned(layout, ranks) == copies).all()
+    for rank in ranks:
+        assert len(np.unique(elements(layout, rank))) == layout.local_size(rank)  # nothing twice on one rank
+    for copy in range(copies):
+        covered = [element for _, lo, hi, _, c, _ in rows(layout) if c == copy for element in range(lo, hi)]
+        assert sorted(covered) == list(range(size))
+    if copies == 2:
+        for rank in ranks:
+            left = layout.without([rank])
+            assert rank not in left.ranks
+            assert (owned(left, ranks) >= 1).all()
+
+
+@given(st.integers(1, 30), ranks_of_any_kind, st.booleans())
+def test_a_divisible_bucket_has_exactly_equal_shards(shard: int, ranks: list[int], explicit: bool) -> None:
+    layout = home(shard * len(ranks), ranks, [2.5] * len(ranks) if explicit else None)
+    for i, rank in enumerate(ranks):
+        assert elements(layout, rank).tolist() == list(range(i * shard, (i + 1) * shard))
+
+
+@given(st.integers(1, 5000), ranks_of_any_kind, st.data())
+def test_uneven_shares_are_met_to_the_alignment(size: int, ranks: list[int], data: st.DataObject) -> None:
+    shares = data.draw(st.lists(st.floats(0.1, 9), min_size=len(ranks), max_size=len(ranks)))
+    layout = home(size, ranks, shares, align=8)
+    equal = len(set(shares)) == 1 and size % len(ranks) == 0
+    for rank, share in zip(ranks, shares, strict=True):
+        assert abs(layout.local_size(rank) - size * share / sum(shares)) <= 8 + 1e-6
+        assert equal or all(lo % 8 == 0 for lo in layout.of(rank).lo)
+
+
+def test_home_by_hand() -> None:
+    tiny = home(10, [5, 1, 9, 4])
+    assert rows(tiny) == [(1, 0, 8, 0, 0, True), (4, 8, 10, 0, 0, True)]
+    assert tiny.ranks == (1, 4)
+    assert tiny.local_size(5) == 0
+    twice = home(9, [7, 3, 5], copies=2)
+    assert [row[:5] for row in rows(twice)] == [
+        (3, 3, 6, 0, 0),
+        (3, 6, 9, 3, 1),
+        (5, 6, 9, 0, 0),
+        (5, 0, 3, 3, 1),
+        (7, 0, 3, 0, 0),
+        (7, 3, 6, 3, 1),
+    ]
+    assert rows(whole(12, 3)) == [(3, 0, 12, 0, 0, True)]
+    with pytest.raises(ValueError, match="read-only"):
+        twice.lo[0] = 1
+
+
+@pytest.mark.parametrize(
+    ("ranks", "shares", "copies", "message"),
+    [
+        ([], None, 1, "at least one"),
+        ([1, 1], None, 1, "distinct"),
+        ([1, 2], [1.0], 1, "2 ranks"),
+        ([1, 2], [1.0, -1.0], 1, "below 0"),
+        ([1, 2], [0.0, 0.0], 1, "some above"),
+        ([1, 2], [1.0, float("nan")], 1, "finite"),
+        ([1], None, 2, "2 copies over 1 ranks"),
+        ([1, 2, 3], None, 3, "3 copies"),
+    ],
+)
+def test_unusable_homes_are_refused(ranks: list[int], shares: list[float] | None, copies: int, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        home(16, ranks, shares, copies)
+
+
+@st.composite
+def buckets(draw: st.DrawFn) -> Bucket:
+    """Draw parameters that degrees 1, 2, 3, 4 and 6 can cut; heads are 1 (shared by all) or 12."""
+    members = []
+    for i in range(draw(st.integers(1, 5))):
+        shape, rule = draw(st.lists(st.integers(1, 4), min_size=1, max_size=2)), None
+        if draw(st.integers(0, 2)):
+            heads, dim = draw(st.booleans()), draw(st.integers(0, len(shape) - 1))
+            units = st.sampled_from((1, 12)) if heads else st.integers(1, 7)
+            rule = ShardRule(dim, tuple(draw(st.lists(units, min_size=1, max_size=3))), draw(st.integers(1, 2)), heads)
+            shape[dim] = sum(rule.segments) * rule.unit
+        members.append(Parameter(f"p{i}", tuple(shape), rule=rule))
+    return Bucket("layer.0", tuple(members), ("layer.0",))
+
+
+@st.composite
+def stage_lists(draw: st.DrawFn) -> list[tuple[int, ...]]:
+    degrees = draw(st.lists(st.sampled_from((1, 2, 3, 4, 6)), min_size=1, max_size=4))
+    ranks = iter(draw(st.permutations(range(30))))
+    return [tuple(next(ranks) for _ in range(tp)) for tp in degrees]
+
+
+def shard_elements(bucket: Bucket, tp: int, index: int) -> Ints:
+    """Number the bucket's elements, slice the natural tensors, and put the shards in canonical order again."""
+    parts, start = [np.zeros(0, np.int64)], 0
+    for p in bucket.parameters:
+        full = p.natural(torch.arange(start, start + p.size))
+        if p.rule is not None and tp > 1:
+            segments = torch.split(full, [n * p.rule.unit for n in p.rule.segments], p.rule.dim)
+            held = [(segment, p.rule.units(s, tp, index)) for s, segment in enumerate(segments)]
+            unit, dim = p.rule.unit, p.rule.dim
+            full = torch.cat([segment.narrow(dim, a * unit, (b - a) * unit) for segment, (a, b) in held], dim)
+        parts.append(p.canonical(full).numpy())
+        start += p.size
+    return np.concatenate(parts)
+
+
+@given(buckets(), stage_lists(), st.data())
+def test_propagation_shards_equal_plain_slicing(
+    bucket: Bucket, stages: list[tuple[int, ...]], data: st.DataObject
+) -> None:
+    names = [p.name for p in bucket.parameters if p.rule is None]
+    kinds = [{name: data.draw(st.sampled_from(GradientKind)) for name in names} for _ in stages]
+    layout = propagation(bucket, stages, kinds)
+    assert layout.size == bucket.size
+    assert set(layout.ranks) <= {rank for stage in stages for rank in stage}
+    offsets = bucket.offsets()
+    for copy, stage in enumerate(stages):
+        for index, rank in enumerate(stage):
+            assert np.array_equal(elements(layout, rank), shard_elements(bucket, len(stage), index))
+            assert set(layout.of(rank).copy.tolist()) <= {copy}
+            for p in bucket.parameters:
+                wanted = len(stage) == 1 or p.rule is not None or kinds[copy][p.name] is PARTIAL
+                start, end = offsets[p.name], offsets[p.name] + p.size
+                touching = [flag for _, lo, hi, _, _, flag in rows(layout.of(rank)) if lo < end and hi > start]
+                assert set(touching) <= {wanted}
+
+
+def norms_and_matrix() -> Bucket:
+    a, b = Parameter("a", (4,)), Parameter("b", (4,))
+    w = Parameter("w", (3, 4), rule=ShardRule(1, (4,)))
+    return Bucket("layer.0", (a, b, w), ("layer.0",))
+
+
+def test_adjacent_intervals_are_merged_within_a_kind() -> None:
+    stages = [(2, 0), (5,)]
+    layout = propagation(norms_and_matrix(), stages, {"a": REPLICA, "b": REPLICA})
+    assert rows(layout) == [
+        (0, 0, 8, 0, 0, False),
+        (0, 14, 20, 8, 0, True),
+        (2, 0, 8, 0, 0, False),
+        (2, 8, 14, 8, 0, True),
+        (5, 0, 20, 0, 1, True),
+    ]
+    mixed = propagation(norms_and_matrix(), stages, {"a": REPLICA, "b": PARTIAL})
+    assert rows(mixed.of(2)) == [(2, 0, 4, 0, 0, False), (2, 4, 14, 4, 0, True)]
+
+
+def test_kinds_are_needed_only_where_several_ranks_hold_a_parameter() -> None:
+    bucket = norms_and_matrix()
+    assert propagation(bucket, [(3,)], {}).local_size(3) == 20
+    with pytest.raises(ValueError, match=r"layer\.0: no gradient kind for b"):
+        propagation(bucket, [(3,), (0, 1)], {"a": REPLICA})
+    with pytest.raises(AssertionError, match="share a rank"):
+        propagation(bucket, [(3,), (2, 3)], {"a": REPLICA, "b": REPLICA})
+    assert propagation(bucket, [], {}).ranks == ()

@@ -1,0 +1,214 @@
+import re
+from dataclasses import replace
+
+import pytest
+
+from hydragraph.ir.instruction import Op, Stream
+from hydragraph.ir.outline import Outline
+from hydragraph.ir.text import instruction_text
+from hydragraph.ir.verify import VerificationError, verify
+from hydragraph.passes.pipeline import rank_programs
+from hydragraph.spec.strategy import Pipeline, Stage, Strategy
+
+BLOCKS = ("embed", "layer.0", "layer.1", "head")
+MODEL = Outline(BLOCKS, (("word", ("embed", "head")), *((block, (block,)) for block in BLOCKS[1:])))
+# Two tensor-parallel ranks feed rank 2; rank 3 is a pipeline of its own; rank 4 is idle.
+STRATEGY = Strategy((Pipeline((Stage((0, 1), 1), Stage((2,), 1))), Pipeline((Stage((3,), 2),))))
+
+
+def programs(strategy=STRATEGY, counts=(3, 2), mode="train", ranks=5):
+    return rank_programs(MODEL, strategy, counts, mode, ranks=ranks)
+
+
+def find(program, text):
+    """Return the index of the only instruction whose line has `text` in it."""
+    (index,) = (i for i, each in enumerate(program.instructions) if text in instruction_text(each))
+    return index
+
+
+def edited(all_programs, rank, edit):
+    """Return the programs with one rank's list of instructions changed in place by `edit(list, find)`."""
+    program = all_programs[rank]
+    body = list(program.instructions)
+    edit(body, lambda text: find(program, text))
+    changed = replace(program, instructions=tuple(body))
+    return tuple(changed if each is program else each for each in all_programs)
+
+
+def refused(tampered, message, mode="train"):
+    with pytest.raises(VerificationError, match=message) as caught:
+        verify(tampered, MODEL, mode)
+    error = caught.value
+    if error.index is not None:
+        shown = " ".join(instruction_text(tampered[error.rank].instructions[error.index]).split())
+        assert str(error).startswith(f"rank {error.rank}, instruction {error.index} `{shown}`: ")
+    return error
+
+
+def dropped(text):
+    return lambda body, at: body.pop(at(text))
+
+
+def moved(text, before):
+    def edit(body, at):
+        source, target = at(text), at(before)
+        body.insert(target - (source < target), body.pop(source))
+
+    return edit
+
+
+def swapped(one, other):
+    def edit(body, at):
+        i, j = at(one), at(other)
+        body[i], body[j] = body[j], body[i]
+
+    return edit
+
+
+def changed(text, **fields):
+    def edit(body, at):
+        body[at(text)] = replace(body[at(text)], **fields)
+
+    return edit
+
+
+@pytest.mark.parametrize("mode", ["train", "evaluate"])
+def test_untouched_programs_verify(mode):
+    verify(programs(mode=mode), MODEL, mode)
+
+
+@pytest.mark.parametrize(
+    ("rank", "edit", "message"),
+    [
+        # Messages.
+        (0, dropped("send h1.2"), r"rank 2, .*`p2p h1.2 = receive <- rank 0`: rank 0 has no send for it"),
+        (0, dropped("send h1.1"), r"rank 2, .*`p2p h1.1 = receive <- rank 0`: rank 0 sends h1.2 at this point"),
+        (0, swapped("h1.0 -> rank", "h1.1 -> rank"), r"rank 0, .*h1\.1"),
+        (0, swapped("d1.1 = receive", "d1.2 = receive"), r"rank 0, .*`compute .*backward layer.0 \[1\].*d1.1 is read"),
+        (2, swapped("h1.0 = receive", "h1.1 = receive"), r"rank 2, .*`compute .*forward layer.1 \[0\].*h1.0 is read"),
+        (
+            2,
+            moved("h1.1 = receive", "h1.0 = receive"),
+            r"rank 2, .*`p2p h1.1 = receive <- rank 0`: rank 0 sends h1.0 at",
+        ),
+        (1, changed("d1.0 = receive", peer=0), r"rank 1, .*`p2p d1.0 = receive <- rank 0`: rank 0 is the wrong peer"),
+        (0, changed("send h1.0", peer=3), r"rank 0, .*`p2p send h1.0 -> rank 3 after h1.0`: rank 3 is the wrong peer"),
+        (0, changed("send h1.0", peer=None), r"rank 0, .*wrong peer"),
+        # Values.
+        (0, dropped("free h1.0"), r"rank 0, .*`p2p send h1.0 -> rank 2 after h1.0`: h1.0 is used last here and never"),
+        (0, moved("free h1.0", "send h1.0"), r"rank 0, .*`p2p send h1.0 .*`: h1.0 is read, but instruction \d+ freed"),
+        (0, changed("free h1.1", reads=("h1.0",)), r"rank 0, .*`compute free h1.0`: h1.0 is freed, but instruction"),
+        (0, moved("d1.0 = receive", "commit"), r"rank 0, .*backward layer.0 \[0\].*d1.0 is read, but nothing"),
+        (0, changed("send h1.0", after=()), r"rank 0, .*`p2p send h1.0 -> rank 2`: it should wait .*: h1.0"),
+        (0, changed("forward embed [0]", after=("W.word", "a.0")), r"rank 0, .*forward embed \[0\].*reads: W.word"),
+        (
+            0,
+            changed("forward aux [1]", writes=("a.0",)),
+            r"rank 0, .*forward aux \[1\]`: it should read \(\) and write",
+        ),
+        # Computation.
+        (0, dropped("backward embed [1]"), r"rank 0: backward embed \[1\] is missing"),
+        (3, dropped("forward layer.1 [1]"), r"rank 3: forward layer.1 \[1\] is missing"),
+        (
+            3,
+            changed("forward aux [1]", micro_batch=0),
+            r"rank 3, .*forward aux \[0\]`: this rank should not run it, or",
+        ),
+        (0, changed("forward embed [0]", reads=("W.head", "a.0")), r"rank 0, .*it should read \(W.word, a.0\)"),
+        (0, changed("forward embed [0]", stream=Stream.PULL), r"rank 0, .*forward does not run on stream pull"),
+        # Exchanges.
+        (
+            4,
+            swapped("G.head", "G.layer.1"),
+            r"rank 4, .*`push link G.layer.1 others -> home`: rank 0 enters the push of",
+        ),
+        (
+            4,
+            swapped("W.head", "W.layer.1"),
+            r"rank 4, .*`pull link W.head home -> others`: rank 0 enters the pull of la",
+        ),
+        (4, dropped("G.layer.0"), r"rank 4: the push of layer.0 is missing"),
+        (3, dropped("link G.layer.0"), r"rank 3: the push of layer.0 is missing"),
+        (4, changed("G.layer.0", target="layer.1"), r"rank 4, .*the push of layer.1 is repeated"),
+        (3, changed("link G.layer.0", reads=(), after=()), r"rank 3, .*this rank holds layer.0"),
+        (
+            3,
+            moved("link G.layer.0", "backward layer.0 [1]"),
+            r"rank 3, .*`push link G.layer.0 .*G.layer.0 is pushed bef",
+        ),
+        (
+            3,
+            moved("commit", "link G.word"),
+            r"rank 3, .*`compute commit .*: instruction \d+ `push link G.word -> home ",
+        ),
+        (3, moved("update", "commit"), r"rank 3, .*`compute update`: the update precedes the commit"),
+        (4, dropped("commit"), r"rank 4: 0 commits and 1 updates; to train takes 1 and 1"),
+        (3, changed("commit", reads=()), r"rank 3, .*(used last here and never freed|it should read)"),
+    ],
+)
+def test_tampered_programs_are_caught(rank, edit, message):
+    error = refused(edited(programs(), rank, edit), message)
+    assert isinstance(error, ValueError)
+
+
+def task(body, m):
+    """Return where the forward of micro-batch m starts and ends in a rank's instructions."""
+    mine = [i for i, each in enumerate(body) if each.op is Op.FORWARD and each.micro_batch == m]
+    return mine[0], mine[-1] + 2  # with the free behind it
+
+
+def test_other_order_on_one_tensor_parallel_rank_is_a_deadlock():
+    gpipe = Strategy((Pipeline((Stage((0, 1), 2),)),), "gpipe")
+
+    def edit(body, at):
+        (a, b), (c, d) = task(body, 0), task(body, 1)
+        body[a:d] = body[c:d] + body[b:c] + body[a:b]
+
+    error = refused(edited(programs(gpipe, [3], "evaluate", 2), 1, edit), "deadlock", "evaluate")
+    assert re.search(r"rank 0 -> rank 1 -> rank 0\. All that wait", str(error))
+    assert "rank 0 at instruction 4 `compute a.0 = forward aux [0]` waits for rank 1" in str(error)
+    assert "rank 1 at instruction 4 `compute a.1 = forward aux [1]` waits for rank 0" in str(error)
+
+
+def test_neighbours_that_both_receive_first_are_a_deadlock():
+    strategy = Strategy((Pipeline((Stage((0,), 1), Stage((1,), 1))),))
+    untouched = programs(strategy, [2], ranks=2)
+    verify(untouched, MODEL)
+    # Rank 1 asks for h1.1 before it runs backward 0; rank 0 now asks for that backward's result before it sends h1.1.
+    error = refused(edited(untouched, 0, moved("d1.0 = receive", "send h1.1")), "deadlock")
+    assert "`p2p d1.0 = receive <- rank 1` waits for rank 1" in str(error)
+    assert "`p2p h1.1 = receive <- rank 0` waits for rank 0" in str(error)
+
+
+def test_pull_behind_a_receive_is_a_deadlock():
+    strategy = Strategy((Pipeline((Stage((0,), 1), Stage((1,), 1))),))
+    stuck = programs(strategy, [1], ranks=2)
+    for pull in ("W.word = link", "link W.layer.0", "W.layer.1 = link", "W.head = link"):
+        stuck = edited(stuck, 1, moved(pull, "forward aux [0]"))
+    error = refused(stuck, r"deadlock: rank 0 -> rank 1 -> rank 0")
+    assert "forward embed [0] (W.word, a.0) after W.word` waits for rank 1" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("rank", "fields", "message"),
+    [
+        (1, {"rank": 0}, "rank 1: its header says rank 0 of 5"),
+        (1, {"strategy": "other"}, "rank 1: strategy other, but rank 0 has"),
+        (1, {"micro_batches": 2}, "rank 1: place .* differs from rank 0's"),
+        (1, {"pipeline": None, "stage": None, "tp": ()}, "rank 0: its tensor-parallel peer 1 has another place"),
+        (2, {"layers": (0, 2)}, "rank 2: stage 1 starts at layer 0, but stage 1 must start at 1"),
+        (2, {"micro_batches": 4}, "rank 2: its pipeline's stages differ in micro-batches"),
+        (3, {"layers": (0, 1)}, "rank 3: its pipeline ends at layer 1 of 2"),
+    ],
+)
+def test_places_that_do_not_fit_together_are_caught(rank, fields, message):
+    refused(tuple(replace(p, **fields) if p.rank == rank else p for p in programs()), message)
+
+
+def test_programs_of_the_other_mode_are_caught():
+    refused(programs(mode="evaluate"), r"it should read")
+    refused(programs(), r"it should read", "evaluate")
+
+
+def test_a_missing_rank_is_caught():
+    refused(programs()[:4], "rank 0 of 5; give all programs in order")

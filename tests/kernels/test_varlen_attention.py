@@ -1,0 +1,118 @@
+"""Attention over packed sequences against the plain-PyTorch reference in double precision."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from hydragraph.errors import Unsupported
+from hydragraph.kernels.varlen_attention import reference, varlen_attention
+
+Inputs = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+def bounds(lengths: list[int], dtype: torch.dtype = torch.int32) -> Tensor:
+    return torch.tensor([0, *accumulate(lengths)], dtype=dtype)
+
+
+def packed(lengths: list[int], heads: int = 2, kv: int = 2, size: int = 8, seed: int = 0) -> Inputs:
+    """Return fp64 leaves q, k, v of the given lengths, and their bounds."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes = [(sum(lengths), h, size) for h in (heads, kv, kv)]
+    q, k, v = (torch.randn(s, generator=generator, dtype=torch.float64).requires_grad_() for s in shapes)
+    return q, k, v, bounds(lengths)
+
+
+def results(out: Tensor, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+    """Return the output and the gradients of a fixed weighted sum of it."""
+    weights = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out)
+    return (out, *torch.autograd.grad((out * weights).sum(), (q, k, v)))
+
+
+@given(
+    st.lists(st.integers(0, 9), min_size=1, max_size=5).filter(any),
+    st.sampled_from([(1, 1), (4, 4), (4, 2), (6, 1)]),
+    st.sampled_from([4, 8, 10]),
+    st.booleans(),
+    st.sampled_from([None, 1.0, 0.3]),
+    st.sampled_from([torch.int32, torch.int64]),
+)
+def test_values_and_gradients_equal_the_reference(
+    lengths: list[int], heads: tuple[int, int], size: int, causal: bool, scale: float | None, dtype: torch.dtype
+) -> None:
+    q, k, v, _ = packed(lengths, *heads, size)
+    cu_seqlens = bounds(lengths, dtype)
+    found = results(varlen_attention(q, k, v, cu_seqlens, causal=causal, scale=scale), q, k, v)
+    expected = results(reference(q, k, v, cu_seqlens, causal, scale or size**-0.5), q, k, v)
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
+
+
+def test_one_token_attends_to_itself() -> None:
+    q, k, v, cu_seqlens = packed([1], heads=4, kv=2)
+    assert torch.equal(varlen_attention(q, k, v, cu_seqlens), v.repeat_interleave(2, dim=1))
+
+
+def test_empty_sequences_change_nothing() -> None:
+    q, k, v, cu_seqlens = packed([3, 4])
+    want = varlen_attention(q, k, v, cu_seqlens)
+    assert torch.equal(varlen_attention(q, k, v, bounds([0, 3, 0, 0, 4, 0])), want)
+
+
+def test_other_sequences_do_not_change_a_single_bit() -> None:
+    q, k, v, cu_seqlens = packed([5, 3, 4])
+    want = varlen_attention(q, k, v, cu_seqlens)[5:8]
+    others = torch.ones(12, 1, 1, dtype=torch.float64)
+    others[:5], others[8:] = 1e3, -1e3
+    assert torch.equal(varlen_attention(q * others, k * others, v * others, cu_seqlens)[5:8], want)
+    _, *gradients = results(torch.cat([want * 0, want]), q, k, v)
+    for gradient in gradients:
+        assert bool((gradient[:5] == 0).all())
+        assert bool((gradient[8:] == 0).all())
+
+
+def test_views_of_one_fused_product() -> None:
+    fused = torch.randn(7, 3, 2, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    q, k, v = fused.unbind(1)
+    assert not q.is_contiguous()
+    cu_seqlens = bounds([4, 3])
+    found = varlen_attention(q, k, v, cu_seqlens)
+    torch.testing.assert_close(found, reference(q, k, v, cu_seqlens, True, 8**-0.5))
+    assert found.is_contiguous()
+
+
+@pytest.mark.parametrize("kv", [1, 4])
+def test_bfloat16_is_as_good_as_its_inputs(kv: int) -> None:
+    q, k, v, cu_seqlens = packed([9, 1, 20], heads=4, kv=kv, size=16)
+    half = [x.detach().bfloat16().requires_grad_() for x in (q, k, v)]
+    wide = [x.detach().double().requires_grad_() for x in half]
+    found = results(varlen_attention(*half, cu_seqlens), *half)
+    expected = results(reference(*wide, cu_seqlens, True, 0.25), *wide)
+    for a, b in zip(found, expected, strict=True):
+        assert a.dtype == torch.bfloat16
+        assert float((a.detach().double() - b.detach()).norm() / b.detach().norm()) < 2e-2
+
+
+def test_heads_that_are_no_multiple_are_refused() -> None:
+    q, k, v, cu_seqlens = packed([3], heads=4, kv=3)
+    with pytest.raises(Unsupported, match="varlen_attention: 4 query heads over 3 key/value heads; use a query head"):
+        varlen_attention(q, k, v, cu_seqlens)
+
+
+@pytest.mark.parametrize("kv", [1, 2])
+def test_the_operators_keep_pytorchs_rules(kv: int) -> None:
+    q, k, v, cu_seqlens = packed([3, 0, 4], kv=kv)
+    longest = torch.tensor(4)
+    torch.library.opcheck(torch.ops.hydragraph.varlen_attention.default, (q, k, v, cu_seqlens, longest, True, 0.3))
+    plain = [x.detach() for x in (q, k, v)]
+    out, lse = torch.ops.hydragraph.varlen_attention(*plain, cu_seqlens, longest, True, 0.3)
+    torch.library.opcheck(
+        torch.ops.hydragraph.varlen_attention_backward.default,
+        (torch.ones_like(out), *plain, out, lse, cu_seqlens, longest, True, 0.3),
+        test_utils=("test_schema", "test_faketensor"),
+    )

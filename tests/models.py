@@ -1,0 +1,139 @@
+"""Tiny models and batches for tests: every test builds its own from a seed."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+from transformers import (
+    GemmaConfig,
+    GemmaForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    OPTConfig,
+    OPTForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+if TYPE_CHECKING:
+    from hydragraph.ir.program import Program
+
+
+def llama(
+    layers: int = 4, heads: int = 4, kv: int = 2, tied: bool = False, width: int = 102, vocab: int = 101
+) -> nn.Module:
+    """Return a Llama with grouped key/value heads, an MLP width and a vocabulary that few degrees divide."""
+    config = LlamaConfig(
+        hidden_size=16 * heads,
+        intermediate_size=width,
+        num_attention_heads=heads,
+        num_key_value_heads=kv,
+        vocab_size=vocab,
+        num_hidden_layers=layers,
+        max_position_embeddings=256,
+        tie_word_embeddings=tied,
+    )
+    return randomised(LlamaForCausalLM(config))
+
+
+def gpt2(layers: int = 4, heads: int = 4, vocab: int = 101) -> nn.Module:
+    """Return a GPT-2: fused qkv, tied embeddings, biases, learned positions."""
+    config = GPT2Config(
+        n_embd=16 * heads,
+        n_head=heads,
+        vocab_size=vocab,
+        n_layer=layers,
+        n_positions=256,
+        attn_pdrop=0.0,
+        embd_pdrop=0.0,
+        resid_pdrop=0.0,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+    return randomised(GPT2LMHeadModel(config))
+
+
+def randomised(model: nn.Module, seed: int = 0) -> nn.Module:
+    """Give every parameter values that make its gradient visible (initial biases are 0, norms 1)."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            mean, deviation = (1.0, 0.1) if parameter.dim() == 1 else (0.0, 0.06)
+            parameter.normal_(mean, deviation, generator=generator)
+    return model
+
+
+def sequences(lengths: list[int], vocab: int = 101, seed: int = 0) -> list[Tensor]:
+    """Return random token sequences of the given lengths."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(0, vocab, (n,), generator=generator) for n in lengths]
+
+
+def tiny(**changes: object) -> dict[str, object]:
+    """Return what most configs call their sizes: one layer of four heads of 16."""
+    sizes = {
+        "vocab_size": 101,
+        "hidden_size": 64,
+        "intermediate_size": 102,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 256,
+    }
+    return {**sizes, **changes}
+
+
+def phi3() -> nn.Module:
+    """Return a Phi-3: query, key and value in one product, gate and up in another."""
+    return randomised(Phi3ForCausalLM(Phi3Config(**tiny(num_key_value_heads=2, pad_token_id=0, sliding_window=None))))
+
+
+def gpt_neox() -> nn.Module:
+    """Return a GPT-NeoX: query, key and value interleaved head by head; attention and MLP side by side."""
+    return randomised(GPTNeoXForCausalLM(GPTNeoXConfig(**tiny(hidden_dropout=0.0, attention_dropout=0.0))))
+
+
+def qwen3() -> nn.Module:
+    """Return a Qwen-3: a norm over each head's queries and keys."""
+    return randomised(Qwen3ForCausalLM(Qwen3Config(**tiny(num_key_value_heads=2, head_dim=16))))
+
+
+def opt() -> nn.Module:
+    """Return an OPT: biases everywhere, learned positions with an offset, tied embeddings."""
+    sizes = tiny(ffn_dim=102, word_embed_proj_dim=64, dropout=0.0, pad_token_id=1)
+    del sizes["intermediate_size"]
+    return randomised(OPTForCausalLM(OPTConfig(**sizes)))
+
+
+def gemma() -> nn.Module:
+    """Return a Gemma: one key/value head, tied and scaled embeddings."""
+    return randomised(GemmaForCausalLM(GemmaConfig(**tiny(num_key_value_heads=1, head_dim=16))))
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "llama": functools.partial(llama, layers=2),
+    "gpt2": functools.partial(gpt2, layers=2),
+    "phi3": phi3,
+    "gpt_neox": gpt_neox,
+    "qwen3": qwen3,
+    "opt": opt,
+    "gemma": gemma,
+}
+
+
+@functools.cache
+def captured(name: str) -> tuple[Program, nn.Module]:
+    """Return one of MODELS with its program, captured once per test run (a capture takes seconds)."""
+    from hydragraph.capture.capture import capture  # here, because most tests of the models' users need no capture
+
+    model = MODELS[name]()
+    return capture(model), model

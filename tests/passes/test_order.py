@@ -1,0 +1,95 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hydragraph.ir.instruction import Op, RankProgram
+from hydragraph.ir.outline import Outline
+from hydragraph.passes.order import order, tasks
+from hydragraph.passes.place import PlacedStage, place
+from hydragraph.spec.strategy import Pipeline, Stage, Strategy
+
+MODEL = Outline(("embed", "layer.0", "layer.1", "head"), (("embed", ("embed",)), ("head", ("head",))))
+
+
+def ordered(strategy, counts, rank, mode="train"):
+    blank = RankProgram(rank, rank + 1, str(strategy), None, None, (), (0, 0), 0, ())
+    return order(place(MODEL, strategy, counts), mode, blank).instructions
+
+
+def stage_tasks(schedule, depth, stage, count, mode="train"):
+    at = PlacedStage(0, stage, depth, (0,), (0, 1), (0, 1), count)
+    return " ".join(f"{op.name[0]}{m}" for op, m in tasks(schedule, at, mode))
+
+
+@pytest.mark.parametrize(
+    ("schedule", "stage", "count", "expected"),
+    [
+        ("1f1b", 0, 4, "F0 F1 F2 B0 F3 B1 B2 B3"),
+        ("1f1b", 1, 4, "F0 F1 B0 F2 B1 F3 B2 B3"),
+        ("1f1b", 2, 4, "F0 B0 F1 B1 F2 B2 F3 B3"),
+        ("1f1b", 0, 1, "F0 B0"),
+        ("1f1b", 0, 2, "F0 F1 B0 B1"),
+        ("gpipe", 1, 3, "F0 F1 F2 B0 B1 B2"),
+    ],
+)
+def test_schedules_of_three_stages(schedule, stage, count, expected):
+    assert stage_tasks(schedule, 3, stage, count) == expected
+    assert stage_tasks(schedule, 3, stage, count, "evaluate") == " ".join(f"F{m}" for m in range(count))
+
+
+@given(st.sampled_from(["1f1b", "gpipe"]), st.integers(1, 6), st.integers(1, 8), st.data())
+def test_tasks_run_once_in_order_and_bound_what_is_alive(schedule, depth, count, data):
+    stage = data.draw(st.integers(0, depth - 1))
+    run = stage_tasks(schedule, depth, stage, count).split()
+    assert [t for t in run if t[0] == "F"] == [f"F{m}" for m in range(count)]
+    assert [t for t in run if t[0] == "B"] == [f"B{m}" for m in range(count)]
+    alive, peak = 0, 0
+    for task in run:
+        alive += 1 if task[0] == "F" else -1
+        assert alive >= 0
+        peak = max(peak, alive)
+    assert peak == (min(count, depth - stage) if schedule == "1f1b" else count)
+
+
+@given(st.integers(1, 4), st.integers(1, 4))
+def test_receiver_j_takes_from_sender_j_mod_t(t, u):
+    senders, receivers = tuple(range(10, 10 + t)), tuple(range(30, 30 + u))
+    strategy = Strategy((Pipeline((Stage(senders, 1), Stage(receivers, 1))),))
+    for value, one, other in (("h1.0", senders, receivers), ("d1.0", receivers, senders)):
+        for j, rank in enumerate(other):
+            (receive,) = (i for i in ordered(strategy, [1], rank) if i.op is Op.RECEIVE and i.writes == (value,))
+            assert receive.peer == one[j % len(one)]
+        for j, rank in enumerate(one):
+            sent = [i.peer for i in ordered(strategy, [1], rank) if i.op is Op.SEND and i.reads == (value,)]
+            assert sent == [peer for k, peer in enumerate(other) if k % len(one) == j]
+
+
+def test_values_of_a_whole_model_on_one_rank():
+    forward, backward = {}, {}
+    for each in ordered(Strategy.parse("<tp1,pp1>", 2), [1], 0):
+        (forward if each.op is Op.FORWARD else backward)[each.target] = (each.reads, each.writes)
+    assert forward == {
+        "aux": ((), ("a.0",)),
+        "embed": (("W.embed", "a.0"), ("h0.0", "s.embed.0")),
+        "layer.0": (("h0.0", "a.0"), ("h1.0", "s.layer.0.0")),
+        "layer.1": (("h1.0", "a.0"), ("h2.0", "s.layer.1.0")),
+        "head": (("W.head", "h2.0", "a.0"), ("loss.0", "s.head.0")),
+    }
+    assert backward == {
+        "head": (("s.head.0", "W.head"), ("d2.0", "G.head")),
+        "layer.1": (("s.layer.1.0", "d2.0"), ("d1.0",)),
+        "layer.0": (("s.layer.0.0", "d1.0"), ("d0.0",)),
+        "embed": (("s.embed.0", "d0.0", "W.embed"), ("G.embed",)),
+    }
+
+
+def test_evaluation_saves_nothing_and_runs_no_backward():
+    run = ordered(Strategy.parse("<tp1,pp2>", 2), [2], 1, "evaluate")
+    assert {i.op for i in run} == {Op.RECEIVE, Op.FORWARD}
+    assert {v.partition(".")[0] for i in run for v in i.writes} == {"h1", "h2", "a", "loss"}
+
+
+def test_ranks_without_work_get_nothing():
+    strategy = Strategy.parse("2*<tp1,pp1>", 2)
+    assert ordered(strategy, [0, 1], 0) == ()
+    assert ordered(strategy, [0, 1], 5) == ()

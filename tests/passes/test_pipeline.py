@@ -1,0 +1,121 @@
+"""The passes together. Golden texts: HYDRAGRAPH_UPDATE_GOLDEN=1 pytest tests/passes/test_pipeline.py rewrites them."""
+
+import os
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hydragraph.ir.instruction import RankProgram
+from hydragraph.ir.outline import Outline
+from hydragraph.ir.text import parse, to_text
+from hydragraph.ir.verify import verify
+from hydragraph.passes.pipeline import PASSES, rank_program, rank_programs
+from hydragraph.passes.place import place
+from hydragraph.spec.strategy import Pipeline, Stage, Strategy
+
+GOLDEN = Path(__file__).parent / "golden"
+
+
+def model(layers, tied=True):
+    blocks = ("embed", *(f"layer.{i}" for i in range(layers)), "head")
+    own = tuple((block, (block,)) for block in blocks[1 if tied else 0 :])
+    return Outline(blocks, ((("word", ("embed", "head")),) if tied else ()) + own)
+
+
+# Two tensor-parallel ranks feed one; a second pipeline has one rank; rank 4 is idle.
+SMALL = Strategy((Pipeline((Stage((0, 1), 1), Stage((2,), 1))), Pipeline((Stage((3,), 2),))))
+
+
+def check_golden(name, text):
+    path = GOLDEN / f"{name}.txt"
+    if os.environ.get("HYDRAGRAPH_UPDATE_GOLDEN"):
+        path.write_text(text, encoding="utf-8")
+    assert text == path.read_text(encoding="utf-8"), f"{path} differs; if that is meant, see this file's first line"
+
+
+@pytest.mark.parametrize("count", range(1, len(PASSES) + 1))
+def test_golden_text_after_each_pass(count):
+    placement = place(model(2), SMALL, [2, 1])
+    programs = []
+    for rank in (1, 2):
+        at = placement.stage_of[rank]
+        program = RankProgram(rank, 5, "small", at.pipeline, at.stage, at.ranks, at.layers, at.micro_batches, ())
+        for _, run in PASSES[:count]:
+            program = run(placement, "train", program)
+        programs.append(program)
+    check_golden(PASSES[count - 1][0], "\n".join(map(to_text, programs)))
+
+
+@pytest.mark.parametrize("mode", ["train", "evaluate"])
+def test_golden_text_of_all_ranks(mode):
+    check_golden(mode, "\n".join(map(to_text, rank_programs(model(2), SMALL, [1, 1], mode, ranks=5))))
+
+
+@st.composite
+def iterations(draw):
+    layers = draw(st.integers(1, 5))
+    shapes = []
+    for _ in range(draw(st.integers(1, 3))):
+        cuts = draw(st.sets(st.integers(1, layers - 1), max_size=3)) if layers > 1 else set()
+        bounds = [0, *sorted(cuts), layers]
+        shapes.append([(draw(st.integers(1, 3)), b - a) for a, b in pairwise(bounds)])
+    ranks = sum(tp for shape in shapes for tp, _ in shape) + draw(st.integers(0, 2))
+    devices = iter(draw(st.permutations(range(ranks))))
+    pipelines = tuple(Pipeline([Stage([next(devices) for _ in range(tp)], n) for tp, n in shape]) for shape in shapes)
+    counts = [draw(st.integers(0, 5)) for _ in pipelines]
+    strategy = Strategy(pipelines, draw(st.sampled_from(["1f1b", "gpipe"])))
+    return model(layers, draw(st.booleans())), strategy, counts, draw(st.sampled_from(["train", "evaluate"])), ranks
+
+
+@settings(max_examples=150)
+@given(iterations())
+def test_every_iteration_verifies_and_prints_and_parses(iteration):
+    outline, strategy, counts, mode, ranks = iteration
+    programs = rank_programs(outline, strategy, counts, mode, ranks=ranks)
+    verify(programs, outline, mode)
+    assert tuple(parse(to_text(program)) for program in programs) == programs
+
+
+@settings(max_examples=30)
+@given(iterations(), st.data())
+def test_one_rank_alone_gets_the_same_program(iteration, data):
+    outline, strategy, counts, mode, ranks = iteration
+    rank = data.draw(st.integers(0, ranks - 1))
+    alone = rank_program(outline, strategy, counts, rank, mode, ranks=ranks)
+    assert alone == rank_programs(outline, strategy, counts, mode, ranks=ranks)[rank]
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+def test_pipeline_of_many_stages_with_alternating_degrees_verifies(schedule):
+    stages, device = [], 0
+    for tp in (1, 3, 2, 1, 2, 3, 1, 2):
+        stages.append(Stage(range(device, device + tp), 1))
+        device += tp
+    strategy = Strategy((Pipeline(stages),), schedule)
+    for count in (1, 7, 8, 20):
+        verify(rank_programs(model(8), strategy, [count], ranks=device), model(8))
+
+
+def test_rank_without_work_has_no_place():
+    idle = rank_program(model(2), SMALL, [1, 0], 3, ranks=5)
+    assert (idle.pipeline, idle.stage, idle.tp, idle.layers, idle.micro_batches) == (None, None, (), (0, 0), 0)
+    assert idle.strategy == str(SMALL)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"ranks": 3}, "pipeline 1, stage 0: unknown rank: device 3"),
+        ({"mode": "infer"}, "mode is 'infer'"),
+        ({"micro_batches": [1]}, "for each of the 2 pipelines"),
+        ({"rank": 5}, "ranks 0 to 4"),
+        ({"outline": model(3)}, "the model has 3"),
+    ],
+)
+def test_arguments_that_do_not_fit_are_refused(change, message):
+    arguments = {"outline": model(2), "strategy": SMALL, "micro_batches": [1, 1], "rank": 0, "ranks": 5}
+    with pytest.raises(ValueError, match=message):
+        rank_program(**{**arguments, **change})

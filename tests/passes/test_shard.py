@@ -1,0 +1,136 @@
+"""Sharded forward and backward graphs against the whole template, ranks as threads."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hydragraph.capture.capture import capture
+from hydragraph.errors import Unsupported
+from hydragraph.ir.layout import GradientKind
+from hydragraph.ir.program import Block, Program
+from hydragraph.passes.differentiate import Variant, differentiate
+from hydragraph.passes.shard import Degree, shard
+from tests.models import gpt2, llama
+from tests.passes.simulated import run_ranks
+
+MODELS = {
+    "llama": functools.partial(llama, layers=1, heads=12, kv=12),
+    "grouped": functools.partial(llama, layers=1, heads=12, kv=6),
+    "shared kv heads": functools.partial(llama, layers=1, heads=12, kv=2, tied=True),
+    "one kv head": functools.partial(llama, layers=1, heads=4, kv=1),
+    "gpt2": functools.partial(gpt2, layers=1, heads=12),
+}
+T = 13
+
+
+@functools.cache
+def captured(name: str) -> tuple[Program, nn.Module]:
+    model = MODELS[name]()
+    return capture(model), model
+
+
+def values(program: Program, model: nn.Module, block: Block) -> dict[str, Tensor]:
+    """Make a value for every input of a block's template."""
+    generator = torch.Generator().manual_seed(1)
+    template = program.templates[block.template]
+    parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
+    found = {local: parameters[n].detach() for local, n in zip(template.parameters, block.parameters, strict=True)}
+    found |= {local: buffers[n] for local, n in zip(template.buffers, block.buffers, strict=True)}
+    nodes = [n for n in template.graph.graph.nodes if n.op == "placeholder"][-len(template.inputs) :]
+    for node, name in zip(nodes, template.inputs, strict=True):
+        value = node.meta["val"]
+        sizes = [T if isinstance(s, torch.SymInt) else s for s in value.shape]
+        if value.dtype == torch.int32:
+            found[name] = torch.tensor([0, 5, 6, T], dtype=torch.int32)
+        elif value.is_floating_point():
+            found[name] = torch.randn(sizes, generator=generator)
+        else:
+            found[name] = torch.randint(0, 100, sizes, generator=generator)
+    if "labels" in found:
+        found["labels"][0, 3] = -100
+    return found
+
+
+def run(variant: Variant, given: dict[str, object], tangent: Tensor | None) -> tuple[Tensor, dict[str, Tensor]]:
+    with torch.no_grad():
+        out, *saved = variant.forward(*(given[n] for n in variant.inputs))
+        tangent = torch.ones_like(out) if tangent is None else tangent
+        held = {f"saved.{i}": s for i, s in enumerate(saved)} | {"tangent": tangent} | given
+        return out, dict(zip(variant.gradients, variant.backward(*(held[n] for n in variant.needs)), strict=True))
+
+
+def compiled(program: Program, block: Block, degree: Degree, partitioner: str = "min_cut") -> Variant:
+    template = program.templates[block.template]
+    local = {n: program.parameters[c] for n, c in zip(template.parameters, block.parameters, strict=True)}
+    return differentiate(template, shard(template, local, degree), local, degree, program.dtype, partitioner)
+
+
+def close(a: Tensor, b: Tensor, scale: float) -> bool:
+    return bool((a - b).norm() <= 1e-5 * b.norm() + 1e-7 * scale)
+
+
+@pytest.mark.parametrize("tp", [1, 2, 3, 4, 6])
+@pytest.mark.parametrize("name", list(MODELS))
+def test_sharded_graphs_equal_the_whole_template(name: str, tp: int) -> None:
+    program, model = captured(name)
+    kv = MODELS[name].keywords.get("kv", 12)
+    if program.heads[0] % tp or (kv % tp and tp % kv):
+        with pytest.raises(Unsupported, match=f"degree {tp}"):
+            check(program, model, program.blocks[1], tp)
+        return
+    for block in program.blocks:
+        check(program, model, block, tp)
+
+
+def check(program: Program, model: nn.Module, block: Block, tp: int) -> None:
+    template = program.templates[block.template]
+    whole = values(program, model, block)
+    oracle = compiled(program, block, Degree(), "default")
+    tangent = torch.randn(oracle.forward(*(whole[n] for n in oracle.inputs))[0].shape)
+    want, want_gradients = run(oracle, whole, tangent)
+    described = {n: program.parameters[c] for n, c in zip(template.parameters, block.parameters, strict=True)}
+
+    variants = [compiled(program, block, Degree(tp, index)) for index in range(tp)]
+
+    def rank(collectives: object) -> tuple[Tensor, dict[str, Tensor]]:
+        index = collectives.index  # type: ignore[attr-defined]
+        given: dict[str, object] = dict(whole)
+        for local, parameter in described.items():
+            flat = parameter.canonical(whole[local])
+            held = torch.cat([flat[a:b] for a, b in parameter.intervals(tp, index)])
+            given[local] = parameter.natural(held, tp, index)
+        vocabulary = next((p for p in described.values() if p.rule and not p.rule.heads), None)
+        rows = vocabulary.rule.units(0, tp, index)[0] if vocabulary else 0  # type: ignore[union-attr]
+        given |= {"vocabulary_start": torch.tensor(rows), "collectives": collectives}
+        return run(variants[index], given, tangent)
+
+    results = run_ranks(tp, rank)
+    scale = float(torch.stack([g.norm() for g in want_gradients.values()]).norm())
+    for out, _ in results:
+        assert close(out, want, 1.0)
+    for name, gradient in want_gradients.items():
+        if name == "hidden":
+            assert all(close(r[1]["hidden"], gradient, scale) for r in results)
+            continue
+        parameter, kind = described[name], variants[0].kinds[name]
+        total = torch.zeros(parameter.size)
+        for index, (_, found) in enumerate(results):
+            flat, at = parameter.canonical(found[name]), 0
+            if kind is GradientKind.REPLICA:
+                assert close(flat, parameter.canonical(gradient), scale)
+                if index:
+                    continue
+            for a, b in parameter.intervals(tp, index):
+                total[a:b] += flat[at : at + b - a]
+                at += b - a
+        assert close(total, parameter.canonical(gradient), scale), (block.name, name, kind)
+
+
+def test_heads_that_do_not_divide_are_refused_by_name() -> None:
+    program, _ = captured("shared kv heads")
+    with pytest.raises(Unsupported, match=r"self_attn\.[kq]_proj\.weight.*tensor-parallel degree 5"):
+        compiled(program, program.blocks[1], Degree(5, 0))

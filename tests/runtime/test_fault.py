@@ -1,0 +1,255 @@
+"""Failures of real processes in a small loop of chained and collective traffic: every survivor learns who and where."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from hydragraph.errors import RankFailure
+from hydragraph.runtime.fault import Board, Fault, Progress, Watch, announce_death, last_fault
+from hydragraph.runtime.groups import Groups, Role
+from hydragraph.runtime.launch import join, launch
+
+RANKS = 4
+# One step of rank r: 0 start an all-to-all, 1 receive from r - 1, 2 send to r + 1, 3 finish the all-to-all, 4 commit.
+# Only ranks 0 to 2 are in the chain; rank 3 is idle until 3.
+NAMES = ("pull", "receive", "send", "finish", "commit")
+LIMIT_S = 10.0
+
+
+def describe(rank: int, index: int) -> str:
+    return f"{NAMES[index]} of {rank}"
+
+
+def run_step(groups: Groups, watch: Watch, hook: Callable[[int], None]) -> None:
+    """The stand-in for the executor."""
+    rank, ranks = groups.world.rank, groups.world.ranks
+    inp, out = torch.ones(ranks * 1000), torch.empty(ranks * 1000)
+    pull: dist.Work | None = None
+    hidden = torch.zeros(300_000)
+    for index in range(len(NAMES)):
+        watch.at(index)
+        hook(index)
+        with watch.communicating():
+            if index == 0:
+                pull = groups.all_to_all(Role.PULL, out, inp, [1000] * ranks, [1000] * ranks)
+            if index == 1 and 0 < rank < 3:
+                groups.receive(hidden, rank - 1, 0).wait()
+            if index == 2 and rank < 2:
+                groups.send(hidden + 1, rank + 1, 0).wait()
+            if index == 3 and pull is not None:
+                pull.wait()
+        if index == 4:
+            groups.all_reduce(Role.COMMIT, torch.ones(1))
+
+
+def misbehave(how: str) -> None:
+    if how == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if how == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if how == "vanish":  # as "kill", unseen by the launcher: connections close, the heartbeat ends
+        for descriptor in os.listdir("/proc/self/fd"):
+            try:
+                with socket.socket(fileno=os.dup(int(descriptor))) as connection:
+                    if connection.family == socket.AF_INET and not connection.getsockopt(
+                        socket.SOL_SOCKET, socket.SO_ACCEPTCONN
+                    ):
+                        connection.shutdown(socket.SHUT_RDWR)
+            except OSError:
+                pass
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if how == "raise":
+        raise KeyError("boom")
+    if how == "runtime":
+        raise RuntimeError("own mistake")
+
+
+def loop(victim: int, at: int, how: str, folder: Path, silence_s: float) -> None:
+    """Three steps; in step 1 the victim misbehaves at an instruction. Survivors write what they saw."""
+    world = join("cpu")
+    watch = Watch(world.rank, world.ranks, describe, silence=timedelta(seconds=silence_s))
+    with watch.guarding():
+        groups = Groups(world, timedelta(seconds=120), guard=watch.communicating)
+    began = 0.0
+
+    def hook(index: int) -> None:
+        if number == 1 and index == at and world.rank == victim:
+            misbehave(how)
+
+    try:
+        for number in range(3):
+            began = time.monotonic()
+            with watch.step(number):
+                run_step(groups, watch, hook)
+    except RankFailure as failure:
+        seen = {"number": number, "failure": [failure.rank, failure.instruction, failure.error]}
+        seen["seconds"] = time.monotonic() - began
+        seen["again"] = again(watch)
+        groups.close()  # must not hang
+        watch.close()
+        (folder / f"{world.rank}.json").write_text(json.dumps(seen))
+        raise
+
+
+def again(watch: Watch) -> str:
+    try:
+        with watch.step(9):
+            return "ran"
+    except RankFailure as failure:
+        return str(failure)
+
+
+def check_survivors(folder: Path, victim: int, at: int, error: str, limit_s: float = LIMIT_S) -> None:
+    """All but the victim raised the same failure, in time, and raise it again."""
+    seen = {int(path.stem): json.loads(path.read_text()) for path in folder.glob("*.json")}
+    assert sorted(seen) == [rank for rank in range(RANKS) if rank != victim]
+    for one in seen.values():
+        rank, instruction, text = one["failure"]
+        assert (rank, instruction) == (victim, describe(victim, at))
+        assert error in text
+        assert "load the last checkpoint" in text
+        assert one["again"] == str(RankFailure(rank, instruction, text))
+        assert one["seconds"] < limit_s
+
+
+# Rank 0 only sends, 1 receives and sends, 2 receives, 3 is uninvolved in the chain.
+@pytest.mark.parametrize(("victim", "at"), [(0, 2), (1, 0), (2, 1), (3, 3)])
+def test_a_killed_rank(victim: int, at: int, tmp_path: Path) -> None:
+    with pytest.raises(RankFailure, match="killed by signal 9") as caught:
+        launch(loop, RANKS, victim, at, "kill", tmp_path, 60.0)
+    assert (caught.value.rank, caught.value.instruction) == (victim, describe(victim, at))
+    check_survivors(tmp_path, victim, at, "killed by signal 9")
+
+
+@pytest.mark.parametrize(("victim", "at", "how"), [(1, 2, "raise"), (3, 1, "runtime"), (0, 4, "raise")])
+def test_a_raising_rank(victim: int, at: int, how: str, tmp_path: Path) -> None:
+    kind, text = (KeyError, "KeyError: 'boom'") if how == "raise" else (RuntimeError, "RuntimeError: own mistake")
+    with pytest.raises(kind) as caught:
+        launch(loop, RANKS, victim, at, how, tmp_path, 60.0)
+    assert f"On rank {victim}:" in caught.value.__notes__[-1]
+    check_survivors(tmp_path, victim, at, text)
+
+
+def test_a_stopped_rank(tmp_path: Path) -> None:
+    with pytest.raises(RankFailure, match="heartbeat has stopped for 2 s") as caught:
+        launch(loop, RANKS, 2, 1, "stop", tmp_path, 2.0)
+    assert (caught.value.rank, caught.value.instruction) == (2, "receive of 2")
+    check_survivors(tmp_path, 2, 1, "heartbeat")
+
+
+def test_a_rank_that_nobody_saw_die_is_found_by_its_heartbeat(tmp_path: Path) -> None:
+    with pytest.raises(RankFailure, match=r"heartbeat has stopped for 1\.5 s") as caught:
+        launch(loop, RANKS, 1, 2, "vanish", tmp_path, 60.0)
+    assert (caught.value.rank, caught.value.instruction) == (1, "send of 1")
+    check_survivors(tmp_path, 1, 2, "heartbeat")
+
+
+def wrong_splits() -> str:
+    """Rank 0 makes a mistake in a collective: its own error, though the executor marks it as communication."""
+    world = join("cpu")
+    watch = Watch(world.rank, world.ranks, describe)
+    with watch.guarding():
+        groups = Groups(world, timedelta(seconds=120), guard=watch.communicating)
+    with watch.step(0):
+        watch.at(0)
+        with watch.communicating():
+            splits = [5, 5] if world.rank == 0 else [1, 1]
+            work = groups.all_to_all(Role.PULL, torch.empty(2), torch.ones(2), [1, 1], splits)
+            assert work is not None
+            work.wait()
+    return "ran"
+
+
+def test_a_mistake_in_a_collective_is_the_ranks_own_error() -> None:
+    with pytest.raises(RuntimeError, match=r"(?i)split") as caught:
+        launch(wrong_splits, 2)
+    assert not isinstance(caught.value, RankFailure)
+
+
+def healthy() -> list[object]:
+    """Two executables one after the other; connections of the user survive a fault."""
+    world = join("cpu")
+    listener = socket.create_server(("127.0.0.1", 0))
+    seen: list[object] = []
+    for _ in range(2):
+        watch = Watch(world.rank, world.ranks, describe)
+        with watch.guarding():
+            groups = Groups(world, timedelta(seconds=120), guard=watch.communicating)
+        client = socket.create_connection(listener.getsockname())
+        server, _ = listener.accept()
+        for number in range(3):
+            with watch.step(number):
+                run_step(groups, watch, lambda _: None)
+        with pytest.raises(RuntimeError, match=r"^plain$"), watch.communicating():
+            raise RuntimeError("plain")  # outside of a step errors stay as they are
+        watch.check()
+        seen.append(watch.broken)
+        dist.barrier()
+        watch.report(ValueError("last"))
+        seen.append(watch.broken)
+        client.sendall(b"x")
+        seen.append(server.recv(1))
+        groups.close()
+        watch.close()
+    return seen
+
+
+def test_healthy_steps_and_what_a_fault_leaves_alone() -> None:
+    assert launch(healthy, RANKS) == [[False, True, b"x"] * 2] * RANKS
+
+
+def test_alone_errors_are_ones_own() -> None:
+    watch = Watch(0, 1, describe)
+    with watch.guarding(), watch.step(0):
+        watch.at(3)
+    with pytest.raises(RuntimeError, match=r"^plain$"), watch.step(1), watch.communicating():
+        raise RuntimeError("plain")
+    with pytest.raises(KeyError), watch.step(2):
+        raise KeyError("boom")
+    with watch.step(3):
+        pass
+    watch.close()
+
+
+def test_board_keeps_ranks_apart(tmp_path: Path) -> None:
+    board, other = Board(tmp_path / "board", 3), Board(tmp_path / "board", 3)
+    assert other.read(1) == Progress(0, 0, None)
+    board.beat(1)
+    board.place(1, 7, 0)
+    board.beat(1)
+    assert other.read(1) == Progress(2, 7, 0)
+    board.place(1, 8, None)
+    assert other.read(1) == Progress(2, 8, None)
+    assert other.read(0) == other.read(2) == Progress(0, 0, None)
+    board.close()
+    other.close()
+
+
+def test_the_first_fault_stands() -> None:
+    store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    assert last_fault(store) is None
+    store.set("hydragraph/watch", "hydragraph/test")
+    assert last_fault(store) is None
+    announce_death(store, 2, "killed")
+    announce_death(store, 1, "killed later")
+    assert json.loads(store.get("hydragraph/death")) == [2, "killed"]
+    fault = Fault(2, 5, "push", "killed")
+    from hydragraph.runtime.fault import _Ledger
+
+    ledger = _Ledger(store, "hydragraph/test")
+    assert ledger.write(fault) == fault
+    assert ledger.write(replace(fault, rank=1)) == fault
+    assert last_fault(store) == fault
+    assert ledger.death() == (2, "killed")

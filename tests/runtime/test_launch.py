@@ -1,0 +1,199 @@
+"""launch: what ranks return and raise, what happens when they die, and that nothing of them remains."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from hydragraph.errors import RankFailure, Unsupported
+from hydragraph.runtime.launch import join, launch
+
+
+def alive(pid: int) -> bool:
+    """Whether a process exists and is not a zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def gone(pid: int, patience_s: float = 10.0) -> bool:
+    deadline = time.monotonic() + patience_s
+    while alive(pid) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return not alive(pid)
+
+
+def note_pid(folder: Path) -> None:
+    (folder / str(dist.get_rank())).write_text(str(os.getpid()))
+
+
+def pids(folder: Path) -> list[int]:
+    return [int(path.read_text()) for path in folder.iterdir()]
+
+
+def total(value: torch.Tensor) -> tuple[int, torch.Tensor, str]:
+    value = value * (dist.get_rank() + 1)
+    dist.all_reduce(value)
+    return dist.get_rank(), value, os.environ["RANK"] + "/" + os.environ["WORLD_SIZE"]
+
+
+def test_returns_what_each_rank_returned() -> None:
+    results = launch(total, 3, torch.arange(4.0))
+    assert [(rank, where) for rank, _, where in results] == [(0, "0/3"), (1, "1/3"), (2, "2/3")]
+    assert all(torch.equal(value, torch.arange(4.0) * 6) for _, value, _ in results)
+
+
+def settings() -> tuple[int, str | None, str]:
+    world = join("cpu")
+    return torch.get_num_threads(), os.environ.get("HYDRAGRAPH_TEST"), f"{world.rank}/{world.ranks} {world.backend}"
+
+
+def test_ranks_share_the_cores_and_have_the_launchers_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HYDRAGRAPH_TEST", "now")
+    threads = max(1, len(os.sched_getaffinity(0)) // 2)
+    assert launch(settings, 2) == [(threads, "now", "0/2 gloo"), (threads, "now", "1/2 gloo")]
+
+
+def test_alone_without_a_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    world = join("cpu")
+    assert (world.rank, world.ranks, world.backend) == (0, 1, "gloo")
+    assert not dist.is_initialized()
+
+
+def raise_on(culprit: int, kind: str) -> None:
+    if dist.get_rank() == culprit:
+        if kind == "unsupported":
+            raise Unsupported("a loop", where="block 3", remedy="unroll it")
+        if kind == "local":
+
+            class LocalError(Exception):
+                pass
+
+            raise LocalError("never seen elsewhere")
+        raise KeyError("boom")
+    dist.all_reduce(torch.ones(1))  # fails because the culprit has left
+
+
+@pytest.mark.parametrize("culprit", [0, 2])
+def test_raises_the_culprits_error_and_not_its_consequences(culprit: int) -> None:
+    with pytest.raises(KeyError) as caught:
+        launch(raise_on, 3, culprit, "key")
+    assert caught.value.args == ("boom",)
+    assert f"On rank {culprit}:" in caught.value.__notes__[-1]
+    assert "in raise_on" in caught.value.__notes__[-1]
+
+
+def test_rebuilds_errors_whose_constructor_pickle_cannot_call() -> None:
+    with pytest.raises(Unsupported) as caught:
+        launch(raise_on, 1, 0, "unsupported")
+    assert str(caught.value) == "block 3: a loop; unroll it"
+    assert caught.value.remedy == "unroll it"
+
+
+def test_tells_of_errors_that_cannot_be_sent() -> None:
+    with pytest.raises(RuntimeError, match="rank 0 raised LocalError: never seen elsewhere"):
+        launch(raise_on, 1, 0, "local")
+
+
+def die(culprit: int, how: str, folder: Path) -> None:
+    note_pid(folder)
+    dist.barrier()
+    if dist.get_rank() == culprit:
+        if how == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        os._exit(7)
+    dist.all_reduce(torch.ones(1))
+
+
+@pytest.mark.parametrize(("how", "text"), [("kill", "killed by signal 9"), ("exit", "exited with code 7")])
+def test_a_dead_rank_is_named_and_no_process_remains(how: str, text: str, tmp_path: Path) -> None:
+    with pytest.raises(RankFailure, match=text) as caught:
+        launch(die, 3, 1, how, tmp_path)
+    assert caught.value.rank == 1
+    assert len(pids(tmp_path)) == 3
+    assert all(gone(pid) for pid in pids(tmp_path))
+
+
+def finish(folder: Path) -> None:
+    note_pid(folder)
+
+
+def test_no_process_remains_after_success(tmp_path: Path) -> None:
+    launch(finish, 4, tmp_path)
+    assert len(pids(tmp_path)) == 4
+    assert all(gone(pid) for pid in pids(tmp_path))
+
+
+def sleep_on(sleeper: int, folder: Path) -> None:
+    note_pid(folder)
+    if dist.get_rank() == sleeper:
+        time.sleep(600)
+
+
+def test_times_out(tmp_path: Path) -> None:
+    with pytest.raises(TimeoutError, match=r"ranks \[1\] had not returned after 3 s"):
+        launch(sleep_on, 2, 1, tmp_path, timeout=timedelta(seconds=3))
+    assert all(gone(pid) for pid in pids(tmp_path))
+
+
+def test_refuses_what_cannot_be_pickled_and_no_ranks() -> None:
+    with pytest.raises(ValueError, match="top of an importable module"):
+        launch(lambda: None, 2)
+    with pytest.raises(ValueError, match="ranks=0"):
+        launch(finish, 0)
+
+
+def unpicklable_result() -> object:
+    return lambda: None
+
+
+def test_a_result_that_cannot_be_pickled_is_an_error() -> None:
+    with pytest.raises(Exception, match="unpicklable_result"):
+        launch(unpicklable_result, 1)
+
+
+@pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGINT])
+def test_ranks_end_with_their_launcher(sign: signal.Signals, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    folder = tmp_path / "pids"
+    folder.mkdir()
+    script.write_text(
+        textwrap.dedent(
+            """
+            import sys, pathlib
+            from hydragraph.runtime.launch import launch
+            from tests.runtime.test_launch import sleep_on
+            if __name__ == "__main__":
+                launch(sleep_on, 2, 0, pathlib.Path(sys.argv[1]))
+            """
+        )
+    )
+    root = Path(__file__).parents[2]
+    launcher = subprocess.Popen(
+        [sys.executable, script, folder], env={**os.environ, "PYTHONPATH": str(root)}, stderr=subprocess.DEVNULL
+    )
+    try:
+        deadline = time.monotonic() + 30
+        while len(list(folder.iterdir())) < 2 and time.monotonic() < deadline:
+            time.sleep(0.02)
+        found = pids(folder)
+        assert len(found) == 2
+        launcher.send_signal(sign)
+        assert launcher.wait(20) != 0
+        assert all(gone(pid) for pid in found)
+    finally:
+        launcher.kill()
+        launcher.wait()

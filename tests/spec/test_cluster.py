@@ -1,0 +1,127 @@
+"""Cluster: links, the homogeneous constructor, lossless YAML and errors that name the field."""
+
+from __future__ import annotations
+
+import re
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hydragraph.spec.cluster import Cluster, Device, Link
+
+FAST, SLOW = Link(450e9, 5e-6), Link(50e9, 1e-5)
+DEVICE = Device(flops_per_s=9.89e14, memory_bytes=80_000_000_000, memory_bytes_per_s=3.35e12)
+
+positive = st.floats(1e-300, 1e300)
+links = st.builds(Link, positive, st.floats(0, 1e300))
+devices = st.builds(Device, positive, st.integers(1, 10**13), positive, st.integers(0, 3))
+clusters = st.builds(Cluster, st.lists(devices, min_size=1, max_size=4).map(tuple), links, links)
+
+
+@given(clusters)
+def test_yaml_reads_back(cluster: Cluster) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "c.yaml"
+        cluster.save(path)
+        assert Cluster.load(path) == cluster
+
+
+def test_yaml_takes_numbers_as_people_write_them(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text(
+        "devices:\n"
+        "  - &h100 {flops_per_s: 9.89e14, memory_bytes: 80e9, memory_bytes_per_s: 335e+10}\n"
+        "  - {<<: *h100, node: 1}\n"
+        "within_node: {bytes_per_s: 450e9, latency_s: .5e-5}\n"
+        "between_nodes: {bytes_per_s: 50000000000, latency_s: 1E-5}\n"
+    )
+    loaded = Cluster.load(path)
+    assert loaded == Cluster.homogeneous(2, device=DEVICE, within_node=FAST, between_nodes=SLOW, ranks_per_node=1)
+    assert isinstance(loaded.devices[0].memory_bytes, int)
+    assert isinstance(loaded.between_nodes.bytes_per_s, float)
+
+
+@given(st.integers(1, 12), st.integers(1, 5))
+def test_homogeneous_fills_nodes_in_order(ranks: int, per_node: int) -> None:
+    cluster = Cluster.homogeneous(ranks, device=DEVICE, within_node=FAST, between_nodes=SLOW, ranks_per_node=per_node)
+    groups = [list(range(ranks))[start : start + per_node] for start in range(0, ranks, per_node)]
+    assert [device.node for device in cluster.devices] == [i for i, group in enumerate(groups) for _ in group]
+    for a in range(ranks):
+        for b in set(range(ranks)) - {a}:
+            together = any(a in group and b in group for group in groups)
+            assert cluster.link(a, b) == (FAST if together else SLOW)
+
+
+def test_one_node_needs_one_link_only() -> None:
+    cluster = Cluster.homogeneous(4, device=DEVICE, within_node=FAST)
+    assert {device.node for device in cluster.devices} == {0}
+    assert cluster.link(0, 3) == FAST
+    with pytest.raises(ValueError, match="4 ranks at 2 per node are several nodes: give between_nodes"):
+        Cluster.homogeneous(4, device=DEVICE, within_node=FAST, ranks_per_node=2)
+    with pytest.raises(ValueError, match="ranks is 0"):
+        Cluster.homogeneous(0, device=DEVICE, within_node=FAST)
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "message"),
+    [(0, 4, "device 4 is unknown: the cluster has 4 devices"), (-1, 0, "device -1"), (2, 2, "no link to itself")],
+)
+def test_link_refuses(a: int, b: int, message: str) -> None:
+    cluster = Cluster.homogeneous(4, device=DEVICE, within_node=FAST)
+    with pytest.raises(ValueError, match=message):
+        cluster.link(a, b)
+
+
+@pytest.mark.parametrize(
+    ("make", "arguments", "message"),
+    [
+        (Link, (0, 0), "bytes_per_s is 0"),
+        (Link, (1, -1e-6), "latency_s is -1e-06: give a number of at least 0"),
+        (Link, (float("nan"), 0), "bytes_per_s is nan"),
+        (Link, (float("inf"), 0), "bytes_per_s is inf"),
+        (Link, (True, 0), "bytes_per_s is True"),
+        (Device, (0, 1, 1), "flops_per_s is 0"),
+        (Device, (1, 0, 1), "memory_bytes is 0"),
+        (Device, (1, 1.5, 1), "memory_bytes is 1.5: give a whole number"),
+        (Device, (1, 1, 0), "memory_bytes_per_s is 0"),
+        (Device, (1, 1, 1, -1), "node is -1"),
+        (Cluster, ((), FAST, SLOW), "devices is empty"),
+        (Cluster, ((FAST,), FAST, SLOW), "use Device(...)"),
+        (Cluster, ((DEVICE,), FAST, None), "use Link(...)"),
+    ],
+)
+def test_values_are_checked(make: Any, arguments: tuple[Any, ...], message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        make(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("memory_bytes: 9", "memory: 9", "devices[1]: unknown field 'memory': did you mean 'memory_bytes'?"),
+        ("memory_bytes: 9", "memory_bytes: 80 GB", "devices[1]: memory_bytes is '80 GB': give a number"),
+        ("latency_s: 7", "latency_ms: 7", "between_nodes: unknown field 'latency_ms': did you mean 'latency_s'?"),
+        ("{bytes_per_s: 5, latency_s: 7}", "5", "between_nodes: expected a mapping with bytes_per_s, latency_s"),
+        ("within_node: ", "within: ", "cluster: unknown field 'within': did you mean 'within_node'?"),
+        ("within_node: {bytes_per_s: 4, latency_s: 6}\n", "", "cluster: missing field 'within_node'"),
+    ],
+)
+def test_yaml_errors_name_the_file_and_the_field(old: str, new: str, message: str, tmp_path: Path) -> None:
+    good = (
+        "devices:\n"
+        "  - {flops_per_s: 1, memory_bytes: 2, memory_bytes_per_s: 3}\n"
+        "  - {flops_per_s: 1, memory_bytes: 9, memory_bytes_per_s: 3}\n"
+        "within_node: {bytes_per_s: 4, latency_s: 6}\n"
+        "between_nodes: {bytes_per_s: 5, latency_s: 7}\n"
+    )
+    path = tmp_path / "c.yaml"
+    path.write_text(good)
+    assert len(Cluster.load(path).devices) == 2
+    assert good.count(old) == 1
+    path.write_text(good.replace(old, new))
+    with pytest.raises(ValueError, match=re.escape(f"{path}: {message}")):
+        Cluster.load(path)

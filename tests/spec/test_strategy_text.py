@@ -1,0 +1,151 @@
+"""Strategy text: parse and format are inverse, and errors underline what is wrong."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hydragraph.spec.strategy_text import (
+    StageText,
+    StrategyText,
+    format_strategy,
+    parse_strategy,
+    regular_pipeline,
+)
+
+
+@st.composite
+def explicit_pipelines(draw: st.DrawFn, layers: int, first: int) -> tuple[StageText, ...]:
+    """Stages of uneven layers on devices in any order, with gaps, above `first`."""
+    cuts = sorted(draw(st.sets(st.integers(1, layers - 1), max_size=3)) if layers > 1 else ())
+    counts = [b - a for a, b in zip([0, *cuts], [*cuts, layers], strict=True)]
+    sizes = [draw(st.integers(1, 3)) for _ in counts]
+    pool = draw(st.permutations(range(first, first + sum(sizes) + draw(st.integers(0, 2)))))
+    starts = [sum(sizes[:i]) for i in range(len(sizes))]
+    return tuple(
+        StageText(tuple(pool[at : at + size]), count, draw(st.booleans()), draw(st.booleans()))
+        for at, size, count in zip(starts, sizes, counts, strict=True)
+    )
+
+
+@st.composite
+def strategy_texts(draw: st.DrawFn) -> tuple[StrategyText, int]:
+    """Strategies that mix regular pipelines (often repeated) with explicit ones, and their number of layers."""
+    layers = draw(st.integers(1, 9))
+    pipelines: list[tuple[StageText, ...]] = []
+    for _ in range(draw(st.integers(1, 4))):
+        tp, pp = draw(st.integers(1, 3)), draw(st.integers(1, min(3, layers)))
+        for _ in range(draw(st.integers(0, 3))):
+            pipelines.append(regular_pipeline(tp, pp, layers, _above(pipelines)))
+        if not pipelines or draw(st.booleans()):
+            pipelines.append(draw(explicit_pipelines(layers, _above(pipelines))))
+    return StrategyText(tuple(draw(st.permutations(pipelines))), draw(st.sampled_from(["1f1b", "gpipe"]))), layers
+
+
+def _above(pipelines: list[tuple[StageText, ...]]) -> int:
+    return max((d for stages in pipelines for stage in stages for d in stage.devices), default=-1) + 1
+
+
+@given(strategy_texts())
+def test_format_then_parse_is_the_identity(drawn: tuple[StrategyText, int]) -> None:
+    strategy, layers = drawn
+    assert parse_strategy(format_strategy(strategy), layers) == strategy
+
+
+@given(strategy_texts(), st.data())
+def test_white_space_is_free(drawn: tuple[StrategyText, int], data: st.DataObject) -> None:
+    strategy, layers = drawn
+    tokens = re.findall(r"1f1b|[a-z]+|\d+|\S", format_strategy(strategy))
+    spaces = st.sampled_from(["", " ", "\t", "\n  "])
+    spaced = "".join(data.draw(spaces) + token for token in tokens) + data.draw(spaces)
+    assert parse_strategy(spaced, layers) == strategy
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 4), st.integers(1, 3), st.integers(1, 4)), min_size=1, max_size=4),
+    st.integers(4, 20),
+)
+def test_a_regular_text_takes_devices_in_order_and_layers_evenly(
+    terms: list[tuple[int, int, int]], layers: int
+) -> None:
+    text = " + ".join(f"{n}*<tp{tp},pp{pp}>" for n, tp, pp in terms)
+    pipelines = parse_strategy(text, layers).pipelines
+    devices = [device for stages in pipelines for stage in stages for device in stage.devices]
+    assert devices == list(range(sum(n * tp * pp for n, tp, pp in terms)))
+    assert [len(stages) for stages in pipelines] == [pp for n, _, pp in terms for _ in range(n)]
+    for stages in pipelines:
+        counts = [stage.layers for stage in stages]
+        assert sum(counts) == layers
+        assert counts == sorted(counts)  # remainders go to the last stages
+        assert counts[-1] - counts[0] <= 1
+
+
+@pytest.mark.parametrize(
+    ("text", "canonical"),
+    [
+        ("<tp2,pp1>+2*<tp1,pp2>", "<tp2,pp1> + 2*<tp1,pp2>"),
+        ("<tp1,pp2> + 2 * < tp1 , pp2 > 1f1b", "3*<tp1,pp2>"),
+        ("1*<tp1,pp1> gpipe", "<tp1,pp1> gpipe"),
+        ("<tp1,pp1> + <tp2,pp1> + <tp1,pp1>", "<tp1,pp1> + <tp2,pp1> + <tp1,pp1>"),
+        ("<[0,1]x5,[2]x3>", "<[0,1]x5,[2]x3>"),
+        ("<[0,1]x5,[2]x3> + <[3]x8>", "<[0,1]x5,[2]x3> + <tp1,pp1>"),
+        ("<[3]x8> + <tp1,pp1>", "<[3]x8> + <tp1,pp1>"),
+        ("<[3]x8> + <[0]x8> + <[1]x8>", "<[3]x8> + <[0]x8> + <[1]x8>"),
+        ("<[0]x4,[1]x4>", "<tp1,pp2>"),
+        ("<[1]x4,[0]x4>", "<[1]x4,[0]x4>"),
+        ("<[0,1]x8rs>", "<[0,1]x8sr>"),
+        ("<[0,1]x5s,[2]x3r>gpipe", "<[0,1]x5s,[2]x3r> gpipe"),
+    ],
+)
+def test_the_canonical_text(text: str, canonical: str) -> None:
+    assert format_strategy(parse_strategy(text, 8)) == canonical
+
+
+def test_a_regular_pipeline_starts_after_the_highest_device_before_it() -> None:
+    second = parse_strategy("<[4]x3,[1]x5> + <tp2,pp1>", 8).pipelines[1]
+    assert second == (StageText((5, 6), 8),)
+
+
+@pytest.mark.parametrize(
+    ("text", "message", "underlined"),
+    [
+        ("", "expected '<'", ""),
+        ("<tp2,pp1> +", "expected '<'", ""),
+        ("tp2,pp1", "expected '<'", "tp"),
+        ("<dp2,pp1>", "expected 'tp'", "dp"),
+        ("<tp2 pp1>", "expected ','", "pp"),
+        ("<tp2,qq1> + 2*<tp1,pp2>", "expected 'pp'", "qq"),
+        ("<tp2,pp1> + 2*<tp1,cp3>", "expected 'pp'", "cp"),
+        ("<tp,pp1>", "tensor-parallel degree, an integer", ","),
+        ("<tp0,pp1>", "at least 1", "0"),
+        ("<tp1,pp0>", "at least 1", "0"),
+        ("<tp1,pp1", "expected '>'", ""),
+        ("<tp1,pp9>", "9 stages for 8 layers", "pp9"),
+        ("0*<tp1,pp1>", "number of pipelines must be at least 1", "0"),
+        ("2<tp1,pp1>", "expected '*'", "<"),
+        ("2 * <[0]x8>", "cannot be repeated", "2 * <[0]x8>"),
+        ("<tp1,pp1> gpip", "a schedule (1f1b or gpipe)", "gpip"),
+        ("<tp1,pp1> <tp1,pp1>", "expected '+'", "<"),
+        ("<tp1,pp1> gpipe !", "nothing after the schedule", "!"),
+        ("<[]x8>", "expected a device", "]"),
+        ("<[-1]x8>", "expected a device", "-"),
+        ("<[0 1]x8>", "expected ']'", "1"),
+        ("<[0]8>", "expected 'x'", "8"),
+        ("<[0]x0,[1]x8>", "number of layers must be at least 1", "0"),
+        ("<[0]x8q>", "flags", "q"),
+        ("<[0]x8ss>", "flags", "ss"),
+        ("<tp1,pp1> + <[1]x5,[2]x2>", "7 layers, but the model has 8", "<[1]x5,[2]x2>"),
+        ("\n<tp1,\n\tqq1>", "expected 'pp'", "qq"),
+    ],
+)
+def test_errors_underline_the_offending_piece(text: str, message: str, underlined: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)) as caught:
+        parse_strategy(text, 8)
+    _, shown, carets = str(caught.value).split("\n")
+    assert shown[2:].split() == text.split()
+    start, end = carets.index("^"), carets.rindex("^") + 1
+    assert shown[start:end].strip() == underlined
+    assert ("found the end" in str(caught.value)) == (not underlined)

@@ -1,0 +1,99 @@
+"""Training configs: what YAML gives, what is refused, and overrides."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from hydragraph.train.config import TrainConfig
+from tests.train.plain import settings
+
+DEMO = Path(__file__).parents[2] / "examples" / "demo.yaml"
+
+
+def write(folder: Path, changes: dict[str, Any]) -> Path:
+    data = settings(folder)
+    for path, value in changes.items():
+        at, *keys = data, *path.split(".")
+        for key in keys[:-1]:
+            at = at.setdefault(key, {})
+        at[keys[-1]] = value
+    file = folder / "config.yaml"
+    file.write_text(yaml.safe_dump(data))
+    return file
+
+
+def test_saved_config_reads_back_as_its_equal(tmp_path: Path) -> None:
+    config = TrainConfig.load(write(tmp_path, {"optimizer.betas": [0.8, 0.9]}))
+    config.save(tmp_path / "resolved.yaml")
+    assert TrainConfig.load(tmp_path / "resolved.yaml") == config
+    resolved = yaml.safe_load((tmp_path / "resolved.yaml").read_text())
+    assert resolved["seed"] == 0, "defaults are written out"
+    assert resolved["data"]["text_field"] == "text"
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "sentence"),
+    [
+        ("optimiser", {}, "did you mean 'optimizer'"),
+        ("optimizer.lrr", 1, "optimizer: unknown field 'lrr'"),
+        ("optimizer.lr", -1, "optimizer: lr is -1"),
+        ("optimizer.betas", [0.9, 1.0], "optimizer: betas is 1.0"),
+        ("schedule.decay", "step", "schedule: decay is 'step': use 'cosine'"),
+        ("schedule.min_lr_ratio", 1.5, "schedule: min_lr_ratio is 1.5"),
+        ("steps", 0, "steps is 0"),
+        ("steps", True, "steps is True"),
+        ("strategies", [], "strategies is "),
+        ("strategies", "<tp1,pp1>", "strategies is "),
+        ("data.paths", "texts", "data: paths is 'texts'"),
+        ("data.heldout", 1.0, "data: heldout is 1.0"),
+        ("data.heldout", 0.0, "evaluate_every needs held-out documents"),
+        ("data.max_length", 97, "data.max_length is 97"),
+        ("dtype", "float16", "dtype is 'float16': use 'float32' or 'bfloat16'"),
+        ("model.path", "somewhere", "model: give either architecture"),
+        ("model.config", [1], "model: config is"),
+        ("max_grad_norm", float("nan"), "max_grad_norm is nan"),
+    ],
+)
+def test_errors_name_the_field(tmp_path: Path, field: str, value: object, sentence: str) -> None:
+    with pytest.raises(ValueError, match=r"config\.yaml") as caught:
+        TrainConfig.load(write(tmp_path, {field: value}))
+    assert sentence in str(caught.value)
+
+
+def test_overrides_replace_fields_of_every_depth(tmp_path: Path) -> None:
+    texts = ["optimizer.lr=1e-3", "model.config.hidden_size=64", "steps=9", "max_grad_norm=null", "output=a=b"]
+    before = TrainConfig.load(write(tmp_path, {}))
+    config = TrainConfig.load(write(tmp_path, {}), [*texts, 'strategies=["<tp1,pp2>"]'])
+    assert (config.optimizer.lr, config.steps, config.max_grad_norm, config.output) == (1e-3, 9, None, "a=b")
+    assert config.model.config is not None
+    assert before.model.config is not None
+    assert (config.model.config["hidden_size"], before.model.config["hidden_size"]) == (64, 16)
+    assert config.model.config["num_hidden_layers"] == 2
+    assert config.strategies == ("<tp1,pp2>",)
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("steps", "write section.field=value"),
+        (".steps=1", "write section.field=value"),
+        ("steps=-1", "steps is -1"),
+        ("optimizer.rate=1", "optimizer: unknown field 'rate'"),
+        ("steps.more=1", "steps is 6, which has no fields"),
+        ("steps=[1", "not readable as YAML"),
+    ],
+)
+def test_a_wrong_override_is_named(tmp_path: Path, text: str, sentence: str) -> None:
+    with pytest.raises(ValueError, match=r"^override") as caught:
+        TrainConfig.load(write(tmp_path, {}), [text])
+    assert sentence in str(caught.value)
+
+
+def test_the_demo_is_a_config_for_four_ranks() -> None:
+    config = TrainConfig.load(DEMO)
+    assert config.ranks == 4
+    assert len(set(config.strategies)) == 3

@@ -1,0 +1,77 @@
+"""Optimizers from configs, and learning rates."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from hydragraph.train.config import OptimizerConfig, ScheduleConfig
+from hydragraph.train.optimizer import learning_rate, optimizer_factory
+
+
+class Small(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.matrix = nn.Parameter(torch.zeros(2, 3))
+        self.bias = nn.Parameter(torch.zeros(3))
+
+
+def flat(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    return [(name, nn.Parameter(p.detach().flatten())) for name, p in model.named_parameters()]
+
+
+def test_only_matrices_decay_although_all_are_flat() -> None:
+    config = OptimizerConfig(lr=0.5, weight_decay=0.1, betas=(0.8, 0.9))
+    named = dict(flat(Small()))
+    optimizer = optimizer_factory(config, Small())(list(named.items()))
+    decays = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
+    assert type(optimizer) is torch.optim.AdamW
+    assert decays == {id(named["matrix"]): 0.1, id(named["bias"]): 0.0}
+    assert optimizer.defaults["lr"] == 0.5
+    assert optimizer.defaults["betas"] == (0.8, 0.9)
+    assert optimizer.defaults["eps"] == torch.optim.AdamW(list(Small().parameters())).defaults["eps"]
+
+
+@pytest.mark.parametrize(
+    ("config", "sentence"),
+    [
+        (OptimizerConfig(name="Adamw"), "optimizer.name: torch.optim has no optimizer 'Adamw'"),
+        (OptimizerConfig(name="lr_scheduler"), "optimizer.name: torch.optim has no optimizer"),
+        (OptimizerConfig(name="SGD", betas=(0.9, 0.9)), "optimizer.betas: SGD has no such setting"),
+        (OptimizerConfig(momentum=0.9), "optimizer.momentum: AdamW has no such setting"),
+    ],
+)
+def test_refuses_what_torch_does_not_have(config: OptimizerConfig, sentence: str) -> None:
+    with pytest.raises(ValueError, match="optimizer") as caught:
+        optimizer_factory(config, Small())
+    assert sentence in str(caught.value)
+
+
+def test_warms_up_and_falls_to_its_end() -> None:
+    schedule = ScheduleConfig(warmup=4, decay="cosine", min_lr_ratio=0.1)
+    rates = [learning_rate(step, 20, 2.0, schedule) for step in range(1, 21)]
+    assert rates[:4] == [0.5, 1.0, 1.5, 2.0]
+    assert rates[11] == pytest.approx(2.0 * 0.55), "half way between 4 and 20"
+    assert rates[-1] == pytest.approx(0.2)
+    linear = [learning_rate(step, 20, 2.0, ScheduleConfig(4, "linear", 0.0)) for step in range(4, 21)]
+    assert linear == pytest.approx([2.0 * (20 - step) / 16 for step in range(4, 21)])
+
+
+@given(
+    steps=st.integers(1, 60),
+    warmup=st.integers(0, 80),
+    decay=st.sampled_from(["cosine", "linear", "constant"]),
+    ratio=st.floats(0, 1),
+)
+def test_stays_between_zero_and_its_peak_and_only_falls_after_the_warm_up(
+    steps: int, warmup: int, decay: str, ratio: float
+) -> None:
+    rates = [learning_rate(step, steps, 3.0, ScheduleConfig(warmup, decay, ratio)) for step in range(1, steps + 1)]
+    assert all(0 <= rate <= 3.0 for rate in rates)
+    top = max(warmup, 1)
+    assert rates[: top - 1] == sorted(rates[: top - 1])
+    assert all(later <= earlier + 1e-12 for earlier, later in zip(rates[top - 1 :], rates[top:], strict=False))
+    assert steps < top or rates[top - 1] == 3.0
