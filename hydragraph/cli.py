@@ -20,6 +20,7 @@ from rich.table import Table
 
 import hydragraph as hg
 from hydragraph.errors import RankFailure
+from hydragraph.ir.text import to_text
 from hydragraph.passes.pipeline import PASSES
 from hydragraph.runtime.launch import join
 from hydragraph.train.config import TrainConfig
@@ -156,7 +157,7 @@ def _show(config: TrainConfig, strategies: Sequence[str], micro_batches: str, ra
             raise ValueError(f"--rank {rank}: there are ranks 0 to {len(programs) - 1}")
         for i, each in enumerate(programs):
             if rank in (None, i):
-                print(each, end="\n\n")
+                print(to_text(each), end="\n\n")
         print(f"# {strategy}: the programs of {len(programs)} ranks are complete, agree and come to their end")
 
 

@@ -31,6 +31,7 @@ class Variant:
         needs: "saved.{i}", a parameter name (its weight again), "tangent", or "collectives".
         gradients: parameter names, and "hidden" where the block has one.
         kinds: parameter name -> what its gradient is.
+        vocabulary: the parameter whose first local row "vocabulary_start" is; None: it is not an input.
     """
 
     forward: fx.GraphModule
@@ -40,6 +41,7 @@ class Variant:
     needs: tuple[str, ...]
     gradients: tuple[str, ...]
     kinds: Mapping[str, GradientKind]
+    vocabulary: str | None
 
 
 def differentiate(
@@ -56,7 +58,7 @@ def differentiate(
         partitioner: "min_cut" (functorch's: saves little, recomputes what is cheap) or "default" (saves everything).
     """
     names = [*template.parameters, *template.buffers, *template.inputs]
-    names += ["vocabulary_start"] if sharded.vocabulary_start else []
+    names += ["vocabulary_start"] if sharded.vocabulary else []
     specs, hints = _specs(template, sharded, parameters, degree, dtype)
     joint, values = trace_joint(sharded.graph, specs, hints)
     outputs = len(next(n for n in sharded.graph.graph.nodes if n.op == "output").args[0])
@@ -79,8 +81,9 @@ def differentiate(
         inputs.append(COLLECTIVES)
     if _bind(backward):
         needs.append(COLLECTIVES)
+    gradients = tuple(name for name, _ in wanted)
     return Variant(
-        forward, backward, tuple(inputs), outputs, tuple(needs), tuple(name for name, _ in wanted), sharded.kinds
+        forward, backward, tuple(inputs), outputs, tuple(needs), gradients, sharded.kinds, sharded.vocabulary
     )
 
 
@@ -101,7 +104,7 @@ def _specs(
                 hints[symbol] = int(size.node.hint) // local
             sizes.append(int(size) if symbol is None else symbol)
         specs.append(TensorSpec(tuple(sizes), value.dtype, name == "hidden"))
-    if sharded.vocabulary_start:
+    if sharded.vocabulary:
         specs.append(TensorSpec((), torch.int64))
     return specs, hints
 

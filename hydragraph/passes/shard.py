@@ -46,12 +46,13 @@ class Sharded:
     Attributes:
         graph: the forward graph over local shards; placeholders as in the template, then perhaps `vocabulary_start`.
         kinds: local parameter name -> what its gradient is.
-        vocabulary_start: whether the graph takes the first row of this rank's part of the vocabulary (0-d int64).
+        vocabulary: local name of the parameter cut along the vocabulary; the graph then takes "vocabulary_start", the
+            first row that this rank holds of it (0-d int64). None: there is none.
     """
 
     graph: fx.GraphModule
     kinds: Mapping[str, GradientKind]
-    vocabulary_start: bool
+    vocabulary: str | None
 
 
 def shard(template: Template, parameters: Mapping[str, Parameter], degree: Degree) -> Sharded:
@@ -64,18 +65,37 @@ def shard(template: Template, parameters: Mapping[str, Parameter], degree: Degre
     Raises:
         Unsupported: naming the block's parameter or operator, for a degree that cannot cut it.
     """
-    nodes = [n for n in template.graph.graph.nodes if n.op == "placeholder"]
-    held = dict(zip(nodes, template.parameters, strict=False))
-    described = {node: parameters[name] for node, name in held.items()}
-    whole = {node.name for node, parameter in described.items() if parameter.rule is None}
-    tokens = next((n for n in nodes if n.name == "input_ids"), None)
-    found = find_cuts(template.graph.graph, set(described), tokens, whole)
+    found, described = _analyse(template, parameters)
+    kinds = gradient_kinds(template, parameters, degree.tp)
     if degree.tp == 1:
-        return Sharded(_without_placeholders(template.graph), dict.fromkeys(held.values(), GradientKind.PARTIAL), False)
+        return Sharded(_without_placeholders(template.graph), kinds, None)
     rewrite = _Rewrite(found, described, degree)
     graph = rewrite.run(template.graph)
-    kinds = {name: rewrite.kind(node) for node, name in held.items()}
-    return Sharded(graph, kinds, rewrite.start is not None)
+    names = dict(zip(described, template.parameters, strict=True))
+    return Sharded(graph, kinds, names[rewrite.vocabulary] if rewrite.vocabulary else None)
+
+
+def gradient_kinds(
+    template: Template, parameters: Mapping[str, Parameter], tp: int
+) -> dict[str, GradientKind]:
+    """Say, for a stage of `tp` ranks, whether each parameter's gradient is whole on every rank, or a part."""
+    if tp == 1:
+        return dict.fromkeys(template.parameters, GradientKind.PARTIAL)
+    found, described = _analyse(template, parameters)
+    return {name: _kind(node, found, described[node]) for name, node in zip(template.parameters, described, strict=True)}
+
+
+def _kind(node: fx.Node, found: Cuts, parameter: Parameter) -> GradientKind:
+    whole_users = parameter.rule is None and not any(u in found.cut and u not in found.columns for u in node.users)
+    return GradientKind.REPLICA if whole_users else GradientKind.PARTIAL
+
+
+def _analyse(template: Template, parameters: Mapping[str, Parameter]) -> tuple[Cuts, dict[fx.Node, Parameter]]:
+    nodes = [n for n in template.graph.graph.nodes if n.op == "placeholder"]
+    described = {node: parameters[name] for node, name in zip(nodes, template.parameters, strict=False)}
+    whole = {node.name for node, parameter in described.items() if parameter.rule is None}
+    tokens = next((n for n in nodes if n.name == "input_ids"), None)
+    return find_cuts(template.graph.graph, set(described), tokens, whole), described
 
 
 def _without_placeholders(graph: fx.GraphModule) -> fx.GraphModule:
@@ -91,6 +111,13 @@ def _without_placeholders(graph: fx.GraphModule) -> fx.GraphModule:
     return fx.GraphModule(graph, result)
 
 
+def _weight(column: fx.Node) -> fx.Node:
+    """Return the weight of a column-parallel product or embedding."""
+    weight = column.args[0] if column.target is aten.embedding.default else product(column)[1]  # type: ignore[index]
+    assert isinstance(weight, fx.Node)
+    return weight
+
+
 class _Rewrite:
     """One walk over an annotated template that writes the local graph."""
 
@@ -99,12 +126,14 @@ class _Rewrite:
         self.graph = fx.Graph()
         self.copied: dict[fx.Node, fx.Node] = {}
         self.start: fx.Node | None = None
+        self.vocabulary: fx.Node | None = None
 
     def run(self, source: fx.GraphModule) -> fx.GraphModule:
         placeholders = [n for n in source.graph.nodes if n.op == "placeholder"]
         for node in placeholders:
             self.copied[node] = self.graph.node_copy(node)
-        if any(n.target in (aten.embedding.default, aten.cross_entropy_loss.default) for n in self.found.rows):
+        self.vocabulary = next((w for n in self.found.rows if (w := self._table(n)) is not None), None)
+        if self.vocabulary is not None:
             self.start = self.graph.placeholder("vocabulary_start")
         for node in source.graph.nodes:
             if node.op == "output":
@@ -114,12 +143,11 @@ class _Rewrite:
         self.graph.lint()
         return fx.GraphModule(source, self.graph)
 
-    def kind(self, parameter: fx.Node) -> GradientKind:
-        """Say what the gradient of a parameter is: whole on every rank, or a part."""
-        if self.parameters[parameter].rule is not None:
-            return GradientKind.PARTIAL
-        partial = any(u in self.found.cut and u not in self.found.columns for u in parameter.users)
-        return GradientKind.PARTIAL if partial else GradientKind.REPLICA
+    def _table(self, row: fx.Node) -> fx.Node | None:
+        """Return the weight that a vocabulary-parallel embedding or loss works on."""
+        if row.target not in (aten.embedding.default, aten.cross_entropy_loss.default):
+            return None
+        return _weight(self.found.rows[row].lead)
 
     def _local(self, value: Any) -> Any:
         return fx.node.map_arg(value, lambda n: self.copied[n])
@@ -190,8 +218,7 @@ class _Rewrite:
 
     def local_size(self, cut: Cut) -> int:
         """Return this rank's elements along the dimension of a cut value."""
-        weight = cut.lead.args[0] if cut.lead.target is aten.embedding.default else product(cut.lead)[1]  # type: ignore[index]
-        parameter = self.parameters[weight]  # type: ignore[index]
+        parameter = self.parameters[_weight(cut.lead)]
         rule, at, held = parameter.rule, 0, 0
         assert rule is not None
         for segment, units in enumerate(rule.segments):

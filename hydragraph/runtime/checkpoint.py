@@ -87,18 +87,17 @@ def save(
         RankFailure: another rank failed while writing; that rank raises its own error.
     """
     path, what, rank = Path(path), f"save checkpoint {path}", groups.world.rank
-    plain = _merged(_together(groups, what, lambda: _plain(home, optimizer)))
+    parts = _together(groups, what, lambda: _encoded("the optimizer", _plain(home, optimizer)))
+    entry = _together_own(groups, what, lambda: _packed(extra, parts) if rank == 0 else b"")
     scratch = cast(Path, _together(groups, what, lambda: _scratch(path) if rank == 0 else None)[0])
     try:
-        entry = _together_own(groups, what, lambda: _packed(extra, plain) if rank == 0 else b"")
         contents: dict[str, _Sharded | bytes] = {**_weights(home), **_elementwise(home, optimizer)}
         if rank == 0:
             contents[_ENTRY] = entry
         writer = FileSystemWriter(scratch, overwrite=False)
         _run(dcp_save, groups, what, state_dict=contents, storage_writer=writer, planner=_SavePlanner())
         files = {n: f for part in _together(groups, what, lambda: _written(scratch, rank)) for n, f in part.items()}
-        shapes = {name: piece.parameter.shape for name, piece in home.pieces.items()}
-        manifest = _Manifest(_FORMAT, _versions(), groups.world.ranks, shapes, plain.kind if plain else None, files)
+        manifest = _Manifest(_FORMAT, _versions(), groups.world.ranks, _shapes(home), _kind(optimizer), files)
         _together(groups, what, lambda: _commit(path, scratch, manifest) if rank == 0 else None)
     except BaseException:
         if rank == 0:
@@ -132,7 +131,7 @@ def load(path: PathLike, home: HomeState, optimizer: torch.optim.Optimizer | Non
     for name, tensors in states.items():
         contents |= {_state_key(state, name): _sharded(home.pieces[name], t) for state, t in tensors.items()}
     _run(dcp_load, groups, what, state_dict=contents, storage_reader=reader, planner=_LoadPlanner())
-    entry = torch.load(io.BytesIO(cast(bytes, contents[_ENTRY])), map_location="cpu", weights_only=True)
+    entry = _decoded(cast(bytes, contents[_ENTRY]))
     if optimizer is not None:
         _together(groups, what, lambda: _restore(path, home, optimizer, _Plain(**entry["optimizer"]), states))
     extra: dict[str, Any] = entry["extra"]
@@ -356,17 +355,19 @@ class _Plain:
     """What is not sharded of an optimizer.
 
     Attributes:
-        kind: its class name.
         groups: the names of each parameter group's parameters.
         hyperparameters: of each group.
         scalars: parameter -> state -> value; of a rank: only of parameters that it owns a part of, because an empty
             part need not have been stepped.
     """
 
-    kind: str
     groups: list[list[str]]
     hyperparameters: list[dict[str, Any]]
     scalars: dict[str, dict[str, Any]]
+
+
+def _kind(optimizer: torch.optim.Optimizer | None) -> str | None:
+    return None if optimizer is None else type(optimizer).__name__
 
 
 def _group_names(home: HomeState, optimizer: torch.optim.Optimizer) -> list[list[str]]:
@@ -374,18 +375,22 @@ def _group_names(home: HomeState, optimizer: torch.optim.Optimizer) -> list[list
     return [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
 
 
-def _plain(home: HomeState, optimizer: torch.optim.Optimizer | None) -> _Plain | None:
+def _places(groups: Sequence[Sequence[str]]) -> dict[str, int]:
+    """Return which group each parameter is in."""
+    return {name: place for place, names in enumerate(groups) for name in names}
+
+
+def _plain(home: HomeState, optimizer: torch.optim.Optimizer | None) -> dict[str, Any] | None:
+    """Return the fields of this rank's `_Plain`."""
     if optimizer is None:
         return None
     unstored = ("params", "param_names")
     hyperparameters = [{k: v for k, v in g.items() if k not in unstored} for g in optimizer.param_groups]
     scalars: dict[str, dict[str, Any]] = {}
     for name, state, value in _states(home, optimizer):
-        if not isinstance(value, Tensor):
-            scalars.setdefault(name, {})[state] = value
-        elif value.dim() == 0:
-            scalars.setdefault(name, {})[state] = value.detach().cpu().clone()
-    return _Plain(type(optimizer).__name__, _group_names(home, optimizer), hyperparameters, scalars)
+        if not isinstance(value, Tensor) or value.dim() == 0:
+            scalars.setdefault(name, {})[state] = value.detach().cpu() if isinstance(value, Tensor) else value
+    return vars(_Plain(_group_names(home, optimizer), hyperparameters, scalars))
 
 
 def _elementwise(home: HomeState, optimizer: torch.optim.Optimizer | None) -> dict[str, _Sharded]:
@@ -409,45 +414,44 @@ def _states(home: HomeState, optimizer: torch.optim.Optimizer) -> Iterable[tuple
             yield name, state, value
 
 
-def _merged(parts: Sequence[_Plain | None]) -> _Plain | None:
+def _packed(extra: Mapping[str, Any], parts: Sequence[bytes]) -> bytes:
+    """Serialise everything that is no tensor, `parts` being what the ranks know of the optimizer."""
+    for name, value in extra.items():
+        _encoded(f"extra[{name!r}]", value)
+    known = [_Plain(**fields) for part in parts if (fields := _decoded(part)) is not None]
+    return _encoded("extra", {"extra": dict(extra), "optimizer": vars(_merged(known)) if known else None})
+
+
+def _merged(parts: Sequence[_Plain]) -> _Plain:
     """Join what the ranks know: every parameter's scalars, which its owners have in common."""
-    first = parts[0]
-    if first is None:
-        return None
     scalars: dict[str, dict[str, Any]] = {}
     for rank, part in enumerate(parts):
-        for name, values in part.scalars.items() if part is not None else ():
+        for name, values in part.scalars.items():
             known = scalars.setdefault(name, values)
             if known.keys() != values.keys() or any(bool(known[k] != values[k]) for k in known):
                 raise ValueError(
-                    f"optimizer {first.kind}, parameter {name}: {values} on rank {rank} but {known} on another rank:"
-                    " step the optimizer on all ranks alike"
+                    f"optimizer, parameter {name}: {values} on rank {rank} but {known} on an earlier rank: step the"
+                    " optimizer on all ranks alike"
                 )
-    return _Plain(first.kind, first.groups, first.hyperparameters, scalars)
+    return _Plain(parts[0].groups, parts[0].hyperparameters, scalars)
 
 
-def _packed(extra: Mapping[str, Any], plain: _Plain | None) -> bytes:
-    """Serialise what is no tensor, and see that it can be read back without running any code from the file."""
-    for name, value in extra.items():
-        _bytes(f"extra[{name!r}]", value)
-    optimizer = vars(plain) if plain is not None else None
-    for name, value in optimizer.items() if optimizer is not None else ():
-        _bytes(f"the optimizer's {name}", value)
-    return _bytes("extra", {"extra": dict(extra), "optimizer": optimizer})
-
-
-def _bytes(what: str, value: object) -> bytes:
+def _encoded(what: str, value: object) -> bytes:
+    """Serialise plain data, and see that it can be read back without running any code from the file."""
     buffer = io.BytesIO()
     try:
         torch.save(value, buffer)
-        buffer.seek(0)
-        torch.load(buffer, weights_only=True)
+        _decoded(buffer.getvalue())
     except Exception as error:
         raise ValueError(
             f"checkpoint: {what} is not plain data ({type(error).__name__}): use numbers, strings, tensors, and lists,"
             " tuples and dictionaries of them; turn NumPy arrays into tensors"
         ) from error
     return buffer.getvalue()
+
+
+def _decoded(data: bytes) -> Any:
+    return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
 
 
 def _allocated(metadata: Metadata, home: HomeState) -> dict[str, dict[str, Tensor]]:
@@ -470,9 +474,10 @@ def _restore(
 ) -> None:
     groups = _group_names(home, optimizer)
     if [sorted(names) for names in groups] != [sorted(names) for names in plain.groups]:
+        moved = _places(groups).items() ^ _places(plain.groups).items()
         raise ValueError(
-            f"checkpoint {path}: its optimizer's parameter groups are {plain.groups}, this one's are {groups}: build"
-            " the optimizer with the groups that it was saved with"
+            f"checkpoint {path}: its optimizer has {len(plain.groups)} parameter groups, this one {len(groups)}, which"
+            f" differ in {sorted({name for name, _ in moved})[:3]}: build the optimizer with those it was saved with"
         )
     stepped = {name for name in home.pieces if states.get(name) or plain.scalars.get(name)}
     optimizer.load_state_dict(
@@ -574,9 +579,12 @@ def _damage(path: Path, expected: _File) -> str | None:
     return None
 
 
+def _shapes(home: HomeState) -> dict[str, tuple[int, ...]]:
+    return {name: piece.parameter.shape for name, piece in home.pieces.items()}
+
+
 def _check_model(path: Path, manifest: _Manifest, home: HomeState, optimizer: torch.optim.Optimizer | None) -> None:
-    shapes = {name: piece.parameter.shape for name, piece in home.pieces.items()}
-    stored = manifest.parameters
+    shapes, stored = _shapes(home), manifest.parameters
     different = [
         f"{name} is {list(stored[name]) if name in stored else 'missing'} in the checkpoint and"
         f" {list(shapes[name]) if name in shapes else 'missing'} in the model"
@@ -586,10 +594,10 @@ def _check_model(path: Path, manifest: _Manifest, home: HomeState, optimizer: to
     if different:
         rest = f"; and {len(different) - 3} more" if len(different) > 3 else ""
         raise ValueError(f"checkpoint {path}: {'; '.join(different[:3])}{rest}: load it into the model that it is of")
-    if optimizer is not None and manifest.optimizer != type(optimizer).__name__:
+    if optimizer is not None and manifest.optimizer != _kind(optimizer):
         raise ValueError(
             f"checkpoint {path}: it holds the state of {manifest.optimizer or 'no optimizer'}, not of"
-            f" {type(optimizer).__name__}: use the optimizer that it was saved with, or none to load weights alone"
+            f" {_kind(optimizer)}: use the optimizer that it was saved with, or none to load weights alone"
         )
 
 

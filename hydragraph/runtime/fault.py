@@ -10,7 +10,9 @@ The protocol, per process:
    to end a wait on a rank that is alive but will never answer. The cut comes a little later than the news, so that
    waits on the failed rank itself end by themselves, and before any communicator is dropped, because dropping one
    with operations pending can block.
-4. Every rank but the failed one raises RankFailure(rank, instruction, error) of the one agreed fault.
+4. Waits that even the cut does not end are left behind: gloo forgets a receive whose connection broke amid its
+   payload, so that it ends with the communicator's timeout only. Hence no wait happens on the executor's own thread.
+5. Every rank but the failed one raises RankFailure(rank, instruction, error) of the one agreed fault.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
+from queue import Empty, SimpleQueue
 
 import torch
 import torch.distributed as dist
@@ -41,6 +44,7 @@ _POLL = timedelta(seconds=0.1)  # a poll of the store costs 30-95 us
 _HEAD_START = timedelta(seconds=0.3)  # waits on a closed peer fail within 0.1 s; those messages are the better ones
 _STOPPED = timedelta(seconds=1.5)  # once communication has failed: a heartbeat that is missing for so long has stopped
 _PATIENCE = timedelta(seconds=2.5)  # to learn who is at fault; longer than _STOPPED, so that a stopped rank is found
+_LAST_CHANCE = timedelta(seconds=0.5)  # for waits to end by the cut; it takes effect within 0.1 s where it does
 _SILENCE = timedelta(seconds=10)  # with no other sign of a failure; a long call that holds the GIL also stops the beat
 _DEATH = "hydragraph/death"
 _NAMESPACE = "hydragraph/watch"
@@ -190,6 +194,43 @@ class _Pulse:
         return rank if rank is not None and self._missed[rank] * _POLL >= duration else None
 
 
+class _Waiter:
+    """Waits for works on a thread of its own, so that a wait can be left behind."""
+
+    def __init__(self) -> None:
+        self._requests: SimpleQueue[tuple[dist.Work, SimpleQueue[Exception | None]] | None] = SimpleQueue()
+        threading.Thread(target=self._run, name="hydragraph-waiter", daemon=True).start()
+
+    def _run(self) -> None:
+        while (request := self._requests.get()) is not None:
+            work, answer = request
+            try:
+                work.wait()
+                answer.put(None)
+            except Exception as error:
+                answer.put(error)
+            del request, work, answer  # a buffer must not live until the next wait
+
+    def wait(self, work: dist.Work, abandoned: Callable[[], bool]) -> None:
+        """Waits until the work is done or `abandoned()`; raises the work's error, or RuntimeError."""
+        answer: SimpleQueue[Exception | None] = SimpleQueue()
+        self._requests.put((work, answer))
+        while True:
+            try:
+                error = answer.get(timeout=_POLL.total_seconds())
+            except Empty:
+                if abandoned():
+                    raise RuntimeError("communication was ended, but one operation did not end with it") from None
+                continue
+            if error is not None:
+                raise error
+            return
+
+    def close(self) -> None:
+        """Ends the thread, once it waits for nothing."""
+        self._requests.put(None)
+
+
 class _Disconnected(RuntimeError):  # noqa: N818
     """Marks an error of communication, whose origin may be another rank; its cause is the error itself."""
 
@@ -242,6 +283,7 @@ class Watch:
         self._guarded: set[tuple[int, str]] = set()
         self._aborts: list[Callable[[], None]] = []
         self._cutting = threading.Lock()
+        self._cut_at: float | None = None
         self._stopped = threading.Event()
         self._thread: threading.Thread | None = None
         if ranks > 1:
@@ -263,6 +305,7 @@ class Watch:
         if self.rank == 0:
             store.set(_NAMESPACE, f"hydragraph/{name}")
         self._ledger = _Ledger(store, f"hydragraph/{name}")
+        self._waiter = _Waiter()
         self._thread = threading.Thread(target=self._run, name="hydragraph-watch", daemon=True)
         self._thread.start()
 
@@ -322,6 +365,17 @@ class Watch:
                 raise
             raise _Disconnected(str(error)) from error
 
+    def wait(self, work: dist.Work) -> None:
+        """Waits for an operation of gloo's, or until communication has been ended; call it from one thread only."""
+        with self.communicating():
+            if self.ranks == 1 or work.is_completed():
+                work.wait()
+            else:
+                self._waiter.wait(work, self._abandoned)
+
+    def _abandoned(self) -> bool:
+        return self._cut_at is not None and time.monotonic() - self._cut_at > _LAST_CHANCE.total_seconds()
+
     def check(self) -> None:
         """Raises the RankFailure of a fault that is known; call it where a device may have been freed by an abort."""
         if self._fault is not None:
@@ -361,6 +415,7 @@ class Watch:
         if self._thread is not None:
             self._thread.join()
             self._thread = None
+            self._waiter.close()
             self._board.close()
 
     # What the thread does.
@@ -400,6 +455,7 @@ class Watch:
             for descriptor, _ in self._guarded & _sockets():
                 _shut_down(descriptor)
             self._aborts, self._guarded = [], set()
+            self._cut_at = self._cut_at or time.monotonic()
 
     # Where ranks are.
 

@@ -6,9 +6,10 @@ Traffic is kept apart because a connection is a queue: behind 64 MB of weights, 
 
 from __future__ import annotations
 
+import ctypes
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from enum import Enum
@@ -18,10 +19,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hydragraph.runtime.fault import Watch
 from hydragraph.runtime.launch import World
 
 T = TypeVar("T")
 Guard = Callable[[], AbstractContextManager[None]]
+Wait = Callable[[dist.Work], None]
 
 # Native gloo all-reduces take 0.7-2 ms at 16 B, exchange and local addition 0.1 ms; they meet at these sizes.
 _EXCHANGE_BYTES_PAIR = 256 * 1024  # 2 ranks
@@ -51,19 +54,21 @@ class Groups:
     Args:
         world: this process's place, from `join`.
         timeout: after how long an operation fails.
-        guard: entered around every blocking communication, e.g. a watch's `communicating`.
+        watch: what tells an error of communication from one of ours, and ends waits; make it first, and then these
+            groups while it is `guarding`. None: waits end with the timeout.
         capacity: how many tensor-parallel communicators to keep for later strategies.
     """
 
-    def __init__(self, world: World, timeout: timedelta, *, guard: Guard = nullcontext, capacity: int = 64) -> None:
-        self.world, self._timeout, self._guard, self._capacity = world, timeout, guard, capacity
+    def __init__(self, world: World, timeout: timedelta, *, watch: Watch | None = None, capacity: int = 64) -> None:
+        self.world, self._timeout, self._watch, self._capacity = world, timeout, watch, capacity
+        self._guard: Guard = nullcontext if watch is None else watch.communicating
         self._roles: dict[Role, dist.ProcessGroup] = {}
         self._directions: dict[_Direction, dist.ProcessGroup] = {}
         # By sorted ranks, least recently used first; None where this rank is no member. The same keys in the same
         # order on all ranks, so that they make and drop groups together.
         self._tensor_parallel: OrderedDict[tuple[int, ...], dist.ProcessGroup | None] = OrderedDict()
         if world.ranks > 1:
-            with guard():
+            with self._guard():
                 self._roles = {role: self._of_all(role.value) for role in Role}
                 self._directions = {direction: self._of_all(direction.value) for direction in _Direction}
                 self._settle()
@@ -89,6 +94,16 @@ class Groups:
     def _object_group(self) -> dist.ProcessGroup | None:
         """Where objects travel: they are CPU tensors, so under NCCL the default group, which has gloo beside it."""
         return self._roles[Role.COMMIT] if self.world.backend == "gloo" else None
+
+    def wait(self, work: dist.Work | None) -> None:
+        """Waits for what an operation returned, on gloo until it is done, on NCCL on the current stream only."""
+        if work is None:
+            return
+        if self._watch is None or self.world.backend == "nccl":
+            with self._guard():
+                work.wait()
+        else:
+            self._watch.wait(work)
 
     # Collectives of all ranks.
 
@@ -130,7 +145,8 @@ class Groups:
         """Reduces a tensor over all ranks in place, to the same bits everywhere."""
         if self.world.ranks > 1:
             with self._guard():
-                dist.all_reduce(tensor, operation, group=self._roles[role])
+                work = dist.all_reduce(tensor, operation, group=self._roles[role], async_op=True)
+            self.wait(work)
 
     def gather_objects(self, value: T) -> list[T]:
         """Every rank's value, by rank; for small picklable objects."""
@@ -206,7 +222,7 @@ class Groups:
 
     def _collectives(self, ranks: tuple[int, ...]) -> Collectives:
         group = self._tensor_parallel[tuple(sorted(ranks))] if len(ranks) > 1 else None
-        return Collectives(ranks, self.world.rank, group, self._guard)
+        return Collectives(ranks, self.world.rank, group, self._guard, self.wait)
 
     def _evict(self, capacity: int) -> None:
         while len(self._tensor_parallel) > capacity:
@@ -223,18 +239,25 @@ class Groups:
                 group.abort()
 
     def close(self) -> None:
-        """Drops all communicators; after a failure only once their operations have been ended."""
+        """Drops all communicators."""
         groups = list(self._all())
         self._roles, self._directions = {}, {}
         self._tensor_parallel.clear()
-        if dist.is_initialized():
-            for group in groups:
+        for group in groups:
+            if self._watch is not None and self._watch.broken:
+                # gloo's destructor waits for operations, and some of them may never end: it must not run.
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+            if dist.is_initialized():
                 dist.destroy_process_group(group)
 
     def _all(self) -> Iterator[dist.ProcessGroup]:
         yield from self._roles.values()
         yield from self._directions.values()
         yield from (group for group in self._tensor_parallel.values() if group is not None)
+
+
+def _wait(work: dist.Work) -> None:
+    work.wait()
 
 
 @dataclass(frozen=True)
@@ -248,13 +271,15 @@ class Collectives:
         ranks: the stage's, in tensor-parallel order, which is the order of parts.
         rank: this one.
         group: their communicator; None for a single rank.
-        guard: entered around every communication.
+        guard: entered around the start of every communication.
+        wait: waits for one.
     """
 
     ranks: tuple[int, ...]
     rank: int
     group: dist.ProcessGroup | None = None
     guard: Guard = nullcontext
+    wait: Wait = _wait
 
     @property
     def size(self) -> int:
@@ -287,8 +312,9 @@ class Collectives:
         assert self.group is not None
         x = x.contiguous()
         out = x.new_empty((self.size, *x.shape))
-        with self._communicating():
-            _all_gather(out.view(-1), x.view(-1), self.group).wait()
+        with torch.no_grad(), self.guard():
+            work = _all_gather(out.view(-1), x.view(-1), self.group)
+        self.wait(work)
         places = sorted(self.ranks)  # the group's own order
         return torch.cat([out[places.index(rank)] for rank in self.ranks], dim)
 
@@ -309,8 +335,9 @@ class Collectives:
         assert self.group is not None
         by_group = torch.stack([parts[self.ranks.index(rank)] for rank in sorted(self.ranks)])
         out = torch.empty_like(by_group[0])
-        with self._communicating():
-            _reduce_scatter(out.view(-1), by_group.view(-1), self.group).wait()
+        with torch.no_grad(), self.guard():
+            work = _reduce_scatter(out.view(-1), by_group.view(-1), self.group)
+        self.wait(work)
         return out
 
     @property
@@ -323,8 +350,10 @@ class Collectives:
 
     def _native_all_reduce(self, x: Tensor, operation: dist.ReduceOp.RedOpType) -> Tensor:
         out = x.clone(memory_format=torch.contiguous_format)
-        with self._communicating():
-            dist.all_reduce(out, operation, group=self.group)
+        with torch.no_grad(), self.guard():
+            work = dist.all_reduce(out, operation, group=self.group, async_op=True)
+        assert work is not None
+        self.wait(work)
         return out
 
     def _exchange(self, parts: Sequence[Tensor]) -> list[Tensor]:
@@ -333,20 +362,15 @@ class Collectives:
         received = [mine if rank == self.rank else torch.empty_like(mine) for rank in self.ranks]
         sent = [part.contiguous() for part in parts]  # named, because they must live until the sends are done
         works: list[dist.Work | None] = []
-        with self._communicating():
+        with torch.no_grad(), self.guard():
             for place, rank in enumerate(self.ranks):
                 if rank != self.rank:
                     works.append(dist.irecv(received[place], rank, self.group))
                     works.append(dist.isend(sent[place], rank, self.group))
-            for work in works:
-                assert work is not None
-                work.wait()
+        for work in works:
+            assert work is not None
+            self.wait(work)
         return received
-
-    @contextmanager
-    def _communicating(self) -> Iterator[None]:
-        with torch.no_grad(), self.guard():
-            yield
 
 
 def _sum(parts: Sequence[Tensor]) -> Tensor:

@@ -44,6 +44,10 @@ class Piece:
     hi: int
     at: int
 
+    def of(self, shards: Mapping[str, Tensor]) -> Tensor:
+        """Return this part, 1-D, of the shards by bucket."""
+        return shards[self.bucket][self.at : self.at + self.hi - self.lo]
+
 
 @dataclass(frozen=True, eq=False)
 class HomeState:
@@ -74,12 +78,15 @@ class HomeState:
         owned = {b.name: _owned(b, layouts[b.name], rank) for b in program.buckets}
         found = {p.parameter.name: p for pieces in owned.values() for p in pieces}
         pieces = {name: found[name] for name in program.parameters}
-        parameters = {}
-        for name, piece in pieces.items():
-            span = slice(piece.at, piece.at + piece.hi - piece.lo)
-            parameters[name] = nn.Parameter(weights[piece.bucket][span])
-            parameters[name].grad = gradients[piece.bucket][span]
-        return HomeState(rank, layouts, weights, gradients, pieces, parameters)
+        parameters = {name: nn.Parameter(piece.of(weights)) for name, piece in pieces.items()}
+        state = HomeState(rank, layouts, weights, gradients, pieces, parameters)
+        state.attach_gradients()
+        return state
+
+    def attach_gradients(self) -> None:
+        """Point every parameter's `.grad` at its part of the gradients, also after a `zero_grad`."""
+        for name, piece in self.pieces.items():
+            self.parameters[name].grad = piece.of(self.gradients)
 
     @torch.no_grad()
     def fill(self, tensors: Mapping[str, Tensor]) -> None:

@@ -1,14 +1,13 @@
-"""A run's folder: where everything is, how a run begins in it, and which checkpoints are complete."""
+"""A run's folder: where everything is, and how a run begins in it."""
 
 from __future__ import annotations
 
-import json
 import shutil
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
+from hydragraph.runtime.checkpoint import latest
 from hydragraph.train.config import TrainConfig
 
 Begin = Literal["new", "resume", "overwrite"]
@@ -21,17 +20,10 @@ class Checkpoint:
     Attributes:
         path: its directory.
         step: after which it was taken.
-        mini_batches: where the stream of mini-batches was.
     """
 
     path: Path
     step: int
-    mini_batches: Mapping[str, Any]
-
-    @property
-    def state(self) -> Path:
-        """Where the weights and the optimizer's state are."""
-        return self.path / "state"
 
 
 @dataclass(frozen=True)
@@ -95,10 +87,7 @@ class RunFolder:
         last = self.check(config, how)
         if how == "overwrite":
             self._clear()
-        self.checkpoints.mkdir(parents=True, exist_ok=True)
-        for path in self.checkpoints.iterdir():
-            if _read(path) is None:  # cut off while it was written
-                shutil.rmtree(path)
+        self.path.mkdir(parents=True, exist_ok=True)
         config.save(self.config)
         return last
 
@@ -106,24 +95,10 @@ class RunFolder:
         """Return the directory of the checkpoint after a step."""
         return self.checkpoints / f"step-{step:08d}"
 
-    def complete(self, step: int, mini_batches: Mapping[str, Any], keep: int) -> None:
-        """Mark the checkpoint of a step, whose state every rank has written, as complete; drop all but the last few."""
-        marker = _marker(self.place(step))
-        partial = marker.with_name(f".{marker.name}.partial")
-        partial.write_text(json.dumps({"step": step, "mini_batches": dict(mini_batches)}) + "\n", encoding="utf-8")
-        partial.replace(marker)
-        for checkpoint in self.all()[:-keep]:
-            _marker(checkpoint.path).unlink()  # first, so that what is half deleted does not look complete
-            shutil.rmtree(checkpoint.path)
-
-    def all(self) -> list[Checkpoint]:
-        """Return the complete checkpoints in the order of their steps."""
-        paths = sorted(self.checkpoints.iterdir()) if self.checkpoints.is_dir() else []
-        return [checkpoint for path in paths if (checkpoint := _read(path)) is not None]
-
     def last(self) -> Checkpoint | None:
         """Return the latest complete checkpoint."""
-        return next(reversed(self.all()), None)
+        path = latest(self.checkpoints) if self.checkpoints.is_dir() else None
+        return None if path is None else Checkpoint(path, int(path.name.removeprefix("step-")))
 
     def _clear(self) -> None:
         """Remove an earlier run, but neither cached data nor files that no run has written."""
@@ -131,15 +106,3 @@ class RunFolder:
             shutil.rmtree(path, ignore_errors=True)
         for path in (self.metrics, self.picture, self.config):
             path.unlink(missing_ok=True)
-
-
-def _marker(path: Path) -> Path:
-    return path / "training.json"
-
-
-def _read(path: Path) -> Checkpoint | None:
-    """Read a checkpoint's marker; None where there is none yet."""
-    if not _marker(path).is_file():
-        return None
-    record = json.loads(_marker(path).read_text(encoding="utf-8"))
-    return Checkpoint(path, record["step"], record["mini_batches"])

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from hydragraph.runtime.checkpoint import prune
 from hydragraph.runtime.launch import World, join
 from hydragraph.spec.strategy import Strategy
 from hydragraph.train.config import TrainConfig
@@ -52,11 +53,14 @@ class Executor(Protocol):
     def full_state_dict(self) -> dict[str, Tensor]:
         """Return the whole model on rank 0."""
 
-    def save(self, path: Path) -> None:
-        """Write weights and optimizer state."""
+    def save(self, path: Path, extra: dict[str, Any] | None = None) -> None:
+        """Write weights, optimizer state and `extra`, whole or not at all."""
 
-    def load(self, path: Path) -> None:
-        """Read them back."""
+    def load(self, path: Path) -> dict[str, Any]:
+        """Read weights and optimizer state back, and return `extra`."""
+
+    def close(self) -> None:
+        """End the communication between the ranks."""
 
 
 class Watcher(Protocol):
@@ -136,8 +140,7 @@ def train(config: TrainConfig, begin: Begin, compile: Callable[..., Any], watche
     last = _from_rank_zero(world, lambda: folder.begin(config, begin))  # once nothing else can be refused
     done = 0
     if last is not None:
-        executor.load(last.state)
-        batches.load_state_dict(last.mini_batches)
+        batches.load_state_dict(executor.load(last.path)["mini_batches"])
         done = last.step
     with ExitStack() as stack:
         log = stack.enter_context(_open_log(folder, done, leader)) if leader is not None else None
@@ -149,6 +152,7 @@ def train(config: TrainConfig, begin: Begin, compile: Callable[..., Any], watche
             if _due(step, config.checkpoint_every, config.steps):
                 _checkpoint(run, step, batches.state_dict())
         _finish(run, model, tokens)
+        executor.close()
         return Outcome(folder, tuple(log.history) if log is not None else ())
 
 
@@ -238,23 +242,18 @@ def _evaluate(run: _Run, strategy: Strategy) -> float:
 
 def _checkpoint(run: _Run, step: int, position: Mapping[str, Any]) -> None:
     """Save everything that resuming needs, and the picture so far."""
-    run.executor.save(run.folder.place(step) / "state")
+    run.executor.save(run.folder.place(step), {"mini_batches": dict(position)})
     if run.log is not None:
-        run.folder.complete(step, position, run.config.keep)
-        _draw(run)
+        prune(run.folder.checkpoints, run.config.keep)
+        if matplotlib_installed():
+            write_picture(run.log.history, run.folder.picture)
 
 
 def _finish(run: _Run, model: nn.Module, tokens: Tokens) -> None:
-    """Write the picture and the final model."""
+    """Write the final model."""
     state = run.executor.full_state_dict()
     if run.log is not None:
-        _draw(run)
         export(model, state, tokens.tokenizer, run.folder.model)
-
-
-def _draw(run: _Run) -> None:
-    if run.log is not None and run.log.history and matplotlib_installed():
-        write_picture(run.log.history, run.folder.picture)
 
 
 def _open_log(folder: RunFolder, done: int, watcher: Watcher) -> MetricsLog:

@@ -53,7 +53,10 @@ def test_who_says_whether_it_is_causal() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"cu_seq_lens_q": None}, "attention was called without cu_seq_lens_q, so packed sequences would see each other"),
+        (
+            {"cu_seq_lens_q": None},
+            "attention was called without cu_seq_lens_q, so packed sequences would see each other",
+        ),
         ({"attention_mask": torch.ones(1, 1, 5, 5)}, "an attention mask; pack sequences instead of padding them"),
         ({"dropout": 0.1}, "attention dropout 0.1; set the config's attention dropout to 0"),
         ({"sliding_window": 128}, "sliding_window=128; set sliding_window to None in the config"),
@@ -101,7 +104,9 @@ def test_dropout_is_refused_only_in_training() -> None:
 def test_gradient_checkpointing_is_refused() -> None:
     model = llama(layers=1)
     model.gradient_checkpointing_enable()
-    with pytest.raises(Unsupported, match=r"LlamaForCausalLM: .*checkpointing; call model.gradient_checkpointing_disable"):
+    with pytest.raises(
+        Unsupported, match=r"LlamaForCausalLM: .*checkpointing; call model.gradient_checkpointing_disable"
+    ):
         refuse_unsupported(model)
 
 

@@ -6,48 +6,14 @@ from itertools import pairwise
 
 import pytest
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor
 
+from hydragraph.capture.blocks import meta_copy
+from hydragraph.capture.private import symbol_name
 from hydragraph.capture.templates import capture_template
-from hydragraph.ir.placeholders import communicate
-from hydragraph.ir.program import Block, Program
+from tests.capture.execute import batch, run, with_aux
 from tests.capture.test_skeleton import Layer, Model, skeleton
 from tests.models import captured
-
-
-def run(program: Program, model: nn.Module, block: Block, values: dict[str, Tensor]) -> tuple[Tensor, ...]:
-    """Run one block's template with the model's weights and `values` for its other inputs."""
-    template = program.templates[block.template]
-    held = dict([*model.named_parameters(), *model.named_buffers()])
-    arguments = [held[name] for name in (*block.parameters, *block.buffers)]
-    return _Executed(template.graph).run(*arguments, *(values[name] for name in template.inputs))
-
-
-class _Executed(fx.Interpreter):
-    """Runs a template as it stands: one device holds everything, so nothing is communicated."""
-
-    def call_function(self, target, args, kwargs):  # type: ignore[no-untyped-def]
-        return args[0] if target is communicate else super().call_function(target, args, kwargs)
-
-
-def batch(lengths: list[int], vocab: int = 101) -> dict[str, Tensor]:
-    """Pack random sequences of the given lengths."""
-    bounds = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32)
-    ids = torch.randint(0, vocab, (1, sum(lengths)), generator=torch.Generator().manual_seed(len(lengths)))
-    labels = torch.cat([torch.cat([ids[0, a + 1 : b], torch.tensor([-100])]) for a, b in pairwise(bounds.tolist())])
-    return {
-        "input_ids": ids,
-        "position_ids": torch.cat([torch.arange(n) for n in lengths])[None],
-        "labels": labels[None],
-        "cu_seqlens": bounds,
-        "max_length": torch.tensor(max(lengths)),
-    }
-
-
-def with_aux(block: Block, values: dict[str, Tensor], aux: tuple[Tensor, ...], inputs: tuple[str, ...]) -> dict[str, Tensor]:
-    """Add a block's inputs "other.*" from the aux graph's outputs."""
-    others = [name for name in inputs if name.startswith("other.")]
-    return values | {name: aux[i] for name, i in zip(others, block.aux, strict=True)}
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
@@ -86,13 +52,22 @@ class Indexed(Layer):
         return hidden + self.linear(hidden) / (self.layer_idx + 1)
 
 
+def last_template(model: Model) -> tuple[str, bool]:
+    """Capture a model's last block; return the template's name and whether it stands alone."""
+    _, sites = skeleton(meta_copy(model, torch.float32))
+    symbols = {symbol_name(size) for tensor in sites[-1].inputs for size in tensor.shape} - {None}
+    template, alone = capture_template(sites[-1], dict.fromkeys(symbols, 64))
+    return template.name, alone
+
+
 def test_a_block_that_computes_with_its_index_stands_alone() -> None:
-    from hydragraph.capture.blocks import meta_copy
+    first, alone = last_template(Model(Indexed(0)))
+    second, also = last_template(Model(Indexed(0), Indexed(1)))
+    assert alone
+    assert also
+    assert first != second
 
-    def made(*layers: Layer) -> tuple[str, bool]:
-        model = meta_copy(Model(*layers), torch.float32)
-        _, sites = skeleton(model)
-        template, alone = capture_template(sites[-1], {"s53": 64})
-        return template.name, alone
 
-    assert made(Indexed(0), Indexed(1))[1]
+def test_a_plain_block_stands_for_all_its_like() -> None:
+    assert last_template(Model(Layer())) == last_template(Model(Layer(), Layer()))
+    assert not last_template(Model(Layer()))[1]

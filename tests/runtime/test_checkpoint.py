@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import pickle
 import random
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -77,7 +76,7 @@ def adagrad(named: Named) -> torch.optim.Optimizer:
     return torch.optim.Adagrad(named, lr=0.1)
 
 
-KINDS = {f.__name__: f for f in (adamw, unstepped, sgd, nadam, adagrad)}
+KINDS = {f.__name__: f for f in (adamw, unstepped, sgd)}
 
 
 def tensors(seed: int, model: Model = MODEL) -> dict[str, Tensor]:
@@ -173,8 +172,46 @@ def load_all(folder: Path) -> list[tuple[Snapshot, Snapshot, dict[str, Any]]]:
     return results
 
 
-def save_and_load_all(root: Path) -> tuple[dict[int, Any], dict[tuple[int, int], Any]]:
-    """Save with 1, 2, 3 and 4 ranks, load each with 1, 2, 3 and 4; starting processes for each would take a minute."""
+def outcome(work: Callable[[], object]) -> tuple[str, str]:
+    try:
+        work()
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+def fail_together(folder: Path) -> list[tuple[str, str]]:
+    world = join("cpu")
+    groups = groups_of(world)
+    home, optimizer = trained(world, "adamw")
+    path, outcomes = folder / "c", []
+    checkpoint.save(path, home, optimizer, {"step": 1}, groups)
+    full = mock.patch.object(dcp.FileSystemWriter, "write_data", side_effect=OSError("disk full"))
+    with full if world.rank == 1 else nullcontext():
+        outcomes.append(outcome(lambda: checkpoint.save(path, home, optimizer, {"step": 2}, groups)))
+    no_space = mock.patch.object(dcp.FileSystemWriter, "finish", side_effect=OSError("no space"))
+    with no_space if world.rank == 0 else nullcontext():
+        outcomes.append(outcome(lambda: checkpoint.save(path, home, optimizer, {"step": 2}, groups)))
+    outcomes.append(outcome(lambda: checkpoint.save(path, home, optimizer, {"step": os}, groups)))
+    assert checkpoint.load(path, home, optimizer, groups) == {"step": 1}
+    assert [p.name for p in folder.iterdir()] == ["c"]
+    other = sgd if world.rank == 2 else adamw
+    outcomes.append(outcome(lambda: checkpoint.load(path, *make(world, other), groups)))
+    groups.gather_objects(None)
+    if world.rank == 0:
+        (path / "__2_0.distcp").unlink()
+    outcomes.append(outcome(lambda: checkpoint.load(path, home, optimizer, groups)))
+    if world.rank == 1:
+        optimizer.state[home.parameters["embed.weight"]]["step"] += 1
+    outcomes.append(outcome(lambda: checkpoint.save(path, home, optimizer, {}, groups)))
+    return outcomes
+
+
+def save_and_load_all(root: Path) -> tuple[dict[int, Any], dict[tuple[int, int], Any], list[tuple[str, str]]]:
+    """Save with 1, 2, 3 and 4 ranks, load each with 1, 2, 3 and 4, and fail with 4.
+
+    All in the same processes, with one process group after another, because starting them anew takes seconds each.
+    """
     rank = dist.get_rank()
     store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), None, False)
     written, read = {}, {}
@@ -192,7 +229,7 @@ def save_and_load_all(root: Path) -> tuple[dict[int, Any], dict[tuple[int, int],
                 dist.destroy_process_group()
             prefix = dist.PrefixStore(f"after {ranks} {saving}", store)
             dist.init_process_group("gloo", store=prefix, rank=rank, world_size=COUNTS[-1])
-    return written, read
+    return written, read, fail_together(root / "errors")
 
 
 @dataclass(frozen=True)
@@ -203,11 +240,13 @@ class Results:
         root: a folder per number of ranks, in it a checkpoint per kind.
         written: ranks -> by rank and kind: (saved, after another step).
         read: (ranks that saved, ranks that loaded) -> by rank and kind: (loaded, after another step, extra).
+        errors: what `fail_together` met, by rank.
     """
 
     root: Path
     written: dict[int, list[list[tuple[Snapshot, Snapshot]]]]
     read: dict[tuple[int, int], list[list[tuple[Snapshot, Snapshot, dict[str, Any]]]]]
+    errors: list[list[tuple[str, str]]]
 
     def saved(self, ranks: int, kind: str) -> list[Snapshot]:
         return [by_kind[list(KINDS).index(kind)][0] for by_kind in self.written[ranks]]
@@ -217,8 +256,9 @@ class Results:
 def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
     root = tmp_path_factory.mktemp("saved")
     by_rank = launch(save_and_load_all, COUNTS[-1], root)
-    written = {n: [written[n] for written, _ in by_rank[:n]] for n in COUNTS}
-    return Results(root, written, {(n, m): [read[n, m] for _, read in by_rank[:m]] for n in COUNTS for m in COUNTS})
+    written = {n: [written[n] for written, _, _ in by_rank[:n]] for n in COUNTS}
+    read = {(n, m): [read[n, m] for _, read, _ in by_rank[:m]] for n in COUNTS for m in COUNTS}
+    return Results(root, written, read, [errors for _, _, errors in by_rank])
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -258,11 +298,11 @@ def test_the_cases_are_what_they_claim(results: Results) -> None:
     }
     assert adam[0].scalars["step.embed.weight"] == 2
     assert adam[0].groups[0]["lr"] == 0.05
-    assert "mu_product.layer.0.qkv" in results.saved(1, "nadam")[0].scalars
     assert "optimizer.momentum_buffer.layer.0.qkv" in whole(results.saved(3, "sgd"))
     assert whole(results.saved(3, "unstepped")).keys() == MODEL.parameters.keys()
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("ranks", COUNTS)
 def test_plain_dcp_reads_natural_tensors(ranks: int, results: Results) -> None:
     folder, expected = results.root / str(ranks) / "adamw", whole(results.saved(ranks, "adamw"))
@@ -292,6 +332,28 @@ def made(tmp_path: Path, groups: Groups) -> Path:
     home, optimizer = trained(ALONE, "adamw")
     checkpoint.save(tmp_path / "step-7", home, optimizer, {"step": 7}, groups)
     return tmp_path / "step-7"
+
+
+@pytest.mark.parametrize("factory", [nadam, adagrad])
+def test_optimizers_with_other_states(factory: Any, tmp_path: Path, groups: Groups) -> None:
+    home, optimizer = make(ALONE, factory)
+    step(home, optimizer, 1)
+    checkpoint.save(tmp_path / "c", home, optimizer, {}, groups)
+    resumed = make(ALONE, factory, seed=2)
+    checkpoint.load(tmp_path / "c", *resumed, groups)
+    for each in ((home, optimizer), resumed):
+        step(*each, 2)
+    straight, found = Snapshot.of(home, optimizer), Snapshot.of(*resumed)
+    assert {key.split(".")[0] for key in straight.scalars} >= {"step"}
+    assert found.scalars == straight.scalars
+    assert all(torch.equal(flat, found.shards[key][1]) for key, (_, flat) in straight.shards.items())
+
+
+def test_hyperparameters_that_could_not_be_read_back_are_refused(tmp_path: Path, groups: Groups) -> None:
+    home, optimizer = make(ALONE)
+    optimizer.param_groups[0]["schedule"] = lambda: 0
+    with pytest.raises(ValueError, match="the optimizer is not plain data"):
+        checkpoint.save(tmp_path / "c", home, optimizer, {}, groups)
 
 
 def test_extra_is_any_plain_data(tmp_path: Path, groups: Groups) -> None:
@@ -355,7 +417,7 @@ def test_another_model_or_optimizer_is_refused(made: Path, groups: Groups) -> No
         checkpoint.load(made, *make(ALONE, model=renamed), groups)
     with pytest.raises(ValueError, match="holds the state of AdamW, not of SGD"):
         checkpoint.load(made, *make(ALONE, sgd), groups)
-    with pytest.raises(ValueError, match="parameter groups are"):
+    with pytest.raises(ValueError, match=r"has 2 parameter groups, this one 1, which differ in \['layer.0.norm'\]"):
         checkpoint.load(made, *make(ALONE, torch.optim.AdamW), groups)
 
 
@@ -428,47 +490,12 @@ def test_latest_and_prune(tmp_path: Path, groups: Groups) -> None:
 # Errors on one of several ranks.
 
 
-def outcome(work: Callable[[], object]) -> tuple[str, str]:
-    try:
-        work()
-    except Exception as error:
-        return type(error).__name__, str(error)
-    return "", ""
-
-
-def fail_together(folder: Path) -> list[tuple[str, str]]:
-    world = join("cpu")
-    groups = groups_of(world)
-    home, optimizer = trained(world, "adamw")
-    path, outcomes = folder / "c", []
-    checkpoint.save(path, home, optimizer, {"step": 1}, groups)
-    full = mock.patch.object(dcp.FileSystemWriter, "write_data", side_effect=OSError("disk full"))
-    with full if world.rank == 1 else nullcontext():
-        outcomes.append(outcome(lambda: checkpoint.save(path, home, optimizer, {"step": 2}, groups)))
-    with mock.patch("pickle.dump", side_effect=OSError("no space")) if world.rank == 0 else nullcontext():
-        outcomes.append(outcome(lambda: checkpoint.save(path, home, optimizer, {"step": 2}, groups)))
-    outcomes.append(outcome(lambda: checkpoint.save(path, home, optimizer, {"step": pickle}, groups)))
-    assert checkpoint.load(path, home, optimizer, groups) == {"step": 1}
-    assert [p.name for p in folder.iterdir()] == ["c"]
-    other = sgd if world.rank == 2 else adamw
-    outcomes.append(outcome(lambda: checkpoint.load(path, *make(world, other), groups)))
-    groups.gather_objects(None)
-    if world.rank == 0:
-        (path / "__2_0.distcp").unlink()
-    outcomes.append(outcome(lambda: checkpoint.load(path, home, optimizer, groups)))
-    if world.rank == 1:
-        optimizer.state[home.parameters["embed.weight"]]["step"] += 1
-    outcomes.append(outcome(lambda: checkpoint.save(path, home, optimizer, {}, groups)))
-    return outcomes
-
-
-def test_an_error_on_one_rank_is_an_error_on_all(tmp_path: Path) -> None:
-    results = launch(fail_together, 3, tmp_path)
-    writer, coordinator, extra, other, missing, diverged = zip(*results, strict=True)
-    assert [kind for kind, _ in writer] == ["RankFailure", "OSError", "RankFailure"]
+def test_an_error_on_one_rank_is_an_error_on_all(results: Results) -> None:
+    writer, coordinator, extra, other, missing, diverged = zip(*results.errors, strict=True)
+    assert [kind for kind, _ in writer] == ["RankFailure", "OSError", "RankFailure", "RankFailure"]
     assert all("disk full" in text for _, text in writer)
     assert "rank 1 failed at `save checkpoint" in writer[0][1]
-    assert [kind for kind, _ in coordinator] == ["OSError", "RankFailure", "RankFailure"]
+    assert [kind for kind, _ in coordinator] == ["OSError", "RankFailure", "RankFailure", "RankFailure"]
     for outcomes, said in (
         (extra, "extra['step'] is not plain data"),
         (other, "holds the state of AdamW, not of SGD"),

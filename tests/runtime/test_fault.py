@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import socket
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -45,11 +46,11 @@ def run_step(groups: Groups, watch: Watch, hook: Callable[[int], None]) -> None:
             if index == 0:
                 pull = groups.all_to_all(Role.PULL, out, inp, [1000] * ranks, [1000] * ranks)
             if index == 1 and 0 < rank < 3:
-                groups.receive(hidden, rank - 1, 0).wait()
+                groups.wait(groups.receive(hidden, rank - 1, 0))
             if index == 2 and rank < 2:
-                groups.send(hidden + 1, rank + 1, 0).wait()
-            if index == 3 and pull is not None:
-                pull.wait()
+                groups.wait(groups.send(hidden + 1, rank + 1, 0))
+            if index == 3:
+                groups.wait(pull)
         if index == 4:
             groups.all_reduce(Role.COMMIT, torch.ones(1))
 
@@ -81,7 +82,7 @@ def loop(victim: int, at: int, how: str, folder: Path, silence_s: float) -> None
     world = join("cpu")
     watch = Watch(world.rank, world.ranks, describe, silence=timedelta(seconds=silence_s))
     with watch.guarding():
-        groups = Groups(world, timedelta(seconds=120), guard=watch.communicating)
+        groups = Groups(world, timedelta(seconds=120), watch=watch)
     began = 0.0
 
     def hook(index: int) -> None:
@@ -161,15 +162,62 @@ def wrong_splits() -> str:
     world = join("cpu")
     watch = Watch(world.rank, world.ranks, describe)
     with watch.guarding():
-        groups = Groups(world, timedelta(seconds=120), guard=watch.communicating)
+        groups = Groups(world, timedelta(seconds=120), watch=watch)
     with watch.step(0):
         watch.at(0)
         with watch.communicating():
             splits = [5, 5] if world.rank == 0 else [1, 1]
             work = groups.all_to_all(Role.PULL, torch.empty(2), torch.ones(2), [1, 1], splits)
-            assert work is not None
-            work.wait()
+            groups.wait(work)
     return "ran"
+
+
+def break_off(kind: str, folder: Path) -> None:
+    """Rank 0 dies while rank 1 has received a part of a large message."""
+    world = join("cpu")
+    watch = Watch(world.rank, world.ranks, describe)
+    with watch.guarding():
+        groups = Groups(world, timedelta(seconds=120), watch=watch)
+    size = 32 * 1024 * 1024
+    inp, out = torch.ones(2 * size), torch.zeros(2 * size)
+    dist.barrier()
+    if world.rank == 0:
+        threading.Thread(target=kill_when, args=(folder / "part",), daemon=True).start()
+    else:
+        threading.Thread(target=say_when, args=(folder / "part", out), daemon=True).start()
+    try:
+        with watch.step(0):
+            watch.at(0)
+            for _ in range(1000):  # until it dies
+                if kind == "all-to-all":
+                    groups.wait(groups.all_to_all(Role.PULL, out, inp, [size] * 2, [size] * 2))
+                elif world.rank == 0:
+                    groups.wait(groups.send(inp, 1, 0))
+                else:
+                    groups.wait(groups.receive(out, 0, 0))
+    except RankFailure as failure:
+        groups.close()
+        (folder / "seen").write_text(f"{failure.rank} {failure.instruction}")
+        raise
+
+
+def kill_when(path: Path) -> None:
+    while not path.exists():
+        time.sleep(0.001)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def say_when(path: Path, out: torch.Tensor) -> None:
+    while out[0] == 0:
+        time.sleep(0.001)
+    path.touch()
+
+
+@pytest.mark.parametrize("kind", ["all-to-all", "point to point"])
+def test_a_message_that_breaks_off(kind: str, tmp_path: Path) -> None:
+    with pytest.raises(RankFailure, match="killed by signal 9"):
+        launch(break_off, 2, kind, tmp_path)
+    assert (tmp_path / "seen").read_text() == "0 pull of 0"
 
 
 def test_a_mistake_in_a_collective_is_the_ranks_own_error() -> None:
@@ -186,7 +234,7 @@ def healthy() -> list[object]:
     for _ in range(2):
         watch = Watch(world.rank, world.ranks, describe)
         with watch.guarding():
-            groups = Groups(world, timedelta(seconds=120), guard=watch.communicating)
+            groups = Groups(world, timedelta(seconds=120), watch=watch)
         client = socket.create_connection(listener.getsockname())
         server, _ = listener.accept()
         for number in range(3):

@@ -59,14 +59,16 @@ class PlainExecutor:
     def full_state_dict(self) -> dict[str, Tensor]:
         return dict(self.model.state_dict())
 
-    def save(self, path: Path) -> None:
+    def save(self, path: Path, extra: dict[str, Any] | None = None) -> None:
         path.mkdir(parents=True)
-        torch.save((self.model.state_dict(), self.optimizer.state_dict()), path / "state.pt")
+        torch.save((self.model.state_dict(), self.optimizer.state_dict(), extra), path / "state.pt")
+        (path / "complete.json").write_text("{}")  # what `runtime.checkpoint` knows a checkpoint by
 
-    def load(self, path: Path) -> None:
-        model, optimizer = torch.load(path / "state.pt")
+    def load(self, path: Path) -> dict[str, Any]:
+        model, optimizer, extra = torch.load(path / "state.pt")
         self.model.load_state_dict(model)
         self.optimizer.load_state_dict(optimizer)
+        return dict(extra)
 
     def close(self) -> None:
         pass
@@ -110,9 +112,10 @@ class Watched:
 def settings(folder: Path) -> dict[str, Any]:
     """Return the YAML of a tiny run on a corpus that is written to the folder."""
     texts = folder / "texts"
-    texts.mkdir(exist_ok=True)
-    for i in range(12):
-        (texts / f"{i}.txt").write_text(" ".join(f"{'abc'[j % 3]}{(i * j) % 7}" for j in range(40)))
+    if not texts.exists():  # rewriting would change what the cache goes by
+        texts.mkdir()
+        for i in range(12):
+            (texts / f"{i}.txt").write_text(" ".join(f"{'abc'[j % 3]}{(i * j) % 7}" for j in range(40)))
     return {
         "model": {
             "architecture": "LlamaForCausalLM",

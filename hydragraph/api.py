@@ -1,0 +1,372 @@
+"""The public functions: the only module that puts capture, passes, planner and runtime together."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from hydragraph.capture.capture import capture
+from hydragraph.capture.packed import Loss
+from hydragraph.errors import Unsupported
+from hydragraph.ir.instruction import RankProgram
+from hydragraph.ir.layout import whole
+from hydragraph.ir.outline import Mode
+from hydragraph.ir.program import Program
+from hydragraph.ir.text import instruction_text
+from hydragraph.passes.pipeline import rank_programs
+from hydragraph.planner.pack import assign
+from hydragraph.runtime.batch import pack
+from hydragraph.runtime.exchange import pull_exchange, start_pull
+from hydragraph.runtime.executor import Executor, Outcome
+from hydragraph.runtime.fault import Watch
+from hydragraph.runtime.groups import Groups
+from hydragraph.runtime.launch import join
+from hydragraph.runtime.prepared import Preparer
+from hydragraph.runtime.state import HomeState, OptimizerFactory, make_optimizer
+from hydragraph.runtime.variants import Variants
+from hydragraph.spec.strategy import Strategy
+from hydragraph.spec.workload import Assignment, sequence_of
+
+Given = Tensor | dict[str, Tensor]
+
+TIMEOUT = timedelta(minutes=30)  # of one communication; a failed rank is noticed long before
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """One step, equal on every rank but for `seconds`.
+
+    Attributes:
+        step: counted from 1.
+        loss: mean over the target tokens of the global mini-batch.
+        tokens: those target tokens.
+        grad_norm: of all gradients, before clipping; 0 for an evaluation.
+        strategy: in use.
+        sequences, micro_batches: how many, and per pipeline.
+        seconds: wall time on this rank.
+    """
+
+    step: int
+    loss: float
+    tokens: int
+    grad_norm: float
+    strategy: str
+    sequences: int
+    micro_batches: tuple[int, ...]
+    seconds: float
+
+
+@dataclass(frozen=True, eq=False)
+class _Work:
+    """A mini-batch, checked, assigned and packed for this rank's pipeline."""
+
+    strategy: Strategy
+    assignment: Assignment
+    batches: tuple[tuple[dict[str, Tensor], ...], ...]
+    tokens: int
+    sequences: int
+
+
+class Executable:
+    """A model compiled for a strategy, ready to train; made by `compile`, on every rank alike."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        program: Program,
+        strategy: Strategy,
+        optimizer: OptimizerFactory | None,
+        max_grad_norm: float | None,
+        device: torch.device | str | None,
+    ) -> None:
+        self.program, self.strategy, self._max_grad_norm = program, strategy, max_grad_norm
+        self.world = join(device)
+        self._model_tensors = tensor_names(model)
+        strategy.check(program.layers, self.world.ranks, program.heads)
+        self._watch = Watch(self.world.rank, self.world.ranks, self._describe)
+        with self._watch.guarding():
+            self.groups = Groups(self.world, TIMEOUT, watch=self._watch)
+        self._watch.also_abort(self.groups.abort)
+        self._agree("program", program.fingerprint)
+        self._agree("weights", _weights_hash(model))
+        buffers = real_buffers(model, self.world.device)
+        self._buffers = buffers
+        self.home = HomeState.allocate(program, self.world.ranks, self.world.rank, self.world.device)
+        self.home.fill(dict(model.named_parameters()))
+        self.optimizer = make_optimizer(optimizer, self.home) if optimizer else None
+        self._preparer = Preparer(
+            program, Variants(program), buffers, self.home.layouts, self.world.rank, self.world.ranks
+        )
+        self._executor = Executor(program, self.home, self.groups, self._watch, self.world.device)
+        self._steps, self._communications = 0, 0
+        self._running: tuple[Strategy, tuple[int, ...], Mode] | None = None
+
+    # What a training script calls.
+
+    def step(self, sequences: Sequence[Given], strategy: Strategy | None = None) -> StepReport:
+        """Train on one global mini-batch, the same on every rank.
+
+        Args:
+            sequences: 1-D int64 tensors, or dicts with input_ids and labels (-100 where a token does not count).
+            strategy: for this step; default: the one given to `compile`. It costs no re-tracing of what is compiled
+                already, and moves no optimizer state.
+
+        Raises:
+            Unsupported: no optimizer was given, or the strategy cannot cut the model.
+            FloatingPointError: the loss or a gradient is not finite; nothing was updated.
+            RankFailure: another rank failed; nothing was updated.
+        """
+        if self.optimizer is None:
+            raise Unsupported(
+                "it was compiled without an optimizer", where="step", remedy="pass optimizer= to compile"
+            )
+        report = self._iterate(sequences, strategy, "train", self._update)
+        self._steps += 1
+        return report
+
+    def evaluate(self, sequences: Sequence[Given], strategy: Strategy | None = None) -> StepReport:
+        """Return the loss of a mini-batch without changing anything."""
+        return self._iterate(sequences, strategy, "evaluate", None)
+
+    def gradients(self, sequences: Sequence[Given], strategy: Strategy | None = None) -> dict[str, Tensor]:
+        """Return the full fp32 gradients by parameter name on rank 0 ({} elsewhere), updating nothing."""
+        self._iterate(sequences, strategy, "train", None)
+        return self._gather(self.home.gradients)
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        """Return every key of `model.state_dict()` (tied aliases, persistent buffers) as full CPU tensors on rank 0.
+
+        Parameters are the fp32 master weights. Other ranks take part and get {}.
+        """
+        found = self._gather(self.home.weights)
+        if not found:
+            return {}
+        held = {**{n: b.detach().cpu() for n, b in self._buffers.items()}, **found}
+        return {name: held[source] for name, source in self._model_tensors.items()}
+
+    def save(self, path: str | Path, extra: dict[str, Any] | None = None) -> None:
+        """Write weights and optimizer state as a checkpoint that any strategy and any number of ranks can load."""
+        from hydragraph.runtime import checkpoint
+
+        checkpoint.save(Path(path), self.home, self.optimizer, {"steps": self._steps, "user": extra or {}})
+
+    def load(self, path: str | Path) -> dict[str, Any]:
+        """Read a checkpoint that `save` wrote; return what was saved as `extra`."""
+        from hydragraph.runtime import checkpoint
+
+        extra = checkpoint.load(Path(path), self.home, self.optimizer)
+        self._steps = int(extra["steps"])
+        return dict(extra["user"])
+
+    def close(self) -> None:
+        """Stop watching and drop the communicators; all ranks call it."""
+        self._watch.close()
+        self.groups.close()
+
+    @property
+    def rank(self) -> int:
+        """This process."""
+        return self.world.rank
+
+    @property
+    def ranks(self) -> int:
+        """How many processes there are."""
+        return self.world.ranks
+
+    # How it is done.
+
+    def _iterate(
+        self, sequences: Sequence[Given], strategy: Strategy | None, mode: Mode, update: Callable[[float], None] | None
+    ) -> StepReport:
+        began = time.perf_counter()
+        self._communications += 1
+        with self._watch.step(self._communications):
+            work = self._work(sequences, strategy or self.strategy)
+            self._agree("mini-batch and strategy", _work_hash(work, mode, update is not None))
+            outcome = self._execute(work, mode, update)
+        return StepReport(
+            self._steps + (update is not None),
+            outcome.loss,
+            work.tokens,
+            outcome.grad_norm,
+            str(work.strategy),
+            work.sequences,
+            work.assignment.counts,
+            time.perf_counter() - began,
+        )
+
+    def _work(self, sequences: Sequence[Given], strategy: Strategy) -> _Work:
+        checked = [sequence_of(s, i, self.program.causal) for i, s in enumerate(sequences)]
+        tokens = sum(s.targets for s in checked)
+        if not tokens:
+            raise ValueError("the mini-batch has no target token: give at least one sequence of two tokens")
+        lengths = [len(s) if s.targets else 0 for s in checked]  # what has no target counts for nothing
+        assignment = assign(strategy, lengths)
+        place = strategy.place(self.world.rank)
+        batches = tuple(
+            tuple(pack([checked[i] for i in m], device=self.world.device) for m in pipeline)
+            if place is not None and place.pipeline == p
+            else ()
+            for p, pipeline in enumerate(assignment.micro_batches)
+        )
+        return _Work(strategy, assignment, batches, tokens, len(checked))
+
+    def _execute(self, work: _Work, mode: Mode, update: Callable[[float], None] | None) -> Outcome:
+        self._running = (work.strategy, work.assignment.counts, mode)
+        prepared = self._preparer.get(*self._running)
+        batches = work.batches[prepared.pipeline] if prepared.pipeline is not None else ()
+        return self._executor.run(prepared, batches, work.tokens, update, self._buffers)
+
+    def _update(self, norm: float) -> None:
+        if self._max_grad_norm is not None and norm > self._max_grad_norm:
+            for gradient in self.home.gradients.values():
+                gradient.mul_(self._max_grad_norm / norm)
+        assert self.optimizer is not None
+        self.home.attach_gradients()
+        self.optimizer.step()
+
+    def _gather(self, shards: Any) -> dict[str, Tensor]:
+        """Return full natural tensors by parameter name on rank 0, {} elsewhere."""
+        found: dict[str, Tensor] = {}
+        for bucket in self.program.buckets:
+            exchange = pull_exchange(
+                self.home.layouts[bucket.name], whole(bucket.size, 0), self.world.rank, self.world.ranks
+            )
+            shard = shards[bucket.name]
+            full = start_pull(exchange, shard, shard.dtype, self.groups)()
+            if self.world.rank == 0:
+                for parameter in bucket.parameters:
+                    at = bucket.offsets()[parameter.name]
+                    tensor = parameter.natural(full[at : at + parameter.size])
+                    found[parameter.name] = tensor.detach().contiguous().cpu().clone()
+        return found
+
+    def _agree(self, what: str, text: str) -> None:
+        if self.world.ranks > 1:
+            self.groups.same_everywhere(what, text)
+
+    def _describe(self, rank: int, index: int) -> str:
+        if self._running is None:
+            return ""
+        return instruction_text(self._preparer.describe(*self._running, rank).instructions[index])
+
+
+def compile(
+    model: nn.Module,
+    strategy: Strategy,
+    optimizer: OptimizerFactory | None = None,
+    max_grad_norm: float | None = None,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str | None = None,
+    loss: Loss | None = None,
+) -> Executable:
+    """Compile a model for training under a strategy that every step may change.
+
+    Args:
+        model: an unmodified Hugging Face model with weights on the CPU, the same on every rank.
+        strategy: which devices compute what.
+        optimizer: called once on every rank with one (name, 1-D fp32 tensor) pair per parameter in model order, the
+            tensor having 0 elements where this rank owns nothing; returns a torch.optim optimizer. None: no training.
+        max_grad_norm: clip gradients to this global norm.
+        dtype: what the model computes in; master weights and optimizer state are fp32.
+        device: "cpu" or "cuda"; default: a GPU where there is one.
+        loss: takes the model's outputs and the packed batch, returns the loss summed over targets.
+
+    Joins the process group from the launcher's environment, uses the one there is, or stays alone.
+    """
+    if not isinstance(strategy, Strategy):
+        raise Unsupported(
+            f"strategy is a {type(strategy).__name__}",
+            where="compile",
+            remedy="pass one Strategy here and others to step(sequences, strategy=...)",
+        )
+    program = capture(model, dtype=dtype, loss=loss)
+    return Executable(model, program, strategy, optimizer, max_grad_norm, device)
+
+
+@dataclass(frozen=True)
+class RankPrograms(Sequence[RankProgram]):
+    """The programs of all ranks for one iteration: print them, verify them, price them, run them."""
+
+    programs: tuple[RankProgram, ...]
+    program: Program
+    mode: Mode
+
+    def __getitem__(self, rank: Any) -> Any:
+        return self.programs[rank]
+
+    def __len__(self) -> int:
+        return len(self.programs)
+
+    def __str__(self) -> str:
+        return "\n\n".join(map(str, self.programs))
+
+    def verify(self) -> None:
+        """Prove that no rank can hang, read what is not there, or miss a gradient; see `hydragraph.ir.verify`."""
+        from hydragraph.ir.verify import verify
+
+        verify(self.programs, self.program.outline, self.mode)
+
+
+def lower(
+    program: Program,
+    strategy: Strategy,
+    micro_batches: Sequence[int],
+    ranks: int | None = None,
+    mode: Mode = "train",
+) -> RankPrograms:
+    """Lower a program for a strategy.
+
+    Args:
+        micro_batches: how many each pipeline runs.
+        ranks: the world size; default: as many as the strategy names.
+    """
+    world = ranks if ranks is not None else max(strategy.devices) + 1
+    strategy.check(program.layers, world, program.heads)
+    return RankPrograms(rank_programs(program.outline, strategy, micro_batches, mode, ranks=world), program, mode)
+
+
+def real_buffers(model: nn.Module, device: torch.device) -> dict[str, Tensor]:
+    """Return a model's buffers by name on a device.
+
+    Raises:
+        Unsupported: a buffer is on the meta device, so its values are not known.
+    """
+    found = {}
+    for name, buffer in model.named_buffers(remove_duplicate=False):
+        if buffer.is_meta:
+            raise Unsupported(
+                "the buffer has no values (meta device)", where=name, remedy="build the model on the CPU to train it"
+            )
+        found[name] = buffer.detach().to(device)
+    return found
+
+
+def tensor_names(model: nn.Module) -> dict[str, str]:
+    """Return every key of the model's state dict -> the canonical parameter or buffer that holds its value."""
+    first = {id(p): n for n, p in model.named_parameters()}
+    names = {n: first[id(p)] for n, p in model.named_parameters(remove_duplicate=False)}
+    return {key: names.get(key, key) for key in model.state_dict()}
+
+
+def _weights_hash(model: nn.Module) -> str:
+    digest = hashlib.blake2b(digest_size=8)
+    for name, tensor in model.named_parameters():
+        digest.update(name.encode())
+        digest.update(np.ascontiguousarray(tensor.detach().float().numpy()).data)
+    return digest.hexdigest()
+
+
+def _work_hash(work: _Work, mode: Mode, update: bool) -> str:
+    digest = hashlib.blake2b(digest_size=8)
+    digest.update(repr((str(work.strategy), work.assignment, work.tokens, mode, update)).encode())
+    return digest.hexdigest()

@@ -1,0 +1,165 @@
+"""Run a link: one grouped operation per bucket that every rank enters, one message per pair of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hydragraph.ir.layout import Layout
+from hydragraph.ir.link import Slices, copy, is_all_gather, is_reduce_scatter, reduce
+from hydragraph.runtime.groups import Groups, Role
+
+Piece = tuple[int, int]  # offset and length, in elements
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """One rank's part of a link.
+
+    Attributes:
+        sends, receives: pieces of the local source and target buffers, peer by peer in rank order; what stays local
+            is the message to oneself.
+        sent, received: elements per peer.
+        source, target: elements of this rank's local buffers.
+        native: the collective that does the same, where there is one.
+    """
+
+    sends: tuple[Piece, ...]
+    receives: tuple[Piece, ...]
+    sent: tuple[int, ...]
+    received: tuple[int, ...]
+    source: int
+    target: int
+    native: str | None = None
+
+    @property
+    def is_identity(self) -> bool:
+        """Whether the target buffer is the source buffer: nothing moves at all."""
+        whole = ((0, self.source),)
+        return self.native is None and self.source == self.target and self.sends == self.receives == whole and (
+            len(self.sent) == 1
+        )
+
+    @property
+    def in_order(self) -> bool:
+        """Whether what is received, in order, is the target buffer, so that it needs no staging."""
+        at = 0
+        for offset, length in self.receives:
+            if offset != at:
+                return False
+            at += length
+        return at == self.target
+
+
+def pull_exchange(source: Layout, target: Layout, rank: int, ranks: int) -> Exchange:
+    """Lower a link of values for one rank."""
+    native = "all_gather" if is_all_gather(source, target) and len(source.ranks) == ranks > 1 else None
+    return _lower(copy(source, target, rank), source, target, rank, ranks, native)
+
+
+def push_exchange(source: Layout, target: Layout, rank: int, ranks: int) -> Exchange:
+    """Lower a link of gradients for one rank."""
+    native = "reduce_scatter" if is_reduce_scatter(source, target) and len(target.ranks) == ranks > 1 else None
+    return _lower(reduce(source, target, rank), source, target, rank, ranks, native)
+
+
+def _lower(slices: Slices, source: Layout, target: Layout, rank: int, ranks: int, native: str | None) -> Exchange:
+    sends, receives = slices.of(rank)
+    return Exchange(
+        _pieces(sends.src_at, sends.hi - sends.lo),
+        _pieces(receives.dst_at, receives.hi - receives.lo),
+        _per_peer(sends.dst, sends.hi - sends.lo, ranks),
+        _per_peer(receives.src, receives.hi - receives.lo, ranks),
+        source.local_size(rank),
+        target.local_size(rank),
+        native,
+    )
+
+
+def _pieces(at: np.ndarray, length: np.ndarray) -> tuple[Piece, ...]:  # type: ignore[type-arg]
+    return tuple(zip(at.tolist(), length.tolist(), strict=True))
+
+
+def _per_peer(peer: np.ndarray, length: np.ndarray, ranks: int) -> tuple[int, ...]:  # type: ignore[type-arg]
+    return tuple(np.bincount(peer, weights=length, minlength=ranks).astype(np.int64).tolist())
+
+
+Finish = Callable[[], Tensor]
+
+
+def start_pull(exchange: Exchange, home: Tensor, dtype: torch.dtype, groups: Groups) -> Finish:
+    """Start moving values; the returned function waits and gives the 1-D target buffer in `dtype`.
+
+    Where the link is the identity and no cast is needed, the target is the home shard itself.
+    """
+    if exchange.is_identity and home.dtype == dtype:
+        return lambda: home
+    outgoing = home.to(dtype) if exchange.native else _gathered(home, exchange.sends, dtype)
+    if exchange.native:
+        target = home.new_empty(exchange.target, dtype=dtype)
+        return _finisher(groups.all_gather(Role.PULL, target, outgoing), lambda: target, outgoing, groups)
+    incoming = home.new_empty(sum(exchange.received), dtype=dtype)
+    work = groups.all_to_all(Role.PULL, incoming, outgoing, exchange.received, exchange.sent)
+    if exchange.in_order:
+        return _finisher(work, lambda: incoming, outgoing, groups)
+
+    def scatter() -> Tensor:
+        target = home.new_empty(exchange.target, dtype=dtype)
+        for (offset, length), part in zip(exchange.receives, _parts(incoming, exchange.receives), strict=True):
+            target[offset : offset + length] = part
+        return target
+
+    return _finisher(work, scatter, outgoing, groups)
+
+
+def start_push(exchange: Exchange, gradients: Tensor, home: Tensor, groups: Groups) -> Finish:
+    """Start moving gradients; the returned function waits and sums them into `home`, in order of the source rank.
+
+    Args:
+        gradients: this rank's 1-D fp32 contribution, empty where it has none.
+        home: this rank's 1-D fp32 gradient shard, overwritten.
+    """
+    if exchange.is_identity:
+        return lambda: home.copy_(gradients) if gradients is not home else home
+    if exchange.native:
+        return _finisher(groups.reduce_scatter(Role.PUSH, home, gradients), lambda: home, gradients, groups)
+    outgoing = _gathered(gradients, exchange.sends, gradients.dtype)
+    incoming = home.new_empty(sum(exchange.received))
+    work = groups.all_to_all(Role.PUSH, incoming, outgoing, exchange.received, exchange.sent)
+
+    def add() -> Tensor:
+        home.zero_()
+        for (offset, length), part in zip(exchange.receives, _parts(incoming, exchange.receives), strict=True):
+            home[offset : offset + length] += part
+        return home
+
+    return _finisher(work, add, outgoing, groups)
+
+
+def _gathered(buffer: Tensor, pieces: Sequence[Piece], dtype: torch.dtype) -> Tensor:
+    """Return the pieces one after another, cast; the buffer itself where that is the same."""
+    if pieces == ((0, len(buffer)),):
+        return buffer.to(dtype)
+    if not pieces:
+        return buffer.new_empty(0, dtype=dtype)
+    return torch.cat([buffer[offset : offset + length] for offset, length in pieces]).to(dtype)
+
+
+def _parts(incoming: Tensor, pieces: Sequence[Piece]) -> Sequence[Tensor]:
+    return incoming.split([length for _, length in pieces]) if pieces else ()
+
+
+def _finisher(work: dist.Work | None, result: Finish, keep: Tensor, groups: Groups) -> Finish:
+    """Wait, then give the result; `keep` stays alive until then."""
+
+    def finish() -> Tensor:
+        groups.wait(work)
+        assert keep is not None
+        return result()
+
+    return finish

@@ -1,0 +1,314 @@
+"""Run a RankProgram: one rank, one iteration, instruction by instruction.
+
+Pulls, pushes and point-to-point messages are started in program order and run beside computation; an instruction waits
+only for the values that its `after` names. Nothing communicates after the commit, so no update is half applied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from hydragraph.ir.instruction import Instruction, Op
+from hydragraph.ir.program import Program
+from hydragraph.runtime.exchange import Finish, start_pull, start_push
+from hydragraph.runtime.fault import Watch
+from hydragraph.runtime.groups import Groups, Role
+from hydragraph.runtime.prepared import BoundBlock, Prepared, shard_view
+from hydragraph.runtime.state import HomeState
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a committed iteration gives, equal on every rank: the token-mean loss and the norm of all gradients."""
+
+    loss: float
+    grad_norm: float
+
+
+@dataclass
+class _Iteration:
+    """The values of one rank during one iteration."""
+
+    prepared: Prepared
+    batches: Sequence[Mapping[str, Tensor]]
+    tokens: int
+    collectives: Any
+    values: dict[str, Any] = field(default_factory=dict)
+    arriving: dict[str, Finish] = field(default_factory=dict)  # value -> wait for it
+    pushing: list[Finish] = field(default_factory=list)
+    sending: list[tuple[Any, Tensor]] = field(default_factory=list)
+    views: dict[str, dict[str, Tensor]] = field(default_factory=dict)  # W.* and G.* -> parameter -> shard
+    added: set[str] = field(default_factory=set)  # parameters that have a gradient already
+
+
+class Executor:
+    """Runs prepared programs on one rank.
+
+    Args:
+        program: the model.
+        home: this rank's master weights and gradients.
+        groups, watch: its communicators and its failure watch.
+        device: where it computes.
+    """
+
+    def __init__(self, program: Program, home: HomeState, groups: Groups, watch: Watch, device: torch.device) -> None:
+        self._program, self._home, self._groups, self._watch, self._device = program, home, groups, watch, device
+        self._aux = program.templates[program.aux.template]
+        self._parameters = program.parameters
+        self._hidden = hidden_size(program)
+        self._run: dict[Op, Callable[[_Iteration, Instruction], None]] = {
+            Op.PULL: self._pull,
+            Op.FORWARD: self._forward,
+            Op.BACKWARD: self._backward,
+            Op.SEND: self._send,
+            Op.RECEIVE: self._receive,
+            Op.PUSH: self._push,
+            Op.FREE: self._free,
+        }
+
+    @torch.no_grad()
+    def run(
+        self,
+        prepared: Prepared,
+        batches: Sequence[Mapping[str, Tensor]],
+        tokens: int,
+        update: Callable[[float], None] | None,
+        aux_buffers: Mapping[str, Tensor],
+    ) -> Outcome:
+        """Run one iteration.
+
+        Args:
+            prepared: this rank's program.
+            batches: the packed micro-batches of this rank's pipeline.
+            tokens: target tokens of the global mini-batch; the loss is divided by them.
+            update: called with the gradient norm after the commit; None leaves the weights as they are.
+            aux_buffers: the values of the aux graph's buffers.
+
+        Raises:
+            FloatingPointError: on every rank alike, when the loss or a gradient is not finite; nothing is updated.
+        """
+        collectives = self._groups.tensor_parallel(prepared.stages)
+        mine = next(iter(collectives.values()), None)
+        iteration = _Iteration(prepared, batches, tokens, mine)
+        iteration.values |= {f"buffers.{name}": value for name, value in aux_buffers.items()}
+        outcome: Outcome | None = None
+        for index, instruction in enumerate(prepared.program.instructions):
+            self._watch.at(index)
+            for value in instruction.after:
+                self._arrive(iteration, value)
+            if instruction.op is Op.COMMIT:
+                outcome = self._commit(iteration)
+            elif instruction.op is Op.UPDATE:
+                assert outcome is not None
+                if update is not None:
+                    update(outcome.grad_norm)
+            else:
+                self._run[instruction.op](iteration, instruction)
+        assert outcome is not None
+        return outcome
+
+    def _arrive(self, it: _Iteration, value: str) -> None:
+        """Wait for a value that another stream makes."""
+        finish = it.arriving.pop(value, None)
+        if finish is not None:
+            it.values[value] = finish()
+
+    def _pull(self, it: _Iteration, instruction: Instruction) -> None:
+        name = instruction.target
+        home, exchange = self._home.weights[name], it.prepared.pulls[name]
+        finish = start_pull(exchange, home, self._program.dtype, self._groups)
+        it.arriving[f"W.{name}"] = finish
+
+    def _shards(self, it: _Iteration, value: str) -> dict[str, Tensor]:
+        """Return a bucket's shards in their natural shapes, by parameter name."""
+        if value not in it.views:
+            flat, places = it.values[value], it.prepared.shards[value[2:]]
+            it.views[value] = {
+                name: shard_view(self._parameters[name], flat, place, it.prepared.degree)
+                for name, place in places.items()
+            }
+        return it.views[value]
+
+    def _forward(self, it: _Iteration, instruction: Instruction) -> None:
+        micro_batch = instruction.micro_batch
+        assert micro_batch is not None
+        batch = it.batches[micro_batch]
+        if instruction.target == "aux":
+            given = [it.values[f"buffers.{b}"] for b in self._aux.buffers] + [batch[i] for i in self._aux.inputs]
+            it.values[instruction.writes[0]] = self._aux.graph(*given)
+            return
+        block = it.prepared.blocks[instruction.target]
+        weights = self._weights(it, instruction)
+        hidden = next((it.values[v] for v in instruction.reads if v[0] == "h"), None)
+        aux = it.values.get(f"a.{micro_batch}")
+        arguments = [self._argument(name, it, block, weights, hidden, aux, batch) for name in block.variant.inputs]
+        out, *saved = block.variant.forward(*arguments)
+        it.values[instruction.writes[0]] = out
+        if len(instruction.writes) > 1:
+            it.values[instruction.writes[1]] = saved
+
+    def _weights(self, it: _Iteration, instruction: Instruction) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = {}
+        for value in instruction.reads:
+            if value.startswith("W."):
+                found |= self._shards(it, value)
+        return found
+
+    @staticmethod
+    def _argument(
+        name: str,
+        it: _Iteration,
+        block: BoundBlock,
+        weights: Mapping[str, Tensor],
+        hidden: Tensor | None,
+        aux: Sequence[Tensor] | None,
+        batch: Mapping[str, Tensor],
+    ) -> Any:
+        if name in block.names:
+            return weights[block.names[name]]
+        if name == "hidden":
+            return hidden
+        if name in block.aux:
+            assert aux is not None
+            return aux[block.aux[name]]
+        if name in block.buffers:
+            return block.buffers[name]
+        if name in batch:
+            return batch[name]
+        return it.collectives if name == "collectives" else block.vocabulary_start
+
+    def _backward(self, it: _Iteration, instruction: Instruction) -> None:
+        block = it.prepared.blocks[instruction.target]
+        saved = it.values[instruction.reads[0]]
+        weights = self._weights(it, instruction)
+        tangent = next((it.values[v] for v in instruction.reads if v[0] == "d"), None)
+        if tangent is None:  # the last block: d loss / d (summed loss)
+            tangent = torch.full((), 1.0 / it.tokens, dtype=loss_dtype(self._program), device=self._device)
+        arguments = []
+        for name in block.variant.needs:
+            if name.startswith("saved."):
+                arguments.append(saved[int(name[6:])])
+            elif name in ("tangent", "collectives"):
+                arguments.append(tangent if name == "tangent" else it.collectives)
+            else:
+                arguments.append(weights[block.names[name]])
+        gradients = block.variant.backward(*arguments)
+        it.values[instruction.reads[0]] = saved = None
+        for name, gradient in zip(block.variant.gradients, gradients, strict=True):
+            if name == "hidden":
+                it.values[instruction.writes[0]] = gradient
+            else:
+                self._accumulate(it, instruction, block.names[name], gradient)
+
+    def _accumulate(self, it: _Iteration, instruction: Instruction, name: str, gradient: Tensor) -> None:
+        bucket = self._home.pieces[name].bucket
+        value = f"G.{bucket}"
+        if value not in it.values:
+            it.values[value] = self._gradient_buffer(it, bucket)
+        target = self._shards(it, value)[name]
+        if name in it.added:
+            target.add_(gradient)
+        else:
+            target.copy_(gradient)
+            it.added.add(name)
+
+    def _gradient_buffer(self, it: _Iteration, bucket: str) -> Tensor:
+        exchange = it.prepared.pushes[bucket]
+        if exchange.is_identity:
+            return self._home.gradients[bucket]
+        return torch.empty(exchange.source, dtype=torch.float32, device=self._device)
+
+    def _send(self, it: _Iteration, instruction: Instruction) -> None:
+        assert instruction.peer is not None
+        tensor = it.values[instruction.reads[0]].contiguous()
+        with self._watch.communicating():
+            work = self._groups.send(tensor, instruction.peer, message_tag(instruction.reads[0]))
+        it.sending.append((work, tensor))
+
+    def _receive(self, it: _Iteration, instruction: Instruction) -> None:
+        assert instruction.peer is not None
+        value = instruction.writes[0]
+        tokens = it.batches[int(value.rpartition(".")[2])]["input_ids"].shape[1]
+        tensor = torch.empty((1, tokens, self._hidden), dtype=self._program.dtype, device=self._device)
+        with self._watch.communicating():
+            work = self._groups.receive(tensor, instruction.peer, message_tag(value))
+
+        def finish() -> Tensor:
+            self._groups.wait(work)
+            return tensor
+
+        it.arriving[value] = finish
+
+    def _push(self, it: _Iteration, instruction: Instruction) -> None:
+        name = instruction.target
+        gradients = it.values.get(f"G.{name}")
+        if gradients is None and f"G.{name}" in instruction.reads:
+            gradients = self._gradient_buffer(it, name)
+        if gradients is None:
+            gradients = self._home.gradients[name].new_empty(0)
+        else:
+            it.values[f"G.{name}"] = gradients
+            for parameter, shard in self._shards(it, f"G.{name}").items():
+                if parameter not in it.added:  # no block that used it gave it a gradient
+                    shard.zero_()
+        exchange, home = it.prepared.pushes[name], self._home.gradients[name]
+        with self._watch.communicating():
+            it.pushing.append(start_push(exchange, gradients, home, self._groups))
+
+    @staticmethod
+    def _free(it: _Iteration, instruction: Instruction) -> None:
+        for value in instruction.reads:
+            it.values.pop(value, None)
+            it.views.pop(value, None)
+
+    def _commit(self, it: _Iteration) -> Outcome:
+        """Wait for everything that is under way, then agree with all ranks on loss, norm and finiteness."""
+        for value in list(it.arriving):  # pulls that this rank only served
+            self._arrive(it, value)
+        for finish in it.pushing:
+            finish()
+        for work, _ in it.sending:
+            self._groups.wait(work)
+        totals = torch.zeros(2, dtype=torch.float64, device=self._device)
+        if it.prepared.degree.index == 0:
+            for value, loss in it.values.items():
+                if value.startswith("loss."):
+                    totals[0] += loss.double()
+        if it.pushing:
+            for gradient in self._home.gradients.values():
+                totals[1] += gradient.double().square().sum()
+        self._groups.all_reduce(Role.COMMIT, totals)
+        loss, square = totals.tolist()
+        if not bool(torch.isfinite(totals).all()):
+            raise FloatingPointError(
+                f"loss {loss / it.tokens:.4g}, gradient norm {square**0.5:.4g}: not finite, so nothing was updated; "
+                "lower the learning rate or clip gradients (max_grad_norm), and look at this mini-batch"
+            )
+        return Outcome(loss / it.tokens, square**0.5)
+
+
+def message_tag(value: str) -> int:
+    """Return the tag of an activation (h) or gradient (d) message: both ends derive it from the value's name."""
+    return 2 * int(value.rpartition(".")[2]) + (value[0] == "d")
+
+
+def hidden_size(program: Program) -> int:
+    """Return H of the hidden state [1, T, H]."""
+    return int(_output(program.templates[program.blocks[0].template].graph).shape[-1])
+
+
+def loss_dtype(program: Program) -> torch.dtype:
+    """Return the dtype of the summed loss."""
+    dtype: torch.dtype = _output(program.templates[program.blocks[-1].template].graph).dtype
+    return dtype
+
+
+def _output(graph: fx.GraphModule) -> Any:
+    return next(n for n in graph.graph.nodes if n.op == "output").args[0][0].meta["val"]
+
+

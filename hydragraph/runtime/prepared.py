@@ -1,0 +1,181 @@
+"""Everything that one rank needs to run one (strategy, micro-batch counts, mode): built once, then reused."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hydragraph.errors import Unsupported
+from hydragraph.ir.instruction import RankProgram
+from hydragraph.ir.layout import GradientKind, Layout, propagation
+from hydragraph.ir.outline import Mode
+from hydragraph.ir.parameter import Bucket, Parameter
+from hydragraph.ir.program import Block, Program
+from hydragraph.passes.differentiate import Variant
+from hydragraph.passes.pipeline import rank_program
+from hydragraph.passes.place import Placement, place
+from hydragraph.passes.shard import Degree
+from hydragraph.runtime.exchange import Exchange, pull_exchange, push_exchange
+from hydragraph.runtime.variants import Variants, local_parameters, vocabulary_start
+from hydragraph.spec.strategy import Strategy
+
+
+@dataclass(frozen=True, eq=False)
+class BoundBlock:
+    """A block as this rank runs it.
+
+    Attributes:
+        variant: its compiled graphs.
+        names: local parameter name -> name in the model.
+        buffers: local buffer name -> value.
+        aux: template input -> which output of the aux graph.
+        vocabulary_start: 0-d int64.
+    """
+
+    variant: Variant
+    names: Mapping[str, str]
+    buffers: Mapping[str, Tensor]
+    aux: Mapping[str, int]
+    vocabulary_start: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Prepared:
+    """One rank's program with all that it refers to.
+
+    Attributes:
+        program: the instructions.
+        pipeline: this rank's pipeline, None where it computes nothing.
+        degree: this rank's place in its stage.
+        blocks: by name, those of this rank's stage.
+        pulls, pushes: by bucket.
+        shards: bucket -> for each of its parameters: name -> (offset, length) in the local buffer; where held.
+        stages: the rank tuples of all stages, for the tensor-parallel groups.
+    """
+
+    program: RankProgram
+    pipeline: int | None
+    degree: Degree
+    blocks: Mapping[str, BoundBlock]
+    pulls: Mapping[str, Exchange]
+    pushes: Mapping[str, Exchange]
+    shards: Mapping[str, Mapping[str, tuple[int, int]]]
+    stages: tuple[tuple[int, ...], ...]
+
+
+class Preparer:
+    """Prepares strategies for one rank; knows what is already compiled.
+
+    Args:
+        program: the model.
+        variants: its compiled templates.
+        buffers: the model's buffers by name, on the right device.
+        homes: bucket name -> home layout.
+        rank, ranks: this process.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        variants: Variants,
+        buffers: Mapping[str, Tensor],
+        homes: Mapping[str, Layout],
+        rank: int,
+        ranks: int,
+    ) -> None:
+        self._program, self._variants, self._buffers, self._homes = program, variants, buffers, homes
+        self._rank, self._ranks = rank, ranks
+        self._known: dict[tuple[Strategy, tuple[int, ...], Mode], Prepared] = {}
+        self._links: dict[object, tuple[Exchange, Exchange]] = {}
+
+    def get(self, strategy: Strategy, counts: tuple[int, ...], mode: Mode) -> Prepared:
+        """Return what this rank runs under a strategy, for these counts of micro-batches per pipeline."""
+        key = (strategy, counts, mode)
+        if key not in self._known:
+            self._known[key] = self._prepare(strategy, counts, mode)
+        return self._known[key]
+
+    def describe(self, strategy: Strategy, counts: tuple[int, ...], mode: Mode, rank: int) -> RankProgram:
+        """Return another rank's program, to say what it was doing."""
+        return rank_program(self._program.outline, strategy, counts, rank, mode, ranks=self._ranks)
+
+    def _prepare(self, strategy: Strategy, counts: tuple[int, ...], mode: Mode) -> Prepared:
+        strategy.check(self._program.layers, self._ranks, self._program.heads)
+        placement = place(self._program.outline, strategy, counts)
+        here = placement.stage_of.get(self._rank)
+        degree = Degree(len(here.ranks), here.ranks.index(self._rank)) if here else Degree()
+        names = self._program.outline.blocks[slice(*here.blocks)] if here else ()
+        blocks = {b.name: self._bind(b, degree) for b in self._program.blocks if b.name in names}
+        links = {b.name: self._link(b, placement) for b in self._program.buckets}
+        held = placement.held(self._rank)
+        return Prepared(
+            rank_program(self._program.outline, strategy, counts, self._rank, mode, ranks=self._ranks),
+            here.pipeline if here else None,
+            degree,
+            blocks,
+            {name: pull for name, (pull, _) in links.items()},
+            {name: push for name, (_, push) in links.items()},
+            {b.name: local_shards(b, degree) for b in self._program.buckets if b.name in held},
+            tuple(stage.ranks for stage in placement.stages),
+        )
+
+    def _bind(self, block: Block, degree: Degree) -> BoundBlock:
+        template = self._program.templates[block.template]
+        parameters = local_parameters(self._program, block, template)
+        variant = self._variants.get(block, degree)
+        others = [i for i in template.inputs if i.startswith("other.")]
+        return BoundBlock(
+            variant,
+            dict(zip(template.parameters, block.parameters, strict=True)),
+            {local: self._buffers[name] for local, name in zip(template.buffers, block.buffers, strict=True)},
+            dict(zip(others, block.aux, strict=True)),
+            torch.tensor(vocabulary_start(variant, parameters, degree)),
+        )
+
+    def _link(self, bucket: Bucket, placement: Placement) -> tuple[Exchange, Exchange]:
+        stages = dict(placement.holders).get(bucket.name, ())
+        kinds = [self._kinds(bucket, len(stage)) for stage in stages]
+        shapes = tuple((p.shape, p.rule) for p in bucket.parameters)
+        key = (stages, shapes, tuple(tuple(k.values()) for k in kinds))
+        if key not in self._links:
+            source = self._homes[bucket.name]
+            target = propagation(bucket, stages, kinds)
+            self._links[key] = (
+                pull_exchange(source, target, self._rank, self._ranks),
+                push_exchange(target, source, self._rank, self._ranks),
+            )
+        return self._links[key]
+
+    def _kinds(self, bucket: Bucket, tp: int) -> dict[str, GradientKind]:
+        """Return the gradient kind of every parameter of a bucket in a stage of `tp` ranks."""
+        found: dict[str, GradientKind] = {}
+        for block in (b for b in self._program.blocks if b.name in bucket.blocks):
+            template = self._program.templates[block.template]
+            kinds = self._variants.kinds(block, tp)
+            for local, name in zip(template.parameters, block.parameters, strict=True):
+                if found.setdefault(name, kinds[local]) is not kinds[local]:
+                    raise Unsupported(
+                        f"{name} gets a whole gradient from one block and a part from another under tp {tp}",
+                        where=block.name,
+                        remedy="untie it, or use tensor-parallel degree 1 for the stages that hold it",
+                    )
+        return {p.name: found[p.name] for p in bucket.parameters}
+
+
+def local_shards(bucket: Bucket, degree: Degree) -> dict[str, tuple[int, int]]:
+    """Return where each parameter's shard lies in a rank's local buffer of a bucket: offset and length, elements."""
+    found, at = {}, 0
+    for parameter in bucket.parameters:
+        length = sum(b - a for a, b in parameter.intervals(degree.tp, degree.index))
+        found[parameter.name] = (at, length)
+        at += length
+    return found
+
+
+def shard_view(parameter: Parameter, flat: Tensor, place: tuple[int, int], degree: Degree) -> Tensor:
+    """View one parameter's shard inside a local buffer, in its natural shape."""
+    at, length = place
+    return parameter.natural(flat[at : at + length], degree.tp, degree.index)

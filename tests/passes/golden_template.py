@@ -1,0 +1,32 @@
+"""The Llama layer whose graph the tests of the graph passes compare with golden texts."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from torch import fx
+
+from hydragraph.ir.parameter import Parameter
+from hydragraph.ir.program import Template
+from tests.models import captured
+from tests.passes.graph_text import graph_text
+
+GOLDEN = Path(__file__).parent / "golden"
+
+
+def llama_layer() -> tuple[Template, Mapping[str, Parameter]]:
+    """Return the template of a Llama layer, annotated, and its parameters by local name."""
+    program, _ = captured("llama")
+    block = program.blocks[1]
+    template = program.templates[block.template]
+    return template, {n: program.parameters[c] for n, c in zip(template.parameters, block.parameters, strict=True)}
+
+
+def check_golden(name: str, graph: fx.GraphModule) -> None:
+    """Compare a graph's text with tests/passes/golden/{name}.txt; HYDRAGRAPH_UPDATE_GOLDEN=1 rewrites it first."""
+    path, text = GOLDEN / f"{name}.txt", graph_text(graph)
+    if os.environ.get("HYDRAGRAPH_UPDATE_GOLDEN"):
+        path.write_text(text, encoding="utf-8")
+    assert text == path.read_text(encoding="utf-8"), f"{path} differs; if meant, run with HYDRAGRAPH_UPDATE_GOLDEN=1"

@@ -1,0 +1,100 @@
+"""Communicate placeholders: where they stand in a layer, and who gets a gradient."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, fx
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from hydragraph.ir.placeholders import communicate
+from hydragraph.ir.program import Template
+from hydragraph.passes.annotate import annotate, differentiable
+from hydragraph.passes.cuts import Cuts, find_cuts
+from hydragraph.passes.shard import Degree, shard
+from tests.models import captured
+from tests.passes.golden_template import check_golden, llama_layer
+
+
+def placeholders(template: Template) -> list[tuple[str, str]]:
+    """Return (operator before, "enter" or "exit") of every communicate node."""
+    found = [n.args for n in template.graph.graph.nodes if n.target is communicate]
+    return [(value.target.__name__.split(".")[0], where) for value, where in found]
+
+
+def test_golden_text_before_and_after() -> None:
+    template, parameters = llama_layer()
+    check_golden("llama_clean", shard(template, parameters, Degree()).graph)  # one rank: no placeholders
+    check_golden("llama_annotate", template.graph)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("llama", [("mul", "enter"), ("linear", "exit"), ("mul", "enter"), ("linear", "exit")]),
+        ("gpt2", [("view", "enter"), ("addmm", "exit"), ("view", "enter"), ("addmm", "exit")]),
+        ("opt", [("layer_norm", "enter"), ("linear", "exit"), ("layer_norm", "enter"), ("linear", "exit")]),
+        ("qwen3", [("mul", "enter"), ("linear", "exit"), ("mul", "enter"), ("linear", "exit")]),
+    ],
+)
+def test_a_layer_enters_and_exits_twice(name: str, expected: list[tuple[str, str]]) -> None:
+    program, _ = captured(name)
+    assert placeholders(program.templates[program.blocks[1].template]) == expected
+
+
+def test_embedding_exits_and_head_enters_where_the_vocabulary_is_cut() -> None:
+    program, _ = captured("llama")
+    first, last = (program.templates[program.blocks[i].template] for i in (0, -1))
+    assert placeholders(first) == [("embedding", "exit")]
+    assert placeholders(last) == [("mul", "enter")]
+
+
+def annotated(forward: object, *shapes: tuple[int, ...]) -> fx.GraphModule:
+    """Annotate `forward(hidden, *weights)`."""
+    traced = make_fx(forward, tracing_mode="fake", pre_dispatch=True)(*map(torch.zeros, shapes))
+    hidden, *weights = [n for n in traced.graph.nodes if n.op == "placeholder"]
+    return annotate(traced, find_cuts(traced.graph, set(weights), None, set()), set(weights), hidden)
+
+
+def entered(graph: fx.GraphModule) -> list[str]:
+    return [n.args[0].name for n in graph.graph.nodes if n.target is communicate and n.args[1] == "enter"]
+
+
+def test_one_enter_serves_all_products_of_a_value() -> None:
+    def gated(x: Tensor, a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+        linear = torch.nn.functional.linear
+        return linear(linear(x, a) * linear(x, b), c)
+
+    assert entered(annotated(gated, (5, 32), (48, 32), (48, 32), (32, 48))) == ["x_1"]
+
+
+def test_a_parameter_used_whole_enters_only_if_replicated_values_use_it_too() -> None:
+    linear = torch.nn.functional.linear
+
+    def scaled(x: Tensor, a: Tensor, b: Tensor, s: Tensor) -> Tensor:
+        return linear(linear(x, a) * s, b)
+
+    def mixed(x: Tensor, a: Tensor, b: Tensor, s: Tensor) -> Tensor:
+        return linear(linear(x, a) * s, b) * s
+
+    shapes = ((5, 32), (48, 32), (32, 48), (1,))
+    assert entered(annotated(scaled, *shapes)) == ["x_1"]
+    assert entered(annotated(mixed, *shapes)) == ["x_1", "s_1"]
+
+
+def test_without_cuts_nothing_changes() -> None:
+    graph = make_fx(lambda x, a: x * a, tracing_mode="fake")(torch.ones(2), torch.ones(2))
+    assert annotate(graph, Cuts(), set(), None).code == graph.code
+
+
+def test_values_with_a_gradient() -> None:
+    def forward(x: Tensor, w: Tensor, ids: Tensor) -> Tensor:
+        return (x * 2).detach() + w * ids.float() + (w > 0)
+
+    graph = make_fx(forward, tracing_mode="fake", pre_dispatch=True)(
+        torch.ones(2), torch.ones(2), torch.ones(2, dtype=torch.int64)
+    ).graph
+    x, w, _ = [n for n in graph.nodes if n.op == "placeholder"]
+    learns = [n.name for n in graph.nodes if n in differentiable(graph, {w}, x) and n.op != "placeholder"]
+    targets = [n.split("_")[0] for n in learns]
+    assert targets == ["mul", "mul", "add", "add"]

@@ -1,0 +1,91 @@
+"""Cleaning: what goes, what stays, and that the values are the same."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, fx, nn
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from hydragraph.passes.clean import clean, remove_dead_code
+
+aten = torch.ops.aten
+
+
+def exported(forward: object, *arguments: Tensor) -> fx.GraphModule:
+    """Export a function of tensors as capture does."""
+
+    class Module(nn.Module):
+        def forward(self, *tensors: Tensor) -> object:
+            return forward(*tensors)  # type: ignore[operator]
+
+    return torch.export.export(Module(), arguments, strict=False).run_decompositions({}).graph_module
+
+
+def targets(graph: fx.GraphModule) -> list[object]:
+    return [n.target for n in graph.graph.nodes if n.op == "call_function"]
+
+
+def test_dead_code_goes_and_placeholders_stay() -> None:
+    graph = fx.Graph()
+    x, unused = graph.placeholder("x"), graph.placeholder("unused")
+    first = graph.call_function(aten.sin.default, (x,))
+    graph.call_function(aten.neg.default, (graph.call_function(aten.cos.default, (unused,)),))
+    graph.output((first,))
+    remove_dead_code(graph)
+    assert [n.name for n in graph.nodes] == ["x", "unused", "sin_default", "output"]
+
+
+def test_casts_that_change_nothing_go_and_others_stay() -> None:
+    def forward(x: Tensor) -> Tensor:
+        return x.to(torch.float32).to(torch.float64).contiguous() + 1
+
+    graph = exported(forward, torch.ones(2))
+    cleaned = clean(graph)
+    assert targets(cleaned) == [aten._to_copy.default, aten.add.Tensor]
+    assert cleaned(torch.ones(2))[0].dtype == torch.float64
+    assert clean(exported(lambda x: x.float(), torch.ones(2)))(torch.ones(2))[0].equal(torch.ones(2))
+
+
+def test_assertions_go() -> None:
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    graph.call_function(aten._assert_tensor_metadata.default, (x, None, None, torch.float32))
+    graph.output((graph.call_function(aten.sin.default, (x,)),))
+    assert targets(clean(fx.GraphModule({}, graph))) == [aten.sin.default]
+
+
+def test_the_device_of_the_trace_goes() -> None:
+    def forward(x: Tensor) -> Tensor:
+        return x + torch.arange(3, device=x.device)
+
+    graph = exported(forward, torch.ones(3, device="meta"))
+    assert "meta" in graph.code
+    cleaned = clean(graph)
+    assert "meta" not in cleaned.code
+    assert cleaned(torch.ones(3))[0].tolist() == [1.0, 2.0, 3.0]
+
+
+def test_no_grad_regions_are_inlined_and_detached() -> None:
+    def forward(x: Tensor) -> Tensor:
+        with torch.no_grad():
+            scale = x.exp().sum()
+        return x * scale
+
+    class Module(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return forward(x)
+
+    graph = torch.export.export(Module(), (torch.ones(2),), strict=False).graph_module
+    assert any("grad_enabled" in str(t) for t in targets(graph))
+    cleaned = clean(graph)
+    assert not any("grad_enabled" in str(t) for t in targets(cleaned))
+    x = torch.tensor([1.0, 2.0], requires_grad=True)
+    (gradient,) = torch.autograd.grad(cleaned(x)[0].sum(), x)
+    torch.testing.assert_close(gradient, x.detach().exp().sum().expand(2))
+
+
+def test_the_graph_given_is_not_changed() -> None:
+    graph = make_fx(lambda x: aten.alias.default(x) + 1, tracing_mode="fake")(torch.ones(2))
+    before = graph.code
+    assert len(targets(clean(graph))) == 1
+    assert graph.code == before

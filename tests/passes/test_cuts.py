@@ -1,0 +1,220 @@
+"""Where tensor parallelism may cut: small graphs by hand, and the rules of whole model families."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from hydragraph.ir.parameter import ShardRule
+from hydragraph.kernels.varlen_attention import varlen_attention
+from hydragraph.passes.cuts import Cuts, carried, find_cuts, head_counts, rules
+from tests.capture.test_capture import FAMILIES
+from tests.models import captured
+
+HEADS = ShardRule(0, (4,), 16, heads=True)
+KV_HEADS = ShardRule(0, (2,), 16, heads=True)
+HEADS_IN = ShardRule(1, (4,), 16, heads=True)
+VOCABULARY = ShardRule(0, (101,))
+WIDTH, WIDTH_IN = ShardRule(0, (102,)), ShardRule(1, (102,))
+GATED = {"mlp.gate_proj.weight": WIDTH, "mlp.up_proj.weight": WIDTH, "mlp.down_proj.weight": WIDTH_IN}
+SEPARATE = {
+    "self_attn.q_proj.weight": HEADS,
+    "self_attn.k_proj.weight": KV_HEADS,
+    "self_attn.v_proj.weight": KV_HEADS,
+    "self_attn.o_proj.weight": HEADS_IN,
+}
+UNTIED = {"model.embed_tokens.weight": VOCABULARY, "lm_head.weight": VOCABULARY}
+EXPECTED: dict[str, tuple[dict[str, ShardRule], dict[str, ShardRule]]] = {  # per layer, and outside the layers
+    "llama": (SEPARATE | GATED, UNTIED),
+    "gpt2": (  # its embedding sees the ids through a view, so that vocabulary and head stay whole
+        {
+            "attn.c_attn.weight": ShardRule(1, (4, 4, 4), 16, heads=True),
+            "attn.c_attn.bias": ShardRule(0, (4, 4, 4), 16, heads=True),
+            "attn.c_proj.weight": ShardRule(0, (4,), 16, heads=True),
+            "mlp.c_fc.weight": ShardRule(1, (256,)),
+            "mlp.c_fc.bias": ShardRule(0, (256,)),
+            "mlp.c_proj.weight": ShardRule(0, (256,)),
+        },
+        {},
+    ),
+    "phi3": (
+        {
+            "self_attn.qkv_proj.weight": ShardRule(0, (4, 2, 2), 16, heads=True),
+            "self_attn.o_proj.weight": HEADS_IN,
+            "mlp.gate_up_proj.weight": ShardRule(0, (102, 102)),
+            "mlp.down_proj.weight": WIDTH_IN,
+        },
+        UNTIED,
+    ),
+    "gpt_neox": (
+        {
+            "attention.query_key_value.weight": ShardRule(0, (4,), 48, heads=True),
+            "attention.query_key_value.bias": ShardRule(0, (4,), 48, heads=True),
+            "attention.dense.weight": HEADS_IN,
+            "mlp.dense_h_to_4h.weight": WIDTH,
+            "mlp.dense_h_to_4h.bias": WIDTH,
+            "mlp.dense_4h_to_h.weight": WIDTH_IN,
+        },
+        {"gpt_neox.embed_in.weight": VOCABULARY, "embed_out.weight": VOCABULARY},
+    ),
+    "qwen3": (SEPARATE | GATED, UNTIED),  # the per-head norms are used whole by every rank
+    "opt": (
+        {
+            **{f"self_attn.{name}_proj.{kind}": HEADS for name in "qkv" for kind in ("weight", "bias")},
+            "self_attn.out_proj.weight": HEADS_IN,
+            "fc1.weight": WIDTH,
+            "fc1.bias": WIDTH,
+            "fc2.weight": WIDTH_IN,
+        },
+        {},
+    ),
+    "gemma": (
+        SEPARATE | GATED | {f"self_attn.{n}_proj.weight": ShardRule(0, (1,), 16, heads=True) for n in "kv"},
+        {"model.embed_tokens.weight": VOCABULARY},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_rules_of_model_families(name: str) -> None:
+    program, _ = captured(name)
+    layer, outside = EXPECTED[name]
+    expected = dict(outside)
+    for block in program.blocks[1:-1]:
+        template = program.templates[block.template]
+        local = dict(zip(template.parameters, block.parameters, strict=True))
+        expected |= {local[suffix]: rule for suffix, rule in layer.items()}
+    assert {n: p.rule for n, p in program.parameters.items() if p.rule is not None} == expected
+
+
+def analysed(
+    forward: Callable[..., Tensor],
+    *shapes: tuple[int, ...],
+    tokens: bool = False,
+    excluded: frozenset[str] = frozenset(),
+) -> tuple[Cuts, dict[str, ShardRule]]:
+    """Find the cuts of `forward(x, *weights)`; the rules come by the weights' placeholders (x_1, w_1, ...)."""
+    first = torch.zeros(shapes[0], dtype=torch.int64) if tokens else torch.zeros(shapes[0])
+    graph = make_fx(forward, tracing_mode="fake", pre_dispatch=True)(first, *map(torch.zeros, shapes[1:])).graph
+    x, *weights = [n for n in graph.nodes if n.op == "placeholder"]
+    found = find_cuts(graph, set(weights), x if tokens else None, set(excluded))
+    return found, {node.name: rule for node, rule in rules(found).items()}
+
+
+def test_two_products_are_columns_then_rows() -> None:
+    def mlp(x: Tensor, a: Tensor, bias: Tensor, b: Tensor) -> Tensor:
+        return F.linear(F.gelu(F.linear(x, a, bias)), b)
+
+    found, rule = analysed(mlp, (5, 32), (48, 32), (48,), (32, 48))
+    assert rule == {"a_1": ShardRule(0, (48,)), "bias_1": ShardRule(0, (48,)), "b_1": ShardRule(1, (48,))}
+    assert (len(found.columns), len(found.rows)) == (1, 1)
+
+
+def test_transposed_weights_are_cut_along_the_other_dimension() -> None:
+    def mlp(x: Tensor, a: Tensor, bias: Tensor, b: Tensor) -> Tensor:
+        return torch.mm(torch.addmm(bias, x, a).relu(), b)
+
+    assert analysed(mlp, (5, 32), (32, 48), (48,), (48, 32))[1] == {
+        "a_1": ShardRule(1, (48,)),
+        "bias_1": ShardRule(0, (48,)),
+        "b_1": ShardRule(0, (48,)),
+    }
+
+
+def test_a_fused_product_has_a_segment_per_part() -> None:
+    def gated(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        gate, up = F.linear(x, a).split([40, 40], dim=-1)
+        return F.linear(F.silu(gate) * up, b)
+
+    assert analysed(gated, (5, 32), (80, 32), (32, 40))[1] == {
+        "a_1": ShardRule(0, (40, 40)),
+        "b_1": ShardRule(1, (40,)),
+    }
+
+
+@pytest.mark.parametrize(
+    "between",
+    [
+        lambda y: y.softmax(-1),
+        lambda y: F.layer_norm(y, (48,)),
+        lambda y: y.cumsum(-1),
+        lambda y: y.flip(-1),
+        lambda y: y * torch.ones(48),
+        lambda y: y.sum(-1, keepdim=True).expand(5, 48),
+        lambda y: y.view(5, 4, 12).transpose(1, 2).reshape(5, 48),
+        lambda y: torch.cat([y[:, 24:], y[:, :24]], -1),
+    ],
+)
+def test_an_operator_that_needs_the_whole_dimension_keeps_it_whole(between: Callable[[Tensor], Tensor]) -> None:
+    found, rule = analysed(lambda x, a, b: F.linear(between(F.linear(x, a)), b), (5, 32), (48, 32), (32, 48))
+    assert rule == {}
+    assert not found.cut
+
+
+def test_what_nothing_adds_up_or_is_too_narrow_stays_whole() -> None:
+    assert analysed(lambda x, a: F.linear(x, a), (5, 32), (48, 32))[1] == {}
+    assert analysed(lambda x, a, b: F.linear(F.linear(x, a), b), (5, 32), (8, 32), (32, 8))[1] == {}
+    assert analysed(lambda x, a, b: F.linear(F.linear(x, a), b), (5, 32), (16, 32), (32, 16))[1] != {}
+
+
+def test_an_excluded_parameter_keeps_its_partners_whole() -> None:
+    def mlp(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        return F.linear(F.linear(x, a), b)
+
+    assert set(analysed(mlp, (5, 32), (48, 32), (32, 48))[1]) == {"a_1", "b_1"}
+    for name in ("a_1", "b_1"):
+        assert analysed(mlp, (5, 32), (48, 32), (32, 48), excluded=frozenset({name}))[1] == {}
+
+
+def test_an_embedding_is_cut_along_the_vocabulary_only_for_tokens() -> None:
+    def embed(x: Tensor, a: Tensor) -> Tensor:
+        return F.embedding(x, a)
+
+    assert analysed(embed, (1, 5), (100, 32), tokens=True)[1] == {"a_1": ShardRule(0, (100,))}
+    assert analysed(lambda x, a: F.embedding(x.view(-1), a), (1, 5), (100, 32), tokens=True)[1] == {}
+
+
+@pytest.mark.parametrize(("reduction", "cut"), [("sum", True), ("mean", True), ("none", False)])
+def test_a_loss_of_cut_logits(reduction: str, cut: bool) -> None:
+    def loss(x: Tensor, a: Tensor) -> Tensor:
+        return F.cross_entropy(F.linear(x, a), torch.zeros(5, dtype=torch.int64), reduction=reduction)
+
+    assert analysed(loss, (5, 32), (100, 32))[1] == ({"a_1": ShardRule(0, (100,))} if cut else {})
+
+
+def test_attention_is_cut_by_heads() -> None:
+    def attend(x: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor) -> Tensor:
+        parts = (F.linear(x, w).view(5, -1, 8) for w in (q, k, v))
+        out = varlen_attention(*parts, torch.zeros(2, dtype=torch.int32))
+        return F.linear(out.view(1, 5, -1), o)
+
+    found, rule = analysed(attend, (1, 5, 32), (48, 32), (16, 32), (16, 32), (32, 48))
+    assert rule == {
+        "q_1": ShardRule(0, (6,), 8, heads=True),
+        "k_1": ShardRule(0, (2,), 8, heads=True),
+        "v_1": ShardRule(0, (2,), 8, heads=True),
+        "o_1": ShardRule(1, (6,), 8, heads=True),
+    }
+    assert head_counts(found) == (6,)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "dim", "expected"),
+    [
+        ([5, 48], [5, 4, 12], 1, 1),
+        ([5, 4, 12], [5, 48], 1, 1),
+        ([5, 4, 12], [5, 48], 2, None),
+        ([1, 5, 48], [5, 48], 2, 1),
+        ([5, 48], [1, 5, 48], 1, 2),
+        ([5, 16], [5, 1, 16], 1, 1),  # one head
+        ([5, 48], [240], 1, None),
+        ([5, 48], [240], 0, 0),
+    ],
+)
+def test_where_a_view_carries_a_dimension(before: list[int], after: list[int], dim: int, expected: int | None) -> None:
+    assert carried(before, after, dim) == expected

@@ -1,0 +1,97 @@
+"""Forward and backward graphs: golden texts, what is saved, and gradients against autograd."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, fx
+
+from hydragraph.ir.layout import GradientKind
+from hydragraph.ir.parameter import Parameter
+from hydragraph.ir.program import Template
+from hydragraph.passes.differentiate import Variant, differentiate
+from hydragraph.passes.shard import Degree, shard
+from tests.passes.golden_template import check_golden, llama_layer
+
+
+def compiled(degree: Degree, partitioner: str = "min_cut") -> Variant:
+    template, parameters = llama_layer()
+    return differentiate(template, shard(template, parameters, degree), parameters, degree, torch.float32, partitioner)
+
+
+def test_golden_texts() -> None:
+    template, parameters = llama_layer()
+    degree = Degree(2, 0)
+    sharded = shard(template, parameters, degree)
+    check_golden("llama_shard_tp2_rank0", sharded.graph)
+    variant = differentiate(template, sharded, parameters, degree, torch.float32)
+    check_golden("llama_forward_tp2_rank0", variant.forward)
+    check_golden("llama_backward_tp2_rank0", variant.backward)
+
+
+def inputs(graph: fx.GraphModule) -> list[fx.Node]:
+    return [n for n in graph.graph.nodes if n.op == "placeholder"]
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("partitioner", ["min_cut", "default"])
+def test_a_variant_describes_its_graphs(tp: int, partitioner: str) -> None:
+    template, _ = llama_layer()
+    variant = compiled(Degree(tp, tp - 1), partitioner)
+    extra = ("collectives",) if tp > 1 else ()
+    assert variant.inputs == (*template.parameters, *template.buffers, *template.inputs, *extra)
+    assert len(inputs(variant.forward)) == len(variant.inputs)
+    assert len(inputs(variant.backward)) == len(variant.needs)
+    assert variant.outputs == 1
+    assert set(variant.gradients) == {*template.parameters, "hidden"}
+    assert variant.needs.count("tangent") == 1
+    assert set(variant.kinds) == set(template.parameters)
+    whole = GradientKind.PARTIAL if tp == 1 else GradientKind.REPLICA
+    assert variant.kinds["input_layernorm.weight"] is whole
+    assert variant.kinds["self_attn.q_proj.weight"] is GradientKind.PARTIAL
+    calls = [n.target for g in (variant.forward, variant.backward) for n in g.graph.nodes if n.op == "call_method"]
+    assert calls == ["all_reduce"] * (4 if tp > 1 else 0)
+
+
+def fed(template: Template, parameters: dict[str, Parameter], tokens: int) -> dict[str, Tensor]:
+    """Return random values of a layer's inputs."""
+    generator = torch.Generator().manual_seed(0)
+    values = {n: torch.randn(p.shape, generator=generator) / 8 for n, p in parameters.items()}
+    for node, name in zip(inputs(template.graph)[-len(template.inputs) :], template.inputs, strict=True):
+        value = node.meta["val"]
+        sizes = [tokens if isinstance(s, torch.SymInt) else s for s in value.shape]
+        values[name] = torch.randn(sizes, generator=generator) if value.is_floating_point() else torch.tensor(tokens)
+        if value.dtype == torch.int32:
+            values[name] = torch.tensor([0, 1, tokens], dtype=torch.int32)
+    return values
+
+
+@pytest.mark.parametrize("partitioner", ["min_cut", "default"])
+@pytest.mark.parametrize("tokens", [2, 3, 200])
+def test_gradients_equal_autograd_for_any_number_of_tokens(tokens: int, partitioner: str) -> None:
+    template, parameters = llama_layer()
+    variant = compiled(Degree(), partitioner)
+    values = fed(template, dict(parameters), tokens)
+    leaves = {n: values[n].clone().requires_grad_() for n in variant.gradients}
+    whole = shard(template, parameters, Degree()).graph
+    order = (*template.parameters, *template.buffers, *template.inputs)
+    (expected,) = whole(*((values | leaves)[n] for n in order))
+    tangent = torch.linspace(-1, 1, expected.numel()).view_as(expected)
+    gradients = torch.autograd.grad(expected, list(leaves.values()), tangent)
+    with torch.no_grad():
+        out, *saved = variant.forward(*(values[n] for n in variant.inputs))
+        held = {f"saved.{i}": s for i, s in enumerate(saved)} | {"tangent": tangent} | values
+        found = variant.backward(*(held[n] for n in variant.needs))
+    torch.testing.assert_close(out, expected)
+    for name, one, other in zip(variant.gradients, found, gradients, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4 * float(other.abs().max()), msg=name)
+
+
+def test_min_cut_saves_no_more_than_the_default() -> None:
+    def saved(variant: Variant) -> int:
+        outputs = next(n for n in variant.forward.graph.nodes if n.op == "output").args[0]
+        values = [n.meta["val"] for n in outputs[variant.outputs :]]
+        sizes = [[64 if isinstance(s, torch.SymInt) else s for s in v.shape] for v in values if hasattr(v, "shape")]
+        return sum(torch.Size(s).numel() for s in sizes)
+
+    assert 0 < saved(compiled(Degree())) <= saved(compiled(Degree(), "default"))

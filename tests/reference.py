@@ -1,0 +1,51 @@
+"""One device, plain PyTorch: the unmodified model, one sequence at a time, against which every strategy is checked."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+
+
+@dataclass
+class Reference:
+    """Losses per step, the gradients of every step, and the final weights, of plain training with AdamW."""
+
+    losses: list[float]
+    gradients: list[dict[str, Tensor]]
+    weights: dict[str, Tensor]
+
+
+def train(model: nn.Module, mini_batches: list[list[Tensor]], lr: float = 1e-3, clip: float | None = None) -> Reference:
+    """Train a copy of a causal language model; loss = sum of next-token losses / number of targets."""
+    model = copy.deepcopy(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
+    losses, gradients = [], []
+    for batch in mini_batches:
+        optimizer.zero_grad()
+        targets = sum(max(len(s) - 1, 0) for s in batch)
+        loss = torch.zeros(())
+        for ids in (s for s in batch if len(s) > 1):
+            logits = model(input_ids=ids[None], use_cache=False).logits[0]
+            loss = loss + F.cross_entropy(logits[:-1], ids[1:], reduction="sum") / targets
+        loss.backward()
+        losses.append(loss.item())
+        gradients.append({n: p.grad.clone() for n, p in model.named_parameters()})  # type: ignore[union-attr]
+        if clip is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+    return Reference(losses, gradients, {n: t.detach().clone() for n, t in model.state_dict().items()})
+
+
+def worst(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> tuple[str, float]:
+    """Return the parameter whose gradient is furthest off, and its error over the tolerance (1 is the limit).
+
+    Tolerance per parameter: 1e-5 of its own norm and 1e-7 of the norm of all gradients.
+    """
+    everything = torch.stack([g.norm() for g in wanted.values()]).norm()
+    ratios = {n: float((found[n] - g).norm() / (1e-5 * g.norm() + 1e-7 * everything)) for n, g in wanted.items()}
+    name = max(ratios, key=lambda n: ratios[n])
+    return name, ratios[name]

@@ -1,0 +1,68 @@
+"""Run folders: how runs begin in them, and which checkpoints count."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hydragraph.spec.record import from_record
+from hydragraph.train.config import TrainConfig
+from hydragraph.train.folder import RunFolder
+from tests.train.plain import settings
+
+
+def config(folder: Path, steps: int = 9) -> TrainConfig:
+    return from_record(TrainConfig, {**settings(folder), "steps": steps})
+
+
+def save(folder: RunFolder, step: int) -> None:
+    folder.place(step).mkdir(parents=True)
+    (folder.place(step) / "complete.json").write_text("{}")  # what `runtime.checkpoint` knows a checkpoint by
+
+
+def test_resumes_from_the_latest_checkpoint_that_is_complete(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run")
+    assert folder.begin(config(tmp_path), "new") is None
+    save(folder, 4)
+    save(folder, 2)
+    folder.place(6).mkdir()
+    last = folder.begin(config(tmp_path), "resume")
+    assert last is not None
+    assert (last.step, last.path) == (4, folder.place(4))
+
+
+def test_new_runs_do_not_touch_old_ones(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run")
+    folder.begin(config(tmp_path), "new")
+    save(folder, 4)
+    with pytest.raises(ValueError, match="already holds a run: continue it with --resume, or use --overwrite"):
+        folder.begin(config(tmp_path), "new")
+    assert folder.last() is not None
+
+
+def test_overwriting_keeps_data_and_strangers(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run")
+    folder.begin(config(tmp_path), "new")
+    save(folder, 4)
+    for path in (folder.path / "data" / "x", folder.path / "notes.txt", folder.model / "weights"):
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("")
+    folder.begin(config(tmp_path), "overwrite")
+    assert sorted(p.name for p in folder.path.iterdir()) == ["config.yaml", "data", "notes.txt"]
+    assert folder.last() is None
+
+
+@pytest.mark.parametrize(("saved", "sentence"), [(None, "no complete checkpoint"), (12, "past the last step")])
+def test_refuses_to_resume_from_nothing_or_beyond_the_end(tmp_path: Path, saved: int | None, sentence: str) -> None:
+    folder = RunFolder(tmp_path / "run")
+    folder.begin(config(tmp_path), "new")
+    if saved is not None:
+        save(folder, saved)
+    with pytest.raises(ValueError, match=sentence):
+        folder.begin(config(tmp_path), "resume")
+
+
+def test_writes_the_resolved_config(tmp_path: Path) -> None:
+    RunFolder(tmp_path / "run").begin(config(tmp_path), "new")
+    assert TrainConfig.load(tmp_path / "run" / "config.yaml") == config(tmp_path)

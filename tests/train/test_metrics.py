@@ -1,0 +1,65 @@
+"""Metrics as JSON lines and TensorBoard events, and where a resumed run continues them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hydragraph.train.metrics import Metrics, MetricsLog, read_metrics
+
+STEP = Metrics(1, 2.5, 0.3, 1e-3, 100, 50.0, 2.0, "<tp1,pp1>@0a", 3, (2, 1))
+
+
+def write(path: Path, steps: range, after: int, events: Path | None = None) -> list[Metrics]:
+    with MetricsLog(path, events, after) as log:
+        for step in steps:
+            log.write(replace(STEP, step=step, loss=1 / step, eval_loss=math.pi if step % 2 else None))
+        return log.history
+
+
+def test_reads_back_what_was_written(tmp_path: Path) -> None:
+    history = write(tmp_path / "m", range(1, 6), 0)
+    assert read_metrics(tmp_path / "m") == history
+    assert [m.step for m in history] == [1, 2, 3, 4, 5]
+
+
+@given(st.floats(allow_nan=False, allow_infinity=False))
+def test_numbers_keep_every_bit(tmp_path_factory: pytest.TempPathFactory, value: float) -> None:
+    path = tmp_path_factory.mktemp("metrics") / "m"
+    with MetricsLog(path, None, 0) as log:
+        log.write(replace(STEP, loss=value))
+    assert read_metrics(path)[0].loss.hex() == value.hex()
+
+
+def test_a_resumed_run_replaces_the_steps_after_its_checkpoint(tmp_path: Path) -> None:
+    whole = write(tmp_path / "whole", range(1, 9), 0)
+    write(tmp_path / "m", range(1, 6), 0)
+    with (tmp_path / "m").open("a") as file:
+        file.write('{"step": 6, "lo')  # killed while it wrote
+    assert len(read_metrics(tmp_path / "m")) == 5
+    write(tmp_path / "m", range(4, 9), 3)
+    assert read_metrics(tmp_path / "m") == whole
+    assert (tmp_path / "m").read_bytes() == (tmp_path / "whole").read_bytes()
+
+
+def test_names_a_line_that_is_no_metrics(tmp_path: Path) -> None:
+    (tmp_path / "m").write_text('{"step": 1}\n')
+    with pytest.raises(ValueError, match="m:1: not a line of metrics"):
+        read_metrics(tmp_path / "m")
+
+
+def test_tensorboard_shows_each_step_once_after_resuming(tmp_path: Path) -> None:
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    write(tmp_path / "m", range(1, 6), 0, tmp_path / "events")
+    write(tmp_path / "m", range(4, 8), 3, tmp_path / "events")
+    events = accumulator.EventAccumulator(str(tmp_path / "events"))
+    events.Reload()
+    losses = [(e.step, e.value) for e in events.Scalars("loss")]
+    assert [step for step, _ in losses] == [1, 2, 3, 4, 5, 6, 7]
+    assert [value for _, value in losses] == pytest.approx([1 / step for step, _ in losses])
+    assert [e.step for e in events.Scalars("eval_loss")] == [1, 3, 5, 7]

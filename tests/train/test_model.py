@@ -1,0 +1,66 @@
+"""Models from configs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hydragraph.train.config import ModelConfig
+from hydragraph.train.model import build_model, skeleton
+
+TINY = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+
+
+def llama(**changes: object) -> ModelConfig:
+    return ModelConfig("LlamaForCausalLM", {**TINY, **changes})
+
+
+def test_the_seed_decides_the_weights_and_nothing_else_changes() -> None:
+    torch.manual_seed(5)
+    before = torch.random.get_rng_state()
+    one, two, other = (build_model(llama(), 50, 7, seed) for seed in (1, 1, 2))
+    assert torch.equal(torch.random.get_rng_state(), before)
+    assert all(torch.equal(a, b) for a, b in zip(one.parameters(), two.parameters(), strict=True))
+    assert any(not torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
+
+
+def test_special_tokens_and_vocabulary_are_the_tokenizers() -> None:
+    config: Any = build_model(llama(), 50, 7, 0).config
+    assert (config.vocab_size, config.eos_token_id, config.bos_token_id) == (50, 7, 7)
+    assert build_model(llama(vocab_size=64), 50, 7, 0).config.vocab_size == 64
+
+
+def test_a_saved_model_comes_back(tmp_path: Path) -> None:
+    model: Any = build_model(llama(), 50, 7, 0)
+    model.save_pretrained(tmp_path)
+    again = build_model(ModelConfig(path=str(tmp_path)), 50, 7, 3)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
+    assert {p.device.type for p in skeleton(ModelConfig(path=str(tmp_path)), 50).parameters()} == {"meta"}
+
+
+def test_a_skeleton_has_shapes_only() -> None:
+    shapes = {name: p.shape for name, p in build_model(llama(), 50, 7, 0).named_parameters()}
+    meta = dict(skeleton(llama(), 50).named_parameters())
+    assert {p.device.type for p in meta.values()} == {"meta"}
+    assert {name: p.shape for name, p in meta.items()} == shapes
+
+
+@pytest.mark.parametrize(
+    ("config", "sentence"),
+    [
+        (ModelConfig("LlamaForCasualLM"), "did you mean LlamaForCausalLM?"),
+        (ModelConfig("LlamaConfig"), "transformers has no model class 'LlamaConfig'"),
+        (llama(hiden_size=8), "model.config: LlamaConfig has no field 'hiden_size': did you mean 'hidden_size'?"),
+        (llama(hidden_size="wide"), "model.config: LlamaConfig refuses it"),
+        (llama(hidden_size=17), "model.config: LlamaConfig refuses it"),
+        (llama(vocab_size=49), "model.config.vocab_size is 49, but the tokenizer's ids need 50"),
+        (ModelConfig(path="/nowhere"), "model.path /nowhere holds no config.json"),
+    ],
+)
+def test_errors_name_the_field(config: ModelConfig, sentence: str) -> None:
+    with pytest.raises(ValueError, match="model") as caught:
+        build_model(config, 50, 7, 0)
+    assert sentence in str(caught.value)

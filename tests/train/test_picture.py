@@ -1,0 +1,42 @@
+"""The loss curve's picture."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hydragraph.train.metrics import Metrics
+from hydragraph.train.picture import smoothed, write_picture
+
+STEP = Metrics(1, 2.5, 0.3, 1e-3, 100, 50.0, 2.0, "<[0,1]x5,[2]x3>@0a", 3, (2, 1))
+
+
+@pytest.mark.parametrize("steps", [1, 30])
+def test_writes_a_png_and_nothing_else(tmp_path: Path, steps: int) -> None:
+    pytest.importorskip("matplotlib")
+    names = ("<tp1,pp2>@11", "<[0,1]x5,[2]x3>@0a")
+    history = [
+        replace(STEP, step=i, loss=5 / i, strategy=names[i % 2], eval_loss=4.0 if i % 9 == 0 else None)
+        for i in range(1, steps + 1)
+    ]
+    write_picture(history, tmp_path / "loss.png")
+    assert [path.name for path in tmp_path.iterdir()] == ["loss.png"]
+    image = pytest.importorskip("matplotlib.image").imread(tmp_path / "loss.png")
+    assert image.shape[0] > 300
+    assert image.std() > 0.01, "something is drawn"
+
+
+def test_smoothing_a_constant_changes_nothing() -> None:
+    assert smoothed([3.0] * 9) == pytest.approx([3.0] * 9)
+
+
+@given(st.lists(st.floats(-100, 100), min_size=1, max_size=30), st.floats(0, 0.99))
+def test_smoothed_values_are_weighted_means_of_the_past(values: list[float], weight: float) -> None:
+    for end, found in enumerate(smoothed(values, weight), start=1):
+        weights = [weight ** (end - 1 - i) for i in range(end)]
+        mean = sum(w * v for w, v in zip(weights, values, strict=False)) / sum(weights)
+        assert found == pytest.approx(mean, abs=1e-6)
