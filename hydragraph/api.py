@@ -126,9 +126,7 @@ class Executable:
             RankFailure: another rank failed; nothing was updated.
         """
         if self.optimizer is None:
-            raise Unsupported(
-                "it was compiled without an optimizer", where="step", remedy="pass optimizer= to compile"
-            )
+            raise Unsupported("it was compiled without an optimizer", where="step", remedy="pass optimizer= to compile")
         report = self._iterate(sequences, strategy, "train", self._update)
         self._steps += 1
         return report
@@ -157,13 +155,13 @@ class Executable:
         """Write weights and optimizer state as a checkpoint that any strategy and any number of ranks can load."""
         from hydragraph.runtime import checkpoint
 
-        checkpoint.save(Path(path), self.home, self.optimizer, {"steps": self._steps, "user": extra or {}})
+        checkpoint.save(Path(path), self.home, self.optimizer, {"steps": self._steps, "user": extra or {}}, self.groups)
 
     def load(self, path: str | Path) -> dict[str, Any]:
         """Read a checkpoint that `save` wrote; return what was saved as `extra`."""
         from hydragraph.runtime import checkpoint
 
-        extra = checkpoint.load(Path(path), self.home, self.optimizer)
+        extra = checkpoint.load(Path(path), self.home, self.optimizer, self.groups)
         self._steps = int(extra["steps"])
         return dict(extra["user"])
 

@@ -6,6 +6,7 @@ import logging
 import os
 import sys
 import traceback
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -18,11 +19,12 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-import hydragraph as hg
+from hydragraph import api
+from hydragraph.capture.capture import capture
 from hydragraph.errors import RankFailure
 from hydragraph.ir.text import to_text
 from hydragraph.passes.pipeline import PASSES
-from hydragraph.runtime.launch import join
+from hydragraph.runtime.launch import join, launch
 from hydragraph.train.config import TrainConfig
 from hydragraph.train.data import mini_batches
 from hydragraph.train.folder import Begin
@@ -100,11 +102,10 @@ def show_command(
     with _sentences(debug):
         if passes:
             _print_passes()
-        elif config is None:
+        elif config is not None:
+            _show(TrainConfig.load(config, overrides or ()), tuple(strategies or ()), micro_batches, rank)
+        else:
             raise ValueError("show needs the YAML file of a run, or --passes")
-        if config is not None:
-            settings = TrainConfig.load(config, overrides or ())
-            _show(settings, tuple(strategies or ()), micro_batches, rank)
 
 
 def main() -> None:
@@ -114,27 +115,39 @@ def main() -> None:
 
 def _train_rank(config: TrainConfig, begin: Begin) -> Outcome:
     """Train on this rank."""
+    _quieten()
     with Screen(Console(stderr=True)) as screen:
-        return train(config, begin, hg.compile, screen)
+        return train(config, begin, api.compile, screen)
 
 
 def _verify_rank(config: TrainConfig) -> list[Row]:
     """Verify on this rank."""
+    _quieten()
     with Screen(Console(stderr=True)) as screen:
         world = join("cpu")
         tokens = shared_tokens(config, world, screen)
         model = build_model(config.model, tokens.file.vocabulary, tokens.file.end_of_text, config.seed)
         strategies = read_strategies(config.strategies, model, world.ranks)
         factory = optimizer_factory(config.optimizer, model)
-        executor = hg.compile(model, strategies[0], optimizer=factory, device="cpu")
-        return verify(model, executor, strategies, next(mini_batches(config, tokens.file)), world.rank)
+        executor = api.compile(model, strategies[0], optimizer=factory, device="cpu")
+        rows = verify(model, executor, strategies, next(mini_batches(config, tokens.file)), world.rank)
+        executor.close()
+        return rows
+
+
+def _quieten() -> None:
+    """Keep what torch and transformers say to their own developers, and their progress bars, off the terminal."""
+    from transformers.utils import logging as transformers_logging
+
+    warnings.filterwarnings("ignore", r".*isinstance\(treespec, LeafSpec\)", FutureWarning)  # torch.export's own code
+    transformers_logging.disable_progress_bar()
 
 
 def _on_ranks(ranks: int, function: Callable[..., T], *args: object) -> T:
     """Run a function on the ranks that a launcher has started, or on new local ones; return this or rank 0's result."""
     if ranks == 1 or _launched():
         return function(*args)
-    return hg.launch(function, ranks, *args)[0]
+    return launch(function, ranks, *args)[0]
 
 
 def _launched() -> bool:
@@ -144,14 +157,15 @@ def _launched() -> bool:
 
 def _show(config: TrainConfig, strategies: Sequence[str], micro_batches: str, rank: int | None) -> None:
     """Print a program, or those of the ranks."""
+    _quieten()
     model = skeleton(config.model, config.data.vocab_size)
-    program = hg.capture(model, dtype=getattr(torch, config.dtype))
+    program = capture(model, dtype=getattr(torch, config.dtype))
     if not strategies:
         print(program)
         return
     for strategy in read_strategies(strategies, model, config.ranks):
         counts = _counts(micro_batches, len(strategy.pipelines))
-        programs = hg.lower(program, strategy, micro_batches=counts, ranks=config.ranks)
+        programs = api.lower(program, strategy, micro_batches=counts, ranks=config.ranks)
         programs.verify()
         if rank is not None and not 0 <= rank < len(programs):
             raise ValueError(f"--rank {rank}: there are ranks 0 to {len(programs) - 1}")
@@ -179,11 +193,8 @@ def _print_passes() -> None:
 
 def _print_outcome(outcome: Outcome) -> None:
     first, last = outcome.history[0], outcome.history[-1]
-    console = Console(stderr=True)
-    console.print(
-        f"loss {first.loss:.4f} -> {last.loss:.4f} in {last.step} steps; the model, loss.png and metrics.jsonl"
-    )
-    console.print(f"are in {outcome.folder.path}", markup=False, soft_wrap=True)
+    sentence = f"loss {first.loss:.4f} -> {last.loss:.4f} in {last.step} steps; everything is in {outcome.folder.path}"
+    Console(stderr=True).print(sentence, markup=False, highlight=False, soft_wrap=True)
 
 
 def _print_rows(rows: Sequence[Row]) -> None:

@@ -66,7 +66,9 @@ def _refuse(model: nn.Module, dtype: torch.dtype, example: object) -> None:
     where = type(model).__name__
     if dtype not in DTYPES:
         raise Unsupported(
-            f"dtype {dtype}", where=where, remedy=f"use one of {', '.join(map(str, DTYPES))} (bfloat16 needs no scaling)"
+            f"dtype {dtype}",
+            where=where,
+            remedy=f"use one of {', '.join(map(str, DTYPES))}",
         )
     if not huggingface.is_huggingface(model) or example is not None:
         raise Unsupported(
@@ -116,7 +118,8 @@ def _slice_skeleton(exported: torch.export.ExportedProgram, model: str) -> _Piec
         {**names[2], "hidden": "hidden"},
         "the model after its last block",
     )
-    if aux.parameters or any(n.target is torch.ops.hydragraph.block.default for n in (*aux.graph.graph.nodes, *head.graph.graph.nodes)):
+    placed = [n.target for piece in (aux, head) for n in piece.graph.graph.nodes]
+    if aux.parameters or torch.ops.hydragraph.block.default in placed:
         raise Unsupported(
             "blocks share a value that depends on parameters or on other blocks",
             where=model,
@@ -185,7 +188,7 @@ def _assemble(
             )
         )
     templates = {t.name: t for t in raw.values()}
-    parameters = {n: p for n, p in model.named_parameters()}
+    parameters = dict(model.named_parameters())
     aliases: dict[str, list[str]] = {n: [] for n in parameters}
     for alias, name in canonical.items():
         if alias != name:
@@ -212,8 +215,6 @@ def _canonical_names(model: nn.Module) -> dict[str, str]:
     """Return every parameter name (tied aliases too) -> its first name."""
     first = {id(p): n for n, p in model.named_parameters()}
     return {n: first[id(p)] for n, p in model.named_parameters(remove_duplicate=False)}
-
-
 
 
 def _buckets(blocks: Sequence[Block], parameters: Mapping[str, Parameter]) -> tuple[Bucket, ...]:

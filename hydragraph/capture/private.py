@@ -53,7 +53,9 @@ def _fake_inputs(mode: FakeTensorMode, specs: Sequence[TensorSpec], hints: dict[
         ]
 
 
-def trace_joint(graph: fx.GraphModule, specs: Sequence[TensorSpec], hints: dict[str, int]) -> tuple[fx.GraphModule, list]:
+def trace_joint(
+    graph: fx.GraphModule, specs: Sequence[TensorSpec], hints: dict[str, int]
+) -> tuple[fx.GraphModule, list]:
     """Trace forward and backward of a graph into one: inputs `primals_*`, `tangents_*`; outputs, then gradients.
 
     The gradient of an input that is not differentiable, or that nothing depends on, is None.
@@ -86,6 +88,6 @@ def trace_joint(graph: fx.GraphModule, specs: Sequence[TensorSpec], hints: dict[
 def partition(
     joint: fx.GraphModule, inputs: list, outputs: int, partitioner: str = "min_cut"
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """Cut a joint graph into forward and backward; the forward's outputs beyond the first `outputs` are saved values."""
+    """Cut a joint graph into forward and backward; forward outputs beyond the first `outputs` are saved values."""
     chosen: Callable = PARTITIONERS[partitioner]
     return chosen(joint, inputs, num_fwd_outputs=outputs)

@@ -10,7 +10,8 @@ from torch import fx
 from hydragraph.ir.parameter import ShardRule
 from hydragraph.ir.program import Block, Template
 from hydragraph.passes.annotate import annotate
-from hydragraph.passes.cuts import Cuts, find_cuts, rules
+from hydragraph.passes.cut import Cuts
+from hydragraph.passes.cuts import find_cuts, rules
 
 
 def analyse(template: Template, whole: set[str]) -> tuple[Cuts, list[fx.Node]]:
@@ -50,13 +51,14 @@ def agree(blocks: Sequence[Block], templates: Mapping[str, Template]) -> dict[st
             template = templates[block.template]
             if template.name not in analysed:
                 found, nodes = analyse(template, excluded(template, blocks, whole))
-                rule = rules(found)
-                analysed[template.name] = [rule.get(n) for n in nodes]
+                by_node = rules(found)
+                analysed[template.name] = [by_node.get(n) for n in nodes]
             for name, choice in zip(block.parameters, analysed[template.name], strict=True):
                 wanted.setdefault(name, set()).add(choice)
         disputed = {name for name, choices in wanted.items() if len(choices) > 1}
         if not disputed:
-            return {name: rule for name, choices in wanted.items() if (rule := next(iter(choices))) is not None}
+            settled = {name: choices.pop() for name, choices in wanted.items()}
+            return {name: rule for name, rule in settled.items() if rule is not None}
         whole |= disputed
 
 

@@ -39,7 +39,9 @@ def capture_template(site: Site, hints: dict[str, int]) -> tuple[Template, bool]
     exported = torch.export.export(site.flat(), tuple(arguments), dynamic_shapes=(tuple(dynamic),), strict=False)
     exported = exported.run_decompositions({})
     signature, prefix = exported.graph_signature, "block."
-    inputs = dict(zip(signature.user_inputs, ["hidden", *(f"other.{i}" for i in range(len(arguments) - 1))], strict=True))
+    inputs = dict(
+        zip(signature.user_inputs, ["hidden", *(f"other.{i}" for i in range(len(arguments) - 1))], strict=True)
+    )
     template = template_of(
         clean(exported.graph_module),
         {k: v.removeprefix(prefix) for k, v in signature.inputs_to_parameters.items()},

@@ -1,8 +1,8 @@
 """Work: what the instructions of one iteration cost on a cluster, estimated from a program's sizes.
 
 A product with a weight of P elements over T tokens is 2 P T floating-point operations forward and 4 P T backward
-(6 P T in all); attention adds 4 T L H D forward for sequences of L tokens, half of it where it is causal, and twice that
-backward. All-reduces are priced as rings: 2 (t - 1) messages of 1/t of the value.
+(6 P T in all); attention over H heads of size D adds 4 T L H D forward for sequences of L tokens, half of it where it
+is causal, and twice that backward. All-reduces are priced as rings: 2 (t - 1) messages of 1/t of the value.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ def work_of(program: Program, strategy: Strategy, tokens: Sequence[int], cluster
     Args:
         program: the model.
         strategy: on ranks that the cluster has.
-        tokens: for each pipeline, the tokens of one of its micro-batches, taken as one sequence; 0: it has nothing to do.
+        tokens: for each pipeline, the tokens of one of its micro-batches, taken as one sequence; 0 where a pipeline
+            has nothing to do.
         cluster: one device per rank.
 
     Raises:

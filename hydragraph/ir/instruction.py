@@ -82,3 +82,19 @@ class RankProgram:
     layers: tuple[int, int]
     micro_batches: int
     instructions: tuple[Instruction, ...]
+
+    def __str__(self) -> str:
+        from hydragraph.ir.text import to_text  # the text module reads this one
+
+        return to_text(self)
+
+    @classmethod
+    def parse(cls, text: str) -> RankProgram:
+        """Read what `str` printed; comments behind # are ignored.
+
+        Raises:
+            ValueError: naming the line and what was expected.
+        """
+        from hydragraph.ir.text import parse
+
+        return parse(text)

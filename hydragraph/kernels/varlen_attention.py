@@ -6,6 +6,7 @@ Shapes: T packed tokens of N sequences, Hq query heads, Hk key/value heads (Hq a
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -64,7 +65,7 @@ def reference(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, causal: bool,
 
 def _spans(cu_seqlens: Tensor) -> Iterator[tuple[int, int]]:
     bounds = cu_seqlens.tolist()
-    return ((a, b) for a, b in zip(bounds, bounds[1:], strict=False) if b > a)
+    return ((a, b) for a, b in pairwise(bounds) if b > a)
 
 
 def _heads_first(x: Tensor, group: int = 1) -> Tensor:

@@ -8,7 +8,7 @@ import torch
 from torch import fx
 
 from hydragraph.ir.placeholders import communicate
-from hydragraph.passes.cuts import Cuts, product
+from hydragraph.passes.cut import Cuts, product
 
 aten = torch.ops.aten
 
@@ -40,7 +40,7 @@ def annotate(graph: fx.GraphModule, found: Cuts, parameters: set[fx.Node], hidde
         whole = _whole_operands(node, found) if node in cut_users else set()
         enter = {n for n in whole if n in learns and (n not in parameters or n in mixed)}
         operand = {n: entering(n) if n in enter else copied[n] for n in node.all_input_nodes}
-        copied[node] = result.node_copy(node, lambda n, operand=operand: operand[n])
+        copied[node] = result.node_copy(node, operand.__getitem__)
         if node in found.rows and node.target is not aten.cross_entropy_loss.default:
             copied[node] = _insert(result, copied[node], "exit")
     result.lint()
@@ -66,7 +66,7 @@ def _whole_operands(node: fx.Node, found: Cuts) -> set[fx.Node]:
     """Return the operands of a cut operator that every rank uses whole."""
     operands = {n for n in node.all_input_nodes if n not in found.cut}
     taken = product(node) if node in found.columns else None
-    return operands - {taken[1], taken[2]} if taken else operands  # type: ignore[arg-type]
+    return operands - {taken[1], taken[2]} if taken else operands
 
 
 def _mixed(parameter: fx.Node, cut_users: set[fx.Node], found: Cuts) -> bool:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import operator
+from typing import Any
 
 import torch
 from torch import fx
+
+from hydragraph.passes.cut import operands
 
 aten = torch.ops.aten
 
@@ -62,8 +65,10 @@ def remove_dead_code(graph: fx.Graph) -> None:
 
 
 def _is_no_op(node: fx.Node) -> bool:
-    before, after = node.args[0].meta.get("val"), node.meta.get("val")  # type: ignore[union-attr]
+    before, after = operands(node)[0].meta.get("val"), node.meta.get("val")
     if before is None or after is None:
+        return False
+    if node.target is aten.contiguous.default and not before.is_contiguous():
         return False
     return bool(before.dtype == after.dtype and (before.device == after.device or after.device.type == "meta"))
 
@@ -80,16 +85,16 @@ def _inline_grad_modes(module: fx.GraphModule) -> None:
     for node in list(module.graph.nodes):
         if "wrap_with_set_grad_enabled" not in str(node.target):
             continue
-        enabled, body, *arguments = node.args
+        enabled, body, *arguments = operands(node)
         inner = getattr(module, body.target).graph
         inputs = [n for n in inner.nodes if n.op == "placeholder"]
         with module.graph.inserting_before(node):
-            results = module.graph.graph_copy(inner, dict(zip(inputs, arguments, strict=True)))
+            results: Any = module.graph.graph_copy(inner, dict(zip(inputs, arguments, strict=True)))
             if not enabled:
-                results = tuple(_detached(module.graph, r) for r in results)  # type: ignore[union-attr]
+                results = tuple(_detached(module.graph, r) for r in results)
         for user in list(node.users):
             assert user.target is operator.getitem
-            user.replace_all_uses_with(results[user.args[1]])
+            user.replace_all_uses_with(results[operands(user)[1]])
             module.graph.erase_node(user)
         module.graph.erase_node(node)
 

@@ -20,13 +20,16 @@ from hydragraph.ir.parameter import Parameter
 from hydragraph.ir.placeholders import communicate
 from hydragraph.ir.program import Template
 from hydragraph.passes import collectives as _collectives  # noqa: F401  registers hydragraph::tp_*
-from hydragraph.passes.cuts import Cut, Cuts, find_cuts, product, shape, split_sizes
+from hydragraph.passes.cut import Cut, Cuts, known_product, operands, product, shape
+from hydragraph.passes.cut_rules import split_dim, split_sizes
+from hydragraph.passes.cuts import find_cuts
 from hydragraph.passes.vocabulary import embedding_part, loss_of_parts
 
 aten = torch.ops.aten
 tp_ops = torch.ops.hydragraph
 
 VIEWS = frozenset({aten.view.default, aten.reshape.default, aten._unsafe_view.default})
+VOCABULARY = {aten.embedding.default: embedding_part, aten.cross_entropy_loss.default: loss_of_parts}
 SPLITS = frozenset({aten.split.Tensor, aten.split_with_sizes.default})
 
 
@@ -75,14 +78,14 @@ def shard(template: Template, parameters: Mapping[str, Parameter], degree: Degre
     return Sharded(graph, kinds, names[rewrite.vocabulary] if rewrite.vocabulary else None)
 
 
-def gradient_kinds(
-    template: Template, parameters: Mapping[str, Parameter], tp: int
-) -> dict[str, GradientKind]:
+def gradient_kinds(template: Template, parameters: Mapping[str, Parameter], tp: int) -> dict[str, GradientKind]:
     """Say, for a stage of `tp` ranks, whether each parameter's gradient is whole on every rank, or a part."""
     if tp == 1:
         return dict.fromkeys(template.parameters, GradientKind.PARTIAL)
     found, described = _analyse(template, parameters)
-    return {name: _kind(node, found, described[node]) for name, node in zip(template.parameters, described, strict=True)}
+    return {
+        name: _kind(node, found, described[node]) for name, node in zip(template.parameters, described, strict=True)
+    }
 
 
 def _kind(node: fx.Node, found: Cuts, parameter: Parameter) -> GradientKind:
@@ -103,9 +106,9 @@ def _without_placeholders(graph: fx.GraphModule) -> fx.GraphModule:
     copied: dict[fx.Node, fx.Node] = {}
     for node in graph.graph.nodes:
         if node.op == "output":
-            result.output(fx.node.map_arg(node.args[0], lambda n: copied[n]))
+            result.output(fx.node.map_arg(operands(node)[0], lambda n: copied[n]))
         elif node.target is communicate:
-            copied[node] = copied[node.args[0]]
+            copied[node] = copied[operands(node)[0]]
         else:
             copied[node] = result.node_copy(node, lambda n: copied[n])
     return fx.GraphModule(graph, result)
@@ -113,7 +116,7 @@ def _without_placeholders(graph: fx.GraphModule) -> fx.GraphModule:
 
 def _weight(column: fx.Node) -> fx.Node:
     """Return the weight of a column-parallel product or embedding."""
-    weight = column.args[0] if column.target is aten.embedding.default else product(column)[1]  # type: ignore[index]
+    weight = operands(column)[0] if column.target is aten.embedding.default else known_product(column).weight
     assert isinstance(weight, fx.Node)
     return weight
 
@@ -137,7 +140,7 @@ class _Rewrite:
             self.start = self.graph.placeholder("vocabulary_start")
         for node in source.graph.nodes:
             if node.op == "output":
-                self.graph.output(self._local(node.args[0]))
+                self.graph.output(self._local(operands(node)[0]))
             elif node.op != "placeholder":
                 self.copied[node] = self._write(node)
         self.graph.lint()
@@ -145,7 +148,7 @@ class _Rewrite:
 
     def _table(self, row: fx.Node) -> fx.Node | None:
         """Return the weight that a vocabulary-parallel embedding or loss works on."""
-        if row.target not in (aten.embedding.default, aten.cross_entropy_loss.default):
+        if row.target not in VOCABULARY:
             return None
         return _weight(self.found.rows[row].lead)
 
@@ -163,58 +166,55 @@ class _Rewrite:
             return self._row(node)
         cut = self.found.cut.get(node)
         if cut is not None and node.target in VIEWS:
-            sizes = list(self._local(node.args[1]))
+            sizes = list(self._local(operands(node)[1]))
             sizes[cut.dim] = self.local_size(cut)
-            return self.call(node.target, self._local(node.args[0]), sizes)
+            return self.call(node.target, self._local(operands(node)[0]), sizes)
         if cut is not None and node.target is aten.expand.default:
-            sizes = list(self._local(node.args[1]))
+            sizes = list(self._local(operands(node)[1]))
             sizes[cut.dim] = -1
-            return self.call(node.target, self._local(node.args[0]), sizes)
+            return self.call(node.target, self._local(operands(node)[0]), sizes)
         if node.target in SPLITS or node.target is aten.slice.Tensor:
             return self._part(node)
         return self.graph.node_copy(node, lambda n: self.copied[n])
 
     def _communicate(self, node: fx.Node) -> fx.Node:
-        value, where = node.args
-        local = self.copied[value]  # type: ignore[index]
+        value, where = operands(node)
+        local = self.copied[value]
         if where == "enter":
             return self.call(tp_ops.tp_enter.default, local)
         reduced = self.call(tp_ops.tp_sum.default, local)
-        taken = product(value)  # type: ignore[arg-type]
+        taken = product(value)
         if taken is not None and taken[2] is not None:  # the bias is added once, after the sum
             return self.call(aten.add.Tensor, reduced, self.copied[taken[2]])
         return reduced
 
     def _row(self, node: fx.Node) -> fx.Node:
-        if node.target is aten.embedding.default:
+        if node.target in VOCABULARY:
             assert self.start is not None
-            return embedding_part(self.graph, self._local(node.args), self.start, self.local_size(self.found.rows[node]))
-        if node.target is aten.cross_entropy_loss.default:
-            assert self.start is not None
-            return loss_of_parts(self.graph, self._local(node.args), self.start, self.local_size(self.found.rows[node]))
-        x, weight, _, inner = product(node)  # type: ignore[misc]
+            held = self.local_size(self.found.rows[node])
+            return VOCABULARY[node.target](self.graph, self._local(operands(node)), self.start, held)
+        x, weight, _, inner = known_product(node)
         target = aten.linear.default if inner == 1 else aten.mm.default
         return self.call(target, self.copied[x], self.copied[weight])
 
     def _part(self, node: fx.Node) -> fx.Node:
         """Write a split or slice along a cut dimension with local bounds."""
-        source = node.args[0]
-        cut = self.found.cut.get(source)  # type: ignore[arg-type]
+        source = operands(node)[0]
+        cut = self.found.cut.get(source)
         is_slice = node.target is aten.slice.Tensor
-        position = 1 if is_slice else 2
-        dim = node.args[position] if len(node.args) > position else node.kwargs.get("dim", 0)
-        if cut is None or dim % len(shape(source)) != cut.dim:  # type: ignore[operator, arg-type]
+        dim = operands(node)[1] % len(shape(source)) if is_slice else split_dim(node)
+        if cut is None or dim != cut.dim:
             return self.graph.node_copy(node, lambda n: self.copied[n])
         if is_slice:
             part = self.found.cut[node]
             before = Cut(cut.dim, cut.scale, cut.start, part.start - cut.start, cut.lead, cut.origins)
             first = self.local_size(before) if before.length else 0
-            return self.call(node.target, self.copied[source], dim, first, first + self.local_size(part))  # type: ignore[index]
+            return self.call(node.target, self.copied[source], dim, first, first + self.local_size(part))
         sizes, at = [], cut.start
         for size in split_sizes(node):
             sizes.append(self.local_size(Cut(cut.dim, cut.scale, at, size * cut.scale, cut.lead, cut.origins)))
             at += size * cut.scale
-        return self.call(aten.split_with_sizes.default, self.copied[source], sizes, dim)  # type: ignore[index]
+        return self.call(aten.split_with_sizes.default, self.copied[source], sizes, dim)
 
     def local_size(self, cut: Cut) -> int:
         """Return this rank's elements along the dimension of a cut value."""
@@ -230,5 +230,3 @@ class _Rewrite:
                 held += (b - a) * rule.unit
             at += units * rule.unit
         return held // cut.scale
-
-

@@ -12,7 +12,9 @@ from hydragraph.spec import workload
 MINIMUM = 2  # tokens: graphs are traced for sizes from 2 on
 
 
-def pack(sequences: Sequence[workload.Sequence], multiple: int = 1, device: torch.device | None = None) -> dict[str, Tensor]:
+def pack(
+    sequences: Sequence[workload.Sequence], multiple: int = 1, device: torch.device | None = None
+) -> dict[str, Tensor]:
     """Concatenate sequences into one packed batch.
 
     Args:

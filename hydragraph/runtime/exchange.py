@@ -41,8 +41,11 @@ class Exchange:
     def is_identity(self) -> bool:
         """Whether the target buffer is the source buffer: nothing moves at all."""
         whole = ((0, self.source),)
-        return self.native is None and self.source == self.target and self.sends == self.receives == whole and (
-            len(self.sent) == 1
+        return (
+            self.native is None
+            and self.source == self.target
+            and self.sends == self.receives == whole
+            and (len(self.sent) == 1)
         )
 
     @property

@@ -310,5 +310,3 @@ def loss_dtype(program: Program) -> torch.dtype:
 
 def _output(graph: fx.GraphModule) -> Any:
     return next(n for n in graph.graph.nodes if n.op == "output").args[0][0].meta["val"]
-
-

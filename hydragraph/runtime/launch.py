@@ -36,6 +36,7 @@ T = TypeVar("T")
 _HOST = "127.0.0.1"
 _PRELOAD = ["numpy", "torch", "torch.distributed", "hydragraph.runtime.launch", "__main__"]
 _GRACE_S = 8.0  # for peers to fail by themselves; to agree on a fault takes them up to 3 s, twice that on a busy host
+_CULPRIT_S = 2.0  # for the rank at fault to tell its own error, once all others have told theirs; it may hang
 _EXIT_S = 5.0  # for a rank that is done to end its process
 
 
@@ -195,10 +196,12 @@ def _collect(crew: Sequence[_Member], store: Store, timeout: timedelta | None) -
     deadline = time.monotonic() + timeout.total_seconds() if timeout is not None else float("inf")
     failed = False
     while waiting := [member for member in crew if member.outcome is None]:
-        left = deadline - time.monotonic()
         fault = last_fault(store) if failed else None
-        if left <= 0 or (fault is not None and [member.rank for member in waiting] == [fault.rank]):
-            return  # the last condition: everybody else knows that this one hangs
+        if fault is not None and [member.rank for member in waiting] == [fault.rank]:
+            deadline = min(deadline, time.monotonic() + _CULPRIT_S)
+        left = deadline - time.monotonic()
+        if left <= 0:
+            return
         signs = [sign for member in waiting for sign in (member.connection, member.process.sentinel)]
         ready = set(multiprocessing.connection.wait(signs, None if left == float("inf") else left))
         for member in waiting:

@@ -56,7 +56,9 @@ def sequence_of(given: Tensor | dict[str, Tensor], index: int, causal: bool) -> 
     unknown = set(fields) - {"input_ids", "labels"}
     if unknown or "input_ids" not in fields:
         what = f"unknown fields {sorted(unknown)}" if unknown else "no input_ids"
-        raise Unsupported(what, where=f"sequence {index}", remedy="pass input_ids and labels only; sequences are packed")
+        raise Unsupported(
+            what, where=f"sequence {index}", remedy="pass input_ids and labels only; sequences are packed"
+        )
     ids = fields["input_ids"]
     for name, value in fields.items():
         if not isinstance(value, Tensor) or value.dtype != torch.int64 or value.shape != ids.shape or value.dim() != 1:

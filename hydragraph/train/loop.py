@@ -122,7 +122,7 @@ def train(config: TrainConfig, begin: Begin, compile: Callable[..., Any], watche
     world = join(config.device)
     leader = watcher if world.rank == 0 else None
     folder = RunFolder(Path(config.output))
-    _from_rank_zero(world, lambda: folder.check(config, begin))  # before the slow part
+    _together(world, world.rank == 0, lambda: folder.check(config, begin))  # before the slow part
     tokens = shared_tokens(config, world, watcher)
     model = build_model(config.model, tokens.file.vocabulary, tokens.file.end_of_text, config.seed)
     strategies = read_strategies(config.strategies, model, world.ranks)
@@ -137,7 +137,8 @@ def train(config: TrainConfig, begin: Begin, compile: Callable[..., Any], watche
         dtype=getattr(torch, config.dtype),
         device=world.device,
     )
-    last = _from_rank_zero(world, lambda: folder.begin(config, begin))  # once nothing else can be refused
+    # Once nothing else can be refused, because this may remove an earlier run.
+    last = _together(world, world.rank == 0, lambda: folder.begin(config, begin))[0]
     done = 0
     if last is not None:
         batches.load_state_dict(executor.load(last.path)["mini_batches"])
@@ -162,18 +163,7 @@ def shared_tokens(config: TrainConfig, world: World, watcher: Watcher) -> Tokens
     Raises:
         ValueError: the corpus cannot be used, or hosts differ.
     """
-    error: Exception | None = None
-    try:
-        if world.local_rank == 0:
-            prepare(config, watcher.preparing)
-    except Exception as raised:
-        error = raised
-    # Also after an error, so that the other ranks do not wait for this one.
-    failed = [each for each in _gather(world, repr(error) if error is not None else None) if each is not None]
-    if error is not None:
-        raise error
-    if failed:
-        raise ValueError(f"another rank could not prepare the data: {failed[0]}")
+    _together(world, world.local_rank == 0, lambda: prepare(config, watcher.preparing))
     tokens = open_tokens(prepare(config))
     found = _gather(world, tokens.file.fingerprint)
     if len(set(found)) > 1:
@@ -286,19 +276,20 @@ def _gather(world: World, value: T) -> list[T]:
     return found
 
 
-def _from_rank_zero(world: World, make: Callable[[], T]) -> T:
-    """Call a function on rank 0 only and return its result, or raise its error, on every rank."""
+def _together(world: World, acts: bool, make: Callable[[], T]) -> list[T | None]:
+    """Call a function on the ranks that act, and return every rank's result; an error on one is raised on all."""
     value: T | None = None
     error: Exception | None = None
-    if world.rank == 0:
+    if acts:
         try:
             value = make()
         except Exception as raised:
             error = raised
-    # As text: not every error can be pickled.
-    value, problem = _gather(world, (value, None if error is None else str(error)))[0]
+    # The error as text: not every exception can be pickled.
+    found = _gather(world, (value, None if error is None else str(error)))
     if error is not None:
         raise error
-    if problem is not None:
-        raise ValueError(problem)
-    return value  # type: ignore[return-value]
+    for _, text in found:
+        if text is not None:
+            raise ValueError(text)
+    return [value for value, _ in found]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hydragraph.cost.simulate import Timeline, simulate
@@ -127,13 +129,13 @@ def test_messages_in_and_out_run_at_once_and_one_after_another() -> None:
     assert [found.busy_s(rank, Stream.PULL) for rank in range(3)] == [2, 1, 1]
 
 
-@given(iterations(), st.data())
-def test_any_iteration_ends_and_takes_no_less_than_its_busiest_stream(iteration, data) -> None:  # type: ignore[no-untyped-def]
+@settings(max_examples=50)
+@given(iterations(), st.floats(0, 9), st.floats(0, 9))
+def test_any_iteration_ends_and_takes_no_less_than_its_busiest_stream(iteration, fast, slow) -> None:  # type: ignore[no-untyped-def]
     outline, strategy, counts, mode, ranks = iteration
     programs = rank_programs(outline, strategy, counts, mode, ranks=ranks)
-    durations = st.floats(0, 9)
     seconds = {
-        (op, block, rank): data.draw(durations) if rank < 2 else 1.0
+        (op, block, rank): fast if (rank + len(block)) % 2 else slow
         for op in (Op.FORWARD, Op.BACKWARD)
         for block in outline.blocks
         for rank in range(ranks)
@@ -148,7 +150,7 @@ def test_any_iteration_ends_and_takes_no_less_than_its_busiest_stream(iteration,
         assert found.seconds >= own - 1e-9
         for stream in Stream:
             queue = [s for s in spans if s.instruction.stream is stream]
-            assert all(a.end_s <= b.start_s <= b.end_s for a, b in zip(queue, queue[1:], strict=False))
+            assert all(a.end_s <= b.start_s <= b.end_s for a, b in pairwise(queue))
             assert found.seconds >= found.busy_s(rank, stream) - 1e-9
     assert 0 <= found.bubble <= 1
 

@@ -7,10 +7,12 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
+import hydragraph.kernels.varlen_attention  # noqa: F401  registers the operator that templates hold
 from hydragraph.ir.placeholders import communicate
 from hydragraph.ir.program import Template
 from hydragraph.passes.annotate import annotate, differentiable
-from hydragraph.passes.cuts import Cuts, find_cuts
+from hydragraph.passes.cut import Cuts
+from hydragraph.passes.cuts import find_cuts
 from hydragraph.passes.shard import Degree, shard
 from tests.models import captured
 from tests.passes.golden_template import check_golden, llama_layer

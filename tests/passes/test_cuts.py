@@ -12,7 +12,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from hydragraph.ir.parameter import ShardRule
 from hydragraph.kernels.varlen_attention import varlen_attention
-from hydragraph.passes.cuts import Cuts, carried, find_cuts, head_counts, rules
+from hydragraph.passes.cut import Cuts
+from hydragraph.passes.cuts import find_cuts, head_counts, rules
 from tests.capture.test_capture import FAMILIES
 from tests.models import captured
 
@@ -201,20 +202,3 @@ def test_attention_is_cut_by_heads() -> None:
         "o_1": ShardRule(1, (6,), 8, heads=True),
     }
     assert head_counts(found) == (6,)
-
-
-@pytest.mark.parametrize(
-    ("before", "after", "dim", "expected"),
-    [
-        ([5, 48], [5, 4, 12], 1, 1),
-        ([5, 4, 12], [5, 48], 1, 1),
-        ([5, 4, 12], [5, 48], 2, None),
-        ([1, 5, 48], [5, 48], 2, 1),
-        ([5, 48], [1, 5, 48], 1, 2),
-        ([5, 16], [5, 1, 16], 1, 1),  # one head
-        ([5, 48], [240], 1, None),
-        ([5, 48], [240], 0, 0),
-    ],
-)
-def test_where_a_view_carries_a_dimension(before: list[int], after: list[int], dim: int, expected: int | None) -> None:
-    assert carried(before, after, dim) == expected

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor, fx
 
+import hydragraph.kernels.varlen_attention  # noqa: F401  registers the operator that templates hold
 from hydragraph.ir.layout import GradientKind
 from hydragraph.ir.parameter import Parameter
 from hydragraph.ir.program import Template
@@ -50,7 +51,8 @@ def test_a_variant_describes_its_graphs(tp: int, partitioner: str) -> None:
     assert variant.kinds["input_layernorm.weight"] is whole
     assert variant.kinds["self_attn.q_proj.weight"] is GradientKind.PARTIAL
     calls = [n.target for g in (variant.forward, variant.backward) for n in g.graph.nodes if n.op == "call_method"]
-    assert calls == ["all_reduce"] * (4 if tp > 1 else 0)
+    if partitioner == "min_cut":
+        assert calls == ["all_reduce"] * (4 if tp > 1 else 0)
 
 
 def fed(template: Template, parameters: dict[str, Parameter], tokens: int) -> dict[str, Tensor]:
@@ -87,11 +89,26 @@ def test_gradients_equal_autograd_for_any_number_of_tokens(tokens: int, partitio
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4 * float(other.abs().max()), msg=name)
 
 
-def test_min_cut_saves_no_more_than_the_default() -> None:
-    def saved(variant: Variant) -> int:
-        outputs = next(n for n in variant.forward.graph.nodes if n.op == "output").args[0]
-        values = [n.meta["val"] for n in outputs[variant.outputs :]]
-        sizes = [[64 if isinstance(s, torch.SymInt) else s for s in v.shape] for v in values if hasattr(v, "shape")]
-        return sum(torch.Size(s).numel() for s in sizes)
+def saved(variant: Variant) -> list[fx.Node]:
+    outputs = next(n for n in variant.forward.graph.nodes if n.op == "output").args[0]
+    return list(outputs[variant.outputs :])
 
-    assert 0 < saved(compiled(Degree())) <= saved(compiled(Degree(), "default"))
+
+def test_attention_is_saved_and_not_run_again() -> None:
+    attention = torch.ops.hydragraph.varlen_attention.default
+    variant = compiled(Degree())
+    assert sum(n.target is attention for n in variant.forward.graph.nodes) == 1
+    assert not any(n.target is attention for n in variant.backward.graph.nodes)
+    assert {node.args[0].target for node in saved(variant) if node.name.startswith("getitem")} == {attention}
+
+
+def test_weights_are_handed_over_again_and_not_saved() -> None:
+    template, _ = llama_layer()
+    names = [n.name for n in saved(compiled(Degree())) if n.op == "placeholder"]
+    assert names == [f"primals_{len(template.parameters) + 1 + i}" for i in range(len(template.inputs))]
+
+
+@pytest.mark.xfail(strict=True, reason="functorch's default partitioner saves only inputs and runs the forward again")
+def test_the_default_partitioner_saves_everything() -> None:
+    backward = compiled(Degree(), "default").backward
+    assert not any(n.target is torch.ops.hydragraph.varlen_attention.default for n in backward.graph.nodes)

@@ -1,0 +1,122 @@
+"""What a cut value is, and what the analysis of a template finds (`hydragraph.passes.cuts`)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+
+aten = torch.ops.aten
+varlen = torch.ops.hydragraph.varlen_attention.default
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A value of which each rank holds some units along one dimension.
+
+    Attributes:
+        dim: the dimension.
+        scale: elements of the origin's dimension per element of this one (1 for columns, D for heads).
+        start, length: the range of the origin's dimension that this value covers.
+        lead: the product whose dimension `scale`, `start` and `length` speak of.
+        origins: all products it comes from; the others are cut alike, or (keys and values) head by head.
+    """
+
+    dim: int
+    scale: int
+    start: int
+    length: int
+    lead: fx.Node
+    origins: frozenset[fx.Node]
+
+
+@dataclass
+class Origin:
+    """What is learnt of one column-parallel product: its units, its fused segments, whether units are heads."""
+
+    unit: int = 1
+    bounds: set[int] = field(default_factory=set)
+    heads: bool = False
+
+
+@dataclass
+class Cuts:
+    """The result: a cut for every cut value, and what products do.
+
+    Attributes:
+        cut: node -> Cut; nodes that are absent are replicated.
+        columns: column-parallel products and vocabulary-parallel embeddings.
+        rows: row-parallel products, with the cut of their input.
+        origins: by column-parallel node.
+    """
+
+    cut: dict[fx.Node, Cut] = field(default_factory=dict)
+    columns: set[fx.Node] = field(default_factory=set)
+    rows: dict[fx.Node, Cut] = field(default_factory=dict)
+    origins: dict[fx.Node, Origin] = field(default_factory=dict)
+
+    def of(self, node: Any) -> Cut | None:
+        """Return the cut of an operand; None for what is replicated or no node."""
+        return self.cut.get(node) if isinstance(node, fx.Node) else None
+
+    def refine(self, cut: Cut, unit: int) -> None:
+        """Note that a cut value's origins must not be cut finer than `unit` of their elements."""
+        for origin in cut.origins:
+            self.origins[origin].unit = max(self.origins[origin].unit, unit)
+
+    def bound(self, cut: Cut, at: int) -> None:
+        """Note that one fused segment of a cut value's origins ends, and another begins, at an element."""
+        for origin in cut.origins:
+            if 0 < at < width(origin):
+                self.origins[origin].bounds.add(at)
+
+    def unit(self, cut: Cut) -> int:
+        """Return the origin elements of one indivisible unit of a cut value."""
+        return max((self.origins[o].unit for o in cut.origins), default=1)
+
+
+def shape(node: fx.Node) -> list[Any]:
+    """Return the traced sizes of a node's value."""
+    return list(node.meta["val"].shape)
+
+
+def operands(node: fx.Node) -> tuple[Any, ...]:
+    """Return a node's positional arguments; FX types them too widely to work with."""
+    return node.args
+
+
+class Product(NamedTuple):
+    """A product with a weight, taken apart; `inner` is the weight's input dimension."""
+
+    x: fx.Node
+    weight: fx.Node
+    bias: fx.Node | None
+    inner: int
+
+
+def product(node: fx.Node) -> Product | None:
+    """Take a product with a weight apart; None: the node is none."""
+    if node.target is aten.linear.default:
+        x, weight, *bias = operands(node)
+        return Product(x, weight, bias[0] if bias else None, 1)
+    if node.target is aten.addmm.default:
+        bias, x, weight = operands(node)[:3]
+        return Product(x, weight, bias, 0)
+    if node.target is aten.mm.default:
+        x, weight = operands(node)
+        return Product(x, weight, None, 0)
+    return None
+
+
+def known_product(node: fx.Node) -> Product:
+    """Take apart what is known to be a product."""
+    taken = product(node)
+    assert taken is not None, node
+    return taken
+
+
+def width(node: fx.Node) -> int:
+    """Return the whole size of the dimension that a column-parallel product or embedding cuts."""
+    return int(shape(operands(node)[0])[0] if node.target is aten.embedding.default else shape(node)[-1])

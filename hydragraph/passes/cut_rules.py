@@ -1,0 +1,245 @@
+"""How each operator carries a cut: from the cuts of its operands to that of its result; None: it needs them whole."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from hydragraph.passes.cut import Cut, Cuts, operands, shape, varlen
+
+aten = torch.ops.aten
+
+Rule = Callable[[Cuts, fx.Node], Cut | None]
+
+
+def pointwise(found: Cuts, node: fx.Node) -> Cut | None:
+    out: Cut | None = None
+    rank = len(shape(node))
+    for operand in node.all_input_nodes:
+        cut = found.of(operand)
+        if cut is None:
+            continue
+        cut = replace(cut, dim=cut.dim + rank - len(shape(operand)))
+        if out is not None:
+            if (cut.dim, cut.scale, cut.length) != (out.dim, out.scale, out.length):
+                return None
+            cut = replace(cut, origins=cut.origins | out.origins)
+        out = cut
+    assert out is not None
+    for operand in node.all_input_nodes:  # a replicated operand must be the same for every unit
+        if found.of(operand) is None and isinstance(operand.meta.get("val"), torch.Tensor):
+            dim = out.dim - (rank - len(shape(operand)))
+            if dim >= 0 and shape(operand)[dim] != 1:
+                return None
+    found.refine(out, found.unit(out))
+    return out
+
+
+def _reduction(found: Cuts, node: fx.Node) -> Cut | None:
+    x, dims, *rest = operands(node)
+    cut, rank = found.of(x), len(shape(x))
+    reduced = {d % rank for d in ([dims] if isinstance(dims, int) else dims or range(rank))}
+    if cut is None or cut.dim in reduced:
+        return None
+    keep = bool(rest[0]) if rest else bool(node.kwargs.get("keepdim", False))
+    return cut if keep else replace(cut, dim=cut.dim - sum(d < cut.dim for d in reduced))
+
+
+def _softmax(found: Cuts, node: fx.Node) -> Cut | None:
+    x, dim = operands(node)[:2]
+    cut = found.of(x)
+    return None if cut is None or dim % len(shape(x)) == cut.dim else cut
+
+
+def _norm(found: Cuts, node: fx.Node) -> Cut | None:
+    x, normalized = operands(node)[:2]
+    cut = found.of(x)
+    if cut is None or cut.dim >= len(shape(x)) - len(normalized):
+        return None
+    return cut
+
+
+def _transpose(found: Cuts, node: fx.Node) -> Cut | None:
+    x, a, b = operands(node)
+    cut, rank = found.of(x), len(shape(x))
+    swapped = {a % rank: b % rank, b % rank: a % rank}
+    return cut and replace(cut, dim=swapped.get(cut.dim, cut.dim))
+
+
+def _permute(found: Cuts, node: fx.Node) -> Cut | None:
+    x, dims = operands(node)
+    cut, rank = found.of(x), len(shape(x))
+    return cut and replace(cut, dim=[d % rank for d in dims].index(cut.dim))
+
+
+def _unsqueeze(found: Cuts, node: fx.Node) -> Cut | None:
+    cut = found.of(operands(node)[0])
+    return cut and replace(cut, dim=cut.dim + (operands(node)[1] % len(shape(node)) <= cut.dim))
+
+
+def _squeeze(found: Cuts, node: fx.Node) -> Cut | None:
+    x, dim = operands(node)
+    cut = found.of(x)
+    dim %= len(shape(x))
+    return None if cut is None or dim == cut.dim else replace(cut, dim=cut.dim - (dim < cut.dim))
+
+
+def _expand(found: Cuts, node: fx.Node) -> Cut | None:
+    x = operands(node)[0]
+    cut, added = found.of(x), len(shape(node)) - len(shape(x))
+    return cut and replace(cut, dim=cut.dim + added)
+
+
+def _cat(found: Cuts, node: fx.Node) -> Cut | None:
+    parts, dim = operands(node)[0], operands(node)[1] if len(operands(node)) > 1 else 0
+    cuts = [found.of(p) for p in parts]
+    first = cuts[0]
+    if first is None or any(
+        c is None or (c.dim, c.scale, c.length) != (first.dim, first.scale, first.length) for c in cuts
+    ):
+        return None
+    if dim % len(shape(node)) == first.dim:
+        return None
+    return replace(first, origins=frozenset().union(*(c.origins for c in cuts if c)))
+
+
+def _view(found: Cuts, node: fx.Node) -> Cut | None:
+    x = operands(node)[0]
+    cut = found.of(x)
+    if cut is None:
+        return None
+    dim = carried(shape(x), shape(node), cut.dim)
+    if dim is None:
+        return None
+    before, after = shape(x)[cut.dim], shape(node)[dim]
+    if after <= before:  # split: each element of the new dimension is a unit of `scale` origin elements
+        scale = cut.scale * (before // after)
+        found.refine(cut, scale)
+    else:  # merged with what stands behind it
+        scale = cut.scale // (after // before)
+        if scale == 0:
+            return None
+    return replace(cut, dim=dim, scale=scale)
+
+
+def carried(before: list[Any], after: list[Any], dim: int) -> int | None:
+    """Return the dimension of a view that has dimension `dim` of the viewed value as its outermost factor, or None."""
+    i = j = 0
+    while i < len(before) and j < len(after):
+        first_i, first_j = i, j
+        a, b = before[i], after[j]
+        i, j = i + 1, j + 1
+        while not _same(a, b):
+            if _hint(a) < _hint(b):
+                a, i = a * before[i], i + 1
+            else:
+                b, j = b * after[j], j + 1
+        if first_i <= dim < i:
+            outer_is_one = all(_hint(s) == 1 and not isinstance(s, torch.SymInt) for s in before[first_i:dim])
+            return first_j if outer_is_one else None  # of [T, H] as [T, 1, H], the one head
+    return None
+
+
+def _same(a: Any, b: Any) -> bool:
+    return str(a) == str(b)
+
+
+def _hint(size: Any) -> int:
+    return int(size.node.hint) if isinstance(size, torch.SymInt) else int(size)
+
+
+def _split(found: Cuts, node: fx.Node) -> Cut | None:
+    x = operands(node)[0]
+    cut, dim = found.of(x), split_dim(node)
+    if cut is None or dim != cut.dim:
+        return cut
+    at = cut.start
+    for size in split_sizes(node)[:-1]:
+        at += size * cut.scale
+        found.bound(cut, at)
+    return cut
+
+
+def split_sizes(node: fx.Node) -> list[int]:
+    """Return the sizes of the parts that a split makes."""
+    x, sizes = operands(node)[:2]
+    if not isinstance(sizes, int):
+        return list(sizes)
+    whole = int(shape(x)[split_dim(node)])
+    return [min(sizes, whole - a) for a in range(0, whole, sizes)]
+
+
+def split_dim(node: fx.Node) -> int:
+    """Return the dimension that a split cuts, counted from the front."""
+    dim: Any = operands(node)[2] if len(operands(node)) > 2 else node.kwargs.get("dim", 0)
+    return int(dim) % len(shape(operands(node)[0]))
+
+
+def _getitem(found: Cuts, node: fx.Node) -> Cut | None:
+    source, index = operands(node)
+    cut = found.of(source)
+    if cut is None or source.target is varlen:
+        return cut
+    if split_dim(source) != cut.dim:
+        return cut
+    sizes = split_sizes(source)
+    start = cut.start + sum(sizes[:index]) * cut.scale
+    return replace(cut, start=start, length=sizes[index] * cut.scale)
+
+
+def _slice(found: Cuts, node: fx.Node) -> Cut | None:
+    x, dim, start, stop, step = (operands(node) + (0, 0, 2**63 - 1, 1)[len(operands(node)) - 1 :])[:5]
+    cut = found.of(x)
+    if cut is None or dim % len(shape(x)) != cut.dim:
+        return cut
+    size = int(shape(x)[cut.dim])
+    ends = (start or 0, size if stop is None else stop)
+    a, b = [min(max(p + size if p < 0 else p, 0), size) for p in ends]
+    if step != 1:
+        return None
+    for bound in (cut.start + a * cut.scale, cut.start + b * cut.scale):
+        found.bound(cut, bound)
+    return replace(cut, start=cut.start + a * cut.scale, length=(b - a) * cut.scale)
+
+
+def _attention(found: Cuts, node: fx.Node) -> Cut | None:
+    cuts = [c for n in operands(node)[:3] if (c := found.of(n)) is not None and c.dim == 1]
+    if len(cuts) < 3 or any(found.of(n) for n in operands(node)[3:]):
+        return None
+    for cut in cuts:
+        for origin in cut.origins:
+            found.origins[origin].heads = True
+    return replace(cuts[0], origins=frozenset().union(*(c.origins for c in cuts)))
+
+
+RULES: dict[Any, Rule] = {
+    aten._to_copy.default: pointwise,
+    aten.clone.default: pointwise,
+    aten.detach.default: pointwise,
+    aten.mean.dim: _reduction,
+    aten.sum.dim_IntList: _reduction,
+    aten.amax.default: _reduction,
+    aten.softmax.int: _softmax,
+    aten._softmax.default: _softmax,
+    aten.layer_norm.default: _norm,
+    aten.rms_norm.default: _norm,
+    aten.transpose.int: _transpose,
+    aten.permute.default: _permute,
+    aten.unsqueeze.default: _unsqueeze,
+    aten.squeeze.dim: _squeeze,
+    aten.expand.default: _expand,
+    aten.cat.default: _cat,
+    aten.view.default: _view,
+    aten.reshape.default: _view,
+    aten._unsafe_view.default: _view,
+    aten.split.Tensor: _split,
+    aten.split_with_sizes.default: _split,
+    aten.slice.Tensor: _slice,
+    operator.getitem: _getitem,
+    varlen: _attention,
+}
