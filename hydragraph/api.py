@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.distributed import ReduceOp
 
 from hydragraph.capture.capture import capture
 from hydragraph.capture.packed import Loss
@@ -28,11 +29,12 @@ from hydragraph.runtime.batch import pack
 from hydragraph.runtime.exchange import pull_exchange, start_pull
 from hydragraph.runtime.executor import Executor, Outcome
 from hydragraph.runtime.fault import Watch
-from hydragraph.runtime.groups import Groups
+from hydragraph.runtime.groups import Groups, Role
 from hydragraph.runtime.launch import join
 from hydragraph.runtime.prepared import Preparer
 from hydragraph.runtime.state import HomeState, OptimizerFactory, make_optimizer
 from hydragraph.runtime.variants import Variants
+from hydragraph.spec import workload
 from hydragraph.spec.strategy import Strategy
 from hydragraph.spec.workload import Assignment, sequence_of
 
@@ -73,7 +75,7 @@ class _Work:
     assignment: Assignment
     batches: tuple[tuple[dict[str, Tensor], ...], ...]
     tokens: int
-    sequences: int
+    sequences: tuple[workload.Sequence, ...]
 
 
 class Executable:
@@ -189,7 +191,7 @@ class Executable:
         self._communications += 1
         with self._watch.step(self._communications):
             work = self._work(sequences, strategy or self.strategy)
-            self._agree("mini-batch and strategy", _work_hash(work, mode, update is not None))
+            self._compare(_work_hash(work, mode, update is not None))
             outcome = self._execute(work, mode, update)
         return StepReport(
             self._steps + (update is not None),
@@ -197,7 +199,7 @@ class Executable:
             work.tokens,
             outcome.grad_norm,
             str(work.strategy),
-            work.sequences,
+            len(work.sequences),
             work.assignment.counts,
             time.perf_counter() - began,
         )
@@ -216,7 +218,7 @@ class Executable:
             else ()
             for p, pipeline in enumerate(assignment.micro_batches)
         )
-        return _Work(strategy, assignment, batches, tokens, len(checked))
+        return _Work(strategy, assignment, batches, tokens, tuple(checked))
 
     def _execute(self, work: _Work, mode: Mode, update: Callable[[float], None] | None) -> Outcome:
         self._running = (work.strategy, work.assignment.counts, mode)
@@ -251,6 +253,14 @@ class Executable:
     def _agree(self, what: str, text: str) -> None:
         if self.world.ranks > 1:
             self.groups.same_everywhere(what, text)
+
+    def _compare(self, digest: int) -> None:
+        """Check before anything runs that all ranks are about to do the same; one small all-reduce."""
+        if self.world.ranks > 1:
+            both = torch.tensor([digest, -digest], device=self.world.device)
+            self.groups.all_reduce(Role.COMMIT, both, ReduceOp.MAX)
+            if both[0] != -both[1]:
+                self._agree("mini-batch, strategy or call", f"{digest:016x}")
 
     def _describe(self, rank: int, index: int) -> str:
         if self._running is None:
@@ -364,7 +374,11 @@ def _weights_hash(model: nn.Module) -> str:
     return digest.hexdigest()
 
 
-def _work_hash(work: _Work, mode: Mode, update: bool) -> str:
+def _work_hash(work: _Work, mode: Mode, update: bool) -> int:
+    """Return 62 bits over everything that ranks must agree on before they run an iteration."""
     digest = hashlib.blake2b(digest_size=8)
     digest.update(repr((str(work.strategy), work.assignment, work.tokens, mode, update)).encode())
-    return digest.hexdigest()
+    for sequence in work.sequences:
+        digest.update(sequence.ids.numpy().data)
+        digest.update(sequence.labels.numpy().data)
+    return int.from_bytes(digest.digest()) >> 2

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 
 class Unsupported(ValueError):  # noqa: N818  the public name; it reads as a sentence: raise Unsupported(...)
     """Something hydragraph refuses to do, because doing it would be silently wrong.
@@ -15,6 +17,13 @@ class Unsupported(ValueError):  # noqa: N818  the public name; it reads as a sen
     def __init__(self, what: str, *, where: str, remedy: str) -> None:
         super().__init__(f"{where}: {what}; {remedy}")
         self.what, self.where, self.remedy = what, where, remedy
+
+    def __reduce__(self) -> tuple[Callable[..., Unsupported], tuple[str, str, str]]:
+        return _unsupported, (self.what, self.where, self.remedy)
+
+
+def _unsupported(what: str, where: str, remedy: str) -> Unsupported:
+    return Unsupported(what, where=where, remedy=remedy)
 
 
 class RankFailure(RuntimeError):  # noqa: N818

@@ -6,8 +6,18 @@ import os
 
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # read when transformers is imported, so before the tests are
 
+import multiprocessing
+from multiprocessing import forkserver
+
 from hypothesis import settings
+
+from hydragraph.runtime import launch
 
 # Tests share a machine, so a slow example says nothing; CI must not fail on an example that a change did not cause.
 settings.register_profile("hydragraph", deadline=None, derandomize="CI" in os.environ)
 settings.load_profile("hydragraph")
+
+# Ranks are forked from a process that has imported this: what tests import costs each of them nothing.
+_SHARED = ["pytest", "hypothesis", "transformers.models.llama.modeling_llama", "transformers.models.gpt2.modeling_gpt2"]
+multiprocessing.get_context("forkserver").set_forkserver_preload([*launch.PRELOAD, *_SHARED])
+forkserver.ensure_running()

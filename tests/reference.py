@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -19,13 +20,18 @@ class Reference:
     weights: dict[str, Tensor]
 
 
-def train(model: nn.Module, mini_batches: list[list[Tensor]], lr: float = 1e-3, clip: float | None = None) -> Reference:
+def train(
+    model: nn.Module,
+    mini_batches: list[list[Tensor]],
+    optimizer: Callable[[Iterable[Tensor]], torch.optim.Optimizer],
+    clip: float | None = None,
+) -> Reference:
     """Train a copy of a causal language model; loss = sum of next-token losses / number of targets."""
     model = copy.deepcopy(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
+    stepper = optimizer(model.parameters())
     losses, gradients = [], []
     for batch in mini_batches:
-        optimizer.zero_grad()
+        stepper.zero_grad()
         targets = sum(max(len(s) - 1, 0) for s in batch)
         loss = torch.zeros(())
         for ids in (s for s in batch if len(s) > 1):
@@ -36,7 +42,7 @@ def train(model: nn.Module, mini_batches: list[list[Tensor]], lr: float = 1e-3, 
         gradients.append({n: p.grad.clone() for n, p in model.named_parameters()})  # type: ignore[union-attr]
         if clip is not None:
             nn.utils.clip_grad_norm_(model.parameters(), clip)
-        optimizer.step()
+        stepper.step()
     return Reference(losses, gradients, {n: t.detach().clone() for n, t in model.state_dict().items()})
 
 

@@ -283,6 +283,7 @@ class Executor:
             for gradient in self._home.gradients.values():
                 totals[1] += gradient.double().square().sum()
         self._groups.all_reduce(Role.COMMIT, totals)
+        self._watch.check()  # an aborted communicator may have let us through
         loss, square = totals.tolist()
         if not bool(torch.isfinite(totals).all()):
             raise FloatingPointError(

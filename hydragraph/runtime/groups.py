@@ -205,10 +205,10 @@ class Groups:
         """
         wanted = list(dict.fromkeys(tuple(sorted(ranks)) for ranks in rank_sets if len(ranks) > 1))
         missing = [ranks for ranks in wanted if ranks not in self._tensor_parallel]
-        with self._guard():
-            for ranks in missing:
-                self._tensor_parallel[ranks] = self._new("tp-" + "-".join(map(str, ranks)), ranks)
-            if missing:
+        if missing:
+            with self._guard(), nullcontext() if self._watch is None else self._watch.guarding():
+                for ranks in missing:
+                    self._tensor_parallel[ranks] = self._new("tp-" + "-".join(map(str, ranks)), ranks)
                 self._settle()
         for ranks in wanted:
             self._tensor_parallel.move_to_end(ranks)

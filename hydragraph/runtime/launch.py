@@ -34,7 +34,8 @@ from hydragraph.runtime.fault import Fault, announce_death, last_fault
 T = TypeVar("T")
 
 _HOST = "127.0.0.1"
-_PRELOAD = ["numpy", "torch", "torch.distributed", "hydragraph.runtime.launch", "__main__"]
+# What ranks import; "torch._dynamo" is what the first capture would.
+PRELOAD = ["torch.distributed", "torch._dynamo", "hydragraph.runtime.launch", "hydragraph.api", "__main__"]
 _GRACE_S = 8.0  # for peers to fail by themselves; to agree on a fault takes them up to 3 s, twice that on a busy host
 _CULPRIT_S = 2.0  # for the rank at fault to tell its own error, once all others have told theirs; it may hang
 _EXIT_S = 5.0  # for a rank that is done to end its process
@@ -183,7 +184,7 @@ class _Member:
 
 def _start(seat: _Seat, work: bytes) -> _Member:
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOAD)  # importing torch takes seconds; forking a process that has it, 10 ms
+    context.set_forkserver_preload(PRELOAD)  # importing torch takes seconds; forking a process that has it, 10 ms
     ours, theirs = context.Pipe()
     process = context.Process(target=_run_rank, args=(theirs, seat, work), name=f"rank {seat.rank}")
     process.start()

@@ -258,8 +258,8 @@ def _open_log(folder: RunFolder, done: int, watcher: Watcher) -> MetricsLog:
 
 def _not_finite(run: _Run, step: int, error: FloatingPointError) -> str:
     last = run.folder.last()
-    stays = "there is no checkpoint yet" if last is None else f"{last.path} is the last checkpoint"
-    return f"step {step}: {error}; nothing was updated, and {stays}: lower optimizer.lr or max_grad_norm"
+    stays = "there is no checkpoint yet" if last is None else f"{last.path} stays the last checkpoint (--resume)"
+    return f"step {step}: {error}; {stays}"
 
 
 def _due(step: int, every: int, steps: int) -> bool:

@@ -41,7 +41,7 @@ def write_picture(metrics: Sequence[Metrics], path: Path) -> None:
     partial.replace(path)
 
 
-def smoothed(values: Sequence[float], weight: float = 0.9) -> list[float]:
+def smoothed(values: Sequence[float], weight: float = 0.8) -> list[float]:
     """Return the exponential moving average, corrected for its start as in Adam (Kingma & Ba, section 3).
 
     Args:

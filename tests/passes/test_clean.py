@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
+import hydragraph.kernels.varlen_attention  # noqa: F401  registers the operator that cuts know
 from hydragraph.passes.clean import clean, remove_dead_code
 
 aten = torch.ops.aten

@@ -144,8 +144,8 @@ def sleep_on(sleeper: int, folder: Path) -> None:
 
 
 def test_times_out(tmp_path: Path) -> None:
-    with pytest.raises(TimeoutError, match=r"ranks \[1\] had not returned after 3 s"):
-        launch(sleep_on, 2, 1, tmp_path, timeout=timedelta(seconds=3))
+    with pytest.raises(TimeoutError, match=r"ranks \[0\] had not returned after 3 s"):
+        launch(sleep_on, 1, 0, tmp_path, timeout=timedelta(seconds=3))
     assert all(gone(pid) for pid in pids(tmp_path))
 
 
@@ -186,7 +186,7 @@ def test_ranks_end_with_their_launcher(sign: signal.Signals, tmp_path: Path) -> 
         [sys.executable, script, folder], env={**os.environ, "PYTHONPATH": str(root)}, stderr=subprocess.DEVNULL
     )
     try:
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 120
         while len(list(folder.iterdir())) < 2 and time.monotonic() < deadline:
             time.sleep(0.02)
         found = pids(folder)

@@ -1,0 +1,112 @@
+"""Every strategy trains as one device does: loss, gradients and weights over real gloo processes.
+
+One launch per model runs many strategies in turn, because capturing a model takes each process seconds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import hydragraph as hg
+from tests import reference
+from tests.models import gpt2, llama, sequences
+
+LAYERS = 4
+LENGTHS = [20, 7, 33, 1, 12, 5]  # one of them has no target
+MODELS = {
+    "llama": lambda: llama(layers=LAYERS, heads=12, kv=2),
+    "tied llama": lambda: llama(layers=LAYERS, heads=12, kv=6, tied=True),
+    "gpt2": lambda: gpt2(layers=LAYERS, heads=12),
+}
+LOPSIDED = [
+    "<[0,1]x3,[2]x1> + <[3]x4>",  # different degrees and depths
+    "<[3]x1,[0]x1,[2]x1,[1]x1>",  # four stages in odd order
+    "<[1]x4>",  # three idle ranks
+    "4*<tp1,pp1>",  # lowers to all-gather and reduce-scatter where shards are equal
+    "<[3]x1,[0,1]x2,[2]x1> gpipe",
+    "2*<tp1,pp2>",
+]
+
+
+@dataclass
+class Run:
+    """What rank 0 saw: losses of training, the gradients of each mini-batch at the starting weights, final weights."""
+
+    losses: list[float]
+    gradients: list[dict[str, Tensor]]
+    weights: dict[str, Tensor]
+
+
+def batches(count: int) -> list[list[Tensor]]:
+    return [sequences(LENGTHS, seed=i) for i in range(count)]
+
+
+def train(model: str, strategies: list[str], steps: int) -> Run:
+    """On every rank: gradients under each strategy first (nothing is updated), then training across all of them."""
+    chosen = [hg.Strategy.parse(s, layers=LAYERS) for s in strategies]
+    exe = hg.compile(MODELS[model](), chosen[0], optimizer=lambda named: torch.optim.SGD(named, lr=0.05))
+    data = batches(steps)
+    gradients = [exe.gradients(data[0], strategy=s) for s in chosen]
+    losses = [exe.step(data[i], strategy=chosen[i % len(chosen)]).loss for i in range(steps)]
+    weights = exe.full_state_dict()
+    exe.close()
+    return Run(losses, gradients, weights)
+
+
+def check(model: str, strategies: list[str], ranks: int = 4) -> None:
+    steps = max(20, len(strategies))
+    runs = hg.launch(train, ranks, model, strategies, steps)
+    wanted = reference.train(MODELS[model](), batches(steps), optimizer=lambda p: torch.optim.SGD(p, lr=0.05))
+    assert all(run.losses == runs[0].losses for run in runs), "ranks disagree"
+    for found, loss in zip(runs[0].losses, wanted.losses, strict=True):
+        assert found == pytest.approx(loss, rel=1e-5)
+    for strategy, gradients in zip(strategies, runs[0].gradients, strict=True):
+        name, ratio = reference.worst(gradients, wanted.gradients[0])
+        assert ratio <= 1, f"{strategy}: gradient of {name} is {ratio:.2f} times the tolerance off"
+    assert runs[0].weights.keys() == wanted.weights.keys()
+    for name, weight in wanted.weights.items():
+        torch.testing.assert_close(runs[0].weights[name], weight, rtol=1e-4, atol=1e-5, msg=name)
+    assert all(not run.weights and not any(run.gradients) for run in runs[1:])
+
+
+@pytest.mark.parametrize("model", list(MODELS))
+def test_lopsided_strategies_in_turn_equal_one_device(model: str) -> None:
+    degrees = {"llama": ["<tp2,pp2>", "<tp4,pp1>"], "tied llama": ["<tp2,pp2>", "<[2,0,1]x4>"], "gpt2": ["<[2,0,1]x4>"]}
+    check(model, LOPSIDED + degrees[model])
+
+
+@st.composite
+def any_strategy(draw: st.DrawFn) -> str:
+    """Draw pipelines over shuffled ranks: degrees 1 to 3, any depth, any split of the layers, idle ranks, a schedule."""
+    ranks = draw(st.permutations(range(4)))[: draw(st.integers(1, 4))]
+    pipelines: list[list[list[int]]] = [[]]
+    while ranks:
+        tp = draw(st.integers(1, min(3, len(ranks))))
+        if len(pipelines[-1]) == LAYERS or (pipelines[-1] and draw(st.booleans())):
+            pipelines.append([])
+        pipelines[-1].append(list(ranks[:tp]))
+        ranks = ranks[tp:]
+    text = []
+    for stages in pipelines:
+        cuts = sorted(draw(st.lists(st.integers(1, LAYERS - 1), min_size=len(stages) - 1, max_size=len(stages) - 1, unique=True)))
+        layers = [b - a for a, b in zip([0, *cuts], [*cuts, LAYERS], strict=True)]
+        text.append("<" + ",".join(f"{s}x{n}".replace(" ", "") for s, n in zip(stages, layers, strict=True)) + ">")
+    return " + ".join(text) + draw(st.sampled_from(["", " gpipe"]))
+
+
+@settings(
+    max_examples=1,
+    derandomize=True,
+    deadline=None,
+    phases=[Phase.generate],
+    suppress_health_check=list(HealthCheck),
+)
+@given(st.lists(any_strategy(), min_size=8, max_size=8, unique=True))
+def test_random_strategies_equal_one_device(strategies: list[str]) -> None:
+    check("gpt2", strategies)
