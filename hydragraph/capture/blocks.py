@@ -33,6 +33,24 @@ class Position(int):
     def __sub__(self, other: int) -> int:
         return self._note() - other
 
+    def __rsub__(self, other: int) -> int:
+        return other - self._note()
+
+    def __neg__(self) -> int:
+        return -self._note()
+
+    def __truediv__(self, other: float) -> float:
+        return self._note() / other
+
+    def __pow__(self, other: int, modulo: int | None = None) -> int:
+        return pow(self._note(), other, modulo)
+
+    def __bool__(self) -> bool:
+        return bool(self._note())
+
+    def __ne__(self, other: object) -> bool:
+        return self._note() != other
+
     def __mul__(self, other: int) -> int:
         return self._note() * other
 

@@ -11,6 +11,7 @@ from torch import Tensor, fx, nn
 
 from hydragraph.capture import huggingface
 from hydragraph.capture.blocks import block_list, meta_copy, structure
+from hydragraph.capture.functional import functional_graph
 from hydragraph.capture.packed import FIELDS, Loss, token_cross_entropy
 from hydragraph.capture.private import symbol_name
 from hydragraph.capture.shards import agree, annotated_template, excluded
@@ -20,7 +21,6 @@ from hydragraph.capture.templates import capture_template
 from hydragraph.errors import Unsupported
 from hydragraph.ir.parameter import Bucket, Parameter
 from hydragraph.ir.program import Block, Program, Template
-from hydragraph.passes.clean import clean
 from hydragraph.passes.cuts import uncut_heads
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)
@@ -89,7 +89,7 @@ class _Pieces:
 
 
 def _slice_skeleton(exported: torch.export.ExportedProgram, model: str) -> _Pieces:
-    skeleton, signature = clean(exported.graph_module), exported.graph_signature
+    skeleton, signature = functional_graph(exported, model)
     calls = [n for n in skeleton.graph.nodes if n.target is torch.ops.hydragraph.block.default]
     outputs: list[fx.Node] = []
     feeds: dict[str, list[int]] = {}

@@ -46,10 +46,9 @@ def attention(
         if options.get(name) is not None:
             raise Unsupported(f"{name}={options[name]}", where=where, remedy=f"set {name} to None in the config")
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    # -1 for the heads keeps the graph right for any tensor-parallel degree
-    q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
+    q, k, v = (x.transpose(1, 2).reshape(-1, *x.shape[1::2]) for x in (query, key, value))
     out = varlen_attention(q, k, v, cu_seq_lens_q, causal=bool(causal), scale=scaling, max_length=max_length_q)
-    return out.unflatten(0, (query.shape[0], -1)), None
+    return out.reshape(query.shape[0], -1, *out.shape[1:]), None
 
 
 def is_huggingface(model: nn.Module) -> bool:
@@ -95,6 +94,12 @@ def refuse_unsupported(model: nn.Module) -> None:
                 where=name,
                 remedy="set the config's dropout probabilities to 0, or call model.eval() to train without dropout",
             )
+    if getattr(getattr(model, "config", None), "output_router_logits", False):
+        raise Unsupported(
+            "the auxiliary router loss",
+            where=f"{type(model).__name__}.config.output_router_logits",
+            remedy="set output_router_logits=False to train on the token loss alone",
+        )
     if any(getattr(m, "gradient_checkpointing", False) for m in model.modules()):
         raise Unsupported(
             "the model's own gradient checkpointing",

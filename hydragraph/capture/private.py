@@ -54,40 +54,56 @@ def _fake_inputs(mode: FakeTensorMode, specs: Sequence[TensorSpec], hints: dict[
 
 
 def trace_joint(
-    graph: fx.GraphModule, specs: Sequence[TensorSpec], hints: dict[str, int]
+    graph: fx.GraphModule, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec], hints: dict[str, int]
 ) -> tuple[fx.GraphModule, list]:
     """Trace forward and backward of a graph into one: inputs `primals_*`, `tangents_*`; outputs, then gradients.
 
     The gradient of an input that is not differentiable, or that nothing depends on, is None.
     """
     mode = FakeTensorMode(shape_env=ShapeEnv())
-    inputs = _fake_inputs(mode, specs, hints)
-    wanted = [i for i, spec in enumerate(specs) if spec.differentiable]
+    primals, tangents = _split(_fake_inputs(mode, [*inputs, *outputs], hints), len(inputs))
+    wanted = [i for i, spec in enumerate(inputs) if spec.differentiable]
 
     def joint(primals: list[torch.Tensor], tangents: list[torch.Tensor]) -> list:
-        outputs = list(fx.Interpreter(graph).run(*primals))
-        found = torch.autograd.grad(outputs, [primals[i] for i in wanted], tangents, allow_unused=True)
+        results = list(fx.Interpreter(graph).run(*primals))
+        found = torch.autograd.grad(results, [primals[i] for i in wanted], tangents, allow_unused=True)
         gradients: list[torch.Tensor | None] = [None] * len(primals)
         for i, gradient in zip(wanted, found, strict=True):
             gradients[i] = gradient
-        return [*outputs, *gradients]
+        return [*results, *gradients]
 
     with mode:
-        outputs = fx.Interpreter(graph).run(*inputs)
-        tangents = [torch.empty_like(o) for o in outputs]
-        traced = make_fx(joint)(inputs, tangents)
+        traced = make_fx(joint)(primals, tangents)
     placeholders = [n for n in traced.graph.nodes if n.op == "placeholder"]
     for i, node in enumerate(placeholders):
-        kind, index = ("primals", i) if i < len(inputs) else ("tangents", i - len(inputs))
+        kind, index = ("primals", i) if i < len(primals) else ("tangents", i - len(primals))
         node.name = node.target = f"{kind}_{index + 1}"
     traced.graph.set_codegen(fx.graph.CodeGen())
     traced.recompile()
     return traced, [n.meta["val"] for n in placeholders]
 
 
+def _split(values: list, at: int) -> tuple[list, list]:
+    return values[:at], values[at:]
+
+
 def partition(
     joint: fx.GraphModule, inputs: list, outputs: int, partitioner: str = "min_cut"
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
     """Cut a joint graph into forward and backward; forward outputs beyond the first `outputs` are saved values."""
+    for node in _ancestors(joint, outputs):  # what the default partitioner goes by
+        node.meta["partitioner_tag"] = "is_forward"
     chosen: Callable = PARTITIONERS[partitioner]
     return chosen(joint, inputs, num_fwd_outputs=outputs)
+
+
+def _ancestors(joint: fx.GraphModule, outputs: int) -> set[fx.Node]:
+    """Return every node that one of the first outputs needs."""
+    pending = list(next(n for n in joint.graph.nodes if n.op == "output").args[0][:outputs])
+    found: set[fx.Node] = set()
+    while pending:
+        node = pending.pop()
+        if node not in found and node.op != "placeholder":
+            found.add(node)
+            pending += node.all_input_nodes
+    return found

@@ -126,7 +126,7 @@ def capture_skeleton(
             where=type(model).__name__,
             remedy="name the nn.ModuleList that the model iterates over with blocks='path.to.list'",
         )
-    return exported.run_decompositions({}), sites
+    return exported, sites
 
 
 def _opaque(

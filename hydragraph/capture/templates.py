@@ -6,12 +6,12 @@ import torch
 from torch import Tensor
 
 from hydragraph.capture.blocks import positions
+from hydragraph.capture.functional import functional_graph
 from hydragraph.capture.private import symbol_name
 from hydragraph.capture.skeleton import Site
 from hydragraph.capture.slices import template_of
 from hydragraph.errors import Unsupported
 from hydragraph.ir.program import Template
-from hydragraph.passes.clean import clean
 
 
 def capture_template(site: Site, hints: dict[str, int]) -> tuple[Template, bool]:
@@ -37,13 +37,13 @@ def capture_template(site: Site, hints: dict[str, int]) -> tuple[Template, bool]
         )
         dynamic.append(dims)
     exported = torch.export.export(site.flat(), tuple(arguments), dynamic_shapes=(tuple(dynamic),), strict=False)
-    exported = exported.run_decompositions({})
-    signature, prefix = exported.graph_signature, "block."
+    graph, signature = functional_graph(exported, site.name)
+    prefix = "block."
     inputs = dict(
         zip(signature.user_inputs, ["hidden", *(f"other.{i}" for i in range(len(arguments) - 1))], strict=True)
     )
     template = template_of(
-        clean(exported.graph_module),
+        graph,
         {k: v.removeprefix(prefix) for k, v in signature.inputs_to_parameters.items()},
         {k: v.removeprefix(prefix) for k, v in signature.inputs_to_buffers.items()},
         inputs,  # type: ignore[arg-type]

@@ -12,9 +12,11 @@ from hydragraph.passes.cut import operands
 
 aten = torch.ops.aten
 
+GRAD_MODE = "wrap_with_set_grad_enabled"
 NO_OPS = frozenset(
     {
         aten.alias.default,
+        aten.dropout.default,
         aten.contiguous.default,
         aten.to.dtype,
         aten.to.device,
@@ -65,6 +67,8 @@ def remove_dead_code(graph: fx.Graph) -> None:
 
 
 def _is_no_op(node: fx.Node) -> bool:
+    if node.target is aten.dropout.default:
+        return operands(node)[1] == 0 or not operands(node)[2]
     before, after = operands(node)[0].meta.get("val"), node.meta.get("val")
     if before is None or after is None:
         return False
@@ -83,7 +87,7 @@ def _move(node: fx.Node, device: torch.device) -> None:
 def _inline_grad_modes(module: fx.GraphModule) -> None:
     """Inline `with torch.no_grad():` regions; what leaves them is detached."""
     for node in list(module.graph.nodes):
-        if "wrap_with_set_grad_enabled" not in str(node.target):
+        if GRAD_MODE not in str(node.target):
             continue
         enabled, body, *arguments = operands(node)
         inner = getattr(module, body.target).graph

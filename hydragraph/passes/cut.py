@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
+import hydragraph.kernels.varlen_attention  # noqa: F401  registers the operator
+
 aten = torch.ops.aten
 varlen = torch.ops.hydragraph.varlen_attention.default
 

@@ -14,6 +14,10 @@ from hydragraph.passes.cut import Cut, Cuts, operands, shape, varlen
 
 aten = torch.ops.aten
 
+SIZED_VIEWS = frozenset({aten.view.default, aten.reshape.default, aten._unsafe_view.default})  # they list their sizes
+VIEWS = SIZED_VIEWS | {aten.flatten.using_ints, aten.unflatten.int}
+SPLITS = frozenset({aten.split.Tensor, aten.split_with_sizes.default, aten.chunk.default})
+
 Rule = Callable[[Cuts, fx.Node], Cut | None]
 
 
@@ -171,6 +175,8 @@ def split_sizes(node: fx.Node) -> list[int]:
     if not isinstance(sizes, int):
         return list(sizes)
     whole = int(shape(x)[split_dim(node)])
+    if node.target is aten.chunk.default:
+        sizes = -(-whole // sizes)
     return [min(sizes, whole - a) for a in range(0, whole, sizes)]
 
 
@@ -219,6 +225,8 @@ def _attention(found: Cuts, node: fx.Node) -> Cut | None:
 
 RULES: dict[Any, Rule] = {
     aten._to_copy.default: pointwise,
+    aten.to.dtype: pointwise,
+    aten.to.dtype_layout: pointwise,
     aten.clone.default: pointwise,
     aten.detach.default: pointwise,
     aten.mean.dim: _reduction,
@@ -234,11 +242,8 @@ RULES: dict[Any, Rule] = {
     aten.squeeze.dim: _squeeze,
     aten.expand.default: _expand,
     aten.cat.default: _cat,
-    aten.view.default: _view,
-    aten.reshape.default: _view,
-    aten._unsafe_view.default: _view,
-    aten.split.Tensor: _split,
-    aten.split_with_sizes.default: _split,
+    **dict.fromkeys(VIEWS, _view),
+    **dict.fromkeys(SPLITS, _split),
     aten.slice.Tensor: _slice,
     operator.getitem: _getitem,
     varlen: _attention,

@@ -17,7 +17,7 @@ from torch import fx
 
 from hydragraph.ir.parameter import ShardRule
 from hydragraph.passes.cut import Cut, Cuts, Origin, known_product, operands, product, shape, varlen, width
-from hydragraph.passes.cut_rules import RULES, pointwise
+from hydragraph.passes.cut_rules import RULES, VIEWS, pointwise
 
 aten = torch.ops.aten
 
@@ -139,6 +139,8 @@ class _Walk:
 
     def _embedding(self, node: fx.Node) -> None:
         weight, ids = operands(node)[:2]
+        while ids.target in VIEWS:
+            ids = operands(ids)[0]
         if ids is self.tokens and self._may_cut(weight, node):
             self.found.origins.setdefault(node, Origin())
             self.found.columns.add(node)
@@ -174,7 +176,7 @@ def rules(found: Cuts) -> dict[fx.Node, ShardRule]:
             _, weight, _, inner = known_product(node)
             unit = found.unit(cut)
             heads = any(found.origins[o].heads for o in cut.origins)
-            wanted.setdefault(weight, set()).add(ShardRule(inner, (cut.length // unit,), unit, heads))
+            wanted.setdefault(weight, set()).add(ShardRule(inner, (cut.length // unit,), unit // cut.scale, heads))
     return {weight: next(iter(found)) for weight, found in wanted.items() if len(found) == 1}
 
 

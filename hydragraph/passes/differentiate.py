@@ -59,9 +59,9 @@ def differentiate(
     """
     names = [*template.parameters, *template.buffers, *template.inputs]
     names += ["vocabulary_start"] if sharded.vocabulary else []
-    specs, hints = _specs(template, sharded, parameters, degree, dtype)
-    joint, values = trace_joint(sharded.graph, specs, hints)
-    outputs = len(next(n for n in sharded.graph.graph.nodes if n.op == "output").args[0])
+    specs, results, hints = _specs(template, sharded, parameters, degree, dtype)
+    joint, values = trace_joint(sharded.graph, specs, results, hints)
+    outputs = len(results)
     forward, backward = partition(joint, values, outputs, partitioner)
     by_primal = {f"primals_{i + 1}": name for i, name in enumerate(names)}
     saved = [n.name for n in _outputs(forward)[outputs:]]
@@ -89,24 +89,29 @@ def differentiate(
 
 def _specs(
     template: Template, sharded: Sharded, parameters: Mapping[str, Parameter], degree: Degree, dtype: torch.dtype
-) -> tuple[list[TensorSpec], dict[str, int]]:
-    """Describe the graph's inputs: local shards, then everything else with its symbolic sizes."""
+) -> tuple[list[TensorSpec], list[TensorSpec], dict[str, int]]:
+    """Describe the graph's inputs (local shards, then everything else with its symbolic sizes) and its outputs."""
     hints: dict[str, int] = {}
     specs = [TensorSpec(parameters[n].local_shape(degree.tp, degree.index), dtype, True) for n in template.parameters]
     nodes = [n for n in template.graph.graph.nodes if n.op == "placeholder"][len(specs) :]
     for node, name in zip(nodes, [*template.buffers, *template.inputs], strict=True):
-        value, sizes = node.meta["val"], []
-        local = degree.tp if name == "hidden" and degree.sequence_parallel else 1
-        for size in value.shape:
-            symbol = symbol_name(size)
-            if symbol is not None:
-                symbol = symbol if local == 1 else f"{symbol}/{local}"
-                hints[symbol] = int(size.node.hint) // local
-            sizes.append(int(size) if symbol is None else symbol)
-        specs.append(TensorSpec(tuple(sizes), value.dtype, name == "hidden"))
+        specs.append(_spec(node, degree if name == "hidden" else Degree(), hints, name == "hidden"))
     if sharded.vocabulary:
         specs.append(TensorSpec((), torch.int64))
-    return specs, hints
+    return specs, [_spec(node, degree, hints) for node in _outputs(template.graph)], hints
+
+
+def _spec(node: fx.Node, degree: Degree, hints: dict[str, int], differentiable: bool = False) -> TensorSpec:
+    """Describe one value; under sequence parallelism each rank has its part of the tokens."""
+    value, sizes = node.meta["val"], []
+    parts = degree.tp if degree.sequence_parallel else 1
+    for size in value.shape:
+        symbol = symbol_name(size)
+        if symbol is not None:
+            symbol = symbol if parts == 1 else f"{symbol}/{parts}"
+            hints[symbol] = int(size.node.hint) // parts
+        sizes.append(int(size) if symbol is None else symbol)
+    return TensorSpec(tuple(sizes), value.dtype, differentiable)
 
 
 def _outputs(graph: fx.GraphModule) -> list[fx.Node]:

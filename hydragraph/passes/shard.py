@@ -21,16 +21,14 @@ from hydragraph.ir.placeholders import communicate
 from hydragraph.ir.program import Template
 from hydragraph.passes import collectives as _collectives  # noqa: F401  registers hydragraph::tp_*
 from hydragraph.passes.cut import Cut, Cuts, known_product, operands, product, shape
-from hydragraph.passes.cut_rules import split_dim, split_sizes
+from hydragraph.passes.cut_rules import SIZED_VIEWS, SPLITS, VIEWS, split_dim, split_sizes
 from hydragraph.passes.cuts import find_cuts
 from hydragraph.passes.vocabulary import embedding_part, loss_of_parts
 
 aten = torch.ops.aten
 tp_ops = torch.ops.hydragraph
 
-VIEWS = frozenset({aten.view.default, aten.reshape.default, aten._unsafe_view.default})
 VOCABULARY = {aten.embedding.default: embedding_part, aten.cross_entropy_loss.default: loss_of_parts}
-SPLITS = frozenset({aten.split.Tensor, aten.split_with_sizes.default})
 
 
 @dataclass(frozen=True)
@@ -165,7 +163,11 @@ class _Rewrite:
         if node in self.found.rows:
             return self._row(node)
         cut = self.found.cut.get(node)
-        if cut is not None and node.target in VIEWS:
+        if cut is not None and node.target in VIEWS - SIZED_VIEWS:
+            sizes = [-1 if isinstance(s, torch.SymInt) else int(s) for s in shape(node)]  # one size is symbolic: T
+            sizes[cut.dim] = self.local_size(cut)
+            return self.call(aten.reshape.default, self._local(operands(node)[0]), sizes)
+        if cut is not None and node.target in SIZED_VIEWS:
             sizes = list(self._local(operands(node)[1]))
             sizes[cut.dim] = self.local_size(cut)
             return self.call(node.target, self._local(operands(node)[0]), sizes)
