@@ -73,7 +73,7 @@ def measure(action: Callable[[], object]) -> Measured:
 
 def compile_all(sizes: Sizes) -> Measured:
     """Capture a model and compile every template for rank 0 of each tensor-parallel degree."""
-    from hydragraph.capture.capture import capture
+    from hydragraph.frontend.capture import capture
     from hydragraph.passes.differentiate import differentiate
     from hydragraph.passes.shard import Degree, shard
 

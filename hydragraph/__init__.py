@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from hydragraph.api import Executable, RankPrograms, StepReport, compile, lower
-    from hydragraph.capture.capture import capture
     from hydragraph.errors import RankFailure, Unsupported
+    from hydragraph.frontend.capture import capture
     from hydragraph.kernels.varlen_attention import varlen_attention
     from hydragraph.runtime.launch import launch
     from hydragraph.spec.cluster import Cluster
@@ -27,7 +27,7 @@ _WHERE = {
     "StepReport": "hydragraph.api",
     "Strategy": "hydragraph.spec.strategy",
     "Unsupported": "hydragraph.errors",
-    "capture": "hydragraph.capture.capture",
+    "capture": "hydragraph.frontend.capture",
     "compile": "hydragraph.api",
     "launch": "hydragraph.runtime.launch",
     "lower": "hydragraph.api",
@@ -55,6 +55,5 @@ def __getattr__(name: str) -> Any:
     if name not in _WHERE:
         raise AttributeError(f"module 'hydragraph' has no attribute {name!r}")
     value = getattr(import_module(_WHERE[name]), name)
-    # `import hydragraph.capture` binds the package under the function's name: keep the function
     globals()[name] = value
     return value

@@ -15,9 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ReduceOp
 
-from hydragraph.capture.capture import capture
-from hydragraph.capture.packed import Loss
+from hydragraph.cost.simulate import Timeline, simulate
+from hydragraph.cost.work import work_of
 from hydragraph.errors import Unsupported
+from hydragraph.frontend.capture import capture
+from hydragraph.frontend.packed import Loss
 from hydragraph.ir.instruction import RankProgram
 from hydragraph.ir.layout import whole
 from hydragraph.ir.outline import Mode
@@ -35,6 +37,7 @@ from hydragraph.runtime.prepared import Preparer
 from hydragraph.runtime.state import HomeState, OptimizerFactory, make_optimizer
 from hydragraph.runtime.variants import Variants
 from hydragraph.spec import workload
+from hydragraph.spec.cluster import Cluster
 from hydragraph.spec.strategy import Strategy
 from hydragraph.spec.workload import Assignment, sequence_of
 
@@ -205,6 +208,7 @@ class Executable:
         )
 
     def _work(self, sequences: Sequence[Given], strategy: Strategy) -> _Work:
+        refuse_unbuilt(strategy)
         checked = [sequence_of(s, i, self.program.causal) for i, s in enumerate(sequences)]
         tokens = sum(s.targets for s in checked)
         if not tokens:
@@ -307,6 +311,7 @@ class RankPrograms(Sequence[RankProgram]):
 
     programs: tuple[RankProgram, ...]
     program: Program
+    strategy: Strategy
     mode: Mode
 
     def __getitem__(self, rank: Any) -> Any:
@@ -324,6 +329,18 @@ class RankPrograms(Sequence[RankProgram]):
 
         verify(self.programs, self.program.outline, self.mode)
 
+    def simulate(self, cluster: Cluster, tokens: int | Sequence[int] = 2048) -> Timeline:
+        """Price the programs: an event simulation of every stream of every rank.
+
+        Args:
+            cluster: devices and links.
+            tokens: of one micro-batch, the same for all pipelines or one number for each.
+        """
+        each = [tokens] * len(self.strategy.pipelines) if isinstance(tokens, int) else list(tokens)
+        busy = {p.pipeline for p in self.programs}
+        each = [n if i in busy else 0 for i, n in enumerate(each)]
+        return simulate(self.programs, cluster, work_of(self.program, self.strategy, each, cluster))
+
 
 def lower(
     program: Program,
@@ -340,7 +357,27 @@ def lower(
     """
     world = ranks if ranks is not None else max(strategy.devices) + 1
     strategy.check(program.layers, world, program.heads)
-    return RankPrograms(rank_programs(program.outline, strategy, micro_batches, mode, ranks=world), program, mode)
+    refuse_unbuilt(strategy)
+    return RankPrograms(
+        rank_programs(program.outline, strategy, micro_batches, mode, ranks=world), program, strategy, mode
+    )
+
+
+def refuse_unbuilt(strategy: Strategy) -> None:
+    """Refuse what a strategy may say but this version does not do: sequence parallelism and recomputation.
+
+    Raises:
+        Unsupported: naming the pipeline and stage.
+    """
+    for p, pipeline in enumerate(strategy.pipelines):
+        for s, stage in enumerate(pipeline.stages):
+            for name in ("sequence_parallel", "recompute"):
+                if getattr(stage, name):
+                    raise Unsupported(
+                        f"{name}=True is not built yet",
+                        where=f"pipeline {p}, stage {s}",
+                        remedy=f"leave {name} out (min-cut partitioning already recomputes what is cheap)",
+                    )
 
 
 def real_buffers(model: nn.Module, device: torch.device) -> dict[str, Tensor]:

@@ -20,8 +20,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from hydragraph import api
-from hydragraph.capture.capture import capture
 from hydragraph.errors import RankFailure
+from hydragraph.frontend.capture import capture
 from hydragraph.ir.text import to_text
 from hydragraph.passes.pipeline import PASSES
 from hydragraph.runtime.launch import join, launch

@@ -133,7 +133,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 @functools.cache
 def captured(name: str) -> tuple[Program, nn.Module]:
     """Return one of MODELS with its program, captured once per test run (a capture takes seconds)."""
-    from hydragraph.capture.capture import capture  # here, because most tests of the models' users need no capture
+    from hydragraph.frontend.capture import capture  # here, because most tests of the models' users need no capture
 
     model = MODELS[name]()
     return capture(model), model

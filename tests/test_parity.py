@@ -94,7 +94,9 @@ def any_strategy(draw: st.DrawFn) -> str:
         ranks = ranks[tp:]
     text = []
     for stages in pipelines:
-        cuts = sorted(draw(st.lists(st.integers(1, LAYERS - 1), min_size=len(stages) - 1, max_size=len(stages) - 1, unique=True)))
+        cuts = sorted(
+            draw(st.lists(st.integers(1, LAYERS - 1), min_size=len(stages) - 1, max_size=len(stages) - 1, unique=True))
+        )
         layers = [b - a for a, b in zip([0, *cuts], [*cuts, LAYERS], strict=True)]
         text.append("<" + ",".join(f"{s}x{n}".replace(" ", "") for s, n in zip(stages, layers, strict=True)) + ">")
     return " + ".join(text) + draw(st.sampled_from(["", " gpipe"]))

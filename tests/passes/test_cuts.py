@@ -14,7 +14,7 @@ from hydragraph.ir.parameter import ShardRule
 from hydragraph.kernels.varlen_attention import varlen_attention
 from hydragraph.passes.cut import Cuts
 from hydragraph.passes.cuts import find_cuts, head_counts, rules
-from tests.capture.test_capture import FAMILIES
+from tests.frontend.test_capture import FAMILIES
 from tests.models import captured
 
 HEADS = ShardRule(0, (4,), 16, heads=True)

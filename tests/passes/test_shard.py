@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hydragraph.capture.capture import capture
 from hydragraph.errors import Unsupported
+from hydragraph.frontend.capture import capture
 from hydragraph.ir.layout import GradientKind
 from hydragraph.ir.program import Block, Program
 from hydragraph.passes.differentiate import Variant, differentiate

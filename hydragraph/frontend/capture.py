@@ -9,16 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from hydragraph.capture import huggingface
-from hydragraph.capture.blocks import block_list, meta_copy, structure
-from hydragraph.capture.functional import functional_graph
-from hydragraph.capture.packed import FIELDS, Loss, token_cross_entropy
-from hydragraph.capture.private import symbol_name
-from hydragraph.capture.shards import agree, annotated_template, excluded
-from hydragraph.capture.skeleton import EXAMPLE, Site, capture_skeleton, node_inputs
-from hydragraph.capture.slices import extract, template_of
-from hydragraph.capture.templates import capture_template
 from hydragraph.errors import Unsupported
+from hydragraph.frontend import huggingface
+from hydragraph.frontend.blocks import block_list, meta_copy, structure
+from hydragraph.frontend.functional import functional_graph
+from hydragraph.frontend.packed import FIELDS, Loss, token_cross_entropy
+from hydragraph.frontend.private import symbol_name
+from hydragraph.frontend.shards import agree, annotated_template, excluded
+from hydragraph.frontend.skeleton import EXAMPLE, Site, capture_skeleton, node_inputs
+from hydragraph.frontend.slices import extract, template_of
+from hydragraph.frontend.templates import capture_template
 from hydragraph.ir.parameter import Bucket, Parameter
 from hydragraph.ir.program import Block, Program, Template
 from hydragraph.passes.cuts import uncut_heads

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hydragraph.capture.private import TensorSpec
+from hydragraph.frontend.private import TensorSpec
 
 IGNORED = -100  # PyTorch's default ignore_index: a token with this label is no target
 

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from hydragraph.capture.slices import extract, shapes, template_of
 from hydragraph.errors import Unsupported
+from hydragraph.frontend.slices import extract, shapes, template_of
 
 
 def whole() -> fx.GraphModule:

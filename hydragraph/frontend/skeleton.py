@@ -14,8 +14,8 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
 
-from hydragraph.capture.packed import FIELDS, Loss
 from hydragraph.errors import Unsupported
+from hydragraph.frontend.packed import FIELDS, Loss
 
 EXAMPLE = {"T": 64, "N+1": 5}  # sizes of the example batch; both are symbolic in the graph
 

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from hydragraph.capture.blocks import Position, block_list, meta_copy, positions, structure
 from hydragraph.errors import Unsupported
+from hydragraph.frontend.blocks import Position, block_list, meta_copy, positions, structure
 from tests.models import gpt2, llama
 
 

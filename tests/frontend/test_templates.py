@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from hydragraph.capture.blocks import meta_copy
-from hydragraph.capture.private import symbol_name
-from hydragraph.capture.templates import capture_template
-from tests.capture.execute import batch, run, with_aux
-from tests.capture.test_skeleton import Layer, Model, skeleton
+from hydragraph.frontend.blocks import meta_copy
+from hydragraph.frontend.private import symbol_name
+from hydragraph.frontend.templates import capture_template
+from tests.frontend.execute import batch, run, with_aux
+from tests.frontend.test_skeleton import Layer, Model, skeleton
 from tests.models import captured
 
 

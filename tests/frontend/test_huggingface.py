@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from hydragraph.capture.huggingface import (
+from hydragraph.errors import Unsupported
+from hydragraph.frontend.huggingface import (
     ATTENTION,
     attention,
     is_causal,
@@ -18,7 +19,6 @@ from hydragraph.capture.huggingface import (
     refuse_unsupported,
     use_packed_attention,
 )
-from hydragraph.errors import Unsupported
 from hydragraph.kernels.varlen_attention import reference
 from tests.models import gpt2, llama
 

@@ -20,9 +20,9 @@ from transformers import (
     MistralForCausalLM,
 )
 
-from hydragraph.capture.capture import capture
 from hydragraph.errors import Unsupported
-from tests.capture.execute import batch, loss
+from hydragraph.frontend.capture import capture
+from tests.frontend.execute import batch, loss
 from tests.models import MODELS, captured, gpt2, llama, randomised, tiny
 
 BROKEN = pytest.mark.xfail(

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hydragraph.capture.skeleton import Site, capture_skeleton, hidden_output, node_inputs
 from hydragraph.errors import Unsupported
+from hydragraph.frontend.skeleton import Site, capture_skeleton, hidden_output, node_inputs
 
 
 class Layer(nn.Module):

@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hydragraph.capture.blocks import positions
-from hydragraph.capture.functional import functional_graph
-from hydragraph.capture.private import symbol_name
-from hydragraph.capture.skeleton import Site
-from hydragraph.capture.slices import template_of
 from hydragraph.errors import Unsupported
+from hydragraph.frontend.blocks import positions
+from hydragraph.frontend.functional import functional_graph
+from hydragraph.frontend.private import symbol_name
+from hydragraph.frontend.skeleton import Site
+from hydragraph.frontend.slices import template_of
 from hydragraph.ir.program import Template
 
 
