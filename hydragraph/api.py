@@ -96,7 +96,7 @@ class Executable:
         self.program, self.strategy, self._max_grad_norm = program, strategy, max_grad_norm
         self.world = join(device)
         self._model_tensors = tensor_names(model)
-        strategy.check(program.layers, self.world.ranks, program.heads)
+        check_strategy(program, strategy, self.world.ranks)
         self._watch = Watch(self.world.rank, self.world.ranks, self._describe)
         with self._watch.guarding():
             self.groups = Groups(self.world, TIMEOUT, watch=self._watch)
@@ -192,10 +192,24 @@ class Executable:
     ) -> StepReport:
         began = time.perf_counter()
         self._communications += 1
-        with self._watch.step(self._communications):
-            work = self._work(sequences, strategy or self.strategy)
-            self._compare(_work_hash(work, mode, update is not None))
-            outcome = self._execute(work, mode, update)
+        try:
+            work, refused = self._work(sequences, strategy or self.strategy), None
+        except ValueError as error:
+            work, refused = None, error
+        digest = _digest(repr(refused) if work is None else _work_text(work, mode, update is not None), work)
+        with self._watch.step(self._communications):  # what all ranks refuse together must not count as a failure
+            same = self._same(digest)
+            outcome = self._execute(work, mode, update) if same and work is not None else None
+        if refused is not None:
+            raise refused
+        if outcome is None or work is None:
+            self._agree("mini-batch, strategy or call", f"{digest:016x}")
+            raise AssertionError("digests differ, so the agreement fails")
+        if not outcome.finite:
+            raise FloatingPointError(
+                f"loss {outcome.loss:.4g}, gradient norm {outcome.grad_norm:.4g}: not finite, so nothing was updated; "
+                "lower the learning rate or clip gradients (max_grad_norm), and look at this mini-batch"
+            )
         return StepReport(
             self._steps + (update is not None),
             outcome.loss,
@@ -208,7 +222,7 @@ class Executable:
         )
 
     def _work(self, sequences: Sequence[Given], strategy: Strategy) -> _Work:
-        refuse_unbuilt(strategy)
+        check_strategy(self.program, strategy, self.world.ranks)
         checked = [sequence_of(s, i, self.program.causal) for i, s in enumerate(sequences)]
         tokens = sum(s.targets for s in checked)
         if not tokens:
@@ -258,13 +272,13 @@ class Executable:
         if self.world.ranks > 1:
             self.groups.same_everywhere(what, text)
 
-    def _compare(self, digest: int) -> None:
-        """Check before anything runs that all ranks are about to do the same; one small all-reduce."""
-        if self.world.ranks > 1:
-            both = torch.tensor([digest, -digest], device=self.world.device)
-            self.groups.all_reduce(Role.COMMIT, both, ReduceOp.MAX)
-            if both[0] != -both[1]:
-                self._agree("mini-batch, strategy or call", f"{digest:016x}")
+    def _same(self, digest: int) -> bool:
+        """Say whether all ranks are about to do the same; one small all-reduce."""
+        if self.world.ranks == 1:
+            return True
+        both = torch.tensor([digest, -digest], device=self.world.device)
+        self.groups.all_reduce(Role.COMMIT, both, ReduceOp.MAX)
+        return bool(both[0] == -both[1])
 
     def _describe(self, rank: int, index: int) -> str:
         if self._running is None:
@@ -356,19 +370,21 @@ def lower(
         ranks: the world size; default: as many as the strategy names.
     """
     world = ranks if ranks is not None else max(strategy.devices) + 1
-    strategy.check(program.layers, world, program.heads)
-    refuse_unbuilt(strategy)
+    check_strategy(program, strategy, world)
     return RankPrograms(
         rank_programs(program.outline, strategy, micro_batches, mode, ranks=world), program, strategy, mode
     )
 
 
-def refuse_unbuilt(strategy: Strategy) -> None:
-    """Refuse what a strategy may say but this version does not do: sequence parallelism and recomputation.
+def check_strategy(program: Program, strategy: Strategy, ranks: int) -> None:
+    """Check that a strategy fits a model and a world, on every rank alike.
 
     Raises:
-        Unsupported: naming the pipeline and stage.
+        ValueError: wrong layers, unknown ranks, heads that do not divide.
+        Unsupported: a parameter that a stage's degree cannot cut; sequence parallelism and recomputation, which a
+            strategy may say but this version does not do.
     """
+    strategy.check(program.layers, ranks, program.heads)
     for p, pipeline in enumerate(strategy.pipelines):
         for s, stage in enumerate(pipeline.stages):
             for name in ("sequence_parallel", "recompute"):
@@ -378,6 +394,9 @@ def refuse_unbuilt(strategy: Strategy) -> None:
                         where=f"pipeline {p}, stage {s}",
                         remedy=f"leave {name} out (min-cut partitioning already recomputes what is cheap)",
                     )
+    for tp in {stage.tp for pipeline in strategy.pipelines for stage in pipeline.stages} - {1}:
+        for parameter in program.parameters.values():
+            parameter.intervals(tp, 0)
 
 
 def real_buffers(model: nn.Module, device: torch.device) -> dict[str, Tensor]:
@@ -411,11 +430,14 @@ def _weights_hash(model: nn.Module) -> str:
     return digest.hexdigest()
 
 
-def _work_hash(work: _Work, mode: Mode, update: bool) -> int:
-    """Return 62 bits over everything that ranks must agree on before they run an iteration."""
-    digest = hashlib.blake2b(digest_size=8)
-    digest.update(repr((str(work.strategy), work.assignment, work.tokens, mode, update)).encode())
-    for sequence in work.sequences:
+def _work_text(work: _Work, mode: Mode, update: bool) -> str:
+    return repr((str(work.strategy), work.assignment, work.tokens, mode, update))
+
+
+def _digest(text: str, work: _Work | None) -> int:
+    """Return 62 bits over what ranks must agree on before they run an iteration."""
+    digest = hashlib.blake2b(text.encode(), digest_size=8)
+    for sequence in work.sequences if work else ():
         digest.update(sequence.ids.numpy().data)
         digest.update(sequence.labels.numpy().data)
     return int.from_bytes(digest.digest()) >> 2

@@ -83,7 +83,7 @@ def test_lopsided_strategies_in_turn_equal_one_device(model: str) -> None:
 
 @st.composite
 def any_strategy(draw: st.DrawFn) -> str:
-    """Draw pipelines over shuffled ranks: degrees 1 to 3, any depth, any split of the layers, idle ranks, a schedule."""
+    """Draw pipelines over shuffled ranks: degrees 1 to 3, any depth and split of the layers, idle ranks, a schedule."""
     ranks = draw(st.permutations(range(4)))[: draw(st.integers(1, 4))]
     pipelines: list[list[list[int]]] = [[]]
     while ranks:

@@ -24,10 +24,17 @@ from hydragraph.runtime.state import HomeState
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a committed iteration gives, equal on every rank: the token-mean loss and the norm of all gradients."""
+    """What an iteration gives, equal on every rank.
+
+    Attributes:
+        loss: the token mean over the global mini-batch.
+        grad_norm: of all gradients together; 0 for an evaluation.
+        finite: whether both are finite; otherwise nothing was updated.
+    """
 
     loss: float
     grad_norm: float
+    finite: bool
 
 
 @dataclass
@@ -54,10 +61,14 @@ class Executor:
         home: this rank's master weights and gradients.
         groups, watch: its communicators and its failure watch.
         device: where it computes.
+
+    Attributes:
+        before: called with every instruction before it runs; for injecting failures and for tracing.
     """
 
     def __init__(self, program: Program, home: HomeState, groups: Groups, watch: Watch, device: torch.device) -> None:
         self._program, self._home, self._groups, self._watch, self._device = program, home, groups, watch, device
+        self.before: Callable[[Instruction], None] | None = None
         self._aux = program.templates[program.aux.template]
         self._parameters = program.parameters
         self._hidden = hidden_size(program)
@@ -86,11 +97,8 @@ class Executor:
             prepared: this rank's program.
             batches: the packed micro-batches of this rank's pipeline.
             tokens: target tokens of the global mini-batch; the loss is divided by them.
-            update: called with the gradient norm after the commit; None leaves the weights as they are.
+            update: called with the gradient norm after the commit, if that is finite; None leaves the weights alone.
             aux_buffers: the values of the aux graph's buffers.
-
-        Raises:
-            FloatingPointError: on every rank alike, when the loss or a gradient is not finite; nothing is updated.
         """
         collectives = self._groups.tensor_parallel(prepared.stages)
         mine = next(iter(collectives.values()), None)
@@ -99,13 +107,15 @@ class Executor:
         outcome: Outcome | None = None
         for index, instruction in enumerate(prepared.program.instructions):
             self._watch.at(index)
+            if self.before is not None:
+                self.before(instruction)
             for value in instruction.after:
                 self._arrive(iteration, value)
             if instruction.op is Op.COMMIT:
                 outcome = self._commit(iteration)
             elif instruction.op is Op.UPDATE:
                 assert outcome is not None
-                if update is not None:
+                if update is not None and outcome.finite:
                     update(outcome.grad_norm)
             else:
                 self._run[instruction.op](iteration, instruction)
@@ -285,12 +295,7 @@ class Executor:
         self._groups.all_reduce(Role.COMMIT, totals)
         self._watch.check()  # an aborted communicator may have let us through
         loss, square = totals.tolist()
-        if not bool(torch.isfinite(totals).all()):
-            raise FloatingPointError(
-                f"loss {loss / it.tokens:.4g}, gradient norm {square**0.5:.4g}: not finite, so nothing was updated; "
-                "lower the learning rate or clip gradients (max_grad_norm), and look at this mini-batch"
-            )
-        return Outcome(loss / it.tokens, square**0.5)
+        return Outcome(loss / it.tokens, square**0.5, bool(torch.isfinite(totals).all()))
 
 
 def message_tag(value: str) -> int:

@@ -1,0 +1,202 @@
+"""The executor when things go wrong, over real gloo processes: nothing is lost, and everybody says the same."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import hydragraph as hg
+from hydragraph.ir.instruction import Instruction, Op
+from hydragraph.runtime.executor import Executor
+from tests.models import llama, sequences
+
+LAYERS = 2
+STRATEGY = "<[0,1]x1,[2]x1>"
+LIMIT = timedelta(seconds=120)  # against a hang; a failure is noticed within 10 s of happening
+
+
+def compiled(**options: Any) -> hg.Executable:
+    return hg.compile(
+        llama(layers=LAYERS, heads=4, kv=2, width=64),
+        hg.Strategy.parse(STRATEGY, layers=LAYERS),
+        optimizer=lambda named: torch.optim.AdamW(named, lr=1e-2),
+        **options,
+    )
+
+
+def batch(seed: int = 0) -> list[Tensor]:
+    return sequences([9, 14, 5, 11], seed=seed)
+
+
+def at_instruction(exe: hg.Executable, wanted: Op, occurrence: int, act: Callable[[], None]) -> None:
+    """Call `act` right when this rank is about to run the n-th instruction of a kind."""
+    executor: Executor = exe._executor
+    seen = [0]
+
+    def hook(instruction: Instruction) -> None:
+        if instruction.op is wanted:
+            if seen[0] == occurrence:
+                act()
+            seen[0] += 1
+
+    executor.before = hook
+
+
+def _kill() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _boom() -> None:
+    raise ArithmeticError("boom")
+
+
+def fail(victim: int, op: Op, occurrence: int, how: str) -> tuple[bool, str]:
+    """Train a step, then let one rank fail in the next; survivors return whether their weights changed, and why."""
+    exe = compiled()
+    exe.step(batch(0))
+    before = {n: w.clone() for n, w in exe.home.weights.items()}
+    if exe.rank == victim:
+        at_instruction(exe, op, occurrence, _kill if how == "kill" else _boom)
+    try:
+        exe.step(batch(1))
+    except (hg.RankFailure, ArithmeticError) as error:
+        changed = any(not torch.equal(before[n], w) for n, w in exe.home.weights.items())
+        Path(os.environ["HYDRAGRAPH_TEST_REPORTS"], str(exe.rank)).write_text(f"{changed}|{error}")
+        raise
+    return False, "no failure"
+
+
+@pytest.mark.parametrize(
+    ("victim", "op", "occurrence", "how", "text"),
+    [
+        (2, Op.FORWARD, 2, "kill", "forward head [0]"),
+        (0, Op.BACKWARD, 1, "kill", "backward embed [0]"),
+        (1, Op.PUSH, 0, "kill", "link G."),
+        (3, Op.PULL, 1, "kill", "link W."),
+        (2, Op.SEND, 1, "kill", "send d"),
+        (0, Op.COMMIT, 0, "kill", "commit"),
+        (1, Op.RECEIVE, 0, "raise", "receive"),
+    ],
+)
+def test_a_failing_rank_is_named_by_all_and_nothing_is_updated(
+    victim: int, op: Op, occurrence: int, how: str, text: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HYDRAGRAPH_TEST_REPORTS", str(tmp_path))
+    expected = hg.RankFailure if how == "kill" else ArithmeticError
+    with pytest.raises(expected):
+        hg.launch(fail, 4, victim, op, occurrence, how, timeout=LIMIT)
+    survivors = [r for r in range(4) if r != victim]
+    for rank in survivors:
+        changed, _, message = (tmp_path / str(rank)).read_text().partition("|")
+        assert changed == "False", f"rank {rank} updated its weights"
+        assert message.startswith(f"rank {victim} failed"), message
+        assert text in message, message
+
+
+def not_finite() -> tuple[str, bool, float]:
+    exe = compiled()
+    exe.step(batch(0))
+    healthy = {n: w.clone() for n, w in exe.home.weights.items()}
+    name = next(n for n in exe.home.weights if n.startswith("layer"))
+    if exe.rank == 1:
+        exe.home.weights[name][0] = float("nan")
+    try:
+        exe.step(batch(1))
+        message = "no error"
+    except FloatingPointError as error:
+        message = str(error)
+    if exe.rank == 1:
+        exe.home.weights[name].copy_(healthy[name])
+    same = all(torch.equal(healthy[n], w) for n, w in exe.home.weights.items())
+    loss = exe.evaluate(batch(1)).loss  # the executable is still usable
+    exe.close()
+    return message, same, loss
+
+
+def test_a_loss_that_is_not_finite_updates_nothing_and_training_goes_on() -> None:
+    for message, same, loss in hg.launch(not_finite, 3, timeout=LIMIT):
+        assert "not finite, so nothing was updated" in message
+        assert same
+        assert loss == loss
+
+
+def disagree(what: str) -> None:
+    torch.manual_seed(0)
+    rank = torch.distributed.get_rank()
+    model = llama(layers=LAYERS, heads=4, kv=2, width=64)
+    if what == "weights" and rank == 1:
+        with torch.no_grad():
+            next(model.parameters()).add_(1)
+    exe = hg.compile(model, hg.Strategy.parse(STRATEGY, layers=LAYERS))
+    data = batch(rank if what == "data" else 0)
+    text = "<[0]x1,[1]x1>" if what == "strategy" and rank == 2 else STRATEGY
+    exe.evaluate(data, strategy=hg.Strategy.parse(text, layers=LAYERS))
+
+
+@pytest.mark.parametrize("what", ["weights", "data", "strategy"])
+def test_ranks_that_disagree_find_out_before_anything_runs(what: str) -> None:
+    with pytest.raises(ValueError, match="differs between ranks"):
+        hg.launch(disagree, 3, what, timeout=LIMIT)
+
+
+def wrong_world() -> None:
+    compiled()
+
+
+def test_a_strategy_for_more_ranks_than_there_are_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"(device|rank) 2"):
+        hg.launch(wrong_world, 2, timeout=LIMIT)
+
+
+def clipped() -> tuple[list[float], list[float], dict[str, Tensor]]:
+    exe = compiled(max_grad_norm=0.5)
+    reports = [exe.step(batch(i)) for i in range(3)]
+    weights = exe.full_state_dict()
+    exe.close()
+    return [r.loss for r in reports], [r.grad_norm for r in reports], weights
+
+
+def twice() -> tuple[list[str], int, int]:
+    """Run the same steps twice from the same weights; also count what a switch of strategies compiles."""
+    exe = compiled()
+    start = {n: w.clone() for n, w in exe.home.weights.items()}
+    hashes = []
+    other = hg.Strategy.parse("<[1]x2> + <[2]x1,[0]x1>", layers=LAYERS)
+    for _ in range(2):
+        for name, weight in exe.home.weights.items():
+            weight.copy_(start[name])
+        exe.optimizer.state.clear()
+        losses = [exe.step(batch(i), strategy=s).loss for i, s in enumerate([exe.strategy, other, exe.strategy])]
+        hashes.append(repr((losses, [w.double().sum().item() for w in exe.home.weights.values()])))
+    known = len(exe._preparer._variants)
+    exe.step(batch(7), strategy=other)
+    found = len(exe._preparer._variants)
+    exe.close()
+    return hashes, known, found
+
+
+def test_the_same_steps_twice_give_the_same_bits_and_switching_compiles_nothing_again() -> None:
+    for hashes, known, found in hg.launch(twice, 3, timeout=LIMIT):
+        assert hashes[0] == hashes[1]
+        assert known == found
+
+
+def test_gradients_are_clipped_by_the_global_norm() -> None:
+    from tests import reference
+
+    model = llama(layers=LAYERS, heads=4, kv=2, width=64)
+    wanted = reference.train(
+        model, [batch(i) for i in range(3)], optimizer=lambda p: torch.optim.AdamW(p, lr=1e-2), clip=0.5
+    )
+    runs = hg.launch(clipped, 3, timeout=LIMIT)
+    assert runs[0][0] == pytest.approx(wanted.losses, rel=1e-5)
+    norms = [float(torch.stack([g.norm() for g in step.values()]).norm()) for step in wanted.gradients]
+    assert runs[0][1] == pytest.approx(norms, rel=1e-4)
