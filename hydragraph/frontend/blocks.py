@@ -42,7 +42,7 @@ class Position(int):
     def __truediv__(self, other: float) -> float:
         return self._note() / other
 
-    def __pow__(self, other: int, modulo: int | None = None) -> int:
+    def __pow__(self, other: int, modulo: int | None = None) -> int:  # type: ignore[override]
         return pow(self._note(), other, modulo)
 
     def __bool__(self) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from hydragraph.errors import Unsupported
@@ -106,8 +105,3 @@ def refuse_unsupported(model: nn.Module) -> None:
             where=type(model).__name__,
             remedy="call model.gradient_checkpointing_disable(); the backward graphs already recompute what is cheap",
         )
-
-
-def keeps_dtype(buffer: Tensor) -> bool:
-    """Say whether a buffer keeps its dtype under mixed precision (rotary frequencies stay fp32)."""
-    return not torch.is_floating_point(buffer) or buffer.dtype == torch.float32

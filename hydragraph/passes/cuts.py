@@ -180,12 +180,6 @@ def rules(found: Cuts) -> dict[fx.Node, ShardRule]:
     return {weight: next(iter(found)) for weight, found in wanted.items() if len(found) == 1}
 
 
-def head_counts(found: Cuts) -> tuple[int, ...]:
-    """Return the query head counts of a template's attention operators."""
-    counts = {int(shape(operands(n)[0])[1]) for n in found.cut if n.target is varlen}
-    return tuple(sorted(counts))
-
-
 def uncut_heads(graph: fx.Graph) -> int:
     """Return the greatest common divisor of all query head counts in a graph; 0 where it has no attention."""
     return math.gcd(*(int(shape(operands(n)[0])[1]) for n in graph.nodes if n.target is varlen))

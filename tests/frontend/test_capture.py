@@ -25,10 +25,7 @@ from hydragraph.frontend.capture import capture
 from tests.frontend.execute import batch, loss
 from tests.models import MODELS, captured, gpt2, llama, randomised, tiny
 
-BROKEN = pytest.mark.xfail(
-    raises=ValueError, strict=True, reason="the rule of a row product counts its units in the origin's elements"
-)
-FAMILIES = [pytest.param(name, marks=BROKEN) if name == "gpt_neox" else name for name in MODELS]
+FAMILIES = list(MODELS)
 
 
 @pytest.mark.parametrize("lengths", [[2], [5, 1, 3], [150, 50]], ids=str)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from transformers import MixtralConfig, MixtralForCausalLM
 
 from hydragraph.errors import Unsupported
 from hydragraph.frontend.huggingface import (
@@ -15,7 +16,6 @@ from hydragraph.frontend.huggingface import (
     attention,
     is_causal,
     is_huggingface,
-    keeps_dtype,
     refuse_unsupported,
     use_packed_attention,
 )
@@ -110,6 +110,18 @@ def test_gradient_checkpointing_is_refused() -> None:
         refuse_unsupported(model)
 
 
-@pytest.mark.parametrize(("dtype", "kept"), [(torch.float32, True), (torch.int64, True), (torch.bfloat16, False)])
-def test_buffers_that_keep_their_dtype(dtype: torch.dtype, kept: bool) -> None:
-    assert keeps_dtype(torch.zeros(1, dtype=dtype)) == kept
+def test_the_auxiliary_router_loss_is_refused() -> None:
+    config = MixtralConfig(
+        hidden_size=32,
+        intermediate_size=32,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        num_hidden_layers=1,
+        num_local_experts=2,
+        vocab_size=64,
+        output_router_logits=True,
+    )
+    with torch.device("meta"):
+        model = MixtralForCausalLM(config)
+    with pytest.raises(Unsupported, match=r"router loss.*output_router_logits=False"):
+        refuse_unsupported(model)

@@ -13,7 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from hydragraph.ir.parameter import ShardRule
 from hydragraph.kernels.varlen_attention import varlen_attention
 from hydragraph.passes.cut import Cuts
-from hydragraph.passes.cuts import find_cuts, head_counts, rules
+from hydragraph.passes.cuts import find_cuts, rules
 from tests.frontend.test_capture import FAMILIES
 from tests.models import captured
 
@@ -32,7 +32,7 @@ SEPARATE = {
 UNTIED = {"model.embed_tokens.weight": VOCABULARY, "lm_head.weight": VOCABULARY}
 EXPECTED: dict[str, tuple[dict[str, ShardRule], dict[str, ShardRule]]] = {  # per layer, and outside the layers
     "llama": (SEPARATE | GATED, UNTIED),
-    "gpt2": (  # its embedding sees the ids through a view, so that vocabulary and head stay whole
+    "gpt2": (  # its embedding sees the ids through a view
         {
             "attn.c_attn.weight": ShardRule(1, (4, 4, 4), 16, heads=True),
             "attn.c_attn.bias": ShardRule(0, (4, 4, 4), 16, heads=True),
@@ -41,7 +41,7 @@ EXPECTED: dict[str, tuple[dict[str, ShardRule], dict[str, ShardRule]]] = {  # pe
             "mlp.c_fc.bias": ShardRule(0, (256,)),
             "mlp.c_proj.weight": ShardRule(0, (256,)),
         },
-        {},
+        {"transformer.wte.weight": VOCABULARY},
     ),
     "phi3": (
         {
@@ -61,7 +61,7 @@ EXPECTED: dict[str, tuple[dict[str, ShardRule], dict[str, ShardRule]]] = {  # pe
             "mlp.dense_h_to_4h.bias": WIDTH,
             "mlp.dense_4h_to_h.weight": WIDTH_IN,
         },
-        {"gpt_neox.embed_in.weight": VOCABULARY, "embed_out.weight": VOCABULARY},
+        {"gpt_neox.embed_in.weight": VOCABULARY, "lm_head.weight": VOCABULARY},
     ),
     "qwen3": (SEPARATE | GATED, UNTIED),  # the per-head norms are used whole by every rank
     "opt": (
@@ -72,7 +72,7 @@ EXPECTED: dict[str, tuple[dict[str, ShardRule], dict[str, ShardRule]]] = {  # pe
             "fc1.bias": WIDTH,
             "fc2.weight": WIDTH_IN,
         },
-        {},
+        {"model.decoder.embed_tokens.weight": VOCABULARY},
     ),
     "gemma": (
         SEPARATE | GATED | {f"self_attn.{n}_proj.weight": ShardRule(0, (1,), 16, heads=True) for n in "kv"},
@@ -177,7 +177,9 @@ def test_an_embedding_is_cut_along_the_vocabulary_only_for_tokens() -> None:
         return F.embedding(x, a)
 
     assert analysed(embed, (1, 5), (100, 32), tokens=True)[1] == {"a_1": ShardRule(0, (100,))}
-    assert analysed(lambda x, a: F.embedding(x.view(-1), a), (1, 5), (100, 32), tokens=True)[1] == {}
+    through_a_view = analysed(lambda x, a: F.embedding(x.view(-1), a), (1, 5), (100, 32), tokens=True)
+    assert through_a_view[1] == {"a_1": ShardRule(0, (100,))}
+    assert analysed(lambda x, a: F.embedding(x + 1, a), (1, 5), (100, 32), tokens=True)[1] == {}
 
 
 @pytest.mark.parametrize(("reduction", "cut"), [("sum", True), ("mean", True), ("none", False)])
@@ -201,4 +203,3 @@ def test_attention_is_cut_by_heads() -> None:
         "v_1": ShardRule(0, (2,), 8, heads=True),
         "o_1": ShardRule(1, (6,), 8, heads=True),
     }
-    assert head_counts(found) == (6,)

@@ -108,7 +108,6 @@ def test_weights_are_handed_over_again_and_not_saved() -> None:
     assert names == [f"primals_{len(template.parameters) + 1 + i}" for i in range(len(template.inputs))]
 
 
-@pytest.mark.xfail(strict=True, reason="functorch's default partitioner saves only inputs and runs the forward again")
 def test_the_default_partitioner_saves_everything() -> None:
     backward = compiled(Degree(), "default").backward
     assert not any(n.target is torch.ops.hydragraph.varlen_attention.default for n in backward.graph.nodes)
