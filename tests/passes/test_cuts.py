@@ -196,7 +196,7 @@ def test_attention_is_cut_by_heads() -> None:
         out = varlen_attention(*parts, torch.zeros(2, dtype=torch.int32))
         return F.linear(out.view(1, 5, -1), o)
 
-    found, rule = analysed(attend, (1, 5, 32), (48, 32), (16, 32), (16, 32), (32, 48))
+    _, rule = analysed(attend, (1, 5, 32), (48, 32), (16, 32), (16, 32), (32, 48))
     assert rule == {
         "q_1": ShardRule(0, (6,), 8, heads=True),
         "k_1": ShardRule(0, (2,), 8, heads=True),
