@@ -20,9 +20,10 @@ def functional_graph(exported: ExportedProgram, where: str) -> tuple[fx.GraphMod
     Raises:
         Unsupported: the graph does both.
     """
-    if not any(_writes(n) for n in exported.graph_module.graph.nodes):
+    nodes = _nodes(exported.graph_module)
+    if not any(_writes(n) for n in nodes):
         return clean(exported.graph_module), exported.graph_signature
-    if any(GRAD_MODE in str(n.target) for n in exported.graph_module.graph.nodes):
+    if any(GRAD_MODE in str(n.target) for n in nodes):
         raise Unsupported(
             "operators that write in place, beside a torch.no_grad() region",
             where=where,
@@ -30,6 +31,11 @@ def functional_graph(exported: ExportedProgram, where: str) -> tuple[fx.GraphMod
         )
     exported = exported.run_decompositions({})
     return clean(exported.graph_module), exported.graph_signature
+
+
+def _nodes(graph: fx.GraphModule) -> list[fx.Node]:
+    """List the nodes of a graph and of its regions, which `clean` inlines."""
+    return [n for module in graph.modules() if isinstance(module, fx.GraphModule) for n in module.graph.nodes]
 
 
 def _writes(node: fx.Node) -> bool:
