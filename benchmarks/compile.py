@@ -116,8 +116,9 @@ def one_rank(sizes: Sizes) -> Measured:
     def action() -> None:
         rank_program(outline, strategy, counts, rank, ranks=ranks)
         holders = dict(place(outline, strategy, counts).holders)
-        for bucket in buckets:
-            links(bucket, holders[bucket.name])
+        forms = {(bucket.form, holders[bucket.name]): bucket for bucket in buckets}  # layers of a stage share links
+        for (_, stages), bucket in forms.items():
+            links(bucket, stages)
 
     return measure(action)
 

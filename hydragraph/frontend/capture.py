@@ -14,7 +14,7 @@ from hydragraph.frontend import huggingface
 from hydragraph.frontend.blocks import block_list, meta_copy, structure
 from hydragraph.frontend.functional import functional_graph
 from hydragraph.frontend.packed import FIELDS, Loss, token_cross_entropy
-from hydragraph.frontend.private import symbol_name
+from hydragraph.frontend.private import one_pass, symbol_name
 from hydragraph.frontend.shards import agree, annotated_template, excluded
 from hydragraph.frontend.skeleton import EXAMPLE, Site, capture_skeleton, node_inputs
 from hydragraph.frontend.slices import extract, template_of
@@ -26,6 +26,7 @@ from hydragraph.passes.cuts import uncut_heads
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 
 
+@one_pass()
 def capture(
     model: nn.Module,
     dtype: torch.dtype = torch.float32,

@@ -5,10 +5,13 @@ Works with torch 2.11 to 2.13. Everything else in hydragraph goes through these 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+import gc
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch._dynamo.config
 from functorch.compile import default_partition, min_cut_rematerialization_partition
 from torch import fx
 from torch._dynamo.source import ConstantSource
@@ -31,6 +34,23 @@ class TensorSpec:
 def symbol_name(size: int | torch.SymInt) -> str | None:
     """Return the text of a symbolic size's expression, or None for a plain number."""
     return str(size.node.expr) if isinstance(size, torch.SymInt) and not size.node.is_constant() else None
+
+
+@contextlib.contextmanager
+def one_pass() -> Iterator[None]:
+    """Trace, where every operator's sizes are seen once, without what pays only for sizes that repeat.
+
+    That is the cache of fake results, which symbolic sizes miss, and looking for garbage among the millions of objects
+    of an imported torch: together a third of a capture.
+    """
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        with torch._dynamo.config.patch(fake_tensor_cache_enabled=False):
+            yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 def _fake_inputs(mode: FakeTensorMode, specs: Sequence[TensorSpec], hints: dict[str, int]) -> list[torch.Tensor]:

@@ -183,6 +183,11 @@ class Bucket:
         """Elements of the whole flat vector."""
         return sum(p.size for p in self.parameters)
 
+    @property
+    def form(self) -> tuple[tuple[tuple[int, ...], ShardRule | None], ...]:
+        """What layouts depend on: buckets of equal form, as a model's layers are, have equal layouts and links."""
+        return tuple((p.shape, p.rule) for p in self.parameters)
+
     def offsets(self) -> dict[str, int]:
         """Return where each parameter starts in the flat vector, by name."""
         starts, at = {}, 0

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from hydragraph.frontend.private import TensorSpec, partition, symbol_name, trace_joint
+from hydragraph.frontend.private import TensorSpec, one_pass, partition, symbol_name, trace_joint
 from hydragraph.ir.layout import GradientKind
 from hydragraph.ir.parameter import Parameter
 from hydragraph.ir.program import Template
@@ -44,6 +44,7 @@ class Variant:
     vocabulary: str | None
 
 
+@one_pass()
 def differentiate(
     template: Template,
     sharded: Sharded,

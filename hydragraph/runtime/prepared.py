@@ -138,8 +138,7 @@ class Preparer:
     def _link(self, bucket: Bucket, placement: Placement) -> tuple[Exchange, Exchange]:
         stages = dict(placement.holders).get(bucket.name, ())
         kinds = [self._kinds(bucket, len(stage)) for stage in stages]
-        shapes = tuple((p.shape, p.rule) for p in bucket.parameters)
-        key = (stages, shapes, tuple(tuple(k.values()) for k in kinds))
+        key = (bucket.form, stages, tuple(tuple(k.values()) for k in kinds))
         if key not in self._links:
             source = self._homes[bucket.name]
             target = propagation(bucket, stages, kinds)
