@@ -28,6 +28,7 @@ from hydragraph.ir.text import instruction_text
 from hydragraph.passes.pipeline import rank_programs
 from hydragraph.planner.pack import assign
 from hydragraph.runtime.batch import pack
+from hydragraph.runtime.buffers import Buffers
 from hydragraph.runtime.exchange import pull_exchange, start_pull
 from hydragraph.runtime.executor import Executor, Outcome
 from hydragraph.runtime.fault import Watch
@@ -260,7 +261,7 @@ class Executable:
                 self.home.layouts[bucket.name], whole(bucket.size, 0), self.world.rank, self.world.ranks
             )
             shard = shards[bucket.name]
-            full = start_pull(exchange, shard, shard.dtype, self.groups)()
+            full = start_pull(exchange, shard, shard.dtype, self.groups, Buffers(self.world.device))()
             if self.world.rank == 0:
                 for parameter in bucket.parameters:
                     at = bucket.offsets()[parameter.name]

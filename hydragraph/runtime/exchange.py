@@ -12,6 +12,7 @@ from torch import Tensor
 
 from hydragraph.ir.layout import Layout
 from hydragraph.ir.link import Slices, copy, is_all_gather, is_reduce_scatter, reduce
+from hydragraph.runtime.buffers import Buffers
 from hydragraph.runtime.groups import Groups, Role
 
 Piece = tuple[int, int]  # offset and length, in elements
@@ -95,74 +96,83 @@ def _per_peer(peer: np.ndarray, length: np.ndarray, ranks: int) -> tuple[int, ..
 Finish = Callable[[], Tensor]
 
 
-def start_pull(exchange: Exchange, home: Tensor, dtype: torch.dtype, groups: Groups) -> Finish:
-    """Start moving values; the returned function waits and gives the 1-D target buffer in `dtype`.
+def start_pull(exchange: Exchange, home: Tensor, dtype: torch.dtype, groups: Groups, buffers: Buffers) -> Finish:
+    """Start moving values; the returned function waits and gives the 1-D target buffer in `dtype`, one of `buffers`.
 
     Where the link is the identity and no cast is needed, the target is the home shard itself.
     """
     if exchange.is_identity and home.dtype == dtype:
         return lambda: home
-    outgoing = home.to(dtype) if exchange.native else _gathered(home, exchange.sends, dtype)
     if exchange.native:
-        target = home.new_empty(exchange.target, dtype=dtype)
-        return _finisher(groups.all_gather(Role.PULL, target, outgoing), lambda: target, outgoing, groups)
-    incoming = home.new_empty(sum(exchange.received), dtype=dtype)
+        target, outgoing = buffers.take(exchange.target, dtype), home.to(dtype)
+        work = groups.all_gather(Role.PULL, target, outgoing)
+        return _finisher(work, lambda: target, outgoing, groups, buffers)
+    outgoing = _gathered(home, exchange.sends, dtype, buffers)
+    incoming = buffers.take(sum(exchange.received), dtype)
     work = groups.all_to_all(Role.PULL, incoming, outgoing, exchange.received, exchange.sent)
     if exchange.in_order:
-        return _finisher(work, lambda: incoming, outgoing, groups)
+        return _finisher(work, lambda: incoming, outgoing, groups, buffers)
 
     def scatter() -> Tensor:
-        target = home.new_empty(exchange.target, dtype=dtype)
+        target = buffers.take(exchange.target, dtype)
         for (offset, length), part in zip(exchange.receives, _parts(incoming, exchange.receives), strict=True):
             target[offset : offset + length] = part
+        buffers.give(incoming)
         return target
 
-    return _finisher(work, scatter, outgoing, groups)
+    return _finisher(work, scatter, outgoing, groups, buffers)
 
 
-def start_push(exchange: Exchange, gradients: Tensor, home: Tensor, groups: Groups) -> Finish:
+def start_push(exchange: Exchange, gradients: Tensor, home: Tensor, groups: Groups, buffers: Buffers) -> Finish:
     """Start moving gradients; the returned function waits and sums them into `home`, in order of the source rank.
 
     Args:
-        gradients: this rank's 1-D fp32 contribution, empty where it has none.
+        gradients: this rank's 1-D fp32 contribution, empty where it has none; given back to `buffers` when sent.
         home: this rank's 1-D fp32 gradient shard, overwritten.
     """
     if exchange.is_identity:
         return lambda: home.copy_(gradients) if gradients is not home else home
-    if exchange.native:
-        return _finisher(groups.reduce_scatter(Role.PUSH, home, gradients), lambda: home, gradients, groups)
-    outgoing = _gathered(gradients, exchange.sends, gradients.dtype)
-    incoming = home.new_empty(sum(exchange.received))
+    if exchange.native and groups.world.backend == "nccl":  # gloo's own is slower: it copies what it is given
+        work = groups.reduce_scatter(Role.PUSH, home, gradients)
+        return _finisher(work, lambda: home, gradients, groups, buffers)
+    outgoing = _gathered(gradients, exchange.sends, gradients.dtype, buffers)
+    if outgoing is not gradients:
+        buffers.give(gradients)
+    incoming = buffers.take(sum(exchange.received))
     work = groups.all_to_all(Role.PUSH, incoming, outgoing, exchange.received, exchange.sent)
 
     def add() -> Tensor:
         home.zero_()
         for (offset, length), part in zip(exchange.receives, _parts(incoming, exchange.receives), strict=True):
             home[offset : offset + length] += part
+        buffers.give(incoming)
         return home
 
-    return _finisher(work, add, outgoing, groups)
+    return _finisher(work, add, outgoing, groups, buffers)
 
 
-def _gathered(buffer: Tensor, pieces: Sequence[Piece], dtype: torch.dtype) -> Tensor:
+def _gathered(buffer: Tensor, pieces: Sequence[Piece], dtype: torch.dtype, buffers: Buffers) -> Tensor:
     """Return the pieces one after another, cast; the buffer itself where that is the same."""
-    if pieces == ((0, len(buffer)),):
-        return buffer.to(dtype)
-    if not pieces:
-        return buffer.new_empty(0, dtype=dtype)
-    return torch.cat([buffer[offset : offset + length] for offset, length in pieces]).to(dtype)
+    if pieces == ((0, len(buffer)),) and buffer.dtype == dtype:
+        return buffer
+    gathered = buffers.take(sum(length for _, length in pieces), dtype)
+    at = 0
+    for offset, length in pieces:
+        gathered[at : at + length] = buffer[offset : offset + length]
+        at += length
+    return gathered
 
 
 def _parts(incoming: Tensor, pieces: Sequence[Piece]) -> Sequence[Tensor]:
     return incoming.split([length for _, length in pieces]) if pieces else ()
 
 
-def _finisher(work: dist.Work | None, result: Finish, keep: Tensor, groups: Groups) -> Finish:
-    """Wait, then give the result; `keep` stays alive until then."""
+def _finisher(work: dist.Work | None, result: Finish, outgoing: Tensor, groups: Groups, buffers: Buffers) -> Finish:
+    """Wait, then give back what was sent, then give the result."""
 
     def finish() -> Tensor:
         groups.wait(work)
-        assert keep is not None
+        buffers.give(outgoing)
         return result()
 
     return finish

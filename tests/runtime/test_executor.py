@@ -15,7 +15,7 @@ from torch import Tensor
 
 import hydragraph as hg
 from hydragraph.ir.instruction import Instruction, Op
-from hydragraph.runtime.executor import Executor
+from hydragraph.runtime.executor import Executor, square_sum
 from tests.models import llama, sequences
 
 LAYERS = 2
@@ -200,3 +200,11 @@ def test_gradients_are_clipped_by_the_global_norm() -> None:
     assert runs[0][0] == pytest.approx(wanted.losses, rel=1e-5)
     norms = [float(torch.stack([g.norm() for g in step.values()]).norm()) for step in wanted.gradients]
     assert runs[0][1] == pytest.approx(norms, rel=1e-4)
+
+
+def test_the_sum_of_squares_is_exact_where_one_fp32_sum_is_not() -> None:
+    values = torch.randn(3_000_001, generator=torch.Generator().manual_seed(0))
+    wanted = float(values.double().square().sum())
+    assert abs(float(square_sum(values)) / wanted - 1) < 1e-6
+    assert float(square_sum(values[:0])) == 0
+    assert not torch.isfinite(square_sum(torch.tensor([1.0, float("nan")])))
