@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -232,7 +233,7 @@ class Executable:
         assignment = assign(strategy, lengths)
         place = strategy.place(self.world.rank)
         batches = tuple(
-            tuple(pack([checked[i] for i in m], device=self.world.device) for m in pipeline)
+            tuple(pack([checked[i] for i in m], token_multiple(strategy, p), self.world.device) for m in pipeline)
             if place is not None and place.pipeline == p
             else ()
             for p, pipeline in enumerate(assignment.micro_batches)
@@ -382,22 +383,17 @@ def check_strategy(program: Program, strategy: Strategy, ranks: int) -> None:
 
     Raises:
         ValueError: wrong layers, unknown ranks, heads that do not divide.
-        Unsupported: a parameter that a stage's degree cannot cut; sequence parallelism and recomputation, which a
-            strategy may say but this version does not do.
+        Unsupported: a parameter that a stage's degree cannot cut.
     """
     strategy.check(program.layers, ranks, program.heads)
-    for p, pipeline in enumerate(strategy.pipelines):
-        for s, stage in enumerate(pipeline.stages):
-            for name in ("sequence_parallel", "recompute"):
-                if getattr(stage, name):
-                    raise Unsupported(
-                        f"{name}=True is not built yet",
-                        where=f"pipeline {p}, stage {s}",
-                        remedy=f"leave {name} out (min-cut partitioning already recomputes what is cheap)",
-                    )
     for tp in {stage.tp for pipeline in strategy.pipelines for stage in pipeline.stages} - {1}:
         for parameter in program.parameters.values():
             parameter.intervals(tp, 0)
+
+
+def token_multiple(strategy: Strategy, pipeline: int) -> int:
+    """Return what the token count of a pipeline's micro-batches must be a multiple of, for sequence parallelism."""
+    return math.lcm(*(s.tp for s in strategy.pipelines[pipeline].stages if s.sequence_parallel))
 
 
 def real_buffers(model: nn.Module, device: torch.device) -> dict[str, Tensor]:

@@ -30,6 +30,8 @@ LOPSIDED = [
     "<[1]x4>",  # three idle ranks
     "4*<tp1,pp1>",  # lowers to all-gather and reduce-scatter where shards are equal
     "<[3]x1,[0,1]x2,[2]x1> gpipe",
+    "<[0,1]x3s,[2]x1r> + <[3]x4>",  # sequence parallelism in one stage, recomputation in another
+    "<[2,0]x2sr,[1,3]x2s>",
     "2*<tp1,pp2>",
 ]
 
@@ -77,13 +79,13 @@ def check(model: str, strategies: list[str], ranks: int = 4) -> None:
 
 @pytest.mark.parametrize("model", list(MODELS))
 def test_lopsided_strategies_in_turn_equal_one_device(model: str) -> None:
-    degrees = {"llama": ["<tp2,pp2>", "<tp4,pp1>"], "tied llama": ["<tp2,pp2>", "<[2,0,1]x4>"], "gpt2": ["<[2,0,1]x4>"]}
+    degrees = {"llama": ["<tp4,pp1>", "<[3,1,0,2]x4sr>"], "tied llama": ["<[2,0,1]x4s>"], "gpt2": ["<[2,0,1]x4s>"]}
     check(model, LOPSIDED + degrees[model])
 
 
 @st.composite
 def any_strategy(draw: st.DrawFn) -> str:
-    """Draw pipelines over shuffled ranks: degrees 1 to 3, any depth and split of the layers, idle ranks, a schedule."""
+    """Draw pipelines over shuffled ranks: degrees 1 to 3, any depth, split and flags, idle ranks, a schedule."""
     ranks = draw(st.permutations(range(4)))[: draw(st.integers(1, 4))]
     pipelines: list[list[list[int]]] = [[]]
     while ranks:
@@ -98,7 +100,9 @@ def any_strategy(draw: st.DrawFn) -> str:
             draw(st.lists(st.integers(1, LAYERS - 1), min_size=len(stages) - 1, max_size=len(stages) - 1, unique=True))
         )
         layers = [b - a for a, b in zip([0, *cuts], [*cuts, LAYERS], strict=True)]
-        text.append("<" + ",".join(f"{s}x{n}".replace(" ", "") for s, n in zip(stages, layers, strict=True)) + ">")
+        flags = [draw(st.sampled_from(["", "s", "r", "sr"])) for _ in stages]
+        parts = (f"{s}x{n}{f}".replace(" ", "") for s, n, f in zip(stages, layers, flags, strict=True))
+        text.append("<" + ",".join(parts) + ">")
     return " + ".join(text) + draw(st.sampled_from(["", " gpipe"]))
 
 

@@ -117,6 +117,33 @@ def partition(
     return chosen(joint, inputs, num_fwd_outputs=outputs)
 
 
+def recompute(joint: fx.GraphModule, outputs: int) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """Cut a joint graph so that nothing but inputs is saved: the backward is all that its gradients need.
+
+    Both graphs look as those of `partition`; the saved values are those `primals_*` that the backward takes.
+    """
+    results = list(next(n for n in joint.graph.nodes if n.op == "output").args[0])
+    backward = _part(joint, lambda copied: [copied.get(g) for g in results[outputs:]], "")
+    needed = {n.name for n in backward.graph.nodes if n.op == "placeholder"}
+    primals = [n for n in joint.graph.nodes if n.op == "placeholder" and n.name.startswith("primals")]
+    kept = results[:outputs] + [n for n in primals if n.name in needed]
+    return _part(joint, lambda copied: [copied[n] for n in kept], "primals"), backward
+
+
+def _part(joint: fx.GraphModule, outputs: Callable, keep: str) -> fx.GraphModule:
+    """Copy what some outputs of a graph need, and every placeholder whose name begins with `keep` (if not empty)."""
+    graph, copied = fx.Graph(), {}
+    for node in joint.graph.nodes:
+        if node.op != "output":
+            copied[node] = graph.node_copy(node, lambda n: copied[n])
+    graph.output(tuple(outputs(copied)))
+    graph.eliminate_dead_code()
+    for node in [n for n in graph.nodes if n.op == "placeholder" and not n.users]:
+        if not (keep and node.name.startswith(keep)):
+            graph.erase_node(node)
+    return fx.GraphModule(joint, graph)
+
+
 def _ancestors(joint: fx.GraphModule, outputs: int) -> set[fx.Node]:
     """Return every node that one of the first outputs needs."""
     pending = list(next(n for n in joint.graph.nodes if n.op == "output").args[0][:outputs])

@@ -49,14 +49,8 @@ def scatter(x: Tensor, dim: int, ranks: int) -> Tensor:
 
 @torch.library.custom_op("hydragraph::tp_split", mutates_args=())
 def split(x: Tensor, dim: int, ranks: int) -> Tensor:
-    """R -> S: keep this rank's tokens; the gradient is 0 for the others', so what made x gets a partial gradient."""
+    """R -> S: keep this rank's tokens; its gradient is gathered, so that what made x gets the whole of it."""
     _never("tp_split")
-
-
-@torch.library.custom_op("hydragraph::tp_pad", mutates_args=())
-def pad(x: Tensor, dim: int, ranks: int) -> Tensor:
-    """S -> P: this rank's tokens in their places, 0 in the others'."""
-    _never("tp_pad")
 
 
 @torch.library.custom_op("hydragraph::tp_join", mutates_args=())
@@ -79,7 +73,7 @@ def _shorter(x: Tensor, dim: int, ranks: int) -> Tensor:
 
 for _op in (enter, sum_parts, maximum):
     _op.register_fake(_like)
-for _op in (gather, pad, join):
+for _op in (gather, join):
     _op.register_fake(_longer)
 for _op in (scatter, split):
     _op.register_fake(_shorter)
@@ -101,7 +95,7 @@ enter.register_autograd(_backward("tp_sum"), setup_context=_keep)
 sum_parts.register_autograd(lambda ctx, gradient: gradient, setup_context=_keep)
 gather.register_autograd(_backward("tp_scatter"), setup_context=_keep)
 scatter.register_autograd(_backward("tp_gather"), setup_context=_keep)
-split.register_autograd(_backward("tp_pad"), setup_context=_keep)
+split.register_autograd(_backward("tp_join"), setup_context=_keep)
 join.register_autograd(_backward("tp_split"), setup_context=_keep)
 
 METHODS = {
@@ -111,6 +105,5 @@ METHODS = {
     torch.ops.hydragraph.tp_join.default: "all_gather",
     torch.ops.hydragraph.tp_scatter.default: "reduce_scatter",
     torch.ops.hydragraph.tp_split.default: "split",
-    torch.ops.hydragraph.tp_pad.default: "pad",
 }
 IDENTITY = torch.ops.hydragraph.tp_enter.default

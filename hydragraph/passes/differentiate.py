@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from hydragraph.frontend.private import TensorSpec, one_pass, partition, symbol_name, trace_joint
+from hydragraph.frontend.private import TensorSpec, one_pass, partition, recompute, symbol_name, trace_joint
 from hydragraph.ir.layout import GradientKind
 from hydragraph.ir.parameter import Parameter
 from hydragraph.ir.program import Template
@@ -17,6 +17,7 @@ from hydragraph.passes.collectives import IDENTITY, METHODS
 from hydragraph.passes.shard import Degree, Sharded
 
 COLLECTIVES = "collectives"
+RECOMPUTE = "recompute"
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,14 +57,18 @@ def differentiate(
     """Trace forward and backward together over fake tensors and cut them apart.
 
     Args:
-        partitioner: "min_cut" (functorch's: saves little, recomputes what is cheap) or "default" (saves everything).
+        partitioner: "min_cut" (functorch's: saves little, recomputes what is cheap), "default" (saves everything) or
+            "recompute" (saves the inputs only, and runs the whole forward again).
     """
     names = [*template.parameters, *template.buffers, *template.inputs]
     names += ["vocabulary_start"] if sharded.vocabulary else []
     specs, results, hints = _specs(template, sharded, parameters, degree, dtype)
     joint, values = trace_joint(sharded.graph, specs, results, hints)
     outputs = len(results)
-    forward, backward = partition(joint, values, outputs, partitioner)
+    if partitioner == RECOMPUTE:
+        forward, backward = recompute(joint, outputs)
+    else:
+        forward, backward = partition(joint, values, outputs, partitioner)
     by_primal = {f"primals_{i + 1}": name for i, name in enumerate(names)}
     saved = [n.name for n in _outputs(forward)[outputs:]]
     kept = [s for s in saved if by_primal.get(s) not in template.parameters]
@@ -95,22 +100,29 @@ def _specs(
     hints: dict[str, int] = {}
     specs = [TensorSpec(parameters[n].local_shape(degree.tp, degree.index), dtype, True) for n in template.parameters]
     nodes = [n for n in template.graph.graph.nodes if n.op == "placeholder"][len(specs) :]
+    ranks = degree.tp if degree.sequence_parallel else 1
     for node, name in zip(nodes, [*template.buffers, *template.inputs], strict=True):
-        specs.append(_spec(node, degree if name == "hidden" else Degree(), hints, name == "hidden"))
+        hidden = name == "hidden"
+        specs.append(_spec(node, hints, ranks, in_part=hidden, differentiable=hidden))
     if sharded.vocabulary:
         specs.append(TensorSpec((), torch.int64))
-    return specs, [_spec(node, degree, hints) for node in _outputs(template.graph)], hints
+    return specs, [_spec(node, hints, ranks, in_part=True) for node in _outputs(template.graph)], hints
 
 
-def _spec(node: fx.Node, degree: Degree, hints: dict[str, int], differentiable: bool = False) -> TensorSpec:
-    """Describe one value; under sequence parallelism each rank has its part of the tokens."""
+def _spec(
+    node: fx.Node, hints: dict[str, int], ranks: int, in_part: bool = False, differentiable: bool = False
+) -> TensorSpec:
+    """Describe one value; under sequence parallelism over `ranks` each has its part of the tokens of some values.
+
+    A size's hint is then `ranks` times the traced one, so that it divides.
+    """
     value, sizes = node.meta["val"], []
-    parts = degree.tp if degree.sequence_parallel else 1
     for size in value.shape:
         symbol = symbol_name(size)
         if symbol is not None:
-            symbol = symbol if parts == 1 else f"{symbol}/{parts}"
-            hints[symbol] = int(size.node.hint) // parts
+            hint = int(size.node.hint)
+            symbol, hint = (f"{symbol}/{ranks}", hint) if in_part and ranks > 1 else (symbol, hint * ranks)
+            hints[symbol] = hint
         sizes.append(int(size) if symbol is None else symbol)
     return TensorSpec(tuple(sizes), value.dtype, differentiable)
 

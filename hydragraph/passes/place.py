@@ -21,6 +21,7 @@ class PlacedStage:
         layers: the half-open range of layers it computes.
         blocks: the half-open range of positions of the blocks it computes.
         micro_batches: how many its pipeline runs, at least 1.
+        sequence_parallel, recompute: as the strategy says; there is nothing to split on a single rank.
         previous, following: the ranks of the neighbouring stages, in tensor-parallel order; empty at the ends.
     """
 
@@ -31,6 +32,8 @@ class PlacedStage:
     layers: tuple[int, int]
     blocks: tuple[int, int]
     micro_batches: int
+    sequence_parallel: bool = False
+    recompute: bool = False
     previous: tuple[int, ...] = ()
     following: tuple[int, ...] = ()
 
@@ -119,6 +122,8 @@ def _pipeline_stages(outline: Outline, strategy: Strategy, pipeline: int, micro_
                 layers=layers,
                 blocks=outline.span(*layers),
                 micro_batches=micro_batches,
+                sequence_parallel=stage.sequence_parallel and stage.tp > 1,
+                recompute=stage.recompute,
                 previous=stages[i - 1].devices if i > 0 else (),
                 following=stages[i + 1].devices if i + 1 < len(stages) else (),
             )

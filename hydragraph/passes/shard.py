@@ -7,6 +7,7 @@ their backward, so `differentiate` needs no rules.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +24,7 @@ from hydragraph.passes import collectives as _collectives  # noqa: F401  registe
 from hydragraph.passes.cut import Cut, Cuts, known_product, operands, product, shape
 from hydragraph.passes.cut_rules import SIZED_VIEWS, SPLITS, VIEWS, split_dim, split_sizes
 from hydragraph.passes.cuts import find_cuts
+from hydragraph.passes.sequence import aligned_dim, find_parts, learns_in_part, token_dim, token_symbol
 from hydragraph.passes.vocabulary import embedding_part, loss_of_parts
 
 aten = torch.ops.aten
@@ -67,7 +69,7 @@ def shard(template: Template, parameters: Mapping[str, Parameter], degree: Degre
         Unsupported: naming the block's parameter or operator, for a degree that cannot cut it.
     """
     found, described = _analyse(template, parameters)
-    kinds = gradient_kinds(template, parameters, degree.tp)
+    kinds = gradient_kinds(template, parameters, degree)
     if degree.tp == 1:
         return Sharded(_without_placeholders(template.graph), kinds, None)
     rewrite = _Rewrite(found, described, degree)
@@ -76,19 +78,21 @@ def shard(template: Template, parameters: Mapping[str, Parameter], degree: Degre
     return Sharded(graph, kinds, names[rewrite.vocabulary] if rewrite.vocabulary else None)
 
 
-def gradient_kinds(template: Template, parameters: Mapping[str, Parameter], tp: int) -> dict[str, GradientKind]:
-    """Say, for a stage of `tp` ranks, whether each parameter's gradient is whole on every rank, or a part."""
-    if tp == 1:
+def gradient_kinds(template: Template, parameters: Mapping[str, Parameter], degree: Degree) -> dict[str, GradientKind]:
+    """Say, for the stage of a rank, whether each parameter's gradient is whole on every rank, or a part."""
+    if degree.tp == 1:
         return dict.fromkeys(template.parameters, GradientKind.PARTIAL)
     found, described = _analyse(template, parameters)
+    parts = find_parts(template.graph.graph, found) if degree.sequence_parallel else {}
     return {
-        name: _kind(node, found, described[node]) for name, node in zip(template.parameters, described, strict=True)
+        name: _kind(node, found, parts, described[node])
+        for name, node in zip(template.parameters, described, strict=True)
     }
 
 
-def _kind(node: fx.Node, found: Cuts, parameter: Parameter) -> GradientKind:
-    whole_users = parameter.rule is None and not any(u in found.cut and u not in found.columns for u in node.users)
-    return GradientKind.REPLICA if whole_users else GradientKind.PARTIAL
+def _kind(node: fx.Node, found: Cuts, parts: Mapping[fx.Node, int], parameter: Parameter) -> GradientKind:
+    in_part, whole = learns_in_part(node, found, parts)
+    return GradientKind.PARTIAL if parameter.rule is not None or (in_part and not whole) else GradientKind.REPLICA
 
 
 def _analyse(template: Template, parameters: Mapping[str, Parameter]) -> tuple[Cuts, dict[fx.Node, Parameter]]:
@@ -120,7 +124,11 @@ def _weight(column: fx.Node) -> fx.Node:
 
 
 class _Rewrite:
-    """One walk over an annotated template that writes the local graph."""
+    """One walk over an annotated template that writes the local graph.
+
+    Values are whole (R), cut along units (`found.cut`), parts of a sum (behind row-parallel products), or cut by
+    tokens (`parts`, under sequence parallelism only).
+    """
 
     def __init__(self, found: Cuts, parameters: Mapping[fx.Node, Parameter], degree: Degree) -> None:
         self.found, self.parameters, self.degree = found, parameters, degree
@@ -128,8 +136,13 @@ class _Rewrite:
         self.copied: dict[fx.Node, fx.Node] = {}
         self.start: fx.Node | None = None
         self.vocabulary: fx.Node | None = None
+        self.parts: Mapping[fx.Node, int] = {}
+        self.symbol: str | None = None
+        self.converted: dict[tuple[Any, fx.Node], fx.Node] = {}
 
     def run(self, source: fx.GraphModule) -> fx.GraphModule:
+        if self.degree.sequence_parallel:
+            self.parts, self.symbol = find_parts(source.graph, self.found), token_symbol(source.graph)
         placeholders = [n for n in source.graph.nodes if n.op == "placeholder"]
         for node in placeholders:
             self.copied[node] = self.graph.node_copy(node)
@@ -138,7 +151,7 @@ class _Rewrite:
             self.start = self.graph.placeholder("vocabulary_start")
         for node in source.graph.nodes:
             if node.op == "output":
-                self.graph.output(self._local(operands(node)[0]))
+                self.graph.output(tuple(self._result(n) for n in operands(node)[0]))
             elif node.op != "placeholder":
                 self.copied[node] = self._write(node)
         self.graph.lint()
@@ -150,8 +163,33 @@ class _Rewrite:
             return None
         return _weight(self.found.rows[row].lead)
 
-    def _local(self, value: Any) -> Any:
-        return fx.node.map_arg(value, lambda n: self.copied[n])
+    def _result(self, node: fx.Node) -> fx.Node:
+        """Return an output, which under sequence parallelism is cut by tokens if it has any."""
+        dim = token_dim(node, self.symbol)
+        return self.copied[node] if dim is None or node in self.parts else self._convert(tp_ops.tp_split, node, dim)
+
+    def _convert(self, op: Any, node: fx.Node, *where: int) -> fx.Node:
+        """Write a collective on a value, once."""
+        if (op, node) not in self.converted:
+            ranks = (self.degree.tp,) if where else ()
+            self.converted[op, node] = self.call(op.default, self.copied[node], *where, *ranks)
+        return self.converted[op, node]
+
+    def _operand(self, node: fx.Node, user: fx.Node) -> fx.Node:
+        """Return an operand with the tokens that its user needs."""
+        if not self.parts or user.target is aten.sym_size.int:
+            return self.copied[node]
+        if node in self.parts:
+            return self.copied[node] if user in self.parts else self._convert(tp_ops.tp_join, node, self.parts[node])
+        if user not in self.parts:
+            return self.copied[node]
+        if node in self.parameters and all(learns_in_part(node, self.found, self.parts)):
+            return self._convert(tp_ops.tp_enter, node)
+        dim = aligned_dim(user, node, self.parts, self.symbol)
+        return self.copied[node] if dim is None else self._convert(tp_ops.tp_split, node, dim)
+
+    def _local(self, value: Any, user: fx.Node) -> Any:
+        return fx.node.map_arg(value, lambda n: self._operand(n, user))
 
     def call(self, target: Any, *args: Any) -> fx.Node:
         """Write one operator call."""
@@ -163,38 +201,61 @@ class _Rewrite:
         if node in self.found.rows:
             return self._row(node)
         cut = self.found.cut.get(node)
-        if cut is not None and node.target in VIEWS - SIZED_VIEWS:
-            sizes = [-1 if isinstance(s, torch.SymInt) else int(s) for s in shape(node)]  # one size is symbolic: T
-            sizes[cut.dim] = self.local_size(cut)
-            return self.call(aten.reshape.default, self._local(operands(node)[0]), sizes)
-        if cut is not None and node.target in SIZED_VIEWS:
-            sizes = list(self._local(operands(node)[1]))
-            sizes[cut.dim] = self.local_size(cut)
-            return self.call(node.target, self._local(operands(node)[0]), sizes)
-        if cut is not None and node.target is aten.expand.default:
-            sizes = list(self._local(operands(node)[1]))
-            sizes[cut.dim] = -1
-            return self.call(node.target, self._local(operands(node)[0]), sizes)
+        if node.target in VIEWS and (cut is not None or self.parts):
+            return self._view(node, cut)
+        if node.target is aten.expand.default and (cut is not None or node in self.parts):
+            sizes = list(self._local(operands(node)[1], node))
+            sizes[self.parts[node] if cut is None else cut.dim] = -1
+            return self.call(node.target, self._local(operands(node)[0], node), sizes)
         if node.target in SPLITS or node.target is aten.slice.Tensor:
             return self._part(node)
-        return self.graph.node_copy(node, lambda n: self.copied[n])
+        copied = self._copy(node)
+        if node.target is aten.sym_size.int and self.parts.get(operands(node)[0]) == operands(node)[1]:
+            return self.call(operator.mul, copied, self.degree.tp)
+        return copied
+
+    def _copy(self, node: fx.Node) -> fx.Node:
+        return self.graph.node_copy(node, lambda n: self._operand(n, node))
+
+    def _view(self, node: fx.Node, cut: Cut | None) -> fx.Node:
+        """Write a view with local sizes; at most one of them is not known before the step, the token count's."""
+        source, cut_dim = self._local(operands(node)[0], node), self.parts.get(node) if cut is None else cut.dim
+        if sum(isinstance(s, torch.SymInt) for s in shape(node)) <= 1 and (
+            self.parts or node.target not in SIZED_VIEWS
+        ):
+            sizes: list[Any] = [-1 if isinstance(s, torch.SymInt) else int(s) for s in shape(node)]
+        elif node.target in SIZED_VIEWS:
+            sizes = list(self._local(operands(node)[1], node))
+        else:
+            raise Unsupported(
+                "a view with several sizes that are known only at run time",
+                where=node.name,
+                remedy="use tensor-parallel degree 1",
+            )
+        if cut_dim is not None:
+            sizes[cut_dim] = -1 if cut is None else self.local_size(cut)
+        return self.call(aten.reshape.default if node.target not in SIZED_VIEWS else node.target, source, sizes)
 
     def _communicate(self, node: fx.Node) -> fx.Node:
         value, where = operands(node)
-        local = self.copied[value]
         if where == "enter":
-            return self.call(tp_ops.tp_enter.default, local)
-        reduced = self.call(tp_ops.tp_sum.default, local)
+            if value in self.parts:
+                return self._convert(tp_ops.tp_gather, value, self.parts[value])
+            return self._convert(tp_ops.tp_enter, value)
+        if node in self.parts:
+            reduced = self._convert(tp_ops.tp_scatter, value, self.parts[node])
+        else:
+            reduced = self._convert(tp_ops.tp_sum, value)
         taken = product(value)
         if taken is not None and taken[2] is not None:  # the bias is added once, after the sum
-            return self.call(aten.add.Tensor, reduced, self.copied[taken[2]])
+            return self.call(aten.add.Tensor, reduced, self._operand(taken[2], node))
         return reduced
 
     def _row(self, node: fx.Node) -> fx.Node:
         if node.target in VOCABULARY:
             assert self.start is not None
             held = self.local_size(self.found.rows[node])
-            return VOCABULARY[node.target](self.graph, self._local(operands(node)), self.start, held)
+            return VOCABULARY[node.target](self.graph, self._local(operands(node), node), self.start, held)
         x, weight, _, inner = known_product(node)
         target = aten.linear.default if inner == 1 else aten.mm.default
         return self.call(target, self.copied[x], self.copied[weight])
@@ -206,7 +267,7 @@ class _Rewrite:
         is_slice = node.target is aten.slice.Tensor
         dim = operands(node)[1] % len(shape(source)) if is_slice else split_dim(node)
         if cut is None or dim != cut.dim:
-            return self.graph.node_copy(node, lambda n: self.copied[n])
+            return self._copy(node)
         if is_slice:
             part = self.found.cut[node]
             before = Cut(cut.dim, cut.scale, cut.start, part.start - cut.start, cut.lead, cut.origins)

@@ -160,9 +160,13 @@ class Executor:
         block = it.prepared.blocks[instruction.target]
         weights = self._weights(it, instruction)
         hidden = next((it.values[v] for v in instruction.reads if v[0] == "h"), None)
+        if block.enters and hidden is not None:
+            hidden = it.collectives.split(hidden, 1)
         aux = it.values.get(f"a.{micro_batch}")
         arguments = [self._argument(name, it, block, weights, hidden, aux, batch) for name in block.variant.inputs]
         out, *saved = block.variant.forward(*arguments)
+        if block.leaves:
+            out = it.collectives.all_gather(out, 1)
         it.values[instruction.writes[0]] = out
         if len(instruction.writes) > 1:
             it.values[instruction.writes[1]] = saved
@@ -204,6 +208,8 @@ class Executor:
         tangent = next((it.values[v] for v in instruction.reads if v[0] == "d"), None)
         if tangent is None:  # the last block: d loss / d (summed loss)
             tangent = torch.full((), 1.0 / it.tokens, dtype=loss_dtype(self._program), device=self._device)
+        elif block.leaves:
+            tangent = it.collectives.split(tangent, 1)
         arguments = []
         for name in block.variant.needs:
             if name.startswith("saved."):
@@ -216,7 +222,8 @@ class Executor:
         it.values[instruction.reads[0]] = saved = None
         for name, gradient in zip(block.variant.gradients, gradients, strict=True):
             if name == "hidden":
-                it.values[instruction.writes[0]] = gradient
+                whole = it.collectives.all_gather(gradient, 1) if block.enters else gradient
+                it.values[instruction.writes[0]] = whole
             else:
                 self._accumulate(it, instruction, block.names[name], gradient)
 

@@ -340,6 +340,16 @@ class Collectives:
         self.wait(work)
         return out
 
+    def split(self, x: Tensor, dim: int) -> Tensor:
+        """This rank's part along `dim` of what every rank has whole, contiguous; nothing is sent.
+
+        Raises:
+            ValueError: `dim` does not divide into equal parts.
+        """
+        if x.shape[dim] % self.size:
+            raise ValueError(f"dimension {dim} of {tuple(x.shape)} does not divide by {self.size} ranks: pad it")
+        return x.chunk(self.size, dim)[self.index].clone(memory_format=torch.contiguous_format)
+
     @property
     def _native(self) -> bool:
         return self.group is not None and dist.get_backend(self.group) == "nccl"

@@ -16,7 +16,7 @@ from hydragraph.ir.parameter import Bucket, Parameter
 from hydragraph.ir.program import Block, Program
 from hydragraph.passes.differentiate import Variant
 from hydragraph.passes.pipeline import rank_program
-from hydragraph.passes.place import Placement, place
+from hydragraph.passes.place import PlacedStage, Placement, place
 from hydragraph.passes.shard import Degree
 from hydragraph.runtime.exchange import Exchange, pull_exchange, push_exchange
 from hydragraph.runtime.variants import Variants, local_parameters, vocabulary_start
@@ -33,6 +33,8 @@ class BoundBlock:
         buffers: local buffer name -> value.
         aux: template input -> which output of the aux graph.
         vocabulary_start: 0-d int64.
+        enters, leaves: under sequence parallelism, whether its hidden state comes from another stage and goes to one:
+            between stages it travels whole.
     """
 
     variant: Variant
@@ -40,6 +42,8 @@ class BoundBlock:
     buffers: Mapping[str, Tensor]
     aux: Mapping[str, int]
     vocabulary_start: Tensor
+    enters: bool = False
+    leaves: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,9 +110,10 @@ class Preparer:
         strategy.check(self._program.layers, self._ranks, self._program.heads)
         placement = place(self._program.outline, strategy, counts)
         here = placement.stage_of.get(self._rank)
-        degree = Degree(len(here.ranks), here.ranks.index(self._rank)) if here else Degree()
-        names = self._program.outline.blocks[slice(*here.blocks)] if here else ()
-        blocks = {b.name: self._bind(b, degree) for b in self._program.blocks if b.name in names}
+        degree = _degree(here, self._rank) if here else Degree()
+        blocks = (
+            {b.name: self._bind(b, degree, here) for b in self._program.blocks[slice(*here.blocks)]} if here else {}
+        )
         links = {b.name: self._link(b, placement) for b in self._program.buckets}
         held = placement.held(self._rank)
         return Prepared(
@@ -122,10 +127,11 @@ class Preparer:
             tuple(stage.ranks for stage in placement.stages),
         )
 
-    def _bind(self, block: Block, degree: Degree) -> BoundBlock:
+    def _bind(self, block: Block, degree: Degree, stage: PlacedStage) -> BoundBlock:
         template = self._program.templates[block.template]
         parameters = local_parameters(self._program, block, template)
-        variant = self._variants.get(block, degree)
+        variant = self._variants.get(block, degree, stage.recompute)
+        first, last = (self._program.outline.blocks[i] for i in (stage.blocks[0], stage.blocks[1] - 1))
         others = [i for i in template.inputs if i.startswith("other.")]
         return BoundBlock(
             variant,
@@ -133,11 +139,13 @@ class Preparer:
             {local: self._buffers[name] for local, name in zip(template.buffers, block.buffers, strict=True)},
             dict(zip(others, block.aux, strict=True)),
             torch.tensor(vocabulary_start(variant, parameters, degree)),
+            enters=degree.sequence_parallel and block.name == first and bool(stage.previous),
+            leaves=degree.sequence_parallel and block.name == last and bool(stage.following),
         )
 
     def _link(self, bucket: Bucket, placement: Placement) -> tuple[Exchange, Exchange]:
         stages = dict(placement.holders).get(bucket.name, ())
-        kinds = [self._kinds(bucket, len(stage)) for stage in stages]
+        kinds = [self._kinds(bucket, _degree(placement.stage_of[ranks[0]], ranks[0])) for ranks in stages]
         key = (bucket.form, stages, tuple(tuple(k.values()) for k in kinds))
         if key not in self._links:
             source = self._homes[bucket.name]
@@ -148,20 +156,24 @@ class Preparer:
             )
         return self._links[key]
 
-    def _kinds(self, bucket: Bucket, tp: int) -> dict[str, GradientKind]:
-        """Return the gradient kind of every parameter of a bucket in a stage of `tp` ranks."""
+    def _kinds(self, bucket: Bucket, degree: Degree) -> dict[str, GradientKind]:
+        """Return the gradient kind of every parameter of a bucket in a stage."""
         found: dict[str, GradientKind] = {}
         for block in (b for b in self._program.blocks if b.name in bucket.blocks):
             template = self._program.templates[block.template]
-            kinds = self._variants.kinds(block, tp)
+            kinds = self._variants.kinds(block, degree)
             for local, name in zip(template.parameters, block.parameters, strict=True):
                 if found.setdefault(name, kinds[local]) is not kinds[local]:
                     raise Unsupported(
-                        f"{name} gets a whole gradient from one block and a part from another under tp {tp}",
+                        f"{name} gets a whole gradient from one block and a part from another under tp {degree.tp}",
                         where=block.name,
                         remedy="untie it, or use tensor-parallel degree 1 for the stages that hold it",
                     )
         return {p.name: found[p.name] for p in bucket.parameters}
+
+
+def _degree(stage: PlacedStage, rank: int) -> Degree:
+    return Degree(len(stage.ranks), stage.ranks.index(rank), stage.sequence_parallel)
 
 
 def local_shards(bucket: Bucket, degree: Degree) -> dict[str, tuple[int, int]]:

@@ -46,11 +46,6 @@ class SimulatedCollectives:
     def split(self, x: Tensor, dim: int) -> Tensor:
         return x.chunk(self.size, dim)[self.index]
 
-    def pad(self, x: Tensor, dim: int) -> Tensor:
-        parts = [torch.zeros_like(x)] * self.size
-        parts[self.index] = x
-        return torch.cat(parts, dim)
-
 
 def run_ranks(size: int, function: Callable[[SimulatedCollectives], Any]) -> list[Any]:
     """Call `function` once per rank, in threads; return the results in rank order."""

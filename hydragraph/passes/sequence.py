@@ -1,0 +1,134 @@
+"""Find what sequence parallelism keeps cut by tokens: values that operators compute token by token.
+
+Between the tensor-parallel regions of a stage every rank then has its own tokens only: norms, residuals and dropout
+cost and save a part, and the all-reduce at a region's end becomes a reduce-scatter there and an all-gather at the next
+region's start (Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", section 4.2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import fx
+
+from hydragraph.frontend.private import symbol_name
+from hydragraph.ir.placeholders import communicate
+from hydragraph.passes.cut import Cuts, operands, product, shape
+from hydragraph.passes.cut_rules import RULES, SPLITS, VIEWS, carried, pointwise, split_dim
+
+aten = torch.ops.aten
+
+_MOVES = frozenset(
+    {
+        aten.transpose.int,
+        aten.permute.default,
+        aten.unsqueeze.default,
+        aten.squeeze.dim,
+        aten.expand.default,
+    }
+)
+_NORMS = frozenset({aten.layer_norm.default, aten.rms_norm.default})
+_REDUCTIONS = frozenset({aten.mean.dim, aten.sum.dim_IntList, aten.amax.default})
+_SOFTMAX = frozenset({aten.softmax.int, aten._softmax.default})
+
+
+def token_symbol(graph: fx.Graph) -> str | None:
+    """Return the name of the token count in a template: the size of its hidden state or of its token ids."""
+    for node in graph.nodes:
+        if node.op == "placeholder" and node.name in ("hidden", "input_ids"):
+            return symbol_name(shape(node)[1])
+    return None
+
+
+def token_dim(node: fx.Node, symbol: str | None) -> int | None:
+    """Return the only dimension of a value that counts tokens; None where there is none, or several."""
+    value: Any = node.meta.get("val")
+    value = value[0] if isinstance(value, tuple | list) and value else value
+    if not isinstance(value, torch.Tensor) or symbol is None:
+        return None
+    dims = [d for d, size in enumerate(value.shape) if symbol_name(size) == symbol]
+    return dims[0] if len(dims) == 1 else None
+
+
+def find_parts(graph: fx.Graph, found: Cuts) -> dict[fx.Node, int]:
+    """Return the values of an annotated template that are cut by tokens, with their token dimension.
+
+    Args:
+        graph: with "enter" and "exit" placeholders.
+        found: what tensor parallelism cuts; those values have all tokens.
+    """
+    symbol = token_symbol(graph)
+    parts: dict[fx.Node, int] = {}
+    for node in graph.nodes:
+        dim = token_dim(node, symbol)
+        if dim is not None and _is_part(node, dim, found, parts):
+            parts[node] = dim
+    return parts
+
+
+def _is_part(node: fx.Node, dim: int, found: Cuts, parts: Mapping[fx.Node, int]) -> bool:
+    if node.op == "placeholder":
+        return node.name == "hidden"
+    if node.target is communicate:
+        return bool(operands(node)[1] == "exit")
+    if node.op != "call_function" or node in found.cut or node in found.rows:
+        return False
+    return any(n in parts for n in node.all_input_nodes) and _tokenwise(node, dim, parts)
+
+
+def _tokenwise(node: fx.Node, dim: int, parts: Mapping[fx.Node, int]) -> bool:
+    """Say whether an operator on values cut by tokens gives its result for those tokens alone."""
+    target, first = node.target, operands(node)[0]
+    if is_pointwise(node):
+        rank = len(shape(node))
+        return all(parts[n] + rank - len(shape(n)) == dim for n in node.all_input_nodes if n in parts)
+    if target is aten.cat.default:
+        return (operands(node)[1] if len(operands(node)) > 1 else 0) % len(shape(node)) != dim
+    if first not in parts or any(n in parts for n in node.all_input_nodes if n is not first):
+        return False
+    if product(node) is not None:
+        return product(node)[0] is first and parts[first] < len(shape(first)) - 1  # type: ignore[index]
+    if target in _NORMS:
+        return parts[first] < len(shape(first)) - len(operands(node)[1])
+    if target in _SOFTMAX:
+        return int(operands(node)[1]) % len(shape(first)) != parts[first]
+    if target in VIEWS:
+        return carried(shape(first), shape(node), parts[first]) == dim
+    if target in SPLITS:
+        return split_dim(node) != parts[first]
+    if target is aten.slice.Tensor:
+        return (operands(node)[1] if len(operands(node)) > 1 else 0) % len(shape(first)) != parts[first]
+    # What reduces or moves dimensions and still has its tokens did not reduce over them.
+    return target in _MOVES or target in _REDUCTIONS or getattr(target, "__name__", "") == "getitem"
+
+
+def is_pointwise(node: fx.Node) -> bool:
+    """Say whether an operator works element by element, with broadcasting."""
+    tagged = isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise in node.target.tags
+    return tagged or RULES.get(node.target) is pointwise
+
+
+def aligned_dim(node: fx.Node, operand: fx.Node, parts: Mapping[fx.Node, int], symbol: str | None) -> int | None:
+    """Return the token dimension of an operand that has all tokens, where `node` needs only this rank's of it."""
+    if operand in parts or not (is_pointwise(node) or node.target is aten.cat.default):
+        return None
+    dim = token_dim(operand, symbol)
+    return dim if dim is not None and dim + len(shape(node)) - len(shape(operand)) == parts[node] else None
+
+
+def learns_in_part(parameter: fx.Node, found: Cuts, parts: Mapping[fx.Node, int]) -> tuple[bool, bool]:
+    """Say whether a whole parameter gets the gradient of this rank's part from some users, and the whole from others.
+
+    Parts come from users that are cut by heads or columns, or by tokens; the bias of a row-parallel product is added
+    after its "exit".
+    """
+    users = [_user_has_part(user, found, parts) for user in parameter.users]
+    return any(users), not all(users)
+
+
+def _user_has_part(user: fx.Node, found: Cuts, parts: Mapping[fx.Node, int]) -> bool:
+    if user in found.rows:
+        return any(n in parts for n in user.users)
+    return user in parts or (user in found.cut and user not in found.columns)
