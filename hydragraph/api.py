@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -20,15 +20,17 @@ from hydragraph.cost.simulate import Timeline, simulate
 from hydragraph.cost.work import work_of
 from hydragraph.errors import Unsupported
 from hydragraph.frontend.capture import capture
-from hydragraph.frontend.packed import Loss
+from hydragraph.frontend.initialise import initial_buffers, initial_parameters, is_meta
+from hydragraph.frontend.packed import Loss, own_fields
 from hydragraph.ir.instruction import RankProgram
 from hydragraph.ir.layout import whole
 from hydragraph.ir.outline import Mode
 from hydragraph.ir.program import Program
 from hydragraph.ir.text import instruction_text
 from hydragraph.passes.pipeline import rank_programs
+from hydragraph.passes.uncut import refuse_uncut
 from hydragraph.planner.pack import assign
-from hydragraph.runtime.batch import pack
+from hydragraph.runtime.batch import pack, padding
 from hydragraph.runtime.buffers import Buffers
 from hydragraph.runtime.exchange import pull_exchange, start_pull
 from hydragraph.runtime.executor import Executor, Outcome
@@ -37,10 +39,11 @@ from hydragraph.runtime.groups import Groups, Role
 from hydragraph.runtime.launch import join
 from hydragraph.runtime.prepared import Preparer
 from hydragraph.runtime.state import HomeState, OptimizerFactory, make_optimizer
+from hydragraph.runtime.trace import Exposed, Span, Timing
 from hydragraph.runtime.variants import Variants
 from hydragraph.spec import workload
 from hydragraph.spec.cluster import Cluster
-from hydragraph.spec.strategy import Strategy
+from hydragraph.spec.strategy import Pipeline, Strategy
 from hydragraph.spec.workload import Assignment, sequence_of
 
 Given = Tensor | dict[str, Tensor]
@@ -60,6 +63,9 @@ class StepReport:
         strategy: in use.
         sequences, micro_batches: how many, and per pipeline.
         seconds: wall time on this rank.
+        padding: tokens added to micro-batches, so that they divide for sequence parallelism.
+        planning_s: seconds spent on choosing which pipeline computes what.
+        exposed: seconds that ranks waited for communication, on average.
     """
 
     step: int
@@ -70,6 +76,9 @@ class StepReport:
     sequences: int
     micro_batches: tuple[int, ...]
     seconds: float
+    padding: int
+    planning_s: float
+    exposed: Exposed
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,10 +90,17 @@ class _Work:
     batches: tuple[tuple[dict[str, Tensor], ...], ...]
     tokens: int
     sequences: tuple[workload.Sequence, ...]
+    padding: int
+    planning_s: float
 
 
 class Executable:
-    """A model compiled for a strategy, ready to train; made by `compile`, on every rank alike."""
+    """A model compiled for a strategy, ready to train; made by `compile`, on every rank alike.
+
+    Attributes:
+        program, strategy, optimizer, rank, ranks: what it was made of.
+        spans: set it to a list and every following step adds the times of its instructions (`runtime.trace`).
+    """
 
     def __init__(
         self,
@@ -94,27 +110,36 @@ class Executable:
         optimizer: OptimizerFactory | None,
         max_grad_norm: float | None,
         device: torch.device | str | None,
+        blocks: str | None = None,
     ) -> None:
         self.program, self.strategy, self._max_grad_norm = program, strategy, max_grad_norm
         self.world = join(device)
-        self._model_tensors = tensor_names(model)
+        self._model_tensors, self._fields = tensor_names(model), own_fields(program)
+        self._several = "cu_seqlens" in program.templates[program.blocks[-1].template].inputs
         check_strategy(program, strategy, self.world.ranks)
+        refuse_uncut(program, strategy)
         self._watch = Watch(self.world.rank, self.world.ranks, self._describe)
         with self._watch.guarding():
             self.groups = Groups(self.world, TIMEOUT, watch=self._watch)
         self._watch.also_abort(self.groups.abort)
         self._agree("program", program.fingerprint)
-        self._agree("weights", _weights_hash(model))
-        buffers = real_buffers(model, self.world.device)
-        self._buffers = buffers
+        self._buffers = {n: b.to(self.world.device) for n, b in initial_buffers(model).items()}
         self.home = HomeState.allocate(program, self.world.ranks, self.world.rank, self.world.device)
-        self.home.fill(dict(model.named_parameters()))
+        seed = torch.initial_seed()
+        self._start: Callable[[], Iterable[Mapping[str, Tensor]]] | None = None
+        if is_meta(model):
+            self._agree("random seed (torch.manual_seed)", str(seed))
+            self._start = lambda: initial_parameters(model, seed, blocks)
+        else:
+            self._agree("weights", _weights_hash(model))
+            self.home.fill(dict(model.named_parameters()))
         self.optimizer = make_optimizer(optimizer, self.home) if optimizer else None
         self._preparer = Preparer(
-            program, Variants(program), buffers, self.home.layouts, self.world.rank, self.world.ranks
+            program, Variants(program), self._buffers, self.home.layouts, self.world.rank, self.world.ranks
         )
         self._executor = Executor(program, self.home, self.groups, self._watch, self.world.device)
         self._steps, self._communications = 0, 0
+        self.spans: list[Span] | None = None
         self._running: tuple[Strategy, tuple[int, ...], Mode] | None = None
 
     # What a training script calls.
@@ -123,7 +148,9 @@ class Executable:
         """Train on one global mini-batch, the same on every rank.
 
         Args:
-            sequences: 1-D int64 tensors, or dicts with input_ids and labels (-100 where a token does not count).
+            sequences: 1-D int64 tensors, or dicts with input_ids, labels (-100 where a token does not count; causal
+                models shift them) or shift_labels (which already stand where they are predicted), and [L, ...] for
+                each field of your own that compile's example= named.
             strategy: for this step; default: the one given to `compile`. It costs no re-tracing of what is compiled
                 already, and moves no optimizer state.
 
@@ -152,6 +179,7 @@ class Executable:
 
         Parameters are the fp32 master weights. Other ranks take part and get {}.
         """
+        self._begin()
         found = self._gather(self.home.weights)
         if not found:
             return {}
@@ -162,6 +190,7 @@ class Executable:
         """Write weights and optimizer state as a checkpoint that any strategy and any number of ranks can load."""
         from hydragraph.runtime import checkpoint
 
+        self._begin()
         checkpoint.save(Path(path), self.home, self.optimizer, {"steps": self._steps, "user": extra or {}}, self.groups)
 
     def load(self, path: str | Path) -> dict[str, Any]:
@@ -169,6 +198,7 @@ class Executable:
         from hydragraph.runtime import checkpoint
 
         extra = checkpoint.load(Path(path), self.home, self.optimizer, self.groups)
+        self._start = None
         self._steps = int(extra["steps"])
         return dict(extra["user"])
 
@@ -189,9 +219,16 @@ class Executable:
 
     # How it is done.
 
+    def _begin(self) -> None:
+        """Give a model that was built on the meta device its initial weights, unless some were loaded."""
+        start, self._start = self._start, None
+        for tensors in start() if start is not None else ():
+            self.home.fill(tensors)
+
     def _iterate(
         self, sequences: Sequence[Given], strategy: Strategy | None, mode: Mode, update: Callable[[float], None] | None
     ) -> StepReport:
+        self._begin()
         began = time.perf_counter()
         self._communications += 1
         try:
@@ -221,30 +258,43 @@ class Executable:
             len(work.sequences),
             work.assignment.counts,
             time.perf_counter() - began,
+            work.padding,
+            work.planning_s,
+            outcome.exposed,
         )
 
     def _work(self, sequences: Sequence[Given], strategy: Strategy) -> _Work:
         check_strategy(self.program, strategy, self.world.ranks)
-        checked = [sequence_of(s, i, self.program.causal) for i, s in enumerate(sequences)]
+        refuse_uncut(self.program, strategy)
+        checked = [sequence_of(s, i, self.program.causal, self._fields) for i, s in enumerate(sequences)]
         tokens = sum(s.targets for s in checked)
         if not tokens:
             raise ValueError("the mini-batch has no target token: give at least one sequence of two tokens")
         lengths = [len(s) if s.targets else 0 for s in checked]  # what has no target counts for nothing
+        began = time.perf_counter()
         assignment = assign(strategy, lengths)
+        planned = time.perf_counter() - began
         place = strategy.place(self.world.rank)
+        multiples = [token_multiple(pipeline) for pipeline in strategy.pipelines]
+        blanks = sum(
+            padding([lengths[i] for i in m], multiples[p], self._several)
+            for p, pipeline in enumerate(assignment.micro_batches)
+            for m in pipeline
+        )
         batches = tuple(
-            tuple(pack([checked[i] for i in m], token_multiple(strategy, p), self.world.device) for m in pipeline)
+            tuple(pack([checked[i] for i in m], multiples[p], self.world.device, self._several) for m in pipeline)
             if place is not None and place.pipeline == p
             else ()
             for p, pipeline in enumerate(assignment.micro_batches)
         )
-        return _Work(strategy, assignment, batches, tokens, tuple(checked))
+        return _Work(strategy, assignment, batches, tokens, tuple(checked), blanks, planned)
 
     def _execute(self, work: _Work, mode: Mode, update: Callable[[float], None] | None) -> Outcome:
         self._running = (work.strategy, work.assignment.counts, mode)
         prepared = self._preparer.get(*self._running)
         batches = work.batches[prepared.pipeline] if prepared.pipeline is not None else ()
-        return self._executor.run(prepared, batches, work.tokens, update, self._buffers)
+        timing = Timing(self._steps + 1, self.spans if update is not None else None)
+        return self._executor.run(prepared, batches, work.tokens, update, self._buffers, timing)
 
     def _update(self, norm: float) -> None:
         if self._max_grad_norm is not None and norm > self._max_grad_norm:
@@ -296,18 +346,24 @@ def compile(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str | None = None,
     loss: Loss | None = None,
+    example: Mapping[str, Tensor] | None = None,
+    blocks: str | None = None,
 ) -> Executable:
     """Compile a model for training under a strategy that every step may change.
 
     Args:
-        model: an unmodified Hugging Face model with weights on the CPU, the same on every rank.
+        model: an unmodified Hugging Face model, or a module of your own, with weights on the CPU, the same on every
+            rank. Built on the meta device it takes no memory: weights come from `load`, or, at the first step, from
+            its own initialiser, block by block and seeded by `torch.manual_seed`.
         strategy: which devices compute what.
         optimizer: called once on every rank with one (name, 1-D fp32 tensor) pair per parameter in model order, the
             tensor having 0 elements where this rank owns nothing; returns a torch.optim optimizer. None: no training.
         max_grad_norm: clip gradients to this global norm.
         dtype: what the model computes in; master weights and optimizer state are fp32.
         device: "cpu" or "cuda"; default: a GPU where there is one.
-        loss: takes the model's outputs and the packed batch, returns the loss summed over targets.
+        loss: takes the model's outputs and the packed batch, returns the loss summed over targets (the positions
+            whose label is not -100); a step divides it by the targets of the global mini-batch.
+        example, blocks: for modules and fields of your own; see `hydragraph.capture`.
 
     Joins the process group from the launcher's environment, uses the one there is, or stays alone.
     """
@@ -317,8 +373,8 @@ def compile(
             where="compile",
             remedy="pass one Strategy here and others to step(sequences, strategy=...)",
         )
-    program = capture(model, dtype=dtype, loss=loss)
-    return Executable(model, program, strategy, optimizer, max_grad_norm, device)
+    program = capture(model, dtype=dtype, example=example, loss=loss, blocks=blocks)
+    return Executable(model, program, strategy, optimizer, max_grad_norm, device, blocks)
 
 
 @dataclass(frozen=True)
@@ -373,6 +429,7 @@ def lower(
     """
     world = ranks if ranks is not None else max(strategy.devices) + 1
     check_strategy(program, strategy, world)
+    refuse_uncut(program, strategy)
     return RankPrograms(
         rank_programs(program.outline, strategy, micro_batches, mode, ranks=world), program, strategy, mode
     )
@@ -391,25 +448,9 @@ def check_strategy(program: Program, strategy: Strategy, ranks: int) -> None:
             parameter.intervals(tp, 0)
 
 
-def token_multiple(strategy: Strategy, pipeline: int) -> int:
+def token_multiple(pipeline: Pipeline) -> int:
     """Return what the token count of a pipeline's micro-batches must be a multiple of, for sequence parallelism."""
-    return math.lcm(*(s.tp for s in strategy.pipelines[pipeline].stages if s.sequence_parallel))
-
-
-def real_buffers(model: nn.Module, device: torch.device) -> dict[str, Tensor]:
-    """Return a model's buffers by name on a device.
-
-    Raises:
-        Unsupported: a buffer is on the meta device, so its values are not known.
-    """
-    found = {}
-    for name, buffer in model.named_buffers(remove_duplicate=False):
-        if buffer.is_meta:
-            raise Unsupported(
-                "the buffer has no values (meta device)", where=name, remedy="build the model on the CPU to train it"
-            )
-        found[name] = buffer.detach().to(device)
-    return found
+    return math.lcm(*(stage.tp for stage in pipeline.stages if stage.sequence_parallel))
 
 
 def tensor_names(model: nn.Module) -> dict[str, str]:
@@ -437,4 +478,6 @@ def _digest(text: str, work: _Work | None) -> int:
     for sequence in work.sequences if work else ():
         digest.update(sequence.ids.numpy().data)
         digest.update(sequence.labels.numpy().data)
+        for value in sequence.extra.values():
+            digest.update(value.contiguous().flatten().view(torch.uint8).numpy().data)
     return int.from_bytes(digest.digest()) >> 2

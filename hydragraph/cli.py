@@ -27,7 +27,7 @@ from hydragraph.passes.pipeline import PASSES
 from hydragraph.runtime.launch import join, launch
 from hydragraph.train.config import TrainConfig
 from hydragraph.train.data import mini_batches
-from hydragraph.train.folder import Begin
+from hydragraph.train.folder import Begin, RunFolder
 from hydragraph.train.loop import Outcome, read_strategies, shared_tokens, train
 from hydragraph.train.model import build_model, skeleton
 from hydragraph.train.optimizer import optimizer_factory
@@ -56,6 +56,18 @@ def train_command(
     config: _Config,
     resume: Annotated[bool, typer.Option("--resume", help="Continue from the last complete checkpoint.")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the run that the folder holds.")] = False,
+    trace: Annotated[
+        bool,
+        typer.Option("--trace", help="Write when each rank ran each instruction of the first steps, for Perfetto."),
+    ] = False,
+    max_restarts: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            help="Continue by itself from the last checkpoint when a rank fails, so many times. Under torchrun give "
+            "torchrun the same number, as it starts the processes.",
+        ),
+    ] = 0,
     overrides: _Set = None,
     debug: _Debug = False,
 ) -> None:
@@ -65,7 +77,7 @@ def train_command(
             raise ValueError("--resume continues a run and --overwrite replaces it: give one of them")
         settings = TrainConfig.load(config, overrides or ())
         begin: Begin = "resume" if resume else "overwrite" if overwrite else "new"
-        outcome = _on_ranks(settings.ranks, _train_rank, settings, begin)
+        outcome = _train(settings, begin, trace, max_restarts)
         if outcome.history:
             _print_outcome(outcome)
 
@@ -113,11 +125,30 @@ def main() -> None:
     app()
 
 
-def _train_rank(config: TrainConfig, begin: Begin) -> Outcome:
+def _train(config: TrainConfig, begin: Begin, trace: bool, restarts: int) -> Outcome:
+    """Train on all ranks, again from the last checkpoint where one fails and that may be."""
+    folder = RunFolder(Path(config.output))
+    if 0 < int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) <= restarts:  # torchrun has started us anew
+        begin = folder.again()
+    while True:
+        try:
+            return _on_ranks(config.ranks, _train_rank, config, begin, trace)
+        except (ValueError, OSError, ImportError, FloatingPointError):
+            raise  # it would fail again
+        except Exception as error:
+            if restarts == 0 or _launched() or config.ranks == 1:
+                raise
+            restarts, begin = restarts - 1, folder.again()
+            last = folder.last()
+            where = "the start" if last is None else str(last.path)
+            print(f"hydragraph: {error}; continuing from {where}", file=sys.stderr)
+
+
+def _train_rank(config: TrainConfig, begin: Begin, trace: bool) -> Outcome:
     """Train on this rank."""
     _quieten()
     with Screen(Console(stderr=True)) as screen:
-        return train(config, begin, api.compile, screen)
+        return train(config, begin, api.compile, screen, trace)
 
 
 def _verify_rank(config: TrainConfig) -> list[Row]:

@@ -8,7 +8,9 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # read when transforme
 
 import multiprocessing
 from multiprocessing import forkserver
+from pathlib import Path
 
+import pytest
 from hypothesis import settings
 
 from hydragraph.runtime import launch
@@ -21,3 +23,8 @@ settings.load_profile("hydragraph")
 _SHARED = ["pytest", "hypothesis", "transformers.models.llama.modeling_llama", "transformers.models.gpt2.modeling_gpt2"]
 multiprocessing.get_context("forkserver").set_forkserver_preload([*launch.PRELOAD, *_SHARED])
 forkserver.ensure_running()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Run the tests of the whole system first: they take longest, and none should be left alone at the end."""
+    items.sort(key=lambda item: item.path.parent != Path(__file__).parent)

@@ -9,18 +9,30 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 from transformers import (
+    BertConfig,
+    BertForMaskedLM,
     GemmaConfig,
     GemmaForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
     GPTNeoXConfig,
     GPTNeoXForCausalLM,
+    GraniteConfig,
+    GraniteForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     OPTConfig,
     OPTForCausalLM,
     Phi3Config,
     Phi3ForCausalLM,
+    PhiConfig,
+    PhiForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
 )
@@ -80,12 +92,12 @@ def sequences(lengths: list[int], vocab: int = 101, seed: int = 0) -> list[Tenso
 
 
 def tiny(**changes: object) -> dict[str, object]:
-    """Return what most configs call their sizes: one layer of four heads of 16."""
+    """Return what most configs call their sizes: two layers of four heads of 16."""
     sizes = {
         "vocab_size": 101,
         "hidden_size": 64,
         "intermediate_size": 102,
-        "num_hidden_layers": 1,
+        "num_hidden_layers": 2,
         "num_attention_heads": 4,
         "max_position_embeddings": 256,
     }
@@ -119,6 +131,44 @@ def gemma() -> nn.Module:
     return randomised(GemmaForCausalLM(GemmaConfig(**tiny(num_key_value_heads=1, head_dim=16))))
 
 
+def qwen2() -> nn.Module:
+    """Return a Qwen-2: biases of query, key and value only."""
+    return randomised(Qwen2ForCausalLM(Qwen2Config(**tiny(num_key_value_heads=2))))
+
+
+def mistral() -> nn.Module:
+    """Return a Mistral without a window."""
+    return randomised(MistralForCausalLM(MistralConfig(**tiny(num_key_value_heads=2, sliding_window=None))))
+
+
+def phi() -> nn.Module:
+    """Return a Phi: biases everywhere, attention and MLP side by side behind one norm."""
+    return randomised(PhiForCausalLM(PhiConfig(**tiny(resid_pdrop=0.0, embd_pdrop=0.0, attention_dropout=0.0))))
+
+
+def granite() -> nn.Module:
+    """Return a Granite: multipliers of embeddings, attention, residuals and logits."""
+    scales = {
+        "embedding_multiplier": 3.0,
+        "attention_multiplier": 0.2,
+        "residual_multiplier": 0.5,
+        "logits_scaling": 2.0,
+    }
+    return randomised(GraniteForCausalLM(GraniteConfig(**tiny(num_key_value_heads=2, **scales))))
+
+
+def mixtral() -> nn.Module:
+    """Return a Mixtral: four experts, of which each token sees two."""
+    sizes = tiny(num_key_value_heads=2, num_local_experts=4, sliding_window=None, intermediate_size=96)
+    return randomised(MixtralForCausalLM(MixtralConfig(**sizes)))
+
+
+def bert(layers: int = 1) -> nn.Module:
+    """Return a BERT for masked language modelling: it sees both ways, and its sequences must bring labels."""
+    dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    return randomised(BertForMaskedLM(BertConfig(**tiny(num_hidden_layers=layers, **dropout))))
+
+
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "llama": functools.partial(llama, layers=2),
     "gpt2": functools.partial(gpt2, layers=2),
@@ -127,6 +177,11 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "qwen3": qwen3,
     "opt": opt,
     "gemma": gemma,
+    "qwen2": qwen2,
+    "mistral": mistral,
+    "phi": phi,
+    "granite": granite,
+    "mixtral": mixtral,
 }
 
 

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor, fx, nn
 
 from hydragraph.errors import Unsupported
-from hydragraph.frontend import huggingface
+from hydragraph.frontend import huggingface, modules
 from hydragraph.frontend.blocks import block_list, meta_copy, structure
 from hydragraph.frontend.functional import functional_graph
-from hydragraph.frontend.packed import FIELDS, Loss, token_cross_entropy
+from hydragraph.frontend.mixing import refuse_mixing
+from hydragraph.frontend.packed import Loss, fields_of, token_cross_entropy
 from hydragraph.frontend.private import one_pass, symbol_name
 from hydragraph.frontend.shards import agree, annotated_template, excluded
 from hydragraph.frontend.skeleton import EXAMPLE, Site, capture_skeleton, node_inputs
@@ -21,6 +22,7 @@ from hydragraph.frontend.slices import extract, template_of
 from hydragraph.frontend.templates import capture_template
 from hydragraph.ir.parameter import Bucket, Parameter
 from hydragraph.ir.program import Block, Program, Template
+from hydragraph.passes.cut import operands, varlen
 from hydragraph.passes.cuts import uncut_heads
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)
@@ -37,43 +39,55 @@ def capture(
     """Trace a model once into blocks with pull, push and communicate placeholders.
 
     Args:
-        model: a Hugging Face model built from its config, on meta or CPU; it is not changed.
+        model: a Hugging Face model built from its config, or any module with a list of repeated blocks, on meta or
+            CPU; it is not changed. A module of your own is called with those fields of the packed batch that its
+            forward's parameters name, or with the whole dict where its one parameter is no field (`batch`); its
+            blocks take the hidden state, [1, T, H] or [T, H], first and return it, and their tokens meet only in
+            `hydragraph.varlen_attention`.
         dtype: what it will compute in.
-        example: reserved for modules that are no Hugging Face models.
-        loss: takes the model's outputs and the packed batch (see `capture.packed.FIELDS`), returns the summed loss;
-            default: cross-entropy over labels that are not -100.
+        example: a packed batch of any size. It has input_ids, position_ids and labels [1, T] int64, cu_seqlens
+            [N + 1] int32 and max_length, 0-d int64, which need not be given; what is given besides, [1, T, ...], is a
+            field of your own for forward or loss, and each sequence then brings it as a tensor [L, ...].
+        loss: takes the model's outputs and the packed batch (a dict), returns the loss summed over targets: over
+            positions whose label is not -100. A step divides it by the targets of the global mini-batch. What stands
+            where the label is -100 must not count: padding is a sequence of its own with such labels.
+            Default: cross-entropy of the logits.
         blocks: the path of the nn.ModuleList of repeated blocks, where the largest one is not meant.
 
     Raises:
         Unsupported: with module, operator and remedy.
     """
-    _refuse(model, dtype, example)
+    where = type(model).__name__
+    _refuse(model, dtype)
+    taken = {n for n, _ in [*model.named_parameters(), *model.named_buffers()]}
+    fields = fields_of(example, taken, where)
     copied = meta_copy(model, dtype)
-    huggingface.use_packed_attention(copied)
-    path, modules = block_list(copied, blocks)
-    named = [(f"layer.{i}", block) for i, block in enumerate(modules)]
+    is_huggingface = huggingface.is_huggingface(model)
+    if is_huggingface:
+        huggingface.use_packed_attention(copied)
+    path, found = block_list(copied, blocks)
+    named = [(f"layer.{i}", block) for i, block in enumerate(found)]
     identities: dict[int, int] = {}
     keys = {name: structure(block, identities) for name, block in named}
     by_module = {id(block): keys[name] for name, block in named}
+    call = huggingface.caller(copied) if is_huggingface else modules.caller(copied, fields)
     exported, sites = capture_skeleton(
-        copied, named, lambda b: by_module[id(b)], huggingface.call, loss or token_cross_entropy
+        copied, named, lambda b: by_module[id(b)], call, loss or token_cross_entropy, fields
     )
-    pieces = _slice_skeleton(exported, type(model).__name__)
-    layers = _capture_layers(sites, keys)
-    return _assemble(model, dtype, path, pieces, layers, sites)
+    pieces = _slice_skeleton(exported, where, tuple(fields))
+    layers = _capture_layers(sites, keys, pieces.sizes)
+    _refuse_leaks(pieces, layers, where)
+    if is_huggingface:
+        huggingface.refuse_uncaptured(where, _used_fields(pieces, layers), layers)
+    return _assemble(model, dtype, path, pieces, layers)
 
 
-def _refuse(model: nn.Module, dtype: torch.dtype, example: object) -> None:
-    where = type(model).__name__
+def _refuse(model: nn.Module, dtype: torch.dtype) -> None:
     if dtype not in DTYPES:
         raise Unsupported(
             f"dtype {dtype}",
-            where=where,
+            where=type(model).__name__,
             remedy=f"use one of {', '.join(map(str, DTYPES))}",
-        )
-    if not huggingface.is_huggingface(model) or example is not None:
-        raise Unsupported(
-            "a module that is no Hugging Face model", where=where, remedy="pass a transformers causal language model"
         )
     huggingface.refuse_unsupported(model)
 
@@ -86,10 +100,10 @@ class _Pieces:
     aux: Template
     head: Template
     feeds: dict[str, list[int]]  # block -> for each of its other tensor inputs, the aux output
-    outputs: list[fx.Node]
+    sizes: dict[str, int]  # the symbols of the token and the sequence count, with example values
 
 
-def _slice_skeleton(exported: torch.export.ExportedProgram, model: str) -> _Pieces:
+def _slice_skeleton(exported: torch.export.ExportedProgram, model: str, fields: Sequence[str]) -> _Pieces:
     skeleton, signature = functional_graph(exported, model)
     calls = [n for n in skeleton.graph.nodes if n.target is torch.ops.hydragraph.block.default]
     outputs: list[fx.Node] = []
@@ -107,7 +121,7 @@ def _slice_skeleton(exported: torch.export.ExportedProgram, model: str) -> _Piec
         feeds[str(node.args[2])] = [outputs.index(o) for o in others]
         previous = node
     assert previous is not None
-    names = _names(signature)
+    names = _names(signature, fields)
     result = next(n for n in skeleton.graph.nodes if n.op == "output").args[0]
     first, _ = node_inputs(calls[0])
     embed = template_of(extract(skeleton, [first], {}), *names, "the model before its first block")
@@ -126,19 +140,18 @@ def _slice_skeleton(exported: torch.export.ExportedProgram, model: str) -> _Piec
             where=model,
             remedy="compute it inside the block",
         )
-    return _Pieces(embed, aux, head, feeds, outputs)
+    return _Pieces(embed, aux, head, feeds, _sizes(skeleton, names[2]))
 
 
-def _names(signature: Any) -> tuple[dict[str, str], dict[str, str], dict[str, str]]:
+def _names(signature: Any, fields: Sequence[str]) -> tuple[dict[str, str], dict[str, str], dict[str, str]]:
     """Return placeholder -> name in the model (parameters, buffers) and in the batch."""
     parameters = {k: v.removeprefix("model.") for k, v in signature.inputs_to_parameters.items()}
     buffers = {k: v.removeprefix("model.") for k, v in signature.inputs_to_buffers.items()}
-    return parameters, buffers, dict(zip(signature.user_inputs, FIELDS, strict=True))
+    return parameters, buffers, dict(zip(signature.user_inputs, fields, strict=True))
 
 
-def _capture_layers(sites: Sequence[Site], keys: Mapping[str, str]) -> dict[str, Template]:
+def _capture_layers(sites: Sequence[Site], keys: Mapping[str, str], hints: dict[str, int]) -> dict[str, Template]:
     """Trace each structurally unique block once; return every block's template."""
-    hints = _hints(sites)
     known: dict[str, Template] = {}
     found: dict[str, Template] = {}
     for site in sites:
@@ -154,15 +167,26 @@ def _capture_layers(sites: Sequence[Site], keys: Mapping[str, str]) -> dict[str,
     return found
 
 
-def _hints(sites: Sequence[Site]) -> dict[str, int]:
-    """Return an example value for the token and the sequence symbol."""
-    hints = {}
-    for tensor in sites[0].inputs:
-        for size in tensor.shape:
-            symbol = symbol_name(size)
-            if symbol is not None and symbol.isidentifier():
-                hints[symbol] = EXAMPLE["T"] if tensor.dim() > 1 else EXAMPLE["N+1"]
-    return hints
+def _sizes(skeleton: fx.GraphModule, fields: Mapping[str, str]) -> dict[str, int]:
+    """Return the symbols of the token and the sequence count, in this order, with example values."""
+    found = {fields.get(n.name): n.meta["val"].shape for n in skeleton.graph.nodes if n.op == "placeholder"}
+    tokens, bounds = symbol_name(found["input_ids"][1]), symbol_name(found["cu_seqlens"][0])
+    assert tokens is not None
+    assert bounds is not None
+    return {tokens: EXAMPLE["T"], bounds: EXAMPLE["N+1"]}
+
+
+def _refuse_leaks(pieces: _Pieces, layers: Mapping[str, Template], model: str) -> None:
+    """Check that packed sequences cannot see each other; behind the last block a loss may mix tokens as it likes."""
+    refuse_mixing(pieces.embed.graph, next(iter(pieces.sizes)), f"{model} before its first block")
+    refuse_mixing(pieces.aux.graph, None, f"{model} beside its blocks")
+    refuse_mixing(pieces.head.graph, None, f"{model} after its last block")
+    checked = set()
+    for name, template in layers.items():
+        if template.name not in checked:
+            hidden = next((n for n in template.graph.graph.nodes if n.op == "placeholder" and n.name == "hidden"), None)
+            refuse_mixing(template.graph, symbol_name(hidden.meta["val"].shape[1]) if hidden else None, name)
+            checked.add(template.name)
 
 
 def _assemble(
@@ -171,7 +195,6 @@ def _assemble(
     path: str,
     pieces: _Pieces,
     layers: Mapping[str, Template],
-    sites: Sequence[Site],
 ) -> Program:
     canonical = _canonical_names(model)
     raw = {"embed": pieces.embed, **layers, "head": pieces.head}
@@ -202,7 +225,7 @@ def _assemble(
     return Program(
         model=type(model).__name__,
         dtype=dtype,
-        causal=huggingface.is_causal(model),
+        causal=_is_causal(model, layers),
         blocks=tuple(blocks),
         aux=Block("aux", pieces.aux.name, (), pieces.aux.buffers),
         templates={**annotated, pieces.aux.name: pieces.aux},
@@ -210,6 +233,27 @@ def _assemble(
         buckets=_buckets(blocks, described),
         heads=tuple(sorted(heads)),
     )
+
+
+def _used_fields(pieces: _Pieces, layers: Mapping[str, Template]) -> set[str]:
+    """Return the fields of the packed batch that the model before its last block computes with."""
+    outputs = next(n for n in pieces.aux.graph.graph.nodes if n.op == "output").args[0]
+    wanted = {
+        outputs[pieces.feeds[name][int(i.removeprefix("other."))]]
+        for name, template in layers.items()
+        for i in template.inputs
+        if i.startswith("other.")
+    }
+    aux = extract(pieces.aux.graph, list(wanted), {})
+    return {*pieces.embed.inputs, *(n.name for n in aux.graph.nodes if n.op == "placeholder")}
+
+
+def _is_causal(model: nn.Module, layers: Mapping[str, Template]) -> bool:
+    """Say whether labels are the next tokens: where attention looks back only, but for some classes of transformers."""
+    if huggingface.is_huggingface(model):
+        return huggingface.is_causal(model)
+    calls = (n for t in layers.values() for n in t.graph.graph.nodes if n.target is varlen)
+    return all(operands(n)[5] for n in calls)
 
 
 def _canonical_names(model: nn.Module) -> dict[str, str]:

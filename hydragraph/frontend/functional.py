@@ -2,13 +2,40 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
-from torch import fx
+from torch import fx, nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import ExportGraphSignature
 
 from hydragraph.errors import Unsupported
 from hydragraph.passes.clean import GRAD_MODE, clean
+
+
+def export(module: nn.Module, arguments: tuple[Any, ...], dynamic: tuple[Any, ...], where: str) -> ExportedProgram:
+    """Trace a module, with sizes that are known only at run time.
+
+    Raises:
+        Unsupported: whatever the module or the trace raised, which stays the cause.
+    """
+    try:
+        return torch.export.export(module, arguments, dynamic_shapes=dynamic, strict=False)
+    except Unsupported:
+        raise
+    except Exception as error:  # a model's own code may raise anything
+        raise Unsupported(
+            f"torch.export cannot trace it with T tokens in N sequences ({_reason(error)})",
+            where=where,
+            remedy="make the forward free of Python decisions on tensor values and token counts; the cause is above",
+        ) from error
+
+
+def _reason(error: Exception) -> str:
+    """Return the first line of an error that says something."""
+    lines = [line.strip(" -") for line in str(error).splitlines() if line.strip()] or [""]
+    told = lines[1] if lines[0].startswith("Constraints violated") and len(lines) > 1 else lines[0]
+    return f"{type(error).__name__}: {told[:300]}"
 
 
 def functional_graph(exported: ExportedProgram, where: str) -> tuple[fx.GraphModule, ExportGraphSignature]:
@@ -18,11 +45,11 @@ def functional_graph(exported: ExportedProgram, where: str) -> tuple[fx.GraphMod
     gradients were switched off; so it is used only for graphs that need it and switch nothing off.
 
     Raises:
-        Unsupported: the graph does both.
+        Unsupported: the graph does both, or draws random numbers.
     """
     nodes = _nodes(exported.graph_module)
     if not any(_writes(n) for n in nodes):
-        return clean(exported.graph_module), exported.graph_signature
+        return _steady(clean(exported.graph_module), where), exported.graph_signature
     if any(GRAD_MODE in str(n.target) for n in nodes):
         raise Unsupported(
             "operators that write in place, beside a torch.no_grad() region",
@@ -30,7 +57,7 @@ def functional_graph(exported: ExportedProgram, where: str) -> tuple[fx.GraphMod
             remedy="replace the in-place operators (x.add_(y) -> x = x + y)",
         )
     exported = exported.run_decompositions({})
-    return clean(exported.graph_module), exported.graph_signature
+    return _steady(clean(exported.graph_module), where), exported.graph_signature
 
 
 def _nodes(graph: fx.GraphModule) -> list[fx.Node]:
@@ -40,3 +67,20 @@ def _nodes(graph: fx.GraphModule) -> list[fx.Node]:
 
 def _writes(node: fx.Node) -> bool:
     return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+
+
+def _steady(graph: fx.GraphModule, where: str) -> fx.GraphModule:
+    """Return the graph, which must draw no random numbers."""
+    for node in graph.graph.nodes:
+        if "scaled_dot_product" in str(node.target):
+            continue  # refused for mixing tokens
+        random = (
+            isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
+        )
+        if random or node.target is torch.ops.aten.dropout.default:
+            raise Unsupported(
+                f"{node.target} draws random numbers, and each rank would draw others",
+                where=where,
+                remedy="set dropout probabilities to 0, or call model.eval() to train without dropout",
+            )
+    return graph

@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hydragraph.errors import Unsupported
+from hydragraph.ir.program import Template
 from hydragraph.kernels.varlen_attention import varlen_attention
+from hydragraph.passes.cut import varlen
 
 ATTENTION = "hydragraph"  # the name under which transformers finds our attention function
+
+_REFUSED = {
+    "sliding_window": "set sliding_window to None in the config, or its layer_types to full_attention",
+    "softcap": "set softcap to None in the config (attn_logit_softcapping)",
+    "s_aux": "choose a model without attention sinks",
+}
+_IGNORED = frozenset({"position_ids", "cu_seq_lens_k", "max_length_k", "cache_position"})  # they say nothing new
+_ALIGNED = ("ForMaskedLM", "ForTokenClassification")  # classes whose labels stand where they are predicted
 
 
 def attention(
@@ -41,13 +53,35 @@ def attention(
         raise Unsupported("an attention mask", where=where, remedy="pack sequences instead of padding them")
     if dropout:
         raise Unsupported(f"attention dropout {dropout}", where=where, remedy="set the config's attention dropout to 0")
-    for name in ("sliding_window", "softcap", "s_aux"):
-        if options.get(name) is not None:
-            raise Unsupported(f"{name}={options[name]}", where=where, remedy=f"set {name} to None in the config")
+    _refuse_options(options, where)
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    q, k, v = (x.transpose(1, 2).reshape(-1, *x.shape[1::2]) for x in (query, key, value))
-    out = varlen_attention(q, k, v, cu_seq_lens_q, causal=bool(causal), scale=scaling, max_length=max_length_q)
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    widest, size = max(query.shape[-1], value.shape[-1]), value.shape[-1]
+    q, k, v = (_packed(x, widest) for x in (query, key, value))
+    out = varlen_attention(q, k, v, cu_seq_lens_q, causal=bool(causal), scale=scale, max_length=max_length_q)
+    out = out if size == widest else out[..., :size]
     return out.reshape(query.shape[0], -1, *out.shape[1:]), None
+
+
+def _packed(x: Tensor, size: int) -> Tensor:
+    """[B, H, T, D] -> [B * T, H, size], zeros at the end of each head: they change neither scores nor sums."""
+    x = x.transpose(1, 2).reshape(-1, *x.shape[1::2])
+    return x if x.shape[-1] == size else F.pad(x, (0, size - x.shape[-1]))
+
+
+def _refuse_options(options: Mapping[str, Any], where: str) -> None:
+    """Refuse what a model asks of its attention and ours does not do."""
+    for name, remedy in _REFUSED.items():
+        if options.get(name) is not None:
+            value = "a tensor" if isinstance(options[name], Tensor) else options[name]
+            raise Unsupported(f"{name}={value}", where=where, remedy=remedy)
+    for name, value in options.items():
+        if isinstance(value, Tensor) and name not in _IGNORED:
+            raise Unsupported(
+                f"its attention takes a tensor {name!r}, which packed attention has no use for",
+                where=where,
+                remedy=f"switch {name} off in the config, or choose another model",
+            )
 
 
 def is_huggingface(model: nn.Module) -> bool:
@@ -66,22 +100,72 @@ def use_packed_attention(model: nn.Module) -> None:
             config._attn_implementation = ATTENTION
 
 
-def call(model: nn.Module, batch: dict[str, Tensor]) -> Any:
-    """Call a model on a packed batch: ids and positions [1, T], sequence bounds as keyword arguments for attention."""
-    return model(
-        input_ids=batch["input_ids"],
-        position_ids=batch["position_ids"],
-        cu_seq_lens_q=batch["cu_seqlens"],
-        cu_seq_lens_k=batch["cu_seqlens"],
-        max_length_q=batch["max_length"],
-        max_length_k=batch["max_length"],
-        use_cache=False,
-    )
+def caller(model: nn.Module) -> Callable[[nn.Module, dict[str, Tensor]], Any]:
+    """Return how to call a model on a packed batch: ids and positions [1, T], sequence bounds for its attention."""
+    first = max((_first_position(m) for m in model.modules()), default=0)
+
+    def call(model: nn.Module, batch: dict[str, Tensor]) -> Any:
+        outputs = model(
+            input_ids=batch["input_ids"],
+            position_ids=batch["position_ids"] + first if first else batch["position_ids"],
+            cu_seq_lens_q=batch["cu_seqlens"],
+            cu_seq_lens_k=batch["cu_seqlens"],
+            max_length_q=batch["max_length"],
+            max_length_k=batch["max_length"],
+            use_cache=False,
+        )
+        _refuse_pooled(outputs, batch, type(model).__name__)
+        return outputs
+
+    return call
+
+
+def _first_position(module: nn.Module) -> int:
+    """Return the position of a sequence's first token: RoBERTa and its kin count on from their padding id."""
+    counts_on = hasattr(type(module), "create_position_ids_from_input_ids")
+    padding = getattr(module, "padding_idx", None) if counts_on else None
+    return 0 if padding is None else int(padding) + 1
+
+
+def _refuse_pooled(outputs: Any, batch: dict[str, Tensor], where: str) -> None:
+    logits = getattr(outputs, "logits", None)
+    if isinstance(logits, Tensor) and logits.shape[:2] != batch["input_ids"].shape:
+        raise Unsupported(
+            f"logits of {list(logits.shape)}, pooled over a row in which several sequences are packed",
+            where=where,
+            remedy="use the ForTokenClassification class, with a label at the token whose output classifies a sequence",
+        )
 
 
 def is_causal(model: nn.Module) -> bool:
-    """Say whether a model predicts the next token (its labels are shifted here) or masked tokens (labels are given)."""
-    return not type(model).__name__.endswith("ForMaskedLM")
+    """Say whether a model predicts the next token (its labels are shifted here); else labels stand where they count."""
+    return not type(model).__name__.endswith(_ALIGNED)
+
+
+def refuse_uncaptured(model: str, fields: Collection[str], layers: Mapping[str, Template]) -> None:
+    """Refuse a captured model that cannot have kept packed sequences apart.
+
+    Args:
+        model: its class.
+        fields: what it uses of the packed batch.
+        layers: the template of each block.
+
+    Raises:
+        Unsupported: a layer whose tokens do not meet in transformers' attention interface, or positions of its own.
+    """
+    for name, template in layers.items():
+        if not any(n.target is varlen for n in template.graph.graph.nodes):
+            raise Unsupported(
+                "a layer without transformers' attention interface: attention of its own, or a recurrence",
+                where=f"{model}, {name}",
+                remedy="choose a model whose attention goes through ALL_ATTENTION_FUNCTIONS in every layer",
+            )
+    if "position_ids" not in fields:
+        raise Unsupported(
+            "it takes no position_ids, so positions would run on through packed sequences",
+            where=model,
+            remedy="choose a model that computes positions from position_ids",
+        )
 
 
 def refuse_unsupported(model: nn.Module) -> None:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from hydragraph.errors import Unsupported
 from hydragraph.frontend.private import TensorSpec
+from hydragraph.ir.program import Program
+from hydragraph.spec.workload import Field
 
 IGNORED = -100  # PyTorch's default ignore_index: a token with this label is no target
 
@@ -22,12 +25,71 @@ FIELDS = {
     "max_length": TensorSpec((), torch.int64),
 }
 
+RESERVED = ("hidden", "vocabulary_start", "collectives", "tangent")  # names that compiled graphs use themselves
+
 Loss = Callable[[Any, dict[str, Tensor]], Tensor]
 
 
+def fields_of(example: Mapping[str, Tensor] | None, taken: set[str], where: str) -> dict[str, TensorSpec]:
+    """Return the fields of a model's packed batch: FIELDS, and what an example brings besides, per token.
+
+    Args:
+        example: field name -> tensor; those of FIELDS as there, others [1, T, ...]. Only dtypes and sizes count.
+        taken: names of the model's parameters and buffers, which no field may have.
+        where: the model, for errors.
+    """
+    example = dict(example or {})
+    fields = dict(FIELDS)
+    tokens = {int(t.shape[1]) for t in example.values() if t.dim() > 1}
+    for name, tensor in example.items():
+        field = FIELDS.get(name) or _own_field(name, tensor, taken)
+        if field is None or not _fits(tensor, field) or len(tokens) > 1:
+            raise Unsupported(
+                f"the example's field {name!r} is {tensor.dtype} {list(tensor.shape)}",
+                where=where,
+                remedy=f"pass what a packed batch has ({_described()}), and for each field of your own a tensor "
+                "[1, T, ...] under an identifier that no parameter has, with the same T tokens everywhere",
+            )
+        fields[name] = field
+    return fields
+
+
+def _own_field(name: str, tensor: Tensor, taken: set[str]) -> TensorSpec | None:
+    """Return what a field of the user's own looks like, [1, T, ...]; None: it cannot be one."""
+    if tensor.dim() < 2 or not name.isidentifier() or name in taken or name in RESERVED or name.startswith("other"):
+        return None
+    return TensorSpec((1, "T", *map(int, tensor.shape[2:])), tensor.dtype)
+
+
+def _fits(tensor: Tensor, field: TensorSpec) -> bool:
+    sizes = zip(field.shape, tensor.shape, strict=False)
+    same = tensor.dtype == field.dtype and tensor.dim() == len(field.shape)
+    return same and all(a == b for a, b in sizes if isinstance(a, int))
+
+
+def _described() -> str:
+    kinds = (f"{n} {str(f.dtype).removeprefix('torch.')} [{', '.join(map(str, f.shape))}]" for n, f in FIELDS.items())
+    return ", ".join(kinds)
+
+
+def own_fields(program: Program) -> dict[str, Field]:
+    """Return the fields of the user's own that a program computes with, which every sequence must bring."""
+    found = {}
+    for template in program.templates.values():
+        placeholders = [n for n in template.graph.graph.nodes if n.op == "placeholder"]
+        for node, name in zip(placeholders[::-1], template.inputs[::-1], strict=False):
+            if name != "hidden" and not name.startswith("other.") and name not in FIELDS:
+                value = node.meta["val"]
+                found[name] = Field(value.dtype, tuple(map(int, value.shape[2:])))
+    return dict(sorted(found.items()))
+
+
 def token_cross_entropy(outputs: Any, batch: dict[str, Tensor]) -> Tensor:
-    """Sum the cross-entropy of `outputs.logits` [1, T, V] over all tokens whose label [1, T] is not -100, in fp32."""
-    logits = outputs.logits.float()
+    """Sum the cross-entropy of logits [1, T, V] over all tokens whose label [1, T] is not -100, in fp32.
+
+    The logits are `outputs.logits`, or the outputs themselves where those are one tensor.
+    """
+    logits = (outputs if isinstance(outputs, Tensor) else outputs.logits).float()
     return F.cross_entropy(logits.flatten(0, -2), batch["labels"].flatten(), ignore_index=IGNORED, reduction="sum")
 
 

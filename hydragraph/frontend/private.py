@@ -15,8 +15,9 @@ import torch._dynamo.config
 from functorch.compile import default_partition, min_cut_rematerialization_partition
 from torch import fx
 from torch._dynamo.source import ConstantSource
+from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 PARTITIONERS = {"min_cut": min_cut_rematerialization_partition, "default": default_partition}
@@ -34,6 +35,15 @@ class TensorSpec:
 def symbol_name(size: int | torch.SymInt) -> str | None:
     """Return the text of a symbolic size's expression, or None for a plain number."""
     return str(size.node.expr) if isinstance(size, torch.SymInt) and not size.node.is_constant() else None
+
+
+@contextlib.contextmanager
+def untraced() -> Iterator[None]:
+    """Compute with a trace's fake tensors without recording what is computed, or sizes that depend on values."""
+    mode = detect_fake_mode()
+    env = mode.shape_env if mode is not None else None
+    with disable_proxy_modes_tracing(), env.ignore_fresh_unbacked_symbols() if env else contextlib.nullcontext():
+        yield
 
 
 @contextlib.contextmanager

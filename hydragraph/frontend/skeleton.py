@@ -6,7 +6,7 @@ once per unique structure.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +15,9 @@ import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
 
 from hydragraph.errors import Unsupported
+from hydragraph.frontend.functional import export
 from hydragraph.frontend.packed import FIELDS, Loss
+from hydragraph.frontend.private import TensorSpec, untraced
 
 EXAMPLE = {"T": 64, "N+1": 5}  # sizes of the example batch; both are symbolic in the graph
 
@@ -40,7 +42,8 @@ class Site:
     spec: pytree.TreeSpec
     leaves: list[Any]  # the flat arguments, None where a tensor stands
     tensors: list[int]  # where the tensors stand; the first is the hidden state
-    inputs: list[Tensor] = field(repr=False)  # their fake values
+    inputs: list[Tensor] = field(repr=False)  # their fake values; the hidden state as [1, T, H]
+    flat_tokens: bool = False  # the model passes the hidden state as [T, H]
 
     def flat(self) -> FlatBlock:
         """Return the block as a module of flat tensor arguments with one tensor as its result."""
@@ -63,8 +66,11 @@ class FlatBlock(nn.Module):
         leaves = list(self._site.leaves)
         for position, tensor in zip(self._site.tensors, tensors, strict=True):
             leaves[position] = tensor
+        if self._site.flat_tokens:
+            leaves[self._site.tensors[0]] = tensors[0].squeeze(0)
         arguments, keywords = pytree.tree_unflatten(leaves, self._site.spec)
-        return hidden_output(type(self.block).forward(self.block, *arguments, **keywords), self._site.name)[0]
+        hidden = hidden_output(type(self.block).forward(self.block, *arguments, **keywords), self._site.name)[0]
+        return hidden.unsqueeze(0) if self._site.flat_tokens else hidden
 
 
 def hidden_output(output: Any, where: str) -> tuple[Tensor, Callable[[Tensor], Any]]:
@@ -100,6 +106,7 @@ def capture_skeleton(
     alike: Callable[[nn.Module], str],
     call: Callable[..., Any],
     loss: Loss,
+    fields: Mapping[str, TensorSpec] = FIELDS,
 ) -> tuple[torch.export.ExportedProgram, list[Site]]:
     """Trace `loss(call(model, batch))` with each block opaque.
 
@@ -107,18 +114,20 @@ def capture_skeleton(
         model: our meta copy; its blocks' forwards are overridden for good.
         blocks: names and modules in the order in which the model must call them.
         alike: the structure key of a block; blocks that share it return outputs of the same form.
+        fields: what a packed batch has.
     """
     sites: list[Site] = []
     forms: dict[str, Callable[[Tensor], Any]] = {}
+    wide: dict[int, Tensor] = {}
     for name, block in blocks:
-        block.forward = _opaque(name, block, alike(block), forms, sites)  # type: ignore[method-assign]
-    sizes = {"T": torch.export.Dim("T", min=2, max=1 << 24), "N+1": torch.export.Dim("N", min=2, max=1 << 24)}
+        block.forward = _opaque(name, block, alike(block), forms, sites, wide)  # type: ignore[method-assign]
+    sizes = {"T": torch.export.Dim("T", min=2, max=1 << 24), "N+1": torch.export.Dim("N", min=3, max=1 << 24)}
     batch = {
         name: torch.zeros([EXAMPLE[s] if isinstance(s, str) else s for s in f.shape], dtype=f.dtype, device="meta")
-        for name, f in FIELDS.items()
+        for name, f in fields.items()
     }
-    dynamic = {n: {d: sizes[s] for d, s in enumerate(f.shape) if isinstance(s, str)} for n, f in FIELDS.items()}
-    exported = torch.export.export(_Traced(model, call, loss), (batch,), dynamic_shapes=(dynamic,), strict=False)
+    dynamic = {n: {d: sizes[s] for d, s in enumerate(f.shape) if isinstance(s, str)} for n, f in fields.items()}
+    exported = export(_Traced(model, call, loss), (batch,), (dynamic,), type(model).__name__)
     called = [s.name for s in sites]
     if called != [n for n, _ in blocks]:
         raise Unsupported(
@@ -130,25 +139,47 @@ def capture_skeleton(
 
 
 def _opaque(
-    name: str, block: nn.Module, key: str, forms: dict[str, Callable[[Tensor], Any]], sites: list[Site]
+    name: str,
+    block: nn.Module,
+    key: str,
+    forms: dict[str, Callable[[Tensor], Any]],
+    sites: list[Site],
+    wide: dict[int, Tensor],  # id of a hidden state [T, H] that a block returned -> it as [1, T, H]
 ) -> Callable[..., Any]:
     def forward(*arguments: Any, **keywords: Any) -> Any:
         leaves, spec = pytree.tree_flatten((arguments, keywords))
         tensors = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         inputs = [leaves[i] for i in tensors]
         constants = [None if i in tensors else leaf for i, leaf in enumerate(leaves)]
-        sites.append(Site(name, block, spec, constants, tensors, inputs))
-        if key not in forms:  # run one block of each kind to learn what it returns; its nodes are dead code
-            hidden, forms[key] = hidden_output(type(block).forward(block, *arguments, **keywords), name)
-            if hidden.shape != inputs[0].shape:
-                raise Unsupported(
-                    f"the block turns a hidden state of {list(inputs[0].shape)} into {list(hidden.shape)}",
-                    where=name,
-                    remedy="blocks must keep the shape of the hidden state, which must be their first tensor argument",
-                )
-        return forms[key](torch.ops.hydragraph.block(inputs[0], inputs[1:], name))
+        if key not in forms:  # run one block of each kind to learn what it returns
+            with untraced():
+                hidden, forms[key] = hidden_output(type(block).forward(block, *arguments, **keywords), name)
+            _refuse_other_hidden(hidden, inputs, name)
+        flat = inputs[0].dim() == 2
+        if flat:
+            inputs[0] = wide.get(id(inputs[0]), inputs[0].unsqueeze(0))
+        sites.append(Site(name, block, spec, constants, tensors, inputs, flat))
+        result = torch.ops.hydragraph.block(inputs[0], inputs[1:], name)
+        if flat:
+            made, result = result, result.squeeze(0)
+            wide[id(result)] = made
+        return forms[key](result)
 
     return forward
+
+
+def _refuse_other_hidden(made: Tensor, inputs: Sequence[Tensor], where: str) -> None:
+    given = list(inputs[0].shape) if inputs else []
+    if not inputs or made.shape != inputs[0].shape or made.dtype != inputs[0].dtype:
+        raise Unsupported(
+            f"the block turns a hidden state of {given} into {list(made.shape)}",
+            where=where,
+            remedy="blocks must keep shape and dtype of the hidden state, which must be their first tensor argument",
+        )
+    if len(given) not in (2, 3) or not isinstance(given[-1], int):
+        raise Unsupported(
+            f"a hidden state of {given}", where=where, remedy="pass the hidden state as [1, T, H] or [T, H]"
+        )
 
 
 def node_inputs(node: fx.Node) -> tuple[fx.Node, list[fx.Node]]:

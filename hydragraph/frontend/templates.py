@@ -7,7 +7,7 @@ from torch import Tensor
 
 from hydragraph.errors import Unsupported
 from hydragraph.frontend.blocks import positions
-from hydragraph.frontend.functional import functional_graph
+from hydragraph.frontend.functional import export, functional_graph
 from hydragraph.frontend.private import symbol_name
 from hydragraph.frontend.skeleton import Site
 from hydragraph.frontend.slices import template_of
@@ -36,7 +36,7 @@ def capture_template(site: Site, hints: dict[str, int]) -> tuple[Template, bool]
             torch.empty(sizes, dtype=tensor.dtype, device="meta", requires_grad=tensor.is_floating_point())
         )
         dynamic.append(dims)
-    exported = torch.export.export(site.flat(), tuple(arguments), dynamic_shapes=(tuple(dynamic),), strict=False)
+    exported = export(site.flat(), tuple(arguments), (tuple(dynamic),), site.name)
     graph, signature = functional_graph(exported, site.name)
     prefix = "block."
     inputs = dict(

@@ -44,8 +44,13 @@ def clean(graph: fx.GraphModule, device: str = "cpu") -> fx.GraphModule:
         elif node.target in NO_OPS and _is_no_op(node):
             node.replace_all_uses_with(node.args[0])
             result.graph.erase_node(node)
+        elif node.target is aten.copy.default and _fills(node):
+            node.replace_all_uses_with(node.args[1])  # it has no derivative; functionalizing x[...] = y leaves it
+            result.graph.erase_node(node)
         else:
             _move(node, torch.device(device))
+            if node.target is aten.histc.default:
+                _count_floats(result.graph, node)
     remove_dead_code(result.graph)
     result.recompile()
     return result
@@ -75,6 +80,29 @@ def _is_no_op(node: fx.Node) -> bool:
     if node.target is aten.contiguous.default and not before.is_contiguous():
         return False
     return bool(before.dtype == after.dtype and (before.device == after.device or after.device.type == "meta"))
+
+
+def _fills(node: fx.Node) -> bool:
+    """Say whether a copy gives its source as it is: same sizes, same dtype."""
+    into, source = (n.meta["val"] for n in operands(node)[:2])
+    return bool(into.dtype == source.dtype and list(map(str, into.shape)) == list(map(str, source.shape)))
+
+
+def _count_floats(graph: fx.Graph, node: fx.Node) -> None:
+    """Let a histogram of integers count floats: the CPU has no other, and models ask for it on the CPU alone."""
+    counted: Any = operands(node)[0]
+    dtype = counted.meta["val"].dtype
+    if dtype.is_floating_point:
+        return
+    with graph.inserting_before(node):
+        floats = graph.call_function(aten._to_copy.default, (counted,), {"dtype": torch.float32})
+    floats.meta = {**counted.meta, "val": counted.meta["val"].float()}
+    node.args = (floats, *operands(node)[1:])
+    with graph.inserting_after(node):
+        counts = graph.call_function(aten._to_copy.default, (node,), {"dtype": dtype})
+    counts.meta = dict(node.meta)
+    node.meta = {**node.meta, "val": node.meta["val"].float()}
+    node.replace_all_uses_with(counts, delete_user_cb=lambda user: user is not counts)
 
 
 def _move(node: fx.Node, device: torch.device) -> None:

@@ -52,12 +52,14 @@ class Cuts:
         columns: column-parallel products and vocabulary-parallel embeddings.
         rows: row-parallel products, with the cut of their input.
         origins: by column-parallel node.
+        unknown: product that would be column-parallel -> the operator without a rule that keeps it whole.
     """
 
     cut: dict[fx.Node, Cut] = field(default_factory=dict)
     columns: set[fx.Node] = field(default_factory=set)
     rows: dict[fx.Node, Cut] = field(default_factory=dict)
     origins: dict[fx.Node, Origin] = field(default_factory=dict)
+    unknown: dict[fx.Node, fx.Node] = field(default_factory=dict)
 
     def of(self, node: Any) -> Cut | None:
         """Return the cut of an operand; None for what is replicated or no node."""

@@ -223,11 +223,43 @@ def _attention(found: Cuts, node: fx.Node) -> Cut | None:
     return replace(cuts[0], origins=frozenset().union(*(c.origins for c in cuts)))
 
 
+def _stack(found: Cuts, node: fx.Node) -> Cut | None:
+    parts, dim = operands(node)[0], operands(node)[1] if len(operands(node)) > 1 else 0
+    cuts = [found.of(p) for p in parts]
+    first = cuts[0]
+    if first is None or any(
+        c is None or (c.dim, c.scale, c.start, c.length) != (first.dim, first.scale, first.start, first.length)
+        for c in cuts
+    ):
+        return None
+    moved = first.dim + (dim % len(shape(node)) <= first.dim)
+    return replace(first, dim=moved, origins=frozenset().union(*(c.origins for c in cuts if c)))
+
+
+def _select(found: Cuts, node: fx.Node) -> Cut | None:
+    x, dim = operands(node)[:2]
+    cut = found.of(x)
+    dim %= len(shape(x))
+    return None if cut is None or dim == cut.dim else replace(cut, dim=cut.dim - (dim < cut.dim))
+
+
+def _pad(found: Cuts, node: fx.Node) -> Cut | None:
+    x, padding = operands(node)[:2]
+    cut = found.of(x)
+    padded = {len(shape(x)) - 1 - i // 2 for i, p in enumerate(padding) if p}
+    return None if cut is None or cut.dim in padded else cut
+
+
+def _type_as(found: Cuts, node: fx.Node) -> Cut | None:
+    return found.of(operands(node)[0])
+
+
 RULES: dict[Any, Rule] = {
     aten._to_copy.default: pointwise,
     aten.to.dtype: pointwise,
     aten.to.dtype_layout: pointwise,
     aten.clone.default: pointwise,
+    aten.contiguous.default: pointwise,
     aten.detach.default: pointwise,
     aten.mean.dim: _reduction,
     aten.sum.dim_IntList: _reduction,
@@ -242,6 +274,11 @@ RULES: dict[Any, Rule] = {
     aten.squeeze.dim: _squeeze,
     aten.expand.default: _expand,
     aten.cat.default: _cat,
+    aten.stack.default: _stack,
+    aten.select.int: _select,
+    aten.constant_pad_nd.default: _pad,
+    aten.pad.default: _pad,
+    aten.type_as.default: _type_as,
     **dict.fromkeys(VIEWS, _view),
     **dict.fromkeys(SPLITS, _split),
     aten.slice.Tensor: _slice,

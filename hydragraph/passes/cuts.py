@@ -25,10 +25,10 @@ NARROWEST = 16  # a dimension of fewer units than this is not worth cutting (hea
 
 
 class _Conflict(Exception):  # noqa: N818
-    """Candidates whose whole dimension some operator needs."""
+    """Candidates whose whole dimension some operator needs, which may be one that no rule knows."""
 
-    def __init__(self, origins: frozenset[fx.Node]) -> None:
-        self.origins = origins
+    def __init__(self, origins: frozenset[fx.Node], unknown: fx.Node | None) -> None:
+        self.origins, self.unknown = origins, unknown
 
 
 def find_cuts(graph: fx.Graph, parameters: set[fx.Node], tokens: fx.Node | None, excluded: set[str]) -> Cuts:
@@ -41,12 +41,14 @@ def find_cuts(graph: fx.Graph, parameters: set[fx.Node], tokens: fx.Node | None,
     """
     banned: set[fx.Node] = set()
     origins: dict[fx.Node, Origin] = {}
+    unknown: dict[fx.Node, fx.Node] = {}
     while True:
         before = {n: (o.unit, len(o.bounds), o.heads) for n, o in origins.items()}
         try:
             found = _Walk(parameters, tokens, excluded, banned, origins).run(graph)
         except _Conflict as conflict:
             banned |= conflict.origins
+            unknown |= {o: conflict.unknown for o in conflict.origins if conflict.unknown is not None}
             origins.clear()
             continue
         stray = _unfinished(found)
@@ -54,6 +56,7 @@ def find_cuts(graph: fx.Graph, parameters: set[fx.Node], tokens: fx.Node | None,
             banned |= stray
             origins.clear()
         elif before == {n: (o.unit, len(o.bounds), o.heads) for n, o in origins.items()}:
+            found.unknown = unknown
             return found
 
 
@@ -91,10 +94,10 @@ class _Walk:
                     self.found.cut[node] = cut
         return self.found
 
-    def _need_whole(self, node: fx.Node) -> None:
+    def _need_whole(self, node: fx.Node, unknown: bool = False) -> None:
         origins = [c.origins for n in node.all_input_nodes if (c := self.found.of(n))]
         if origins:
-            raise _Conflict(frozenset().union(*origins))
+            raise _Conflict(frozenset().union(*origins), node if unknown else None)
 
     def _visit(self, node: fx.Node) -> Cut | None:
         if product(node) is not None:
@@ -111,7 +114,7 @@ class _Walk:
         if rule is None and isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise in node.target.tags:
             rule = pointwise
         if rule is None:
-            self._need_whole(node)
+            self._need_whole(node, unknown=True)
             return None
         cut = rule(self.found, node)
         if cut is None:

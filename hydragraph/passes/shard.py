@@ -186,7 +186,11 @@ class _Rewrite:
         if node in self.parameters and all(learns_in_part(node, self.found, self.parts)):
             return self._convert(tp_ops.tp_enter, node)
         dim = aligned_dim(user, node, self.parts, self.symbol)
-        return self.copied[node] if dim is None else self._convert(tp_ops.tp_split, node, dim)
+        if dim is not None:
+            return self._convert(tp_ops.tp_split, node, dim)
+        computed = node.op == "call_function" and isinstance(node.meta.get("val"), torch.Tensor)
+        learns = computed and node.meta["val"].is_floating_point()  # as 1 + weight: its gradient is one part per rank
+        return self._convert(tp_ops.tp_enter, node) if learns else self.copied[node]
 
     def _local(self, value: Any, user: fx.Node) -> Any:
         return fx.node.map_arg(value, lambda n: self._operand(n, user))

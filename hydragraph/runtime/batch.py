@@ -12,26 +12,36 @@ from hydragraph.spec import workload
 MINIMUM = 2  # tokens: graphs are traced for sizes from 2 on
 
 
+def padding(lengths: Sequence[int], multiple: int = 1, several: bool = False) -> int:
+    """Return how many tokens of padding a micro-batch of sequences of such lengths gets (arguments as in `pack`)."""
+    tokens = sum(lengths)
+    least = tokens + 1 if several and len(lengths) == 1 else tokens
+    return -(-max(least, MINIMUM) // multiple) * multiple - tokens
+
+
 def pack(
-    sequences: Sequence[workload.Sequence], multiple: int = 1, device: torch.device | None = None
+    sequences: Sequence[workload.Sequence],
+    multiple: int = 1,
+    device: torch.device | None = None,
+    several: bool = False,
 ) -> dict[str, Tensor]:
     """Concatenate sequences into one packed batch.
 
     Args:
         multiple: the token count is padded to a multiple of this, and to at least 2, by one sequence of its own whose
             tokens are no targets.
+        several: pad a lone sequence too: a loss that computes with cu_seqlens is traced for two sequences or more.
 
     Returns:
-        input_ids, position_ids, labels [1, T] int64; cu_seqlens [N + 1] int32; max_length, 0-d int64 on the CPU.
+        input_ids, position_ids, labels [1, T] int64; cu_seqlens [N + 1] int32; max_length, 0-d int64 on the CPU; and
+        the sequences' own fields [1, T, ...], 0 in the padding.
     """
     lengths = [len(s) for s in sequences]
-    tokens = sum(lengths)
-    padding = max(MINIMUM - tokens, -tokens % multiple)
-    padding += -(tokens + padding) % multiple
+    blanks = padding(lengths, multiple, several)
     parts = [(s.ids, s.labels) for s in sequences]
-    if padding:
-        lengths.append(padding)
-        blank = torch.zeros(padding, dtype=torch.int64)
+    if blanks:
+        lengths.append(blanks)
+        blank = torch.zeros(blanks, dtype=torch.int64)
         parts.append((blank, torch.full_like(blank, workload.IGNORED)))
     bounds = torch.tensor([0, *lengths]).cumsum(0)
     batch = {
@@ -40,5 +50,8 @@ def pack(
         "labels": torch.cat([labels for _, labels in parts])[None],
         "cu_seqlens": bounds.to(torch.int32),
     }
+    for name, value in sequences[0].extra.items() if sequences else ():
+        fields = [*(s.extra[name] for s in sequences), value.new_zeros((blanks, *value.shape[1:]))]
+        batch[name] = torch.cat(fields)[None]
     moved = {name: value.to(device) if device else value for name, value in batch.items()}
     return moved | {"max_length": torch.tensor(max(lengths))}

@@ -50,10 +50,11 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
-from hydragraph.errors import RankFailure, Unsupported
-from hydragraph.ir.boxes import boxes
+from hydragraph.errors import Unsupported
+from hydragraph.runtime.agreement import Failure, raise_first, together, together_own
 from hydragraph.runtime.groups import Groups
-from hydragraph.runtime.state import HomeState, Piece
+from hydragraph.runtime.sharded import Sharded, sharded, sharded_weights
+from hydragraph.runtime.state import HomeState
 
 T = TypeVar("T")
 PathLike = str | os.PathLike[str]
@@ -87,18 +88,18 @@ def save(
         RankFailure: another rank failed while writing; that rank raises its own error.
     """
     path, what, rank = Path(path), f"save checkpoint {path}", groups.world.rank
-    parts = _together(groups, what, lambda: _encoded("the optimizer", _plain(home, optimizer)))
-    entry = _together_own(groups, what, lambda: _packed(extra, parts) if rank == 0 else b"")
-    scratch = cast(Path, _together(groups, what, lambda: _scratch(path) if rank == 0 else None)[0])
+    parts = together(groups, what, lambda: _encoded("the optimizer", _plain(home, optimizer)))
+    entry = together_own(groups, what, lambda: _packed(extra, parts) if rank == 0 else b"")
+    scratch = cast(Path, together(groups, what, lambda: _scratch(path) if rank == 0 else None)[0])
     try:
-        contents: dict[str, _Sharded | bytes] = {**_weights(home), **_elementwise(home, optimizer)}
+        contents: dict[str, Sharded | bytes] = {**sharded_weights(home), **_elementwise(home, optimizer)}
         if rank == 0:
             contents[_ENTRY] = entry
         writer = FileSystemWriter(scratch, overwrite=False)
         _run(dcp_save, groups, what, state_dict=contents, storage_writer=writer, planner=_SavePlanner())
-        files = {n: f for part in _together(groups, what, lambda: _written(scratch, rank)) for n, f in part.items()}
+        files = {n: f for part in together(groups, what, lambda: _written(scratch, rank)) for n, f in part.items()}
         manifest = _Manifest(_FORMAT, _versions(), groups.world.ranks, _shapes(home), _kind(optimizer), files)
-        _together(groups, what, lambda: _commit(path, scratch, manifest) if rank == 0 else None)
+        together(groups, what, lambda: _commit(path, scratch, manifest) if rank == 0 else None)
     except BaseException:
         if rank == 0:
             shutil.rmtree(scratch, ignore_errors=True)
@@ -122,18 +123,18 @@ def load(path: PathLike, home: HomeState, optimizer: torch.optim.Optimizer | Non
         ValueError: on all ranks: no whole checkpoint is there, or it is of another model or optimizer.
     """
     path, what = Path(path), f"load checkpoint {path}"
-    manifest = _together(groups, what, lambda: _manifest(path))[0]
+    manifest = together(groups, what, lambda: _manifest(path))[0]
     _check_files(path, manifest, groups, what)
-    _together(groups, what, lambda: _check_model(path, manifest, home, optimizer))
+    together(groups, what, lambda: _check_model(path, manifest, home, optimizer))
     reader = FileSystemReader(path)
-    states = _together_own(groups, what, lambda: _allocated(reader.read_metadata(), home) if optimizer else {})
-    contents: dict[str, _Sharded | bytes] = {_ENTRY: b"", **_weights(home)}
+    states = together_own(groups, what, lambda: _allocated(reader.read_metadata(), home) if optimizer else {})
+    contents: dict[str, Sharded | bytes] = {_ENTRY: b"", **sharded_weights(home)}
     for name, tensors in states.items():
-        contents |= {_state_key(state, name): _sharded(home.pieces[name], t) for state, t in tensors.items()}
+        contents |= {_state_key(state, name): sharded(home.pieces[name], t) for state, t in tensors.items()}
     _run(dcp_load, groups, what, state_dict=contents, storage_reader=reader, planner=_LoadPlanner())
     entry = _decoded(cast(bytes, contents[_ENTRY]))
     if optimizer is not None:
-        _together(groups, what, lambda: _restore(path, home, optimizer, _Plain(**entry["optimizer"]), states))
+        together(groups, what, lambda: _restore(path, home, optimizer, _Plain(**entry["optimizer"]), states))
     extra: dict[str, Any] = entry["extra"]
     return extra
 
@@ -164,41 +165,6 @@ def prune(directory: PathLike, keep: int) -> None:
             shutil.rmtree(path)
 
 
-# Errors that all ranks raise.
-
-
-@dataclass(frozen=True)
-class _Failure:
-    """What one rank raised, as text: not every exception can be sent."""
-
-    users: bool
-    text: str
-
-    @staticmethod
-    def of(error: BaseException) -> _Failure:
-        users = isinstance(error, ValueError)
-        return _Failure(users, str(error) if users else f"{type(error).__name__}: {error}")
-
-
-def _together(groups: Groups, what: str, work: Callable[[], T]) -> list[T]:
-    """Do something on every rank and return all results by rank; if one fails, all raise."""
-    error: Exception | None = None
-    try:
-        outcome: T | _Failure = work()
-    except Exception as raised:
-        outcome, error = _Failure.of(raised), raised
-    outcomes = groups.gather_objects(outcome)
-    _raise_first({r: o for r, o in enumerate(outcomes) if isinstance(o, _Failure)}, error, what)
-    return cast(list[T], outcomes)
-
-
-def _together_own(groups: Groups, what: str, work: Callable[[], T]) -> T:
-    """Do something on every rank whose result stays there; if one fails, all raise."""
-    results: list[T] = []
-    _together(groups, what, lambda: results.append(work()))
-    return results[0]
-
-
 def _run(action: Callable[..., object], groups: Groups, what: str, **arguments: object) -> None:
     """Call DCP's save or load over all ranks."""
     try:
@@ -207,57 +173,12 @@ def _run(action: Callable[..., object], groups: Groups, what: str, **arguments: 
             action(no_dist=groups.world.ranks == 1, **arguments)
     except CheckpointException as exception:
         raised = {rank: error for rank, (error, _) in exception.failures.items()}
-        _raise_first({r: _Failure.of(e) for r, e in raised.items()}, raised.get(groups.world.rank), what)
+        raise_first({r: Failure.of(e) for r, e in raised.items()}, raised.get(groups.world.rank), what)
 
 
-def _raise_first(failures: Mapping[int, _Failure], own: BaseException | None, what: str) -> None:
-    """Raise this rank's own error, or the first failure of another: a user's mistake is everybody's."""
-    if own is not None:
-        raise own
-    if failures:
-        rank = min(failures)
-        if failures[rank].users:
-            raise ValueError(failures[rank].text)
-        raise RankFailure(rank, what, failures[rank].text)
-
-
-# Tensors, as boxes of their natural shape.
-
-
-@dataclass(frozen=True, eq=False)
-class _Sharded:
-    """One tensor of the checkpoint, and the boxes of it that this rank owns.
-
-    Attributes:
-        shape, dtype: of the whole tensor.
-        boxes: offsets -> a view of this rank's elements, in natural order.
-    """
-
-    shape: torch.Size
-    dtype: torch.dtype
-    boxes: Mapping[torch.Size, Tensor]
-
-    @property
-    def chunks(self) -> list[ChunkStorageMetadata]:
-        """The boxes in DCP's words."""
-        return [ChunkStorageMetadata(offsets, tensor.size()) for offsets, tensor in self.boxes.items()]
-
-
-def _sharded(piece: Piece, flat: Tensor) -> _Sharded:
-    """View this rank's canonical elements of a parameter, 1-D, as boxes of its natural shape."""
-    shape, rule = piece.parameter.shape, piece.parameter.rule
-    dim = rule.dim if rule is not None else 0
-    canonical = (*shape[dim : dim + 1], *shape[:dim], *shape[dim + 1 :])
-    views = {}
-    for box in boxes(piece.lo, piece.hi, canonical):
-        view = flat.detach()[box.at : box.at + box.size].view(box.sizes)
-        offsets = box.moved(dim).offsets if shape else ()
-        views[torch.Size(offsets)] = view.movedim(0, dim) if shape else view
-    return _Sharded(torch.Size(shape), flat.dtype, views)
-
-
-def _weights(home: HomeState) -> dict[str, _Sharded]:
-    return {name: _sharded(piece, home.parameters[name]) for name, piece in home.pieces.items() if piece.parameter.size}
+def _chunks(value: Sharded) -> list[ChunkStorageMetadata]:
+    """Return a tensor's boxes in DCP's words."""
+    return [ChunkStorageMetadata(offsets, tensor.size()) for offsets, tensor in value.boxes.items()]
 
 
 def _state_key(state: str, parameter: str) -> str:
@@ -265,7 +186,7 @@ def _state_key(state: str, parameter: str) -> str:
 
 
 class _SavePlanner(DefaultSavePlanner):
-    """Writes the boxes of `_Sharded` values, and bytes as they are."""
+    """Writes the boxes of `Sharded` values, and bytes as they are."""
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -277,14 +198,14 @@ class _SavePlanner(DefaultSavePlanner):
 
     def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
         """Return what an item writes."""
-        value: _Sharded | bytes = self.state_dict[write_item.index.fqn]
+        value: Sharded | bytes = self.state_dict[write_item.index.fqn]
         if isinstance(value, bytes):
             return io.BytesIO(value)
         assert write_item.index.offset is not None
         return value.boxes[write_item.index.offset].contiguous()
 
 
-def _write_items(name: str, value: _Sharded | bytes) -> list[WriteItem]:
+def _write_items(name: str, value: Sharded | bytes) -> list[WriteItem]:
     if isinstance(value, bytes):
         return [WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO)]
     properties = TensorProperties(dtype=value.dtype)
@@ -294,19 +215,19 @@ def _write_items(name: str, value: _Sharded | bytes) -> list[WriteItem]:
             WriteItemType.SHARD,
             tensor_data=TensorWriteData(chunk, properties, value.shape),
         )
-        for chunk in value.chunks
+        for chunk in _chunks(value)
     ]
 
 
 class _LoadPlanner(LoadPlanner):
-    """Reads into the boxes of `_Sharded` values whatever overlaps them, and bytes as they are."""
+    """Reads into the boxes of `Sharded` values whatever overlaps them, and bytes as they are."""
 
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
         """Take what to load, and what there is."""
         assert metadata is not None
-        self._contents: dict[str, _Sharded | bytes] = state_dict
+        self._contents: dict[str, Sharded | bytes] = state_dict
         self._stored = metadata.state_dict_metadata
 
     def create_local_plan(self) -> LoadPlan:
@@ -318,7 +239,7 @@ class _LoadPlanner(LoadPlanner):
                 items.append(ReadItem(LoadItemType.BYTE_IO, index, nothing, index, nothing, nothing))
             else:
                 stored = cast(TensorStorageMetadata, self._stored[name])
-                items += create_read_items_for_chunk_list(name, stored, value.chunks)
+                items += create_read_items_for_chunk_list(name, stored, _chunks(value))
         return LoadPlan(items)
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
@@ -336,7 +257,7 @@ class _LoadPlanner(LoadPlanner):
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:
         """Return where an item's elements go."""
         value, offset = self._contents[read_item.dest_index.fqn], read_item.dest_index.offset
-        assert isinstance(value, _Sharded)
+        assert isinstance(value, Sharded)
         assert offset is not None
         tensor = value.boxes[offset]
         for dim, (start, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
@@ -393,11 +314,11 @@ def _plain(home: HomeState, optimizer: torch.optim.Optimizer | None) -> dict[str
     return vars(_Plain(_group_names(home, optimizer), hyperparameters, scalars))
 
 
-def _elementwise(home: HomeState, optimizer: torch.optim.Optimizer | None) -> dict[str, _Sharded]:
+def _elementwise(home: HomeState, optimizer: torch.optim.Optimizer | None) -> dict[str, Sharded]:
     found = {}
     for name, state, value in _states(home, optimizer) if optimizer is not None else ():
         if isinstance(value, Tensor) and value.dim():
-            found[_state_key(state, name)] = _sharded(home.pieces[name], value)
+            found[_state_key(state, name)] = sharded(home.pieces[name], value)
     return found
 
 
@@ -560,7 +481,7 @@ def _manifest(path: Path) -> _Manifest:
 def _check_files(path: Path, manifest: _Manifest, groups: Groups, what: str) -> None:
     """Hash all files, each rank a share of them."""
     mine = sorted(manifest.files)[groups.world.rank :: groups.world.ranks]
-    found = _together(groups, what, lambda: [text for n in mine if (text := _damage(path / n, manifest.files[n]))])
+    found = together(groups, what, lambda: [text for n in mine if (text := _damage(path / n, manifest.files[n]))])
     damages = [text for part in found for text in part]
     if damages:
         raise ValueError(

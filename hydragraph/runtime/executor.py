@@ -7,20 +7,22 @@ only for the values that its `after` names. Nothing communicates after the commi
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from hydragraph.ir.instruction import Instruction, Op
+from hydragraph.ir.instruction import Instruction, Op, Stream
 from hydragraph.ir.program import Program
+from hydragraph.ir.text import instruction_text
 from hydragraph.runtime.buffers import Buffers
 from hydragraph.runtime.exchange import Finish, start_pull, start_push
 from hydragraph.runtime.fault import Watch
 from hydragraph.runtime.groups import Groups, Role
 from hydragraph.runtime.prepared import BoundBlock, Prepared, shard_view
 from hydragraph.runtime.state import HomeState
+from hydragraph.runtime.trace import Exposed, Timing
 
 _ROW = 1024  # elements
 
@@ -33,11 +35,13 @@ class Outcome:
         loss: the token mean over the global mini-batch.
         grad_norm: of all gradients together; 0 for an evaluation.
         finite: whether both are finite; otherwise nothing was updated.
+        exposed: the mean over ranks of what each waited for.
     """
 
     loss: float
     grad_norm: float
     finite: bool
+    exposed: Exposed
 
 
 @dataclass
@@ -48,10 +52,11 @@ class _Iteration:
     batches: Sequence[Mapping[str, Tensor]]
     tokens: int
     collectives: Any
+    timing: Timing
     values: dict[str, Any] = field(default_factory=dict)
     arriving: dict[str, Finish] = field(default_factory=dict)  # value -> wait for it
-    pushing: list[Finish] = field(default_factory=list)
-    sending: list[tuple[Any, Tensor]] = field(default_factory=list)
+    pushing: dict[str, Finish] = field(default_factory=dict)
+    sending: list[tuple[Any, Tensor, str]] = field(default_factory=list)
     views: dict[str, dict[str, Tensor]] = field(default_factory=dict)  # W.* and G.* -> parameter -> shard
     added: set[str] = field(default_factory=set)  # parameters that have a gradient already
 
@@ -94,6 +99,7 @@ class Executor:
         tokens: int,
         update: Callable[[float], None] | None,
         aux_buffers: Mapping[str, Tensor],
+        timing: Timing,
     ) -> Outcome:
         """Run one iteration.
 
@@ -103,11 +109,12 @@ class Executor:
             tokens: target tokens of the global mini-batch; the loss is divided by them.
             update: called with the gradient norm after the commit, if that is finite; None leaves the weights alone.
             aux_buffers: the values of the aux graph's buffers.
+            timing: filled.
         """
         self._buffers.begin()
         collectives = self._groups.tensor_parallel(prepared.stages)
         mine = next(iter(collectives.values()), None)
-        iteration = _Iteration(prepared, batches, tokens, mine)
+        iteration = _Iteration(prepared, batches, tokens, mine, timing)
         iteration.values |= {f"buffers.{name}": value for name, value in aux_buffers.items()}
         outcome: Outcome | None = None
         for index, instruction in enumerate(prepared.program.instructions):
@@ -116,14 +123,16 @@ class Executor:
                 self.before(instruction)
             for value in instruction.after:
                 self._arrive(iteration, value)
-            if instruction.op is Op.COMMIT:
-                outcome = self._commit(iteration)
-            elif instruction.op is Op.UPDATE:
-                assert outcome is not None
-                if update is not None and outcome.finite:
-                    update(outcome.grad_norm)
-            else:
-                self._run[instruction.op](iteration, instruction)
+            name = instruction_text(instruction) if timing.spans is not None else ""
+            with timing.running(name, instruction.stream):
+                if instruction.op is Op.COMMIT:
+                    outcome = self._commit(iteration)
+                elif instruction.op is Op.UPDATE:
+                    assert outcome is not None
+                    if update is not None and outcome.finite:
+                        update(outcome.grad_norm)
+                else:
+                    self._run[instruction.op](iteration, instruction)
         assert outcome is not None
         return outcome
 
@@ -131,10 +140,12 @@ class Executor:
         """Wait for a value that another stream makes."""
         finish = it.arriving.pop(value, None)
         if finish is not None:
-            it.values[value] = finish()
+            with it.timing.waiting(Stream.PULL if value.startswith("W.") else Stream.P2P, value):
+                it.values[value] = finish()
 
     def _pull(self, it: _Iteration, instruction: Instruction) -> None:
         name = instruction.target
+        it.timing.started(f"W.{name}")
         home, exchange = self._home.weights[name], it.prepared.pulls[name]
         finish = start_pull(exchange, home, self._program.dtype, self._groups, self._buffers)
         it.arriving[f"W.{name}"] = finish
@@ -250,7 +261,8 @@ class Executor:
         tensor = it.values[instruction.reads[0]].contiguous()
         with self._watch.communicating():
             work = self._groups.send(tensor, instruction.peer, message_tag(instruction.reads[0]))
-        it.sending.append((work, tensor))
+        it.timing.started(f"send {instruction.reads[0]}")
+        it.sending.append((work, tensor, f"send {instruction.reads[0]}"))
 
     def _receive(self, it: _Iteration, instruction: Instruction) -> None:
         assert instruction.peer is not None
@@ -264,6 +276,7 @@ class Executor:
             self._groups.wait(work)
             return tensor
 
+        it.timing.started(value)
         it.arriving[value] = finish
 
     def _push(self, it: _Iteration, instruction: Instruction) -> None:
@@ -280,7 +293,8 @@ class Executor:
                     shard.zero_()
         exchange, home = it.prepared.pushes[name], self._home.gradients[name]
         with self._watch.communicating():
-            it.pushing.append(start_push(exchange, gradients, home, self._groups, self._buffers))
+            it.timing.started(f"G.{name}")
+            it.pushing[f"G.{name}"] = start_push(exchange, gradients, home, self._groups, self._buffers)
 
     def _free(self, it: _Iteration, instruction: Instruction) -> None:
         for value in instruction.reads:
@@ -293,11 +307,14 @@ class Executor:
         """Wait for everything that is under way, then agree with all ranks on loss, norm and finiteness."""
         for value in list(it.arriving):  # pulls that this rank only served
             self._arrive(it, value)
-        for finish in it.pushing:
-            finish()
-        for work, _ in it.sending:
-            self._groups.wait(work)
-        totals = torch.zeros(2, dtype=torch.float64, device=self._device)
+        for value, finish in it.pushing.items():
+            with it.timing.waiting(Stream.PUSH, value):
+                finish()
+        for work, _, value in it.sending:
+            with it.timing.waiting(Stream.P2P, value):
+                self._groups.wait(work)
+        totals = torch.zeros(5, dtype=torch.float64, device=self._device)
+        totals[2:] = torch.tensor(astuple(it.timing.exposed))
         if it.prepared.degree.index == 0:
             for value, loss in it.values.items():
                 if value.startswith("loss."):
@@ -306,8 +323,9 @@ class Executor:
             totals[1] += sum(square_sum(gradient) for gradient in self._home.gradients.values())
         self._groups.all_reduce(Role.COMMIT, totals)
         self._watch.check()  # an aborted communicator may have let us through
-        loss, square = totals.tolist()
-        return Outcome(loss / it.tokens, square**0.5, bool(torch.isfinite(totals).all()))
+        loss, square, *waits = totals.tolist()
+        exposed = Exposed(*(wait / self._groups.world.ranks for wait in waits))
+        return Outcome(loss / it.tokens, square**0.5, bool(torch.isfinite(totals).all()), exposed)
 
 
 def square_sum(values: Tensor) -> Tensor:

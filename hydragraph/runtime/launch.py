@@ -75,10 +75,25 @@ def join(device: torch.device | str | None = None) -> World:
     backend = _backend(device)
     if not dist.is_initialized() and launched:
         # Objects (hashes, host names) travel as CPU tensors, also where weights do not.
-        dist.init_process_group("cpu:gloo,cuda:nccl" if backend == "nccl" else "gloo")
+        kind = "cpu:gloo,cuda:nccl" if backend == "nccl" else "gloo"
+        attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+        if attempt and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            store = _store_of_attempt(attempt)
+            dist.init_process_group(
+                kind, store=store, rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"])
+            )
+        else:
+            dist.init_process_group(kind)
     if not dist.is_initialized():
         return World(0, 1, 0, device, backend)
     return World(dist.get_rank(), dist.get_world_size(), local_rank, device, backend)
+
+
+def _store_of_attempt(attempt: int) -> Store:
+    """The store that torchrun's agent keeps, with keys of our own: gloo would meet the addresses of ranks that died."""
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = dist.TCPStore(address, port, None, False, wait_for_workers=False)  # type: ignore[attr-defined]
+    return dist.PrefixStore(f"hydragraph/attempt-{attempt}", store)  # type: ignore[attr-defined, no-any-return]
 
 
 def _backend(device: torch.device) -> str:

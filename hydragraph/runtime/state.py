@@ -90,9 +90,10 @@ class HomeState:
 
     @torch.no_grad()
     def fill(self, tensors: Mapping[str, Tensor]) -> None:
-        """Copy this rank's part out of full natural tensors, by canonical parameter name."""
-        for name, piece in self.pieces.items():
-            self.parameters[name].copy_(piece.parameter.canonical(tensors[name].detach())[piece.lo : piece.hi])
+        """Copy this rank's part out of some full natural tensors, by canonical parameter name."""
+        for name, tensor in tensors.items():
+            piece = self.pieces[name]
+            self.parameters[name].copy_(piece.parameter.canonical(tensor.detach())[piece.lo : piece.hi])
 
     def named(self) -> list[tuple[str, nn.Parameter]]:
         """Return (name, 1-D fp32 tensor) of every parameter in model order, with 0 elements where nothing is owned."""

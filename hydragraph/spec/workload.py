@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -14,10 +15,17 @@ IGNORED = -100  # PyTorch's default ignore_index: a token with this label is no 
 
 @dataclass(frozen=True, eq=False)
 class Sequence:
-    """One sequence: token ids [L] and, aligned with them, the label of each position [L] (-100: no target)."""
+    """One sequence.
+
+    Attributes:
+        ids: token ids [L].
+        labels: aligned with them, the label of each position [L] (-100: no target).
+        extra: fields of the user's own, [L, ...].
+    """
 
     ids: Tensor
     labels: Tensor
+    extra: Mapping[str, Tensor] = field(default_factory=dict)
 
     @property
     def targets(self) -> int:
@@ -44,29 +52,57 @@ class Assignment:
         return tuple(len(m) for m in self.micro_batches)
 
 
-def sequence_of(given: Tensor | dict[str, Tensor], index: int, causal: bool) -> Sequence:
+@dataclass(frozen=True)
+class Field:
+    """A field of the user's own, per token: its dtype, and its sizes behind the tokens."""
+
+    dtype: torch.dtype
+    sizes: tuple[int, ...] = ()
+
+
+def sequence_of(
+    given: Tensor | dict[str, Tensor], index: int, causal: bool, fields: Mapping[str, Field] | None = None
+) -> Sequence:
     """Check what a user passed as one sequence and align its labels.
 
     Args:
-        given: ids, 1-D int64; or {"input_ids": ids, "labels": labels}, -100 where a label does not count.
+        given: ids, 1-D int64; or a dict of input_ids, labels (-100 where a label does not count) or shift_labels, and
+            the fields of the user's own, [L, ...].
         index: its place in the mini-batch, for errors.
-        causal: labels are shifted by one here; otherwise they must be given and stay where they are.
+        causal: labels are shifted by one here; otherwise they must be given and stay where they are, as shift_labels
+            do always.
+        fields: of the user's own, which the model or the loss computes with.
     """
-    fields = given if isinstance(given, dict) else {"input_ids": given}
-    unknown = set(fields) - {"input_ids", "labels"}
-    if unknown or "input_ids" not in fields:
-        what = f"unknown fields {sorted(unknown)}" if unknown else "no input_ids"
-        raise Unsupported(
-            what, where=f"sequence {index}", remedy="pass input_ids and labels only; sequences are packed"
-        )
-    ids = fields["input_ids"]
-    for name, value in fields.items():
-        if not isinstance(value, Tensor) or value.dtype != torch.int64 or value.shape != ids.shape or value.dim() != 1:
-            described = f"{value.dtype} {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-            raise ValueError(f"sequence {index}: {name} is {described}; pass 1-D int64 tensors of equal length")
-    if not causal and "labels" not in fields:
+    own = fields or {}
+    brought = given if isinstance(given, dict) else {"input_ids": given}
+    _check_names(brought, own, index)
+    ids = brought["input_ids"]
+    for name, value in brought.items():
+        kind = own.get(name, Field(torch.int64))
+        described = f"{value.dtype} {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+        if not isinstance(value, Tensor) or value.dtype != kind.dtype or value.shape != (*ids.shape[:1], *kind.sizes):
+            wanted = "1-D int64" if name not in own else f"{kind.dtype} [tokens{''.join(f', {n}' for n in kind.sizes)}]"
+            raise ValueError(f"sequence {index}: {name} is {described}; pass {wanted} tensors of equal length")
+    if not causal and not {"labels", "shift_labels"} & set(brought):
         raise ValueError(f"sequence {index} has no labels; masked models need them (-100 where a token does not count)")
-    labels = fields.get("labels", ids)
-    if causal:
+    labels = brought.get("labels", ids)
+    if "shift_labels" in brought:
+        labels = brought["shift_labels"]
+    elif causal:
         labels = torch.cat([labels[1:], labels.new_full((min(1, len(ids)),), IGNORED)])
-    return Sequence(ids, labels)
+    return Sequence(ids, labels, {name: brought[name] for name in own})
+
+
+def _check_names(brought: Mapping[str, Tensor], own: Mapping[str, Field], index: int) -> None:
+    """Refuse a sequence that brings a field nobody reads, or lacks one."""
+    unknown = sorted(set(brought) - {"input_ids", "labels", "shift_labels", *own})
+    missing = sorted({"input_ids", *own} - set(brought))
+    if unknown or missing or {"labels", "shift_labels"} <= set(brought):
+        what = f"unknown fields {unknown}" if unknown else f"no {', '.join(missing)}" if missing else "labels twice"
+        raise Unsupported(
+            what,
+            where=f"sequence {index}",
+            remedy="pass input_ids, labels or shift_labels (labels that stand where they are predicted), and exactly "
+            f"the fields that forward or loss reads ({', '.join(own) or 'none'}; compile's example= names them); "
+            "sequences are packed, so there is no padding mask",
+        )

@@ -53,6 +53,11 @@ class RunFolder:
         return self.path / "loss.png"
 
     @property
+    def trace(self) -> Path:
+        """When each rank ran each instruction, for Perfetto."""
+        return self.path / "trace.json"
+
+    @property
     def model(self) -> Path:
         """The final model, as transformers reads it."""
         return self.path / "model"
@@ -91,6 +96,10 @@ class RunFolder:
         config.save(self.config)
         return last
 
+    def again(self) -> Begin:
+        """Return how a run that was interrupted begins again: at its last checkpoint, or at the start without any."""
+        return "overwrite" if self.last() is None else "resume"
+
     def place(self, step: int) -> Path:
         """Return the directory of the checkpoint after a step."""
         return self.checkpoints / f"step-{step:08d}"
@@ -104,5 +113,5 @@ class RunFolder:
         """Remove an earlier run, but neither cached data nor files that no run has written."""
         for path in (self.checkpoints, self.events, self.model):
             shutil.rmtree(path, ignore_errors=True)
-        for path in (self.metrics, self.picture, self.config):
+        for path in (self.metrics, self.picture, self.trace, self.config):
             path.unlink(missing_ok=True)

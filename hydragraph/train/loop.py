@@ -14,17 +14,20 @@ from torch import Tensor, nn
 
 from hydragraph.runtime.checkpoint import prune
 from hydragraph.runtime.launch import World, join
+from hydragraph.runtime.trace import Exposed, Span, write_trace
 from hydragraph.spec.strategy import Strategy
 from hydragraph.train.config import TrainConfig
 from hydragraph.train.data import Tokens, evaluation_batches, mini_batches, open_tokens, prepare
 from hydragraph.train.export import export
 from hydragraph.train.folder import Begin, RunFolder
-from hydragraph.train.metrics import Metrics, MetricsLog, tensorboard_installed
+from hydragraph.train.metrics import Metrics, MetricsLog, peak_memory, tensorboard_installed
 from hydragraph.train.model import build_model
 from hydragraph.train.optimizer import learning_rate, optimizer_factory
 from hydragraph.train.picture import matplotlib_installed, write_picture
 
 T = TypeVar("T")
+
+TRACED_STEPS = 12  # enough to see several strategies more than once
 
 
 class Report(Protocol):
@@ -37,12 +40,16 @@ class Report(Protocol):
     sequences: int
     seconds: float
     micro_batches: tuple[int, ...]
+    padding: int
+    planning_s: float
+    exposed: Exposed
 
 
 class Executor(Protocol):
     """What the loop needs of a compiled model."""
 
     optimizer: torch.optim.Optimizer
+    spans: list[Span] | None
 
     def step(self, sequences: Sequence[Tensor], strategy: Strategy | None = None) -> Any:
         """Train on one global mini-batch and return a `Report`."""
@@ -106,7 +113,9 @@ class _Run:
     log: MetricsLog | None
 
 
-def train(config: TrainConfig, begin: Begin, compile: Callable[..., Any], watcher: Watcher) -> Outcome:
+def train(
+    config: TrainConfig, begin: Begin, compile: Callable[..., Any], watcher: Watcher, trace: bool = False
+) -> Outcome:
     """Run a whole training, on every rank of the launched ones or on this process alone.
 
     Args:
@@ -114,6 +123,7 @@ def train(config: TrainConfig, begin: Begin, compile: Callable[..., Any], watche
         begin: a new run, a resumed one, or one that replaces what the folder holds.
         compile: `hydragraph.compile`.
         watcher: told of everything on rank 0.
+        trace: record when each rank ran each instruction of the first steps, and write a picture of it for Perfetto.
 
     Raises:
         ValueError: a mistake in the config, the data or the folder.
@@ -148,10 +158,15 @@ def train(config: TrainConfig, begin: Begin, compile: Callable[..., Any], watche
         run = _Run(config, world, folder, executor, strategies, heldout, leader, log)
         if leader is not None:
             leader.started(done, config.steps)
+        executor.spans = [] if trace else None
         for step in range(done + 1, config.steps + 1):
+            if executor.spans is not None and (step == done + 1 + TRACED_STEPS):
+                _write_trace(run)
             _train_step(run, step, next(batches))
             if _due(step, config.checkpoint_every, config.steps):
                 _checkpoint(run, step, batches.state_dict())
+        if executor.spans is not None:
+            _write_trace(run)
         _finish(run, model, tokens)
         executor.close()
         return Outcome(folder, tuple(log.history) if log is not None else ())
@@ -219,6 +234,12 @@ def _train_step(run: _Run, step: int, sequences: list[Tensor]) -> None:
         sequences=report.sequences,
         micro_batches=tuple(report.micro_batches),
         eval_loss=eval_loss,
+        padding=report.padding,
+        exposed_pull_s=report.exposed.pull,
+        exposed_push_s=report.exposed.push,
+        exposed_p2p_s=report.exposed.p2p,
+        planning_s=report.planning_s,
+        peak_memory_bytes=peak_memory(run.world.device),
     )
     run.log.write(metrics)
     run.watcher.stepped(metrics)
@@ -237,6 +258,15 @@ def _checkpoint(run: _Run, step: int, position: Mapping[str, Any]) -> None:
         prune(run.folder.checkpoints, run.config.keep)
         if matplotlib_installed():
             write_picture(run.log.history, run.folder.picture)
+
+
+def _write_trace(run: _Run) -> None:
+    """Gather the ranks' spans, write them, and record no more."""
+    per_rank = _gather(run.world, run.executor.spans or [])
+    run.executor.spans = None
+    if run.watcher is not None:
+        write_trace(per_rank, run.folder.trace)
+        run.watcher.note(f"{run.folder.trace}: the times of all instructions; open it at https://ui.perfetto.dev")
 
 
 def _finish(run: _Run, model: nn.Module, tokens: Tokens) -> None:

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import json
+import resource
+import sys
 from dataclasses import asdict, dataclass, fields
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-_SCALARS = ("loss", "grad_norm", "lr", "tokens_per_s", "eval_loss")
+import torch
+
+_SCALARS = (
+    *("loss", "grad_norm", "lr", "tokens_per_s", "eval_loss"),
+    *("exposed_pull_s", "exposed_push_s", "exposed_p2p_s", "planning_s", "peak_memory_bytes"),
+)
 
 
 @dataclass(frozen=True)
@@ -27,6 +34,11 @@ class Metrics:
         sequences: in the mini-batch.
         micro_batches: of each pipeline.
         eval_loss: on the held-out documents after the update; None where this step did not evaluate.
+        padding: tokens added to micro-batches.
+        exposed_pull_s, exposed_push_s, exposed_p2p_s: seconds that ranks waited, on average, for weights, for gradients
+            and for activations.
+        planning_s: seconds that choosing the assignment took.
+        peak_memory_bytes: of rank 0's process so far; of its GPU where it has one.
     """
 
     step: int
@@ -40,6 +52,12 @@ class Metrics:
     sequences: int
     micro_batches: tuple[int, ...]
     eval_loss: float | None = None
+    padding: int = 0
+    exposed_pull_s: float = 0.0
+    exposed_push_s: float = 0.0
+    exposed_p2p_s: float = 0.0
+    planning_s: float = 0.0
+    peak_memory_bytes: int = 0
 
 
 def read_metrics(path: Path) -> list[Metrics]:
@@ -94,6 +112,14 @@ class MetricsLog:
                 self._events.add_scalar(name, value, metrics.step)
 
 
+def peak_memory(device: torch.device) -> int:
+    """Return the most bytes that this process has held so far: on its GPU if it computes there, else resident."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # Linux counts kilobytes
+
+
 def tensorboard_installed() -> bool:
     """Say whether TensorBoard's event files can be written."""
     return find_spec("tensorboard") is not None
@@ -106,7 +132,7 @@ def _line(metrics: Metrics) -> str:
 def _parse(line: str, place: str) -> Metrics:
     try:
         record = json.loads(line)
-        known = {field.name: record[field.name] for field in fields(Metrics)}
+        known = {field.name: record[field.name] for field in fields(Metrics) if field.name in record}
+        return Metrics(**{**known, "micro_batches": tuple(known["micro_batches"])})
     except (json.JSONDecodeError, KeyError, TypeError) as error:
         raise ValueError(f"{place}: not a line of metrics ({error}): delete the run folder or the line") from None
-    return Metrics(**{**known, "micro_batches": tuple(known["micro_batches"])})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from itertools import pairwise
 
 import pytest
@@ -12,18 +13,38 @@ from torch import nn
 from transformers import (
     AlbertConfig,
     AlbertForMaskedLM,
+    BartConfig,
+    BartForCausalLM,
     BertConfig,
     BertForMaskedLM,
+    BloomConfig,
+    BloomForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
+    GptOssConfig,
+    GptOssForCausalLM,
+    LlamaConfig,
+    LlamaForSequenceClassification,
+    LlamaForTokenClassification,
     MistralConfig,
     MistralForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    OPTConfig,
+    OPTForCausalLM,
+    RobertaConfig,
+    RobertaForCausalLM,
 )
 
 from hydragraph.errors import Unsupported
 from hydragraph.frontend.capture import capture
+from hydragraph.frontend.packed import own_fields
+from hydragraph.spec.workload import Field
 from tests.frontend.execute import batch, loss
 from tests.models import MODELS, captured, gpt2, llama, randomised, tiny
+from tests.own_models import weighted
 
 FAMILIES = list(MODELS)
 
@@ -119,7 +140,7 @@ def mistral() -> nn.Module:
 @pytest.mark.parametrize(
     ("build", "message"),
     [
-        (lambda: nn.Linear(2, 2), "Linear: a module that is no Hugging Face model; pass a transformers"),
+        (lambda: nn.Linear(2, 2), "Linear: no repeated blocks were found; name the nn.ModuleList of the repeated"),
         (dropping, "transformer.drop: dropout 0.1 in training; set the config's dropout probabilities to 0"),
         (mistral, "MistralAttention: sliding_window=8; set sliding_window to None in the config"),
         (albert, "AlbertForMaskedLM: blocks run in the order ['layer.0', 'layer.0', 'layer.0']"),
@@ -136,6 +157,117 @@ def test_other_dtypes_are_refused(dtype: torch.dtype) -> None:
         capture(llama(layers=1), dtype)
 
 
-def test_an_example_batch_is_refused() -> None:
-    with pytest.raises(Unsupported, match="no Hugging Face model"):
-        capture(llama(layers=1), example={})
+def classifier(kind: type[nn.Module]) -> nn.Module:
+    return randomised(
+        kind(LlamaConfig(**tiny(num_hidden_layers=2, num_labels=3, pad_token_id=0, classifier_dropout=0.0)))
+    )
+
+
+def test_outputs_pooled_over_a_packed_row_are_refused() -> None:
+    with pytest.raises(
+        Unsupported, match=r"LlamaForSequenceClassification: logits of .*use the ForTokenClassification"
+    ):
+        capture(classifier(LlamaForSequenceClassification))
+
+
+def test_a_token_classifier_brings_labels_that_stay_where_they_are() -> None:
+    model = classifier(LlamaForTokenClassification)
+    program = capture(model)
+    assert not program.causal
+    given = batch([4, 7], vocab=3)
+    total = torch.zeros(())
+    for a, b in pairwise(given["cu_seqlens"].tolist()):
+        logits = model(input_ids=given["input_ids"][:, a:b]).logits[0]
+        total = total + F.cross_entropy(logits, given["labels"][0, a:b], reduction="sum", ignore_index=-100)
+    torch.testing.assert_close(loss(program, model, given), total, rtol=1e-5, atol=1e-4)
+
+
+def test_positions_that_start_behind_the_padding_id() -> None:
+    sizes = tiny(num_hidden_layers=1, is_decoder=True, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+    model = randomised(RobertaForCausalLM(RobertaConfig(**sizes, pad_token_id=1)))
+    given, program = batch([4, 7]), capture(model)
+    given["input_ids"] += 2 - given["input_ids"].clamp(max=2)  # a padding id would be no token
+    parts = [given["input_ids"][:, a:b] for a, b in pairwise(given["cu_seqlens"].tolist())]
+    logits = torch.cat([model(input_ids=p, use_cache=False).logits[0] for p in parts])
+    total = F.cross_entropy(logits, given["labels"][0], reduction="sum", ignore_index=-100)
+    torch.testing.assert_close(loss(program, model, given), total, rtol=1e-5, atol=1e-4)
+
+
+def bart() -> nn.Module:
+    sizes = {"vocab_size": 101, "d_model": 64, "decoder_layers": 1, "decoder_ffn_dim": 96, "decoder_attention_heads": 4}
+    return BartForCausalLM(BartConfig(**sizes, dropout=0.0, max_position_embeddings=128))
+
+
+def bloom() -> nn.Module:
+    dropout = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
+    return BloomForCausalLM(BloomConfig(vocab_size=101, hidden_size=64, n_layer=1, n_head=4, **dropout))
+
+
+def sinks() -> nn.Module:
+    sizes = tiny(num_key_value_heads=2, head_dim=16, num_local_experts=2, layer_types=["full_attention"] * 2)
+    return GptOssForCausalLM(GptOssConfig(**sizes))
+
+
+def capped() -> nn.Module:
+    sizes = tiny(num_key_value_heads=2, head_dim=16, layer_types=["full_attention"] * 2, attn_logit_softcapping=30.0)
+    return Gemma2ForCausalLM(Gemma2Config(**sizes))
+
+
+def routed() -> nn.Module:
+    sizes = tiny(num_key_value_heads=2, num_local_experts=2, sliding_window=None, output_router_logits=True)
+    return MixtralForCausalLM(MixtralConfig(**sizes))
+
+
+def dropping_by_function() -> nn.Module:
+    sizes = tiny(ffn_dim=96, word_embed_proj_dim=64, dropout=0.1)
+    del sizes["intermediate_size"]
+    return OPTForCausalLM(OPTConfig(**sizes)).train()
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (bart, r"BartForCausalLM: it takes no position_ids, so positions would run on.*; choose a model"),
+        (bloom, r"layer.0: a block with 2 output tensors; switch off extra outputs"),
+        (sinks, r"GptOssAttention: s_aux=a tensor; choose a model without attention sinks"),
+        (capped, r"Gemma2Attention: softcap=30.0; set softcap to None"),
+        (routed, r"output_router_logits: the auxiliary router loss; set output_router_logits=False"),
+        (dropping_by_function, r"layer.0: .*dropout.* draws random numbers.*; set dropout probabilities to 0"),
+    ],
+)
+def test_what_would_be_left_out_is_refused(build: Callable[[], nn.Module], message: str) -> None:
+    with torch.device("meta"):
+        model = build()
+    with pytest.raises(Unsupported, match=message):
+        capture(model)
+
+
+@pytest.mark.parametrize(
+    "example",
+    [
+        {"input_ids": torch.zeros(4, dtype=torch.int64)},
+        {"labels": torch.zeros(1, 4)},
+        {"weight": torch.zeros(4)},
+        {"weight": torch.zeros(2, 4)},
+        {"no name": torch.zeros(1, 4)},
+        {"hidden": torch.zeros(1, 4)},
+        {"weight": torch.zeros(1, 4), "labels": torch.zeros(1, 5, dtype=torch.int64)},
+    ],
+    ids=lambda e: ", ".join(e),
+)
+def test_an_example_that_fits_no_packed_batch_is_refused(example: dict[str, torch.Tensor]) -> None:
+    with pytest.raises(Unsupported, match=r"LlamaForCausalLM: the example's field .*; pass what a packed batch has"):
+        capture(llama(layers=1), example=example)
+
+
+def test_a_loss_of_ones_own_reads_a_field_of_ones_own() -> None:
+    model = llama(layers=1)
+    program = capture(model, loss=weighted, example={"weight": torch.zeros(1, 8), "unused": torch.zeros(1, 8, 3)})
+    assert own_fields(program) == {"weight": Field(torch.float32)}
+    given = batch([4, 7]) | {"weight": torch.rand(1, 11, generator=torch.Generator().manual_seed(0))}
+    total = torch.zeros(())
+    for a, b in pairwise(given["cu_seqlens"].tolist()):
+        logits = model(input_ids=given["input_ids"][:, a:b], use_cache=False).logits[0]
+        each = F.cross_entropy(logits, given["labels"][0, a:b], reduction="none", ignore_index=-100)
+        total = total + (each * given["weight"][0, a:b]).sum()
+    torch.testing.assert_close(loss(program, model, given), total, rtol=1e-5, atol=1e-4)

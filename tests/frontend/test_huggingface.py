@@ -61,7 +61,8 @@ def test_who_says_whether_it_is_causal() -> None:
         ({"dropout": 0.1}, "attention dropout 0.1; set the config's attention dropout to 0"),
         ({"sliding_window": 128}, "sliding_window=128; set sliding_window to None in the config"),
         ({"softcap": 30.0}, "softcap=30.0; set softcap to None"),
-        ({"s_aux": 1}, "s_aux=1"),
+        ({"s_aux": 1}, "s_aux=1; choose a model without attention sinks"),
+        ({"position_bias": torch.ones(5, 5)}, "its attention takes a tensor 'position_bias'"),
     ],
 )
 def test_attention_of_other_kinds_is_refused(changes: dict[str, Any], message: str) -> None:

@@ -84,7 +84,7 @@ def test_a_site_runs_its_block_with_the_models_arguments() -> None:
         (Model(Layer("two")), "layer.0: a block with 2 output tensors; switch off extra outputs"),
         (
             Model(Layer("shorter")),
-            "layer.0: the block turns a hidden state of .* into .*4.*; blocks must keep the shape",
+            "layer.0: the block turns a hidden state of .* into .*4.*; blocks must keep shape and dtype",
         ),
         (Model(Layer(), Layer(), order=(1, 0)), r"Model: blocks run in the order \['layer.1', 'layer.0'\]"),
         (Model(Layer(), Layer(), order=(0, 0, 1)), "not once each in the order of their list; name the nn.ModuleList"),

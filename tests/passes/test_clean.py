@@ -90,3 +90,28 @@ def test_the_graph_given_is_not_changed() -> None:
     before = graph.code
     assert len(targets(clean(graph))) == 1
     assert graph.code == before
+
+
+def test_a_histogram_of_integers_counts_floats_and_gives_integers() -> None:
+    def forward(x: Tensor) -> Tensor:
+        return torch.histc(x, bins=3, min=0, max=2).cumsum(0, dtype=torch.int32)
+
+    graph = exported(forward, torch.zeros(4, dtype=torch.int32, device="meta"))
+    assert clean(graph)(torch.tensor([0, 2, 2, 1], dtype=torch.int32))[0].tolist() == [1, 2, 4]
+
+
+def test_copies_into_fresh_values_have_a_derivative() -> None:
+    class Module(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            y = x.new_empty(2, 4)
+            y[:, :2], y[:, 2:] = x, 2 * x
+            return y
+
+    graph = torch.export.export(Module(), (torch.ones(2, 2),), strict=False).run_decompositions({}).graph_module
+    assert aten.copy.default in targets(graph)
+    cleaned = clean(graph)
+    assert aten.copy.default not in targets(cleaned)
+    x = torch.tensor([[1.0, 2.0], [3.0, 4.0]], requires_grad=True)
+    assert cleaned(x)[0].tolist() == [[1, 2, 2, 4], [3, 4, 6, 8]]
+    (gradient,) = torch.autograd.grad(cleaned(x)[0].sum(), x)
+    assert gradient.tolist() == [[3, 3], [3, 3]]

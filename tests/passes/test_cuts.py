@@ -78,6 +78,23 @@ EXPECTED: dict[str, tuple[dict[str, ShardRule], dict[str, ShardRule]]] = {  # pe
         SEPARATE | GATED | {f"self_attn.{n}_proj.weight": ShardRule(0, (1,), 16, heads=True) for n in "kv"},
         {"model.embed_tokens.weight": VOCABULARY},
     ),
+    "qwen2": (
+        SEPARATE | GATED | {"self_attn.q_proj.bias": HEADS} | {f"self_attn.{n}_proj.bias": KV_HEADS for n in "kv"},
+        UNTIED,
+    ),
+    "mistral": (SEPARATE | GATED, UNTIED),
+    "phi": (
+        {
+            **{f"self_attn.{name}_proj.{kind}": HEADS for name in "qkv" for kind in ("weight", "bias")},
+            "self_attn.dense.weight": HEADS_IN,
+            "mlp.fc1.weight": WIDTH,
+            "mlp.fc1.bias": WIDTH,
+            "mlp.fc2.weight": WIDTH_IN,
+        },
+        UNTIED | {"lm_head.bias": VOCABULARY},
+    ),
+    "granite": (SEPARATE | GATED, UNTIED),
+    "mixtral": (SEPARATE, UNTIED),  # experts are whole, and refused on stages of several devices
 }
 
 
@@ -203,3 +220,40 @@ def test_attention_is_cut_by_heads() -> None:
         "v_1": ShardRule(0, (2,), 8, heads=True),
         "o_1": ShardRule(1, (6,), 8, heads=True),
     }
+
+
+def test_stacked_selected_and_padded_values_stay_cut() -> None:
+    def interleaved(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        heads = F.linear(x, a).unflatten(-1, (16, 4))
+        turned = torch.stack((-heads[..., 1::2], heads[..., ::2]), dim=-1).flatten(-2).type_as(heads)
+        whole = F.pad(turned[0], (0, 2))[..., :4]
+        return F.linear(whole.flatten(-2), b)
+
+    found, rule = analysed(interleaved, (1, 5, 32), (64, 32), (32, 64))
+    assert rule == {"a_1": ShardRule(0, (16,), 4), "b_1": ShardRule(1, (16,), 4)}
+    assert not found.unknown
+
+
+@pytest.mark.parametrize(
+    "between",
+    [
+        lambda y: torch.stack((y, y), 0)[..., 0].flatten(),
+        lambda y: y.select(-1, 3),
+        lambda y: F.pad(y, (0, 1)),
+        lambda y: torch.stack((y, y.flip(0)), 1).select(1, 0).roll(1, -1),
+    ],
+)
+def test_operators_that_need_a_whole_dimension_leave_it_whole(between: Callable[[Tensor], Tensor]) -> None:
+    def forward(x: Tensor, a: Tensor) -> Tensor:
+        return between(F.linear(x, a)).sum()
+
+    assert not analysed(forward, (5, 32), (48, 32))[1]
+
+
+def test_an_operator_without_a_rule_is_named() -> None:
+    def forward(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        return F.linear(F.linear(x, a).roll(1, -1), b)
+
+    found, rule = analysed(forward, (5, 32), (48, 32), (32, 48))
+    assert not rule
+    assert torch.ops.aten.roll.default in {n.target for n in found.unknown.values()}

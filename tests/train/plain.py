@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from hydragraph.runtime.trace import Exposed, Span
 from hydragraph.spec.strategy import Strategy
 from hydragraph.train.metrics import Metrics
 
@@ -25,6 +26,9 @@ class PlainReport:
     sequences: int
     seconds: float = 0.5
     micro_batches: tuple[int, ...] = (1,)
+    padding: int = 0
+    planning_s: float = 0.001
+    exposed: Exposed = field(default_factory=Exposed)
 
 
 class PlainExecutor:
@@ -32,6 +36,7 @@ class PlainExecutor:
 
     def __init__(self, model: Any, optimizer: Callable[..., Any], fail_at: int | None = None) -> None:
         self.model = model
+        self.spans: list[Span] | None = None
         self.optimizer: torch.optim.Optimizer = optimizer(list(model.named_parameters()))
         self.steps, self.fail_at = 0, fail_at
 

@@ -24,7 +24,7 @@ def config(folder: Path, **changes: object) -> TrainConfig:
 
 
 def curve(history: tuple[Metrics, ...] | list[Metrics]) -> list[Metrics]:
-    return [replace(m, seconds=0.0, tokens_per_s=0.0) for m in history]
+    return [replace(m, seconds=0.0, tokens_per_s=0.0, peak_memory_bytes=0) for m in history]
 
 
 def test_a_run_leaves_everything_in_its_folder(tmp_path: Path) -> None:

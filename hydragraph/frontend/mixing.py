@@ -1,0 +1,105 @@
+"""Refuse operators that would let packed sequences see each other: only `varlen_attention` may mix tokens.
+
+A check by name and by shape, on the graph that was traced: attention that is not ours, products and softmaxes over the
+token dimension, scores of every token with every other, running sums, convolutions and shifts along the tokens. It
+cannot find what hides in index arithmetic; `hydragraph verify` compares with the model on each sequence alone.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from hydragraph.errors import Unsupported
+from hydragraph.frontend.private import symbol_name
+from hydragraph.passes.cut import operands, varlen
+
+aten = torch.ops.aten
+
+_ATTENTION = ("scaled_dot_product", "flash_attention", "efficient_attention", "multi_head_attention", "encoder_layer")
+_ALONG = frozenset(  # operators that mix what stands along the dimension that they name
+    {
+        aten.softmax.int,
+        aten._softmax.default,
+        aten.log_softmax.int,
+        aten._log_softmax.default,
+        aten.cumsum.default,
+        aten.cumprod.default,
+        aten.logcumsumexp.default,
+        aten.flip.default,
+        aten.roll.default,
+        aten.mean.dim,
+        aten.sum.dim_IntList,
+        aten.amax.default,
+        aten.amin.default,
+        aten.max.dim,
+        aten.min.dim,
+        aten.var.correction,
+        aten.logsumexp.default,
+    }
+)
+_ALL = frozenset({aten.mean.default, aten.sum.default, aten.max.default, aten.min.default})  # they reduce everything
+_SPATIAL = ("conv", "batch_norm", "group_norm", "instance_norm")  # they mix what stands behind the channels
+_PRODUCTS = frozenset({aten.matmul.default, aten.mm.default, aten.bmm.default})
+REMEDY = "call hydragraph.varlen_attention(q, k, v, cu_seqlens) where tokens meet; it keeps packed sequences apart"
+
+
+def refuse_mixing(graph: fx.GraphModule, tokens: str | None, where: str) -> None:
+    """Raise Unsupported for an operator that mixes packed tokens.
+
+    Args:
+        graph: one piece of the model.
+        tokens: the symbol of the token count; None: look for attention operators only.
+        where: the piece, for the error.
+    """
+    for node in graph.graph.nodes:
+        if node.op != "call_function" or node.target is varlen:
+            continue
+        name = str(node.target)
+        if any(part in name for part in _ATTENTION) and "hydragraph" not in name:
+            raise Unsupported(
+                f"attention by {name}, in which packed sequences would see each other", where=where, remedy=REMEDY
+            )
+        if tokens is not None and _mixes(node, name, tokens):
+            raise Unsupported(f"{name} mixes the tokens of packed sequences", where=where, remedy=REMEDY)
+
+
+def _mixes(node: fx.Node, name: str, tokens: str) -> bool:
+    first = operands(node)[0] if operands(node) else None
+    given, made = _dims(first, tokens), _dims(node, tokens)
+    if _is_float(node) and (len(made) > 1 or _is_shifted(node)):
+        return True
+    if not given:
+        return False
+    rank = len(first.meta["val"].shape)  # type: ignore[union-attr]
+    if node.target in _ALONG and _is_float(first):
+        named = operands(node)[1] if len(operands(node)) > 1 and node.target is not aten.roll.default else None
+        named = operands(node)[2] if node.target is aten.roll.default and len(operands(node)) > 2 else named
+        dims = range(rank) if named is None else [named] if isinstance(named, int) else named
+        return any(d % rank in given for d in dims)
+    if node.target in _PRODUCTS:
+        return rank - 1 in given
+    if node.target in _ALL:
+        return _is_float(first) and len(operands(node)) == 1
+    return any(part in name for part in _SPATIAL) and any(d >= 2 for d in given)
+
+
+def _dims(value: Any, tokens: str) -> list[int]:
+    """Return the dimensions of a value that count tokens."""
+    tensor = value.meta.get("val") if isinstance(value, fx.Node) else None
+    return (
+        [d for d, s in enumerate(tensor.shape) if symbol_name(s) == tokens] if isinstance(tensor, torch.Tensor) else []
+    )
+
+
+def _is_float(value: Any) -> bool:
+    tensor = value.meta.get("val") if isinstance(value, fx.Node) else None
+    return isinstance(tensor, torch.Tensor) and tensor.is_floating_point()
+
+
+def _is_shifted(node: fx.Node) -> bool:
+    """Say whether a value has some tokens more or less than the batch, as shifted or padded ones do."""
+    names = (symbol_name(s) for s in node.meta["val"].shape)
+    return any(n is not None and any(sign in n for sign in "+-") for n in names)

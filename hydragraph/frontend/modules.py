@@ -1,0 +1,40 @@
+"""Modules that are no Hugging Face models: how their forward is called with a packed batch."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Collection
+from typing import Any
+
+from torch import Tensor, nn
+
+from hydragraph.errors import Unsupported
+
+_NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+
+
+def caller(model: nn.Module, fields: Collection[str]) -> Callable[[nn.Module, dict[str, Tensor]], Any]:
+    """Return how to call a module on a packed batch: its forward's parameters name the fields that it gets.
+
+    A forward whose one required parameter is no field (`def forward(self, batch)`) gets the whole dict.
+
+    Args:
+        model: any module.
+        fields: the names that its packed batch has.
+
+    Raises:
+        Unsupported: a required parameter is no field.
+    """
+    parameters = [p for p in inspect.signature(model.forward).parameters.values() if p.kind in _NAMED]
+    names = [p.name for p in parameters if p.name in fields]
+    missing = [p.name for p in parameters if p.default is p.empty and p.name not in fields]
+    if not names and len(missing) == 1:
+        return lambda module, batch: module(batch)
+    if missing or not names:
+        raise Unsupported(
+            f"its forward wants {missing[0]!r}" if missing else "its forward takes none of the batch's fields",
+            where=type(model).__name__,
+            remedy=f"name its parameters after the packed batch ({', '.join(fields)}), take the whole dict as one "
+            "parameter `batch`, or bring a field of your own with example={'name': tensor [1, T, ...]}",
+        )
+    return lambda module, batch: module(**{name: batch[name] for name in names})

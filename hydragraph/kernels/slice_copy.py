@@ -1,0 +1,308 @@
+"""Move thousands of ranges between two flat buffers in one launch: the local part of a link, with cast and sum.
+
+A `SliceTable` is made once per link on the host: it cuts ranges into tiles that no two programs share, and tells tiles
+whose accesses can be 16 bytes wide from those at odd offsets. Every target element is written once. Where several
+ranges meet in one, they are added up in the order of the table: bit for bit the same in every run.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from hydragraph.errors import Unsupported
+from hydragraph.kernels.jit import Kernel, require_one_device, use_kernel
+
+if TYPE_CHECKING:
+    import triton.language as tl
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+UNIT = 8  # elements of one 16-byte access to a 16-bit buffer
+WIDE = 4096  # elements of an aligned tile: 32 per thread keep enough bytes in flight to hide the latency of memory
+NARROW = 512  # elements of any other tile: scalar accesses cost registers, so fewer of them at once
+
+Offsets = NDArray[np.int64]
+
+
+@Kernel
+def _slice_copy(
+    source,  # type: ignore[no-untyped-def]
+    target,
+    tiles,
+    origins,
+    aligned,
+    ACCUMULATE: tl.constexpr,  # noqa: N803
+    SUMS: tl.constexpr,  # noqa: N803
+    UNIT: tl.constexpr,  # noqa: N803
+    WIDE: tl.constexpr,  # noqa: N803
+    NARROW: tl.constexpr,  # noqa: N803
+):
+    # One program per tile (target offset, length, first origin, number of origins); offsets of the first `aligned`
+    # tiles are in units of UNIT elements, which is how the compiler knows that it may use wide accesses.
+    tile = tl.program_id(0).to(tl.int64)
+    at = tl.load(tiles + 4 * tile)
+    length = tl.load(tiles + 4 * tile + 1)
+    first = tl.load(tiles + 4 * tile + 2)
+    count = tl.load(tiles + 4 * tile + 3)
+    element = target.dtype.element_ty
+    if tile < aligned:
+        wide = tl.arange(0, WIDE)
+        inside = wide < length * UNIT
+        to = target + at * UNIT + wide
+        if SUMS:
+            total = tl.zeros([WIDE], element)
+            if ACCUMULATE:
+                total = tl.load(to, mask=inside)
+            for i in range(first, first + count):
+                total += tl.load(source + tl.load(origins + i) * UNIT + wide, mask=inside).to(element)
+            tl.store(to, total, mask=inside)
+        else:
+            value = tl.load(source + tl.load(origins + first) * UNIT + wide, mask=inside).to(element)
+            if ACCUMULATE:
+                value = tl.load(to, mask=inside) + value
+            tl.store(to, value, mask=inside)
+    else:
+        narrow = tl.arange(0, NARROW)
+        within = narrow < length
+        to_any = target + at + narrow
+        if SUMS:
+            part = tl.zeros([NARROW], element)
+            if ACCUMULATE:
+                part = tl.load(to_any, mask=within)
+            for j in range(first, first + count):
+                part += tl.load(source + tl.load(origins + j) + narrow, mask=within).to(element)
+            tl.store(to_any, part, mask=within)
+        else:
+            one = tl.load(source + tl.load(origins + first) + narrow, mask=within).to(element)
+            if ACCUMULATE:
+                one = tl.load(to_any, mask=within) + one
+            tl.store(to_any, one, mask=within)
+
+
+@dataclass(frozen=True, eq=False)
+class SliceTable:
+    """Which ranges of one flat buffer go to which of another.
+
+    Attributes:
+        ranges: [3, R] int64 on the CPU: source offset, target offset and length of each range, in elements.
+        tiles: [tiles, 4] int64: target offset, length, first origin, number of origins.
+        origins: [O] int64: source offsets, those of one tile side by side in the order of the ranges.
+        aligned: of the tiles, how many (they come first) count in units of 8 elements.
+        source_end, target_end: how many elements each buffer must have at least.
+        elements: how many elements are written.
+        sums: whether target ranges overlap.
+    """
+
+    ranges: Tensor
+    tiles: Tensor
+    origins: Tensor
+    aligned: int
+    source_end: int
+    target_end: int
+    elements: int
+    sums: bool
+
+    @staticmethod
+    def make(
+        source: Tensor, target: Tensor, length: Tensor, *, sums: bool = False, device: torch.device | None = None
+    ) -> SliceTable:
+        """Return the table of R ranges.
+
+        Args:
+            source, target, length: [R] int64 on the CPU, in elements; ranges may be empty.
+            sums: whether target ranges may overlap, which only `slice_copy(..., accumulate=True)` accepts.
+            device: of the buffers; default CPU.
+
+        Raises:
+            Unsupported: not such tensors, negative numbers, or target ranges that overlap without `sums`.
+        """
+        ranges = _checked(source, target, length)
+        origins, targets, lengths, order = _disjoint(ranges[:, ranges[2] > 0])
+        counts = np.diff(order)
+        overlap = bool((counts > 1).any())
+        if overlap and not sums:
+            first = int(targets[int(np.argmax(counts > 1))])
+            raise Unsupported(
+                f"two ranges write target element {first}",
+                where="slice_copy",
+                remedy="make target ranges disjoint, or pass sums=True and accumulate",
+            )
+        tiles, tile_origins, aligned = _tiles(origins, targets, lengths, order)
+        return SliceTable(
+            ranges=torch.from_numpy(ranges),
+            tiles=torch.from_numpy(tiles).to(device),
+            origins=torch.from_numpy(tile_origins).to(device),
+            aligned=aligned,
+            source_end=int((ranges[0] + ranges[2]).max(initial=0)),
+            target_end=int((ranges[1] + ranges[2]).max(initial=0)),
+            elements=int(lengths.sum()),
+            sums=overlap,
+        )
+
+
+def slice_copy(source: Tensor, target: Tensor, table: SliceTable, *, accumulate: bool = False) -> None:
+    """Copy ranges of `source` to ranges of `target`, rounding to nearest even, or add them to what is there.
+
+    Args:
+        source, target: 1-D contiguous, bf16, fp16, fp32 or fp64, not overlapping in memory.
+        table: of which ranges; made for this device.
+        accumulate: add to the target, range after range in the order of the table; the target is fp32 or fp64.
+
+    Raises:
+        Unsupported: other tensors, buffers too short for the table, or overlapping ranges without `accumulate`.
+    """
+    _check(source, target, table, accumulate)
+    if not len(table.tiles):
+        return
+    if use_kernel(source.device, "slice_copy"):
+        launch(source, target, table, accumulate)
+    else:
+        reference(source, target, table, accumulate)
+
+
+def reference(source: Tensor, target: Tensor, table: SliceTable, accumulate: bool) -> None:
+    """Say in plain PyTorch what the operator does: one range after the other."""
+    for a, b, n in table.ranges.T.tolist():
+        part, value = target[b : b + n], source[a : a + n].to(target.dtype)
+        if accumulate:
+            part += value
+        else:
+            part.copy_(value)
+
+
+def launch(source: Tensor, target: Tensor, table: SliceTable, accumulate: bool) -> None:
+    """Run the kernel on checked arguments, one program per tile."""
+    _slice_copy[(len(table.tiles),)](
+        source,
+        target,
+        table.tiles,
+        table.origins,
+        table.aligned,
+        ACCUMULATE=accumulate,
+        SUMS=table.sums,
+        UNIT=UNIT,
+        WIDE=WIDE,
+        NARROW=NARROW,
+        num_warps=4,
+    )
+
+
+def _checked(source: Tensor, target: Tensor, length: Tensor) -> Offsets:
+    """Return the three as [3, R]."""
+    for name, tensor in {"source": source, "target": target, "length": length}.items():
+        if tensor.dim() != 1 or tensor.dtype != torch.int64 or tensor.device.type != "cpu":
+            raise Unsupported(
+                f"{name} offsets of shape {tuple(tensor.shape)}, {tensor.dtype} on {tensor.device}",
+                where="slice_copy table",
+                remedy="pass 1-D int64 tensors on the CPU",
+            )
+    sizes = [len(source), len(target), len(length)]
+    if len(set(sizes)) > 1:
+        raise Unsupported(
+            f"{sizes[0]} source offsets, {sizes[1]} target offsets, {sizes[2]} lengths",
+            where="slice_copy table",
+            remedy="give one of each per range",
+        )
+    ranges: Offsets = torch.stack([source, target, length]).numpy()
+    if (ranges < 0).any():
+        bad = int(np.argmax((ranges < 0).any(0)))
+        raise Unsupported(
+            f"range {bad} is (source, target, length) = {tuple(ranges[:, bad].tolist())}",
+            where="slice_copy table",
+            remedy="offsets and lengths cannot be negative",
+        )
+    return ranges
+
+
+def _disjoint(ranges: Offsets) -> tuple[Offsets, Offsets, Offsets, Offsets]:
+    """Cut [3, R] ranges where any target range begins or ends.
+
+    Returns:
+        source offset of every piece, the pieces of one target interval side by side in the order of the ranges; and per
+        interval its target offset and length, and [I + 1] where its pieces begin.
+    """
+    source, target, length = ranges
+    bounds = np.unique(np.concatenate([target, target + length]))
+    low, high = np.searchsorted(bounds, target), np.searchsorted(bounds, target + length)
+    index = np.repeat(np.arange(len(target)), high - low)
+    interval = np.arange(len(index)) - np.repeat(np.cumsum(high - low) - high, high - low)
+    by_interval = np.argsort(interval, kind="stable")
+    index, interval = index[by_interval], interval[by_interval]
+    used, counts = np.unique(interval, return_counts=True)
+    origins = source[index] + bounds[interval] - target[index]
+    return origins, bounds[used], bounds[used + 1] - bounds[used], np.concatenate([[0], np.cumsum(counts)])
+
+
+def _tiles(origins: Offsets, targets: Offsets, lengths: Offsets, order: Offsets) -> tuple[Offsets, Offsets, int]:
+    """Cut disjoint intervals into tiles, the aligned ones first and in units of UNIT.
+
+    An interval whose source and target offsets agree modulo UNIT has an aligned body between a head and a tail of
+    fewer than UNIT elements; any other has no body.
+
+    Returns:
+        tiles [tiles, 4], their origins, the number of aligned tiles.
+    """
+    counts = np.diff(order)
+    shift = (origins - np.repeat(targets, counts)) % UNIT
+    matched = np.add.reduceat(shift, order[:-1]) == 0 if len(targets) else np.zeros(0, dtype=bool)
+    head = np.where(matched, np.minimum(-targets % UNIT, lengths), lengths)
+    body = np.where(matched, (lengths - head) // UNIT * UNIT, 0)
+    parts = (
+        (np.zeros_like(lengths), head, NARROW, 1),
+        (head, body, WIDE, UNIT),
+        (head + body, lengths - head - body, NARROW, 1),
+    )
+    before, wide, after = (_cut(origins, targets, order, *part) for part in parts)
+    rows, found, done = [], [], 0
+    for tiles, tile_origins in (wide, before, after):
+        tiles[:, 2] += done
+        done += len(tile_origins)
+        rows.append(tiles)
+        found.append(tile_origins)
+    return np.concatenate(rows), np.concatenate(found), len(wide[0])
+
+
+def _cut(
+    origins: Offsets, targets: Offsets, order: Offsets, start: Offsets, size: Offsets, block: int, unit: int
+) -> tuple[Offsets, Offsets]:
+    """Return tiles of at most `block` elements of [start, start + size) of every interval, and their origins."""
+    number = -(-size // block)
+    interval = np.repeat(np.arange(len(targets)), number)
+    nth = np.arange(len(interval)) - np.repeat(np.cumsum(number) - number, number)
+    inside = start[interval] + nth * block
+    length = np.minimum(block, size[interval] - nth * block)
+    counts = np.diff(order)[interval]
+    first = np.cumsum(counts) - counts
+    piece = np.repeat(order[interval] - first, counts) + np.arange(counts.sum())
+    tiles = np.stack([(targets[interval] + inside) // unit, length // unit, first, counts], axis=1)
+    return tiles, (origins[piece] + np.repeat(inside, counts)) // unit
+
+
+def _check(source: Tensor, target: Tensor, table: SliceTable, accumulate: bool) -> None:
+    for name, buffer, end in (("source", source, table.source_end), ("target", target, table.target_end)):
+        if buffer.dim() != 1 or not buffer.is_contiguous() or buffer.dtype not in DTYPES:
+            raise Unsupported(
+                f"{name} of shape {tuple(buffer.shape)}, strides {buffer.stride()}, {buffer.dtype}",
+                where="slice_copy",
+                remedy="pass 1-D contiguous buffers of bf16, fp16, fp32 or fp64",
+            )
+        if buffer.numel() < end:
+            raise Unsupported(
+                f"the table reaches {name} element {end} of {buffer.numel()}",
+                where="slice_copy",
+                remedy=f"pass the {name} buffer that the table was made for",
+            )
+    require_one_device("slice_copy", {"source": source, "target": target, "table": table.tiles})
+    if accumulate and target.dtype not in (torch.float32, torch.float64):
+        raise Unsupported(
+            f"sums in {target.dtype}", where="slice_copy", remedy="accumulate into fp32, and cast the result once"
+        )
+    if table.sums and not accumulate:
+        raise Unsupported(
+            "the table's target ranges overlap", where="slice_copy", remedy="pass accumulate=True to add them up"
+        )

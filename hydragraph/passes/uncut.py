@@ -1,0 +1,67 @@
+"""Refuse tensor parallelism for what it cannot cut and would otherwise repeat on every rank of a stage in silence."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import fx
+
+from hydragraph.errors import Unsupported
+from hydragraph.ir.program import Program, Template
+from hydragraph.passes.cut import operands
+from hydragraph.passes.cut_rules import VIEWS
+from hydragraph.passes.cuts import find_cuts
+from hydragraph.spec.strategy import Strategy
+
+aten = torch.ops.aten
+
+REMEDY = "give its stages one device each (tensor-parallel degree 1)"
+
+
+def refuse_uncut(program: Program, strategy: Strategy) -> None:
+    """Check the layers of a program for a strategy, on every rank alike.
+
+    Small whole parameters (norms, a router) and the head of a loss that needs all logits are repeated on purpose.
+
+    Raises:
+        Unsupported: a stage has more than one device, and a layer has experts, or an operator without a rule on a
+            value that would be cut.
+    """
+    if all(stage.tp == 1 for pipeline in strategy.pipelines for stage in pipeline.stages):
+        return
+    for block in program.blocks[1:-1]:
+        template = program.templates[block.template]
+        problem = _problem(template)
+        if problem is not None:
+            place, what = problem
+            raise Unsupported(what, where=block.parameters[template.parameters.index(place)], remedy=REMEDY)
+        if not any(program.parameters[name].rule for name in block.parameters):
+            raise Unsupported(
+                "none of its products has a weight that can be cut, so every rank would repeat all of it",
+                where=block.name,
+                remedy=REMEDY,
+            )
+
+
+@functools.lru_cache(maxsize=64)
+def _problem(template: Template) -> tuple[str, str] | None:
+    """Return the parameter of a template that cannot be cut, and why."""
+    nodes = [n for n in template.graph.graph.nodes if n.op == "placeholder"]
+    parameters = dict(zip(nodes, template.parameters, strict=False))
+    for node, name in parameters.items():
+        if len(node.meta["val"].shape) > 2:
+            what = f"experts (a parameter of {len(node.meta['val'].shape)} dimensions) in {_user(node).target}"
+            return name, f"{what}, which has no sharding rule"
+    found = find_cuts(template.graph.graph, set(parameters), None, set())
+    for product, unknown in found.unknown.items():
+        weight = next((n for n in operands(product) if n in parameters), None)
+        if weight is not None:
+            return parameters[weight], f"its product reaches {unknown.target}, which has no sharding rule"
+    return None
+
+
+def _user(node: fx.Node) -> fx.Node:
+    """Return the first operator that computes with a value rather than to move its dimensions."""
+    user = next(iter(node.users))
+    return _user(user) if user.target in (aten.transpose.int, aten.permute.default, *VIEWS) and user.users else user

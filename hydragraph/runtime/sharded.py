@@ -1,0 +1,44 @@
+"""This rank's part of every parameter as boxes of its natural shape, which is how files hold tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hydragraph.ir.boxes import boxes
+from hydragraph.runtime.state import HomeState, Piece
+
+
+@dataclass(frozen=True, eq=False)
+class Sharded:
+    """One tensor of the checkpoint, and the boxes of it that this rank owns.
+
+    Attributes:
+        shape, dtype: of the whole tensor.
+        boxes: offsets -> a view of this rank's elements, in natural order.
+    """
+
+    shape: torch.Size
+    dtype: torch.dtype
+    boxes: Mapping[torch.Size, Tensor]
+
+
+def sharded(piece: Piece, flat: Tensor) -> Sharded:
+    """View this rank's canonical elements of a parameter, 1-D, as boxes of its natural shape."""
+    shape, rule = piece.parameter.shape, piece.parameter.rule
+    dim = rule.dim if rule is not None else 0
+    canonical = (*shape[dim : dim + 1], *shape[:dim], *shape[dim + 1 :])
+    views = {}
+    for box in boxes(piece.lo, piece.hi, canonical):
+        view = flat.detach()[box.at : box.at + box.size].view(box.sizes)
+        offsets = box.moved(dim).offsets if shape else ()
+        views[torch.Size(offsets)] = view.movedim(0, dim) if shape else view
+    return Sharded(torch.Size(shape), flat.dtype, views)
+
+
+def sharded_weights(home: HomeState) -> dict[str, Sharded]:
+    """Return this rank's part of all master weights, by parameter name."""
+    return {name: sharded(piece, home.parameters[name]) for name, piece in home.pieces.items() if piece.parameter.size}

@@ -1,0 +1,119 @@
+"""Where an iteration's time goes: waits per kind of traffic, and, where it is asked for, every instruction."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hydragraph.ir.instruction import Stream
+
+
+@dataclass(frozen=True)
+class Exposed:
+    """Seconds that computation, or the end of the step, waited for communication that it did not hide.
+
+    Attributes:
+        pull, push, p2p: for weights, for gradients on their way to their owners, and for activations.
+    """
+
+    pull: float = 0.0
+    push: float = 0.0
+    p2p: float = 0.0
+
+
+@dataclass(frozen=True)
+class Span:
+    """Something that took time on one rank: when it began and ended, in seconds of the wall clock."""
+
+    step: int
+    stream: str
+    name: str
+    begin: float
+    end: float
+
+
+class Timing:
+    """What one rank measures during one iteration.
+
+    Args:
+        step: its number.
+        spans: filled with every instruction and message; None: only waits are added up.
+    """
+
+    def __init__(self, step: int = 0, spans: list[Span] | None = None) -> None:
+        self.spans = spans
+        self._step = step
+        self._waited = {Stream.PULL: 0.0, Stream.PUSH: 0.0, Stream.P2P: 0.0}
+        self._started: dict[str, float] = {}
+        self._offset = time.time() - time.perf_counter()  # ranks of different hosts share the wall clock only
+
+    @property
+    def exposed(self) -> Exposed:
+        """What was waited for."""
+        return Exposed(self._waited[Stream.PULL], self._waited[Stream.PUSH], self._waited[Stream.P2P])
+
+    def started(self, value: str) -> None:
+        """Note that a message is on its way."""
+        if self.spans is not None:
+            self._started[value] = time.perf_counter()
+
+    @contextmanager
+    def waiting(self, stream: Stream, value: str) -> Iterator[None]:
+        """Time a wait for a message of a stream."""
+        began = time.perf_counter()
+        yield
+        ended = time.perf_counter()
+        self._waited[stream] += ended - began
+        self._add(Stream.COMPUTE, f"wait {value}", began, ended)
+        if value in self._started:
+            self._add(stream, value, self._started.pop(value), ended)
+
+    @contextmanager
+    def running(self, name: str, stream: Stream) -> Iterator[None]:
+        """Time an instruction; on streams other than computation that is only its start."""
+        if self.spans is None:
+            yield
+            return
+        began = time.perf_counter()
+        yield
+        if stream is Stream.COMPUTE:
+            self._add(stream, name, began, time.perf_counter())
+
+    def _add(self, stream: Stream, name: str, began: float, ended: float) -> None:
+        if self.spans is not None:
+            self.spans.append(Span(self._step, stream.value, name, began + self._offset, ended + self._offset))
+
+
+def write_trace(per_rank: Iterable[Iterable[Span]], path: Path) -> None:
+    """Write all ranks' spans in the Trace Event Format, which https://ui.perfetto.dev opens: a process per rank.
+
+    Args:
+        per_rank: spans by rank.
+        path: a .json file.
+    """
+    streams = [stream.value for stream in Stream]
+    events: list[dict[str, Any]] = []
+    every = [list(spans) for spans in per_rank]
+    first = min((span.begin for spans in every for span in spans), default=0.0)
+    for rank, spans in enumerate(every):
+        events.append({"ph": "M", "pid": rank, "name": "process_name", "args": {"name": f"rank {rank}"}})
+        for thread, stream in enumerate(streams):
+            events.append({"ph": "M", "pid": rank, "tid": thread, "name": "thread_name", "args": {"name": stream}})
+        for span in spans:
+            events.append(
+                {
+                    "ph": "X",
+                    "pid": rank,
+                    "tid": streams.index(span.stream),
+                    "name": span.name,
+                    "ts": (span.begin - first) * 1e6,  # microseconds
+                    "dur": (span.end - span.begin) * 1e6,
+                    "args": {"step": span.step},
+                }
+            )
+    path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}), encoding="utf-8")

@@ -1,0 +1,43 @@
+"""The table of model families in docs/support.md says what happens.
+
+`HYDRAGRAPH_UPDATE_SUPPORT=1 pytest tests/frontend/test_families.py` writes it anew, for all families (some minutes).
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import transformers
+
+from tests.frontend import families
+
+SAMPLE = [  # a quarter of all families; those named in README, and at least one of each way to be refused
+    "afmoe", "axk2", "bamba", "bart", "bert", "bitnet", "bloom", "cohere", "deepseek_v3", "diffllama", "doge", "falcon",
+    "gemma", "gemma2", "gemma3_text", "glm", "gpt2", "gpt_bigcode", "gpt_neox", "gpt_oss", "granite", "jetmoe", "lfm3",
+    "llama", "mamba", "mistral", "mixtral", "nemotron", "olmo2", "olmoe", "opt", "phi", "phi3", "qwen2", "qwen3",
+    "qwen3_moe", "roberta", "smollm3", "stablelm", "starcoder2", "xlm",
+]  # fmt: skip
+UPDATE = "HYDRAGRAPH_UPDATE_SUPPORT"
+
+
+def test_the_table_is_written_anew() -> None:
+    if not os.environ.get(UPDATE):
+        pytest.skip(f"the table is only written with {UPDATE}=1")
+    families.update()
+
+
+@pytest.mark.parametrize("family", SAMPLE)
+def test_a_family_is_what_the_table_says(family: str) -> None:
+    version, rows = families.documented()
+    if version != transformers.__version__:
+        pytest.skip(
+            f"the table is of transformers {version}, this is {transformers.__version__}; set {UPDATE}=1 to renew it"
+        )
+    assert families.examine(family).row() == rows[family]
+
+
+def test_nothing_in_the_table_is_wrong() -> None:
+    _, rows = families.documented()
+    assert set(rows) == set(families.NAMES)
+    assert not [row for row in rows.values() if "WRONG" in row]

@@ -1,0 +1,167 @@
+"""Random models, strategies, lengths and dtypes against one device: python -m tests.fuzz --count 1000 --seed 7
+
+A case is a function of its seed alone, so that one that fails can be run by itself. Cases share launches, because
+capturing a model takes each process seconds: each launch draws one model and runs several cases with it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import random
+from dataclasses import dataclass
+
+import torch
+from rich.progress import track
+from torch import Tensor, nn
+
+import hydragraph as hg
+from tests import reference
+from tests.models import gpt2, llama, sequences
+
+PER_LAUNCH = 8
+RANKS = 4
+# Of the norm of all gradients: bfloat16 keeps 8 bits, and a whole backward adds its roundings up.
+BFLOAT16_GRADIENTS, BFLOAT16_LOSS = 3e-2, 1e-2
+
+
+@dataclass(frozen=True)
+class ModelCase:
+    """A model's kind and sizes."""
+
+    kind: str
+    layers: int
+    heads: int
+    kv: int
+    tied: bool
+    width: int
+    vocab: int
+    dtype: torch.dtype
+
+    def build(self) -> nn.Module:
+        """Build it; its weights depend on the sizes alone."""
+        if self.kind == "gpt2":
+            return gpt2(layers=self.layers, heads=self.heads, vocab=self.vocab)
+        return llama(self.layers, self.heads, self.kv, self.tied, self.width, self.vocab)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One comparison: a strategy and the lengths of one mini-batch."""
+
+    seed: int
+    strategy: str
+    lengths: tuple[int, ...]
+
+    def data(self) -> list[Tensor]:
+        """Draw the mini-batch."""
+        return sequences(list(self.lengths), seed=self.seed)
+
+
+def draw_model(seed: int) -> ModelCase:
+    """Draw a model whose heads every degree from 1 to 4 divides, or that refuses some of them."""
+    draw = random.Random(seed)
+    heads = draw.choice([4, 6, 12])
+    return ModelCase(
+        draw.choice(["llama", "llama", "gpt2"]),
+        draw.randint(1, 4),
+        heads,
+        draw.choice([n for n in (1, 2, 3, 4, 6, 12) if heads % n == 0]),
+        draw.random() < 0.4,
+        draw.randint(60, 130),
+        draw.randint(97, 140),
+        draw.choice([torch.float32, torch.float32, torch.bfloat16]),
+    )
+
+
+def draw_case(seed: int, model: ModelCase) -> Case:
+    """Draw a strategy that fits a model, and lengths from one token to many."""
+    draw = random.Random(seed)
+    while True:
+        strategy = _strategy(draw, model.layers)
+        degrees = {stage.tp for p in hg.Strategy.parse(strategy, model.layers).pipelines for stage in p.stages}
+        if all(model.heads % t == 0 and (model.kv % t == 0 or t % model.kv == 0) for t in degrees):
+            break
+    count = draw.randint(1, 9)
+    lengths = tuple(max(1, int(60 * draw.random() ** 2)) for _ in range(count))
+    return Case(seed, strategy, lengths if max(lengths) > 1 else (*lengths, 5))
+
+
+def _strategy(draw: random.Random, layers: int) -> str:
+    """Draw pipelines over shuffled ranks: any degree, depth, split of the layers, flags, idle ranks, schedule."""
+    left = draw.sample(range(RANKS), draw.randint(1, RANKS))
+    pipelines: list[list[list[int]]] = [[]]
+    while left:
+        tp = draw.randint(1, len(left))
+        if len(pipelines[-1]) == layers or (pipelines[-1] and draw.random() < 0.5):
+            pipelines.append([])
+        pipelines[-1].append(left[:tp])
+        left = left[tp:]
+    texts = []
+    for stages in pipelines:
+        cuts = sorted(draw.sample(range(1, layers), len(stages) - 1))
+        counts = [b - a for a, b in zip([0, *cuts], [*cuts, layers], strict=True)]
+        flags = [draw.choice(["", "s", "r", "sr"]) for _ in stages]
+        parts = (f"{s}x{n}{f}".replace(" ", "") for s, n, f in zip(stages, counts, flags, strict=True))
+        texts.append("<" + ",".join(parts) + ">")
+    return " + ".join(texts) + draw.choice(["", " gpipe"])
+
+
+Found = tuple[float, dict[str, Tensor]]
+
+
+def compute(model: ModelCase, cases: list[Case]) -> list[Found]:
+    """Return every case's loss and gradients; on each rank."""
+    first = hg.Strategy.parse(cases[0].strategy, model.layers)
+    exe = hg.compile(model.build(), first, dtype=model.dtype)
+    found = []
+    for case in cases:
+        strategy = hg.Strategy.parse(case.strategy, model.layers)
+        found.append((exe.evaluate(case.data(), strategy).loss, exe.gradients(case.data(), strategy)))
+    exe.close()
+    return found
+
+
+def differences(model: ModelCase, cases: list[Case]) -> list[str]:
+    """Run cases on gloo processes and describe those that one device contradicts."""
+    built, wrong = model.build(), []
+    for case, (loss, gradients) in zip(cases, hg.launch(compute, RANKS, model, cases)[0], strict=True):
+        wanted = reference.train(copy.deepcopy(built), [case.data()], lambda p: torch.optim.SGD(p, lr=0.0))
+        error = abs(loss / wanted.losses[0] - 1)
+        if model.dtype == torch.float32:
+            name, ratio = reference.worst(gradients, wanted.gradients[0])
+            allowed = 1e-5
+        else:
+            name, ratio = "all gradients", _distance(gradients, wanted.gradients[0]) / BFLOAT16_GRADIENTS
+            allowed = BFLOAT16_LOSS
+        if error > allowed or not ratio <= 1:
+            wrong.append(f"{model} {case}: loss off by {error:.1e}, {name} by {ratio:.2f} times the tolerance")
+    return wrong
+
+
+def _distance(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
+    off = torch.stack([(found[n] - g).norm() for n, g in wanted.items()]).norm()
+    return float(off / torch.stack([g.norm() for g in wanted.values()]).norm())
+
+
+def launch_of(seed: int, count: int = PER_LAUNCH) -> tuple[ModelCase, list[Case]]:
+    """Return the model and the cases of one launch."""
+    model = draw_model(seed)
+    return model, [draw_case(seed * 1000 + i, model) for i in range(count)]
+
+
+def main() -> None:
+    """Run cases and print those that fail."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--count", type=int, default=1000, help="cases")
+    parser.add_argument("--seed", type=int, default=0, help="of the first launch")
+    chosen = parser.parse_args()
+    wrong: list[str] = []
+    for seed in track(range(chosen.seed, chosen.seed - (-chosen.count // PER_LAUNCH)), "launches"):
+        wrong += differences(*launch_of(seed))
+    print(*wrong, f"{len(wrong)} of {chosen.count} cases differ", sep="\n")
+    raise SystemExit(bool(wrong))
+
+
+if __name__ == "__main__":
+    main()

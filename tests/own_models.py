@@ -1,0 +1,88 @@
+"""A module that is no Hugging Face model, and losses of one's own, with a plain PyTorch twin of each."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import hydragraph as hg
+
+
+class Attention(nn.Module):
+    """Attention over packed tokens [T, H], with fewer key/value heads than query heads."""
+
+    def __init__(self, width: int, heads: int, kv: int, causal: bool) -> None:
+        super().__init__()
+        self.size, self.causal = width // heads, causal
+        self.q, self.k, self.v = nn.Linear(width, width), *(nn.Linear(width, kv * self.size) for _ in range(2))
+        self.o = nn.Linear(width, width)
+
+    def forward(self, x: Tensor, cu_seqlens: Tensor) -> Tensor:
+        """[T, H] -> [T, H]."""
+        q, k, v = (layer(x).unflatten(-1, (-1, self.size)) for layer in (self.q, self.k, self.v))
+        return self.o(hg.varlen_attention(q, k, v, cu_seqlens, causal=self.causal).flatten(1))
+
+
+class Layer(nn.Module):
+    """A pre-norm block of attention and a gated MLP, all with biases."""
+
+    def __init__(self, width: int, heads: int, kv: int, causal: bool) -> None:
+        super().__init__()
+        self.before, self.between = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.attention = Attention(width, heads, kv, causal)
+        self.gate, self.up, self.down = nn.Linear(width, 51), nn.Linear(width, 51), nn.Linear(51, width)
+
+    def forward(self, x: Tensor, cu_seqlens: Tensor) -> Tensor:
+        """[T, H] -> [T, H]."""
+        x = x + self.attention(self.before(x), cu_seqlens)
+        y = self.between(x)
+        return x + self.down(F.silu(self.gate(y)) * self.up(y))
+
+
+class Own(nn.Module):
+    """A language model or token classifier of one's own; its blocks pass the hidden state as [T, H]."""
+
+    def __init__(self, layers: int = 2, heads: int = 4, kv: int = 2, outputs: int = 101, causal: bool = True) -> None:
+        super().__init__()
+        width = 8 * heads
+        self.tokens, self.places = nn.Embedding(101, width), nn.Embedding(128, width)
+        self.stack = nn.ModuleList([Layer(width, heads, kv, causal) for _ in range(layers)])
+        self.norm, self.out = nn.LayerNorm(width), nn.Linear(width, outputs)
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor, cu_seqlens: Tensor) -> Tensor:
+        """Return logits [1, T, outputs]."""
+        x = (self.tokens(input_ids) + self.places(position_ids))[0]
+        for block in self.stack:
+            x = block(x, cu_seqlens)
+        return self.out(self.norm(x))[None]
+
+
+def alone(model: nn.Module, ids: Tensor) -> Tensor:
+    """Return the logits [L, outputs] of one sequence by itself."""
+    bounds = torch.tensor([0, len(ids)], dtype=torch.int32)
+    return model(ids[None], torch.arange(len(ids))[None], bounds)[0]  # type: ignore[no-any-return]
+
+
+def weighted(outputs: Any, batch: dict[str, Tensor]) -> Tensor:
+    """Sum the cross-entropies, each times its token's weight."""
+    logits = outputs if isinstance(outputs, Tensor) else outputs.logits
+    each = F.cross_entropy(logits[0], batch["labels"][0], ignore_index=-100, reduction="none")
+    return (each * batch["weight"][0]).sum()
+
+
+def distilled(outputs: Any, batch: dict[str, Tensor]) -> Tensor:
+    """Sum the cross-entropies against a teacher's distribution over the targets."""
+    logits = outputs if isinstance(outputs, Tensor) else outputs.logits
+    each = -(F.log_softmax(logits[0], -1) * batch["teacher"][0]).sum(-1)
+    return (each * (batch["labels"][0] != -100)).sum()
+
+
+def classified(outputs: Any, batch: dict[str, Tensor]) -> Tensor:
+    """Sum the cross-entropies of whole sequences: the mean of a sequence's outputs against its last token's label."""
+    logits, bounds = outputs[0], batch["cu_seqlens"].long()
+    sums = torch.cat([logits.new_zeros(1, logits.shape[1]), logits.cumsum(0)])
+    means = (sums[bounds[1:]] - sums[bounds[:-1]]) / (bounds[1:] - bounds[:-1])[:, None]
+    return F.cross_entropy(means, batch["labels"][0][bounds[1:] - 1], ignore_index=-100, reduction="sum")

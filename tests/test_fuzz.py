@@ -1,0 +1,27 @@
+"""Random cases: a few in every run, others every day; `python -m tests.fuzz --count 1000` runs many."""
+
+from __future__ import annotations
+
+import datetime
+
+import pytest
+
+import hydragraph as hg
+from tests.fuzz import PER_LAUNCH, RANKS, differences, draw_model, launch_of
+
+
+@pytest.mark.parametrize("offset", [0, 1])
+def test_todays_random_cases_equal_one_device(offset: int) -> None:
+    seed = datetime.date.today().toordinal() * 2 + offset  # 16 cases a day, so that 200 take two weeks
+    model, cases = launch_of(seed)
+    assert not (wrong := differences(model, cases)), f"seed {seed}: {wrong}"
+
+
+def test_cases_depend_on_their_seed_alone_and_fit_their_model() -> None:
+    for seed in range(50):
+        model, cases = launch_of(seed)
+        assert (model, cases) == launch_of(seed)
+        assert len(cases) == PER_LAUNCH
+        for case in cases:
+            hg.Strategy.parse(case.strategy, model.layers).check(model.layers, RANKS, (model.heads,))
+    assert len({draw_model(seed) for seed in range(50)}) > 40

@@ -1,0 +1,90 @@
+"""A run whose rank is killed continues by itself, and its curve is that of an undisturbed run, bit for bit."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.test_cli import LOPSIDED, computed
+from tests.train.plain import settings
+
+ROOT = Path(__file__).parent.parent
+STEPS, LIMIT_S = 60, 300
+LOCAL = [sys.executable, "-m", "hydragraph.cli"]
+TORCHRUN = [
+    sys.executable,
+    "-m",
+    "torch.distributed.run",
+    "--standalone",
+    "--nproc-per-node",
+    "2",
+    "--max-restarts",
+    "1",
+]
+
+pytestmark = pytest.mark.skipif(
+    not Path("/proc").is_dir(), reason="finds the ranks' processes in /proc, as Linux has it"
+)
+
+
+def configured(folder: Path) -> Path:
+    folder.mkdir()
+    changes = {"ranks": 2, "strategies": LOPSIDED, "steps": STEPS, "checkpoint_every": 10, "evaluate_every": 0}
+    (folder / "config.yaml").write_text(yaml.safe_dump({**settings(folder), **changes}))
+    return folder / "config.yaml"
+
+
+def curve(folder: Path) -> list[dict[str, Any]]:
+    path = folder / "run" / "metrics.jsonl"
+    lines = path.read_text().splitlines(keepends=True) if path.is_file() else []
+    return [computed(json.loads(line)) for line in lines if line.endswith("\n")]
+
+
+def children(pid: int) -> list[int]:
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal():
+            try:
+                parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+            except OSError:
+                continue
+            found += [int(entry.name)] if parent == pid else []
+    return found
+
+
+def ranks(pid: int, torchrun: bool) -> list[int]:
+    """Return the ranks' processes: torchrun's children, or those of the fork server."""
+    return children(pid) if torchrun else [rank for child in children(pid) for rank in children(child)]
+
+
+@pytest.mark.parametrize("torchrun", [False, True], ids=["launch", "torchrun"])
+def test_a_killed_rank_is_restarted_and_the_curve_is_the_same(torchrun: bool, tmp_path: Path) -> None:
+    whole = subprocess.run([*LOCAL, "train", configured(tmp_path / "whole")], cwd=ROOT, check=False, timeout=LIMIT_S)
+    assert whole.returncode == 0
+    command = [*TORCHRUN, "-m", "hydragraph.cli"] if torchrun else LOCAL
+    arguments = [*command, "train", str(configured(tmp_path / "cut")), "--max-restarts", "1"]
+    process = subprocess.Popen(arguments, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    try:
+        deadline = time.monotonic() + LIMIT_S
+        while len(curve(tmp_path / "cut")) < 15 and process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.005)
+        assert len(curve(tmp_path / "cut")) < STEPS - 10, "too late to disturb it"
+        os.kill(ranks(process.pid, torchrun)[-1], signal.SIGKILL)
+        _, errors = process.communicate(timeout=LIMIT_S)
+    finally:
+        process.kill()
+    assert process.returncode == 0, errors[-3000:]
+    if not torchrun:
+        assert "continuing from" in errors
+        assert "step-000000" in errors
+    assert curve(tmp_path / "cut") == curve(tmp_path / "whole")
+    assert len(curve(tmp_path / "cut")) == STEPS
