@@ -178,7 +178,7 @@ def on_ranks(sizes: Sizes, rounds: int) -> dict[str, list[Timing]]:
 
     def share(turn: int) -> tuple[dict[str, Tensor], float]:
         """Return this rank's part, as balanced as longest-first makes it, and the targets per rank."""
-        from hydragraph.planner.pack import assign as assign_longest_first
+        from hydragraph.planner.longest_first import assign as assign_longest_first
 
         sequences = sizes.sequences(turn)
         strategy = hg.Strategy.parse(f"{ranks}*<tp1,pp1>", sizes.layers)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from hydragraph.api import Executable, RankPrograms, StepReport, compile, lower
+    from hydragraph.cost.profile import Profile
     from hydragraph.errors import RankFailure, Unsupported
     from hydragraph.frontend.capture import capture
     from hydragraph.kernels.varlen_attention import varlen_attention
@@ -21,6 +22,7 @@ _WHERE = {
     "Cluster": "hydragraph.spec.cluster",
     "Executable": "hydragraph.api",
     "Pipeline": "hydragraph.spec.strategy",
+    "Profile": "hydragraph.cost.profile",
     "RankFailure": "hydragraph.errors",
     "RankPrograms": "hydragraph.api",
     "Stage": "hydragraph.spec.strategy",
@@ -37,6 +39,7 @@ __all__ = [
     "Cluster",
     "Executable",
     "Pipeline",
+    "Profile",
     "RankFailure",
     "RankPrograms",
     "Stage",

@@ -29,7 +29,8 @@ from hydragraph.ir.program import Program
 from hydragraph.ir.text import instruction_text
 from hydragraph.passes.pipeline import rank_programs
 from hydragraph.passes.uncut import refuse_uncut
-from hydragraph.planner.pack import assign
+from hydragraph.planner.longest_first import assign
+from hydragraph.runtime import checkpoint, pretrained
 from hydragraph.runtime.batch import pack, padding
 from hydragraph.runtime.buffers import Buffers
 from hydragraph.runtime.exchange import pull_exchange, start_pull
@@ -38,6 +39,7 @@ from hydragraph.runtime.fault import Watch
 from hydragraph.runtime.groups import Groups, Role
 from hydragraph.runtime.launch import join
 from hydragraph.runtime.prepared import Preparer
+from hydragraph.runtime.saving import Saver
 from hydragraph.runtime.state import HomeState, OptimizerFactory, make_optimizer
 from hydragraph.runtime.trace import Exposed, Span, Timing
 from hydragraph.runtime.variants import Variants
@@ -115,6 +117,7 @@ class Executable:
         self.program, self.strategy, self._max_grad_norm = program, strategy, max_grad_norm
         self.world = join(device)
         self._model_tensors, self._fields = tensor_names(model), own_fields(program)
+        self._names = pretrained.Names.of(model, self._model_tensors)
         self._several = "cu_seqlens" in program.templates[program.blocks[-1].template].inputs
         check_strategy(program, strategy, self.world.ranks)
         refuse_uncut(program, strategy)
@@ -122,6 +125,7 @@ class Executable:
         with self._watch.guarding():
             self.groups = Groups(self.world, TIMEOUT, watch=self._watch)
         self._watch.also_abort(self.groups.abort)
+        self._saver = Saver(self.world, TIMEOUT)
         self._agree("program", program.fingerprint)
         self._buffers = {n: b.to(self.world.device) for n, b in initial_buffers(model).items()}
         self.home = HomeState.allocate(program, self.world.ranks, self.world.rank, self.world.device)
@@ -186,26 +190,45 @@ class Executable:
         held = {**{n: b.detach().cpu() for n, b in self._buffers.items()}, **found}
         return {name: held[source] for name, source in self._model_tensors.items()}
 
-    def save(self, path: str | Path, extra: dict[str, Any] | None = None) -> None:
-        """Write weights and optimizer state as a checkpoint that any strategy and any number of ranks can load."""
-        from hydragraph.runtime import checkpoint
+    def save(self, path: str | Path, extra: dict[str, Any] | None = None, asynchronous: bool = False) -> None:
+        """Write weights and optimizer state as a checkpoint that any strategy and any number of ranks can load.
 
+        Args:
+            path: a directory that all ranks see.
+            extra: plain data of yours, which `load` returns.
+            asynchronous: return as soon as this rank's shards are copied to CPU memory, and write beside training.
+                The next `save`, `load`, `wait_saved`, `close` and the end of the process wait for it; an error is
+                raised by the first of these or by the next step, on every rank.
+        """
         self._begin()
-        checkpoint.save(Path(path), self.home, self.optimizer, {"steps": self._steps, "user": extra or {}}, self.groups)
+        self.wait_saved()
+        save = self._saver.start if asynchronous else checkpoint.save
+        save(Path(path), self.home, self.optimizer, {"steps": self._steps, "user": extra or {}}, self.groups)
+
+    def wait_saved(self) -> None:
+        """Return once what an asynchronous `save` is writing is in its place; raise its error, on every rank."""
+        self._saver.wait()
 
     def load(self, path: str | Path) -> dict[str, Any]:
         """Read a checkpoint that `save` wrote; return what was saved as `extra`."""
-        from hydragraph.runtime import checkpoint
-
+        self.wait_saved()
         extra = checkpoint.load(Path(path), self.home, self.optimizer, self.groups)
         self._start = None
         self._steps = int(extra["steps"])
         return dict(extra["user"])
 
+    def load_pretrained(self, path: str | Path) -> None:
+        """Read the weights of a Hugging Face directory of safetensors, every rank only its own; not the optimizer."""
+        pretrained.load(Path(path), self.home, self._buffers, self._names, self.groups)
+        self._start = None
+
     def close(self) -> None:
-        """Stop watching and drop the communicators; all ranks call it."""
-        self._watch.close()
-        self.groups.close()
+        """Wait for what is being saved, stop watching and drop the communicators; all ranks call it."""
+        try:
+            self._saver.close()
+        finally:
+            self._watch.close()
+            self.groups.close()
 
     @property
     def rank(self) -> int:
@@ -237,8 +260,11 @@ class Executable:
             work, refused = None, error
         digest = _digest(repr(refused) if work is None else _work_text(work, mode, update is not None), work)
         with self._watch.step(self._communications):  # what all ranks refuse together must not count as a failure
-            same = self._same(digest)
-            outcome = self._execute(work, mode, update) if same and work is not None else None
+            same, unsaved = self._compare(digest)
+            outcome = self._execute(work, mode, update) if same and not unsaved and work is not None else None
+        if unsaved:
+            self.wait_saved()
+            raise AssertionError("a save in the background fails on all ranks, so waiting for it raises")
         if refused is not None:
             raise refused
         if outcome is None or work is None:
@@ -324,13 +350,13 @@ class Executable:
         if self.world.ranks > 1:
             self.groups.same_everywhere(what, text)
 
-    def _same(self, digest: int) -> bool:
-        """Say whether all ranks are about to do the same; one small all-reduce."""
+    def _compare(self, digest: int) -> tuple[bool, bool]:
+        """Say whether all ranks are about to do the same, and whether a save has failed; one small all-reduce."""
         if self.world.ranks == 1:
-            return True
-        both = torch.tensor([digest, -digest], device=self.world.device)
-        self.groups.all_reduce(Role.COMMIT, both, ReduceOp.MAX)
-        return bool(both[0] == -both[1])
+            return True, self._saver.failed
+        most = torch.tensor([digest, -digest, int(self._saver.failed)], device=self.world.device)
+        self.groups.all_reduce(Role.COMMIT, most, ReduceOp.MAX)
+        return bool(most[0] == -most[1]), bool(most[2])
 
     def _describe(self, rank: int, index: int) -> str:
         if self._running is None:

@@ -20,7 +20,7 @@ import shutil
 import uuid
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -48,7 +48,7 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
-from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+from torch.distributed.checkpoint.storage import WriteResult
 
 from hydragraph.errors import Unsupported
 from hydragraph.runtime.agreement import Failure, raise_first, together, together_own
@@ -87,23 +87,111 @@ def save(
         ValueError: on all ranks: `path` is something else, or something cannot be stored.
         RankFailure: another rank failed while writing; that rank raises its own error.
     """
+    write(prepare(path, home, optimizer, extra, groups), groups)
+
+
+@dataclass(frozen=True, eq=False)
+class Prepared:
+    """What one rank is about to write, and where.
+
+    Attributes:
+        path: of the checkpoint.
+        scratch: the directory to write into, which becomes the checkpoint once it is complete.
+        contents: this rank's part of every entry.
+        parameters: name -> natural shape.
+        optimizer: class name.
+    """
+
+    path: Path
+    scratch: Path
+    contents: Mapping[str, Sharded | bytes]
+    parameters: Mapping[str, tuple[int, ...]]
+    optimizer: str | None
+
+    def snapshot(self) -> Prepared:
+        """Return the same with copies in CPU memory, so that training can go on while they are written."""
+        copies = {n: v.copied() if isinstance(v, Sharded) else v for n, v in self.contents.items()}
+        return replace(self, contents=copies)
+
+    @property
+    def what(self) -> str:
+        """What is being done, for errors."""
+        return f"save checkpoint {self.path}"
+
+    def discard(self) -> None:
+        """Remove what is written so far; rank 0 does it for all."""
+        shutil.rmtree(self.scratch, ignore_errors=True)
+
+
+def prepare(
+    path: PathLike,
+    home: HomeState,
+    optimizer: torch.optim.Optimizer | None,
+    extra: Mapping[str, Any],
+    groups: Groups,
+) -> Prepared:
+    """Check that a checkpoint can be saved and make room for it; all ranks call it, with the arguments of `save`.
+
+    Returns:
+        What `write` writes; its tensors are the state's own.
+    """
     path, what, rank = Path(path), f"save checkpoint {path}", groups.world.rank
     parts = together(groups, what, lambda: _encoded("the optimizer", _plain(home, optimizer)))
     entry = together_own(groups, what, lambda: _packed(extra, parts) if rank == 0 else b"")
+    contents = together_own(groups, what, lambda: {**sharded_weights(home), **_elementwise(home, optimizer)})
     scratch = cast(Path, together(groups, what, lambda: _scratch(path) if rank == 0 else None)[0])
+    entries: dict[str, Sharded | bytes] = {**contents, **({_ENTRY: entry} if rank == 0 else {})}
+    return Prepared(path, scratch, entries, _shapes(home), _kind(optimizer))
+
+
+def write(prepared: Prepared, groups: Groups) -> None:
+    """Write what `prepare` returned and put it in its place; all ranks call it, in any thread that owns the groups.
+
+    Raises:
+        ValueError, RankFailure: as for `save`; what was at the path stays as it was.
+    """
+    what, rank, scratch = prepared.what, groups.world.rank, prepared.scratch
     try:
-        contents: dict[str, Sharded | bytes] = {**sharded_weights(home), **_elementwise(home, optimizer)}
-        if rank == 0:
-            contents[_ENTRY] = entry
-        writer = FileSystemWriter(scratch, overwrite=False)
-        _run(dcp_save, groups, what, state_dict=contents, storage_writer=writer, planner=_SavePlanner())
+        _write_entries(prepared, groups)
         files = {n: f for part in together(groups, what, lambda: _written(scratch, rank)) for n, f in part.items()}
-        manifest = _Manifest(_FORMAT, _versions(), groups.world.ranks, _shapes(home), _kind(optimizer), files)
-        together(groups, what, lambda: _commit(path, scratch, manifest) if rank == 0 else None)
+        manifest = _Manifest(
+            _FORMAT, _versions(), groups.world.ranks, dict(prepared.parameters), prepared.optimizer, files
+        )
+        together(groups, what, lambda: _commit(prepared.path, scratch, manifest) if rank == 0 else None)
     except BaseException:
         if rank == 0:
-            shutil.rmtree(scratch, ignore_errors=True)
+            prepared.discard()
         raise
+
+
+def _write_entries(prepared: Prepared, groups: Groups) -> None:
+    """Do what DCP's save does, step by step, over these groups: its own would use the default process group."""
+    what, leader = prepared.what, groups.world.rank == 0
+    writer, planner = FileSystemWriter(prepared.scratch, overwrite=False), _SavePlanner()
+
+    def plan() -> SavePlan:
+        planner.set_up_planner(dict(prepared.contents), writer.storage_meta(), leader)
+        writer.set_up_storage_writer(leader)
+        return writer.prepare_local_plan(planner.create_local_plan())
+
+    def plan_all() -> tuple[list[SavePlan], Metadata] | None:
+        if not leader:
+            return None
+        plans, metadata = planner.create_global_plan(local)
+        return writer.prepare_global_plan(plans), metadata
+
+    def write_own() -> list[WriteResult]:
+        try:
+            return writer.write_data(planner.finish_plan(plans[groups.world.rank]), planner).wait()
+        except OSError as error:
+            if error.errno is not None and error.filename is None:  # a full disk's does not say where
+                error.filename = str(prepared.path)
+            raise
+
+    local = together(groups, what, plan)
+    plans, metadata = cast(tuple[list[SavePlan], Metadata], together(groups, what, plan_all)[0])
+    results = together(groups, what, write_own)
+    together(groups, what, lambda: writer.finish(metadata, results) if leader else None)
 
 
 def load(path: PathLike, home: HomeState, optimizer: torch.optim.Optimizer | None, groups: Groups) -> dict[str, Any]:
@@ -166,7 +254,7 @@ def prune(directory: PathLike, keep: int) -> None:
 
 
 def _run(action: Callable[..., object], groups: Groups, what: str, **arguments: object) -> None:
-    """Call DCP's save or load over all ranks."""
+    """Call DCP's load over all ranks."""
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")  # which is what being alone means

@@ -25,6 +25,11 @@ class Sharded:
     dtype: torch.dtype
     boxes: Mapping[torch.Size, Tensor]
 
+    def copied(self) -> Sharded:
+        """Return the same with elements of its own in CPU memory, which what happens to this one does not change."""
+        held = {offsets: box.to("cpu", copy=True).contiguous() for offsets, box in self.boxes.items()}
+        return Sharded(self.shape, self.dtype, held)
+
 
 def sharded(piece: Piece, flat: Tensor) -> Sharded:
     """View this rank's canonical elements of a parameter, 1-D, as boxes of its natural shape."""

@@ -60,21 +60,34 @@ class ModelConfig:
         architecture: a class of transformers, such as LlamaForCausalLM.
         config: arguments of its config class; the vocabulary and the end-of-text id default to the tokenizer's.
         path: a local directory that `save_pretrained` wrote, instead of the two above.
+        weights: such a directory with safetensors files, of which each rank reads only its own part, so that no
+            process ever holds the model; of `architecture`, or else of the model that the directory describes.
     """
 
     architecture: str | None = None
     config: Mapping[str, Any] | None = None
     path: str | None = None
+    weights: str | None = None
 
     def __post_init__(self) -> None:
         _check_text("architecture", self.architecture, optional=True)
         _check_text("path", self.path, optional=True)
-        if (self.architecture is None) == (self.path is None):
-            raise ValueError("give either architecture, to train a new model, or path, to continue from a directory")
+        _check_text("weights", self.weights, optional=True)
+        if (self.path is not None) == (self.architecture is not None or self.weights is not None):
+            raise ValueError(
+                "give either architecture, to train a new model, or path, to continue from a directory, or weights, "
+                "to do so without ever holding it whole"
+            )
         if self.config is not None and not isinstance(self.config, Mapping):
             raise ValueError(f"config is {self.config!r}: give a mapping, such as {{hidden_size: 256}}")
-        if self.config is not None and self.path is not None:
-            raise ValueError("config cannot change the model in path: leave one of them out")
+        if self.config is not None and self.architecture is None:
+            where = "path" if self.path is not None else "weights"
+            raise ValueError(f"config cannot change the model in {where}: leave one of them out")
+
+    @property
+    def directory(self) -> str | None:
+        """The local directory that the model starts from."""
+        return self.path or self.weights
 
 
 @dataclass(frozen=True)
@@ -85,7 +98,8 @@ class DataConfig:
         paths: files and directories of text, .jsonl or Parquet; "python-stdlib" is this Python's standard library.
         suffixes: which files of a directory to take; None: all.
         text_field: the field of a .jsonl object, or the column of a Parquet table, that holds the text.
-        tokenizer: a tokenizer.json or a directory with one; None: that of `model.path`, or else a new byte-level BPE.
+        tokenizer: a tokenizer.json or a directory with one; None: that of `model.path` or `model.weights`, or else a
+            new byte-level BPE.
         vocab_size: of a new tokenizer.
         tokens_per_step: the budget of one mini-batch.
         max_length: longer documents are cut into sequences of this many tokens.
@@ -169,11 +183,26 @@ class ScheduleConfig:
 
 
 @dataclass(frozen=True)
+class CheckpointConfig:
+    """How checkpoints are written.
+
+    Attributes:
+        asynchronous: copy the state to CPU memory and write it beside training, instead of waiting for the disk.
+    """
+
+    asynchronous: bool = False
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.asynchronous, bool):
+            raise ValueError(f"asynchronous is {self.asynchronous!r}: give true or false")
+
+
+@dataclass(frozen=True)
 class TrainConfig:
     """A whole run.
 
     Attributes:
-        model, data, optimizer, schedule: see their classes.
+        model, data, optimizer, schedule, checkpoint: see their classes.
         strategies: texts such as "<tp2,pp1> + <tp1,pp2>", or paths of YAML files; steps take them in turn.
         steps: how many mini-batches to train on.
         ranks: local processes to start, where no launcher such as torchrun has started any.
@@ -195,6 +224,7 @@ class TrainConfig:
     ranks: int = 1
     optimizer: OptimizerConfig = OptimizerConfig()
     schedule: ScheduleConfig = ScheduleConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
     max_grad_norm: float | None = 1.0
     dtype: str = "float32"
     device: str | None = None

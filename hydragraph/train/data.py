@@ -21,6 +21,7 @@ from hydragraph.data.token_file import TokenFile, write_tokens
 from hydragraph.train.config import DataConfig, TrainConfig
 
 STDLIB = "python-stdlib"
+_TOKENS = "tokens.bin"
 # Packages of others, and the tests, which are as large as everything else and hold files that are broken on purpose.
 _NOT_STDLIB = ("site-packages", "dist-packages", "test", "tests", "idle_test", "lib2to3")
 
@@ -48,7 +49,7 @@ def prepare(config: TrainConfig, progress: Progress | None = None) -> Path:
     data, known = config.data, _known_tokenizer(config)
     paths, suffixes = _paths(data)
     directory = _cache(config) / _key(data, paths, suffixes, known)
-    if directory.is_dir():
+    if _is_whole(directory):
         return directory
     report = progress or (lambda what, done: None)
     directory.parent.mkdir(parents=True, exist_ok=True)
@@ -61,9 +62,10 @@ def prepare(config: TrainConfig, progress: Progress | None = None) -> Path:
             encoder = tokenizer.load(known)
         tokenizer.save(encoder, partial)
         texts = corpus.documents(paths, suffixes, data.text_field)
-        write_tokens(partial / "tokens.bin", texts, encoder, lambda done, _: report("writing the token file", done))
+        write_tokens(partial / _TOKENS, texts, encoder, lambda done, _: report("writing the token file", done))
         # The directory appears when it is complete; where another run was faster, its own is as good.
-        if not directory.is_dir():
+        if not _is_whole(directory):
+            shutil.rmtree(directory, ignore_errors=True)  # where somebody deleted a damaged token file
             partial.rename(directory)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
@@ -72,7 +74,11 @@ def prepare(config: TrainConfig, progress: Progress | None = None) -> Path:
 
 def open_tokens(directory: Path) -> Tokens:
     """Open what `prepare` made."""
-    return Tokens(tokenizer.load(directory), TokenFile.open(directory / "tokens.bin"))
+    return Tokens(tokenizer.load(directory), TokenFile.open(directory / _TOKENS))
+
+
+def _is_whole(directory: Path) -> bool:
+    return (directory / _TOKENS).is_file()
 
 
 def mini_batches(config: TrainConfig, file: TokenFile, split: Split = "train") -> MiniBatches:
@@ -112,13 +118,14 @@ def _known_tokenizer(config: TrainConfig) -> Path | None:
     """Return the tokenizer that the config names, or that the model to continue brings; None: train one."""
     if config.data.tokenizer is not None:
         path = Path(config.data.tokenizer)
-    elif config.model.path is not None:
-        path = Path(config.model.path)
+    elif config.model.directory is not None:
+        path = Path(config.model.directory)
     else:
         return None
     file = path / "tokenizer.json" if path.is_dir() else path
     if not file.is_file():
-        field = "data.tokenizer" if config.data.tokenizer is not None else "model.path"
+        model = "model.path" if config.model.path is not None else "model.weights"
+        field = "data.tokenizer" if config.data.tokenizer is not None else model
         raise ValueError(f"{field}: there is no {file}: set data.tokenizer to a tokenizer.json or a directory with one")
     return file
 

@@ -16,11 +16,12 @@ def export(model: Any, state: Mapping[str, Tensor], encoder: Tokenizer, director
     """Write config, weights (safetensors) and tokenizer.
 
     Args:
-        model: the Hugging Face model on the CPU; it gets the weights.
+        model: the Hugging Face model, on the CPU or without weights; it gets these.
         state: every key of its `state_dict`.
         encoder: the tokenizer.
         directory: made if missing.
     """
-    model.load_state_dict(dict(state))
+    model.load_state_dict(dict(state), assign=True)  # which gives a model on the meta device memory, too
+    model.tie_weights()
     model.save_pretrained(str(directory))
     tokenizer.save(encoder, directory)

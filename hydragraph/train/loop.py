@@ -21,7 +21,7 @@ from hydragraph.train.data import Tokens, evaluation_batches, mini_batches, open
 from hydragraph.train.export import export
 from hydragraph.train.folder import Begin, RunFolder
 from hydragraph.train.metrics import Metrics, MetricsLog, peak_memory, tensorboard_installed
-from hydragraph.train.model import build_model
+from hydragraph.train.model import build_model, check_vocabulary, skeleton
 from hydragraph.train.optimizer import learning_rate, optimizer_factory
 from hydragraph.train.picture import matplotlib_installed, write_picture
 
@@ -60,11 +60,17 @@ class Executor(Protocol):
     def full_state_dict(self) -> dict[str, Tensor]:
         """Return the whole model on rank 0."""
 
-    def save(self, path: Path, extra: dict[str, Any] | None = None) -> None:
-        """Write weights, optimizer state and `extra`, whole or not at all."""
+    def save(self, path: Path, extra: dict[str, Any] | None = None, asynchronous: bool = False) -> None:
+        """Write weights, optimizer state and `extra`, whole or not at all; beside training if asynchronous."""
+
+    def wait_saved(self) -> None:
+        """Return once what is being saved is in its place."""
 
     def load(self, path: Path) -> dict[str, Any]:
         """Read weights and optimizer state back, and return `extra`."""
+
+    def load_pretrained(self, path: Path) -> None:
+        """Read the weights of a Hugging Face directory, every rank its own."""
 
     def close(self) -> None:
         """End the communication between the ranks."""
@@ -132,9 +138,9 @@ def train(
     world = join(config.device)
     leader = watcher if world.rank == 0 else None
     folder = RunFolder(Path(config.output))
-    _together(world, world.rank == 0, lambda: folder.check(config, begin))  # before the slow part
+    last = _together(world, world.rank == 0, lambda: folder.check(config, begin))[0]  # before the slow part
     tokens = shared_tokens(config, world, watcher)
-    model = build_model(config.model, tokens.file.vocabulary, tokens.file.end_of_text, config.seed)
+    model = _model(config, tokens)
     strategies = read_strategies(config.strategies, model, world.ranks)
     factory = optimizer_factory(config.optimizer, model)
     batches = mini_batches(config, tokens.file)
@@ -147,6 +153,8 @@ def train(
         dtype=getattr(torch, config.dtype),
         device=world.device,
     )
+    if config.model.weights is not None and last is None:
+        executor.load_pretrained(Path(config.model.weights))
     # Once nothing else can be refused, because this may remove an earlier run.
     last = _together(world, world.rank == 0, lambda: folder.begin(config, begin))[0]
     done = 0
@@ -167,9 +175,21 @@ def train(
                 _checkpoint(run, step, batches.state_dict())
         if executor.spans is not None:
             _write_trace(run)
+        if config.checkpoint.asynchronous:
+            _settle_checkpoints(run)
         _finish(run, model, tokens)
         executor.close()
         return Outcome(folder, tuple(log.history) if log is not None else ())
+
+
+def _model(config: TrainConfig, tokens: Tokens) -> nn.Module:
+    """Return the model, on the meta device where each rank is to read its own part of the weights."""
+    vocabulary, end_of_text = tokens.file.vocabulary, tokens.file.end_of_text
+    if config.model.weights is None:
+        return build_model(config.model, vocabulary, end_of_text, config.seed)
+    model = skeleton(config.model, vocabulary, end_of_text)
+    check_vocabulary(config.model, model, vocabulary)
+    return model
 
 
 def shared_tokens(config: TrainConfig, world: World, watcher: Watcher) -> Tokens:
@@ -217,6 +237,8 @@ def _train_step(run: _Run, step: int, sequences: list[Tensor]) -> None:
     try:
         report: Report = run.executor.step(sequences, strategy)
     except FloatingPointError as error:
+        if config.checkpoint.asynchronous:
+            run.executor.wait_saved()  # all ranks are here, and it may be the last checkpoint
         raise FloatingPointError(_not_finite(run, step, error)) from None
     evaluate = config.evaluate_every and _due(step, config.evaluate_every, config.steps)
     eval_loss = _evaluate(run, strategy) if evaluate else None
@@ -253,11 +275,27 @@ def _evaluate(run: _Run, strategy: Strategy) -> float:
 
 def _checkpoint(run: _Run, step: int, position: Mapping[str, Any]) -> None:
     """Save everything that resuming needs, and the picture so far."""
-    run.executor.save(run.folder.place(step), {"mini_batches": dict(position)})
+    place, extra = run.folder.place(step), {"mini_batches": dict(position)}
+    if run.config.checkpoint.asynchronous:
+        _settle_checkpoints(run)
+        run.executor.save(place, extra, asynchronous=True)
+    else:
+        run.executor.save(place, extra)
+        _prune(run)
+    if run.log is not None and matplotlib_installed():
+        write_picture(run.log.history, run.folder.picture)
+
+
+def _settle_checkpoints(run: _Run) -> None:
+    """Wait for what is being saved, and drop what it makes too old; never while something is being saved."""
+    run.executor.wait_saved()
+    _prune(run)
+
+
+def _prune(run: _Run) -> None:
+    """Keep the newest checkpoints."""
     if run.log is not None:
         prune(run.folder.checkpoints, run.config.keep)
-        if matplotlib_installed():
-            write_picture(run.log.history, run.folder.picture)
 
 
 def _write_trace(run: _Run) -> None:

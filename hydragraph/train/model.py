@@ -1,4 +1,4 @@
-"""The model of a run, built from its config with a seed or read from a directory, on the CPU."""
+"""The model of a run, built from its config with a seed or read from a directory, on the CPU or without weights."""
 
 from __future__ import annotations
 
@@ -26,24 +26,34 @@ def build_model(config: ModelConfig, vocabulary: int, end_of_text: int, seed: in
     Raises:
         ValueError: naming the field, where transformers knows no such class or setting, or the vocabulary is too small.
     """
-    model = _read(config.path) if config.path is not None else _build(config, vocabulary, end_of_text, seed)
-    size = getattr(model.config, "vocab_size", None)
-    if isinstance(size, int) and size < vocabulary:
-        where = "model.config.vocab_size" if config.path is None else f"model.path {config.path}: vocab_size"
-        raise ValueError(f"{where} is {size}, but the tokenizer's ids need {vocabulary}: use a larger model vocabulary")
+    if config.directory is None:
+        model = _build(config, vocabulary, end_of_text, seed)
+    else:
+        model = _read(config, vocabulary, end_of_text)
+    check_vocabulary(config, model, vocabulary)
     return model
 
 
-def skeleton(config: ModelConfig, vocabulary: int) -> nn.Module:
+def skeleton(config: ModelConfig, vocabulary: int, end_of_text: int = 0) -> nn.Module:
     """Return the model on the meta device: shapes without weights; arguments as for `build_model`."""
     with torch.device("meta"):
-        if config.path is None:
-            model: nn.Module = _model_class(str(config.architecture))(model_config(config, vocabulary, 0))
+        if config.architecture is not None:
+            model: nn.Module = _model_class(config.architecture)(model_config(config, vocabulary, end_of_text))
         else:
             from transformers import AutoConfig, AutoModelForCausalLM
 
-            model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(_directory(config.path)))
+            settings = AutoConfig.from_pretrained(_directory(config))
+            model = AutoModelForCausalLM.from_config(settings).eval()  # as from_pretrained leaves it
     return model.float()
+
+
+def check_vocabulary(config: ModelConfig, model: Any, vocabulary: int) -> None:
+    """Raise ValueError where a model has fewer tokens than the tokenizer; arguments as for `build_model`."""
+    size = getattr(model.config, "vocab_size", None)
+    if isinstance(size, int) and size < vocabulary:
+        new = config.architecture is not None
+        where = "model.config.vocab_size" if new else f"{_field(config)} {config.directory}: vocab_size"
+        raise ValueError(f"{where} is {size}, but the tokenizer's ids need {vocabulary}: use a larger model vocabulary")
 
 
 def model_config(config: ModelConfig, vocabulary: int, end_of_text: int) -> Any:
@@ -73,18 +83,27 @@ def _build(config: ModelConfig, vocabulary: int, end_of_text: int, seed: int) ->
     return model.float()
 
 
-def _read(path: str) -> nn.Module:
+def _read(config: ModelConfig, vocabulary: int, end_of_text: int) -> nn.Module:
     from transformers import AutoModelForCausalLM
 
-    model: nn.Module = AutoModelForCausalLM.from_pretrained(_directory(path), dtype=torch.float32)
+    kind: Any = AutoModelForCausalLM
+    settings = None
+    if config.architecture is not None:
+        kind, settings = _model_class(config.architecture), model_config(config, vocabulary, end_of_text)
+    model: nn.Module = kind.from_pretrained(_directory(config), config=settings, dtype=torch.float32)
     return model
 
 
-def _directory(path: str) -> str:
-    """Return the path of a local directory with a model; anything else would be looked up on the internet."""
+def _directory(config: ModelConfig) -> str:
+    """Return the path of the local directory with the model; anything else would be looked up on the internet."""
+    path = str(config.directory)
     if not (Path(path) / "config.json").is_file():
-        raise ValueError(f"model.path {path} holds no config.json: name a directory that save_pretrained wrote")
+        raise ValueError(f"{_field(config)} {path} holds no config.json: name a directory that save_pretrained wrote")
     return path
+
+
+def _field(config: ModelConfig) -> str:
+    return "model.path" if config.path is not None else "model.weights"
 
 
 def _model_class(name: str) -> Any:

@@ -1,0 +1,159 @@
+"""Assign a mini-batch: sequences to pipelines, and there to micro-batches, as one search."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from hydragraph.cost.profile import PipelineCost, Profile, Scheme
+from hydragraph.planner.balance import Floats, Ints
+from hydragraph.planner.packing import Packing, pack_sorted
+from hydragraph.planner.problem import Problem, problem
+from hydragraph.planner.spread import QUICK, Effort, bounded, ends, kicked, longest_first, search
+from hydragraph.spec.workload import Assignment
+
+PACKING_KICKS = 20
+EFFORT = Effort(kicks=20, trials=0, caps=0, enough=3e-3)
+
+
+@dataclass(frozen=True)
+class PlannedAssignment(Assignment):
+    """An assignment and what it is expected to take.
+
+    Attributes:
+        seconds: the largest over pipelines of the sum of its micro-batches + (PP - 1) times the largest one.
+        seconds_1f1b: the largest over pipelines of the 1F1B recurrence.
+        bound: no assignment has fewer `seconds`.
+        estimates, by_pipeline: `seconds` and `seconds_1f1b` of each pipeline, 0 for one without work.
+    """
+
+    seconds: float = 0.0
+    seconds_1f1b: float = 0.0
+    bound: float = 0.0
+    estimates: tuple[float, ...] = ()
+    by_pipeline: tuple[float, ...] = ()
+
+    @property
+    def gap(self) -> float:
+        """How far `seconds` are above the bound, as a part of it."""
+        return self.seconds / self.bound - 1 if self.bound else 0.0
+
+    @property
+    def spread(self) -> float:
+        """How much longer the slowest pipeline takes than the fastest one that works, as a part of the fastest."""
+        busy = [s for s in self.by_pipeline if s]
+        return max(busy) / min(busy) - 1 if busy else 0.0
+
+
+def assign(
+    schemes: Sequence[Scheme],
+    profile: Profile,
+    lengths: Sequence[int],
+    deadline_s: float | None = None,
+    *,
+    effort: Effort | None = None,
+    seed: int = 0,
+) -> PlannedAssignment:
+    """Assign every sequence to a pipeline and a micro-batch, so that the last pipeline finishes early.
+
+    Args:
+        schemes: one per pipeline; their devices are all there are.
+        lengths: tokens per sequence; those of length 0 are left out.
+        deadline_s: seconds after which no further improvement is begun; 0: only the quick plan. None: the search is
+            bounded by its effort alone, so the same arguments give the same assignment.
+
+    Raises:
+        Unsupported: a sequence is longer than every MaxLen, or the profile lacks a scheme.
+    """
+    return assign_pipelines(profile.pipelines(schemes), lengths, deadline_s, effort=effort, seed=seed)
+
+
+def assign_pipelines(
+    pipelines: Sequence[PipelineCost],
+    lengths: Sequence[int],
+    deadline_s: float | None = None,
+    *,
+    effort: Effort | None = None,
+    seed: int = 0,
+) -> PlannedAssignment:
+    """Assign for any pipelines; see `assign`."""
+    until = time.monotonic() + deadline_s if deadline_s is not None else None
+    chosen = QUICK if deadline_s is not None and deadline_s <= 0 else effort or EFFORT
+    given = problem(pipelines, lengths, formed=True)
+    if not len(given.lengths):
+        return _together([Packing((), 0.0, 0.0, 0.0) for _ in pipelines], 0.0)
+    placed = longest_first(given)
+    relaxed = bounded(given, _least_cost(given), formed_room(given), placed)
+    if not _late(until):
+        placed = search(given, relaxed, chosen, seed)
+    best = last = formed(given, placed, relaxed.seconds)
+    for round_ in range(1, chosen.rounds):
+        if _late(until) or best.gap <= chosen.enough:
+            break
+        placed = kicked(given, placed, np.array(last.estimates) - ends(given, placed), relaxed, chosen, seed + round_)
+        last = formed(given, placed, relaxed.seconds)
+        best = min(best, last, key=lambda a: a.seconds)
+    return best
+
+
+def bound_pipelines(pipelines: Sequence[PipelineCost], lengths: Sequence[int]) -> float:
+    """Return seconds that no assignment to these pipelines can beat."""
+    given = problem(pipelines, lengths, formed=True)
+    somewhere = np.full(len(given.lengths), int(np.argmax([p.max_len for p in pipelines])), dtype=np.int64)
+    return bounded(given, _least_cost(given), formed_room(given), somewhere).seconds
+
+
+def _late(until: float | None) -> bool:
+    return until is not None and time.monotonic() >= until
+
+
+def formed(given: Problem, placed: Ints, bound: float) -> PlannedAssignment:
+    """Cut each pipeline's share into micro-batches."""
+    packings = []
+    for p, (pipeline, t) in enumerate(zip(given.pipelines, given.kind.tolist(), strict=True)):
+        mine = np.flatnonzero(placed == p)
+        work, lengths = given.cost[mine, t], given.lengths[mine]
+        packings.append(
+            pack_sorted(pipeline, given.order[mine], work, lengths, given.shape[t], "sum", PACKING_KICKS)
+            if len(mine)
+            else Packing((), 0.0, 0.0, 0.0)
+        )
+    return _together(packings, bound)
+
+
+def _together(packings: Sequence[Packing], bound: float) -> PlannedAssignment:
+    by_pipeline = tuple(p.seconds_1f1b for p in packings)
+    return PlannedAssignment(
+        tuple(p.micro_batches for p in packings),
+        max(p.seconds for p in packings),
+        max(by_pipeline),
+        bound,
+        tuple(p.seconds for p in packings),
+        by_pipeline,
+    )
+
+
+def _least_cost(given: Problem) -> Floats:
+    """Return [n, K] what a sequence adds at least: its work, and without a bubble its part of full micro-batches."""
+    overhead = np.array([k.c / k.max_len if k.stages == 1 and k.max_len else 0.0 for k in given.kinds])
+    return np.asarray(given.cost + given.lengths[:, None] * overhead)
+
+
+def formed_room(given: Problem) -> Callable[[float], Floats]:
+    """Return how much work a pipeline of each kind can do by z, with any number V >= 1 of micro-batches.
+
+    By z, sum + c V + (PP - 1) (sum / V + c) <= z. The best V is sqrt((PP - 1) sum / c), which gives
+    sqrt(sum) = sqrt(z) - sqrt((PP - 1) c); where that V is below 1, sum = z / PP - c.
+    """
+    depth = np.array([k.stages - 1.0 for k in given.kinds])
+    c = np.array([k.c for k in given.kinds])
+
+    def room(z: float) -> Floats:
+        several = np.maximum(np.sqrt(z) - np.sqrt(depth * c), 0.0) ** 2
+        single = np.maximum(z / (depth + 1) - c, 0.0)
+        return np.asarray(np.where(depth == 0, z, np.where(depth * several >= c, several, single)))
+
+    return room

@@ -1,0 +1,125 @@
+"""Choose the strategy for a mini-batch: the candidate whose assignment finishes first."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hydragraph.cost.profile import PipelineCost, Profile, Scheme
+from hydragraph.errors import Unsupported
+from hydragraph.planner.assigning import PlannedAssignment, assign_pipelines, bound_pipelines
+from hydragraph.planner.spread import Effort
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What became of one candidate.
+
+    Attributes:
+        seconds: expected, `charge` included; infinite where it was not assigned.
+        bound: it cannot take less, `charge` included.
+        charge: what it pays beside computing.
+        why: it lost; "" for the winner.
+    """
+
+    seconds: float
+    bound: float
+    charge: float
+    why: str
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The winner, and what became of every candidate.
+
+    Attributes:
+        index: of the winner among the candidates.
+        assignment: of the winner; its seconds do not include the charge.
+        verdicts: one per candidate.
+    """
+
+    index: int
+    assignment: PlannedAssignment
+    verdicts: tuple[Verdict, ...]
+
+    @property
+    def seconds(self) -> float:
+        """What the winner is expected to take, its charge included."""
+        return self.verdicts[self.index].seconds
+
+
+def choose(
+    candidates: Sequence[Sequence[Scheme]], profile: Profile, lengths: Sequence[int], *, seed: int = 0
+) -> tuple[int, PlannedAssignment]:
+    """Return the index of the candidate that finishes first, and its assignment.
+
+    Args:
+        candidates: strategies, each a list of schemes; one whose pipelines differ pays `profile.hetero_sync_s`.
+        lengths: tokens per sequence.
+
+    Raises:
+        Unsupported: no candidate takes the longest sequence.
+    """
+    found = compare(candidates, profile, lengths, seed=seed)
+    return found.index, found.assignment
+
+
+def compare(
+    candidates: Sequence[Sequence[Scheme]],
+    profile: Profile,
+    lengths: Sequence[int],
+    *,
+    all_of_them: bool = False,
+    seed: int = 0,
+) -> Choice:
+    """Choose, and say why the others lost.
+
+    Args:
+        all_of_them: assign candidates too whose bound already loses, to show what they would take.
+    """
+    pipelines = [profile.pipelines(candidate) for candidate in candidates]
+    charges = [profile.hetero_sync_s if len(set(candidate)) > 1 else 0.0 for candidate in candidates]
+    return compare_pipelines(pipelines, lengths, charges, all_of_them=all_of_them, seed=seed)
+
+
+def compare_pipelines(
+    candidates: Sequence[Sequence[PipelineCost]],
+    lengths: Sequence[int],
+    charges: Sequence[float] | None = None,
+    *,
+    all_of_them: bool = False,
+    effort: Effort | None = None,
+    seed: int = 0,
+) -> Choice:
+    """Choose among strategies of any pipelines: most promising bound first, the rest only while they can still win."""
+    if not candidates:
+        raise ValueError("no candidates: give at least one strategy")
+    paid = list(charges or [0.0] * len(candidates))
+    longest = max(lengths, default=0)
+    reach = [max(p.max_len for p in c) for c in candidates]
+    fitting = [i for i, limit in enumerate(reach) if limit >= longest]
+    if not fitting:
+        raise Unsupported(
+            f"sequence {list(lengths).index(longest)} has {longest} tokens, more than every candidate takes "
+            f"(at most {max(reach)})",
+            where="planner",
+            remedy="truncate it (max_length in the data), or add a candidate with a pipeline of more devices",
+        )
+    bounds = {i: bound_pipelines(candidates[i], lengths) + paid[i] for i in fitting}
+    verdicts = [
+        Verdict(float("inf"), float("inf"), paid[i], f"sequences of {longest} tokens do not fit (MaxLen {reach[i]})")
+        for i in range(len(candidates))
+    ]
+    best, winner, assignment = float("inf"), -1, PlannedAssignment(())
+    for i in sorted(fitting, key=lambda i: (bounds[i], i)):
+        if bounds[i] >= best and not all_of_them:
+            verdicts[i] = Verdict(float("inf"), bounds[i], paid[i], f"cannot take less than {bounds[i]:.4g} s")
+            continue
+        found = assign_pipelines(candidates[i], lengths, effort=effort, seed=seed)
+        seconds = found.seconds + paid[i]
+        verdicts[i] = Verdict(seconds, bounds[i], paid[i], f"takes {seconds:.4g} s")
+        if (seconds, i) < (best, winner):
+            best, winner, assignment = seconds, i, found
+    won = verdicts[winner]
+    verdicts[winner] = Verdict(won.seconds, won.bound, won.charge, "")
+    return Choice(winner, assignment, tuple(verdicts))

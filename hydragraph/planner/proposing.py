@@ -1,0 +1,252 @@
+"""Propose strategies from the data's length histogram (Hydraulis, section 7).
+
+The paper fills t[n][l], the least time of n devices for all sequences of length <= l. Here the question is turned
+round: by a time t, how many devices F(l) do the sequences of length <= l need?
+
+    F(l) = min over schemes k with MaxLen(k) >= l and l' < l of F(l') + units(k, l', l, t),
+
+where an interval (l', l] needs d >= S_k(l', l) / t pipelines of scheme k, d in steps. F(L) <= N decides whether t can
+be kept, so bisection finds t[N][L], in a time that does not depend on N; one F gives the plans of all lengths at once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import product
+
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+
+from hydragraph.cost.profile import Profile, Scheme
+from hydragraph.errors import Unsupported
+from hydragraph.planner.balance import Floats, Ints
+
+STEP = 128  # tokens per level of length
+PIPELINE_STEPS = 10  # steps per pipeline: d is a multiple of 0.1
+SHORTEST = 8  # levels: no mini-batch worth a strategy of its own is shorter
+SWEEP = 1.03  # ratio of the times that are tried for shorter contexts
+
+
+@dataclass(frozen=True, eq=False)
+class Histogram:
+    """The data as the proposal sees it.
+
+    Attributes:
+        schemes: that fit some sequence [K].
+        devices: of each [K].
+        levels: how many levels of length each can take [K].
+        work: seconds of all sequences up to each level, on one pipeline of each scheme [K, levels + 1].
+    """
+
+    schemes: tuple[Scheme, ...]
+    devices: Ints
+    levels: Ints
+    work: Floats
+
+
+@dataclass(frozen=True)
+class Share:
+    """Part of a proposal: `pipelines` of a scheme, a multiple of 0.1, take the lengths in (above, upto]."""
+
+    scheme: Scheme
+    pipelines: float
+    above: int
+    upto: int
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """The best fractional strategy for sequences up to a length.
+
+    Attributes:
+        seconds: t[N][L], in the units of the lengths given: all of them are computed in this time.
+        shares: which scheme takes which lengths.
+    """
+
+    seconds: float
+    shares: tuple[Share, ...]
+
+
+def propose(
+    profile: Profile, lengths: Sequence[int], devices: int, context: int, *, limit: int | None = 64
+) -> list[list[Scheme]]:
+    """Return candidate strategies, the best expected first; a strategy is a list of schemes, one per pipeline.
+
+    Args:
+        lengths: of the data, or a sample of it; longer ones count as `context`.
+        devices: how many there are; a strategy may leave some idle.
+        context: the longest sequence, in tokens.
+        limit: how many to return at most.
+
+    Raises:
+        Unsupported: no measured scheme takes `context` tokens on so many devices.
+    """
+    found = histogram(profile, lengths, devices, context)
+    expected: dict[tuple[Scheme, ...], float] = {}
+    for proposal in proposals(found, devices):
+        for strategy in roundings(proposal, profile, devices):
+            if strategy not in expected:
+                expected[strategy] = expected_seconds(strategy, found, proposal.shares[-1].upto)
+    longest = len(found.work[0]) - 1
+    ranked = sorted(expected, key=lambda s: (expected_seconds(s, found, longest), s))
+    return [list(s) for s in ranked[:limit]]
+
+
+def histogram(profile: Profile, lengths: Sequence[int], devices: int, context: int) -> Histogram:
+    """Return the work of all lengths by level; sequences of length 0 are left out."""
+    given = np.minimum(np.asarray(lengths, dtype=np.int64), context)
+    given = given[given > 0]
+    if not len(given) or devices < 1 or context < 1:
+        raise ValueError(f"{len(given)} sequences, {devices} devices, context {context}: give at least one of each")
+    usable = [s for s in profile.schemes if s[0] * s[1] <= devices and profile.max_len(s, devices) >= STEP]
+    last = -(-int(context) // STEP)
+    reach = {s: min(last, profile.max_len(s, devices) // STEP) for s in usable}
+    reach |= {s: last for s in usable if profile.max_len(s, devices) >= context}
+    if max(reach.values(), default=0) < last:
+        longest = max((profile.max_len(s, devices) for s in usable), default=0)
+        raise Unsupported(
+            f"no measured scheme takes {context} tokens on {devices} devices (the longest MaxLen is {longest})",
+            where=f"profile {profile.name}",
+            remedy="lower the context length, add devices, or measure schemes of more devices",
+        )
+    level = -(-given // STEP)
+    rows = []
+    for scheme in usable:
+        pipeline = profile.pipeline(scheme, devices)
+        each = pipeline.work(given) + pipeline.c * given / pipeline.max_len  # c once per full micro-batch
+        rows.append(np.concatenate([[0.0], np.cumsum(np.bincount(level, each, last + 1)[1:])]))
+    return Histogram(
+        tuple(usable),
+        np.array([tp * pp for tp, pp in usable], dtype=np.int64),
+        np.array([reach[s] for s in usable], dtype=np.int64),
+        np.array(rows),
+    )
+
+
+@njit(cache=True, error_model="numpy")
+def needed(t: float, steps: int, devices: Ints, levels: Ints, work: Floats, units: Ints, by: Ints, below: Ints) -> None:
+    """Fill F(l) in steps of 1 / `steps` device, and the scheme and l' that reach it."""
+    count, last = len(devices), work.shape[1] - 1
+    units[0] = 0
+    for upto in range(1, last + 1):
+        best, scheme, source = np.int64(1) << 60, -1, -1
+        for k in range(count):
+            if upto > levels[k]:
+                continue
+            for above in range(upto - 1, -1, -1):
+                d = math.ceil((work[k, upto] - work[k, above]) * steps / t * (1.0 - 1e-12))
+                grown = max(d, 1) * devices[k]
+                if grown >= best:
+                    break  # a longer interval needs no fewer
+                total = units[above] + grown
+                if total < best:
+                    best, scheme, source = total, k, above
+        units[upto], by[upto], below[upto] = best, scheme, source
+
+
+def proposals(data: Histogram, devices: int) -> list[Proposal]:
+    """Return the best plans for every longest length, longest first; exact for the last level, S[N][L]."""
+    best = least(data, devices)
+    found = [best]
+    t = best.seconds
+    while True:
+        t /= SWEEP
+        units, by, below = _needs(t, data)
+        within = np.flatnonzero(units <= devices * PIPELINE_STEPS)
+        upto = int(within[-1])
+        if upto < SHORTEST or data.work[:, upto].max() <= 0:
+            return found
+        found.append(_proposal(data, upto, units, by, below))
+
+
+def least(data: Histogram, devices: int) -> Proposal:
+    """Return t[N][L] and its plan, by bisection; each plan found is priced exactly, which ends the search."""
+    last, budget = data.work.shape[1] - 1, devices * PIPELINE_STEPS
+    low, high = 0.0, float(data.work[data.levels >= last, last].max()) * PIPELINE_STEPS
+    best: Proposal | None = None
+    while best is None or high - low > 1e-12 * high:
+        t = high if best is None else (low + high) / 2
+        units, by, below = _needs(t, data)
+        if units[last] <= budget:
+            found = _proposal(data, last, units, by, below)
+            if best is None or found.seconds < best.seconds:
+                best = found
+            high = min(t, best.seconds)
+        elif best is None:
+            high *= 2
+        else:
+            low = t
+    return best
+
+
+def _needs(t: float, data: Histogram) -> tuple[Ints, Ints, Ints]:
+    size = data.work.shape[1]
+    units, by, below = (np.zeros(size, dtype=np.int64) for _ in range(3))
+    needed(t, PIPELINE_STEPS, data.devices, data.levels, data.work, units, by, below)
+    return units, by, below
+
+
+def _proposal(data: Histogram, upto: int, units: Ints, by: Ints, below: Ints) -> Proposal:
+    """Follow the choices back from a level, and price them."""
+    shares, seconds = [], 0.0
+    while upto:
+        k, above = int(by[upto]), int(below[upto])
+        d = (units[upto] - units[above]) / data.devices[k] / PIPELINE_STEPS
+        seconds = max(seconds, float(data.work[k, upto] - data.work[k, above]) / d)
+        shares.append(Share(data.schemes[k], float(d), above * STEP, upto * STEP))
+        upto = above
+    return Proposal(seconds, tuple(reversed(shares)))
+
+
+def roundings(proposal: Proposal, profile: Profile, devices: int) -> list[tuple[Scheme, ...]]:
+    """Return the neighbouring integer strategies that fit the devices and take the longest length.
+
+    Every scheme's pipelines are rounded down or up; strategies that another one contains are left out.
+    """
+    wanted: dict[Scheme, float] = {}
+    for share in proposal.shares:
+        wanted[share.scheme] = wanted.get(share.scheme, 0.0) + share.pipelines
+    schemes = sorted(wanted, key=lambda s: -profile.max_len(s, devices))
+    low = [math.floor(wanted[s] + 1e-9) for s in schemes]
+    choices = [(n, n + 1) if wanted[s] > n + 1e-9 else (n,) for n, s in zip(low, schemes, strict=True)]
+    sizes = [tp * pp for tp, pp in schemes]
+    longest = [profile.max_len(s, devices) >= proposal.shares[-1].upto for s in schemes]
+    kept = []
+    for counts in product(*choices):
+        free = devices - sum(n * size for n, size in zip(counts, sizes, strict=True))
+        more = any(n < c[-1] and size <= free for n, c, size in zip(counts, choices, sizes, strict=True))
+        if free >= 0 and not more and any(n and fits for n, fits in zip(counts, longest, strict=True)):
+            kept.append(counts)
+    return [tuple(s for n, s in zip(counts, schemes, strict=True) for _ in range(n)) for counts in kept]
+
+
+def expected_seconds(strategy: Sequence[Scheme], data: Histogram, upto: int) -> float:
+    """Return an estimate of a strategy's time for all sequences up to a level, infinite where it cannot take them.
+
+    All pipelines that take a level share it in proportion to their speed. Sequences above any pipeline's reach can only
+    go to the others, so the same holds of what is above each reach alone; the largest of these times counts.
+    """
+    index = {s: k for k, s in enumerate(data.schemes)}
+    counts = np.bincount([index[s] for s in strategy], minlength=len(data.schemes)).astype(np.float64)
+    reach = max(int(data.levels[index[s]]) for s in strategy)
+    if reach < upto:
+        return math.inf
+    return _fluid(counts, data.levels, data.work, upto)
+
+
+def _fluid(counts: Floats, levels: NDArray[np.int64], work: Floats, upto: int) -> float:
+    """Return the largest, over the schemes' reaches, of the time that the levels above it take."""
+    each = np.diff(work[:, : upto + 1], axis=1)
+    used = np.flatnonzero(counts)
+    worst = 0.0
+    for above in sorted({0, *(int(levels[k]) for k in used if levels[k] < upto)}):
+        able = [k for k in used if levels[k] > above]
+        rate = np.array([counts[k] / np.maximum(each[k, above:], 1e-300) for k in able])
+        usable = np.array([np.arange(above + 1, upto + 1) <= levels[k] for k in able])
+        total = np.where(usable, rate, 0.0).sum(0)
+        busy = each[able[0], above:] > 0
+        worst = max(worst, float((1.0 / total[busy]).sum())) if busy.any() else worst
+    return worst

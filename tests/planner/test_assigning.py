@@ -1,0 +1,86 @@
+"""Assignments: their promises on random input, their bound, determinism, and small cases against all assignments."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hydragraph import planner
+from hydragraph.cost.profile import PipelineCost
+from hydragraph.planner.assigning import PlannedAssignment, assign_pipelines
+from hydragraph.planner.packing import costs_of
+from hydragraph.planner.recurrence import pipeline_seconds, published_seconds
+from tests.planner.examples import MIXED, PROFILE, lengths, pipelines
+from tests.planner.test_packing import partitions
+
+
+def check(kinds: tuple[PipelineCost, ...], sizes: list[int], found: PlannedAssignment) -> None:
+    flat = [i for p in found.micro_batches for m in p for i in m]
+    assert sorted(flat) == [i for i, n in enumerate(sizes) if n]
+    each = [costs_of(k, sizes, p) for k, p in zip(kinds, found.micro_batches, strict=True)]
+    for kind, p in zip(kinds, found.micro_batches, strict=True):
+        assert all(0 < sum(sizes[i] for i in m) <= kind.max_len for m in p)
+    expected = [published_seconds(c, k.stages) for k, c in zip(kinds, each, strict=True)]
+    true = [pipeline_seconds(c, k.stages) for k, c in zip(kinds, each, strict=True)]
+    assert found.seconds == pytest.approx(max(expected), rel=1e-9)
+    assert found.seconds_1f1b == pytest.approx(max(true), rel=1e-9)
+    assert found.bound <= found.seconds * (1 + 1e-9)
+
+
+@given(pipelines(), st.lists(st.integers(0, 2000), max_size=40), st.sampled_from([None, 0.0]))
+@settings(max_examples=200)
+def test_promises_hold_of_any_input(kinds: tuple[PipelineCost, ...], sizes: list[int], deadline: float | None) -> None:
+    check(kinds, sizes, assign_pipelines(kinds, sizes, deadline))
+
+
+@given(pipelines(most=2), st.lists(st.integers(1, 2000), min_size=1, max_size=5))
+@settings(max_examples=40)
+def test_no_assignment_beats_the_bound(kinds: tuple[PipelineCost, ...], sizes: list[int]) -> None:
+    found = assign_pipelines(kinds, sizes)
+    best = np.inf
+    for chosen in itertools.product(range(len(kinds)), repeat=len(sizes)):
+        worst = 0.0
+        for p, kind in enumerate(kinds):
+            mine = [i for i, q in enumerate(chosen) if q == p]
+            options = [
+                published_seconds(costs_of(kind, sizes, cut), kind.stages)
+                for cut in partitions(mine)
+                if all(sum(sizes[i] for i in m) <= kind.max_len for m in cut)
+            ]
+            worst = max(worst, min(options, default=np.inf))
+        best = min(best, worst)
+    assert found.bound <= best * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_real_proportions_end_close_to_the_bound(seed: int) -> None:
+    sizes = lengths(400, seed)
+    found = planner.assign(MIXED, PROFILE, sizes)
+    check(PROFILE.pipelines(MIXED), sizes, found)
+    assert found.gap <= 0.01
+    assert found.spread <= 0.05
+    assert found == planner.assign(MIXED, PROFILE, sizes)
+
+
+def test_a_deadline_of_nothing_still_gives_a_plan() -> None:
+    sizes = lengths(200, 0)
+    quick = planner.assign(MIXED, PROFILE, sizes, deadline_s=0.0)
+    check(PROFILE.pipelines(MIXED), sizes, quick)
+    assert planner.assign(MIXED, PROFILE, sizes).seconds <= quick.seconds
+    check(PROFILE.pipelines(MIXED), sizes, planner.assign(MIXED, PROFILE, sizes, deadline_s=1e-9))
+
+
+def test_degenerate_mini_batches() -> None:
+    nothing = planner.assign(MIXED, PROFILE, [])
+    assert nothing.micro_batches == ((),) * len(MIXED)
+    assert (nothing.seconds, nothing.gap, nothing.spread) == (0.0, 0.0, 0.0)
+    single = planner.assign(MIXED, PROFILE, [700])
+    assert sum(len(p) for p in single.micro_batches) == 1
+    assert single.gap <= 1e-6
+    longest = PROFILE.max_len((2, 1), 8)
+    full = planner.assign([(2, 1)] * 4, PROFILE, [longest] * 8)
+    assert [len(p) for p in full.micro_batches] == [2, 2, 2, 2]

@@ -1,0 +1,120 @@
+"""`hydragraph train` when files are damaged or a disk is full: one sentence, and nothing that was there is lost."""
+
+from __future__ import annotations
+
+import errno
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed.checkpoint as dcp
+
+from tests.test_cli import computed, run, write
+
+ONE = ["<tp1,pp1>"]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a config and its run of six steps, with checkpoints after steps 4 and 6."""
+    folder = tmp_path_factory.mktemp("trained")
+    result = run("train", write(folder, strategies=ONE))
+    assert result.exit_code == 0, result.output
+    return folder
+
+
+@pytest.fixture
+def copied(trained: Path, tmp_path: Path) -> Path:
+    """The run folder, in a copy that may be damaged."""
+    return Path(shutil.copytree(trained / "run", tmp_path / "run"))
+
+
+def again(trained: Path, folder: Path, *arguments: str) -> Any:
+    return run("train", trained / "config.yaml", "--set", f"output={folder}", *arguments)
+
+
+def curve(folder: Path) -> list[dict[str, Any]]:
+    return [computed(json.loads(line)) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    """Return every file that a run leaves, by path, but the config, which is the same but for the place."""
+    files = [path for path in folder.rglob("*") if path.is_file() and path.name != "config.yaml"]
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+
+
+def flip(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+
+
+def test_a_truncated_token_file_is_named_and_deleting_it_helps(trained: Path, copied: Path) -> None:
+    (tokens,) = (copied / "data").glob("*/tokens.bin")
+    tokens.write_bytes(tokens.read_bytes()[:-100])
+    before = content(copied)
+    result = again(trained, copied, "--resume", "--set", "steps=8")
+    assert result.exit_code == 2
+    assert result.stderr.startswith(f"hydragraph: token file {tokens} is truncated or corrupt: expected ")
+    assert result.stderr.endswith("; delete it and rerun\n")
+    assert result.stderr.count("\n") == 1
+    assert content(copied) == before
+    tokens.unlink()
+    result = again(trained, copied, "--resume", "--set", "steps=8")
+    assert result.exit_code == 0, result.stderr
+    assert curve(copied)[:6] == curve(trained / "run")
+    assert len(curve(copied)) == 8
+
+
+def test_a_corrupt_checkpoint_is_named_and_the_one_before_it_helps(trained: Path, copied: Path) -> None:
+    last = copied / "checkpoints" / "step-00000006"
+    (shard,) = last.glob("*.distcp")
+    flip(shard)
+    before = content(copied)
+    result = again(trained, copied, "--resume", "--set", "steps=8")
+    assert result.exit_code == 2
+    assert result.stderr.startswith(f"hydragraph: checkpoint {last}: {shard.name} is corrupt: SHA-256 ")
+    assert result.stderr.endswith("restore it from a copy, or load an earlier checkpoint\n")
+    assert result.stderr.count("\n") == 1
+    assert content(copied) == before
+    shutil.rmtree(last)
+    result = again(trained, copied, "--resume")
+    assert result.exit_code == 0, result.stderr
+    assert curve(copied) == curve(trained / "run")
+
+
+def test_checkpoints_beside_training_are_the_same(trained: Path, tmp_path: Path) -> None:
+    result = again(trained, tmp_path / "run", "--set", "checkpoint.asynchronous=true")
+    assert result.exit_code == 0, result.stderr
+    assert curve(tmp_path / "run") == curve(trained / "run")
+    found, expected = (content(each / "checkpoints") for each in (tmp_path / "run", trained / "run"))
+    assert found.keys() == expected.keys()
+    assert found["step-00000004/__0_0.distcp"] == expected["step-00000004/__0_0.distcp"]
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["waiting", "beside training"])
+def test_a_full_disk_stops_the_run_and_it_resumes_from_the_last_checkpoint(
+    asynchronous: bool, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_data, folder = dcp.FileSystemWriter.write_data, tmp_path / "run"
+    calls: list[int] = []
+
+    def fill(*arguments: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 2:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write_data(*arguments)
+
+    monkeypatch.setattr(dcp.FileSystemWriter, "write_data", fill)
+    beside = ("--set", f"checkpoint.asynchronous={str(asynchronous).lower()}")
+    result = again(trained, folder, *beside)
+    assert result.exit_code == (1 if asynchronous else 2)
+    last = result.stderr.splitlines()[-1]
+    assert last.startswith("hydragraph: ")
+    assert f"[Errno 28] No space left on device: '{folder / 'checkpoints' / 'step-00000004'}'" in last
+    assert [path.name for path in (folder / "checkpoints").iterdir()] == ["step-00000002"]
+    resumed = again(trained, folder, *beside, "--resume")
+    assert resumed.exit_code == 0, resumed.stderr
+    assert curve(folder) == curve(trained / "run")
