@@ -7,6 +7,7 @@ ranges meet in one, they are added up in the order of the table: bit for bit the
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -16,22 +17,24 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hydragraph.errors import Unsupported
-from hydragraph.kernels.jit import Kernel, require_one_device, use_kernel
+from hydragraph.kernels.jit import Variant, kernel, require_one_device, use_kernel
 
 if TYPE_CHECKING:
-    import triton.language as tl
+    import triton.language as tl  # type: ignore[import-untyped, import-not-found, unused-ignore]
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 UNIT = 8  # elements of one 16-byte access to a 16-bit buffer
 WIDE = 4096  # elements of an aligned tile: 32 per thread keep enough bytes in flight to hide the latency of memory
 NARROW = 512  # elements of any other tile: scalar accesses cost registers, so fewer of them at once
+_SIZES = {"UNIT": UNIT, "WIDE": WIDE, "NARROW": NARROW}
+_OPTIONS = {"num_warps": 4, "enable_fp_fusion": True}
 
 Offsets = NDArray[np.int64]
 
 
-@Kernel
-def _slice_copy(
-    source,  # type: ignore[no-untyped-def]
+@kernel("aligned")
+def _slice_copy(  # type: ignore[no-untyped-def]
+    source,
     target,
     tiles,
     origins,
@@ -55,9 +58,7 @@ def _slice_copy(
         inside = wide < length * UNIT
         to = target + at * UNIT + wide
         if SUMS:
-            total = tl.zeros([WIDE], element)
-            if ACCUMULATE:
-                total = tl.load(to, mask=inside)
+            total = tl.load(to, mask=inside)
             for i in range(first, first + count):
                 total += tl.load(source + tl.load(origins + i) * UNIT + wide, mask=inside).to(element)
             tl.store(to, total, mask=inside)
@@ -71,9 +72,7 @@ def _slice_copy(
         within = narrow < length
         to_any = target + at + narrow
         if SUMS:
-            part = tl.zeros([NARROW], element)
-            if ACCUMULATE:
-                part = tl.load(to_any, mask=within)
+            part = tl.load(to_any, mask=within)
             for j in range(first, first + count):
                 part += tl.load(source + tl.load(origins + j) + narrow, mask=within).to(element)
             tl.store(to_any, part, mask=within)
@@ -185,11 +184,23 @@ def launch(source: Tensor, target: Tensor, table: SliceTable, accumulate: bool) 
         table.aligned,
         ACCUMULATE=accumulate,
         SUMS=table.sums,
-        UNIT=UNIT,
-        WIDE=WIDE,
-        NARROW=NARROW,
-        num_warps=4,
+        **_SIZES,
+        **_OPTIONS,
     )
+
+
+def variants() -> Iterator[Variant]:
+    """What training launches: the cast of a pull, moves between equal dtypes, and the sum of a push."""
+    cases = [("fp32", "bf16", False, False), ("bf16", "bf16", False, False), ("fp32", "fp32", False, False)]
+    cases += [("bf16", "fp32", True, sums) for sums in (False, True)]
+    for source, target, accumulate, sums in cases:
+        yield Variant(
+            f"slice_copy {source}->{target}{' add' * accumulate}{' sums' * sums}",
+            _slice_copy,
+            {"source": f"*{source}", "target": f"*{target}", "tiles": "*i64", "origins": "*i64", "aligned": "i32"},
+            {"ACCUMULATE": accumulate, "SUMS": sums, **_SIZES},
+            _OPTIONS,
+        )
 
 
 def _checked(source: Tensor, target: Tensor, length: Tensor) -> Offsets:

@@ -1,0 +1,293 @@
+"""AdamW in one pass over flat fp32 shards: moments, update, and the 16-bit copy that the next pull sends.
+
+The parameters of a rank are neighbouring views into a few flat buffers. Neighbours whose weights, gradients and states
+all follow one another in memory are updated by one launch, as one vector.
+
+Decoupled weight decay (Loshchilov & Hutter, 2019), in the order of operations of `torch.optim.AdamW`:
+    w <- w (1 - lr decay);  m <- m + (1 - b1) (g - m);  s <- b2 s + (1 - b2) g^2
+    w <- w - lr / (1 - b1^t) m / (sqrt(s) / sqrt(1 - b2^t) + eps)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.optim.adamw import adamw as torch_adamw
+
+from hydragraph.errors import Unsupported
+from hydragraph.kernels.jit import Variant, kernel, require_one_device, use_kernel
+
+if TYPE_CHECKING:
+    import triton.language as tl  # type: ignore[import-untyped, import-not-found, unused-ignore]
+
+UNIT = 16  # elements: Triton makes accesses wide where it knows that a length is a multiple of 16
+_BLOCK = 1024
+_OPTIONS = {"num_warps": 4, "enable_fp_fusion": True}
+
+
+@kernel()
+def _adamw(  # type: ignore[no-untyped-def]
+    weights,
+    gradients,
+    moments,
+    squares,
+    copies,
+    count,
+    decay,
+    first_rate,
+    second_keep,
+    second_rate,
+    step_size,
+    root,
+    eps,
+    MAXIMIZE: tl.constexpr,  # noqa: N803
+    COPY: tl.constexpr,  # noqa: N803
+    BLOCK: tl.constexpr,  # noqa: N803
+):
+    index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = index < count
+    weight = tl.load(weights + index, mask=inside, other=0.0) * decay
+    gradient = tl.load(gradients + index, mask=inside, other=0.0)
+    if MAXIMIZE:
+        gradient = -gradient
+    moment = tl.load(moments + index, mask=inside, other=0.0)
+    # The two forms of torch.lerp: each is exact at its end.
+    near, far = moment + first_rate * (gradient - moment), gradient - (gradient - moment) * (1.0 - first_rate)
+    moment = tl.where(first_rate < 0.5, near, far)
+    square = tl.load(squares + index, mask=inside, other=0.0) * second_keep
+    square += second_rate * gradient * gradient
+    weight -= tl.div_rn(step_size * moment, tl.div_rn(tl.sqrt_rn(square), root) + eps)
+    tl.store(weights + index, weight, mask=inside)
+    tl.store(moments + index, moment, mask=inside)
+    tl.store(squares + index, square, mask=inside)
+    if COPY:
+        tl.store(copies + index, weight.to(copies.dtype.element_ty), mask=inside)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The hyperparameters of one group, as in `torch.optim.AdamW`."""
+
+    lr: float
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 1e-2
+    maximize: bool = False
+
+    def numbers(self, step: int) -> tuple[float, ...]:
+        """Return the kernel's numbers for one step, from 1, computed in double precision."""
+        first, second = self.betas
+        size, root = self.lr / (1 - first**step), (1 - second**step) ** 0.5
+        return (1 - self.lr * self.weight_decay, 1 - first, second, 1 - second, size, root, self.eps)
+
+
+@dataclass(frozen=True, eq=False)
+class Shard:
+    """One flat parameter and what AdamW keeps of it: 1-D contiguous fp32 tensors of one length.
+
+    Attributes:
+        weight, gradient, moment, square: the parameter, its gradient, and the running means of g and of g^2.
+        copy: where the new weight also goes, in 16 bits, or None.
+        step: how many updates it will have had after this one.
+    """
+
+    weight: Tensor
+    gradient: Tensor
+    moment: Tensor
+    square: Tensor
+    copy: Tensor | None
+    step: int
+
+    def tensors(self) -> list[Tensor]:
+        """Return those it has."""
+        kept = [self.weight, self.gradient, self.moment, self.square]
+        return kept if self.copy is None else [*kept, self.copy]
+
+
+def update(shards: Sequence[Shard], settings: Settings) -> None:
+    """Apply one AdamW step in place to weights, moments, squares and copies.
+
+    Raises:
+        Unsupported: tensors other than flat contiguous fp32 (copies: bf16 or fp16) on one device.
+    """
+    shards = [shard for shard in shards if shard.weight.numel()]
+    for shard in shards:
+        _check(shard)
+    if not shards:
+        return
+    if use_kernel(shards[0].weight.device, "adamw"):
+        for run in runs(shards):
+            launch(run, settings)
+    else:
+        reference(shards, settings)
+
+
+def reference(shards: Sequence[Shard], settings: Settings) -> None:
+    """Say in plain PyTorch what the operator does."""
+    torch_adamw(
+        [shard.weight for shard in shards],
+        [shard.gradient for shard in shards],
+        [shard.moment for shard in shards],
+        [shard.square for shard in shards],
+        [],
+        [torch.tensor(float(shard.step - 1)) for shard in shards],
+        foreach=False,
+        amsgrad=False,
+        beta1=settings.betas[0],
+        beta2=settings.betas[1],
+        lr=settings.lr,
+        weight_decay=settings.weight_decay,
+        eps=settings.eps,
+        maximize=settings.maximize,
+    )
+    for shard in shards:
+        if shard.copy is not None:
+            shard.copy.copy_(shard.weight)
+
+
+def runs(shards: Sequence[Shard]) -> Iterator[Shard]:
+    """Join neighbours: shards of equal steps whose tensors all follow one another in the same storages."""
+    run: list[Shard] = []
+    for shard in shards:
+        if run and not _follows(run[-1], shard):
+            yield _join(run)
+            run = []
+        run.append(shard)
+    if run:
+        yield _join(run)
+
+
+def launch(shard: Shard, settings: Settings) -> None:
+    """Run the kernel on one checked shard: all of it but a last piece of fewer than 16 elements, and that."""
+    size = shard.weight.numel()
+    body = size // UNIT * UNIT
+    for low, high in ((0, body), (body, size)):
+        if low < high:
+            parts = [x[low:high] for x in shard.tensors()]
+            _adamw[(-(-(high - low) // _BLOCK),)](
+                *parts[:4],
+                parts[-1],  # without a copy some tensor, never written through this argument
+                high - low,
+                *settings.numbers(shard.step),
+                MAXIMIZE=settings.maximize,
+                COPY=shard.copy is not None,
+                BLOCK=_BLOCK,
+                **_OPTIONS,
+            )
+
+
+def variants() -> Iterator[Variant]:
+    """What training launches on shards of many elements."""
+    names = ("decay", "first_rate", "second_keep", "second_rate", "step_size", "root", "eps")
+    for copy in (False, True):
+        signature = dict.fromkeys(("weights", "gradients", "moments", "squares"), "*fp32")
+        signature |= {"copies": "*bf16" if copy else "*fp32", "count": "i64"} | dict.fromkeys(names, "fp32")
+        constants = {"MAXIMIZE": False, "COPY": copy, "BLOCK": _BLOCK}
+        yield Variant(f"adamw{' copy' * copy}", _adamw, signature, constants, _OPTIONS, ("count",))
+
+
+class AdamW(torch.optim.AdamW):
+    """`torch.optim.AdamW` for the flat shards that hydragraph trains, in one pass over memory on CUDA.
+
+    For `hydragraph.compile(optimizer=lambda named: AdamW(named, lr=...))`. Its state dict is that of torch.optim.AdamW.
+
+    Args:
+        params: tensors, (name, tensor) pairs or groups, as any torch.optim class takes them.
+        lr, betas, eps, weight_decay, maximize: as in `torch.optim.AdamW`.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        *,
+        maximize: bool = False,
+    ) -> None:
+        super().__init__(params, lr, betas, eps, weight_decay, maximize=maximize, foreach=False)
+        self._copies: dict[Tensor, Tensor] = {}
+
+    def copy_to(self, copies: Mapping[Tensor, Tensor]) -> None:
+        """Have every later step also write the new weights, rounded, to 16-bit tensors.
+
+        Args:
+            copies: parameter -> 1-D bf16 or fp16 tensor of its length; replaces what an earlier call gave.
+        """
+        self._copies = dict(copies)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Update every parameter that has a gradient; return what the closure returned, if there is one."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            learning = [p for p in group["params"] if p.grad is not None]
+            self._allocate([p for p in learning if not self.state[p]])
+            for p in learning:
+                self.state[p]["step"] += 1
+            update([self._shard(p) for p in learning], _settings(group))
+        return loss
+
+    def _allocate(self, new: Sequence[Tensor]) -> None:
+        """Give parameters their states side by side, so that neighbouring parameters have neighbouring states."""
+        for device in {p.device for p in new}:
+            here = [p for p in new if p.device == device]
+            sizes = [p.numel() for p in here]
+            moments, squares = (torch.zeros(sum(sizes), device=device).split(sizes) for _ in range(2))
+            for p, moment, square in zip(here, moments, squares, strict=True):
+                self.state[p].update(step=torch.tensor(0.0), exp_avg=moment.view_as(p), exp_avg_sq=square.view_as(p))
+
+    def _shard(self, p: Tensor) -> Shard:
+        state, gradient = self.state[p], p.grad
+        assert gradient is not None
+        moment, square, step = state["exp_avg"], state["exp_avg_sq"], int(state["step"])
+        return Shard(p.detach(), gradient, moment, square, self._copies.get(p), step)
+
+
+def _settings(group: Mapping[str, Any]) -> Settings:
+    first, second = (float(beta) for beta in group["betas"])
+    return Settings(float(group["lr"]), (first, second), group["eps"], group["weight_decay"], group["maximize"])
+
+
+def _check(shard: Shard) -> None:
+    kept = dict(zip(("weight", "gradient", "moment", "square", "copy"), shard.tensors(), strict=False))
+    for name, tensor in kept.items():
+        allowed = (torch.bfloat16, torch.float16) if name == "copy" else (torch.float32,)
+        if tensor.dim() != 1 or not tensor.is_contiguous() or tensor.dtype not in allowed:
+            raise Unsupported(
+                f"{name} of shape {tuple(tensor.shape)}, strides {tensor.stride()}, {tensor.dtype}",
+                where="adamw",
+                remedy="pass 1-D contiguous fp32 tensors (copies in bf16 or fp16), or use torch.optim.AdamW",
+            )
+        if tensor.numel() != shard.weight.numel():
+            raise Unsupported(
+                f"{name} of {tensor.numel()} elements for a weight of {shard.weight.numel()}",
+                where="adamw",
+                remedy="give all tensors of one parameter the same length",
+            )
+    require_one_device("adamw", kept)
+
+
+def _follows(first: Shard, second: Shard) -> bool:
+    if first.step != second.step or (first.copy is None) != (second.copy is None):
+        return False
+    return all(
+        a.dtype == b.dtype
+        and a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
+        and a.storage_offset() + a.numel() == b.storage_offset()
+        for a, b in zip(first.tensors(), second.tensors(), strict=True)
+    )
+
+
+def _join(run: Sequence[Shard]) -> Shard:
+    size = sum(shard.weight.numel() for shard in run)
+    weight, gradient, moment, square, *copy = (x.as_strided((size,), (1,)) for x in run[0].tensors())
+    return Shard(weight, gradient, moment, square, copy[0] if copy else None, run[0].step)

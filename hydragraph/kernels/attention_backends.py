@@ -1,0 +1,327 @@
+"""What computes `varlen_attention`: one of four backends, chosen by the tensors or forced by name.
+
+On CUDA the first that accepts the tensors: the flash-attn package, PyTorch's own flash kernels, Triton. On CPU a loop
+of PyTorch's CPU kernel over sequences. All keep the same log-sum-exp: any can differentiate what another computed.
+
+Shapes: T packed tokens of N sequences, Hq query heads, Hk key/value heads (Hq a multiple of Hk), D the head size.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import cache
+from importlib import import_module
+from itertools import pairwise
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from hydragraph.errors import Unsupported
+
+aten = torch.ops.aten
+log = logging.getLogger(__name__)
+
+_forced: ContextVar[str | None] = ContextVar("attention_backend", default=None)
+
+
+class Backend(Protocol):
+    """One way to compute attention.
+
+    `starts` is [N + 1], where each sequence begins, then T; `longest` a 0-d int64 on the CPU, the longest sequence or
+    0 where the caller did not say.
+    """
+
+    name: str
+
+    def refusal(self, q: Tensor, k: Tensor, v: Tensor) -> str | None:
+        """Say why it cannot serve such tensors, or return None."""
+        ...
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, starts: Tensor, longest: Tensor, causal: bool, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        """Return the output [T, Hq, D] and the natural log-sum-exp [T, Hq] in fp32 (fp64 for fp64), contiguous."""
+        ...
+
+    def backward(
+        self,
+        grad: Tensor,
+        saved: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
+        starts: Tensor,
+        longest: Tensor,
+        causal: bool,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the gradients of q, k and v, contiguous; `saved` is q, k, v, output, log-sum-exp."""
+        ...
+
+
+@contextmanager
+def attention_backend(name: str | None) -> Iterator[None]:
+    """Force the backend of every `varlen_attention` that runs inside, and of their backward passes.
+
+    Args:
+        name: "flash_attn", "torch", "triton" or "loop"; None chooses by the tensors again.
+
+    Raises:
+        ValueError: another name.
+    """
+    if name is not None and name not in _BACKENDS:
+        raise ValueError(f"attention_backend: no backend {name!r}: use one of {', '.join(_BACKENDS)}")
+    token = _forced.set(name)
+    try:
+        yield
+    finally:
+        _forced.reset(token)
+
+
+def forced() -> str | None:
+    """Return the name that the innermost `attention_backend` gave, if any."""
+    return _forced.get()
+
+
+def choose(q: Tensor, k: Tensor, v: Tensor) -> Backend:
+    """Return the forced backend, or the first that accepts the tensors; log a choice the first time it is made.
+
+    Raises:
+        Unsupported: the forced one refuses, or all do.
+    """
+    name = _forced.get()
+    names = (name,) if name else ("loop",) if q.device.type == "cpu" else ("flash_attn", "torch", "triton")
+    refusals: list[str] = []
+    for candidate in names:
+        backend = _BACKENDS[candidate]
+        reason = backend.refusal(q, k, v)
+        if reason is None:
+            _announce(candidate, q.device.type, name is not None, tuple(refusals))
+            return backend
+        refusals.append(f"{candidate}: {reason}")
+    raise Unsupported(
+        f"no backend for {q.dtype} heads of size {q.shape[2]} on {q.device} ({'; '.join(refusals)})",
+        where="varlen_attention",
+        remedy="use attention_backend(None) to choose by the tensors" if name else "use bf16 on CUDA, or CPU",
+    )
+
+
+@cache
+def _announce(name: str, device: str, was_forced: bool, refusals: tuple[str, ...]) -> None:
+    why = " (forced)" if was_forced else f" ({'; '.join(refusals)})" if refusals else ""
+    log.info("varlen_attention on %s: %s%s", device, name, why)
+
+
+class _FlashAttn:
+    """The flash-attn package, 2.7 or newer."""
+
+    name = "flash_attn"
+
+    def refusal(self, q: Tensor, k: Tensor, v: Tensor) -> str | None:
+        module = _flash_attn()
+        return module if isinstance(module, str) else _flash_refusal(q, k, v)
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, starts: Tensor, longest: Tensor, causal: bool, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        bounds, most = starts.to(torch.int32), _longest(starts, longest)
+        q, k, v = (_dense(x) for x in (q, k, v))
+        out, lse, *_ = _flash_attn()._flash_attn_varlen_forward(
+            *(q, k, v, bounds, bounds, most, most, 0.0, scale), causal=causal
+        )
+        return out, lse.T.contiguous()
+
+    def backward(
+        self,
+        grad: Tensor,
+        saved: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
+        starts: Tensor,
+        longest: Tensor,
+        causal: bool,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v, out, lse = saved
+        bounds, most = starts.to(torch.int32), _longest(starts, longest)
+        dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+        inputs = (_dense(grad), _dense(q), _dense(k), _dense(v), out, lse.T.contiguous(), dq, dk, dv)
+        _flash_attn()._flash_attn_varlen_backward(
+            *(*inputs, bounds, bounds, most, most, 0.0, scale, causal),
+            window_size_left=-1,
+            window_size_right=-1,
+            softcap=0.0,
+            alibi_slopes=None,
+            deterministic=torch.are_deterministic_algorithms_enabled(),
+        )
+        return dq, dk, dv
+
+
+class _TorchFlash:
+    """The flash kernels inside PyTorch; deterministic under `torch.use_deterministic_algorithms(True)`."""
+
+    name = "torch"
+
+    def refusal(self, q: Tensor, k: Tensor, v: Tensor) -> str | None:
+        if q.device.type == "cuda" and not torch.backends.cuda.is_flash_attention_available():
+            return "this PyTorch was built without flash kernels"
+        return _flash_refusal(q, k, v)
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, starts: Tensor, longest: Tensor, causal: bool, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        bounds, most = starts.to(torch.int32), _longest(starts, longest)
+        q, k, v = (_dense(x) for x in (q, k, v))
+        out, lse, *_ = aten._flash_attention_forward(
+            q, k, v, bounds, bounds, most, most, 0.0, causal, False, scale=scale
+        )
+        return out, lse.T.contiguous()
+
+    def backward(
+        self,
+        grad: Tensor,
+        saved: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
+        starts: Tensor,
+        longest: Tensor,
+        causal: bool,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v, out, lse = saved
+        bounds, most = starts.to(torch.int32), _longest(starts, longest)
+        # Without dropout the kernel reads neither the random state nor the tensor after it.
+        state, unused = torch.zeros(2, dtype=torch.uint64, device=q.device), torch.empty(0, device=q.device)
+        dq, dk, dv = aten._flash_attention_backward(
+            *(_dense(grad), _dense(q), _dense(k), _dense(v), out, lse.T.contiguous()),
+            *(bounds, bounds, most, most, 0.0, causal, state, unused),
+            scale=scale,
+        )
+        return dq.contiguous(), dk.contiguous(), dv.contiguous()
+
+
+class _Triton:
+    """The kernels of `triton_attention`: the same result in every run."""
+
+    name = "triton"
+
+    def refusal(self, q: Tensor, k: Tensor, v: Tensor) -> str | None:
+        from hydragraph.kernels import triton_attention
+
+        return triton_attention.refusal(q, k, v)
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, starts: Tensor, longest: Tensor, causal: bool, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        from hydragraph.kernels import triton_attention
+
+        return triton_attention.forward(q, k, v, starts, causal, scale)
+
+    def backward(
+        self,
+        grad: Tensor,
+        saved: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
+        starts: Tensor,
+        longest: Tensor,
+        causal: bool,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        from hydragraph.kernels import triton_attention
+
+        return triton_attention.backward(grad, *saved, starts, causal, scale)
+
+
+class _Loop:
+    """PyTorch's CPU flash kernel, one sequence after the other."""
+
+    name = "loop"
+
+    def refusal(self, q: Tensor, k: Tensor, v: Tensor) -> str | None:
+        return None if q.device.type == "cpu" else "it calls PyTorch's CPU kernel"
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, starts: Tensor, longest: Tensor, causal: bool, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        group = q.shape[1] // k.shape[1]
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        lse = q.new_empty(q.shape[:2], dtype=torch.promote_types(q.dtype, torch.float32))
+        for a, b in spans(starts):
+            o, s = aten._scaled_dot_product_flash_attention_for_cpu(
+                _heads_first(q[a:b]), _heads_first(k[a:b], group), _heads_first(v[a:b], group), 0.0, causal, scale=scale
+            )
+            out[a:b], lse[a:b] = _tokens_first(o), s[0].transpose(0, 1)
+        return out, lse
+
+    def backward(
+        self,
+        grad: Tensor,
+        saved: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
+        starts: Tensor,
+        longest: Tensor,
+        causal: bool,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v, out, lse = saved
+        group = q.shape[1] // k.shape[1]
+        dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+        for a, b in spans(starts):
+            found = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                _heads_first(grad[a:b]),
+                _heads_first(q[a:b]),
+                _heads_first(k[a:b], group),
+                _heads_first(v[a:b], group),
+                _heads_first(out[a:b]),
+                lse[a:b].transpose(0, 1)[None],
+                0.0,
+                causal,
+                scale=scale,
+            )
+            dq[a:b], dk[a:b], dv[a:b] = (_tokens_first(x, g) for x, g in zip(found, (1, group, group), strict=True))
+        return dq, dk, dv
+
+
+_BACKENDS: dict[str, Backend] = {b.name: b for b in (_FlashAttn(), _TorchFlash(), _Triton(), _Loop())}
+
+
+def spans(starts: Tensor) -> Iterator[tuple[int, int]]:
+    """Return [begin, end) of every sequence that is not empty."""
+    return ((a, b) for a, b in pairwise(starts.tolist()) if b > a)
+
+
+@cache
+def _flash_attn() -> Any:
+    """Return the package's module of functions, or why it cannot be had."""
+    try:
+        return import_module("flash_attn.flash_attn_interface")
+    except ImportError as error:  # not installed, or built for another PyTorch
+        return f"the package cannot be imported ({error})"
+
+
+def _flash_refusal(q: Tensor, k: Tensor, v: Tensor) -> str | None:
+    if q.device.type != "cuda":
+        return f"it has no kernel for {q.device.type}"
+    if q.dtype not in (torch.bfloat16, torch.float16) or not q.dtype == k.dtype == v.dtype:
+        return f"it has no kernel for {q.dtype}"
+    if q.shape[2] > 256 or q.shape[2] % 8:
+        return f"head size {q.shape[2]} is no multiple of 8 up to 256"
+    if torch.cuda.get_device_capability(q.device) < (8, 0):
+        return "the GPU is older than compute capability 8.0"
+    return None
+
+
+def _longest(starts: Tensor, longest: Tensor) -> int:
+    """Return the longest length; where the caller did not say it, the device must be waited for."""
+    return int(longest) or int(starts.diff().max())
+
+
+def _dense(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _heads_first(x: Tensor, group: int = 1) -> Tensor:
+    """[L, H, D] -> [1, H * group, L, D], as PyTorch's attention kernels want it."""
+    x = x.transpose(0, 1)[None]
+    return x if group == 1 else x.repeat_interleave(group, dim=1)
+
+
+def _tokens_first(x: Tensor, group: int = 1) -> Tensor:
+    """[1, H * group, L, D] -> [L, H, D], adding up the heads that share one key/value head."""
+    x = x[0].transpose(0, 1)
+    return x if group == 1 else x.unflatten(1, (-1, group)).sum(2)

@@ -1,0 +1,108 @@
+"""Triton kernels that cost nothing until they run, so that hydragraph imports where Triton does not exist."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hydragraph.errors import Unsupported
+
+
+class Kernel:
+    """A function in Triton's language, handed to Triton when it is first launched.
+
+    The function's module imports `triton.language` as `tl` only for type checkers; it is put there before Triton looks.
+    A kernel cannot call another one.
+
+    Attributes:
+        function: the plain Python function.
+        unspecialized: run-time integers whose value must not lead to another compilation (Triton makes one where an
+            argument is 1, and one where it is a multiple of 16).
+    """
+
+    def __init__(self, function: Callable[..., None], unspecialized: tuple[str, ...]) -> None:
+        self.function, self.unspecialized = function, unspecialized
+
+    @cached_property
+    def compiled(self) -> Any:
+        """Triton's handle of the kernel: a JITFunction, or the interpreter's where TRITON_INTERPRET is set."""
+        import triton  # type: ignore[import-untyped, import-not-found, unused-ignore]
+
+        self.function.__globals__["tl"] = triton.language
+        return triton.jit(self.function, do_not_specialize=self.unspecialized)
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
+        """Return the launcher over a grid of 1 to 3 dimensions: `kernel[grid](*args)`."""
+        return self.compiled[grid]  # type: ignore[no-any-return]
+
+
+def kernel(*unspecialized: str) -> Callable[[Callable[..., None]], Kernel]:
+    """Make a `Kernel` of a function: a decorator."""
+    return lambda function: Kernel(function, unspecialized)
+
+
+@dataclass(frozen=True, eq=False)
+class Variant:
+    """One way in which a kernel is shipped: what can be compiled for a GPU without having one.
+
+    Attributes:
+        name: of the configuration.
+        kernel: what is compiled.
+        signature: run-time argument -> Triton's name of its type, such as "*bf16" or "i64".
+        constants: compile-time argument -> value.
+        options: of the launch, such as `num_warps`.
+        aligned: run-time integers that are multiples of 16 (all pointers are).
+    """
+
+    name: str
+    kernel: Kernel
+    signature: Mapping[str, str]
+    constants: Mapping[str, object]
+    options: Mapping[str, object] = field(default_factory=dict)
+    aligned: tuple[str, ...] = ()
+
+
+def why_not(device: torch.device) -> str | None:
+    """Say why Triton kernels cannot run on a device, or return None where they can."""
+    if find_spec("triton") is None:
+        return "triton is not installed"
+    if device.type == "cuda" or (device.type == "cpu" and _interpreted()):
+        return None
+    return f"Triton kernels do not run on {device.type} tensors"
+
+
+def use_kernel(device: torch.device, where: str) -> bool:
+    """Whether an operator launches its Triton kernel: on CUDA, and on CPU under TRITON_INTERPRET=1.
+
+    Raises:
+        Unsupported: on CUDA without Triton, where plain PyTorch would be silently slow.
+    """
+    if device.type == "cuda" and (reason := why_not(device)):
+        raise Unsupported(reason, where=where, remedy="pip install triton, which PyTorch's CUDA wheels bring along")
+    return device.type == "cuda" or why_not(device) is None
+
+
+def _interpreted() -> bool:
+    if "TRITON_INTERPRET" not in os.environ:
+        return False
+    import triton
+
+    return bool(triton.knobs.runtime.interpret)
+
+
+def require_one_device(where: str, tensors: Mapping[str, Tensor]) -> None:
+    """Refuse arguments that are not on one device.
+
+    Raises:
+        Unsupported: naming them.
+    """
+    if len({tensor.device for tensor in tensors.values()}) > 1:
+        found = ", ".join(f"{name} on {tensor.device}" for name, tensor in tensors.items())
+        raise Unsupported(found, where=where, remedy="move them to one device")

@@ -1,0 +1,285 @@
+"""The head's product and the loss of its logits, by chunks of tokens: the [T, V] logits never exist.
+
+One chunk at a time, logits are computed, reduced to a loss, turned into their own gradient in place, and multiplied
+into the gradients of the hidden states and of the head: three matrix products, as many as the unfused computation has,
+with one chunk of logits in memory. The idea is that of Liger-Kernel (Hsu et al., 2024) and of Cut Cross-Entropy
+(Wijmans et al., 2024). The gradients are those of a sum over tokens: backward only scales them.
+
+With the vocabulary cut over tensor-parallel ranks, each rank has the rows [first, first + V) of the head. Per token it
+finds the largest logit, the sum of exp(logit - largest), and the logit of the label if it is here; `exchange` combines
+those of all ranks (`combine` says how), chunk by chunk in the same order on all ranks.
+
+Shapes: T tokens, E the hidden size, V rows of the head on this rank, C tokens of a chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from hydragraph.errors import Unsupported
+from hydragraph.kernels.jit import Variant, kernel, require_one_device, use_kernel
+
+if TYPE_CHECKING:
+    import triton.language as tl  # type: ignore[import-untyped, import-not-found, unused-ignore]
+
+Exchange = Callable[[Tensor], Tensor]
+"""[3, C] of this rank -> [3, C] of all: largest logit, sum of exp(logit - largest), logit of the label."""
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+_BLOCK = 4096
+_OPTIONS = {"num_warps": 8, "enable_fp_fusion": True}
+
+
+@kernel("first")
+def _reduce(  # type: ignore[no-untyped-def]
+    logits,
+    labels,
+    statistics,
+    first,
+    size,
+    row_stride,
+    BLOCK: tl.constexpr,  # noqa: N803
+):
+    # One program per token: largest, sum of exp(logit - largest), logit of the label or 0.
+    token, tokens = tl.program_id(0).to(tl.int64), tl.num_programs(0)
+    row, inner = logits + token * row_stride, tl.arange(0, BLOCK)
+    largest = tl.max(tl.full([BLOCK], float("-inf"), tl.float32), 0)
+    mass = tl.zeros([BLOCK], tl.float32)
+    for n in range(0, size, BLOCK):
+        value = tl.load(row + n + inner, mask=n + inner < size, other=float("-inf")).to(tl.float32)
+        larger = tl.maximum(largest, tl.max(value, 0))
+        # Where all are -inf so far: exp(-inf - -inf) would be NaN.
+        shift = tl.where(larger == float("-inf"), 0.0, larger)
+        mass = mass * tl.exp(largest - shift) + tl.exp(value - shift)
+        largest = larger
+    label = tl.load(labels + token) - first
+    here = (label >= 0) & (label < size)
+    tl.store(statistics + token, largest)
+    tl.store(statistics + tokens + token, tl.sum(mass, 0))
+    tl.store(statistics + 2 * tokens + token, tl.load(row + label, mask=here, other=0.0).to(tl.float32))
+
+
+@kernel("first", "ignored")
+def _differentiate(  # type: ignore[no-untyped-def]
+    logits,
+    labels,
+    lse,
+    first,
+    size,
+    ignored,
+    row_stride,
+    BLOCK: tl.constexpr,  # noqa: N803
+):
+    # In place: softmax(logits) - one_hot(label), or 0 for an ignored token. One program per token.
+    token, inner = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    row = logits + token * row_stride
+    label, mass = tl.load(labels + token), tl.load(lse + token)
+    scale = tl.where(label == ignored, 0.0, 1.0)
+    for n in range(0, size, BLOCK):
+        column = n + inner
+        value = tl.load(row + column, mask=column < size, other=0.0).to(tl.float32)
+        p = tl.exp(value - mass) - tl.where(column == label - first, 1.0, 0.0)
+        # Not p * scale: an ignored token's logits may be infinite.
+        tl.store(row + column, tl.where(scale > 0.0, p, 0.0).to(logits.dtype.element_ty), mask=column < size)
+
+
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    ignored: int = -100,
+    first: int = 0,
+    exchange: Exchange | None = None,
+    chunk: int | None = None,
+) -> Tensor:
+    """Return the summed cross-entropy of `hidden @ weight.T` against labels, a scalar in fp32 (fp64 for fp64).
+
+    Differentiable once, in hidden and weight. Where the vocabulary is cut, the gradient of hidden is this rank's part:
+    the sum over ranks is the gradient.
+
+    Args:
+        hidden: [T, E]. weight: [V, E], of the same dtype: bf16, fp16, fp32 or fp64.
+        labels: [T] int64 over the whole vocabulary.
+        ignored: tokens with this label count neither in the loss nor in gradients.
+        first: the first row of the head that is here.
+        exchange: combines the statistics of all ranks; None where the whole vocabulary is here.
+        chunk: C; default as many tokens as make the logits about as large as the hidden states.
+
+    Raises:
+        Unsupported: other shapes, dtypes or devices.
+    """
+    _check(hidden, weight, labels, chunk)
+    size = chunk or chunk_tokens(hidden.shape[0], hidden.shape[1], weight.shape[0])
+    needs = (hidden.requires_grad and torch.is_grad_enabled(), weight.requires_grad and torch.is_grad_enabled())
+    loss: Tensor = _LinearCrossEntropy.apply(hidden, weight, labels, (ignored, first, size, needs), exchange)
+    return loss
+
+
+def reference(hidden: Tensor, weight: Tensor, labels: Tensor, ignored: int = -100) -> Tensor:
+    """Say in plain PyTorch what the operator computes where the whole vocabulary is here."""
+    logits = (hidden @ weight.T).to(_wide(hidden.dtype))
+    return torch.nn.functional.cross_entropy(logits, labels, ignore_index=ignored, reduction="sum")
+
+
+def combine(statistics: Tensor) -> Tensor:
+    """Combine the statistics [R, 3, C] of R ranks, in their order, into the [3, C] that `exchange` returns."""
+    largest = statistics[:, 0].amax(0)
+    shift = torch.where(largest == float("-inf"), 0.0, largest)
+    mass = (statistics[:, 1] * (statistics[:, 0] - shift).exp()).sum(0)
+    return torch.stack([largest, mass, statistics[:, 2].sum(0)])
+
+
+def chunk_tokens(tokens: int, hidden: int, vocabulary: int) -> int:
+    """Return how many tokens make a chunk: logits of about the size of the hidden states, in a multiple of 128.
+
+    Fewer would cost matrix products too small to be fast, and more passes over the gradient of the head.
+    """
+    return max(128, min(tokens, -(-tokens * hidden // vocabulary)) // 128 * 128)
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: torch.autograd.function.FunctionCtx,
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        settings: tuple[int, int, int, tuple[bool, bool]],
+        exchange: Exchange | None,
+    ) -> Tensor:
+        ignored, first, chunk, needs = settings
+        loss, d_hidden, d_weight = _forward(hidden, weight, labels, ignored, first, chunk, needs, exchange)
+        ctx.save_for_backward(*(x for x in (d_hidden, d_weight) if x is not None))
+        ctx.needs = needs  # type: ignore[attr-defined]
+        return loss
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator, unused-ignore]
+    def backward(ctx: torch.autograd.function.FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        saved = iter(ctx.saved_tensors)  # type: ignore[attr-defined]
+        return (*(next(saved) * grad if needed else None for needed in ctx.needs), None, None, None)  # type: ignore[attr-defined]
+
+
+def _forward(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    ignored: int,
+    first: int,
+    chunk: int,
+    needs: tuple[bool, bool],
+    exchange: Exchange | None,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Return the loss and the gradients of its sum that are needed."""
+    wide = _wide(hidden.dtype)
+    loss = torch.zeros((), dtype=wide, device=hidden.device)
+    d_hidden = torch.empty_like(hidden, memory_format=torch.contiguous_format) if needs[0] else None
+    d_weight = torch.zeros(weight.shape, dtype=wide, device=weight.device) if needs[1] else None
+    for a in range(0, hidden.shape[0], chunk):
+        part, label = hidden[a : a + chunk], labels[a : a + chunk].contiguous()
+        logits = part @ weight.T
+        statistics = _statistics(logits, label, first)
+        if exchange is not None:
+            statistics = exchange(statistics)
+        lse = statistics[0] + statistics[1].log()
+        loss += torch.where(label == ignored, 0.0, lse - statistics[2]).sum()
+        if not any(needs):
+            continue
+        _to_gradient(logits, label, lse, first, ignored)
+        if d_hidden is not None:
+            torch.mm(logits, weight, out=d_hidden[a : a + chunk])
+        if d_weight is not None:
+            _add_product(d_weight, logits, part)
+    return loss, d_hidden, None if d_weight is None else d_weight.to(weight.dtype)
+
+
+def _statistics(logits: Tensor, labels: Tensor, first: int) -> Tensor:
+    if not use_kernel(logits.device, "linear_cross_entropy") or logits.dtype == torch.float64:
+        return reference_statistics(logits, labels, first)
+    statistics = torch.empty(3, len(logits), dtype=torch.float32, device=logits.device)
+    sizes = (first, logits.shape[1], logits.stride(0))
+    _reduce[(len(logits),)](logits, labels, statistics, *sizes, BLOCK=_BLOCK, **_OPTIONS)
+    return statistics
+
+
+def reference_statistics(logits: Tensor, labels: Tensor, first: int) -> Tensor:
+    """Return in plain PyTorch what a rank finds of one chunk: [3, C] as `Exchange` says, from logits [C, V]."""
+    wide = logits.to(_wide(logits.dtype))
+    largest = wide.amax(1)
+    mass = (wide - torch.where(largest == float("-inf"), 0.0, largest)[:, None]).exp().sum(1)
+    local = labels - first
+    here = (local >= 0) & (local < logits.shape[1])
+    found = wide.gather(1, torch.where(here, local, 0)[:, None])[:, 0]
+    return torch.stack([largest, mass, torch.where(here, found, 0.0)])
+
+
+def _to_gradient(logits: Tensor, labels: Tensor, lse: Tensor, first: int, ignored: int) -> None:
+    if not use_kernel(logits.device, "linear_cross_entropy") or logits.dtype == torch.float64:
+        logits.copy_(reference_gradient(logits, labels, lse, first, ignored))
+        return
+    sizes = (first, logits.shape[1], ignored, logits.stride(0))
+    _differentiate[(len(logits),)](logits, labels, lse, *sizes, BLOCK=_BLOCK, **_OPTIONS)
+
+
+def reference_gradient(logits: Tensor, labels: Tensor, lse: Tensor, first: int, ignored: int) -> Tensor:
+    """Return in plain PyTorch softmax(logits) - one_hot(label) of one chunk, 0 for ignored tokens, in fp32 or fp64."""
+    p = (logits.to(lse.dtype) - lse[:, None]).exp()
+    columns = torch.arange(logits.shape[1], device=logits.device)
+    p -= (columns == (labels - first)[:, None]).to(p.dtype)
+    return p.masked_fill(labels[:, None] == ignored, 0.0)
+
+
+def _add_product(total: Tensor, logits: Tensor, hidden: Tensor) -> None:
+    """Add logits.T @ hidden to the head's gradient, which is fp32 (fp64): 16-bit sums would lose the later chunks."""
+    if logits.dtype == total.dtype:
+        total.addmm_(logits.T, hidden)
+    elif logits.device.type == "cuda":
+        torch.addmm(total, logits.T, hidden, out_dtype=total.dtype, out=total)
+    else:
+        total += logits.T @ hidden
+
+
+def variants() -> Iterator[Variant]:
+    """What training launches; fp16 is as bf16."""
+    for dtype in ("bf16", "fp32"):
+        common = {"logits": f"*{dtype}", "labels": "*i64", "first": "i32", "size": "i32", "row_stride": "i32"}
+        block = {"BLOCK": _BLOCK}
+        reduce = common | {"statistics": "*fp32"}
+        yield Variant(f"linear_cross_entropy _reduce {dtype}", _reduce, reduce, block, _OPTIONS, ("size", "row_stride"))
+        gradient = common | {"lse": "*fp32", "ignored": "i32"}
+        name = f"linear_cross_entropy _differentiate {dtype}"
+        yield Variant(name, _differentiate, gradient, block, _OPTIONS, ("size", "row_stride"))
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _check(hidden: Tensor, weight: Tensor, labels: Tensor, chunk: int | None) -> None:
+    where = "linear_cross_entropy"
+    if hidden.dim() != 2 or weight.dim() != 2 or hidden.shape[1] != weight.shape[1] or not weight.shape[0]:
+        raise Unsupported(
+            f"hidden of shape {list(hidden.shape)} and weight of shape {list(weight.shape)}",
+            where=where,
+            remedy="pass [T, E] and [V, E]",
+        )
+    if hidden.dtype not in DTYPES or hidden.dtype != weight.dtype:
+        raise Unsupported(
+            f"hidden in {hidden.dtype} and weight in {weight.dtype}",
+            where=where,
+            remedy="cast both to one of bf16, fp16, fp32, fp64",
+        )
+    if labels.shape != hidden.shape[:1] or labels.dtype != torch.int64:
+        raise Unsupported(
+            f"labels of shape {list(labels.shape)} and {labels.dtype} for {hidden.shape[0]} tokens",
+            where=where,
+            remedy="pass one int64 label per token",
+        )
+    if chunk is not None and chunk < 1:
+        raise Unsupported(f"chunks of {chunk} tokens", where=where, remedy="pass 1 or more, or None")
+    require_one_device(where, {"hidden": hidden, "weight": weight, "labels": labels})

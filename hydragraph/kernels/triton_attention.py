@@ -1,0 +1,421 @@
+"""Attention over packed sequences in Triton, forward and backward, with the same result in every run.
+
+FlashAttention-2 (Dao, 2023): scores exist one tile at a time. Forward keeps per query row the running maximum m and sum
+l of exp2(s - m), and rescales what it has accumulated; backward recomputes p = exp2(s - lse) and uses
+ds = p (dp - delta), delta = rowsum(out * grad). dq has a kernel over query tiles; dk and dv share one over key tiles,
+which adds up the query heads of its key/value head: no two programs write one element, so nothing is atomic.
+
+Shapes: T packed tokens of N sequences, Hq query heads, Hk key/value heads, D the head size, padded to a power of two.
+The grid depends on T and N only, never on the lengths: sequence n has the slots from starts[n] // tile + n on, at least
+as many as its tiles; what is left over ends at once. So no length has to come back from the GPU.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from hydragraph.kernels.attention_tilings import INTERPRETED, Tiling, Tilings, largest, padded, tilings
+from hydragraph.kernels.jit import Kernel, Variant, kernel, why_not
+
+if TYPE_CHECKING:
+    import triton.language as tl  # type: ignore[import-untyped, import-not-found, unused-ignore]
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_LOG2_E = math.log2(math.e)
+_MAX_STRIDE = 2**23  # elements: offsets within a tile of 256 tokens stay below 2^31
+
+
+@kernel("sequences", "group", "causal")
+def _attend(  # type: ignore[no-untyped-def]
+    q,
+    k,
+    v,
+    out,
+    lse,
+    starts,
+    sequences,
+    group,
+    causal,
+    scale_log2,
+    q_token,
+    q_head,
+    k_token,
+    k_head,
+    v_token,
+    v_head,
+    SIZE: tl.constexpr,  # noqa: N803
+    PADDED: tl.constexpr,  # noqa: N803
+    ROWS: tl.constexpr,  # noqa: N803
+    COLUMNS: tl.constexpr,  # noqa: N803
+    PRECISION: tl.constexpr,  # noqa: N803
+):
+    # One program per (slot of query rows, query head).
+    slot, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    seen = 0
+    for n in range(0, sequences, 128):
+        index = n + tl.arange(0, 128)
+        start = tl.load(starts + index, mask=index < sequences, other=0)
+        seen += tl.sum(((index < sequences) & (start // ROWS + index <= slot)).to(tl.int32))
+    sequence = seen - 1
+    first = tl.load(starts + sequence).to(tl.int64)
+    end = tl.load(starts + sequence + 1).to(tl.int64)
+    length = (end - first).to(tl.int32)
+    # The last rows of a causal sequence cost most: they begin first.
+    row = ((end // ROWS - slot + sequence) * ROWS).to(tl.int32)
+    if row >= length:
+        return
+    rows, dims, inner = row + tl.arange(0, ROWS), tl.arange(0, PADDED), tl.arange(0, COLUMNS)
+    q_at = q + head * q_head
+    k_at = k + head // group * k_head
+    v_at = v + head // group * v_head
+    in_q = (rows < length)[:, None] & (dims < SIZE)[None, :]
+    queries = tl.load(q_at + (first + rows)[:, None] * q_token + dims[None, :], mask=in_q, other=0.0)
+    k_tile, v_tile = inner[None, :] * k_token + dims[:, None], inner[:, None] * v_token + dims[None, :]
+    largest = tl.full([ROWS], float("-inf"), tl.float32)
+    mass = tl.zeros([ROWS], tl.float32)
+    total = tl.zeros([ROWS, PADDED], tl.float32)
+    until = tl.where(causal != 0, tl.minimum(length, row + ROWS), length)
+    whole = tl.where(causal != 0, tl.minimum(length, row + 1), length) // COLUMNS * COLUMNS
+    for edge in tl.static_range(2):  # tiles of which every score counts, then those that need a mask
+        for n in tl.range(tl.where(edge == 1, whole, 0), tl.where(edge == 1, until, whole), COLUMNS):
+            columns = n + inner
+            if edge == 1:
+                in_k = (columns < length)[None, :] & (dims < SIZE)[:, None]
+                in_v = (columns < length)[:, None] & (dims < SIZE)[None, :]
+                keys = tl.load(k_at + (first + n) * k_token + k_tile, mask=in_k, other=0.0)
+                values = tl.load(v_at + (first + n) * v_token + v_tile, mask=in_v, other=0.0)
+            elif SIZE == PADDED:
+                keys = tl.load(k_at + (first + n) * k_token + k_tile)
+                values = tl.load(v_at + (first + n) * v_token + v_tile)
+            else:
+                keys = tl.load(k_at + (first + n) * k_token + k_tile, mask=(dims < SIZE)[:, None], other=0.0)
+                values = tl.load(v_at + (first + n) * v_token + v_tile, mask=(dims < SIZE)[None, :], other=0.0)
+            scores = tl.dot(queries, keys, input_precision=PRECISION) * scale_log2
+            if edge == 1:
+                counts = (columns < length)[None, :] & ((columns[None, :] <= rows[:, None]) | (causal == 0))
+                scores = tl.where(counts, scores, float("-inf"))
+            # Every row sees column 0, in its first tile: the maximum is finite from then on.
+            larger = tl.maximum(largest, tl.max(scores, 1))
+            p = tl.exp2(scores - larger[:, None])
+            shrink = tl.exp2(largest - larger)
+            mass = mass * shrink + tl.sum(p, 1)
+            total = tl.dot(p.to(values.dtype), values, total * shrink[:, None], input_precision=PRECISION)
+            largest = larger
+    heads = tl.num_programs(1)
+    to = (first + rows) * heads + head
+    tl.store(out + to[:, None] * SIZE + dims[None, :], (total / mass[:, None]).to(out.dtype.element_ty), mask=in_q)
+    tl.store(lse + to, (largest + tl.log2(mass)) * 0.6931471805599453, mask=rows < length)  # ln 2: a natural logarithm
+
+
+@kernel("tokens")
+def _prepare(  # type: ignore[no-untyped-def]
+    out,
+    grad,
+    lse,
+    delta,
+    lse_log2,
+    tokens,
+    grad_token,
+    grad_head,
+    SIZE: tl.constexpr,  # noqa: N803
+    PADDED: tl.constexpr,  # noqa: N803
+    ROWS: tl.constexpr,  # noqa: N803
+):
+    # delta and the logarithm to base 2, both [Hq, T]: side by side for the tiles that read them.
+    rows, head = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS), tl.program_id(1).to(tl.int64)
+    dims, inside = tl.arange(0, PADDED), rows < tokens
+    both = inside[:, None] & (dims < SIZE)[None, :]
+    at = rows * tl.num_programs(1) + head
+    one = tl.load(out + at[:, None] * SIZE + dims[None, :], mask=both, other=0.0).to(tl.float32)
+    other = tl.load(grad + rows[:, None] * grad_token + head * grad_head + dims[None, :], mask=both, other=0.0)
+    to = head * tokens + rows
+    tl.store(delta + to, tl.sum(one * other.to(tl.float32), 1), mask=inside)
+    tl.store(lse_log2 + to, tl.load(lse + at, mask=inside, other=0.0) * 1.4426950408889634, mask=inside)  # log2(e)
+
+
+@kernel("sequences", "tokens", "group", "causal")
+def _differentiate_queries(  # type: ignore[no-untyped-def]
+    q,
+    k,
+    v,
+    grad,
+    delta,
+    lse_log2,
+    dq,
+    starts,
+    sequences,
+    tokens,
+    group,
+    causal,
+    scale,
+    scale_log2,
+    q_token,
+    q_head,
+    k_token,
+    k_head,
+    v_token,
+    v_head,
+    grad_token,
+    grad_head,
+    SIZE: tl.constexpr,  # noqa: N803
+    PADDED: tl.constexpr,  # noqa: N803
+    ROWS: tl.constexpr,  # noqa: N803
+    COLUMNS: tl.constexpr,  # noqa: N803
+    PRECISION: tl.constexpr,  # noqa: N803
+):
+    # One program per (slot of query rows, query head); slots as in _attend.
+    slot, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    seen = 0
+    for n in range(0, sequences, 128):
+        index = n + tl.arange(0, 128)
+        start = tl.load(starts + index, mask=index < sequences, other=0)
+        seen += tl.sum(((index < sequences) & (start // ROWS + index <= slot)).to(tl.int32))
+    sequence = seen - 1
+    first = tl.load(starts + sequence).to(tl.int64)
+    end = tl.load(starts + sequence + 1).to(tl.int64)
+    length = (end - first).to(tl.int32)
+    row = ((end // ROWS - slot + sequence) * ROWS).to(tl.int32)
+    if row >= length:
+        return
+    rows, dims, inner = row + tl.arange(0, ROWS), tl.arange(0, PADDED), tl.arange(0, COLUMNS)
+    k_at = k + head // group * k_head
+    v_at = v + head // group * v_head
+    in_q = (rows < length)[:, None] & (dims < SIZE)[None, :]
+    far = first + rows
+    queries = tl.load(q + head * q_head + far[:, None] * q_token + dims[None, :], mask=in_q, other=0.0)
+    grads = tl.load(grad + head * grad_head + far[:, None] * grad_token + dims[None, :], mask=in_q, other=0.0)
+    shift = tl.load(delta + head * tokens + far, mask=rows < length, other=0.0)
+    mass = tl.load(lse_log2 + head * tokens + far, mask=rows < length, other=float("inf"))
+    k_tile, v_tile = inner[None, :] * k_token + dims[:, None], inner[None, :] * v_token + dims[:, None]
+    total = tl.zeros([ROWS, PADDED], tl.float32)
+    until = tl.where(causal != 0, tl.minimum(length, row + ROWS), length)
+    whole = tl.where(causal != 0, tl.minimum(length, row + 1), length) // COLUMNS * COLUMNS
+    for edge in tl.static_range(2):
+        for n in tl.range(tl.where(edge == 1, whole, 0), tl.where(edge == 1, until, whole), COLUMNS):
+            columns = n + inner
+            inside = (columns < length)[None, :] & (dims < SIZE)[:, None]
+            keys = tl.load(k_at + (first + n) * k_token + k_tile, mask=inside, other=0.0)
+            values = tl.load(v_at + (first + n) * v_token + v_tile, mask=inside, other=0.0)
+            scores = tl.dot(queries, keys, input_precision=PRECISION) * scale_log2
+            if edge == 1:
+                counts = (columns < length)[None, :] & ((columns[None, :] <= rows[:, None]) | (causal == 0))
+                scores = tl.where(counts, scores, float("-inf"))
+            p = tl.exp2(scores - mass[:, None])
+            ds = p * (tl.dot(grads, values, input_precision=PRECISION) - shift[:, None])
+            total = tl.dot(ds.to(keys.dtype), tl.trans(keys), total, input_precision=PRECISION)
+    to = (far * tl.num_programs(1) + head)[:, None] * SIZE + dims[None, :]
+    tl.store(dq + to, (total * scale).to(dq.dtype.element_ty), mask=in_q)
+
+
+@kernel("sequences", "tokens", "group", "causal")
+def _differentiate_keys(  # type: ignore[no-untyped-def]
+    q,
+    k,
+    v,
+    grad,
+    delta,
+    lse_log2,
+    dk,
+    dv,
+    starts,
+    sequences,
+    tokens,
+    group,
+    causal,
+    scale,
+    scale_log2,
+    q_token,
+    q_head,
+    k_token,
+    k_head,
+    v_token,
+    v_head,
+    grad_token,
+    grad_head,
+    SIZE: tl.constexpr,  # noqa: N803
+    PADDED: tl.constexpr,  # noqa: N803
+    ROWS: tl.constexpr,  # noqa: N803
+    COLUMNS: tl.constexpr,  # noqa: N803
+    PRECISION: tl.constexpr,  # noqa: N803
+):
+    # One program per (slot of key columns, key/value head); scores are transposed: [COLUMNS, ROWS].
+    slot, kv_head = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    seen = 0
+    for n in range(0, sequences, 128):
+        index = n + tl.arange(0, 128)
+        start = tl.load(starts + index, mask=index < sequences, other=0)
+        seen += tl.sum(((index < sequences) & (start // COLUMNS + index <= slot)).to(tl.int32))
+    sequence = seen - 1
+    first = tl.load(starts + sequence).to(tl.int64)
+    length = (tl.load(starts + sequence + 1).to(tl.int64) - first).to(tl.int32)
+    # The first columns of a causal sequence cost most: they begin first.
+    column = ((slot - sequence - first // COLUMNS) * COLUMNS).to(tl.int32)
+    if column >= length:
+        return
+    columns, dims, inner = column + tl.arange(0, COLUMNS), tl.arange(0, PADDED), tl.arange(0, ROWS)
+    in_k = (columns < length)[:, None] & (dims < SIZE)[None, :]
+    far = first + columns
+    keys = tl.load(k + kv_head * k_head + far[:, None] * k_token + dims[None, :], mask=in_k, other=0.0)
+    values = tl.load(v + kv_head * v_head + far[:, None] * v_token + dims[None, :], mask=in_k, other=0.0)
+    q_tile, grad_tile = inner[None, :] * q_token + dims[:, None], inner[:, None] * grad_token + dims[None, :]
+    k_total = tl.zeros([COLUMNS, PADDED], tl.float32)
+    v_total = tl.zeros([COLUMNS, PADDED], tl.float32)
+    begin = tl.where(causal != 0, column // ROWS * ROWS, 0)
+    for member in range(group):
+        head = kv_head * group + member
+        q_at, grad_at = q + head * q_head, grad + head * grad_head
+        delta_at, mass_at = delta + head * tokens + first, lse_log2 + head * tokens + first
+        # One loop, masked throughout: a second one for tiles of which every score counts would cost registers.
+        for m in tl.range(begin, length, ROWS):
+            rows = m + inner
+            in_q = (rows < length)[None, :] & (dims < SIZE)[:, None]
+            in_grad = (rows < length)[:, None] & (dims < SIZE)[None, :]
+            queries = tl.load(q_at + (first + m) * q_token + q_tile, mask=in_q, other=0.0)
+            grads = tl.load(grad_at + (first + m) * grad_token + grad_tile, mask=in_grad, other=0.0)
+            # Rows beyond the sequence: exp2(-inf) is 0.
+            mass = tl.load(mass_at + rows, mask=rows < length, other=float("inf"))
+            shift = tl.load(delta_at + rows, mask=rows < length, other=0.0)
+            scores = tl.dot(keys, queries, input_precision=PRECISION) * scale_log2
+            counts = (columns[:, None] <= rows[None, :]) | (causal == 0)
+            p = tl.exp2(tl.where(counts, scores - mass[None, :], float("-inf")))
+            v_total = tl.dot(p.to(grads.dtype), grads, v_total, input_precision=PRECISION)
+            ds = p * (tl.dot(values, tl.trans(grads), input_precision=PRECISION) - shift[None, :])
+            k_total = tl.dot(ds.to(queries.dtype), tl.trans(queries), k_total, input_precision=PRECISION)
+    to = (far * tl.num_programs(1) + kv_head)[:, None] * SIZE + dims[None, :]
+    tl.store(dk + to, (k_total * scale).to(dk.dtype.element_ty), mask=in_k)
+    tl.store(dv + to, v_total.to(dv.dtype.element_ty), mask=in_k)
+
+
+def refusal(q: Tensor, k: Tensor, v: Tensor) -> str | None:
+    """Say why these kernels cannot serve such tensors, or return None."""
+    if reason := why_not(q.device):
+        return reason
+    if q.dtype not in DTYPES or not q.dtype == k.dtype == v.dtype:
+        return f"no kernel for {q.dtype}, {k.dtype}, {v.dtype}"
+    if not 16 <= q.shape[2] <= largest(q.dtype) or not q.shape[2] == k.shape[2] == v.shape[2]:
+        return f"no kernel for {q.dtype} heads of size {q.shape[2]}: they must have 16 to {largest(q.dtype)}"
+    if q.device.type == "cuda" and torch.cuda.get_device_capability(q.device) < (8, 0):
+        return "the GPU is older than compute capability 8.0"
+    return None
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    """Return the output [T, Hq, D] and the natural log-sum-exp of the scores [T, Hq] in fp32.
+
+    Args:
+        q, k, v: what `refusal` accepts: [T, Hq, D], [T, Hk, D], [T, Hk, D].
+        starts: [N + 1] int32 or int64 on the same device, where each sequence starts, then T.
+        causal, scale: as in `varlen_attention`.
+    """
+    q, k, v = (_dense(x) for x in (q, k, v))
+    tokens, heads, size = q.shape
+    out, lse = q.new_empty(q.shape), q.new_empty((tokens, heads), dtype=torch.float32)
+    if tokens:
+        tiling = _tilings(q).forward
+        _attend[_grid(starts, tokens, tiling.rows, heads)](
+            *(q, k, v, out, lse, starts, len(starts) - 1, heads // k.shape[1], int(causal), scale * _LOG2_E),
+            *_strides(q, k, v),
+            **_constants(size, tiling, q.dtype),
+            **tiling.options(),
+        )
+    return out, lse
+
+
+def backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    starts: Tensor,
+    causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of q, k and v, each contiguous; arguments as `forward` took and returned them."""
+    grad, q, k, v = (_dense(x) for x in (grad, q, k, v))
+    dq, dk, dv = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+    tokens, heads, size = q.shape
+    if not tokens:
+        return dq, dk, dv
+    found, kv_heads = _tilings(q), k.shape[1]
+    delta, lse_log2 = lse.new_empty((2, heads, tokens))
+    _prepare[(-(-tokens // 64), heads)](
+        *(out.contiguous(), grad, lse.contiguous(), delta, lse_log2, tokens, *_strides(grad)),
+        SIZE=size,
+        PADDED=padded(size, q.dtype),
+        ROWS=64,
+        num_warps=4,
+        enable_fp_fusion=True,
+    )
+    given = (q, k, v, grad, delta, lse_log2)
+    numbers = (starts, len(starts) - 1, tokens, heads // kv_heads, int(causal), scale, scale * _LOG2_E)
+    strides = _strides(q, k, v, grad)
+    _differentiate_keys[_grid(starts, tokens, found.keys.columns, kv_heads)](
+        *(*given, dk, dv, *numbers, *strides), **_constants(size, found.keys, q.dtype), **found.keys.options()
+    )
+    _differentiate_queries[_grid(starts, tokens, found.queries.rows, heads)](
+        *(*given, dq, *numbers, *strides), **_constants(size, found.queries, q.dtype), **found.queries.options()
+    )
+    return dq, dk, dv
+
+
+def variants(capability: tuple[int, int]) -> Iterator[Variant]:
+    """Every configuration that a GPU of one compute capability, such as (9, 0), launches; fp16 is as bf16."""
+    for name, dtype in (("bf16", torch.bfloat16), ("fp32", torch.float32)):
+        yield _prepare_variant(name)
+        for size, found in tilings(dtype, capability).items():
+            yield _variant(_attend, name, size, found.forward)
+            yield _variant(_differentiate_queries, name, size, found.queries)
+            yield _variant(_differentiate_keys, name, size, found.keys)
+
+
+def _variant(kernel: Kernel, dtype: str, size: int, tiling: Tiling) -> Variant:
+    kinds = dict.fromkeys(("q", "k", "v", "out", "grad", "dq", "dk", "dv"), f"*{dtype}")
+    kinds |= dict.fromkeys(("lse", "delta", "lse_log2"), "*fp32") | {"starts": "*i32"}
+    kinds |= {"scale": "fp32", "scale_log2": "fp32"}
+    constants = _constants(size, tiling, torch.float32 if dtype == "fp32" else torch.bfloat16)
+    names = kernel.compiled.arg_names
+    strides = tuple(name for name in names if name.endswith(("_token", "_head")))
+    signature = {name: kinds.get(name, "i32") for name in names if name not in constants}
+    label = f"attention {kernel.function.__name__} {dtype} D{size}"
+    return Variant(label, kernel, signature, constants, tiling.options(), strides)
+
+
+def _prepare_variant(dtype: str) -> Variant:
+    pointers = {"out": f"*{dtype}", "grad": f"*{dtype}"} | dict.fromkeys(("lse", "delta", "lse_log2"), "*fp32")
+    signature = pointers | dict.fromkeys(("tokens", "grad_token", "grad_head"), "i32")
+    constants = {"SIZE": 128, "PADDED": 128, "ROWS": 64}
+    options = {"num_warps": 4, "enable_fp_fusion": True}
+    return Variant(f"attention _prepare {dtype}", _prepare, signature, constants, options, ("grad_token", "grad_head"))
+
+
+def _tilings(q: Tensor) -> Tilings:
+    if q.device.type == "cpu":
+        return INTERPRETED
+    return tilings(q.dtype, torch.cuda.get_device_capability(q.device))[padded(q.shape[2], q.dtype)]
+
+
+def _constants(size: int, tiling: Tiling, dtype: torch.dtype) -> dict[str, object]:
+    """fp32 products are three tf32 ones, about as exact; 16-bit ones have no choice."""
+    precision = "tf32x3" if dtype == torch.float32 else "tf32"
+    tile = {"SIZE": size, "PADDED": padded(size, dtype), "ROWS": tiling.rows, "COLUMNS": tiling.columns}
+    return {**tile, "PRECISION": precision}
+
+
+def _grid(starts: Tensor, tokens: int, tile: int, heads: int) -> tuple[int, int]:
+    return tokens // tile + len(starts) - 1, heads
+
+
+def _strides(*tensors: Tensor) -> tuple[int, ...]:
+    return tuple(stride for x in tensors for stride in x.stride()[:2])
+
+
+def _dense(x: Tensor) -> Tensor:
+    """Return x with neighbouring elements along D, tokens not too far apart."""
+    return x if x.stride(2) == 1 and 0 <= x.stride(0) < _MAX_STRIDE else x.contiguous()

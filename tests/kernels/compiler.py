@@ -1,0 +1,90 @@
+"""Compile kernels for GPUs that this machine does not have, and read what the binaries need."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from functools import cache
+from itertools import chain
+from pathlib import Path
+
+from hydragraph.kernels.jit import Variant
+
+
+@dataclass(frozen=True)
+class Report:
+    """What one compiled kernel needs.
+
+    Attributes:
+        name: of the variant.
+        registers: per thread.
+        spilled_bytes: of a thread's stack; any is a register spill, as the kernels have no arrays.
+        shared_bytes: per block of threads.
+        ptx: the text.
+        tensor_core: instructions that multiply matrices.
+    """
+
+    name: str
+    registers: int
+    spilled_bytes: int
+    shared_bytes: int
+    ptx: str
+    tensor_core: int
+
+    def wide(self, operation: str) -> int:
+        """Count accesses of 16 bytes, for `operation` "ld" or "st"."""
+        return len(re.findall(rf"\b{operation}\.global\S*\.(?:v4\.[bufs]32|v2\.[bufs]64)", self.ptx))
+
+
+def compile_all(capability: int) -> list[Report]:
+    """Compile what is shipped for one compute capability (90 is sm_90); the process must not interpret kernels."""
+    from hydragraph.kernels import adamw, linear_cross_entropy, slice_copy, triton_attention
+
+    assert "TRITON_INTERPRET" not in os.environ
+    attention = triton_attention.variants(divmod(capability, 10))
+    variants = chain(slice_copy.variants(), adamw.variants(), linear_cross_entropy.variants(), attention)
+    return [compile_one(variant, capability) for variant in variants]
+
+
+def compile_one(variant: Variant, capability: int) -> Report:
+    """Compile one variant."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    compiled = variant.kernel.compiled
+    names = compiled.arg_names
+    assert set(names) == set(variant.signature) | set(variant.constants), variant.name
+    pointers = [name for name, kind in variant.signature.items() if kind.startswith("*")]
+    source = ASTSource(
+        fn=compiled,
+        signature={n: variant.signature.get(n, "constexpr") for n in names},
+        constexprs={(names.index(n),): value for n, value in variant.constants.items()},
+        attrs={(names.index(n),): [["tt.divisibility", 16]] for n in (*pointers, *variant.aligned)},
+    )
+    built = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=dict(variant.options))
+    usage = _usage(built.asm["cubin"])
+    ptx = built.asm["ptx"]
+    products = len(re.findall(r"\b(?:wgmma|mma)\.\S*sync", ptx))
+    return Report(variant.name, usage["REG"], usage["STACK"], built.metadata.shared, ptx, products)
+
+
+def _usage(cubin: bytes) -> dict[str, int]:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        text = subprocess.run(
+            [_cuobjdump(), "-res-usage", file.name], capture_output=True, text=True, check=True
+        ).stdout
+    return {name: int(number) for name, number in re.findall(r"\b(REG|STACK):(\d+)", text)}
+
+
+@cache
+def _cuobjdump() -> str:
+    import triton
+
+    beside = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    return str(beside) if beside.exists() else "cuobjdump"

@@ -1,0 +1,184 @@
+"""AdamW over flat shards: equal to torch.optim.AdamW, in few launches, and a drop-in optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from copy import deepcopy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hydragraph.errors import Unsupported
+from hydragraph.kernels import adamw
+from hydragraph.kernels.adamw import AdamW, Settings, Shard, runs, update
+from tests.kernels.interpreter import interpreted
+
+SETTINGS = [
+    Settings(1e-2),
+    Settings(3e-3, (0.4, 0.95), 1e-6, 0.0),
+    Settings(1.0, (0.9, 0.999), 1e-8, 0.5, maximize=True),
+]
+
+
+def shard(size: int, step: int = 3, seed: int = 0, copy: torch.dtype | None = None) -> Shard:
+    weight, gradient, moment, square = torch.randn(4, size, generator=torch.Generator().manual_seed(seed)).unbind()
+    to = None if copy is None else torch.zeros(size, dtype=copy)
+    return Shard(weight, gradient, moment * 0.1, square.square() * 0.01, to, step)
+
+
+def double(one: Shard) -> Shard:
+    return Shard(*(x.double() for x in one.tensors()[:4]), None, one.step)
+
+
+def close(found: Shard, expected: Shard) -> None:
+    for a, b in zip(found.tensors()[:4], expected.tensors()[:4], strict=True):
+        torch.testing.assert_close(a.double(), b, rtol=2e-6, atol=2e-7)
+
+
+def neighbours(sizes: Sequence[int], steps: Sequence[int] | None = None) -> list[Shard]:
+    whole = torch.randn(4, sum(sizes), generator=torch.Generator().manual_seed(1)).square()
+    parts = [row.split(list(sizes)) for row in whole]
+    return [Shard(*tensors, None, step) for *tensors, step in zip(*parts, steps or [1] * len(sizes), strict=True)]
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.parametrize("step", [1, 1000])
+def test_the_reference_is_the_formula(settings: Settings, step: int) -> None:
+    found, expected = shard(37, step), double(shard(37, step))
+    update([found], settings)
+    _by_formula(expected, settings)
+    close(found, expected)
+
+
+def _by_formula(x: Shard, settings: Settings) -> None:
+    first, second = settings.betas
+    gradient = -x.gradient if settings.maximize else x.gradient
+    x.weight.mul_(1 - settings.lr * settings.weight_decay)
+    x.moment.mul_(first).add_(gradient, alpha=1 - first)
+    x.square.mul_(second).add_(gradient**2, alpha=1 - second)
+    mean, spread = x.moment / (1 - first**x.step), (x.square / (1 - second**x.step)).sqrt()
+    x.weight.sub_(settings.lr * mean / (spread + settings.eps))
+
+
+@interpreted
+@pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.parametrize(("size", "step"), [(1, 1), (16, 2), (1039, 1000)])
+def test_the_kernel_equals_double_precision(settings: Settings, size: int, step: int) -> None:
+    found, expected = shard(size, step, copy=torch.bfloat16), double(shard(size, step))
+    update([found], settings)
+    adamw.reference([expected], settings)
+    close(found, expected)
+    assert found.copy is not None
+    assert torch.equal(found.copy, found.weight.bfloat16())
+
+
+@interpreted
+def test_the_optimizer_by_kernel_and_by_torch() -> None:
+    ours, theirs = _trained(lambda p: AdamW(p, lr=0.05)), _trained(lambda p: torch.optim.AdamW(p, lr=0.05))
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
+
+
+@interpreted
+def test_neighbours_and_empty_shards_by_kernel() -> None:
+    shards = neighbours([5, 0, 30, 7])
+    wide = [double(x) for x in shards]
+    update(shards, SETTINGS[0])
+    adamw.reference([x for x in wide if x.weight.numel()], SETTINGS[0])
+    for found, expected in zip(shards, wide, strict=True):
+        close(found, expected)
+
+
+def _trained(make: object) -> list[Tensor]:
+    flat = torch.randn(40, generator=torch.Generator().manual_seed(0))
+    gradients = torch.zeros(40)
+    parameters = [nn.Parameter(part) for part in flat.split([3, 0, 20, 17])]
+    for parameter, part in zip(parameters, gradients.split([3, 0, 20, 17]), strict=True):
+        parameter.grad = part
+    groups = [{"params": parameters[:2], "weight_decay": 0.3}, {"params": parameters[2:], "weight_decay": 0.0}]
+    optimizer = make(groups)  # type: ignore[operator]
+    for step in range(3):
+        gradients.copy_(torch.randn(40, generator=torch.Generator().manual_seed(10 + step)))
+        optimizer.step()
+    return [*(p.detach() for p in parameters), *(optimizer.state[p]["exp_avg_sq"] for p in parameters)]
+
+
+def test_on_cpu_the_optimizer_is_torchs_to_the_last_bit() -> None:
+    for a, b in zip(
+        _trained(lambda p: AdamW(p, lr=0.05)), _trained(lambda p: torch.optim.AdamW(p, lr=0.05)), strict=True
+    ):
+        assert torch.equal(a, b)
+
+
+def test_a_state_dict_goes_to_torchs_class_and_back() -> None:
+    def one(kind: type[torch.optim.AdamW], state: dict[str, object] | None) -> tuple[nn.Parameter, torch.optim.AdamW]:
+        parameter = nn.Parameter(torch.ones(5))
+        optimizer = kind([parameter], lr=0.1)
+        if state is not None:
+            optimizer.load_state_dict(deepcopy(state))
+        for _ in range(2):
+            parameter.grad = torch.arange(5.0)
+            optimizer.step()
+        return parameter, optimizer
+
+    first = one(AdamW, None)[1].state_dict()
+    there, back = one(torch.optim.AdamW, first), one(AdamW, first)
+    assert torch.equal(there[0], back[0])
+    again = one(AdamW, there[1].state_dict())[1].state_dict()["state"][0]
+    assert float(again["step"]) == 6
+    expected = one(torch.optim.AdamW, there[1].state_dict())[1].state_dict()["state"][0]
+    assert torch.equal(again["exp_avg"], expected["exp_avg"])
+
+
+def test_copies_follow_the_weights() -> None:
+    parameters = [nn.Parameter(torch.randn(n)) for n in (4, 9)]
+    copies = {p: torch.zeros(len(p), dtype=torch.bfloat16) for p in parameters[:1]}
+    optimizer = AdamW(enumerate_names(parameters))
+    optimizer.copy_to(copies)
+    for p in parameters:
+        p.grad = torch.ones_like(p)
+    assert optimizer.step(lambda: 7) == 7
+    assert torch.equal(copies[parameters[0]], parameters[0].detach().bfloat16())
+
+
+def enumerate_names(parameters: list[nn.Parameter]) -> list[tuple[str, nn.Parameter]]:
+    return [(f"p{i}", p) for i, p in enumerate(parameters)]
+
+
+def test_what_is_joined() -> None:
+    assert [len(x.weight) for x in runs(neighbours([5, 3, 4]))] == [12]
+    assert [len(x.weight) for x in runs(neighbours([5, 3, 4], [1, 1, 2]))] == [8, 4]
+    apart = neighbours([5, 3, 4])
+    del apart[1]
+    assert [len(x.weight) for x in runs(apart)] == [5, 4]
+    elsewhere = neighbours([5, 3])
+    moved = Shard(elsewhere[1].weight, elsewhere[1].gradient.clone(), elsewhere[1].moment, elsewhere[1].square, None, 1)
+    assert [len(x.weight) for x in runs([elsewhere[0], moved])] == [5, 3]
+    assert [len(x.weight) for x in runs([shard(5), shard(3, copy=torch.bfloat16)])] == [5, 3]
+
+
+def test_the_states_of_neighbours_are_neighbours() -> None:
+    flat, gradients = torch.randn(12), torch.randn(12)
+    parameters = [nn.Parameter(part) for part in flat.split([5, 7])]
+    for parameter, part in zip(parameters, gradients.split([5, 7]), strict=True):
+        parameter.grad = part
+    optimizer = AdamW(parameters)
+    optimizer.step()
+    assert len(list(runs([optimizer._shard(p) for p in parameters]))) == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"weight": torch.zeros(2, 2)}, r"weight of shape \(2, 2\).*use torch.optim.AdamW"),
+        ({"gradient": torch.zeros(4).bfloat16()}, r"gradient of shape \(4,\), strides \(1,\), torch.bfloat16"),
+        ({"square": torch.zeros(8)[::2]}, r"square of shape \(4,\), strides \(2,\)"),
+        ({"moment": torch.zeros(5)}, "moment of 5 elements for a weight of 4"),
+        ({"copy": torch.zeros(4)}, "copy of shape .* torch.float32"),
+    ],
+)
+def test_tensors_that_are_refused(change: dict[str, Tensor], message: str) -> None:
+    fields = {name: torch.zeros(4) for name in ("weight", "gradient", "moment", "square")} | {"copy": None, "step": 1}
+    with pytest.raises(Unsupported, match=message):
+        update([Shard(**(fields | change))], SETTINGS[0])  # type: ignore[arg-type]

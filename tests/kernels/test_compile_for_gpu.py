@@ -1,0 +1,60 @@
+"""Every shipped kernel configuration compiles for GPUs that this machine does not have, and fits them."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+
+import pytest
+
+from tests.kernels.compiler import Report, compile_all
+from tests.kernels.interpreter import needs_triton
+
+# Bytes of shared memory that one block of threads may have on the GPUs that launch these variants: 227 KB on sm_90.
+# What sm_80 runs also runs on sm_86 and sm_89, which have 99 KB (CUDA C programming guide, "Compute Capabilities").
+SHARED_BYTES = {90: 232_448, 80: 101_376}
+
+
+@pytest.fixture(scope="module", params=[90, 80], ids=["sm_90", "sm_80"])
+def built(request: pytest.FixtureRequest) -> Iterator[tuple[int, list[Report]]]:
+    # A process of its own: Triton decides when it is imported whether it interprets.
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), _compiling) as process:
+        yield request.param, process.submit(compile_all, request.param).result()
+
+
+def _compiling() -> None:
+    os.environ.pop("TRITON_INTERPRET", None)
+
+
+@needs_triton
+def test_no_shipped_configuration_spills_registers(built: tuple[int, list[Report]]) -> None:
+    _, reports = built
+    assert len(reports) > 10
+    assert {r.name: r.spilled_bytes for r in reports if r.spilled_bytes} == {}
+
+
+@needs_triton
+def test_all_fit_the_shared_memory(built: tuple[int, list[Report]]) -> None:
+    capability, reports = built
+    limit = SHARED_BYTES[capability]
+    assert {r.name: r.shared_bytes for r in reports if r.shared_bytes > limit} == {}
+
+
+@needs_triton
+def test_what_streams_through_memory_does_so_16_bytes_at_a_time(built: tuple[int, list[Report]]) -> None:
+    _, reports = built
+    streaming = [r for r in reports if not r.name.startswith("attention")]
+    assert {r.name.split()[0] for r in streaming} == {"slice_copy", "adamw", "linear_cross_entropy"}
+    assert [r.name for r in streaming if not r.wide("ld")] == []
+    # The reduction of logits writes three numbers per token.
+    assert [r.name for r in streaming if not r.wide("st") and "_reduce" not in r.name] == []
+
+
+@needs_triton
+def test_attention_multiplies_on_tensor_cores(built: tuple[int, list[Report]]) -> None:
+    _, reports = built
+    products = [r for r in reports if r.name.startswith("attention") and "_prepare" not in r.name]
+    assert products
+    assert [r.name for r in products if not r.tensor_core] == []

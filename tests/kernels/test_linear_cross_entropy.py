@@ -1,0 +1,192 @@
+"""The fused head and loss against eager PyTorch, whole and with the vocabulary cut."""
+
+from __future__ import annotations
+
+from itertools import accumulate, pairwise
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from hydragraph.errors import Unsupported
+from hydragraph.kernels import linear_cross_entropy as module
+from hydragraph.kernels.linear_cross_entropy import chunk_tokens, combine, linear_cross_entropy, reference
+from tests.kernels.interpreter import interpreted
+
+BOUND = {torch.float64: 1e-12, torch.float32: 2e-5, torch.float16: 5e-3, torch.bfloat16: 3e-2}
+
+
+def inputs(
+    tokens: int, hidden: int, vocabulary: int, dtype: torch.dtype, seed: int = 0
+) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(tokens, hidden, generator=generator, dtype=torch.float64).to(dtype)
+    weight = torch.randn(vocabulary, hidden, generator=generator, dtype=torch.float64).to(dtype)
+    labels = torch.randint(0, vocabulary, (tokens,), generator=generator)
+    labels[1::4] = -100
+    return x.requires_grad_(), weight.requires_grad_(), labels
+
+
+def results(loss: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+    """Return the loss and the gradients of 0.7 times it."""
+    return (loss, *torch.autograd.grad(0.7 * loss, (x, weight)))
+
+
+def compare(found: tuple[Tensor, ...], expected: tuple[Tensor, ...], dtype: torch.dtype) -> None:
+    for a, b in zip(found, expected, strict=True):
+        assert a.shape == b.shape
+        error = float((a.detach().double() - b.detach().double()).norm())
+        assert error <= BOUND[dtype] * float(b.detach().norm()) + 1e-12
+
+
+def against_double(tokens: int, hidden: int, vocabulary: int, dtype: torch.dtype, chunk: int | None) -> None:
+    x, weight, labels = inputs(tokens, hidden, vocabulary, dtype)
+    wide = [t.detach().double().requires_grad_() for t in (x, weight)]
+    found = results(linear_cross_entropy(x, weight, labels, chunk=chunk), x, weight)
+    assert [t.dtype for t in found] == [torch.promote_types(dtype, torch.float32), dtype, dtype]
+    compare(found, results(reference(*wide, labels), *wide), dtype)
+
+
+@given(
+    st.integers(1, 9),
+    st.integers(1, 5),
+    st.integers(1, 12),
+    st.one_of(st.none(), st.integers(1, 10)),
+    st.sampled_from([torch.float64, torch.float32]),
+)
+def test_any_chunks_equal_eager(
+    tokens: int, hidden: int, vocabulary: int, chunk: int | None, dtype: torch.dtype
+) -> None:
+    against_double(tokens, hidden, vocabulary, dtype, chunk)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("chunk", [None, 7])
+def test_each_dtype_is_as_good_as_its_inputs(dtype: torch.dtype, chunk: int | None) -> None:
+    against_double(40, 16, 50, dtype, chunk)
+
+
+def test_fp32_equals_eager_fp32() -> None:
+    x, weight, labels = inputs(40, 16, 50, torch.float32)
+    found = results(linear_cross_entropy(x, weight, labels, chunk=8), x, weight)
+    compare(found, results(reference(x, weight, labels), x, weight), torch.float32)
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("vocabulary", [1, 50, 5000])
+def test_the_kernels(dtype: torch.dtype, vocabulary: int) -> None:
+    against_double(12, 8, vocabulary, dtype, 7)
+
+
+@interpreted
+def test_the_kernels_of_a_cut_vocabulary() -> None:
+    against_cut([30, 1, 19], torch.float32)
+
+
+@interpreted
+def test_the_kernels_stand_infinite_logits() -> None:
+    logits = torch.tensor([[float("-inf")] * 3, [0.0, float("-inf"), 1.0]])
+    labels = torch.tensor([-100, 2])
+    found = module._statistics(logits, labels, 0)
+    assert found[:, 0].tolist() == [float("-inf"), 0.0, 0.0]
+    torch.testing.assert_close(found, module.reference_statistics(logits, labels, 0))
+    lse = found[0] + found[1].log()
+    expected = module.reference_gradient(logits, labels, lse, 0, -100)
+    module._to_gradient(logits, labels, lse, 0, -100)
+    torch.testing.assert_close(logits, expected)
+    assert logits[0].tolist() == [0.0, 0.0, 0.0]
+
+
+@given(st.lists(st.integers(1, 6), min_size=1, max_size=4))
+def test_a_cut_vocabulary_equals_the_whole(sizes: list[int]) -> None:
+    against_cut(sizes, torch.float64)
+
+
+def against_cut(sizes: list[int], dtype: torch.dtype) -> None:
+    """Play all ranks one after the other; the exchange of each finds what the others would send."""
+    x, weight, labels = inputs(9, 5, sum(sizes), dtype)
+    cuts = list(pairwise([0, *accumulate(sizes)]))
+    parts = [weight.detach()[a:b].requires_grad_() for a, b in cuts]
+    expected = results(reference(x, weight, labels), x, weight)
+    hidden_gradient, weight_gradients = torch.zeros_like(expected[1]), []
+    for part, (first, _) in zip(parts, cuts, strict=True):
+        chunks = iter(range(0, 9, 4))
+
+        def exchange(mine: Tensor, chunks: object = chunks, first: int = first) -> Tensor:
+            a = next(chunks)  # type: ignore[call-overload]
+            logits = [x.detach()[a : a + 4] @ p.detach().T for p in parts]
+            everyone = [
+                module.reference_statistics(p, labels[a : a + 4], c) for p, (c, _) in zip(logits, cuts, strict=True)
+            ]
+            torch.testing.assert_close(everyone[[c for c, _ in cuts].index(first)], mine)
+            return combine(torch.stack(everyone))
+
+        loss = linear_cross_entropy(x, part, labels, first=first, exchange=exchange, chunk=4)
+        _, of_hidden, of_weight = results(loss, x, part)
+        torch.testing.assert_close(loss, expected[0])
+        hidden_gradient += of_hidden
+        weight_gradients.append(of_weight)
+    compare((hidden_gradient, torch.cat(weight_gradients)), expected[1:], dtype)
+
+
+def test_no_chunk_of_logits_is_larger_than_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    honest = module._statistics
+    monkeypatch.setattr(module, "_statistics", lambda logits, *rest: seen.append(len(logits)) or honest(logits, *rest))
+    x, weight, labels = inputs(20, 4, 30, torch.float32)
+    linear_cross_entropy(x, weight, labels, chunk=6)
+    assert seen == [6, 6, 6, 2]
+
+
+def test_the_default_chunk() -> None:
+    assert chunk_tokens(16384, 4096, 131072) == 512
+    assert chunk_tokens(16384, 4096, 32000) == 2048
+    assert chunk_tokens(10, 4096, 32000) == 128
+    assert chunk_tokens(16384, 4096, 1) == 16384
+
+
+def test_only_asked_gradients_are_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, weight, labels = inputs(6, 4, 5, torch.float64)
+    frozen = weight.detach()
+    expected = torch.autograd.grad(reference(x, frozen, labels), x)[0]
+    monkeypatch.setattr(module, "_add_product", lambda *_: pytest.fail("the head is frozen"))
+    torch.testing.assert_close(torch.autograd.grad(linear_cross_entropy(x, frozen, labels), x)[0], expected)
+    monkeypatch.setattr(module, "_to_gradient", lambda *_: pytest.fail("no gradient is needed"))
+    with torch.no_grad():
+        torch.testing.assert_close(linear_cross_entropy(x, weight, labels), reference(x, weight, labels))
+
+
+def test_all_tokens_ignored_and_none_at_all() -> None:
+    x, weight, labels = inputs(6, 4, 5, torch.float32)
+    assert [
+        float(t.detach().abs().sum()) for t in results(linear_cross_entropy(x, weight, labels.fill_(-100)), x, weight)
+    ] == [0] * 3
+    nothing = results(linear_cross_entropy(x[:0], weight, labels[:0]), x, weight)
+    assert [float(t.detach().abs().sum()) for t in nothing] == [0] * 3
+
+
+def test_a_second_derivative_is_refused() -> None:
+    x, weight, labels = inputs(6, 4, 5, torch.float64)
+    scale = torch.ones((), dtype=torch.float64, requires_grad=True)
+    (first,) = torch.autograd.grad(linear_cross_entropy(x, weight, labels) * scale, x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        first.sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"weight": torch.zeros(5, 3)}, r"hidden of shape \[6, 4\] and weight of shape \[5, 3\]; pass \[T, E\]"),
+        ({"weight": torch.zeros(5, 4).bfloat16()}, "hidden in torch.float32 and weight in torch.bfloat16; cast both"),
+        ({"labels": torch.zeros(6, dtype=torch.int32)}, r"labels of shape \[6\] and torch.int32 for 6 tokens"),
+        ({"labels": torch.zeros(5, dtype=torch.int64)}, r"labels of shape \[5\] and torch.int64 for 6 tokens"),
+        ({"chunk": 0}, "chunks of 0 tokens"),
+    ],
+)
+def test_arguments_that_are_refused(change: dict[str, object], message: str) -> None:
+    good = {"hidden": torch.zeros(6, 4), "weight": torch.zeros(5, 4), "labels": torch.zeros(6, dtype=torch.int64)}
+    with pytest.raises(Unsupported, match=message):
+        linear_cross_entropy(**(good | change))  # type: ignore[arg-type]
