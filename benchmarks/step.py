@@ -1,7 +1,8 @@
 """What a training step costs beside plain PyTorch: both sides take turns in one run, and ratios of medians are printed.
 
-    python benchmarks/step.py            # both tables
+    python benchmarks/step.py            # all tables
     python benchmarks/step.py one        # one rank against the eager Hugging Face model
+    python benchmarks/step.py extremes   # the same with one sequence of 8K tokens, and with 2,000 of four
     python benchmarks/step.py ranks      # 2 and 4 local ranks over gloo against FSDP2 and DDP
 
 All sides train the same Llama on the same packed sequences with the same attention operator and AdamW. CPU seconds
@@ -38,11 +39,12 @@ Step = Callable[[int], float]  # takes the round, returns the loss
 
 @dataclass(frozen=True)
 class Sizes:
-    """A Llama's dimensions, and the tokens of one step."""
+    """A Llama's dimensions, and the tokens of one step; `length`: of every sequence, if they are equally long."""
 
     hidden: int
     layers: int
     tokens: int
+    length: int | None = None
 
     def model(self) -> nn.Module:
         """Build it, the same on every call."""
@@ -56,13 +58,16 @@ class Sizes:
             num_key_value_heads=self.hidden // 128,
             vocab_size=VOCABULARY,
             num_hidden_layers=self.layers,
-            max_position_embeddings=2048,
+            max_position_embeddings=8192,
         )
         return LlamaForCausalLM(config)
 
     def sequences(self, turn: int) -> list[Tensor]:
         """Draw sequences of very different lengths that sum to `tokens`."""
         generator = torch.Generator().manual_seed(turn)
+        if self.length is not None:
+            drawn = torch.randint(0, VOCABULARY, (self.tokens,), generator=generator)
+            return list(drawn.split(self.length))
         left, found = self.tokens, []
         while left:
             length = min(left, int(16 + 240 * torch.rand((), generator=generator) ** 3))
@@ -73,6 +78,7 @@ class Sizes:
 
 
 ONE = {512: Sizes(512, 4, 1024), 1024: Sizes(1024, 2, 512)}
+EXTREMES = {"1 sequence of 8,192 tokens": Sizes(256, 2, 8192, 8192), "2,000 of 4": Sizes(256, 2, 8000, 4)}
 SHARED = Sizes(512, 4, 2048)
 STRATEGIES = {
     2: {"data parallel": "2*<tp1,pp1>", "tensor parallel 2": "<tp2,pp1>", "pipeline 2": "<tp1,pp2>"},
@@ -97,7 +103,7 @@ def packed_batch(sequences: Sequence[Tensor]) -> dict[str, Tensor]:
 
 def eager_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: dict[str, Tensor], targets: float) -> float:
     """Train a plain (or wrapped) model on one packed batch; the loss is divided by `targets`."""
-    loss = token_cross_entropy(huggingface.call(model, batch), batch) / targets
+    loss = token_cross_entropy(huggingface.caller(model)(model, batch), batch) / targets
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()
@@ -246,17 +252,22 @@ def table(title: str, found: Mapping[str, Sequence[Timing]], against: Sequence[s
 def main() -> None:
     """Print the tables."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("tables", nargs="*", choices=["one", "ranks", []], default=[])
+    parser.add_argument("tables", nargs="*", choices=["one", "extremes", "ranks", []], default=[])
     parser.add_argument("--rounds", type=int, default=15)
     chosen = parser.parse_args()
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")
     console = Console(width=140)
-    wanted = chosen.tables or ["one", "ranks"]
+    wanted = chosen.tables or ["one", "extremes", "ranks"]
     if "one" in wanted:
         for hidden, sizes in ONE.items():
             title = f"one rank, hidden {hidden}, {sizes.layers} layers, {sizes.tokens} tokens, {chosen.rounds} rounds"
             console.print(table(title, one_rank(sizes, chosen.rounds), ["eager"]))
+    if "extremes" in wanted:
+        rounds = max(3, chosen.rounds // 3)
+        for name, sizes in EXTREMES.items():
+            title = f"one rank, hidden {sizes.hidden}, {sizes.layers} layers, {name}, {rounds} rounds"
+            console.print(table(title, one_rank(sizes, rounds), ["eager"]))
     if "ranks" in wanted:
         for ranks in STRATEGIES:
             found = summed(hg.launch(on_ranks, ranks, SHARED, chosen.rounds, timeout=timedelta(minutes=20)))

@@ -6,11 +6,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from hydragraph.api import Executable, RankPrograms, StepReport, compile, lower
+    from hydragraph.api import RankPrograms, compile, lower
     from hydragraph.cost.profile import Profile
     from hydragraph.errors import RankFailure, Unsupported
+    from hydragraph.executable import Executable, StepReport
     from hydragraph.frontend.capture import capture
+    from hydragraph.kernels.attention_backends import attention_backend
     from hydragraph.kernels.varlen_attention import varlen_attention
+    from hydragraph.planner.policy import Policy
     from hydragraph.runtime.launch import launch
     from hydragraph.spec.cluster import Cluster
     from hydragraph.spec.strategy import Pipeline, Stage, Strategy
@@ -20,15 +23,17 @@ __version__ = "0.1.0"
 # name -> module: imported when first used, so that `import hydragraph.spec` costs no torch
 _WHERE = {
     "Cluster": "hydragraph.spec.cluster",
-    "Executable": "hydragraph.api",
+    "Executable": "hydragraph.executable",
     "Pipeline": "hydragraph.spec.strategy",
+    "Policy": "hydragraph.planner.policy",
     "Profile": "hydragraph.cost.profile",
     "RankFailure": "hydragraph.errors",
     "RankPrograms": "hydragraph.api",
     "Stage": "hydragraph.spec.strategy",
-    "StepReport": "hydragraph.api",
+    "StepReport": "hydragraph.executable",
     "Strategy": "hydragraph.spec.strategy",
     "Unsupported": "hydragraph.errors",
+    "attention_backend": "hydragraph.kernels.attention_backends",
     "capture": "hydragraph.frontend.capture",
     "compile": "hydragraph.api",
     "launch": "hydragraph.runtime.launch",
@@ -39,6 +44,7 @@ __all__ = [
     "Cluster",
     "Executable",
     "Pipeline",
+    "Policy",
     "Profile",
     "RankFailure",
     "RankPrograms",
@@ -46,6 +52,7 @@ __all__ = [
     "StepReport",
     "Strategy",
     "Unsupported",
+    "attention_backend",
     "capture",
     "compile",
     "launch",

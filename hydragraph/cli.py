@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
+import re
 import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Annotated, TypeVar
 
@@ -17,14 +20,21 @@ import torch
 import typer
 from rich.console import Console
 from rich.markup import escape
+from rich.progress import Progress
 from rich.table import Table
 
 from hydragraph import api
+from hydragraph.cost.profile import Kind, Profile, Scheme
 from hydragraph.errors import RankFailure
 from hydragraph.frontend.capture import capture
+from hydragraph.frontend.initialise import initial_buffers
+from hydragraph.ir.program import Program
 from hydragraph.ir.text import to_text
 from hydragraph.passes.pipeline import PASSES
+from hydragraph.runtime.executor import hidden_size
+from hydragraph.runtime.groups import Groups
 from hydragraph.runtime.launch import join, launch
+from hydragraph.runtime.measure import Settings, Subject, measure
 from hydragraph.train.config import TrainConfig
 from hydragraph.train.data import mini_batches
 from hydragraph.train.folder import Begin, RunFolder
@@ -120,6 +130,93 @@ def show_command(
             raise ValueError("show needs the YAML file of a run, or --passes")
 
 
+@app.command(
+    "profile",
+    epilog="Example: hydragraph profile examples/demo.yaml --schemes tp1pp1,tp2pp1,tp2pp2 --out profile.json, then "
+    "hg.Profile.load('profile.json'). Under torchrun it measures the ranks that torchrun has started.",
+)
+def profile_command(
+    config: _Config,
+    schemes: Annotated[
+        str | None,
+        typer.Option(help="Such as tp1pp1,tp2pp1,tp2pp4; default: all that fit the ranks. Only tp ranks must exist."),
+    ] = None,
+    out: Annotated[Path, typer.Option(help="The JSON file to write.")] = Path("profile.json"),
+    sequence_parallel: Annotated[
+        bool, typer.Option("--sequence-parallel", help="Measure stages with sequence parallelism, too.")
+    ] = False,
+    recompute: Annotated[bool, typer.Option("--recompute", help="Measure stages that recompute, too.")] = False,
+    longest: Annotated[
+        int | None, typer.Option(min=64, help="Tokens of the longest micro-batch; longer ones show attention better.")
+    ] = None,
+    repeats: Annotated[int, typer.Option(min=1, help="Of every measurement; the median counts.")] = 5,
+    overrides: _Set = None,
+    debug: _Debug = False,
+) -> None:
+    """Measure what micro-batches cost on this machine under each scheme; planners read the file.
+
+    Every distinct block of the model is timed once per kind of stage and micro-batch; stages are added up from them.
+    """
+    with _sentences(debug):
+        settings = TrainConfig.load(config, overrides or ())
+        if not out.parent.is_dir():
+            raise ValueError(f"--out {out}: the folder {out.parent} does not exist: make it, or name another")
+        wanted = None if schemes is None else _read_schemes(schemes)
+        flags = (sequence_parallel, recompute)
+        profile, ranks = _on_ranks(settings.ranks, _profile_rank, settings, wanted, flags, longest, repeats)
+        if int(os.environ.get("RANK", "0")) == 0:
+            profile.save(out)
+            _print_profile(profile, ranks, out)
+        if not profile.schemes:
+            raise typer.Exit(_FAILED)
+
+
+@app.command(
+    "plan",
+    epilog="Example: hydragraph plan --profile profile.json --lengths lengths.txt --devices 64 --context 32768 "
+    "--explain --picture plan.png, where profile.json is from hydragraph profile and lengths.txt has one number per "
+    "line. To try a strategy of your own: --strategy '<tp8,pp2> + 6*<tp8,pp1>'.",
+)
+def plan_command(
+    profile: Annotated[
+        str, typer.Option(help="What hydragraph profile wrote, or constants.json#name of one of its entries.")
+    ],
+    lengths: Annotated[Path, typer.Option(help="Tokens of each sequence, one number per line; or a run's tokens.bin.")],
+    devices: Annotated[int, typer.Option(min=1, help="How many devices there are.")],
+    context: Annotated[int, typer.Option(min=1, help="Tokens of the longest sequence; longer ones count as cut.")],
+    tokens: Annotated[int, typer.Option(min=1, help="Per iteration.")] = 100_000,
+    strategies: Annotated[
+        list[str] | None,
+        typer.Option("--strategy", "--strategies", help="Compare these; default: proposed and homogeneous ones."),
+    ] = None,
+    iterations: Annotated[int, typer.Option(min=1, help="Mini-batches to draw from the lengths.")] = 4,
+    seed: Annotated[int, typer.Option(min=0, help="Of the draw and the search.")] = 0,
+    explain: Annotated[bool, typer.Option("--explain", help="All candidates, and what their seconds go to.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
+    picture: Annotated[
+        Path | None, typer.Option(help="Draw one iteration's pipelines x micro-batches to this PNG file.")
+    ] = None,
+    debug: _Debug = False,
+) -> None:
+    """Show which strategies suit the data and what they are expected to take, without running anything.
+
+    Candidates are proposed from the lengths, and mini-batches drawn from these are planned with each; the table says
+    how long an iteration takes against the best homogeneous strategy, and why a candidate lost.
+    """
+    from hydragraph.planner.explain import explain as explained  # needs numba and scipy, which others do without
+    from hydragraph.planner.explain_text import to_record, to_text
+    from hydragraph.train.plan_input import read_candidates, read_lengths, read_profile
+    from hydragraph.train.plan_picture import write_plan_picture
+
+    with _sentences(debug):
+        own = read_candidates(strategies or ())
+        constants, data = read_profile(profile), read_lengths(lengths)
+        report = explained(constants, data, devices, context, tokens, strategies=own, iterations=iterations, seed=seed)
+        print(json.dumps(to_record(report), indent=1) if as_json else to_text(report, explain), end="\n" * as_json)
+        if picture is not None:
+            write_plan_picture(report.example, picture)
+
+
 def main() -> None:
     """Run the command line; the entry point of `hydragraph`."""
     app()
@@ -164,6 +261,81 @@ def _verify_rank(config: TrainConfig) -> list[Row]:
         rows = verify(model, executor, strategies, next(mini_batches(config, tokens.file)), world.rank)
         executor.close()
         return rows
+
+
+def _read_schemes(text: str) -> tuple[Scheme, ...]:
+    """Read tp1pp1,tp2pp4."""
+    found = [re.fullmatch(r"tp([1-9]\d*)pp([1-9]\d*)", part.strip()) for part in text.split(",")]
+    if not all(found):
+        raise ValueError(f"--schemes {text!r}: write schemes as in tp1pp1,tp2pp4")
+    return tuple(dict.fromkeys((int(match[1]), int(match[2])) for match in found if match))
+
+
+def _every_scheme(program: Program, ranks: int) -> tuple[Scheme, ...]:
+    """Return all schemes of a model that so many ranks can run."""
+    degrees = [tp for tp in range(1, ranks + 1) if all(heads % tp == 0 for heads in program.heads)]
+    return tuple((tp, pp) for tp in degrees for pp in range(1, min(ranks // tp, program.layers) + 1))
+
+
+def _profile_rank(
+    config: TrainConfig,
+    schemes: tuple[Scheme, ...] | None,
+    flags: tuple[bool, bool],
+    longest: int | None,
+    repeats: int,
+) -> tuple[Profile, int]:
+    """Measure on this rank; return the profile and how many ranks there are."""
+    _quieten()
+    world = join(config.device)
+    model = skeleton(config.model, config.data.vocab_size)
+    program = capture(model, dtype=getattr(torch, config.dtype))
+    given = [s for p in read_strategies(config.strategies, model, world.ranks) for q in p.pipelines for s in q.stages]
+    wanted = schemes or _every_scheme(program, world.ranks)
+    kinds = [Kind(s.tp, s.sequence_parallel, s.recompute) for s in given]
+    for tp in dict.fromkeys(tp for tp, _ in wanted):
+        parallel = [False, True] if flags[0] and tp > 1 else [False]
+        kinds += [Kind(tp, sp, again) for sp in parallel for again in ([False, True] if flags[1] else [False])]
+    tokens = longest or max(config.data.max_length, 4 * hidden_size(program), 1024)
+    settings = Settings(wanted, tuple(kinds), tokens, repeats)
+    sizes = model.config
+    vocabulary, positions = int(sizes.vocab_size), getattr(sizes, "max_position_embeddings", None)  # type: ignore
+    subject = Subject(program, initial_buffers(model), vocabulary, positions)
+    console = Console(stderr=True)
+    with Progress(console=console, disable=world.rank != 0 or not console.is_terminal) as bar:
+        task = bar.add_task("measuring", total=None)
+        groups = Groups(world, timedelta(minutes=10))
+        found = measure(
+            subject,
+            settings,
+            groups,
+            lambda done, total, what: bar.update(task, completed=done, total=total, description=f"measuring {what}"),
+        )
+        groups.close()
+    return found, world.ranks
+
+
+def _print_profile(profile: Profile, ranks: int, path: Path) -> None:
+    """Print a table of the constants, and what its reader has to know."""
+    table = Table(title=escape(profile.name), title_justify="left")
+    headings = ("scheme", "a ns/tok\u00b2", "b \u00b5s/tok", "c ms", "residual", "MaxLen", "UtilLen")
+    for heading in headings:
+        table.add_column(heading, justify="left" if heading == "scheme" else "right")
+    for scheme, k in profile.schemes.items():
+        limit = profile.max_len(scheme, max(ranks, scheme[0] * scheme[1]))
+        numbers = (f"{1e9 * k.a:.4g}", f"{1e6 * k.b:.4g}", f"{1e3 * k.c:.4g}", f"{profile.residuals[scheme]:.1%}")
+        table.add_row(f"<tp{scheme[0]},pp{scheme[1]}>", *numbers, f"{limit:,}", f"{profile.util_len(scheme):,}")
+    console = Console()
+    console.print(table)
+    for tp, pp in profile.failed:
+        print(f"FAILED <tp{tp},pp{pp}>: {profile.failed[tp, pp]}")
+    for kind, why in profile.unfit.items():
+        print(f"FAILED stages of kind {kind.text}: {why}")
+    if profile.link is not None:
+        link = profile.link
+        print(f"link between ranks 0 and 1: {link.bytes_per_s / 1e9:.3g} GB/s, latency {1e6 * link.latency_s:.3g} us")
+    for note in profile.notes:
+        print(f"note: {note}")
+    print(f"{path}: load it with hg.Profile.load")
 
 
 def _quieten() -> None:

@@ -128,6 +128,20 @@ def test_resume_continues_bit_for_bit(trained: tuple[Path, Result], tmp_path: Pa
     assert [computed(line) for line in whole] == [computed(line) for line in again]
 
 
+def test_a_strategy_chosen_every_step_resumes_bit_for_bit(tmp_path: Path) -> None:
+    plan = {"choose": True, "gain": 0.0, "sample": 2}
+    config = write(tmp_path, ranks=2, strategies=[*LOPSIDED, "2*<tp1,pp1>"], steps=4, checkpoint_every=2, plan=plan)
+    first = run("train", config)
+    assert first.exit_code == 0, first.output
+    folder = tmp_path / "run"
+    whole = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    shutil.rmtree(folder / "checkpoints" / "step-00000004")
+    again = run("train", config, "--resume")
+    assert again.exit_code == 0, again.output
+    resumed = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [computed(line) for line in whole] == [computed(line) for line in resumed]
+
+
 def test_every_rank_stops_when_rank_0_refuses(trained: tuple[Path, Result]) -> None:
     folder, _ = trained
     result = run("train", folder / "config.yaml")

@@ -229,7 +229,7 @@ class _Triton:
 
 
 class _Loop:
-    """PyTorch's CPU flash kernel, one sequence after the other."""
+    """PyTorch's CPU flash kernel, one run of equally long sequences after the other."""
 
     name = "loop"
 
@@ -242,11 +242,16 @@ class _Loop:
         group = q.shape[1] // k.shape[1]
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         lse = q.new_empty(q.shape[:2], dtype=torch.promote_types(q.dtype, torch.float32))
-        for a, b in spans(starts):
+        for a, b, n in runs(starts):
             o, s = aten._scaled_dot_product_flash_attention_for_cpu(
-                _heads_first(q[a:b]), _heads_first(k[a:b], group), _heads_first(v[a:b], group), 0.0, causal, scale=scale
+                _heads_first(q[a:b], n),
+                _heads_first(k[a:b], n, group),
+                _heads_first(v[a:b], n, group),
+                0.0,
+                causal,
+                scale=scale,
             )
-            out[a:b], lse[a:b] = _tokens_first(o), s[0].transpose(0, 1)
+            out[a:b], lse[a:b] = _tokens_first(o), s.transpose(1, 2).flatten(0, 1)
         return out, lse
 
     def backward(
@@ -261,14 +266,14 @@ class _Loop:
         q, k, v, out, lse = saved
         group = q.shape[1] // k.shape[1]
         dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
-        for a, b in spans(starts):
+        for a, b, n in runs(starts):
             found = aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                _heads_first(grad[a:b]),
-                _heads_first(q[a:b]),
-                _heads_first(k[a:b], group),
-                _heads_first(v[a:b], group),
-                _heads_first(out[a:b]),
-                lse[a:b].transpose(0, 1)[None],
+                _heads_first(grad[a:b], n),
+                _heads_first(q[a:b], n),
+                _heads_first(k[a:b], n, group),
+                _heads_first(v[a:b], n, group),
+                _heads_first(out[a:b], n),
+                lse[a:b].unflatten(0, (n, -1)).transpose(1, 2),
                 0.0,
                 causal,
                 scale=scale,
@@ -283,6 +288,20 @@ _BACKENDS: dict[str, Backend] = {b.name: b for b in (_FlashAttn(), _TorchFlash()
 def spans(starts: Tensor) -> Iterator[tuple[int, int]]:
     """Return [begin, end) of every sequence that is not empty."""
     return ((a, b) for a, b in pairwise(starts.tolist()) if b > a)
+
+
+def runs(starts: Tensor) -> Iterator[tuple[int, int, int]]:
+    """Return [begin, end) and the number of sequences of every run of equally long neighbours, without empty ones."""
+    begin, count, length = 0, 0, 0
+    for a, b in spans(starts):
+        if count and b - a == length:
+            count += 1
+            continue
+        if count:
+            yield begin, begin + count * length, count
+        begin, count, length = a, 1, b - a
+    if count:
+        yield begin, begin + count * length, count
 
 
 @cache
@@ -315,13 +334,13 @@ def _dense(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _heads_first(x: Tensor, group: int = 1) -> Tensor:
-    """[L, H, D] -> [1, H * group, L, D], as PyTorch's attention kernels want it."""
-    x = x.transpose(0, 1)[None]
+def _heads_first(x: Tensor, sequences: int, group: int = 1) -> Tensor:
+    """[N * L, H, D] -> [N, H * group, L, D], as PyTorch's attention kernels want it."""
+    x = x.unflatten(0, (sequences, -1)).transpose(1, 2)
     return x if group == 1 else x.repeat_interleave(group, dim=1)
 
 
 def _tokens_first(x: Tensor, group: int = 1) -> Tensor:
-    """[1, H * group, L, D] -> [L, H, D], adding up the heads that share one key/value head."""
-    x = x[0].transpose(0, 1)
+    """[N, H * group, L, D] -> [N * L, H, D], adding up the heads that share one key/value head."""
+    x = x.transpose(1, 2).flatten(0, 1)
     return x if group == 1 else x.unflatten(1, (-1, group)).sum(2)

@@ -13,7 +13,7 @@ from hydragraph.planner.balance import Floats, Ints
 from hydragraph.planner.packing import Packing, pack_sorted
 from hydragraph.planner.problem import Problem, problem
 from hydragraph.planner.spread import QUICK, Effort, bounded, ends, kicked, longest_first, search
-from hydragraph.spec.workload import Assignment
+from hydragraph.spec.assignment import Assignment
 
 PACKING_KICKS = 20
 EFFORT = Effort(kicks=20, trials=0, caps=0, enough=3e-3)

@@ -1,57 +1,92 @@
-"""Assign sequences to pipelines and micro-batches: longest first, each where the load stays least."""
+"""The quick plan, in plain Python: longest first, each where it finishes first. It needs no profile and no compiler.
+
+It is the plan of an iteration whose own is late, and of strategies whose cost nobody measured.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
-from hydragraph.spec.strategy import Strategy
-from hydragraph.spec.workload import Assignment
+from hydragraph.cost.profile import PipelineCost
+from hydragraph.errors import Unsupported
+from hydragraph.spec.assignment import Assignment
+from hydragraph.spec.strategy import Pipeline, Strategy
 
 QUADRATIC_FROM = 4096  # tokens at which attention's quadratic cost is taken to equal the linear one
+OVERHEAD_TOKENS = 64  # what a micro-batch is taken to cost beside its tokens
 MICRO_BATCH_TOKENS = 8192  # a micro-batch is cut at this many tokens where one sequence is not longer
+USEFUL_TOKENS = 256  # a micro-batch is taken to use a device well from here on
 MICRO_BATCHES_PER_STAGE = 2  # enough to keep a pipeline's bubble at a third
 
 
-def cost(length: int) -> float:
-    """Return the relative cost of a sequence in a packed micro-batch: linear, plus quadratic for attention."""
-    return length + length * length / QUADRATIC_FROM
-
-
-def assign(strategy: Strategy, lengths: Sequence[int], micro_batch_tokens: int = MICRO_BATCH_TOKENS) -> Assignment:
-    """Assign every sequence with at least one token once; the same arguments give the same assignment.
+def rough_cost(pipeline: Pipeline, longest: int = 0) -> PipelineCost:
+    """Return what a pipeline is taken to cost where nothing was measured, in seconds per layer and token of one device.
 
     Args:
-        strategy: a pipeline's share is proportional to its devices.
-        lengths: tokens per sequence; those of length 0 are left out.
-        micro_batch_tokens: how many tokens a micro-batch should not exceed.
+        longest: sequence of the mini-batch; a micro-batch may be as long.
     """
-    by_cost = sorted((i for i, n in enumerate(lengths) if n), key=lambda i: (-lengths[i], i))
-    devices = [len(p.devices) for p in strategy.pipelines]
-    shares = _longest_first(by_cost, lengths, devices)
-    return Assignment(
-        tuple(
-            _micro_batches(share, lengths, len(pipeline.stages), micro_batch_tokens)
-            for share, pipeline in zip(shares, strategy.pipelines, strict=True)
-        )
+    slowest = max(stage.layers / stage.tp for stage in pipeline.stages)
+    return PipelineCost(
+        slowest / QUADRATIC_FROM,
+        slowest,
+        slowest * OVERHEAD_TOKENS,
+        len(pipeline.stages),
+        max(MICRO_BATCH_TOKENS, longest),
+        USEFUL_TOKENS,
+        len(pipeline.devices),
     )
 
 
-def _longest_first(order: Sequence[int], lengths: Sequence[int], speeds: Sequence[int]) -> list[list[int]]:
-    """Put each sequence where it would finish first; ties go to the least loaded."""
-    loads, bins = [0.0] * len(speeds), [[] for _ in speeds]  # type: ignore[var-annotated]
-    for i in order:
-        best = min(range(len(speeds)), key=lambda b: ((loads[b] + cost(lengths[i])) / speeds[b], loads[b], b))
-        loads[best] += cost(lengths[i])
-        bins[best].append(i)
-    return bins
+def assign(strategy: Strategy, lengths: Sequence[int]) -> Assignment:
+    """Assign every sequence with at least one token once, by rough costs; the same input gives the same assignment."""
+    longest = max(lengths, default=0)
+    return assign_pipelines([rough_cost(p, longest) for p in strategy.pipelines], lengths)
 
 
-def _micro_batches(
-    share: Sequence[int], lengths: Sequence[int], stages: int, limit: int
-) -> tuple[tuple[int, ...], ...]:
+def assign_pipelines(pipelines: Sequence[PipelineCost], lengths: Sequence[int]) -> Assignment:
+    """Assign every sequence with at least one token once.
+
+    Raises:
+        Unsupported: a sequence is longer than every MaxLen.
+    """
+    loads = [0.0] * len(pipelines)
+    shares: list[list[int]] = [[] for _ in pipelines]
+    for i in sorted((i for i, n in enumerate(lengths) if n), key=lambda i: (-lengths[i], i)):
+        fitting = [p for p, pipeline in enumerate(pipelines) if lengths[i] <= pipeline.max_len]
+        if not fitting:
+            raise Unsupported(
+                f"sequence {i} has {lengths[i]} tokens, more than every pipeline takes "
+                f"({max(p.max_len for p in pipelines)})",
+                where="planner",
+                remedy="truncate it, or give more devices to a pipeline",
+            )
+        best = min(fitting, key=lambda p: (loads[p] + _work(pipelines[p], lengths[i]), loads[p], p))
+        loads[best] += _work(pipelines[best], lengths[i])
+        shares[best].append(i)
+    return Assignment(tuple(_micro_batches(p, s, lengths) for p, s in zip(pipelines, shares, strict=True)))
+
+
+def _work(pipeline: PipelineCost, length: int) -> float:
+    return (pipeline.a * length + pipeline.b) * length
+
+
+def _micro_batches(pipeline: PipelineCost, share: Sequence[int], lengths: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+    """Cut a share, longest first, into micro-batches of at most MaxLen tokens; one that fits nowhere opens another."""
     if not share:
         return ()
-    tokens = sum(lengths[i] for i in share)
-    wanted = MICRO_BATCHES_PER_STAGE * stages if stages > 1 else 1
-    count = min(len(share), max(wanted, -(-tokens // limit)))
-    return tuple(tuple(b) for b in _longest_first(share, lengths, [1] * count) if b)
+    wanted = MICRO_BATCHES_PER_STAGE * pipeline.stages if pipeline.stages > 1 else 1
+    count = min(len(share), max(wanted, math.ceil(sum(lengths[i] for i in share) / pipeline.max_len)))
+    batches: list[list[int]] = [[] for _ in range(count)]
+    tokens, loads = [0] * count, [0.0] * count
+    for i in share:
+        fitting = [b for b in range(len(batches)) if tokens[b] + lengths[i] <= pipeline.max_len]
+        if not fitting:
+            batches.append([])
+            tokens.append(0)
+            loads.append(0.0)
+        best = min(fitting or [len(batches) - 1], key=lambda b: (loads[b], b))
+        batches[best].append(i)
+        tokens[best] += lengths[i]
+        loads[best] += _work(pipeline, lengths[i])
+    return tuple(tuple(b) for b in batches if b)

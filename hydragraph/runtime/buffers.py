@@ -31,6 +31,11 @@ class Buffers:
         self._earlier, self._returned = self._returned, defaultdict(list)
         self._taken.clear()  # what a failed iteration never gave back
 
+    def trim(self) -> None:
+        """Drop what lies idle, so that it does not stand beside what computing takes most memory for."""
+        self._earlier.clear()
+        self._returned.clear()
+
     def take(self, elements: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return a buffer of so many elements, with any content."""
         kept = self._returned.get((elements, dtype)) or self._earlier.get((elements, dtype))

@@ -51,13 +51,8 @@ class Exchange:
 
     @property
     def in_order(self) -> bool:
-        """Whether what is received, in order, is the target buffer, so that it needs no staging."""
-        at = 0
-        for offset, length in self.receives:
-            if offset != at:
-                return False
-            at += length
-        return at == self.target
+        """Whether what is received, in order, is the target buffer, each element once, so that it needs no staging."""
+        return _is_whole(self.receives, self.target)
 
 
 def pull_exchange(source: Layout, target: Layout, rank: int, ranks: int) -> Exchange:
@@ -93,7 +88,25 @@ def _per_peer(peer: np.ndarray, length: np.ndarray, ranks: int) -> tuple[int, ..
     return tuple(np.bincount(peer, weights=length, minlength=ranks).astype(np.int64).tolist())
 
 
-Finish = Callable[[], Tensor]
+@dataclass(frozen=True, eq=False)
+class Finish:
+    """What is under way: called once, it waits and gives the result.
+
+    Attributes:
+        result: waits and gives the result.
+        work: what it waits for; None where it has nothing to wait for.
+    """
+
+    result: Callable[[], Tensor]
+    work: dist.Work | None = None
+
+    def __call__(self) -> Tensor:
+        return self.result()
+
+    @property
+    def ready(self) -> bool:
+        """Whether calling it would not wait."""
+        return self.work is None or self.work.is_completed()
 
 
 def start_pull(exchange: Exchange, home: Tensor, dtype: torch.dtype, groups: Groups, buffers: Buffers) -> Finish:
@@ -102,7 +115,7 @@ def start_pull(exchange: Exchange, home: Tensor, dtype: torch.dtype, groups: Gro
     Where the link is the identity and no cast is needed, the target is the home shard itself.
     """
     if exchange.is_identity and home.dtype == dtype:
-        return lambda: home
+        return Finish(lambda: home)
     if exchange.native:
         target, outgoing = buffers.take(exchange.target, dtype), home.to(dtype)
         work = groups.all_gather(Role.PULL, target, outgoing)
@@ -131,13 +144,16 @@ def start_push(exchange: Exchange, gradients: Tensor, home: Tensor, groups: Grou
         home: this rank's 1-D fp32 gradient shard, overwritten.
     """
     if exchange.is_identity:
-        return lambda: home.copy_(gradients) if gradients is not home else home
+        return Finish(lambda: home.copy_(gradients) if gradients is not home else home)
     if exchange.native and groups.world.backend == "nccl":  # gloo's own is slower: it copies what it is given
         work = groups.reduce_scatter(Role.PUSH, home, gradients)
         return _finisher(work, lambda: home, gradients, groups, buffers)
     outgoing = _gathered(gradients, exchange.sends, gradients.dtype, buffers)
     if outgoing is not gradients:
         buffers.give(gradients)
+    if exchange.in_order:  # one contribution to every element
+        work = groups.all_to_all(Role.PUSH, home, outgoing, exchange.received, exchange.sent)
+        return _finisher(work, lambda: home, outgoing, groups, buffers)
     incoming = buffers.take(sum(exchange.received))
     work = groups.all_to_all(Role.PUSH, incoming, outgoing, exchange.received, exchange.sent)
 
@@ -153,7 +169,7 @@ def start_push(exchange: Exchange, gradients: Tensor, home: Tensor, groups: Grou
 
 def _gathered(buffer: Tensor, pieces: Sequence[Piece], dtype: torch.dtype, buffers: Buffers) -> Tensor:
     """Return the pieces one after another, cast; the buffer itself where that is the same."""
-    if pieces == ((0, len(buffer)),) and buffer.dtype == dtype:
+    if buffer.dtype == dtype and _is_whole(pieces, len(buffer)):
         return buffer
     gathered = buffers.take(sum(length for _, length in pieces), dtype)
     at = 0
@@ -163,11 +179,23 @@ def _gathered(buffer: Tensor, pieces: Sequence[Piece], dtype: torch.dtype, buffe
     return gathered
 
 
+def _is_whole(pieces: Sequence[Piece], size: int) -> bool:
+    """Say whether the pieces, one after another, are a buffer of so many elements."""
+    at = 0
+    for offset, length in pieces:
+        if offset != at:
+            return False
+        at += length
+    return at == size
+
+
 def _parts(incoming: Tensor, pieces: Sequence[Piece]) -> Sequence[Tensor]:
     return incoming.split([length for _, length in pieces]) if pieces else ()
 
 
-def _finisher(work: dist.Work | None, result: Finish, outgoing: Tensor, groups: Groups, buffers: Buffers) -> Finish:
+def _finisher(
+    work: dist.Work | None, result: Callable[[], Tensor], outgoing: Tensor, groups: Groups, buffers: Buffers
+) -> Finish:
     """Wait, then give back what was sent, then give the result."""
 
     def finish() -> Tensor:
@@ -175,4 +203,4 @@ def _finisher(work: dist.Work | None, result: Finish, outgoing: Tensor, groups: 
         buffers.give(outgoing)
         return result()
 
-    return finish
+    return Finish(finish, work)

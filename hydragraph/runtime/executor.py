@@ -54,9 +54,11 @@ class _Iteration:
     collectives: Any
     timing: Timing
     values: dict[str, Any] = field(default_factory=dict)
-    arriving: dict[str, Finish] = field(default_factory=dict)  # value -> wait for it
+    arriving: dict[str, Callable[[], Tensor]] = field(default_factory=dict)  # value -> wait for it
+    serving: dict[str, Finish] = field(default_factory=dict)  # pulls that bring this rank nothing
     pushing: dict[str, Finish] = field(default_factory=dict)
-    sending: list[tuple[Any, Tensor, str]] = field(default_factory=list)
+    pushed: bool = False
+    sending: dict[str, list[tuple[Any, Tensor]]] = field(default_factory=dict)  # value -> messages, one per receiver
     views: dict[str, dict[str, Tensor]] = field(default_factory=dict)  # W.* and G.* -> parameter -> shard
     added: set[str] = field(default_factory=set)  # parameters that have a gradient already
 
@@ -142,13 +144,18 @@ class Executor:
         if finish is not None:
             with it.timing.waiting(Stream.PULL if value.startswith("W.") else Stream.P2P, value):
                 it.values[value] = finish()
+            if value[0] == "d":  # the next stage has what it made this from
+                self._end_sends(it, f"h{value[1:]}")
 
     def _pull(self, it: _Iteration, instruction: Instruction) -> None:
         name = instruction.target
         it.timing.started(f"W.{name}")
         home, exchange = self._home.weights[name], it.prepared.pulls[name]
         finish = start_pull(exchange, home, self._program.dtype, self._groups, self._buffers)
-        it.arriving[f"W.{name}"] = finish
+        if instruction.writes:
+            it.arriving[f"W.{name}"] = finish
+        else:
+            it.serving[f"W.{name}"] = finish
 
     def _shards(self, it: _Iteration, value: str) -> dict[str, Tensor]:
         """Return a bucket's shards in their natural shapes, by parameter name."""
@@ -163,6 +170,8 @@ class Executor:
     def _forward(self, it: _Iteration, instruction: Instruction) -> None:
         micro_batch = instruction.micro_batch
         assert micro_batch is not None
+        self._end_ready(it, Stream.PULL, it.serving)
+        self._buffers.trim()
         batch = it.batches[micro_batch]
         if instruction.target == "aux":
             given = [it.values[f"buffers.{b}"] for b in self._aux.buffers] + [batch[i] for i in self._aux.inputs]
@@ -213,7 +222,10 @@ class Executor:
         return it.collectives if name == "collectives" else block.vocabulary_start
 
     def _backward(self, it: _Iteration, instruction: Instruction) -> None:
+        self._end_ready(it, Stream.PULL, it.serving)
         block = it.prepared.blocks[instruction.target]
+        if block.recompute:
+            self._buffers.trim()
         saved = it.values[instruction.reads[0]]
         weights = self._weights(it, instruction)
         tangent = next((it.values[v] for v in instruction.reads if v[0] == "d"), None)
@@ -231,6 +243,7 @@ class Executor:
                 arguments.append(weights[block.names[name]])
         gradients = block.variant.backward(*arguments)
         it.values[instruction.reads[0]] = saved = None
+        arguments.clear()
         for name, gradient in zip(block.variant.gradients, gradients, strict=True):
             if name == "hidden":
                 whole = it.collectives.all_gather(gradient, 1) if block.enters else gradient
@@ -258,11 +271,21 @@ class Executor:
 
     def _send(self, it: _Iteration, instruction: Instruction) -> None:
         assert instruction.peer is not None
-        tensor = it.values[instruction.reads[0]].contiguous()
+        value = instruction.reads[0]
+        kind, _, micro_batch = value.rpartition(".")
+        if value[0] == "d":  # the previous stage has it: what this rank did last came after it there
+            self._end_sends(it, f"{kind}.{int(micro_batch) - 2}")
+        tensor = it.values[value].contiguous()
         with self._watch.communicating():
-            work = self._groups.send(tensor, instruction.peer, message_tag(instruction.reads[0]))
-        it.timing.started(f"send {instruction.reads[0]}")
-        it.sending.append((work, tensor, f"send {instruction.reads[0]}"))
+            work = self._groups.send(tensor, instruction.peer, message_tag(value))
+        it.timing.started(f"send {value}")
+        it.sending.setdefault(value, []).append((work, tensor))
+
+    def _end_sends(self, it: _Iteration, value: str) -> None:
+        """Let go of what was sent; gloo says that a message has left to those only that wait for it."""
+        for work, _ in it.sending.pop(value, ()):
+            with it.timing.waiting(Stream.P2P, f"send {value}"):
+                self._groups.wait(work)
 
     def _receive(self, it: _Iteration, instruction: Instruction) -> None:
         assert instruction.peer is not None
@@ -292,9 +315,25 @@ class Executor:
                 if parameter not in it.added:  # no block that used it gave it a gradient
                     shard.zero_()
         exchange, home = it.prepared.pushes[name], self._home.gradients[name]
+        it.values.pop(f"G.{name}", None)  # it is the message's now, which gives its memory back
+        it.views.pop(f"G.{name}", None)
+        self._end_ready(it, Stream.PUSH, it.pushing)
         with self._watch.communicating():
             it.timing.started(f"G.{name}")
             it.pushing[f"G.{name}"] = start_push(exchange, gradients, home, self._groups, self._buffers)
+            it.pushed = True
+
+    def _end_ready(self, it: _Iteration, stream: Stream, under_way: dict[str, Finish]) -> None:
+        """End what need not be waited for, so that its memory serves what comes."""
+        for value in list(under_way):
+            if not under_way[value].ready:
+                break
+            self._end(it, stream, under_way, value)
+
+    @staticmethod
+    def _end(it: _Iteration, stream: Stream, under_way: dict[str, Finish], value: str) -> None:
+        with it.timing.waiting(stream, value):
+            under_way.pop(value)()
 
     def _free(self, it: _Iteration, instruction: Instruction) -> None:
         for value in instruction.reads:
@@ -305,21 +344,18 @@ class Executor:
 
     def _commit(self, it: _Iteration) -> Outcome:
         """Wait for everything that is under way, then agree with all ranks on loss, norm and finiteness."""
-        for value in list(it.arriving):  # pulls that this rank only served
-            self._arrive(it, value)
-        for value, finish in it.pushing.items():
-            with it.timing.waiting(Stream.PUSH, value):
-                finish()
-        for work, _, value in it.sending:
-            with it.timing.waiting(Stream.P2P, value):
-                self._groups.wait(work)
+        for stream, under_way in ((Stream.PULL, it.serving), (Stream.PUSH, it.pushing)):
+            for value in list(under_way):
+                self._end(it, stream, under_way, value)
+        for value in list(it.sending):
+            self._end_sends(it, value)
         totals = torch.zeros(5, dtype=torch.float64, device=self._device)
         totals[2:] = torch.tensor(astuple(it.timing.exposed))
         if it.prepared.degree.index == 0:
             for value, loss in it.values.items():
                 if value.startswith("loss."):
                     totals[0] += loss.double()
-        if it.pushing:
+        if it.pushed:
             totals[1] += sum(square_sum(gradient) for gradient in self._home.gradients.values())
         self._groups.all_reduce(Role.COMMIT, totals)
         self._watch.check()  # an aborted communicator may have let us through

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -22,6 +23,8 @@ from hydragraph.runtime.exchange import Exchange, pull_exchange, push_exchange
 from hydragraph.runtime.variants import Variants, local_parameters, vocabulary_start
 from hydragraph.spec.strategy import Strategy
 
+CAPACITY = 64  # prepared iterations kept: with unequal batches, counts of micro-batches vary from step to step
+
 
 @dataclass(frozen=True, eq=False)
 class BoundBlock:
@@ -35,6 +38,7 @@ class BoundBlock:
         vocabulary_start: 0-d int64.
         enters, leaves: under sequence parallelism, whether its hidden state comes from another stage and goes to one:
             between stages it travels whole.
+        recompute: its backward runs its forward again, and so takes as much memory as anything does.
     """
 
     variant: Variant
@@ -44,6 +48,7 @@ class BoundBlock:
     vocabulary_start: Tensor
     enters: bool = False
     leaves: bool = False
+    recompute: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,6 +84,7 @@ class Preparer:
         buffers: the model's buffers by name, on the right device.
         homes: bucket name -> home layout.
         rank, ranks: this process.
+        capacity: how many prepared iterations to keep, those used last; what they share is kept anyway.
     """
 
     def __init__(
@@ -89,10 +95,12 @@ class Preparer:
         homes: Mapping[str, Layout],
         rank: int,
         ranks: int,
+        capacity: int = CAPACITY,
     ) -> None:
         self._program, self._variants, self._buffers, self._homes = program, variants, buffers, homes
-        self._rank, self._ranks = rank, ranks
-        self._known: dict[tuple[Strategy, tuple[int, ...], Mode], Prepared] = {}
+        self._rank, self._ranks, self._capacity = rank, ranks, capacity
+        # Least recently used first.
+        self._known: OrderedDict[tuple[Strategy, tuple[int, ...], Mode], Prepared] = OrderedDict()
         self._links: dict[object, tuple[Exchange, Exchange]] = {}
 
     def get(self, strategy: Strategy, counts: tuple[int, ...], mode: Mode) -> Prepared:
@@ -100,6 +108,9 @@ class Preparer:
         key = (strategy, counts, mode)
         if key not in self._known:
             self._known[key] = self._prepare(strategy, counts, mode)
+            if len(self._known) > self._capacity:
+                self._known.popitem(last=False)
+        self._known.move_to_end(key)
         return self._known[key]
 
     def describe(self, strategy: Strategy, counts: tuple[int, ...], mode: Mode, rank: int) -> RankProgram:
@@ -141,6 +152,7 @@ class Preparer:
             torch.tensor(vocabulary_start(variant, parameters, degree)),
             enters=degree.sequence_parallel and block.name == first and bool(stage.previous),
             leaves=degree.sequence_parallel and block.name == last and bool(stage.following),
+            recompute=stage.recompute,
         )
 
     def _link(self, bucket: Bucket, placement: Placement) -> tuple[Exchange, Exchange]:

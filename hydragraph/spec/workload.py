@@ -1,4 +1,4 @@
-"""One iteration's work: sequences, and which pipeline computes which of them in which micro-batch."""
+"""One iteration's work: its sequences, checked and with aligned labels."""
 
 from __future__ import annotations
 
@@ -34,22 +34,6 @@ class Sequence:
 
     def __len__(self) -> int:
         return len(self.ids)
-
-
-@dataclass(frozen=True)
-class Assignment:
-    """For one iteration, sequences -> (pipeline, micro-batch).
-
-    Attributes:
-        micro_batches: per pipeline, per micro-batch, the indices of its sequences. A pipeline may get none.
-    """
-
-    micro_batches: tuple[tuple[tuple[int, ...], ...], ...]
-
-    @property
-    def counts(self) -> tuple[int, ...]:
-        """How many micro-batches each pipeline runs."""
-        return tuple(len(m) for m in self.micro_batches)
 
 
 @dataclass(frozen=True)

@@ -198,12 +198,46 @@ class CheckpointConfig:
 
 
 @dataclass(frozen=True)
+class PlanConfig:
+    """How a strategy is chosen for every step.
+
+    Attributes:
+        choose: run each step under the strategy that is expected to finish it first, instead of taking them in turn.
+        profile: what `hydragraph profile` wrote; None: strategies are compared by rough costs.
+        ahead: how many mini-batches are planned while earlier ones are trained on; 0: each is planned when it begins.
+        workers: processes that plan.
+        gain: stay with the best strategy where choosing would save less than this part of its time.
+        sample: mini-batches that this is judged by, and that "auto" proposes strategies for.
+        patience_s: how long a step waits for its plan before it takes a quick one.
+    """
+
+    choose: bool = False
+    profile: str | None = None
+    ahead: int = 3
+    workers: int = 1
+    gain: float = 0.02
+    sample: int = 8
+    patience_s: float = 60.0
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.choose, bool):
+            raise ValueError(f"choose is {self.choose!r}: give true or false")
+        _check_text("profile", self.profile, optional=True)
+        _check_whole("ahead", self.ahead, 0)
+        _check_whole("workers", self.workers, 1)
+        _check_whole("sample", self.sample, 1)
+        _check_number("gain", self.gain)
+        _check_number("patience_s", self.patience_s)
+
+
+@dataclass(frozen=True)
 class TrainConfig:
     """A whole run.
 
     Attributes:
-        model, data, optimizer, schedule, checkpoint: see their classes.
-        strategies: texts such as "<tp2,pp1> + <tp1,pp2>", or paths of YAML files; steps take them in turn.
+        model, data, optimizer, schedule, checkpoint, plan: see their classes.
+        strategies: texts such as "<tp2,pp1> + <tp1,pp2>", or paths of YAML files; steps take them in turn, or the best
+            for each (`plan.choose`); "auto" alone proposes them for the data (`plan.profile`).
         steps: how many mini-batches to train on.
         ranks: local processes to start, where no launcher such as torchrun has started any.
         max_grad_norm: gradients with a larger global norm are scaled down to it; None: never.
@@ -225,6 +259,7 @@ class TrainConfig:
     optimizer: OptimizerConfig = OptimizerConfig()
     schedule: ScheduleConfig = ScheduleConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    plan: PlanConfig = PlanConfig()
     max_grad_norm: float | None = 1.0
     dtype: str = "float32"
     device: str | None = None
@@ -251,8 +286,18 @@ class TrainConfig:
                 f"data.max_length is {self.data.max_length}, but data.tokens_per_step is only "
                 f"{self.data.tokens_per_step}: a whole sequence must fit into a mini-batch"
             )
+        if self.automatic and (len(self.strategies) > 1 or not self.plan.choose or self.plan.profile is None):
+            raise ValueError(
+                "strategies: auto stands alone and needs plan: {choose: true, profile: profile.json} (a file that "
+                "hydragraph profile writes)"
+            )
         if self.evaluate_every and not self.data.heldout:
             raise ValueError("evaluate_every needs held-out documents: set data.heldout above 0")
+
+    @property
+    def automatic(self) -> bool:
+        """Whether strategies are proposed for the data."""
+        return "auto" in self.strategies
 
     @classmethod
     def load(cls, path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:

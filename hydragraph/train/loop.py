@@ -12,10 +12,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from hydragraph.cost.profile import Profile
+from hydragraph.planner.policy import Policy
 from hydragraph.runtime.checkpoint import prune
 from hydragraph.runtime.launch import World, join
 from hydragraph.runtime.trace import Exposed, Span, write_trace
 from hydragraph.spec.strategy import Strategy
+from hydragraph.train.ahead import Ahead
 from hydragraph.train.config import TrainConfig
 from hydragraph.train.data import Tokens, evaluation_batches, mini_batches, open_tokens, prepare
 from hydragraph.train.export import export
@@ -42,6 +45,7 @@ class Report(Protocol):
     micro_batches: tuple[int, ...]
     padding: int
     planning_s: float
+    planning_hidden_s: float
     exposed: Exposed
 
 
@@ -50,6 +54,10 @@ class Executor(Protocol):
 
     optimizer: torch.optim.Optimizer
     spans: list[Span] | None
+    decision: str
+
+    def announce(self, sequences: Sequence[Tensor]) -> None:
+        """Tell what a later step will bring."""
 
     def step(self, sequences: Sequence[Tensor], strategy: Strategy | None = None) -> Any:
         """Train on one global mini-batch and return a `Report`."""
@@ -113,7 +121,7 @@ class _Run:
     world: World
     folder: RunFolder
     executor: Executor
-    strategies: tuple[Strategy, ...]
+    strategies: tuple[Strategy, ...]  # that steps take in turn; none where the executor chooses
     heldout: list[list[Tensor]]
     watcher: Watcher | None  # on rank 0 only, as is the log
     log: MetricsLog | None
@@ -141,14 +149,14 @@ def train(
     last = _together(world, world.rank == 0, lambda: folder.check(config, begin))[0]  # before the slow part
     tokens = shared_tokens(config, world, watcher)
     model = _model(config, tokens)
-    strategies = read_strategies(config.strategies, model, world.ranks)
+    strategies = () if config.automatic else read_strategies(config.strategies, model, world.ranks)
     factory = optimizer_factory(config.optimizer, model)
     batches = mini_batches(config, tokens.file)
     heldout = evaluation_batches(config, tokens.file) if config.evaluate_every else []
     executor = compile(
         model,
-        strategies[0],
         optimizer=factory,
+        **_chosen_from(config, strategies, tokens),
         max_grad_norm=config.max_grad_norm,
         dtype=getattr(torch, config.dtype),
         device=world.device,
@@ -163,16 +171,19 @@ def train(
         done = last.step
     with ExitStack() as stack:
         log = stack.enter_context(_open_log(folder, done, leader)) if leader is not None else None
-        run = _Run(config, world, folder, executor, strategies, heldout, leader, log)
+        run = _Run(config, world, folder, executor, () if config.plan.choose else strategies, heldout, leader, log)
         if leader is not None:
+            if executor.decision:
+                leader.note(executor.decision)
             leader.started(done, config.steps)
+        coming = Ahead(batches, config.plan.ahead if config.plan.choose else 0, executor.announce)
         executor.spans = [] if trace else None
         for step in range(done + 1, config.steps + 1):
             if executor.spans is not None and (step == done + 1 + TRACED_STEPS):
                 _write_trace(run)
-            _train_step(run, step, next(batches))
+            _train_step(run, step, coming.take(last=step + config.plan.ahead > config.steps))
             if _due(step, config.checkpoint_every, config.steps):
-                _checkpoint(run, step, batches.state_dict())
+                _checkpoint(run, step, coming.position)
         if executor.spans is not None:
             _write_trace(run)
         if config.checkpoint.asynchronous:
@@ -180,6 +191,20 @@ def train(
         _finish(run, model, tokens)
         executor.close()
         return Outcome(folder, tuple(log.history) if log is not None else ())
+
+
+def _chosen_from(config: TrainConfig, strategies: tuple[Strategy, ...], tokens: Tokens) -> dict[str, Any]:
+    """Return what `compile` is told of strategies: the first of those that take turns, or all to choose from."""
+    if not config.plan.choose:
+        return {"strategy": strategies[0]}
+    plan, batches = config.plan, mini_batches(config, tokens.file)
+    policy = Policy(plan.gain, plan.sample, plan.workers, plan.ahead + 1, plan.patience_s, config.seed)
+    return {
+        "strategy": "auto" if config.automatic else strategies,
+        "profile": Profile.load(plan.profile) if plan.profile is not None else None,
+        "lengths": [[len(s) for s in next(batches)] for _ in range(plan.sample)],
+        "policy": policy,
+    }
 
 
 def _model(config: TrainConfig, tokens: Tokens) -> nn.Module:
@@ -230,7 +255,7 @@ def read_strategies(texts: Sequence[str], model: nn.Module, ranks: int) -> tuple
 def _train_step(run: _Run, step: int, sequences: list[Tensor]) -> None:
     """Train on one mini-batch, evaluate where it is time, and log both."""
     config = run.config
-    strategy = run.strategies[(step - 1) % len(run.strategies)]
+    strategy = run.strategies[(step - 1) % len(run.strategies)] if run.strategies else None
     lr = learning_rate(step, config.steps, config.optimizer.lr, config.schedule)
     for group in run.executor.optimizer.param_groups:
         group["lr"] = lr
@@ -261,13 +286,14 @@ def _train_step(run: _Run, step: int, sequences: list[Tensor]) -> None:
         exposed_push_s=report.exposed.push,
         exposed_p2p_s=report.exposed.p2p,
         planning_s=report.planning_s,
+        planning_hidden_s=report.planning_hidden_s,
         peak_memory_bytes=peak_memory(run.world.device),
     )
     run.log.write(metrics)
     run.watcher.stepped(metrics)
 
 
-def _evaluate(run: _Run, strategy: Strategy) -> float:
+def _evaluate(run: _Run, strategy: Strategy | None) -> float:
     """Return the mean loss per token over the held-out mini-batches."""
     reports: list[Report] = [run.executor.evaluate(sequences, strategy) for sequences in run.heldout]
     return sum(r.loss * r.tokens for r in reports) / sum(r.tokens for r in reports)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 import hydragraph as hg
-from hydragraph.cost.profile import Profile
+from hydragraph.cost.profile import Constants, Device, Kind, Piece, Profile
+from hydragraph.spec.cluster import Link
 from tests.planner.examples import ENTRY, PROFILE
 
 
@@ -91,3 +93,99 @@ def test_a_file_that_is_no_profile_is_named(tmp_path: Path) -> None:
     (tmp_path / "p.json").write_text('{"name": "x"}')
     with pytest.raises(ValueError, match=r"p\.json: no profile"):
         Profile.load(tmp_path / "p.json")
+
+
+# Any pipeline, from measured pieces.
+
+PIECES = {
+    "embed": Piece(Constants(0.0, 1e-7, 1e-4), 1000, 40.0, 10.0),
+    "layer": Piece(Constants(1e-9, 2e-6, 3e-4), 500, 100.0, 30.0),
+    "head": Piece(Constants(0.0, 4e-6, 2e-4), 1000, 20.0, 400.0),
+}
+
+
+def measured(**changes: object) -> Profile:
+    half = {name: replace(p, seconds=Constants(p.seconds.a / 2, p.seconds.b / 2, 1e-3)) for name, p in PIECES.items()}
+    base = Profile(
+        "here",
+        {(1, 1): Constants(1.0, 1.0, 1.0)},
+        {1: 1000, 2: 1500},
+        blocks=("embed", "layer", "layer", "layer", "layer", "head"),
+        pieces={Kind(1): PIECES, Kind(2): half},
+        device=Device("toy", 1e7, 4000, 4),
+        limits={(1, 1): 77},
+    )
+    return replace(base, **changes)  # type: ignore[arg-type]
+
+
+def pipeline(*stages: tuple[int, int], **flags: bool) -> hg.Pipeline:
+    first, found = 0, []
+    for tp, layers in stages:
+        found.append(hg.Stage(devices=tuple(range(first, first + tp)), layers=layers, **flags))
+        first += tp
+    return hg.Pipeline(stages=tuple(found))
+
+
+def test_a_measured_scheme_keeps_its_constants() -> None:
+    found = measured().pipeline_of(pipeline((1, 4)), 8)
+    assert (found.a, found.b, found.c, found.stages, found.max_len) == (1.0, 1.0, 1.0, 1, 77)
+
+
+def test_an_uneven_pipeline_costs_what_its_slowest_stage_does() -> None:
+    found = measured().pipeline_of(pipeline((2, 1), (1, 3)), 4)
+    # stage 1: three layers and the head on one device
+    assert (found.a, found.b, found.c) == pytest.approx((3e-9, 10e-6, 11e-4))
+    assert (found.stages, found.devices, found.util_len) == (2, 3, 1500)
+    other = measured().pipeline_of(pipeline((1, 3), (2, 1)), 4)
+    assert (other.a, other.b, other.c) == pytest.approx((3e-9, 6.1e-6, 10e-4))
+
+
+def test_the_fullest_stage_limits_the_micro_batch() -> None:
+    found = measured().pipeline_of(pipeline((2, 1), (1, 3)), 4)
+    first = (1e7 - 16 * 1000 - 8 * 1500) / (2 * 140 + 30)
+    last = (1e7 - 16 * 1000 - 8 * 2500) / (320 + 400)
+    assert found.max_len == int(min(first, last)) == int(last)
+    alone = measured(limits={}).max_len((1, 1), 1)
+    assert alone == int((1e7 - 16 * 4000) / (460 + 400))
+
+
+def test_a_kind_that_was_not_measured_is_refused() -> None:
+    with pytest.raises(
+        hg.Unsupported, match=r"stage 0: stages of kind tp2s: they were not measured.*--sequence-parallel"
+    ):
+        measured().pipeline_of(pipeline((2, 4), sequence_parallel=True), 2)
+    with pytest.raises(hg.Unsupported, match="constants of whole schemes only"):
+        PROFILE.pipeline_of(pipeline((1, 1), (1, 31)), 2)
+    with pytest.raises(ValueError, match="a pipeline of 5 layers, but it was measured on a model of 4"):
+        measured().pipeline_of(pipeline((2, 5)), 2)
+    with pytest.raises(ValueError, match="a pipeline of 4 layers, but it was measured on a model of 32"):
+        PROFILE.pipeline_of(pipeline((1, 4)), 1)
+    with pytest.raises(hg.Unsupported, match="stage 1: stages of kind tp4: too noisy"):
+        measured(unfit={Kind(4): "too noisy"}).pipeline_of(pipeline((2, 1), (4, 3)), 6)
+    failed = measured(schemes={}, failed={(1, 1): "noise"})
+    with pytest.raises(hg.Unsupported, match="noise"):
+        failed.pipeline_of(pipeline((1, 4)), 1)
+
+
+def test_published_constants_price_regular_pipelines() -> None:
+    assert PROFILE.pipeline_of(pipeline(*[(2, 8)] * 4), 64) == PROFILE.pipeline((2, 4), 64)
+
+
+def test_pieces_whose_fit_failed_are_refused() -> None:
+    flat = {name: replace(p, seconds=replace(p.seconds, a=0.0)) for name, p in PIECES.items()}
+    with pytest.raises(hg.Unsupported, match="a stage's fit failed"):
+        measured(pieces={Kind(1): flat}).pipeline_of(pipeline((1, 1), (1, 3)), 2)
+
+
+def test_a_measured_profile_is_saved_whole(tmp_path: Path) -> None:
+    every = measured(
+        pieces={Kind(1): PIECES, Kind(2, True): PIECES, Kind(4, True, True): PIECES},
+        link=Link(1e9, 1e-5),
+        messages=((1024, 1e-5), (1 << 20, 1e-3)),
+        residuals={(1, 1): 0.02},
+        failed={(4, 1): "noise"},
+        unfit={Kind(4): "noise"},
+        notes=("two words",),
+    )
+    every.save(tmp_path / "p.json")
+    assert Profile.load(tmp_path / "p.json") == every

@@ -161,7 +161,7 @@ def by_rank(directories: dict[tuple[str, str], Saved]) -> dict[tuple[str, str], 
     given: list[Given] = []
     for (kind, _), saved in directories.items():
         program, empty = program_of(kind), meta(saved.model)
-        names = Names.of(empty, hg.api.tensor_names(empty))
+        names = Names.of(empty, hg.executable.tensor_names(empty))
         given.append((saved.path, Buckets(tuple(program.buckets)), names, initial_buffers(empty)))
     found = hg.launch(load_all, RANKS, given)
     return {key: [each[i] for each in found] for i, key in enumerate(directories)}

@@ -28,6 +28,7 @@ class PlainReport:
     micro_batches: tuple[int, ...] = (1,)
     padding: int = 0
     planning_s: float = 0.001
+    planning_hidden_s: float = 0.0
     exposed: Exposed = field(default_factory=Exposed)
 
 
@@ -37,6 +38,8 @@ class PlainExecutor:
     def __init__(self, model: Any, optimizer: Callable[..., Any], fail_at: int | None = None) -> None:
         self.model = model
         self.spans: list[Span] | None = None
+        self.decision = ""
+        self.announced: list[list[Tensor]] = []
         self.optimizer: torch.optim.Optimizer = optimizer(list(model.named_parameters()))
         self.steps, self.fail_at = 0, fail_at
 
@@ -50,6 +53,9 @@ class PlainExecutor:
         norm = nn.utils.get_total_norm([p.grad for p in self.model.parameters() if p.grad is not None])
         self.optimizer.step()
         return PlainReport(loss.item(), tokens, norm.item(), str(strategy), len(sequences))
+
+    def announce(self, sequences: Sequence[Tensor]) -> None:
+        self.announced.append(list(sequences))
 
     @torch.no_grad()
     def evaluate(self, sequences: Sequence[Tensor], strategy: Strategy | None = None) -> PlainReport:

@@ -1,0 +1,214 @@
+"""What a rank holds in memory beside what it should: the most bytes of live tensors while training from a meta model.
+
+    python benchmarks/memory.py                     # 2 and 4 local ranks over gloo
+    python benchmarks/memory.py --ranks 2 --dtype bfloat16
+
+Expected is the home state (16 bytes per parameter over the ranks: weight, gradient, AdamW's moments) plus the weights,
+gradients and activations of the strategy (`hydragraph.cost.memory`); measured is every storage that a tensor operator
+made, for as long as it lives. Printed is the rank with the largest difference.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import warnings
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import hydragraph as hg
+from hydragraph.cost.memory import Memory, MicroBatch, rank_memory
+from hydragraph.mini_batch import token_multiple
+from hydragraph.planner.longest_first import assign
+from hydragraph.runtime.batch import padding
+from hydragraph.runtime.variants import Variants
+
+VOCABULARY = 4096
+STEPS = 3
+STRATEGIES = {
+    2: {
+        "data parallel": "2*<tp1,pp1>",
+        "tensor parallel 2": "<tp2,pp1>",
+        "sequence parallel 2": "<[0,1]x6s>",
+        "pipeline 2": "<tp1,pp2>",
+        "lopsided": "<[0]x4,[1]x2>",
+    },
+    4: {
+        "data parallel": "4*<tp1,pp1>",
+        "tensor parallel 2 x 2": "2*<tp2,pp1>",
+        "pipeline 2 x 2": "2*<tp1,pp2>",
+        "lopsided": "<[0,1]x4,[2]x2> + <[3]x6>",
+        "lopsided, recomputed": "<[0,1]x4sr,[2]x2> + <[3]x6r>",
+    },
+}
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """A Llama's dimensions, and the lengths of one step's sequences."""
+
+    hidden: int = 256
+    layers: int = 6
+    vocabulary: int = VOCABULARY
+    lengths: tuple[int, ...] = (700, 500, 400, 300, 200, 200, 100, 100, 60, 60, 40, 40)
+
+    def model(self) -> nn.Module:
+        """Build it on the meta device."""
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        config = LlamaConfig(
+            hidden_size=self.hidden,
+            intermediate_size=self.hidden * 11 // 4,
+            num_attention_heads=self.hidden // 32,
+            num_key_value_heads=self.hidden // 64,
+            vocab_size=self.vocabulary,
+            num_hidden_layers=self.layers,
+            max_position_embeddings=2048,
+        )
+        with torch.device("meta"):
+            return LlamaForCausalLM(config)
+
+    def sequences(self, turn: int) -> list[Tensor]:
+        """Draw one step's sequences."""
+        generator = torch.Generator().manual_seed(turn)
+        return [torch.randint(0, self.vocabulary, (n,), generator=generator) for n in self.lengths]
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of all CPU storages that are alive: those there were, and those that operators make inside.
+
+    Attributes:
+        live, peak: bytes, now and at most.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live = self.peak = 0
+        self._known: dict[int, weakref.ref[Any]] = {}
+        gc.collect()
+        for found in gc.get_objects():
+            if issubclass(type(found), Tensor):
+                self._add(found)
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Run an operator and count what it made."""
+        made = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(made):
+            self._add(leaf)
+        return made
+
+    def _add(self, value: object) -> None:
+        if not isinstance(value, Tensor) or isinstance(value, FakeTensor) or value.device.type != "cpu":
+            return
+        storage = value.untyped_storage()
+        key, size = id(storage), storage.nbytes()
+        if key in self._known:
+            return
+
+        def gone(_: object) -> None:
+            self.live -= size
+            del self._known[key]
+
+        self._known[key] = weakref.ref(storage, gone)
+        self.live += size
+        self.peak = max(self.peak, self.live)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One rank's peak of live bytes, what is expected of the strategy alone, and together with all its messages."""
+
+    peak: int
+    expected: Memory
+    at_most: Memory
+
+    @property
+    def difference(self) -> float:
+        """Measured beyond expected, as a fraction."""
+        return self.peak / self.expected.total - 1
+
+
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    """Make the optimizer."""
+    return torch.optim.AdamW(parameters, lr=1e-4)
+
+
+def measure(sizes: Sizes, text: str, dtype: torch.dtype = torch.float32) -> Measured:
+    """Train on every rank and watch its memory."""
+    strategy = hg.Strategy.parse(text, sizes.layers)
+    exe = hg.compile(sizes.model(), strategy, optimizer=adamw, device="cpu", dtype=dtype)
+    live = LiveBytes()
+    with live:
+        for turn in range(STEPS):
+            exe.step(sizes.sequences(turn))
+    compiled, batches = Variants(exe.program).get, micro_batches(strategy, sizes.lengths)
+    expected, at_most = (
+        rank_memory(exe.program, strategy, batches, exe.rank, exe.ranks, compiled, messages)
+        for messages in (False, True)
+    )
+    exe.close()
+    return Measured(live.peak, expected, at_most)
+
+
+def micro_batches(strategy: hg.Strategy, lengths: Sequence[int]) -> list[list[MicroBatch]]:
+    """Return the micro-batches that a step makes of sequences of such lengths, by pipeline."""
+    found = []
+    for pipeline, chosen in zip(strategy.pipelines, assign(strategy, lengths).micro_batches, strict=True):
+        each = [[lengths[i] for i in micro_batch] for micro_batch in chosen]
+        blanks = [padding(one, token_multiple(pipeline)) for one in each]
+        found.append([MicroBatch(sum(one) + b, len(one) + bool(b)) for one, b in zip(each, blanks, strict=True)])
+    return found
+
+
+# Printing.
+
+
+def table(title: str, found: Mapping[str, Sequence[Measured]]) -> Table:
+    """Return, for each strategy, the rank that differs most."""
+    shown = Table(title=title, title_justify="left")
+    parts = ("state", "shard", "weights", "gradients", "activations", "working")
+    for heading in ("MB", "rank", *parts, "expected", "measured", "difference", "with messages"):
+        shown.add_column(heading, justify="left" if heading == "MB" else "right")
+    for name, per_rank in found.items():
+        rank = max(range(len(per_rank)), key=lambda r: abs(per_rank[r].difference))
+        worst = per_rank[rank]
+        values = [getattr(worst.expected, part) for part in parts] + [worst.expected.total, worst.peak]
+        numbers = [f"{value / 1e6:.2f}" for value in values]
+        beyond = worst.peak / worst.at_most.total - 1
+        shown.add_row(name, str(rank), *numbers, f"{worst.difference:+.1%}", f"{beyond:+.1%}")
+    return shown
+
+
+def main() -> None:
+    """Print the tables."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--ranks", type=int, nargs="*", choices=sorted(STRATEGIES), default=sorted(STRATEGIES))
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
+    parser.add_argument("--hidden", type=int, default=Sizes.hidden)
+    chosen = parser.parse_args()
+    warnings.filterwarnings("ignore")
+    sizes, limit = Sizes(hidden=chosen.hidden), timedelta(minutes=10)
+    for ranks in chosen.ranks:
+        dtype = getattr(torch, chosen.dtype)
+        found = {n: hg.launch(measure, ranks, sizes, s, dtype, timeout=limit) for n, s in STRATEGIES[ranks].items()}
+        title = (
+            f"{ranks} ranks, hidden {sizes.hidden}, {sizes.layers} layers, {sum(sizes.lengths)} tokens, {chosen.dtype}"
+        )
+        Console(width=150).print(table(title, found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,273 @@
+"""Fitting: what measurements say of the constants of the cost models, by non-negative least squares.
+
+Every row is divided by its measured seconds, so that short micro-batches count as much as long ones and the residual is
+a relative error. Noise may pull a coefficient below 0, which means nothing; bounded at 0 it says that the measurements
+do not show it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.optimize import nnls
+
+from hydragraph.cost.profile import AUX, Constants, Device, Kind, Piece, Profile, Scheme
+from hydragraph.spec.cluster import Link
+from hydragraph.spec.strategy_text import regular_pipeline
+
+Lengths = tuple[int, ...]  # of the sequences of a micro-batch
+
+WORST_RESIDUAL = 0.25  # root mean square relative error beyond which constants are not to be used
+LEAST_QUADRATIC = 1e-3  # of the longest micro-batch's time; below it, rounding alone may have made a
+PLATEAU = 0.85  # UtilLen: this part of the plateau of tokens/s (Hydraulis, section 6)
+
+
+@dataclass(frozen=True)
+class Fit:
+    """Constants of T = sum of a l^2 + b l over a micro-batch's sequences, plus c.
+
+    Attributes:
+        a, b, c: s / token^2, s / token and s; 0 where the measurements do not show it.
+        residual: root mean square relative error.
+        quadratic: the part of the longest micro-batch's time that a explains, 0 to 1.
+    """
+
+    a: float
+    b: float
+    c: float
+    residual: float
+    quadratic: float
+
+    @property
+    def failure(self) -> str | None:
+        """Say why this must not be used as the constants of a stage; None: it may be."""
+        numbers = f"(a = {self.a:.3g}, b = {self.b:.3g}, c = {self.c:.3g}, residual {self.residual:.1%})"
+        if self.a <= 0 or self.quadratic < LEAST_QUADRATIC:
+            return f"the quadratic part is below the noise: measure longer sequences {numbers}"
+        if self.b <= 0:
+            return f"the linear part is below the noise: measure more token counts {numbers}"
+        if not self.residual <= WORST_RESIDUAL:
+            return f"the measurements are {self.residual:.0%} off the model: measure on a quieter machine {numbers}"
+        return None
+
+    @property
+    def doubt(self) -> str | None:
+        """Say what may be wrong with constants that can be used; None: nothing."""
+        if self.quadratic >= 2 * self.residual:
+            return None
+        return (
+            f"the quadratic part is {self.quadratic:.1%} of the longest micro-batch and the residual "
+            f"{self.residual:.1%}: a is uncertain, measure longer sequences"
+        )
+
+
+def fit_work(micro_batches: Sequence[Sequence[int]], seconds: Sequence[float], quadratic: bool = True) -> Fit:
+    """Fit the cost of micro-batches.
+
+    Args:
+        micro_batches: the lengths of the sequences of each.
+        seconds: what each took, above 0.
+        quadratic: whether there can be a quadratic part; pieces of a model without attention have none.
+
+    Raises:
+        ValueError: fewer measurements than constants, or a time that is not above 0.
+    """
+    rows, taken = _features(micro_batches), _positive(seconds, 3 if quadratic else 2)
+    used = [0, 1, 2] if quadratic else [1, 2]
+    found = np.zeros(3)
+    found[used] = _nnls(rows[:, used], taken)
+    predicted = rows @ found
+    longest = int(np.argmax(rows[:, 0]))
+    part = found[0] * rows[longest, 0] / predicted[longest] if predicted[longest] > 0 else 0.0
+    a, b, c = found.tolist()
+    return Fit(a, b, c, _residual(predicted, taken), float(part))
+
+
+@dataclass(frozen=True)
+class LinkFit:
+    """A link, and how far measured messages are off it (root mean square relative error)."""
+
+    link: Link
+    residual: float
+
+
+def fit_link(sizes: Sequence[int], seconds: Sequence[float]) -> LinkFit | None:
+    """Fit latency and bandwidth to what messages of several sizes [bytes] took; None where no bandwidth shows."""
+    taken = _positive(seconds, 2)
+    rows = np.stack([np.ones(len(sizes)), np.asarray(sizes, dtype=np.float64)], axis=1)
+    latency, per_byte = _nnls(rows, taken)
+    if per_byte <= 0:
+        return None
+    link = Link(bytes_per_s=float(1 / per_byte), latency_s=float(latency))
+    return LinkFit(link, _residual(rows @ np.array([latency, per_byte]), taken))
+
+
+def util_len(micro_batches: Sequence[Sequence[int]], seconds: Sequence[float], fit: Fit) -> int:
+    """Return UtilLen: the tokens at which a micro-batch reaches 85 % of the plateau of tokens/s.
+
+    The quadratic part is taken off first: it grows with the length of sequences, not with how many are packed. Between
+    measured token counts the speed is interpolated; where the shortest micro-batch is fast already, it is the answer.
+    """
+    rows, taken = _features(micro_batches), _positive(seconds, 1)
+    linear = np.maximum(taken - fit.a * rows[:, 0], 1e-3 * taken)
+    tokens = np.unique(rows[:, 1])
+    speed = np.array([t / linear[rows[:, 1] == t].mean() for t in tokens])
+    wanted = PLATEAU * speed.max()
+    first = int(np.argmax(speed >= wanted))
+    if first == 0:
+        return int(tokens[0])
+    return int(np.ceil(np.interp(wanted, speed[first - 1 : first + 1], tokens[first - 1 : first + 1])))
+
+
+def token_counts(longest: int, multiple: int, points: int = 6, span: int = 64) -> tuple[int, ...]:
+    """Return token counts to measure: a geometric series from longest / span to longest, in multiples of `multiple`."""
+    exact = np.geomspace(max(longest / span, multiple), max(longest, multiple), points)
+    return tuple(sorted({max(1, round(n / multiple)) * multiple for n in exact.tolist()}))
+
+
+def micro_batches(counts: Sequence[int], parts: int = 4) -> tuple[tuple[int, ...], ...]:
+    """Return each token count as one sequence and as `parts` equal ones: only their quadratic parts differ."""
+    whole = [(n,) for n in counts]
+    split = [(n // parts,) * parts for n in counts if n % parts == 0 and n >= 2 * parts]
+    return tuple(sorted([*whole, *split], key=lambda lengths: (sum(lengths), -len(lengths))))
+
+
+# A whole profile.
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What one template took in one kind of stage.
+
+    Attributes:
+        piece: its sizes; the seconds are still to be fitted.
+        seconds: of each micro-batch.
+        attention: whether its time can be quadratic.
+    """
+
+    piece: Piece
+    seconds: tuple[float, ...]
+    attention: bool
+
+
+@dataclass(frozen=True)
+class Measurements:
+    """What was measured in one kind of stage: micro-batches, and for every template its time for each of them."""
+
+    rows: tuple[Lengths, ...]
+    times: Mapping[str, Measured]
+
+    def total(self, templates: Sequence[str]) -> list[float]:
+        """Return the seconds of consecutive blocks, and of what each stage computes once, for each micro-batch."""
+        columns = zip(*(self.times[t].seconds for t in [*templates, AUX]), strict=True)
+        return [sum(column) for column in columns]
+
+
+def fit_profile(
+    name: str,
+    blocks: Sequence[str],
+    schemes: Sequence[Scheme],
+    device: Device,
+    found: Mapping[Kind, Measurements],
+    messages: Sequence[tuple[int, float]],
+) -> Profile:
+    """Fit what was measured; what cannot be fitted is recorded as failed, with the reason.
+
+    Args:
+        name: of the profile.
+        blocks: the template of every block of the model, in order.
+        schemes: to fit.
+        device: where it was measured.
+        found: by kind of stage, plain stages of every scheme's degree among them.
+        messages: bytes and seconds; none where there is one rank.
+    """
+    unfit, util, pieces = {}, {}, {}
+    for kind, each in found.items():
+        if len(each.rows) < 3:
+            unfit[kind] = "the device's memory holds micro-batches of so few tokens only that nothing can be fitted"
+            continue
+        whole = each.total(blocks)
+        fit = fit_work(each.rows, whole)
+        if fit.failure is not None:
+            unfit[kind] = f"the fit failed: {fit.failure}"
+        else:
+            pieces[kind] = {template: _fitted(m, each.rows) for template, m in each.times.items()}
+        if kind == Kind(kind.tp):
+            util[kind.tp] = util_len(each.rows, whole, fit)
+    fits = {s: _slowest(blocks, s, found[Kind(s[0])], util[s[0]]) for s in schemes if s[0] in util}
+    failed = {s: unfit[Kind(s[0])] for s in schemes if s not in fits}
+    failed |= {s: f"its fit failed: {fit.failure}" for s, fit in fits.items() if fit.failure}
+    link = fit_link([size for size, _ in messages], [seconds for _, seconds in messages]) if messages else None
+    return Profile(
+        name=name,
+        schemes={s: Constants(fit.a, fit.b, fit.c) for s, fit in fits.items() if s not in failed},
+        util=util,
+        failed=failed,
+        blocks=tuple(blocks),
+        pieces=pieces,
+        unfit=unfit,
+        device=device,
+        link=link.link if link else None,
+        messages=tuple(messages),
+        residuals={s: fit.residual for s, fit in fits.items()},
+        notes=tuple(_notes({s: fit for s, fit in fits.items() if s not in failed}, messages, link)),
+    )
+
+
+def _fitted(measured: Measured, rows: Sequence[Lengths]) -> Piece:
+    fit = fit_work(rows, measured.seconds, quadratic=measured.attention)
+    return replace(measured.piece, seconds=Constants(fit.a, fit.b, fit.c))
+
+
+def _slowest(blocks: Sequence[str], scheme: Scheme, measured: Measurements, useful: int) -> Fit:
+    """Fit every stage of a scheme; return the one that is slowest for a sequence of UtilLen tokens."""
+    stages = regular_pipeline(*scheme, len(blocks) - 2, 0)
+    fits, first = [], 1
+    for i, stage in enumerate(stages):
+        last = first + stage.layers
+        span = blocks[(0 if i == 0 else first) : (last + 1 if i == len(stages) - 1 else last)]
+        fits.append(fit_work(measured.rows, measured.total(span)))
+        first = last
+    return max(fits, key=lambda fit: (fit.a * useful + fit.b) * useful + fit.c)
+
+
+def _notes(fits: Mapping[Scheme, Fit], messages: Sequence[tuple[int, float]], link: LinkFit | None) -> list[str]:
+    notes = [f"<tp{tp},pp{pp}>: {fit.doubt}" for (tp, pp), fit in fits.items() if fit.doubt]
+    if not messages:
+        return [*notes, "one rank has no links: no message was measured"]
+    if link is None:
+        return [*notes, "messages take no longer the more bytes they have: no bandwidth could be fitted"]
+    if link.residual > WORST_RESIDUAL:
+        notes.append(f"messages are {link.residual:.0%} off latency + bytes / bandwidth: see their own times")
+    return notes
+
+
+# Least squares.
+
+
+def _features(micro_batches: Sequence[Sequence[int]]) -> NDArray[np.float64]:
+    """Return [sum of l^2, sum of l, 1] of each."""
+    return np.array([[float(sum(n * n for n in m)), float(sum(m)), 1.0] for m in micro_batches])
+
+
+def _positive(seconds: Sequence[float], least: int) -> NDArray[np.float64]:
+    taken = np.asarray(seconds, dtype=np.float64)
+    if len(taken) < least or not bool((taken > 0).all()):
+        raise ValueError(f"{len(taken)} measurements for {least} constants: give at least as many, each above 0 s")
+    return taken
+
+
+def _nnls(rows: NDArray[np.float64], seconds: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Solve for relative errors; columns are scaled, as their sizes lie ten orders of magnitude apart."""
+    relative = rows / seconds[:, None]
+    scale = np.linalg.norm(relative, axis=0)
+    scale[scale == 0] = 1.0
+    found, _ = nnls(relative / scale, np.ones(len(seconds)))
+    return np.asarray(found / scale, dtype=np.float64)
+
+
+def _residual(predicted: NDArray[np.float64], seconds: NDArray[np.float64]) -> float:
+    return float(np.sqrt(np.mean((predicted / seconds - 1) ** 2)))

@@ -1,0 +1,111 @@
+"""A global mini-batch on its way to the executor: checked, agreed upon by all ranks, and packed for this rank."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hydragraph.runtime.batch import pack, padding
+from hydragraph.spec import workload
+from hydragraph.spec.assignment import Assignment
+from hydragraph.spec.strategy import Pipeline, Strategy
+
+Given = Tensor | dict[str, Tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class MiniBatch:
+    """What a user passed, checked.
+
+    Attributes:
+        sequences: with aligned labels.
+        lengths: tokens of each; 0 for one without a target, which counts for nothing.
+        tokens: targets in all of them, at least one.
+    """
+
+    sequences: tuple[workload.Sequence, ...]
+    lengths: tuple[int, ...]
+    tokens: int
+
+    @classmethod
+    def of(cls, given: Sequence[Given], causal: bool, fields: Mapping[str, workload.Field]) -> MiniBatch:
+        """Check what a user passed.
+
+        Raises:
+            ValueError: a sequence is malformed, or there is no target at all.
+        """
+        checked = tuple(workload.sequence_of(s, i, causal, fields) for i, s in enumerate(given))
+        tokens = sum(s.targets for s in checked)
+        if not tokens:
+            raise ValueError("the mini-batch has no target token: give at least one sequence of two tokens")
+        return cls(checked, tuple(len(s) if s.targets else 0 for s in checked), tokens)
+
+
+@dataclass(frozen=True, eq=False)
+class Work:
+    """A mini-batch assigned under a strategy.
+
+    Attributes:
+        batches: per pipeline, per micro-batch, the packed batch; empty but for this rank's pipeline.
+        padding: tokens added, in all pipelines.
+        planning_s, planning_hidden_s: seconds of planning that this step waited for, and that it did not.
+    """
+
+    strategy: Strategy
+    assignment: Assignment
+    batches: tuple[tuple[dict[str, Tensor], ...], ...]
+    padding: int
+    planning_s: float
+    planning_hidden_s: float = 0.0
+
+
+def packed(
+    batch: MiniBatch,
+    strategy: Strategy,
+    assignment: Assignment,
+    rank: int,
+    device: torch.device,
+    several: bool,
+    planning: tuple[float, float],
+) -> Work:
+    """Pack a rank's micro-batches.
+
+    Args:
+        several: the model keeps packed sequences apart, so that padding is a sequence of its own.
+        planning: seconds exposed and hidden.
+    """
+    place = strategy.place(rank)
+    multiples = [token_multiple(pipeline) for pipeline in strategy.pipelines]
+    blanks = sum(
+        padding([batch.lengths[i] for i in m], multiples[p], several)
+        for p, pipeline in enumerate(assignment.micro_batches)
+        for m in pipeline
+    )
+    batches = tuple(
+        tuple(pack([batch.sequences[i] for i in m], multiples[p], device, several) for m in pipeline)
+        if place is not None and place.pipeline == p
+        else ()
+        for p, pipeline in enumerate(assignment.micro_batches)
+    )
+    return Work(strategy, assignment, batches, blanks, *planning)
+
+
+def token_multiple(pipeline: Pipeline) -> int:
+    """Return what the token count of a pipeline's micro-batches must be a multiple of, for sequence parallelism."""
+    return math.lcm(*(stage.tp for stage in pipeline.stages if stage.sequence_parallel))
+
+
+def digest(text: str, batch: MiniBatch | None) -> int:
+    """Return 62 bits over what ranks must agree on before they run an iteration."""
+    found = hashlib.blake2b(text.encode(), digest_size=8)
+    for sequence in batch.sequences if batch else ():
+        found.update(sequence.ids.numpy().data)
+        found.update(sequence.labels.numpy().data)
+        for value in sequence.extra.values():
+            found.update(value.contiguous().flatten().view(torch.uint8).numpy().data)
+    return int.from_bytes(found.digest()) >> 2

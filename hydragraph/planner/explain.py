@@ -1,0 +1,352 @@
+"""Explain a plan to a person: the candidates, what each is expected to take, and what the losers lose it to.
+
+A pipeline's time is split into parts that add up to it, so that two strategies can be compared part by part:
+
+    work     device time of the sequences over all devices, as if it could be divided at will
+    waiting  what the slowest pipeline has above that, while others wait for it or devices are idle
+    fixed    c of every micro-batch of the slowest pipeline
+    bubble   the rest of its estimate: (PP - 1) times the largest micro-batch
+    sync     of pipelines that are not all alike
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass, fields, replace
+from statistics import fmean
+
+import numpy as np
+
+from hydragraph.cost.profile import PipelineCost, Profile, Scheme
+from hydragraph.planner.assigning import PlannedAssignment, assign_pipelines
+from hydragraph.planner.choosing import Choice, compare
+from hydragraph.planner.proposing import propose
+
+Strategy = tuple[Scheme, ...]
+
+SHOWN = 10  # candidates that are assigned on every mini-batch, beside those that win one or still may
+HOMOGENEOUS_SHOWN = 3
+REASON = {
+    "work": "more device time for the same sequences",
+    "waiting": "waiting for the slowest pipeline",
+    "fixed": "fixed cost of more micro-batches",
+    "bubble": "pipeline bubble",
+    "sync": "synchronisation of unequal pipelines",
+}
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Seconds of an iteration by what they go to; see the head of this file."""
+
+    work: float
+    waiting: float
+    fixed: float
+    bubble: float
+    sync: float
+
+    @property
+    def seconds(self) -> float:
+        """All together."""
+        return float(sum(astuple(self)))
+
+
+@dataclass(frozen=True)
+class Room:
+    """What a device of a scheme's first stage, the fullest one, holds.
+
+    Attributes:
+        scheme, devices: the scheme, and the devices of the strategy, which share the optimizer state.
+        max_len, util_len: tokens that a micro-batch may have and should have.
+        states, per_token, reserved, device: bytes of the state, per token in flight, kept free, and in all; None where
+            the profile has measured limits and no such model.
+    """
+
+    scheme: Scheme
+    devices: int
+    max_len: int
+    util_len: int
+    states: float | None
+    per_token: float | None
+    reserved: float | None
+    device: float | None
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A strategy and what became of it.
+
+    Attributes:
+        strategy: one scheme per pipeline.
+        rooms: of its different schemes.
+        seconds: mean over the mini-batches, infinite where it does not take them all.
+        bound: it cannot take less on average.
+        assigned: whether `seconds` were found by assigning; otherwise its bound lost and stands for them.
+        fits: mini-batches that it takes.
+        wins: mini-batches on which it finishes first of all candidates.
+        parts: what its seconds go to, where they were found.
+        why: it is not the best static strategy; "" for that one.
+    """
+
+    strategy: Strategy
+    rooms: tuple[Room, ...]
+    seconds: float
+    bound: float
+    assigned: bool
+    fits: int
+    wins: int
+    parts: Parts | None
+    why: str
+
+    @property
+    def homogeneous(self) -> bool:
+        """Say whether all its pipelines are alike."""
+        return len(set(self.strategy)) == 1
+
+    @property
+    def devices(self) -> int:
+        """How many it uses."""
+        return sum(tp * pp for tp, pp in self.strategy)
+
+    @property
+    def max_len(self) -> int:
+        """Tokens of the longest sequence that it takes."""
+        return max(room.max_len for room in self.rooms)
+
+
+@dataclass(frozen=True)
+class Example:
+    """One mini-batch as it is planned: what the picture shows."""
+
+    strategy: Strategy
+    pipelines: tuple[PipelineCost, ...]
+    lengths: tuple[int, ...]
+    assignment: PlannedAssignment
+
+
+@dataclass(frozen=True)
+class Report:
+    """The plan of a model, its data and its devices.
+
+    Attributes:
+        profile: its name.
+        candidates: the best static one first; those that do not take the context length last.
+        dynamic: mean seconds where the best candidate is chosen for every mini-batch.
+        sync: seconds that unequal pipelines pay.
+        cut: sequences of the data that are longer than `context` and count as cut.
+        left_out: schemes that were not considered, and why.
+    """
+
+    profile: str
+    devices: int
+    context: int
+    tokens: int
+    iterations: int
+    candidates: tuple[Candidate, ...]
+    dynamic: float
+    sync: float
+    cut: int
+    left_out: tuple[tuple[Scheme, str], ...]
+    example: Example
+
+    @property
+    def best(self) -> Candidate:
+        """The best static candidate; where none takes the context, the best of those that do not."""
+        return self.candidates[0]
+
+    @property
+    def homogeneous(self) -> Candidate | None:
+        """The best static candidate whose pipelines are all alike."""
+        return next((c for c in self.candidates if c.homogeneous and c.assigned and c.max_len >= self.context), None)
+
+
+def explain(
+    profile: Profile,
+    lengths: Sequence[int],
+    devices: int,
+    context: int,
+    tokens: int = 100_000,
+    *,
+    strategies: Sequence[Sequence[Scheme]] = (),
+    iterations: int = 4,
+    seed: int = 0,
+) -> Report:
+    """Plan mini-batches drawn from the data with every candidate, and report.
+
+    Args:
+        lengths: tokens of the data's sequences, or of a sample of them; longer ones count as cut at `context`.
+        devices: how many there are.
+        context: the longest sequence, in tokens.
+        tokens: per mini-batch, at least.
+        strategies: the candidates; default: those proposed for the data, and all homogeneous ones.
+        iterations: mini-batches to draw.
+        seed: of the draw and the search.
+
+    Raises:
+        Unsupported: no candidate takes a mini-batch, or the profile lacks a scheme.
+        ValueError: there are no sequences, or a strategy has more devices than there are.
+    """
+    data = np.minimum(np.asarray(lengths, dtype=np.int64), context)
+    data = data[data > 0]
+    if not len(data) or tokens < 1 or iterations < 1:
+        raise ValueError(
+            f"{len(data)} sequences, {tokens} tokens per iteration, {iterations} iterations: give at least one of each"
+        )
+    batches = mini_batches(data.tolist(), tokens, iterations, seed)
+    chosen = [tuple(s) for s in strategies] or _candidates(profile, data.tolist(), devices, context)
+    _check_devices(chosen, devices)
+    choices = [compare(chosen, profile, batch, seed=seed) for batch in batches]
+    found = _compared(profile, chosen, choices, batches, context, seed)
+    ranked = sorted(found, key=lambda c: (c.max_len < context, *_rank(c)))
+    ranked = [replace(c, why=_why(c, ranked[0], iterations, context)) for c in ranked]
+    winner = chosen[choices[0].index]
+    return Report(
+        profile.name,
+        devices,
+        context,
+        tokens,
+        iterations,
+        tuple(ranked),
+        fmean(choice.seconds for choice in choices),
+        profile.hetero_sync_s,
+        int((np.asarray(lengths) > context).sum()),
+        _left_out(profile, devices),
+        Example(winner, profile.pipelines(winner), tuple(batches[0]), choices[0].assignment),
+    )
+
+
+def mini_batches(data: Sequence[int], tokens: int, count: int, seed: int) -> list[list[int]]:
+    """Draw mini-batches of at least `tokens` tokens from the data, in shuffled rounds through it."""
+    random, order, found = np.random.default_rng(seed), [0][:0], []
+    for _ in range(count):
+        batch: list[int] = []
+        total = 0
+        while total < tokens:
+            if not order:
+                order = random.permutation(len(data)).tolist()
+            batch.append(int(data[order.pop()]))
+            total += batch[-1]
+        found.append(batch)
+    return found
+
+
+def scheme_counts(strategy: Sequence[Scheme]) -> str:
+    """Return a strategy's text: 2*<tp4,pp1> + <tp2,pp2>."""
+    counts = Counter(strategy).items()
+    return " + ".join(f"{n}*<tp{tp},pp{pp}>" if n > 1 else f"<tp{tp},pp{pp}>" for (tp, pp), n in counts)
+
+
+def _candidates(profile: Profile, lengths: Sequence[int], devices: int, context: int) -> list[Strategy]:
+    """Return the proposed strategies and the homogeneous ones, also those that only shorter sequences fit."""
+    proposed = [tuple(s) for s in propose(profile, lengths, devices, context)]
+    alike = [(s,) * (devices // (s[0] * s[1])) for s in profile.schemes if s[0] * s[1] <= devices]
+    usable = [s for s in alike if profile.max_len(s[0], sum(tp * pp for tp, pp in s)) > 0]
+    return list(dict.fromkeys([*proposed, *usable]))
+
+
+def _check_devices(strategies: Sequence[Strategy], devices: int) -> None:
+    for strategy in strategies:
+        used = sum(tp * pp for tp, pp in strategy)
+        if used > devices:
+            raise ValueError(f"{scheme_counts(strategy)} has {used} devices, and there are {devices}: take some out")
+
+
+def _compared(
+    profile: Profile,
+    strategies: Sequence[Strategy],
+    choices: Sequence[Choice],
+    batches: Sequence[Sequence[int]],
+    context: int,
+    seed: int,
+) -> list[Candidate]:
+    """Return all candidates, best bound first, assigning those worth it: the first few, winners, what may still win."""
+    bounds = [fmean(choice.verdicts[i].bound for choice in choices) for i in range(len(strategies))]
+    order = sorted(range(len(strategies)), key=lambda i: (bounds[i], i))
+    alike = [i for i in order if len(set(strategies[i])) == 1]
+    wanted = {*order[:SHOWN], *alike[:HOMOGENEOUS_SHOWN], *(c.index for c in choices)}
+    best, found = math.inf, []
+    for i in sorted(order, key=lambda i: i not in wanted):  # what is assigned anyway teaches what else may win
+        assign = i in wanted or bounds[i] < best
+        found.append(_candidate(profile, strategies[i], i, assign, choices, batches, seed))
+        best = min(best, found[-1].seconds if found[-1].assigned and found[-1].max_len >= context else math.inf)
+    return found
+
+
+def _candidate(
+    profile: Profile,
+    strategy: Strategy,
+    index: int,
+    assign: bool,
+    choices: Sequence[Choice],
+    batches: Sequence[Sequence[int]],
+    seed: int,
+) -> Candidate:
+    """Return one candidate, not yet compared with others."""
+    verdicts = [choice.verdicts[index] for choice in choices]
+    fits = sum(math.isfinite(v.bound) for v in verdicts)
+    bound = fmean(v.bound for v in verdicts)
+    pipelines, used = profile.pipelines(strategy), sum(tp * pp for tp, pp in strategy)
+    parts = None
+    if assign and fits == len(batches):
+        each = [parts_of(pipelines, b, assign_pipelines(pipelines, b, seed=seed), verdicts[0].charge) for b in batches]
+        parts = Parts(*(fmean(getattr(p, f.name) for p in each) for f in fields(Parts)))
+    rooms = tuple(_room(profile, scheme, used) for scheme in dict.fromkeys(strategy))
+    wins = sum(choice.index == index for choice in choices)
+    seconds = bound if parts is None else parts.seconds
+    return Candidate(strategy, rooms, seconds, bound, parts is not None, fits, wins, parts, "")
+
+
+def parts_of(
+    pipelines: Sequence[PipelineCost], lengths: Sequence[int], assignment: PlannedAssignment, sync: float
+) -> Parts:
+    """Split an assignment's seconds into their parts."""
+    work = [
+        float(p.work([lengths[i] for m in batches for i in m]).sum())
+        for p, batches in zip(pipelines, assignment.micro_batches, strict=True)
+    ]
+    last = max(range(len(pipelines)), key=lambda p: assignment.estimates[p])
+    even = sum(w * p.devices for w, p in zip(work, pipelines, strict=True)) / sum(p.devices for p in pipelines)
+    fixed = pipelines[last].c * len(assignment.micro_batches[last])
+    bubble = assignment.estimates[last] - work[last] - fixed if pipelines[last].stages > 1 else 0.0
+    return Parts(even, work[last] - even, fixed, bubble, sync)
+
+
+def _room(profile: Profile, scheme: Scheme, devices: int) -> Room:
+    limits = (profile.max_len(scheme, devices), profile.util_len(scheme))
+    memory = profile.memory
+    if memory is None or scheme in profile.limits:
+        return Room(scheme, devices, *limits, None, None, None, None)
+    reserved = memory.margin + memory.gap_bytes(scheme)
+    states = memory.states_bytes(scheme, devices)
+    return Room(scheme, devices, *limits, states, memory.token_bytes(scheme), reserved, memory.device)
+
+
+def _rank(candidate: Candidate) -> tuple[bool, float, int, int, Strategy]:
+    return not candidate.assigned, candidate.seconds, -candidate.fits, -candidate.max_len, candidate.strategy
+
+
+def _why(candidate: Candidate, best: Candidate, iterations: int, context: int) -> str:
+    if candidate is best:
+        return ""
+    if candidate.max_len < context:
+        return f"takes at most {candidate.max_len:,} tokens: {candidate.fits} of {iterations} mini-batches fit"
+    if candidate.parts is None or best.parts is None:
+        return f"cannot take less than {candidate.bound:.3f} s"
+    lost = candidate.seconds - best.seconds
+    differences = {f.name: getattr(candidate.parts, f.name) - getattr(best.parts, f.name) for f in fields(Parts)}
+    worst = sorted((n for n in differences if differences[n] > 0.2 * lost), key=lambda n: -differences[n])[:2]
+    reasons = ", ".join(f"{differences[n]:+.3f} s {REASON[n]}" for n in worst)
+    return f"{lost:+.3f} s: {reasons}" if reasons else f"{lost:+.3f} s"
+
+
+def _left_out(profile: Profile, devices: int) -> tuple[tuple[Scheme, str], ...]:
+    """Return the schemes that no candidate can have."""
+    found = [(scheme, why) for scheme, why in sorted(profile.failed.items())]
+    for scheme in sorted(profile.schemes):
+        if scheme[0] * scheme[1] > devices:
+            found.append((scheme, f"needs {scheme[0] * scheme[1]} devices"))
+        elif profile.max_len(scheme, devices) == 0:
+            found.append((scheme, "its state does not fit into a device"))
+    return tuple(found)

@@ -1,0 +1,102 @@
+"""The plan of one iteration: which candidate, and its assignment; made ahead, now, or quickly."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hydragraph.planner.longest_first import assign_pipelines
+from hydragraph.planner.policy import Policy
+from hydragraph.planner.service import PlanService
+from hydragraph.planner.setting import Answer, Setting, answer
+from hydragraph.spec.assignment import Assignment
+
+
+@dataclass(frozen=True)
+class IterationPlan:
+    """What one iteration runs.
+
+    Attributes:
+        candidate: index of the strategy.
+        assignment: of its sequences.
+        seconds: expected; 0 for the quick plan, which expects nothing.
+        hidden_s: seconds of planning that training did not wait for.
+        exposed_s: seconds that it did.
+        late: the plan was not there in time, so this is the quick one.
+    """
+
+    candidate: int
+    assignment: Assignment
+    seconds: float
+    hidden_s: float
+    exposed_s: float
+    late: bool = False
+
+
+class IterationPlanner:
+    """Plans the iterations of one training; on one rank.
+
+    Args:
+        setting: the candidates.
+        policy: how.
+        static: the candidate to stay with, wherever it takes the longest sequence; None: choose every time.
+    """
+
+    def __init__(self, setting: Setting, policy: Policy, static: int | None = None) -> None:
+        self._setting, self._policy, self._static = setting, policy, static
+        self._chosen = setting if static is None else setting.only(static)
+        self._service: PlanService | None = None
+        self._last = static or 0
+
+    def announce(self, lengths: Sequence[int]) -> None:
+        """Tell what an iteration to come will bring, so that it is planned meanwhile."""
+        if self._policy.workers and self._service is None:
+            self._service = PlanService(self._chosen, self._policy.workers, self._policy.ahead)
+        if self._service is not None and self._taken(lengths):
+            self._service.submit(tuple(lengths))
+
+    def plan(self, lengths: Sequence[int]) -> IterationPlan:
+        """Return the plan of a mini-batch.
+
+        Raises:
+            Unsupported: no candidate takes the longest sequence.
+        """
+        began, key = time.perf_counter(), tuple(lengths)
+        if not self._taken(key):
+            return self._made(answer(self._setting, key), began, None)
+        if self._service is None or not self._service.submit(key):
+            return self._made(answer(self._chosen, key), began, self._static)
+        found = self._service.take(key, self._policy.patience_s)
+        return self._made(found, began, self._static) if found is not None else self._quick(key, began)
+
+    def close(self) -> None:
+        """End the processes that plan."""
+        if self._service is not None:
+            self._service.close()
+
+    def _taken(self, lengths: Sequence[int]) -> bool:
+        """Say whether the static candidate, if there is one, takes the longest sequence."""
+        return (
+            self._static is None
+            or self._setting.guessed
+            or self._setting.reach(self._static) >= max(lengths, default=0)
+        )
+
+    def _made(self, found: Answer, began: float, static: int | None) -> IterationPlan:
+        if found.choice is None:
+            raise found.error or AssertionError("an answer is a choice or an error")
+        choice = found.choice
+        self._last = choice.index if static is None else static
+        waited = time.perf_counter() - began
+        hidden = max(0.0, found.seconds - waited)
+        return IterationPlan(self._last, Assignment(choice.assignment.micro_batches), choice.seconds, hidden, waited)
+
+    def _quick(self, lengths: tuple[int, ...], began: float) -> IterationPlan:
+        """Return the quick plan: the last candidate, or the one that takes the longest sequences."""
+        longest = max(lengths, default=0)
+        setting = self._setting.reaching(longest)
+        reach = [setting.reach(i) for i in range(len(setting.candidates))]
+        chosen = self._last if reach[self._last] >= longest else reach.index(max(reach))
+        assignment = assign_pipelines(setting.candidates[chosen], lengths)
+        return IterationPlan(chosen, assignment, 0.0, 0.0, time.perf_counter() - began, late=True)

@@ -1,0 +1,89 @@
+"""How iterations are planned, and whether choosing anew every iteration is worth it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hydragraph.cost.profile import PipelineCost
+
+
+@dataclass(frozen=True)
+class Policy:
+    """How iterations are planned.
+
+    Attributes:
+        gain: stay with the best static strategy where choosing anew would save less than this part of its time.
+        sample: mini-batches to judge that by.
+        workers: processes that plan ahead; 0: plan when a step begins.
+        ahead: how many mini-batches may be planned or waiting.
+        patience_s: how long a step waits for its plan before it takes the quick one.
+        seed: of the search.
+    """
+
+    gain: float = 0.02
+    sample: int = 8
+    workers: int = 1
+    ahead: int = 4
+    patience_s: float = 60.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name, least in (("gain", 0), ("sample", 1), ("workers", 0), ("ahead", 1), ("patience_s", 0)):
+            if not getattr(self, name) >= least:
+                raise ValueError(f"{name} is {getattr(self, name)!r}: give at least {least}")
+
+
+@dataclass(frozen=True)
+class Settled:
+    """Static or dynamic.
+
+    Attributes:
+        static: the best static candidate; None where no candidate takes all mini-batches.
+        gain: the part of its time that choosing anew saves.
+        dynamic: whether to choose anew every iteration.
+        seconds: of each candidate over all mini-batches, infinite where it does not take them; then that of the choice.
+    """
+
+    static: int | None
+    gain: float
+    dynamic: bool
+    seconds: tuple[float, ...]
+
+    def sentence(self, names: Sequence[str], gain: float) -> str:
+        """Say what was decided."""
+        if self.static is None:
+            return "a strategy is chosen every iteration: no candidate takes all sample mini-batches"
+        what = f"{self.gain:.1%} less time than {names[self.static]} alone"
+        if self.dynamic:
+            return f"a strategy is chosen every iteration: {what} is expected"
+        return (
+            f"the strategy stays {names[self.static]}: choosing one every iteration would take {what}, under {gain:.1%}"
+        )
+
+
+def settle(
+    candidates: Sequence[Sequence[PipelineCost]],
+    charges: Sequence[float],
+    batches: Sequence[Sequence[int]],
+    policy: Policy,
+) -> Settled:
+    """Compare the best static candidate with choosing anew, on sample mini-batches.
+
+    Args:
+        candidates: the pipelines of each strategy.
+        charges: seconds that each pays beside computing.
+        batches: sequence lengths of mini-batches.
+    """
+    from hydragraph.planner.choosing import compare_pipelines  # it needs numba and scipy, which only planning needs
+
+    totals, chosen = [0.0] * len(candidates), 0.0
+    for lengths in batches[: policy.sample]:
+        found = compare_pipelines(candidates, lengths, charges, all_of_them=True, seed=policy.seed)
+        chosen += found.seconds
+        totals = [total + verdict.seconds for total, verdict in zip(totals, found.verdicts, strict=True)]
+    best = min(range(len(totals)), key=lambda i: (totals[i], i))
+    if totals[best] == float("inf"):
+        return Settled(None, 1.0, True, (*totals, chosen))
+    gain = 1 - chosen / totals[best] if totals[best] else 0.0
+    return Settled(best, gain, gain >= policy.gain, (*totals, chosen))

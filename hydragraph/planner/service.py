@@ -1,0 +1,146 @@
+"""Plans made ahead of training by worker processes: training submits mini-batches that are to come, and takes choices.
+
+A worker that dies is replaced, and its mini-batch given to the new one.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import queue
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import IO, cast
+
+from hydragraph.errors import Unsupported
+from hydragraph.planner.setting import Answer, Setting
+
+Lengths = tuple[int, ...]
+
+ATTEMPTS = 3  # workers that may die over one mini-batch
+_GONE = (BrokenPipeError, EOFError, OSError, pickle.UnpicklingError)
+
+
+class PlanService:
+    """Worker processes, a bounded queue of mini-batches, and their choices.
+
+    A plan is found by the mini-batch's lengths, so it can never be used for another one.
+
+    Args:
+        setting: the candidates.
+        workers: how many processes.
+        ahead: how many mini-batches may be queued, in work or waiting to be taken.
+    """
+
+    def __init__(self, setting: Setting, workers: int = 1, ahead: int = 4) -> None:
+        if workers < 1 or ahead < 1:
+            raise ValueError(f"{workers} workers, {ahead} mini-batches ahead: give at least one of each")
+        self._setting, self._ahead = setting, ahead
+        self._jobs: queue.Queue[Lengths | None] = queue.Queue()
+        self._known: dict[Lengths, Answer | None] = {}
+        self._changed = threading.Condition()
+        self._processes: list[subprocess.Popen[bytes] | None] = [None] * workers
+        self._closed = False
+        self.replaced = 0
+        self._threads = [
+            threading.Thread(target=self._tend, args=(i,), name=f"hydragraph-planner-{i}", daemon=True)
+            for i in range(workers)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def submit(self, lengths: Lengths) -> bool:
+        """Ask for a plan; return False where the queue is full, so that the plan has to be made when it is needed."""
+        with self._changed:
+            if lengths in self._known:
+                return True
+            if len(self._known) >= self._ahead or self._closed:
+                return False
+            self._known[lengths] = None
+        self._jobs.put(lengths)
+        return True
+
+    def take(self, lengths: Lengths, patience_s: float) -> Answer | None:
+        """Return the plan of a mini-batch and forget it; None where it was not asked for, or is not there in time."""
+        with self._changed:
+            if lengths not in self._known:
+                return None
+            self._changed.wait_for(lambda: self._known[lengths] is not None, patience_s)
+            return self._known.pop(lengths)
+
+    def close(self) -> None:
+        """End the workers."""
+        with self._changed:
+            self._closed = True
+        for _ in self._threads:
+            self._jobs.put(None)
+        for process in self._processes:
+            if process is not None:
+                process.kill()
+        for thread in self._threads:
+            thread.join()
+
+    @property
+    def pids(self) -> list[int]:
+        """The processes of the workers that run."""
+        return [p.pid for p in self._processes if p is not None and p.poll() is None]
+
+    def _tend(self, index: int) -> None:
+        """Hand mini-batches to one worker, and start another one when it dies."""
+        while (lengths := self._jobs.get()) is not None and not self._closed:
+            found = self._answered(index, lengths)
+            with self._changed:
+                if lengths in self._known:  # else its step has gone on without it
+                    self._known[lengths] = found
+                self._changed.notify_all()
+        process = self._processes[index]
+        if process is not None:
+            process.kill()
+            process.wait()
+            for pipe in (process.stdin, process.stdout):
+                cast(IO[bytes], pipe).close()
+
+    def _answered(self, index: int, lengths: Lengths) -> Answer:
+        for _ in range(ATTEMPTS):
+            try:
+                return self._ask(index, lengths)
+            except _GONE:
+                if self._closed:
+                    break
+                self.replaced += 1
+                process, self._processes[index] = self._processes[index], None
+                if process is not None:
+                    process.kill()
+                    process.wait()
+            except Exception as raised:  # nothing may end this thread: a step would wait for it in vain
+                return Answer(None, raised, 0.0)
+        died = Unsupported(
+            f"{ATTEMPTS} planning processes died over one mini-batch",
+            where="planner",
+            remedy="look at what they wrote to stderr, or plan without them (Policy(workers=0))",
+        )
+        return Answer(None, died, 0.0)
+
+    def _ask(self, index: int, lengths: Lengths) -> Answer:
+        process = self._processes[index] or self._start(index)
+        stdin, stdout = cast(IO[bytes], process.stdin), cast(IO[bytes], process.stdout)
+        pickle.dump(lengths, stdin)
+        stdin.flush()
+        return cast(Answer, pickle.load(stdout))
+
+    def _start(self, index: int) -> subprocess.Popen[bytes]:
+        package = str(Path(__file__).parents[2])
+        paths = [package, *filter(None, [os.environ.get("PYTHONPATH")])]
+        process = subprocess.Popen(
+            [sys.executable, "-m", "hydragraph.planner.worker"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+        )
+        self._processes[index] = process
+        stdin = cast(IO[bytes], process.stdin)
+        pickle.dump(self._setting, stdin)
+        stdin.flush()
+        return process

@@ -1,0 +1,70 @@
+"""What a planner chooses from, and what it answers; what planning processes are sent and send back."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from hydragraph.cost.profile import PipelineCost
+
+if TYPE_CHECKING:
+    from hydragraph.planner.choosing import Choice
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What stays the same from iteration to iteration.
+
+    Attributes:
+        candidates: the pipelines of each.
+        charges: seconds that each pays beside computing.
+        seed: of the search.
+        guessed: the costs are rough ones, whose MaxLen gives way to a longer sequence.
+    """
+
+    candidates: tuple[tuple[PipelineCost, ...], ...]
+    charges: tuple[float, ...]
+    seed: int = 0
+    guessed: bool = False
+
+    def reaching(self, longest: int) -> Setting:
+        """Return the setting for a mini-batch with a sequence of this many tokens."""
+        if not self.guessed or all(p.max_len >= longest for c in self.candidates for p in c):
+            return self
+        stretched = (tuple(replace(p, max_len=max(p.max_len, longest)) for p in c) for c in self.candidates)
+        return replace(self, candidates=tuple(stretched))
+
+    def reach(self, candidate: int) -> int:
+        """Return the longest sequence that a candidate takes."""
+        return max(p.max_len for p in self.candidates[candidate])
+
+    def only(self, candidate: int) -> Setting:
+        """Return the setting with one candidate."""
+        return replace(self, candidates=(self.candidates[candidate],), charges=(self.charges[candidate],))
+
+    def choose(self, lengths: tuple[int, ...]) -> Choice:
+        """Return the best candidate for a mini-batch."""
+        from hydragraph.planner.choosing import compare_pipelines  # it needs numba and scipy, which only planning needs
+
+        now = self.reaching(max(lengths, default=0))
+        return compare_pipelines(now.candidates, lengths, now.charges, seed=now.seed)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A choice, or the error that it is, and the seconds it took."""
+
+    choice: Choice | None
+    error: Exception | None
+    seconds: float
+
+
+def answer(setting: Setting, lengths: tuple[int, ...]) -> Answer:
+    """Choose, keeping what is raised."""
+    began = time.perf_counter()
+    try:
+        choice, error = setting.choose(lengths), None
+    except Exception as raised:
+        choice, error = None, raised
+    return Answer(choice, error, time.perf_counter() - began)

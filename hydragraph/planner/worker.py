@@ -1,0 +1,29 @@
+"""A process that plans: `python -m hydragraph.planner.worker` reads mini-batches from stdin, writes choices to stdout.
+
+It is started by its module's name, so a training script is never imported again, guarded by `__main__` or not.
+"""
+
+from __future__ import annotations
+
+import pickle
+import sys
+from typing import BinaryIO
+
+from hydragraph.planner.setting import Setting, answer
+
+
+def serve(source: BinaryIO, target: BinaryIO) -> None:
+    """Answer until the source ends."""
+    setting: Setting = pickle.load(source)
+    while True:
+        try:
+            lengths = pickle.load(source)
+        except EOFError:
+            return
+        pickle.dump(answer(setting, lengths), target)
+        target.flush()
+
+
+if __name__ == "__main__":
+    output, sys.stdout = sys.stdout, sys.stderr  # what a library prints must not come between the answers
+    serve(sys.stdin.buffer, output.buffer)

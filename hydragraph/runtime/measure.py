@@ -1,0 +1,378 @@
+"""Measure a profile: time templates on this machine's ranks, not models and not strategies.
+
+Each distinct template runs once per kind of stage (tensor-parallel degree, sequence parallelism, recomputation) and
+micro-batch, forward and backward, with its real collectives; stages of any number of layers are sums of these times.
+All groups of ranks run at once, so that what they share (cores, links) is shared as in training; a group is as slow as
+its slowest rank, and the median over groups and repetitions counts.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import platform
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hydragraph.cost import fitting
+from hydragraph.cost.fitting import Lengths, Measured, Measurements
+from hydragraph.cost.memory import MicroBatch, footprint
+from hydragraph.cost.profile import AUX, Constants, Device, Kind, Piece, Profile, Scheme
+from hydragraph.frontend.packed import own_fields
+from hydragraph.ir.program import Block, Program, Template
+from hydragraph.passes.differentiate import COLLECTIVES
+from hydragraph.passes.shard import Degree
+from hydragraph.runtime.batch import pack
+from hydragraph.runtime.executor import hidden_size, loss_dtype
+from hydragraph.runtime.groups import Groups, Role
+from hydragraph.runtime.variants import Variants, local_parameters, vocabulary_start
+from hydragraph.spec import workload
+
+MESSAGES = tuple(4**n for n in range(5, 13))  # bytes: 1 KiB to 16 MiB
+CHAIN = 4  # runs per measurement on a GPU: in a stage, blocks are enqueued one after another without waiting
+USABLE = 0.9  # of a device's memory; allocators and communicators take some
+
+Progress = Callable[[int, int, str], None]  # done, of how many, what comes next
+
+
+@dataclass(frozen=True, eq=False)
+class Subject:
+    """The model to measure.
+
+    Attributes:
+        program: captured from it.
+        buffers: its buffers by name.
+        vocabulary: token ids are below it.
+        positions: position ids are below it; None: any will do. Sequences may be longer than that, as times do not
+            depend on the values of positions.
+    """
+
+    program: Program
+    buffers: Mapping[str, Tensor]
+    vocabulary: int
+    positions: int | None = None
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What to measure.
+
+    Attributes:
+        schemes: to fit; their stages need not exist, only the ranks of one stage.
+        kinds: kinds of stage to measure beyond those of `schemes`.
+        longest: tokens of the longest micro-batch.
+        repeats: of every measurement, after one that is thrown away.
+    """
+
+    schemes: tuple[Scheme, ...]
+    kinds: tuple[Kind, ...] = ()
+    longest: int = 4096
+    repeats: int = 5
+
+    @property
+    def every_kind(self) -> tuple[Kind, ...]:
+        """All kinds of stage to measure, each once."""
+        return tuple(dict.fromkeys([*(Kind(tp) for tp, _ in self.schemes), *self.kinds]))
+
+    @property
+    def micro_batches(self) -> tuple[Lengths, ...]:
+        """The micro-batches to measure: token counts that divide for sequence parallelism, whole and in parts."""
+        multiple = 4 * math.lcm(*(kind.tp for kind in self.every_kind))
+        return fitting.micro_batches(fitting.token_counts(self.longest, multiple))
+
+    def check(self, program: Program, ranks: int) -> None:
+        """Check that a program can run so on these ranks.
+
+        Raises:
+            ValueError: naming the scheme or the setting.
+        """
+        for tp, pp in self.schemes:
+            if tp > ranks:
+                raise ValueError(
+                    f"scheme tp{tp}pp{pp} needs {tp} ranks for one stage, but there are {ranks}: add ranks"
+                )
+            if pp > program.layers:
+                raise ValueError(f"scheme tp{tp}pp{pp} has {pp} stages for {program.layers} layers: use fewer stages")
+        for kind in self.every_kind:
+            if kind.tp > ranks or any(heads % kind.tp for heads in program.heads):
+                raise ValueError(
+                    f"tensor-parallel degree {kind.tp} on {ranks} ranks for {program.heads} query heads: use a degree "
+                    "that divides the heads and is at most the number of ranks"
+                )
+
+
+def measure(subject: Subject, settings: Settings, groups: Groups, progress: Progress | None = None) -> Profile:
+    """Measure a profile; all ranks call it together and get the same one.
+
+    Args:
+        subject: the model.
+        settings: what to measure.
+        groups: of all ranks.
+        progress: told what is being measured.
+
+    Raises:
+        ValueError: the settings do not fit the model or the ranks.
+    """
+    program, world = subject.program, groups.world
+    settings.check(program, world.ranks)
+    device = _device(subject, groups)
+    kinds, told = settings.every_kind, progress or (lambda done, total, what: None)
+    representatives = {block.template: block for block in program.blocks}
+    total, done = len(kinds) * (len(representatives) + 1) + 1, 0
+    found: dict[Kind, Measurements] = {}
+    for kind in kinds:
+        bench = _Bench(subject, kind, groups)
+        rows = bench.that_fit(settings.micro_batches, list(representatives.values()), device)
+        times = {}
+        for name, block in [*representatives.items(), (AUX, program.aux)]:
+            told(done, total, f"{kind.text} {block.name}")
+            times[name] = bench.measure(block, rows, settings.repeats)
+            done += 1
+        found[kind] = Measurements(rows, times)
+    told(done, total, "messages")
+    messages = _messages(groups, settings.repeats)
+    told(total, total, "")
+    return fitting.fit_profile(
+        f"{program.model} in {str(program.dtype).removeprefix('torch.')} on {device.name}",
+        [block.template for block in program.blocks],
+        settings.schemes,
+        device,
+        found,
+        messages,
+    )
+
+
+# This machine.
+
+
+def _device(subject: Subject, groups: Groups) -> Device:
+    """Describe what the ranks compute on; the smallest share of memory counts."""
+    device = groups.world.device
+    here = f"{socket.gethostname()} {device}" if device.type == "cuda" else socket.gethostname()
+    shared = groups.gather_objects(here).count(here)
+    memory = min(groups.gather_objects(USABLE * _memory(device) / shared))
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
+    elements = sum(bucket.size for bucket in subject.program.buckets)
+    return Device(f"{groups.world.ranks} x {name}", memory, elements, subject.program.dtype.itemsize)
+
+
+def _memory(device: torch.device) -> int:
+    """Return the bytes of a device's memory, or of this host's."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _synchronise(device: torch.device) -> None:
+    """Wait for what was enqueued on a GPU."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _messages(groups: Groups, repeats: int) -> list[tuple[int, float]]:
+    """Time messages of several sizes between ranks 0 and 1: half of what there and back takes."""
+    rank, device = groups.world.rank, groups.world.device
+    if groups.world.ranks == 1:
+        return []
+    found = []
+    for size in MESSAGES:
+        taken = []
+        message = torch.zeros(size, dtype=torch.uint8, device=device)
+        for turn in range(repeats + 1 if rank < 2 else 0):
+            _synchronise(device)
+            began = time.perf_counter()
+            for sender in (0, 1):
+                work = (
+                    groups.send(message, 1 - rank, turn) if sender == rank else groups.receive(message, 1 - rank, turn)
+                )
+                groups.wait(work)
+            _synchronise(device)
+            taken.append((time.perf_counter() - began) / 2)
+        found.append((size, median(taken[1:]) if taken else 0.0))
+    return groups.gather_objects(found)[0]
+
+
+# Templates.
+
+
+class _Bench:
+    """Runs templates in one kind of stage on this rank; ranks that are left over take part in gathering only."""
+
+    def __init__(self, subject: Subject, kind: Kind, groups: Groups) -> None:
+        self._subject, self._program, self._kind, self._groups = subject, subject.program, kind, groups
+        self._device, rank, tp = groups.world.device, groups.world.rank, kind.tp
+        stages = [tuple(range(i * tp, i * tp + tp)) for i in range(groups.world.ranks // tp)]
+        self._stages = stages
+        self._collectives = next(iter(groups.tensor_parallel(stages).values()), None)
+        self._degree = Degree(tp, rank % tp, kind.sequence_parallel)
+        self._variants = Variants(subject.program)
+        self._batches: dict[Lengths, dict[str, Tensor]] = {}
+        self._parts = tp if kind.sequence_parallel else 1
+        self._several = "cu_seqlens" in self._program.templates[self._program.blocks[-1].template].inputs
+
+    def that_fit(self, rows: Sequence[Lengths], blocks: Sequence[Block], device: Device) -> tuple[Lengths, ...]:
+        """Return the micro-batches whose largest block this device can hold, the same on all ranks."""
+        most = math.inf
+        for block in blocks:
+            piece = self._sizes(block)
+            free = device.memory - piece.fixed - piece.parameters * (device.itemsize + 4)
+            most = min(most, free / max(piece.kept + piece.working, 1e-9))
+        most = min(self._groups.gather_objects(most))
+        return tuple(row for row in rows if sum(row) <= most)
+
+    def measure(self, block: Block, rows: Sequence[Lengths], repeats: int) -> Measured:
+        """Time one block, or the aux graph, on every micro-batch."""
+        aux = block is self._program.aux
+        run = self._aux_run() if aux else self._block_run(block)
+        # Row by row within a repetition: what else the machine does for a while then hits all rows alike.
+        times = [[self._time(run, row) for row in rows] for _ in range(repeats + 1)][1:]
+        piece = self._aux_sizes() if aux else self._sizes(block)
+        everyone = self._groups.gather_objects((times, piece))
+        seconds = tuple(
+            median(
+                max(everyone[rank][0][turn][row] for rank in stage) for stage in self._stages for turn in range(repeats)
+            )
+            for row in range(len(rows))
+        )
+        sizes = [everyone[rank][1] for stage in self._stages for rank in stage]
+        largest = Piece(
+            Constants(0.0, 0.0, 0.0),
+            max(p.parameters for p in sizes),
+            max(p.kept for p in sizes),
+            max(p.working for p in sizes),
+            max(p.fixed for p in sizes),
+        )
+        template = self._program.templates[block.template]
+        return Measured(largest, seconds, not aux and _attends(template))
+
+    def _time(self, run: Callable[[dict[str, Tensor], Sequence[Tensor]], None], row: Lengths) -> float:
+        """Time one run; all ranks begin together."""
+        batch = self._batch(row)
+        aux = self._aux_values(batch)
+        self._groups.all_reduce(Role.COMMIT, torch.zeros(1, device=self._device))
+        _synchronise(self._device)
+        chain = CHAIN if self._device.type == "cuda" else 1
+        began = time.perf_counter()
+        if self._collectives is not None or self._kind.tp == 1:
+            for _ in range(chain):
+                run(batch, aux)
+        _synchronise(self._device)
+        return (time.perf_counter() - began) / chain
+
+    def _batch(self, row: Lengths) -> dict[str, Tensor]:
+        if row not in self._batches:
+            generator = torch.Generator().manual_seed(sum(row))
+            each = [torch.randint(0, self._subject.vocabulary, (n,), generator=generator) for n in row]
+            sequences = [workload.Sequence(ids, ids, self._own(len(ids))) for ids in each]
+            batch = pack(sequences, self._parts, self._device, self._several)
+            if self._subject.positions is not None:
+                batch["position_ids"] %= self._subject.positions
+            self._batches[row] = batch
+        return self._batches[row]
+
+    def _own(self, tokens: int) -> dict[str, Tensor]:
+        """Return the fields of the user's own of a sequence, all 0."""
+        fields = own_fields(self._program).items()
+        return {name: torch.zeros((tokens, *field.sizes), dtype=field.dtype) for name, field in fields}
+
+    @cached_property
+    def _buffers(self) -> dict[str, Tensor]:
+        return {name: value.to(self._device) for name, value in self._subject.buffers.items()}
+
+    def _aux_values(self, batch: Mapping[str, Tensor]) -> Sequence[Tensor]:
+        aux, template = self._program.aux, self._program.templates[self._program.aux.template]
+        given = [self._buffers[name] for name in aux.buffers] + [batch[name] for name in template.inputs]
+        with torch.no_grad():
+            values: Sequence[Tensor] = template.graph(*given)
+        return values
+
+    def _aux_run(self) -> Callable[[dict[str, Tensor], Sequence[Tensor]], None]:
+        def run(batch: dict[str, Tensor], aux: Sequence[Tensor]) -> None:
+            self._aux_values(batch)
+
+        return run
+
+    def _aux_sizes(self) -> Piece:
+        batch = self._batch((64 * self._parts,))
+        tokens = batch["input_ids"].shape[1]
+        values = [v for v in self._aux_values(batch) if v.dim() > 1 and v.shape[1] == tokens]
+        kept = sum(v.numel() * v.element_size() for v in values) / tokens
+        return Piece(Constants(0.0, 0.0, 0.0), kept=kept)
+
+    def _sizes(self, block: Block) -> Piece:
+        """Return what a block holds on this rank: its values are as many bytes per token, and some that are fixed."""
+        variant = self._variants.get(block, self._degree, self._kind.recompute)
+        small, large = 1024 * self._kind.tp, 2048 * self._kind.tp
+        one, two = (footprint(variant, self._degree, MicroBatch(n, 1)) for n in (small, large))
+
+        def line(first: int, second: int) -> tuple[float, float]:
+            slope = (second - first) / (large - small)
+            return slope, first - slope * small
+
+        kept, constant = line(one.saved + one.output, two.saved + two.output)
+        forward = line(one.forward - one.saved - one.output, two.forward - two.saved - two.output)
+        backward = line(one.backward, two.backward)
+        names = local_parameters(self._program, block, self._program.templates[block.template])
+        elements = sum(math.prod(p.local_shape(self._kind.tp, self._degree.index)) for p in names.values())
+        return Piece(
+            Constants(0.0, 0.0, 0.0),
+            elements,
+            max(0.0, kept),
+            max(0.0, forward[0], backward[0]),
+            max(0.0, constant, forward[1], backward[1]),
+        )
+
+    def _block_run(self, block: Block) -> Callable[[dict[str, Tensor], Sequence[Tensor]], None]:
+        """Return a function that runs a block forward and backward and adds its gradients up."""
+        template = self._program.templates[block.template]
+        parameters = local_parameters(self._program, block, template)
+        variant = self._variants.get(block, self._degree, self._kind.recompute)
+        shapes = {name: p.local_shape(self._degree.tp, self._degree.index) for name, p in parameters.items()}
+        dtype, device = self._program.dtype, self._device
+        weights = {name: torch.randn(shape, dtype=dtype, device=device) * 0.02 for name, shape in shapes.items()}
+        sums = {name: torch.zeros(shape, device=device) for name, shape in shapes.items()}
+        fixed = {local: self._buffers[n] for local, n in zip(template.buffers, block.buffers, strict=True)}
+        others = dict(zip((i for i in template.inputs if i.startswith("other.")), block.aux, strict=True))
+        fixed["vocabulary_start"] = torch.tensor(vocabulary_start(variant, parameters, self._degree))
+        last = block is self._program.blocks[-1]
+
+        def given(name: str, batch: Mapping[str, Tensor], aux: Sequence[Tensor]) -> Any:
+            if name == "hidden":
+                tokens = batch["input_ids"].shape[1] // self._parts
+                return torch.full((1, tokens, hidden_size(self._program)), 0.5, dtype=dtype, device=device)
+            if name == COLLECTIVES:
+                return self._collectives
+            if name in weights:
+                return weights[name]
+            if name in others:
+                return aux[others[name]]
+            return fixed[name] if name in fixed else batch[name]
+
+        @torch.no_grad()
+        def run(batch: dict[str, Tensor], aux: Sequence[Tensor]) -> None:
+            out, *saved = variant.forward(*(given(name, batch, aux) for name in variant.inputs))
+            if last:
+                tangent = torch.full((), 1e-3, dtype=loss_dtype(self._program), device=device)
+            else:
+                tangent = torch.full_like(out, 1e-3)
+            values = {f"saved.{i}": value for i, value in enumerate(saved)}
+            values |= {"tangent": tangent, COLLECTIVES: self._collectives, **weights}
+            gradients = variant.backward(*(values[name] for name in variant.needs))
+            for name, gradient in zip(variant.gradients, gradients, strict=True):
+                if name in sums:
+                    sums[name].add_(gradient)
+
+        return run
+
+
+def _attends(template: Template) -> bool:
+    """Say whether a template has attention, the only operator whose work is quadratic."""
+    return any(n.target is torch.ops.hydragraph.varlen_attention.default for n in template.graph.graph.nodes)

@@ -1,0 +1,43 @@
+"""Mini-batches read a little ahead of training, so that what is to come can be announced to the planner."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from torch import Tensor
+
+
+class Source(Protocol):
+    """Endless mini-batches that know their position."""
+
+    def __next__(self) -> list[Tensor]:
+        """Return the next mini-batch."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position behind the last one."""
+
+
+class Ahead:
+    """Reads `count` mini-batches ahead and announces each one once.
+
+    Attributes:
+        position: of the source behind the mini-batch returned last: where a resumed run must go on.
+    """
+
+    def __init__(self, source: Source, count: int, announce: Callable[[Sequence[Tensor]], None]) -> None:
+        self._source, self._count, self._announce = source, count, announce
+        self._waiting: deque[tuple[list[Tensor], dict[str, Any]]] = deque()
+        self.position = dict(source.state_dict())
+
+    def take(self, last: bool = False) -> list[Tensor]:
+        """Return the next mini-batch; `last`: nothing behind it will be needed."""
+        wanted = 1 if last or not self._count else 1 + self._count
+        while len(self._waiting) < wanted:
+            batch = next(self._source)
+            if self._count:
+                self._announce(batch)
+            self._waiting.append((batch, dict(self._source.state_dict())))
+        batch, self.position = self._waiting.popleft()
+        return batch

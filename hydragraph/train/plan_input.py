@@ -1,0 +1,76 @@
+"""Read what `hydragraph plan` is given: a profile, sequence lengths and strategies."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from hydragraph.cost.profile import Profile, Scheme
+from hydragraph.spec.strategy_text import parse_strategy
+
+
+def read_profile(text: str) -> Profile:
+    """Read a profile that `hydragraph profile` wrote, or one entry of a file of published constants.
+
+    Args:
+        text: profile.json, or constants.json#name of the entry.
+
+    Raises:
+        ValueError: the entry is missing, or the file holds neither.
+    """
+    path, _, name = text.partition("#")
+    content = _json(Path(path))
+    if not isinstance(content, dict) or "profiles" not in content:
+        return Profile.load(path)
+    entries: dict[str, Any] = {entry["name"]: entry for entry in content["profiles"]}
+    if name not in entries:
+        raise ValueError(f"--profile {text}: name one of the file's entries, as in {path}#{next(iter(entries), '')}")
+    return Profile.from_constants(entries[name])
+
+
+def read_lengths(path: Path) -> list[int]:
+    """Read sequence lengths: a token file's documents, or a text file of one number per line.
+
+    Raises:
+        ValueError: a line is no number of tokens, or there are none.
+    """
+    from hydragraph.data.token_file import TokenFile
+
+    with path.open("rb") as file:
+        binary = b"\0" in file.read(256)
+    if binary:
+        return [int(n) for n in TokenFile.open(path).lengths]
+    lines = path.read_text(encoding="utf-8").split()
+    for number, line in enumerate(lines, start=1):
+        if not line.isdecimal():
+            raise ValueError(f"{path}, entry {number}: {line!r} is no number of tokens; write one length per line")
+    if not lines:
+        raise ValueError(f"{path} is empty; write the length of one sequence per line")
+    return [int(line) for line in lines]
+
+
+def read_candidates(texts: Sequence[str]) -> list[list[Scheme]]:
+    """Read strategies of regular pipelines, such as "2*<tp4,pp1> + <tp2,pp2>".
+
+    Raises:
+        ValueError: naming the strategy that is none, or that has other pipelines.
+    """
+    found = []
+    for i, text in enumerate(texts):
+        if "[" in text:
+            raise ValueError(f"--strategy {i}: {text!r}: write pipelines as <tp4,pp2>, which is what a plan compares")
+        try:
+            pipelines = parse_strategy(text, layers=1024).pipelines  # the layers do not matter to a scheme
+        except ValueError as error:
+            raise ValueError(f"--strategy {i}: {error}") from error
+        found.append([(len(stages[0].devices), len(stages)) for stages in pipelines])
+    return found
+
+
+def _json(path: Path) -> object:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path}: no JSON ({error}); write a profile with hydragraph profile") from error

@@ -1,0 +1,56 @@
+"""One planned iteration as a picture: a row of micro-batches for each pipeline, and what it then waits for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from hydragraph.planner.explain import Example, scheme_counts
+
+TALLEST = 40  # rows that are drawn at full height
+
+
+def write_plan_picture(example: Example, path: Path) -> None:
+    """Draw pipelines x micro-batches to a PNG file, which is replaced only when the new one is complete.
+
+    A micro-batch is as wide as one stage takes for it, and coloured by its longest sequence; hatched is the pipeline's
+    bubble under 1F1B, white what it waits for the slowest.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.cm import ScalarMappable
+    from matplotlib.colors import LogNorm
+    from matplotlib.figure import Figure
+
+    rows = len(example.pipelines)
+    figure = Figure(figsize=(10, 1.6 + 0.35 * min(rows, TALLEST)), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    shades = ScalarMappable(LogNorm(16, max(17, *example.lengths)), "viridis_r")
+    for row in range(rows):
+        _draw_pipeline(axes, example, row, shades)
+    axes.set_yticks(range(rows), [f"<tp{tp},pp{pp}>" for tp, pp in example.strategy], fontsize="small")
+    axes.invert_yaxis()
+    axes.set_xlim(0, 1.01 * example.assignment.seconds_1f1b)
+    axes.set_xlabel("seconds; a number is how many sequences a micro-batch has")
+    tokens = sum(example.lengths)
+    axes.set_title(
+        f"{scheme_counts(example.strategy)}: {len(example.lengths)} sequences, {tokens:,} tokens", fontsize=10
+    )
+    figure.colorbar(shades, ax=axes, label="longest sequence (tokens)")
+    partial = path.with_name(f".{path.name}.partial")
+    figure.savefig(partial, dpi=120, format="png")
+    partial.replace(path)
+
+
+def _draw_pipeline(axes: Any, example: Example, row: int, shades: Any) -> None:
+    pipeline, at = example.pipelines[row], 0.0
+    for micro_batch in example.assignment.micro_batches[row]:
+        sizes = [example.lengths[i] for i in micro_batch]
+        seconds = pipeline.micro_batch_seconds(sizes)
+        axes.barh(row, seconds, 0.8, at, color=shades.to_rgba(max(sizes)), edgecolor="white", linewidth=0.8)
+        if seconds > 0.025 * example.assignment.seconds_1f1b and len(example.pipelines) <= TALLEST:
+            axes.text(at + seconds / 2, row, str(len(sizes)), ha="center", va="center", color="white", fontsize=7)
+        at += seconds
+    end = example.assignment.by_pipeline[row]
+    if end - at > 1e-9:
+        axes.barh(row, end - at, 0.8, at, color="none", edgecolor="0.7", hatch="////", linewidth=0)

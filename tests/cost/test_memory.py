@@ -1,0 +1,148 @@
+"""Expected memory of a small Llama, against storages that are really there and against sums by hand."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+import torch
+from torch import Tensor
+
+from hydragraph.cost.memory import Memory, MicroBatch, footprint, rank_memory
+from hydragraph.ir.program import Program
+from hydragraph.passes.shard import Degree
+from hydragraph.runtime.variants import Variants
+from hydragraph.spec.strategy import Strategy
+from tests.models import captured
+
+TOKENS = MicroBatch(tokens=48, sequences=3)
+ALONE = Degree()
+HEAD = 101 * 64 + 64  # elements of the last block, whose weights go first
+
+
+def llama() -> Program:
+    return captured("llama")[0]
+
+
+@cache
+def variants() -> Variants:
+    return Variants(llama())
+
+
+def size() -> int:
+    return sum(p.size for p in llama().parameters.values())
+
+
+def memory(text: str, counts: list[int], rank: int = 0, ranks: int = 1, messages: bool = False) -> Memory:
+    batches = [[TOKENS] * count for count in counts]
+    return rank_memory(llama(), Strategy.parse(text, 2), batches, rank, ranks, variants().get, messages)
+
+
+def storages(tensors: list[object]) -> dict[int, int]:
+    found = [t.untyped_storage() for t in tensors if isinstance(t, Tensor)]
+    return {storage.data_ptr(): storage.nbytes() for storage in found}
+
+
+def inputs(block: int) -> dict[str, object]:
+    """Return real inputs of one of the model's blocks, by name."""
+    program = llama()
+    chosen, tokens = program.blocks[block], TOKENS.tokens
+    template, aux = program.templates[chosen.template], program.templates[program.aux.template]
+    fields = {
+        "input_ids": torch.zeros(1, tokens, dtype=torch.int64),
+        "position_ids": torch.arange(tokens)[None],
+        "labels": torch.zeros(1, tokens, dtype=torch.int64),
+        "cu_seqlens": torch.tensor([0, 16, 32, tokens], dtype=torch.int32),
+        "max_length": torch.tensor(16),
+    }
+    tables = aux.graph(*(torch.ones(8) for _ in aux.buffers), *(fields[name] for name in aux.inputs))
+    own = {
+        n: torch.randn(program.parameters[c].shape) for n, c in zip(template.parameters, chosen.parameters, strict=True)
+    }
+    others = [name for name in template.inputs if name.startswith("other.")]
+    shared = {name: tables[index] for name, index in zip(others, chosen.aux, strict=True)}
+    return {**fields, **own, **shared, "hidden": torch.randn(1, tokens, 64)}
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("block", [0, 1, -1])
+def test_what_a_block_saves_is_what_its_graph_really_keeps(block: int, recompute: bool) -> None:
+    variant = variants().get(llama().blocks[block], ALONE, recompute)
+    given = inputs(block)
+    output, *saved = variant.forward(*(given[name] for name in variant.inputs))
+    own = storages(saved).keys() - storages([output, *given.values()]).keys()
+    found = footprint(variant, ALONE, TOKENS)
+    assert found.saved == sum(storages(saved)[key] for key in own)
+    assert found.output == output.untyped_storage().nbytes()
+    assert ("hidden" in found.keeps) == bool(storages([given["hidden"]]).keys() & storages(saved).keys())
+    assert found.forward >= found.saved + found.output
+
+
+def test_a_graph_takes_at_most_what_lives_at_once() -> None:
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    nodes = [graph.call_function(torch.neg, (x,))]
+    nodes += [graph.call_function(torch.neg, (nodes[-1],)) for _ in range(3)]
+    graph.output((nodes[-1],))
+    value = torch.empty(100)
+    x.meta["val"] = value
+    for node in nodes:
+        node.meta["val"] = torch.empty(100)
+    from hydragraph.cost.memory import _most, _Sizes
+
+    module = torch.fx.GraphModule(torch.nn.Module(), graph)
+    assert _most(module, _Sizes("", 1.0, 2)) == 2 * 400  # an operand and its result
+
+
+def test_alone_a_rank_holds_its_home_state_and_no_copies_of_it() -> None:
+    found = memory("<tp1,pp1>", [1])
+    assert (found.state, found.shard) == (12 * size(), 4 * size())
+    assert (found.weights, found.gradients, found.messages) == (0, 0, 0)
+    assert found.activations > 2 * footprint(variants().get(llama().blocks[1], ALONE), ALONE, TOKENS).saved
+
+
+def test_data_parallel_ranks_hold_all_weights_and_a_part_of_the_state() -> None:
+    alone, shared = memory("<tp1,pp1>", [1]), memory("2*<tp1,pp1>", [1, 1], rank=1, ranks=2)
+    assert shared.state == pytest.approx(alone.state / 2, rel=1e-3)
+    assert 4 * (size() - HEAD) <= shared.weights <= 4 * size()  # it holds most during the last layer's backward
+    assert shared.activations == pytest.approx(alone.activations, rel=0.01)
+    more = memory("2*<tp1,pp1>", [2, 1], ranks=2)  # gradients of the first micro-batch, and all weights for the next
+    assert min(more.weights, more.gradients) >= 4 * (size() - HEAD)
+
+
+def test_tensor_parallel_ranks_hold_a_part_of_the_weights() -> None:
+    found = memory("<tp2,pp1>", [2], ranks=2)
+    assert 4 * (size() - HEAD) / 2 <= found.weights <= 4 * (size() / 2 + 5 * 64)  # norms are whole everywhere
+    assert found.gradients <= 4 * (size() / 2 + 5 * 64)
+
+
+def test_an_idle_rank_holds_its_home_state_and_copies_for_others() -> None:
+    idle = memory("<[0]x2>", [1], rank=1, ranks=2)
+    assert idle.weights == idle.gradients == idle.working == 0
+    assert idle.total == pytest.approx(16 * size() / 2, rel=0.01)
+    assert memory("<[0]x2>", [1], rank=1, ranks=2, messages=True) == idle  # one rank gets its shard as it is
+    assert memory("<[0]x2> + <[1]x2>", [1, 1], rank=2, ranks=3, messages=True).messages > 0
+
+
+def test_a_pipeline_keeps_as_many_micro_batches_alive_as_stages_follow() -> None:
+    few, many = (memory("<tp1,pp2>", [count], ranks=2).activations for count in (4, 8))
+    assert many < 1.1 * few  # ids of more micro-batches, but no more saved values
+    assert memory("<tp1,pp2> gpipe", [8], ranks=2).activations > 2 * few
+
+
+def test_recomputation_trades_saved_values_for_working_memory() -> None:
+    saving, again = memory("<[0]x2>", [1]), memory("<[0]x2r>", [1])
+    assert again.activations < 0.6 * saving.activations
+    assert again.working > saving.working or again.total < saving.total
+
+
+def test_sequence_parallel_ranks_share_what_lies_between_products() -> None:
+    whole, parts = memory("<[0,1]x2>", [1], ranks=2), memory("<[0,1]x2s>", [1], ranks=2)
+    assert parts.activations < whole.activations
+
+
+def test_messages_only_add() -> None:
+    for text, counts, ranks in (("2*<tp1,pp1>", [1, 1], 2), ("<[0,1]x1,[2]x1>", [3], 3)):
+        for rank in range(ranks):
+            without = memory(text, counts, rank, ranks)
+            assert memory(text, counts, rank, ranks, messages=True).total >= without.total

@@ -1,0 +1,119 @@
+"""Plans made ahead are those made now; dead workers are replaced; a full queue refuses; late plans are quick ones."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+
+import hydragraph as hg
+from hydragraph.planner.iteration import IterationPlanner
+from hydragraph.planner.policy import Policy, settle
+from hydragraph.planner.service import PlanService
+from hydragraph.planner.setting import Setting, answer
+from tests.planner.examples import MIXED, PROFILE, lengths
+
+CANDIDATES = [[(8, 1)] * 3, MIXED]
+SETTING = Setting(tuple(PROFILE.pipelines(c) for c in CANDIDATES), (0.0, 0.0))
+BATCHES = [tuple(lengths(40, seed, 3000)) for seed in range(3)]
+PATIENCE_S = 300.0  # against hangs only
+
+
+def test_plans_made_ahead_are_those_made_now() -> None:
+    planner = IterationPlanner(SETTING, Policy(patience_s=PATIENCE_S))
+    now = IterationPlanner(SETTING, Policy(workers=0))
+    try:
+        for batch in BATCHES:
+            planner.announce(batch)
+        for batch in reversed(BATCHES):  # in any order: a plan is found by its mini-batch
+            ahead, inline = planner.plan(batch), now.plan(batch)
+            assert (ahead.candidate, ahead.assignment) == (inline.candidate, inline.assignment)
+            assert not ahead.late
+    finally:
+        planner.close()
+
+
+def test_a_dead_worker_is_replaced_and_its_mini_batch_planned() -> None:
+    service = PlanService(SETTING, workers=1, ahead=3)
+    try:
+        assert service.submit(BATCHES[0])
+        assert service.take(BATCHES[0], PATIENCE_S) is not None
+        (pid,) = service.pids
+        os.kill(pid, signal.SIGKILL)
+        assert service.submit(BATCHES[1])
+        found = service.take(BATCHES[1], PATIENCE_S)
+        assert found is not None
+        assert found.choice == answer(SETTING, BATCHES[1]).choice
+        assert service.replaced == 1
+        assert service.pids != [pid]
+    finally:
+        service.close()
+    assert service.pids == []
+
+
+def test_the_queue_is_bounded_and_unknown_mini_batches_are_not_waited_for() -> None:
+    service = PlanService(SETTING, workers=1, ahead=1)
+    try:
+        assert service.submit(BATCHES[0])
+        assert service.submit(BATCHES[0])  # the same one takes no second place
+        assert not service.submit(BATCHES[1])
+        assert service.take(BATCHES[1], 0.0) is None
+    finally:
+        service.close()
+    with pytest.raises(ValueError, match="at least one of each"):
+        PlanService(SETTING, workers=0)
+
+
+def test_a_late_plan_gives_the_quick_one() -> None:
+    planner = IterationPlanner(SETTING, Policy(patience_s=0.0))
+    try:
+        planner.announce(BATCHES[0])
+        plan = planner.plan(BATCHES[0])
+        assert plan.late
+        flat = [i for p in plan.assignment.micro_batches for m in p for i in m]
+        assert sorted(flat) == [i for i, n in enumerate(BATCHES[0]) if n]
+        for pipeline, p in zip(SETTING.candidates[plan.candidate], plan.assignment.micro_batches, strict=True):
+            assert all(sum(BATCHES[0][i] for i in m) <= pipeline.max_len for m in p)
+    finally:
+        planner.close()
+
+
+def test_what_a_worker_refuses_is_refused_here() -> None:
+    planner = IterationPlanner(SETTING, Policy(patience_s=PATIENCE_S))
+    try:
+        planner.announce((10_000_000,))
+        with pytest.raises(hg.Unsupported, match="10000000 tokens, more than every candidate takes"):
+            planner.plan((10_000_000,))
+    finally:
+        planner.close()
+
+
+def test_a_small_gain_keeps_the_best_static_strategy() -> None:
+    policy = Policy(gain=0.9)
+    settled = settle(SETTING.candidates, SETTING.charges, BATCHES, policy)
+    assert not settled.dynamic
+    assert settled.static == min(range(2), key=lambda i: settled.seconds[i])
+    assert settled.seconds[-1] <= min(settled.seconds)
+    assert "stays B" in settled.sentence(["A", "B"] if settled.static else ["B", "A"], 0.9)
+    planner = IterationPlanner(SETTING, Policy(workers=0), settled.static)
+    assert {planner.plan(batch).candidate for batch in BATCHES} == {settled.static}
+
+
+def test_a_sequence_that_the_static_strategy_cannot_take_still_runs() -> None:
+    short = min(range(2), key=SETTING.reach)
+    longest = SETTING.reach(1 - short)
+    assert longest > SETTING.reach(short)
+    planner = IterationPlanner(SETTING, Policy(workers=0), short)
+    assert planner.plan((longest, 5)).candidate == 1 - short
+    assert planner.plan(BATCHES[0]).candidate == short
+
+
+def test_rough_costs_give_way_to_a_long_sequence() -> None:
+    guessed = Setting(SETTING.candidates, SETTING.charges, guessed=True)
+    assert answer(guessed, (10_000_000, 3)).choice is not None
+
+
+def test_a_policy_checks_its_fields() -> None:
+    with pytest.raises(ValueError, match="ahead is 0"):
+        Policy(ahead=0)

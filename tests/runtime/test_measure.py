@@ -1,0 +1,128 @@
+"""Measuring a tiny model on two local ranks; nothing here depends on how fast they are."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+
+import hydragraph as hg
+from hydragraph.cost.memory import MicroBatch, rank_memory
+from hydragraph.cost.profile import AUX, Kind, Profile
+from hydragraph.frontend.capture import capture
+from hydragraph.frontend.initialise import initial_buffers
+from hydragraph.runtime.groups import Groups
+from hydragraph.runtime.launch import join, launch
+from hydragraph.runtime.measure import MESSAGES, Settings, Subject, measure
+from hydragraph.runtime.variants import Variants
+from tests.models import captured, llama, sequences
+
+LAYERS, RANKS, HELD_OUT = 2, 2, 700
+SETTINGS = Settings(((1, 1), (2, 1), (1, 2)), (Kind(2, True), Kind(1, False, True)), longest=1024, repeats=2)
+
+
+def measured_rank(settings: Settings) -> tuple[Profile, list[str], float]:
+    """Return the profile, what was told meanwhile, and the median seconds of a step of a length not measured."""
+    model = llama(layers=LAYERS)
+    program = capture(model)
+    groups = Groups(join("cpu"), timedelta(minutes=2))
+    told: list[str] = []
+    subject = Subject(program, initial_buffers(model), 101, 256)
+    profile = measure(subject, settings, groups, lambda done, total, what: told.append(f"{done}/{total} {what}"))
+    groups.close()
+    strategy = hg.Strategy.parse("<tp1,pp1>", layers=LAYERS)
+    exe = hg.compile(model, strategy, lambda named: torch.optim.SGD(named, lr=0.0), device="cpu")
+    batch = sequences([HELD_OUT])
+    seconds = sorted(exe.step(batch).seconds for _ in range(4))[1]
+    exe.close()
+    return profile, told, seconds
+
+
+@pytest.fixture(scope="module")
+def ranks() -> list[tuple[Profile, list[str], float]]:
+    return launch(measured_rank, RANKS, SETTINGS, timeout=timedelta(minutes=5))
+
+
+def test_every_rank_gets_the_same_profile(ranks: list[tuple[Profile, list[str], float]], tmp_path: Path) -> None:
+    profile = ranks[0][0]
+    assert profile == ranks[1][0]
+    profile.save(tmp_path / "p.json")
+    assert Profile.load(tmp_path / "p.json") == profile
+
+
+def test_everything_asked_for_is_measured_or_failed(ranks: list[tuple[Profile, list[str], float]]) -> None:
+    profile, told, _ = ranks[0]
+    assert {*profile.schemes, *profile.failed} == set(SETTINGS.schemes)
+    assert not set(profile.schemes) & set(profile.failed)
+    assert {*profile.pieces, *profile.unfit} == {Kind(1), Kind(2), Kind(2, True), Kind(1, False, True)}
+    assert set(profile.util) == {1, 2}
+    assert [size for size, _ in profile.messages] == list(MESSAGES)
+    assert all(seconds > 0 for _, seconds in profile.messages)
+    assert len(profile.blocks) == LAYERS + 2
+    for pieces in profile.pieces.values():
+        assert set(pieces) == {*profile.blocks, AUX}
+    assert told[0].startswith("0/17 tp1 embed")
+    assert told[-2:] == ["16/17 messages", "17/17 "]
+
+
+def test_only_layers_have_a_quadratic_part(ranks: list[tuple[Profile, list[str], float]]) -> None:
+    profile = ranks[0][0]
+    for pieces in profile.pieces.values():
+        assert pieces[profile.blocks[1]].seconds.a > 0
+        assert all(pieces[t].seconds.a == 0 for t in (profile.blocks[0], profile.blocks[-1], AUX))
+
+
+def test_a_held_out_length_is_predicted_loosely(ranks: list[tuple[Profile, list[str], float]]) -> None:
+    profile, _, seconds = ranks[0]
+    if (1, 1) not in profile.schemes:
+        pytest.skip(f"this machine is too busy to measure: {profile.failed[1, 1]}")
+    assert seconds / 5 < profile.seconds((1, 1), HELD_OUT) < seconds * 5
+
+
+def test_halves_cut_weights_and_most_of_what_is_kept(ranks: list[tuple[Profile, list[str], float]]) -> None:
+    profile = ranks[0][0]
+    if not {Kind(1), Kind(2)} <= set(profile.pieces):
+        pytest.skip(f"this machine is too busy to measure: {profile.unfit}")
+    layer = profile.blocks[1]
+    one, two = (profile.pieces[Kind(tp)][layer] for tp in (1, 2))
+    assert two.parameters == pytest.approx(one.parameters / 2, rel=0.02)  # norms are whole on both
+    assert one.kept / 2 < two.kept < one.kept
+
+
+@pytest.mark.parametrize("text", ["<tp1,pp1>", "<[0]x1r,[1]x1r>", "<tp1,pp2>", "<tp2,pp1>"])
+def test_max_len_is_what_the_memory_model_says(ranks: list[tuple[Profile, list[str], float]], text: str) -> None:
+    profile = ranks[0][0]
+    program, _ = captured("llama")
+    strategy = hg.Strategy.parse(text, layers=LAYERS)
+    kinds = {Kind(s.tp, s.sequence_parallel, s.recompute) for s in strategy.pipelines[0].stages}
+    if not kinds <= set(profile.pieces):
+        pytest.skip(f"this machine is too busy to measure: {profile.unfit}")
+    assert profile.device is not None
+    small = replace(profile, device=replace(profile.device, memory=2e8))
+    count = len(strategy.devices)
+    tokens = small.pipeline_of(strategy.pipelines[0], count).max_len
+    get, batches = Variants(program).get, [[MicroBatch(tokens, 1)] * 4]
+    most = max(rank_memory(program, strategy, batches, r, count, get, messages=False).total for r in range(count))
+    assert 0.75 * 2e8 < most <= 1.05 * 2e8
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        (Settings(((4, 1),)), "scheme tp4pp1 needs 4 ranks for one stage, but there are 2: add ranks"),
+        (Settings(((1, 3),)), "scheme tp1pp3 has 3 stages for 2 layers"),
+        (Settings(((1, 1),), (Kind(4, True),)), "tensor-parallel degree 4 on 2 ranks"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(settings: Settings, sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence.replace("(", r"\(")):
+        settings.check(captured("llama")[0], 2)
+
+
+def test_micro_batches_divide_for_sequence_parallelism() -> None:
+    rows = Settings(((1, 1), (2, 1), (3, 1)), longest=1000).micro_batches
+    assert all(sum(row) % 6 == 0 for row in rows)
+    assert {len(row) for row in rows} == {1, 4}

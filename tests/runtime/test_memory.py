@@ -1,0 +1,53 @@
+"""A rank holds in memory what it should: live tensor bytes over real gloo processes, from a meta model."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import pytest
+import torch
+
+import hydragraph as hg
+from benchmarks.memory import LiveBytes, Measured, Sizes, measure
+
+LIMIT = timedelta(seconds=120)
+# Activations outweigh messages, whose end depends on other ranks.
+SMALL = Sizes(hidden=64, layers=2, vocabulary=257, lengths=(300, 240, 160, 120, 100, 80, 60, 40, 30, 20))
+
+
+def measured(texts: list[str]) -> list[Measured]:
+    return [measure(SMALL, text) for text in texts]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "texts"),
+    [
+        (1, ["<tp1,pp1>"]),
+        (2, ["2*<tp1,pp1>", "<tp2,pp1>", "<[1,0]x2s>", "<tp1,pp2>"]),
+        (3, ["<[0,1]x1s,[2]x1>", "<[1,2]x2s> + <[0]x2r>"]),
+    ],
+)
+def test_measured_is_expected(ranks: int, texts: list[str]) -> None:
+    for rank, found in enumerate(hg.launch(measured, ranks, texts, timeout=LIMIT)):
+        for text, one in zip(texts, found, strict=True):
+            assert one.peak >= 0.95 * one.expected.total, f"{text}, rank {rank}: {one}"
+            assert one.peak <= 1.05 * one.expected.total, f"{text}, rank {rank}: {one}"
+            assert one.at_most.total >= one.expected.total
+
+
+def test_live_bytes_count_storages_once_and_while_they_live() -> None:
+    before = torch.zeros(1000)
+    with LiveBytes() as live:
+        start = live.live
+        assert start >= before.untyped_storage().nbytes()
+        made = torch.ones(100)
+        view = made[10:].view(9, 10)
+        assert live.live == start + 400
+        del made
+        assert live.live == start + 400
+        del view
+        assert live.live == start
+        total = (torch.ones(150) + 1).sum()
+        assert live.live == start + 4
+        assert live.peak == start + 1200
+        del total

@@ -1,0 +1,77 @@
+"""The command `profile`: its file loads, its table shows every scheme, and mistakes are sentences."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from typer.testing import CliRunner, Result
+
+import hydragraph as hg
+from hydragraph import cli
+from hydragraph.cost.profile import Constants, Kind, Profile
+from tests.train.plain import settings
+
+
+def run(*arguments: object) -> Result:
+    return CliRunner().invoke(cli.app, ["profile", *(str(argument) for argument in arguments)])
+
+
+def write(folder: Path, **changes: Any) -> Path:
+    file = folder / "config.yaml"
+    file.write_text(yaml.safe_dump({**settings(folder), **changes}))
+    return file
+
+
+def test_help_teaches_with_an_example() -> None:
+    shown = " ".join(run("--help").stdout.split())
+    assert "hydragraph profile examples/demo.yaml --schemes" in shown
+
+
+def test_a_model_is_measured_and_its_strategies_can_be_priced(tmp_path: Path) -> None:
+    config = write(tmp_path, strategies=["<tp1,pp1>", "<[0]x2r>"])
+    out = tmp_path / "p.json"
+    result = run(config, "--out", out, "--schemes", "tp1pp1,tp1pp2", "--repeats", 2, "--longest", 1024)
+    assert result.exit_code in (0, 1), result.output  # 1: this machine is so busy that no fit is any good
+    profile = hg.Profile.load(out)
+    assert {*profile.schemes, *profile.failed} == {(1, 1), (1, 2)}
+    assert {*profile.pieces, *profile.unfit} == {Kind(1), Kind(1, False, True)}
+    assert all(f"<tp1,pp{pp}>" in result.stdout for pp in (1, 2))
+    assert "note: one rank has no links" in result.stdout
+    assert result.exit_code == int(not profile.schemes)
+
+
+def test_what_failed_is_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    good = Profile("here", {(1, 1): Constants(2e-9, 3e-6, 4e-3)}, {1: 96}, limits={(1, 1): 12345}, notes=("a hint",))
+    found = Profile(
+        **{**vars(good), "failed": {(2, 1): "all noise"}, "residuals": {(1, 1): 0.05}, "unfit": {Kind(2, True): "no"}}
+    )
+    monkeypatch.setattr(cli, "_profile_rank", lambda *_: (found, 1))
+    result = run(write(tmp_path), "--out", tmp_path / "p.json")
+    assert result.exit_code == 0, result.output
+    shown = " ".join(result.stdout.replace("│", " ").split())
+    assert "<tp1,pp1> 2 3 4 5.0% 12,345 96" in shown
+    assert "FAILED <tp2,pp1>: all noise" in shown
+    assert "FAILED stages of kind tp2s: no" in shown
+    assert "note: a hint" in shown
+    assert Profile.load(tmp_path / "p.json") == found
+    monkeypatch.setattr(cli, "_profile_rank", lambda *_: (Profile("none", {}, {}, failed={(1, 1): "x"}), 1))
+    assert run(write(tmp_path), "--out", tmp_path / "p.json").exit_code == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (("--schemes", "tp1"), "--schemes 'tp1': write schemes as in tp1pp1,tp2pp4"),
+        (("--schemes", "tp0pp1"), "--schemes 'tp0pp1'"),
+        (("--schemes", "tp4pp1"), "scheme tp4pp1 needs 4 ranks for one stage, but there are 1"),
+        (("--out", "nowhere/p.json"), "the folder nowhere does not exist"),
+    ],
+)
+def test_a_mistake_is_a_sentence(tmp_path: Path, arguments: tuple[str, ...], sentence: str) -> None:
+    result = run(write(tmp_path), *arguments)
+    assert result.exit_code == 2
+    assert sentence in result.stderr
+    assert result.stdout == ""
