@@ -19,7 +19,8 @@ from hydragraph.spec.strategy import Strategy
 
 Choices = Strategy | Sequence[Strategy] | Literal["auto"]
 
-AUTO_CANDIDATES = 8  # that "auto" keeps of what is proposed, and as many homogeneous ones
+AUTO_CANDIDATES = 8  # that "auto" keeps
+SAMPLE = 4  # mini-batches that they are compared on
 
 _log = logging.getLogger(__name__)
 
@@ -61,16 +62,16 @@ def candidates_of(
 
 
 def proposed(program: Program, ranks: int, profile: Profile, batches: Sequence[Sequence[int]]) -> tuple[Strategy, ...]:
-    """Return the best proposals for the data's lengths, and homogeneous strategies that fill the devices."""
+    """Return the best of the proposals for the data's lengths and of homogeneous strategies, improved on the sample."""
     from hydragraph.planner.proposing import propose
+    from hydragraph.planner.refining import homogeneous, refine
 
     usable = {s: k for s, k in profile.schemes.items() if s[0] * s[1] <= ranks and _fits(program, s)}
     fitting = replace(profile, schemes=usable, failed={})
     lengths = [n for batch in batches for n in batch if n]
-    longest = max(lengths, default=1)
-    schemes = [tuple(s) for s in propose(fitting, lengths, ranks, longest)[:AUTO_CANDIDATES]]
-    schemes += [(s,) * (ranks // (s[0] * s[1])) for s in usable if ranks % (s[0] * s[1]) == 0][:AUTO_CANDIDATES]
-    return tuple(strategy_of(s, program.layers) for s in dict.fromkeys(schemes))
+    schemes = propose(fitting, lengths, ranks, max(lengths, default=1)) + homogeneous(fitting, ranks)
+    best = refine(schemes, fitting, batches[:SAMPLE], ranks)[:AUTO_CANDIDATES]
+    return tuple(strategy_of(s, program.layers) for s in best)
 
 
 def strategy_of(schemes: Sequence[Scheme], layers: int) -> Strategy:

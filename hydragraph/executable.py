@@ -25,7 +25,7 @@ from hydragraph.ir.layout import whole
 from hydragraph.ir.outline import Mode
 from hydragraph.ir.program import Program
 from hydragraph.ir.text import instruction_text
-from hydragraph.mini_batch import Given, MiniBatch, Work, digest, packed
+from hydragraph.mini_batch import Given, MiniBatch, Planned, Work, digest, packed
 from hydragraph.passes.fit import check_strategy
 from hydragraph.planner.iteration import IterationPlan, IterationPlanner
 from hydragraph.planner.longest_first import assign
@@ -77,6 +77,7 @@ class StepReport:
         padding: tokens added to micro-batches, so that they divide for sequence parallelism.
         planning_s: seconds this step waited for a choice of which pipeline computes what.
         planning_hidden_s: seconds of planning that it did not wait for.
+        expected_s: seconds of computing that the plan expected, by the profile; 0 without one.
         exposed: seconds that ranks waited for communication, on average.
     """
 
@@ -91,6 +92,7 @@ class StepReport:
     padding: int
     planning_s: float
     planning_hidden_s: float
+    expected_s: float
     exposed: Exposed
 
 
@@ -147,7 +149,8 @@ class Executable:
         self._steps, self._communications = 0, 0
         self.spans: list[Span] | None = None
         self._running: tuple[Strategy, tuple[int, ...], Mode] | None = None
-        self._planned = len(self.strategies) > 1 or plans.profile is not None
+        self._measured = plans.profile is not None
+        self._planned = self._measured or len(self.strategies) > 1
         self._planner: IterationPlanner | None = None
         self.decision = ""
         if self._planned and self.world.rank == 0:
@@ -310,8 +313,9 @@ class Executable:
             work.assignment.counts,
             time.perf_counter() - began,
             work.padding,
-            work.planning_s,
-            work.planning_hidden_s,
+            work.planning.exposed_s,
+            work.planning.hidden_s,
+            work.planning.expected_s,
             outcome.exposed,
         )
 
@@ -329,17 +333,17 @@ class Executable:
     def _work(self, batch: MiniBatch, strategy: Strategy | None) -> tuple[Work | None, ValueError | None]:
         """Assign a mini-batch that all ranks have, and pack this rank's part of it."""
         began = time.perf_counter()
-        planning = (0.0, 0.0)
         if strategy is None and self._planned:
             plan = self._plan(batch.lengths)
             if isinstance(plan, ValueError):
                 return None, plan
             strategy, assignment = self.strategies[plan.candidate], plan.assignment
-            planning = (time.perf_counter() - began, plan.hidden_s)
+            expected = plan.seconds if self._measured else 0.0
+            planning = Planned(time.perf_counter() - began, plan.hidden_s, expected)
         else:
             strategy = strategy or self.strategies[0]
             assignment = assign(strategy, batch.lengths)
-            planning = (time.perf_counter() - began, 0.0)
+            planning = Planned(time.perf_counter() - began)
         return packed(batch, strategy, assignment, self.world.rank, self.world.device, self._several, planning), None
 
     def _plan(self, lengths: tuple[int, ...]) -> IterationPlan | ValueError:

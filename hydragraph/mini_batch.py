@@ -46,6 +46,20 @@ class MiniBatch:
         return cls(checked, tuple(len(s) if s.targets else 0 for s in checked), tokens)
 
 
+@dataclass(frozen=True)
+class Planned:
+    """How an assignment came about.
+
+    Attributes:
+        exposed_s, hidden_s: seconds of planning that this step waited for, and that it did not.
+        expected_s: seconds that the plan expects of the iteration's computing; 0 where nothing was measured.
+    """
+
+    exposed_s: float
+    hidden_s: float = 0.0
+    expected_s: float = 0.0
+
+
 @dataclass(frozen=True, eq=False)
 class Work:
     """A mini-batch assigned under a strategy.
@@ -53,15 +67,14 @@ class Work:
     Attributes:
         batches: per pipeline, per micro-batch, the packed batch; empty but for this rank's pipeline.
         padding: tokens added, in all pipelines.
-        planning_s, planning_hidden_s: seconds of planning that this step waited for, and that it did not.
+        planning: what choosing it took, and what was expected of it.
     """
 
     strategy: Strategy
     assignment: Assignment
     batches: tuple[tuple[dict[str, Tensor], ...], ...]
     padding: int
-    planning_s: float
-    planning_hidden_s: float = 0.0
+    planning: Planned
 
 
 def packed(
@@ -71,13 +84,12 @@ def packed(
     rank: int,
     device: torch.device,
     several: bool,
-    planning: tuple[float, float],
+    planning: Planned,
 ) -> Work:
     """Pack a rank's micro-batches.
 
     Args:
         several: the model keeps packed sequences apart, so that padding is a sequence of its own.
-        planning: seconds exposed and hidden.
     """
     place = strategy.place(rank)
     multiples = [token_multiple(pipeline) for pipeline in strategy.pipelines]
@@ -92,7 +104,7 @@ def packed(
         else ()
         for p, pipeline in enumerate(assignment.micro_batches)
     )
-    return Work(strategy, assignment, batches, blanks, *planning)
+    return Work(strategy, assignment, batches, blanks, planning)
 
 
 def token_multiple(pipeline: Pipeline) -> int:

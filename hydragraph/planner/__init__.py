@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from hydragraph.planner.dispatching import Dispatch, dispatch
     from hydragraph.planner.packing import Packing, pack
     from hydragraph.planner.proposing import propose
+    from hydragraph.planner.refining import homogeneous, refine
 
 # name -> module: imported when first used, so that a rank that does not plan needs neither numba nor scipy
 _WHERE = {
@@ -27,8 +28,10 @@ _WHERE = {
     "choose": "choosing",
     "compare": "choosing",
     "dispatch": "dispatching",
+    "homogeneous": "refining",
     "pack": "packing",
     "propose": "proposing",
+    "refine": "refining",
 }
 __all__ = [
     "Choice",
@@ -40,8 +43,10 @@ __all__ = [
     "choose",
     "compare",
     "dispatch",
+    "homogeneous",
     "pack",
     "propose",
+    "refine",
 ]
 
 

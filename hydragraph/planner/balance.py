@@ -296,7 +296,7 @@ def kick(
         if best <= enough:
             break
         trial[:] = placed
-        for _ in range(2 + np.random.randint(4)):
+        for _ in range(4 + np.random.randint(5)):
             i, q = np.random.randint(n), np.random.randint(pipelines)
             if trial[i] >= 0 and cost[i, kind[q]] < np.inf:
                 trial[i] = q

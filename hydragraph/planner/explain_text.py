@@ -7,9 +7,16 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from hydragraph.planner.explain import REASON, Candidate, Report, Room, scheme_counts
+from hydragraph.planner.explain import Candidate, Report, Room, scheme_counts
 
 ROWS = 8  # of the table, without --explain
+MEANING = {
+    "work": "device time of the sequences over all devices, as if it could be divided at will",
+    "waiting": "work of the slowest pipeline above that; below zero where its bubble makes it the slowest",
+    "fixed": "what its micro-batches cost whatever their tokens",
+    "bubble": "what it waits for its own stages",
+    "sync": "of pipelines that are not all alike",
+}
 
 
 def to_text(report: Report, explain: bool = False) -> str:
@@ -140,9 +147,9 @@ def _parts(report: Report) -> list[str]:
     """Return what the seconds of each assigned candidate go to."""
     shown: Sequence[Candidate] = [c for c in report.candidates if c.parts is not None]
     width = max((len(scheme_counts(c.strategy)) for c in shown), default=9)
-    lines = [f"{'seconds go to':<{width}} " + " ".join(f"{name:>8}" for name in REASON)]
+    lines = [f"{'seconds go to':<{width}} " + " ".join(f"{name:>8}" for name in MEANING)]
     for c in shown:
         assert c.parts is not None
-        numbers = (round(getattr(c.parts, name), 3) + 0.0 for name in REASON)  # + 0.0: no -0.000
+        numbers = (round(getattr(c.parts, name), 3) + 0.0 for name in MEANING)  # + 0.0: no -0.000
         lines.append(f"{scheme_counts(c.strategy):<{width}} " + " ".join(f"{n:>8.3f}" for n in numbers))
-    return [*lines, *(f"  {name}: {meaning}" for name, meaning in REASON.items())]
+    return [*lines, *(f"  {name}: {meaning}" for name, meaning in MEANING.items())]

@@ -16,7 +16,7 @@ from hydragraph.planner.recurrence import pipeline_seconds
 
 Objective = Literal["published", "sum", "1f1b"]
 
-KICKS = 40
+KICKS = 60
 
 
 @dataclass(frozen=True)

@@ -46,6 +46,7 @@ class Report(Protocol):
     padding: int
     planning_s: float
     planning_hidden_s: float
+    expected_s: float
     exposed: Exposed
 
 
@@ -287,6 +288,7 @@ def _train_step(run: _Run, step: int, sequences: list[Tensor]) -> None:
         exposed_p2p_s=report.exposed.p2p,
         planning_s=report.planning_s,
         planning_hidden_s=report.planning_hidden_s,
+        expected_s=report.expected_s,
         peak_memory_bytes=peak_memory(run.world.device),
     )
     run.log.write(metrics)

@@ -14,7 +14,15 @@ import torch
 
 _SCALARS = (
     *("loss", "grad_norm", "lr", "tokens_per_s", "eval_loss"),
-    *("exposed_pull_s", "exposed_push_s", "exposed_p2p_s", "planning_s", "planning_hidden_s", "peak_memory_bytes"),
+    *(
+        "exposed_pull_s",
+        "exposed_push_s",
+        "exposed_p2p_s",
+        "planning_s",
+        "planning_hidden_s",
+        "expected_s",
+        "peak_memory_bytes",
+    ),
 )
 
 
@@ -38,6 +46,7 @@ class Metrics:
         exposed_pull_s, exposed_push_s, exposed_p2p_s: seconds that ranks waited, on average, for weights, for gradients
             and for activations.
         planning_s, planning_hidden_s: seconds of planning that the step waited for, and that it did not.
+        expected_s: seconds of computing that its plan expected; 0 without a profile.
         peak_memory_bytes: of rank 0's process so far; of its GPU where it has one.
     """
 
@@ -58,6 +67,7 @@ class Metrics:
     exposed_p2p_s: float = 0.0
     planning_s: float = 0.0
     planning_hidden_s: float = 0.0
+    expected_s: float = 0.0
     peak_memory_bytes: int = 0
 
 

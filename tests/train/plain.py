@@ -29,6 +29,7 @@ class PlainReport:
     padding: int = 0
     planning_s: float = 0.001
     planning_hidden_s: float = 0.0
+    expected_s: float = 0.0
     exposed: Exposed = field(default_factory=Exposed)
 
 
