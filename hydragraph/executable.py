@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ReduceOp
 
-from hydragraph import __version__
 from hydragraph.candidates import Choices, candidates_of, planner_of
 from hydragraph.cost.profile import Profile
 from hydragraph.errors import Unsupported
@@ -26,6 +25,7 @@ from hydragraph.ir.outline import Mode
 from hydragraph.ir.program import Program
 from hydragraph.ir.text import instruction_text
 from hydragraph.mini_batch import Given, MiniBatch, Planned, Work, digest, packed
+from hydragraph.passes.compiled import choose_backend
 from hydragraph.passes.fit import check_strategy
 from hydragraph.planner.iteration import IterationPlan, IterationPlanner
 from hydragraph.planner.longest_first import assign
@@ -43,6 +43,7 @@ from hydragraph.runtime.state import HomeState, OptimizerFactory, make_optimizer
 from hydragraph.runtime.trace import Exposed, Span, Timing
 from hydragraph.runtime.variants import Variants
 from hydragraph.spec.strategy import Strategy
+from hydragraph.version import __version__
 
 TIMEOUT = timedelta(minutes=30)  # of one communication; a failed rank is noticed long before
 
@@ -116,9 +117,11 @@ class Executable:
         device: torch.device | str | None,
         blocks: str | None = None,
         planning: Planning | None = None,
+        backend: str | None = None,
     ) -> None:
         self.program, self._max_grad_norm = program, max_grad_norm
         self.world, plans = join(device), planning or Planning()
+        backend = choose_backend(backend, self.world.device)
         self.strategies = candidates_of(given, program, self.world.ranks, plans.profile, plans.lengths)
         self._model_tensors, self._fields = tensor_names(model), own_fields(program)
         self._names = pretrained.Names.of(model, self._model_tensors)
@@ -143,7 +146,13 @@ class Executable:
             self.home.fill(dict(model.named_parameters()))
         self.optimizer = make_optimizer(optimizer, self.home) if optimizer else None
         self._preparer = Preparer(
-            program, Variants(program), self._buffers, self.home.layouts, self.world.rank, self.world.ranks
+            program,
+            Variants(program, backend=backend, device=self.world.device),
+            self._buffers,
+            self.home.layouts,
+            self.world.rank,
+            self.world.ranks,
+            device=self.world.device,
         )
         self._executor = Executor(program, self.home, self.groups, self._watch, self.world.device)
         self._steps, self._communications = 0, 0
@@ -362,7 +371,8 @@ class Executable:
         self._running = (work.strategy, work.assignment.counts, mode)
         prepared = self._preparer.get(*self._running)
         batches = work.batches[prepared.pipeline] if prepared.pipeline is not None else ()
-        timing = Timing(self._steps + 1, self.spans if update is not None else None)
+        spans = self.spans if update is not None else None
+        timing = Timing(self._steps + 1, spans, self._executor.lanes.clock())
         return self._executor.run(prepared, batches, tokens, update, self._buffers, timing)
 
     def _update(self, norm: float) -> None:
@@ -378,7 +388,11 @@ class Executable:
         found: dict[str, Tensor] = {}
         for bucket in self.program.buckets:
             exchange = pull_exchange(
-                self.home.layouts[bucket.name], whole(bucket.size, 0), self.world.rank, self.world.ranks
+                self.home.layouts[bucket.name],
+                whole(bucket.size, 0),
+                self.world.rank,
+                self.world.ranks,
+                self.world.device,
             )
             shard = shards[bucket.name]
             full = start_pull(exchange, shard, shard.dtype, self.groups, Buffers(self.world.device))()

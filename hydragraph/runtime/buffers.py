@@ -1,7 +1,8 @@
-"""Buffers that an iteration's weights, gradients and messages live in, kept for the next iteration on the CPU.
+"""Buffers that an iteration's weights, gradients and messages live in, kept for the next iteration.
 
-There, memory of this size goes back to the system when it is freed, and every step would pay for fresh pages again.
-CUDA's allocator keeps memory by itself.
+On the CPU, memory of this size goes back to the system when it is freed, and every step would pay for fresh pages
+again. On CUDA the host runs ahead of the device: what it gives back may still be read there, so a buffer carries the
+mark behind which it is free.
 """
 
 from __future__ import annotations
@@ -11,19 +12,26 @@ from collections import defaultdict
 import torch
 from torch import Tensor
 
+from hydragraph.runtime.lanes import HostLanes, Lanes, Mark
+
+AHEAD = 2  # buffers of one size that may be in use by the device still, before their reuse waits for it
+
+Idle = dict[tuple[int, torch.dtype], list[tuple[Tensor, Mark]]]  # by elements and dtype
+
 
 class Buffers:
     """Hands out 1-D uninitialised tensors, and hands them out again once they were given back.
 
     Args:
-        device: where they live; only the CPU's are kept.
+        device: where they live.
+        lanes: the device's queues; default: a CPU's.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        # By elements and dtype: what earlier iterations left, and what this one gave back.
-        self._earlier: dict[tuple[int, torch.dtype], list[Tensor]] = {}
-        self._returned: dict[tuple[int, torch.dtype], list[Tensor]] = defaultdict(list)
+    def __init__(self, device: torch.device, lanes: Lanes | None = None) -> None:
+        self._device, self._lanes = device, lanes or HostLanes()
+        # What earlier iterations left, and what this one gave back.
+        self._earlier: Idle = {}
+        self._returned: Idle = defaultdict(list)
         self._taken: dict[int, Tensor] = {}  # by address
 
     def begin(self) -> None:
@@ -34,18 +42,32 @@ class Buffers:
     def trim(self) -> None:
         """Drop what lies idle, so that it does not stand beside what computing takes most memory for."""
         self._earlier.clear()
-        self._returned.clear()
+        for key, idle in list(self._returned.items()):
+            self._returned[key] = [each for each in idle if not self._lanes.passed(each[1])]
 
     def take(self, elements: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Return a buffer of so many elements, with any content."""
-        kept = self._returned.get((elements, dtype)) or self._earlier.get((elements, dtype))
-        buffer = kept.pop() if kept else torch.empty(elements, dtype=dtype, device=self._device)
-        if self._device.type == "cpu" and elements:
+        """Return a buffer of so many elements, with any content, for the current stream."""
+        kept = self._free(self._returned, (elements, dtype)) or self._free(self._earlier, (elements, dtype))
+        if kept is None:
+            buffer = torch.empty(elements, dtype=dtype, device=self._device)
+        else:
+            buffer, mark = kept
+            self._lanes.wait(mark)
+            self._lanes.hold(buffer)
+        if elements:
             self._taken[buffer.data_ptr()] = buffer
         return buffer
 
     def give(self, tensor: Tensor) -> None:
-        """Take back what nobody reads any more; a tensor that is not one of these buffers is left alone."""
-        buffer = self._taken.pop(tensor.data_ptr(), None) if tensor.device.type == "cpu" else None
+        """Take back what nobody reads once the current stream got here; leave alone what is not one of these."""
+        buffer = self._taken.pop(tensor.data_ptr(), None)
         if buffer is not None:
-            self._returned[len(buffer), buffer.dtype].append(buffer)
+            self._returned[len(buffer), buffer.dtype].append((buffer, self._lanes.mark()))
+
+    def _free(self, idle: Idle, key: tuple[int, torch.dtype]) -> tuple[Tensor, Mark] | None:
+        """Take out the newest that the device is done with, or the oldest where it still uses too many of them."""
+        found = idle.get(key, [])
+        at = next((i for i in reversed(range(len(found))) if self._lanes.passed(found[i][1])), None)
+        if at is None:
+            return found.pop(0) if len(found) > AHEAD else None
+        return found.pop(at)

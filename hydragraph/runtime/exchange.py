@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from hydragraph.ir.layout import Layout
 from hydragraph.ir.link import Slices, copy, is_all_gather, is_reduce_scatter, reduce
+from hydragraph.kernels.slice_copy import SliceTable, slice_copy
 from hydragraph.runtime.buffers import Buffers
 from hydragraph.runtime.groups import Groups, Role
+from hydragraph.runtime.message import Message
+from hydragraph.runtime.underway import Finish
 
 Piece = tuple[int, int]  # offset and length, in elements
 
@@ -28,6 +31,7 @@ class Exchange:
         sent, received: elements per peer.
         source, target: elements of this rank's local buffers.
         native: the collective that does the same, where there is one.
+        device: of the buffers.
     """
 
     sends: tuple[Piece, ...]
@@ -37,6 +41,19 @@ class Exchange:
     source: int
     target: int
     native: str | None = None
+    device: torch.device = field(default=torch.device("cpu"), compare=False)
+
+    @cached_property
+    def gather(self) -> SliceTable:
+        """What puts the pieces that are sent side by side."""
+        at, length = _columns(self.sends)
+        return SliceTable.make(at, length.cumsum(0) - length, length, device=self.device)
+
+    @cached_property
+    def scatter(self) -> SliceTable:
+        """What puts the pieces that are received in their places, or adds them up there."""
+        at, length = _columns(self.receives)
+        return SliceTable.make(length.cumsum(0) - length, at, length, sums=True, device=self.device)
 
     @property
     def is_identity(self) -> bool:
@@ -55,19 +72,31 @@ class Exchange:
         return _is_whole(self.receives, self.target)
 
 
-def pull_exchange(source: Layout, target: Layout, rank: int, ranks: int) -> Exchange:
-    """Lower a link of values for one rank."""
+def pull_exchange(
+    source: Layout, target: Layout, rank: int, ranks: int, device: torch.device | None = None
+) -> Exchange:
+    """Lower a link of values for one rank, whose buffers are on a device (default: the CPU)."""
     native = "all_gather" if is_all_gather(source, target) and len(source.ranks) == ranks > 1 else None
-    return _lower(copy(source, target, rank), source, target, rank, ranks, native)
+    return _lower(copy(source, target, rank), source, target, rank, ranks, native, device)
 
 
-def push_exchange(source: Layout, target: Layout, rank: int, ranks: int) -> Exchange:
-    """Lower a link of gradients for one rank."""
+def push_exchange(
+    source: Layout, target: Layout, rank: int, ranks: int, device: torch.device | None = None
+) -> Exchange:
+    """Lower a link of gradients for one rank, whose buffers are on a device (default: the CPU)."""
     native = "reduce_scatter" if is_reduce_scatter(source, target) and len(target.ranks) == ranks > 1 else None
-    return _lower(reduce(source, target, rank), source, target, rank, ranks, native)
+    return _lower(reduce(source, target, rank), source, target, rank, ranks, native, device)
 
 
-def _lower(slices: Slices, source: Layout, target: Layout, rank: int, ranks: int, native: str | None) -> Exchange:
+def _lower(
+    slices: Slices,
+    source: Layout,
+    target: Layout,
+    rank: int,
+    ranks: int,
+    native: str | None,
+    device: torch.device | None,
+) -> Exchange:
     sends, receives = slices.of(rank)
     return Exchange(
         _pieces(sends.src_at, sends.hi - sends.lo),
@@ -77,7 +106,14 @@ def _lower(slices: Slices, source: Layout, target: Layout, rank: int, ranks: int
         source.local_size(rank),
         target.local_size(rank),
         native,
+        device or torch.device("cpu"),
     )
+
+
+def _columns(pieces: Sequence[Piece]) -> tuple[Tensor, Tensor]:
+    """Return the offsets and the lengths."""
+    both = torch.tensor(pieces, dtype=torch.int64).view(-1, 2)
+    return both[:, 0], both[:, 1]
 
 
 def _pieces(at: np.ndarray, length: np.ndarray) -> tuple[Piece, ...]:  # type: ignore[type-arg]
@@ -86,27 +122,6 @@ def _pieces(at: np.ndarray, length: np.ndarray) -> tuple[Piece, ...]:  # type: i
 
 def _per_peer(peer: np.ndarray, length: np.ndarray, ranks: int) -> tuple[int, ...]:  # type: ignore[type-arg]
     return tuple(np.bincount(peer, weights=length, minlength=ranks).astype(np.int64).tolist())
-
-
-@dataclass(frozen=True, eq=False)
-class Finish:
-    """What is under way: called once, it waits and gives the result.
-
-    Attributes:
-        result: waits and gives the result.
-        work: what it waits for; None where it has nothing to wait for.
-    """
-
-    result: Callable[[], Tensor]
-    work: dist.Work | None = None
-
-    def __call__(self) -> Tensor:
-        return self.result()
-
-    @property
-    def ready(self) -> bool:
-        """Whether calling it would not wait."""
-        return self.work is None or self.work.is_completed()
 
 
 def start_pull(exchange: Exchange, home: Tensor, dtype: torch.dtype, groups: Groups, buffers: Buffers) -> Finish:
@@ -118,22 +133,21 @@ def start_pull(exchange: Exchange, home: Tensor, dtype: torch.dtype, groups: Gro
         return Finish(lambda: home)
     if exchange.native:
         target, outgoing = buffers.take(exchange.target, dtype), home.to(dtype)
-        work = groups.all_gather(Role.PULL, target, outgoing)
-        return _finisher(work, lambda: target, outgoing, groups, buffers)
-    outgoing = _gathered(home, exchange.sends, dtype, buffers)
+        message = groups.all_gather(Role.PULL, target, outgoing)
+        return _finisher(message, lambda: target, outgoing, groups, buffers)
+    outgoing = _gathered(home, exchange, dtype, buffers)
     incoming = buffers.take(sum(exchange.received), dtype)
-    work = groups.all_to_all(Role.PULL, incoming, outgoing, exchange.received, exchange.sent)
+    message = groups.all_to_all(Role.PULL, incoming, outgoing, exchange.received, exchange.sent)
     if exchange.in_order:
-        return _finisher(work, lambda: incoming, outgoing, groups, buffers)
+        return _finisher(message, lambda: incoming, outgoing, groups, buffers)
 
     def scatter() -> Tensor:
         target = buffers.take(exchange.target, dtype)
-        for (offset, length), part in zip(exchange.receives, _parts(incoming, exchange.receives), strict=True):
-            target[offset : offset + length] = part
+        slice_copy(incoming, target, exchange.scatter)
         buffers.give(incoming)
         return target
 
-    return _finisher(work, scatter, outgoing, groups, buffers)
+    return _finisher(message, scatter, outgoing, groups, buffers)
 
 
 def start_push(exchange: Exchange, gradients: Tensor, home: Tensor, groups: Groups, buffers: Buffers) -> Finish:
@@ -146,36 +160,32 @@ def start_push(exchange: Exchange, gradients: Tensor, home: Tensor, groups: Grou
     if exchange.is_identity:
         return Finish(lambda: home.copy_(gradients) if gradients is not home else home)
     if exchange.native and groups.world.backend == "nccl":  # gloo's own is slower: it copies what it is given
-        work = groups.reduce_scatter(Role.PUSH, home, gradients)
-        return _finisher(work, lambda: home, gradients, groups, buffers)
-    outgoing = _gathered(gradients, exchange.sends, gradients.dtype, buffers)
+        message = groups.reduce_scatter(Role.PUSH, home, gradients)
+        return _finisher(message, lambda: home, gradients, groups, buffers)
+    outgoing = _gathered(gradients, exchange, gradients.dtype, buffers)
     if outgoing is not gradients:
         buffers.give(gradients)
     if exchange.in_order:  # one contribution to every element
-        work = groups.all_to_all(Role.PUSH, home, outgoing, exchange.received, exchange.sent)
-        return _finisher(work, lambda: home, outgoing, groups, buffers)
+        message = groups.all_to_all(Role.PUSH, home, outgoing, exchange.received, exchange.sent)
+        return _finisher(message, lambda: home, outgoing, groups, buffers)
     incoming = buffers.take(sum(exchange.received))
-    work = groups.all_to_all(Role.PUSH, incoming, outgoing, exchange.received, exchange.sent)
+    message = groups.all_to_all(Role.PUSH, incoming, outgoing, exchange.received, exchange.sent)
 
     def add() -> Tensor:
         home.zero_()
-        for (offset, length), part in zip(exchange.receives, _parts(incoming, exchange.receives), strict=True):
-            home[offset : offset + length] += part
+        slice_copy(incoming, home, exchange.scatter, accumulate=True)
         buffers.give(incoming)
         return home
 
-    return _finisher(work, add, outgoing, groups, buffers)
+    return _finisher(message, add, outgoing, groups, buffers)
 
 
-def _gathered(buffer: Tensor, pieces: Sequence[Piece], dtype: torch.dtype, buffers: Buffers) -> Tensor:
-    """Return the pieces one after another, cast; the buffer itself where that is the same."""
-    if buffer.dtype == dtype and _is_whole(pieces, len(buffer)):
+def _gathered(buffer: Tensor, exchange: Exchange, dtype: torch.dtype, buffers: Buffers) -> Tensor:
+    """Return the pieces to send one after another, cast; the buffer itself where that is the same."""
+    if buffer.dtype == dtype and _is_whole(exchange.sends, len(buffer)):
         return buffer
-    gathered = buffers.take(sum(length for _, length in pieces), dtype)
-    at = 0
-    for offset, length in pieces:
-        gathered[at : at + length] = buffer[offset : offset + length]
-        at += length
+    gathered = buffers.take(sum(exchange.sent), dtype)
+    slice_copy(buffer, gathered, exchange.gather)
     return gathered
 
 
@@ -189,18 +199,14 @@ def _is_whole(pieces: Sequence[Piece], size: int) -> bool:
     return at == size
 
 
-def _parts(incoming: Tensor, pieces: Sequence[Piece]) -> Sequence[Tensor]:
-    return incoming.split([length for _, length in pieces]) if pieces else ()
-
-
 def _finisher(
-    work: dist.Work | None, result: Callable[[], Tensor], outgoing: Tensor, groups: Groups, buffers: Buffers
+    message: Message | None, result: Callable[[], Tensor], outgoing: Tensor, groups: Groups, buffers: Buffers
 ) -> Finish:
     """Wait, then give back what was sent, then give the result."""
 
     def finish() -> Tensor:
-        groups.wait(work)
+        groups.wait(message)
         buffers.give(outgoing)
         return result()
 
-    return Finish(finish, work)
+    return Finish(finish, message)

@@ -17,12 +17,15 @@ from hydragraph.ir.instruction import Instruction, Op, Stream
 from hydragraph.ir.program import Program
 from hydragraph.ir.text import instruction_text
 from hydragraph.runtime.buffers import Buffers
-from hydragraph.runtime.exchange import Finish, start_pull, start_push
+from hydragraph.runtime.exchange import start_pull, start_push
 from hydragraph.runtime.fault import Watch
 from hydragraph.runtime.groups import Groups, Role
+from hydragraph.runtime.lanes import Lanes, lanes_of
+from hydragraph.runtime.message import Message
 from hydragraph.runtime.prepared import BoundBlock, Prepared, shard_view
 from hydragraph.runtime.state import HomeState
 from hydragraph.runtime.trace import Exposed, Timing
+from hydragraph.runtime.underway import Finish, Underway
 
 _ROW = 1024  # elements
 
@@ -54,11 +57,11 @@ class _Iteration:
     collectives: Any
     timing: Timing
     values: dict[str, Any] = field(default_factory=dict)
-    arriving: dict[str, Callable[[], Tensor]] = field(default_factory=dict)  # value -> wait for it
-    serving: dict[str, Finish] = field(default_factory=dict)  # pulls that bring this rank nothing
-    pushing: dict[str, Finish] = field(default_factory=dict)
+    arriving: dict[str, Underway] = field(default_factory=dict)
+    serving: dict[str, Underway] = field(default_factory=dict)  # pulls that bring this rank nothing
+    pushing: dict[str, Underway] = field(default_factory=dict)
     pushed: bool = False
-    sending: dict[str, list[tuple[Any, Tensor]]] = field(default_factory=dict)  # value -> messages, one per receiver
+    sending: dict[str, list[tuple[Message, Tensor]]] = field(default_factory=dict)  # one per receiver
     views: dict[str, dict[str, Tensor]] = field(default_factory=dict)  # W.* and G.* -> parameter -> shard
     added: set[str] = field(default_factory=set)  # parameters that have a gradient already
 
@@ -71,15 +74,25 @@ class Executor:
         home: this rank's master weights and gradients.
         groups, watch: its communicators and its failure watch.
         device: where it computes.
+        lanes: that device's queues; default: as the device and the communicators have them.
 
     Attributes:
         before: called with every instruction before it runs; for injecting failures and for tracing.
     """
 
-    def __init__(self, program: Program, home: HomeState, groups: Groups, watch: Watch, device: torch.device) -> None:
+    def __init__(
+        self,
+        program: Program,
+        home: HomeState,
+        groups: Groups,
+        watch: Watch,
+        device: torch.device,
+        lanes: Lanes | None = None,
+    ) -> None:
         self._program, self._home, self._groups, self._watch, self._device = program, home, groups, watch, device
+        self.lanes = lanes or lanes_of(device, groups.world.backend, groups.world.ranks)
         self.before: Callable[[Instruction], None] | None = None
-        self._buffers = Buffers(device)
+        self._buffers = Buffers(device, self.lanes)
         self._aux = program.templates[program.aux.template]
         self._parameters = program.parameters
         self._hidden = hidden_size(program)
@@ -119,6 +132,7 @@ class Executor:
         iteration = _Iteration(prepared, batches, tokens, mine, timing)
         iteration.values |= {f"buffers.{name}": value for name, value in aux_buffers.items()}
         outcome: Outcome | None = None
+        self._after_last_step()
         for index, instruction in enumerate(prepared.program.instructions):
             self._watch.at(index)
             if self.before is not None:
@@ -136,26 +150,35 @@ class Executor:
                 else:
                     self._run[instruction.op](iteration, instruction)
         assert outcome is not None
+        if timing.spans is not None:
+            self.lanes.finish()
+            timing.end()
         return outcome
+
+    def _after_last_step(self) -> None:
+        """Let no stream begin before the last step's update is through."""
+        start = self.lanes.mark()
+        for stream in (Stream.PULL, Stream.PUSH, Stream.P2P):
+            with self.lanes.on(stream):
+                self.lanes.wait(start)
 
     def _arrive(self, it: _Iteration, value: str) -> None:
         """Wait for a value that another stream makes."""
-        finish = it.arriving.pop(value, None)
-        if finish is not None:
+        underway = it.arriving.pop(value, None)
+        if underway is not None:
             with it.timing.waiting(Stream.PULL if value.startswith("W.") else Stream.P2P, value):
-                it.values[value] = finish()
+                it.values[value] = underway()
             if value[0] == "d":  # the next stage has what it made this from
                 self._end_sends(it, f"h{value[1:]}")
 
     def _pull(self, it: _Iteration, instruction: Instruction) -> None:
         name = instruction.target
-        it.timing.started(f"W.{name}")
         home, exchange = self._home.weights[name], it.prepared.pulls[name]
-        finish = start_pull(exchange, home, self._program.dtype, self._groups, self._buffers)
-        if instruction.writes:
-            it.arriving[f"W.{name}"] = finish
-        else:
-            it.serving[f"W.{name}"] = finish
+        with self.lanes.on(Stream.PULL):
+            it.timing.started(f"W.{name}")
+            finish = start_pull(exchange, home, self._program.dtype, self._groups, self._buffers)
+        under_way = it.arriving if instruction.writes else it.serving
+        under_way[f"W.{name}"] = Underway(self.lanes, Stream.PULL, finish)
 
     def _shards(self, it: _Iteration, value: str) -> dict[str, Tensor]:
         """Return a bucket's shards in their natural shapes, by parameter name."""
@@ -276,31 +299,34 @@ class Executor:
         if value[0] == "d":  # the previous stage has it: what this rank did last came after it there
             self._end_sends(it, f"{kind}.{int(micro_batch) - 2}")
         tensor = it.values[value].contiguous()
-        with self._watch.communicating():
-            work = self._groups.send(tensor, instruction.peer, message_tag(value))
-        it.timing.started(f"send {value}")
-        it.sending.setdefault(value, []).append((work, tensor))
+        made = self.lanes.mark()
+        with self.lanes.on(Stream.P2P), self._watch.communicating():
+            self.lanes.wait(made)
+            it.timing.started(f"send {value}")
+            message = self._groups.send(tensor, instruction.peer, message_tag(value))
+        it.sending.setdefault(value, []).append((message, tensor))
 
     def _end_sends(self, it: _Iteration, value: str) -> None:
         """Let go of what was sent; gloo says that a message has left to those only that wait for it."""
-        for work, _ in it.sending.pop(value, ()):
+        for message, _ in it.sending.pop(value, ()):
             with it.timing.waiting(Stream.P2P, f"send {value}"):
-                self._groups.wait(work)
+                self._groups.wait(message)
 
     def _receive(self, it: _Iteration, instruction: Instruction) -> None:
         assert instruction.peer is not None
         value = instruction.writes[0]
         tokens = it.batches[int(value.rpartition(".")[2])]["input_ids"].shape[1]
-        tensor = torch.empty((1, tokens, self._hidden), dtype=self._program.dtype, device=self._device)
-        with self._watch.communicating():
-            work = self._groups.receive(tensor, instruction.peer, message_tag(value))
+        with self.lanes.on(Stream.P2P), self._watch.communicating():
+            tensor = torch.empty((1, tokens, self._hidden), dtype=self._program.dtype, device=self._device)
+            it.timing.started(value)
+            message = self._groups.receive(tensor, instruction.peer, message_tag(value))
 
         def finish() -> Tensor:
-            self._groups.wait(work)
+            self._groups.wait(message)
             return tensor
 
-        it.timing.started(value)
-        it.arriving[value] = finish
+        # The stream of messages must not wait for this one: what it sends next may be what the peer needs first.
+        it.arriving[value] = Underway(self.lanes, Stream.COMPUTE, Finish(finish, message), at_once=False)
 
     def _push(self, it: _Iteration, instruction: Instruction) -> None:
         name = instruction.target
@@ -318,12 +344,16 @@ class Executor:
         it.values.pop(f"G.{name}", None)  # it is the message's now, which gives its memory back
         it.views.pop(f"G.{name}", None)
         self._end_ready(it, Stream.PUSH, it.pushing)
-        with self._watch.communicating():
+        made = self.lanes.mark()
+        with self.lanes.on(Stream.PUSH), self._watch.communicating():
+            self.lanes.wait(made)
+            self.lanes.hold(gradients)
             it.timing.started(f"G.{name}")
-            it.pushing[f"G.{name}"] = start_push(exchange, gradients, home, self._groups, self._buffers)
+            finish = start_push(exchange, gradients, home, self._groups, self._buffers)
+            it.pushing[f"G.{name}"] = Underway(self.lanes, Stream.PUSH, finish)
             it.pushed = True
 
-    def _end_ready(self, it: _Iteration, stream: Stream, under_way: dict[str, Finish]) -> None:
+    def _end_ready(self, it: _Iteration, stream: Stream, under_way: dict[str, Underway]) -> None:
         """End what need not be waited for, so that its memory serves what comes."""
         for value in list(under_way):
             if not under_way[value].ready:
@@ -331,7 +361,7 @@ class Executor:
             self._end(it, stream, under_way, value)
 
     @staticmethod
-    def _end(it: _Iteration, stream: Stream, under_way: dict[str, Finish], value: str) -> None:
+    def _end(it: _Iteration, stream: Stream, under_way: dict[str, Underway], value: str) -> None:
         with it.timing.waiting(stream, value):
             under_way.pop(value)()
 
@@ -349,6 +379,7 @@ class Executor:
                 self._end(it, stream, under_way, value)
         for value in list(it.sending):
             self._end_sends(it, value)
+        self.lanes.finish()  # times are known then
         totals = torch.zeros(5, dtype=torch.float64, device=self._device)
         totals[2:] = torch.tensor(astuple(it.timing.exposed))
         if it.prepared.degree.index == 0:

@@ -38,6 +38,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store  # type: ignore[attr-defined]
 
 from hydragraph.errors import RankFailure
+from hydragraph.runtime.message import Work
 
 _REMEDY = "restart all ranks and load the last checkpoint"
 _POLL = timedelta(seconds=0.1)  # a poll of the store costs 30-95 us
@@ -198,7 +199,7 @@ class _Waiter:
     """Waits for works on a thread of its own, so that a wait can be left behind."""
 
     def __init__(self) -> None:
-        self._requests: SimpleQueue[tuple[dist.Work, SimpleQueue[Exception | None]] | None] = SimpleQueue()
+        self._requests: SimpleQueue[tuple[Work, SimpleQueue[Exception | None]] | None] = SimpleQueue()
         threading.Thread(target=self._run, name="hydragraph-waiter", daemon=True).start()
 
     def _run(self) -> None:
@@ -211,7 +212,7 @@ class _Waiter:
                 answer.put(error)
             del request, work, answer  # a buffer must not live until the next wait
 
-    def wait(self, work: dist.Work, abandoned: Callable[[], bool]) -> None:
+    def wait(self, work: Work, abandoned: Callable[[], bool]) -> None:
         """Waits until the work is done or `abandoned()`; raises the work's error, or RuntimeError."""
         answer: SimpleQueue[Exception | None] = SimpleQueue()
         self._requests.put((work, answer))
@@ -365,7 +366,7 @@ class Watch:
                 raise
             raise _Disconnected(str(error)) from error
 
-    def wait(self, work: dist.Work) -> None:
+    def wait(self, work: Work) -> None:
         """Waits for an operation of gloo's, or until communication has been ended; call it from one thread only."""
         with self.communicating():
             if self.ranks == 1 or work.is_completed():

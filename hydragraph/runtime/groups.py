@@ -9,8 +9,7 @@ from __future__ import annotations
 import ctypes
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from contextlib import nullcontext
 from datetime import timedelta
 from enum import Enum
 from typing import TypeVar
@@ -19,16 +18,23 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hydragraph.runtime.collectives import (
+    AnyCollectives,
+    Collectives,
+    Guard,
+    StagedCollectives,
+    all_gather,
+    reduce_scatter,
+)
 from hydragraph.runtime.fault import Watch
 from hydragraph.runtime.launch import World
+from hydragraph.runtime.message import Message, Staging, Work, Works
 
 T = TypeVar("T")
-Guard = Callable[[], AbstractContextManager[None]]
-Wait = Callable[[dist.Work], None]
 
-# Native gloo all-reduces take 0.7-2 ms at 16 B, exchange and local addition 0.1 ms; they meet at these sizes.
-_EXCHANGE_BYTES_PAIR = 256 * 1024  # 2 ranks
-_EXCHANGE_BYTES = 64 * 1024  # more ranks
+
+# Peers of one grouped operation under NCCL: each holds channel buffers while the group runs.
+_GROUPED = 32
 
 
 class Role(Enum):
@@ -62,6 +68,7 @@ class Groups:
     def __init__(self, world: World, timeout: timedelta, *, watch: Watch | None = None, capacity: int = 64) -> None:
         self.world, self._timeout, self._watch, self._capacity = world, timeout, watch, capacity
         self._guard: Guard = nullcontext if watch is None else watch.communicating
+        self._staging = Staging(world.device) if world.backend == "gloo" and world.device.type != "cpu" else None
         self._roles: dict[Role, dist.ProcessGroup] = {}
         self._directions: dict[_Direction, dist.ProcessGroup] = {}
         # By sorted ranks, least recently used first; None where this rank is no member. The same keys in the same
@@ -72,6 +79,8 @@ class Groups:
                 self._roles = {role: self._of_all(role.value) for role in Role}
                 self._directions = {direction: self._of_all(direction.value) for direction in _Direction}
                 self._settle()
+                if world.backend == "nccl":
+                    self._connect()
 
     def _of_all(self, name: str) -> dist.ProcessGroup:
         group = self._new(name, tuple(range(self.world.ranks)))
@@ -90,26 +99,41 @@ class Groups:
         """Waits for all ranks: one that left early would break those that are still connecting."""
         dist.all_gather_object([None] * self.world.ranks, None, self._object_group)
 
+    def _connect(self) -> None:
+        """Lets NCCL's communicators meet: in the first operation of each, all ranks must take part."""
+        for group in self._roles.values():
+            dist.all_reduce(torch.zeros(1, device=self.world.device), group=group)
+
     @property
     def _object_group(self) -> dist.ProcessGroup | None:
         """Where objects travel: they are CPU tensors, so under NCCL the default group, which has gloo beside it."""
         return self._roles[Role.COMMIT] if self.world.backend == "gloo" else None
 
-    def wait(self, work: dist.Work | None) -> None:
+    def wait(self, message: Message | None) -> None:
         """Waits for what an operation returned, on gloo until it is done, on NCCL on the current stream only."""
-        if work is None:
+        if message is None:
             return
         if self._watch is None or self.world.backend == "nccl":
             with self._guard():
-                work.wait()
+                message.work.wait()
         else:
-            self._watch.wait(work)
+            self._watch.wait(message.work)
+        if message.landed is not None:
+            message.landed()
+
+    def _move(self, out: Tensor, inp: Tensor, start: Callable[[Tensor, Tensor], dist.Work]) -> Message:
+        """Starts an operation between two tensors, or between their copies in host memory."""
+        staging = self._staging
+        if staging is None:
+            return Message(start(out, inp))
+        arriving, leaving = staging.incoming(out), staging.outgoing(inp)
+        return Message(start(arriving, leaving), lambda: staging.arrived(arriving, out), (arriving, leaving))
 
     # Collectives of all ranks.
 
     def all_to_all(
         self, role: Role, out: Tensor, inp: Tensor, out_splits: Sequence[int], in_splits: Sequence[int]
-    ) -> dist.Work | None:
+    ) -> Message | None:
         """Starts sending consecutive parts of `inp` to the ranks and receiving theirs into `out`.
 
         Args:
@@ -124,29 +148,36 @@ class Groups:
             out.copy_(inp)
             return None
         group = self._roles[role]
-        work: dist.Work = dist.all_to_all_single(out, inp, list(out_splits), list(in_splits), group, async_op=True)
-        return work
+        if self.world.backend == "nccl" and self.world.ranks > _GROUPED:
+            return Message(
+                in_rounds(out, inp, out_splits, in_splits, self.world.rank, group, _GROUPED), kept=(inp, out)
+            )
+        splits = list(out_splits), list(in_splits)
+        return self._move(out, inp, lambda to, of: dist.all_to_all_single(to, of, *splits, group, async_op=True))
 
-    def all_gather(self, role: Role, out: Tensor, inp: Tensor) -> dist.Work | None:
+    def all_gather(self, role: Role, out: Tensor, inp: Tensor) -> Message | None:
         """Starts gathering equal `inp` of all ranks into `out`, by rank along dim 0; returns what to wait for."""
         if self.world.ranks == 1:
             out.copy_(inp)
             return None
-        return _all_gather(out, inp, self._roles[role])
+        return self._move(out, inp, lambda to, of: all_gather(to, of, self._roles[role]))
 
-    def reduce_scatter(self, role: Role, out: Tensor, inp: Tensor) -> dist.Work | None:
+    def reduce_scatter(self, role: Role, out: Tensor, inp: Tensor) -> Message | None:
         """Starts summing `inp` over all ranks into equal parts `out`, by rank along dim 0; returns what to wait for."""
         if self.world.ranks == 1:
             out.copy_(inp)
             return None
-        return _reduce_scatter(out, inp, self._roles[role])
+        return self._move(out, inp, lambda to, of: reduce_scatter(to, of, self._roles[role]))
 
     def all_reduce(self, role: Role, tensor: Tensor, operation: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:
         """Reduces a tensor over all ranks in place, to the same bits everywhere."""
         if self.world.ranks > 1:
+            staging = self._staging
+            host = tensor if staging is None else staging.outgoing(tensor)
             with self._guard():
-                work = dist.all_reduce(tensor, operation, group=self._roles[role], async_op=True)
-            self.wait(work)
+                work = dist.all_reduce(host, operation, group=self._roles[role], async_op=True)
+            assert work is not None
+            self.wait(Message(work, None if staging is None else lambda: staging.arrived(host, tensor)))
 
     def gather_objects(self, value: T) -> list[T]:
         """Every rank's value, by rank; for small picklable objects."""
@@ -172,20 +203,23 @@ class Groups:
 
     # Point to point.
 
-    def send(self, tensor: Tensor, peer: int, tag: int) -> dist.Work:
-        """Starts sending a contiguous tensor to a rank; keep it unchanged until the work is done.
+    def send(self, tensor: Tensor, peer: int, tag: int) -> Message:
+        """Starts sending a contiguous tensor to a rank; keep it unchanged until the message is done.
 
         Tags pair sends with receives on gloo; NCCL knows no tags and pairs them in order, per pair and direction.
         """
-        work = dist.isend(tensor, peer, self._direction(self.world.rank, peer), tag)
+        leaving = tensor if self._staging is None else self._staging.outgoing(tensor)
+        work = dist.isend(leaving, peer, self._direction(self.world.rank, peer), tag)
         assert work is not None
-        return work
+        return Message(work, kept=(leaving,))
 
-    def receive(self, tensor: Tensor, peer: int, tag: int) -> dist.Work:
+    def receive(self, tensor: Tensor, peer: int, tag: int) -> Message:
         """Starts receiving into a contiguous tensor from a rank."""
-        work = dist.irecv(tensor, peer, self._direction(peer, self.world.rank), tag)
+        staging = self._staging
+        arriving = tensor if staging is None else staging.incoming(tensor)
+        work = dist.irecv(arriving, peer, self._direction(peer, self.world.rank), tag)
         assert work is not None
-        return work
+        return Message(work, None if staging is None else lambda: staging.arrived(arriving, tensor), (arriving,))
 
     def _direction(self, source: int, destination: int) -> dist.ProcessGroup:
         if source == destination or not max(source, destination) < self.world.ranks:
@@ -194,7 +228,7 @@ class Groups:
 
     # Tensor parallelism.
 
-    def tensor_parallel(self, rank_sets: Sequence[tuple[int, ...]]) -> dict[tuple[int, ...], Collectives]:
+    def tensor_parallel(self, rank_sets: Sequence[tuple[int, ...]]) -> dict[tuple[int, ...], AnyCollectives]:
         """Makes the communicators of stages that are missing; all ranks call it with the same list.
 
         Args:
@@ -220,9 +254,10 @@ class Groups:
         """How many tensor-parallel communicators are kept, over all ranks."""
         return len(self._tensor_parallel)
 
-    def _collectives(self, ranks: tuple[int, ...]) -> Collectives:
+    def _collectives(self, ranks: tuple[int, ...]) -> AnyCollectives:
         group = self._tensor_parallel[tuple(sorted(ranks))] if len(ranks) > 1 else None
-        return Collectives(ranks, self.world.rank, group, self._guard, self.wait)
+        collectives = Collectives(ranks, self.world.rank, group, self._guard, self.wait)
+        return collectives if group is None or self._staging is None else StagedCollectives(collectives, self._staging)
 
     def _evict(self, capacity: int) -> None:
         while len(self._tensor_parallel) > capacity:
@@ -256,150 +291,31 @@ class Groups:
         yield from (group for group in self._tensor_parallel.values() if group is not None)
 
 
-def _wait(work: dist.Work) -> None:
-    work.wait()
+def in_rounds(
+    out: Tensor,
+    inp: Tensor,
+    out_splits: Sequence[int],
+    in_splits: Sequence[int],
+    rank: int,
+    group: dist.ProcessGroup,
+    grouped: int,
+) -> Works:
+    """Start an all-to-all as grouped sends and receives: `grouped` peers at a time, nothing for empty messages.
 
-
-@dataclass(frozen=True)
-class Collectives:
-    """What compiled graphs call for tensor parallelism within one stage.
-
-    All ranks of the stage call the same methods in the same order, with tensors of equal shape. Each returns a new
-    tensor, reductions the same bits on every rank.
-
-    Attributes:
-        ranks: the stage's, in tensor-parallel order, which is the order of parts.
-        rank: this one.
-        group: their communicator; None for a single rank.
-        guard: entered around the start of every communication.
-        wait: waits for one.
+    A round is a range of distances: every rank sends so far ahead and receives from so far behind, so that the two ends
+    of a message are in the same round. What a rank has for itself is copied at once.
     """
-
-    ranks: tuple[int, ...]
-    rank: int
-    group: dist.ProcessGroup | None = None
-    guard: Guard = nullcontext
-    wait: Wait = _wait
-
-    @property
-    def size(self) -> int:
-        """The tensor-parallel degree."""
-        return len(self.ranks)
-
-    @property
-    def index(self) -> int:
-        """This rank's place in the stage."""
-        return self.ranks.index(self.rank)
-
-    def all_reduce(self, x: Tensor) -> Tensor:
-        """The sum over the stage; half precision is added in fp32 where that costs nothing (exchanges)."""
-        if self._exchanges(x):
-            return _sum(self._exchange([x] * self.size))
-        return self._native_all_reduce(x, dist.ReduceOp.SUM)
-
-    def all_reduce_max(self, x: Tensor) -> Tensor:
-        """The elementwise maximum over the stage."""
-        if self._exchanges(x):
-            return torch.stack(self._exchange([x] * self.size)).amax(0)
-        return self._native_all_reduce(x, dist.ReduceOp.MAX)
-
-    def all_gather(self, x: Tensor, dim: int) -> Tensor:
-        """The concatenation along `dim` of the stage's parts, in the stage's order."""
-        if self.size == 1:
-            return x.clone()
-        if self._exchanges(x):
-            return torch.cat(self._exchange([x] * self.size), dim)
-        assert self.group is not None
-        x = x.contiguous()
-        out = x.new_empty((self.size, *x.shape))
-        with torch.no_grad(), self.guard():
-            work = _all_gather(out.view(-1), x.view(-1), self.group)
-        self.wait(work)
-        places = sorted(self.ranks)  # the group's own order
-        return torch.cat([out[places.index(rank)] for rank in self.ranks], dim)
-
-    def reduce_scatter(self, x: Tensor, dim: int) -> Tensor:
-        """This rank's part along `dim` of the sum over the stage.
-
-        Raises:
-            ValueError: `dim` does not divide into equal parts.
-        """
-        if x.shape[dim] % self.size:
-            raise ValueError(f"dimension {dim} of {tuple(x.shape)} does not divide by {self.size} ranks: pad it")
-        if self.size == 1:
-            return x.clone()
-        parts = list(x.chunk(self.size, dim))
-        if not self._native:
-            # At every size: gloo's own moves no less, and this adds in a fixed order.
-            return _sum(self._exchange(parts))
-        assert self.group is not None
-        by_group = torch.stack([parts[self.ranks.index(rank)] for rank in sorted(self.ranks)])
-        out = torch.empty_like(by_group[0])
-        with torch.no_grad(), self.guard():
-            work = _reduce_scatter(out.view(-1), by_group.view(-1), self.group)
-        self.wait(work)
-        return out
-
-    def split(self, x: Tensor, dim: int) -> Tensor:
-        """This rank's part along `dim` of what every rank has whole, contiguous; nothing is sent.
-
-        Raises:
-            ValueError: `dim` does not divide into equal parts.
-        """
-        if x.shape[dim] % self.size:
-            raise ValueError(f"dimension {dim} of {tuple(x.shape)} does not divide by {self.size} ranks: pad it")
-        return x.chunk(self.size, dim)[self.index].clone(memory_format=torch.contiguous_format)
-
-    @property
-    def _native(self) -> bool:
-        return self.group is not None and dist.get_backend(self.group) == "nccl"
-
-    def _exchanges(self, x: Tensor) -> bool:
-        limit = _EXCHANGE_BYTES_PAIR if self.size == 2 else _EXCHANGE_BYTES
-        return self.size == 1 or (not self._native and x.numel() * x.element_size() <= limit)
-
-    def _native_all_reduce(self, x: Tensor, operation: dist.ReduceOp.RedOpType) -> Tensor:
-        out = x.clone(memory_format=torch.contiguous_format)
-        with torch.no_grad(), self.guard():
-            work = dist.all_reduce(out, operation, group=self.group, async_op=True)
-        assert work is not None
-        self.wait(work)
-        return out
-
-    def _exchange(self, parts: Sequence[Tensor]) -> list[Tensor]:
-        """Sends `parts[i]` to the stage's rank i; returns what came from each, in the stage's order."""
-        mine = parts[self.index].contiguous()
-        received = [mine if rank == self.rank else torch.empty_like(mine) for rank in self.ranks]
-        sent = [part.contiguous() for part in parts]  # named, because they must live until the sends are done
-        works: list[dist.Work | None] = []
-        with torch.no_grad(), self.guard():
-            for place, rank in enumerate(self.ranks):
-                if rank != self.rank:
-                    works.append(dist.irecv(received[place], rank, self.group))
-                    works.append(dist.isend(sent[place], rank, self.group))
-        for work in works:
-            assert work is not None
-            self.wait(work)
-        return received
-
-
-def _sum(parts: Sequence[Tensor]) -> Tensor:
-    """The sum in the order given, as a new tensor."""
-    first = parts[0]
-    total = first.to(torch.float32 if first.dtype in (torch.bfloat16, torch.float16) else first.dtype, copy=True)
-    for part in parts[1:]:
-        total += part
-    return total.to(first.dtype)
-
-
-def _all_gather(out: Tensor, inp: Tensor, group: dist.ProcessGroup) -> dist.Work:
-    # PyTorch 2.13 renames these two and deprecates the old names; 2.11 has only the old ones.
-    function = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
-    work: dist.Work = function(out, inp, group=group, async_op=True)
-    return work
-
-
-def _reduce_scatter(out: Tensor, inp: Tensor, group: dist.ProcessGroup) -> dist.Work:
-    function = dist.reduce_scatter_single if hasattr(dist, "reduce_scatter_single") else dist.reduce_scatter_tensor
-    work: dist.Work = function(out, inp, group=group, async_op=True)
-    return work
+    leaving, arriving = inp.split(list(in_splits)), out.split(list(out_splits))
+    arriving[rank].copy_(leaving[rank])
+    works: list[Work] = []
+    ranks = len(leaving)
+    for first in range(1, ranks, grouped):
+        operations = []
+        for distance in range(first, min(first + grouped, ranks)):
+            ahead, behind = (rank + distance) % ranks, (rank - distance) % ranks
+            if len(leaving[ahead]):
+                operations.append(dist.P2POp(dist.isend, leaving[ahead], ahead, group))
+            if len(arriving[behind]):
+                operations.append(dist.P2POp(dist.irecv, arriving[behind], behind, group))
+        works += dist.batch_isend_irecv(operations) if operations else []
+    return Works(tuple(works))

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -20,6 +19,7 @@ from hydragraph.passes.pipeline import rank_program
 from hydragraph.passes.place import PlacedStage, Placement, place
 from hydragraph.passes.shard import Degree
 from hydragraph.runtime.exchange import Exchange, pull_exchange, push_exchange
+from hydragraph.runtime.recent import Recent
 from hydragraph.runtime.variants import Variants, local_parameters, vocabulary_start
 from hydragraph.spec.strategy import Strategy
 
@@ -84,7 +84,8 @@ class Preparer:
         buffers: the model's buffers by name, on the right device.
         homes: bucket name -> home layout.
         rank, ranks: this process.
-        capacity: how many prepared iterations to keep, those used last; what they share is kept anyway.
+        capacity: how many prepared iterations to keep, those used last; compiled templates are kept anyway.
+        device: where it computes; default: the CPU.
     """
 
     def __init__(
@@ -96,22 +97,17 @@ class Preparer:
         rank: int,
         ranks: int,
         capacity: int = CAPACITY,
+        device: torch.device | None = None,
     ) -> None:
         self._program, self._variants, self._buffers, self._homes = program, variants, buffers, homes
-        self._rank, self._ranks, self._capacity = rank, ranks, capacity
-        # Least recently used first.
-        self._known: OrderedDict[tuple[Strategy, tuple[int, ...], Mode], Prepared] = OrderedDict()
-        self._links: dict[object, tuple[Exchange, Exchange]] = {}
+        self._rank, self._ranks, self._device = rank, ranks, device
+        self._known = Recent[tuple[Strategy, tuple[int, ...], Mode], Prepared](capacity)
+        # Iterations of one strategy share them; as many as those that are kept can have.
+        self._links = Recent[Hashable, tuple[Exchange, Exchange]](capacity * len(program.buckets))
 
     def get(self, strategy: Strategy, counts: tuple[int, ...], mode: Mode) -> Prepared:
         """Return what this rank runs under a strategy, for these counts of micro-batches per pipeline."""
-        key = (strategy, counts, mode)
-        if key not in self._known:
-            self._known[key] = self._prepare(strategy, counts, mode)
-            if len(self._known) > self._capacity:
-                self._known.popitem(last=False)
-        self._known.move_to_end(key)
-        return self._known[key]
+        return self._known.get((strategy, counts, mode), lambda: self._prepare(strategy, counts, mode))
 
     def describe(self, strategy: Strategy, counts: tuple[int, ...], mode: Mode, rank: int) -> RankProgram:
         """Return another rank's program, to say what it was doing."""
@@ -159,14 +155,15 @@ class Preparer:
         stages = dict(placement.holders).get(bucket.name, ())
         kinds = [self._kinds(bucket, _degree(placement.stage_of[ranks[0]], ranks[0])) for ranks in stages]
         key = (bucket.form, stages, tuple(tuple(k.values()) for k in kinds))
-        if key not in self._links:
-            source = self._homes[bucket.name]
-            target = propagation(bucket, stages, kinds)
-            self._links[key] = (
-                pull_exchange(source, target, self._rank, self._ranks),
-                push_exchange(target, source, self._rank, self._ranks),
+
+        def make() -> tuple[Exchange, Exchange]:
+            source, target = self._homes[bucket.name], propagation(bucket, stages, kinds)
+            return (
+                pull_exchange(source, target, self._rank, self._ranks, self._device),
+                push_exchange(target, source, self._rank, self._ranks, self._device),
             )
-        return self._links[key]
+
+        return self._links.get(key, make)
 
     def _kinds(self, bucket: Bucket, degree: Degree) -> dict[str, GradientKind]:
         """Return the gradient kind of every parameter of a bucket in a stage."""

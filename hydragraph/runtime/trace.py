@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from hydragraph.ir.instruction import Stream
+from hydragraph.runtime.lanes import Clock, HostClock, Reading
 
 
 @dataclass(frozen=True)
@@ -43,32 +44,37 @@ class Timing:
     Args:
         step: its number.
         spans: filled with every instruction and message; None: only waits are added up.
+        clock: of the device's queues; default: the host's.
     """
 
-    def __init__(self, step: int = 0, spans: list[Span] | None = None) -> None:
+    def __init__(self, step: int = 0, spans: list[Span] | None = None, clock: Clock | None = None) -> None:
         self.spans = spans
-        self._step = step
-        self._waited = {Stream.PULL: 0.0, Stream.PUSH: 0.0, Stream.P2P: 0.0}
-        self._started: dict[str, float] = {}
+        self._step, self._clock = step, clock or HostClock()
+        self._waits: list[tuple[Stream, Reading, Reading]] = []
+        self._parts: list[tuple[Stream, str, Reading, Reading]] = []
+        self._started: dict[str, Reading] = {}
         self._offset = time.time() - time.perf_counter()  # ranks of different hosts share the wall clock only
 
     @property
     def exposed(self) -> Exposed:
-        """What was waited for."""
-        return Exposed(self._waited[Stream.PULL], self._waited[Stream.PUSH], self._waited[Stream.P2P])
+        """What was waited for; the device's queues must have been finished."""
+        waited = {Stream.PULL: 0.0, Stream.PUSH: 0.0, Stream.P2P: 0.0}
+        for stream, began, ended in self._waits:
+            waited[stream] += self._clock.seconds(ended) - self._clock.seconds(began)
+        return Exposed(waited[Stream.PULL], waited[Stream.PUSH], waited[Stream.P2P])
 
     def started(self, value: str) -> None:
         """Note that a message is on its way."""
         if self.spans is not None:
-            self._started[value] = time.perf_counter()
+            self._started[value] = self._clock.now()
 
     @contextmanager
     def waiting(self, stream: Stream, value: str) -> Iterator[None]:
         """Time a wait for a message of a stream."""
-        began = time.perf_counter()
+        began = self._clock.now()
         yield
-        ended = time.perf_counter()
-        self._waited[stream] += ended - began
+        ended = self._clock.now()
+        self._waits.append((stream, began, ended))
         self._add(Stream.COMPUTE, f"wait {value}", began, ended)
         if value in self._started:
             self._add(stream, value, self._started.pop(value), ended)
@@ -79,14 +85,23 @@ class Timing:
         if self.spans is None:
             yield
             return
-        began = time.perf_counter()
+        began = self._clock.now()
         yield
         if stream is Stream.COMPUTE:
-            self._add(stream, name, began, time.perf_counter())
+            self._add(stream, name, began, self._clock.now())
 
-    def _add(self, stream: Stream, name: str, began: float, ended: float) -> None:
+    def end(self) -> None:
+        """Write the spans down; the device's queues must have been finished."""
+        if self.spans is None:
+            return
+        for stream, name, began, ended in self._parts:
+            begin, end = (self._clock.seconds(reading) + self._offset for reading in (began, ended))
+            self.spans.append(Span(self._step, stream.value, name, begin, end))
+        self._parts.clear()
+
+    def _add(self, stream: Stream, name: str, began: Reading, ended: Reading) -> None:
         if self.spans is not None:
-            self.spans.append(Span(self._step, stream.value, name, began + self._offset, ended + self._offset))
+            self._parts.append((stream, name, began, ended))
 
 
 def write_trace(per_rank: Iterable[Iterable[Span]], path: Path) -> None:

@@ -10,8 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hydragraph.runtime.groups import Collectives, Groups, Role
+from hydragraph.runtime.collectives import AnyCollectives, Collectives
+from hydragraph.runtime.groups import Groups, Role, in_rounds
 from hydragraph.runtime.launch import World, join, launch
+from hydragraph.runtime.message import Message, Staging
 
 TIMEOUT = timedelta(seconds=60)
 ALONE = World(0, 1, 0, torch.device("cpu"), "gloo")
@@ -22,24 +24,20 @@ def value(rank: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(rank)).to(dtype)
 
 
-def finish(work: dist.Work | None) -> None:
-    if work is not None:
-        work.wait()
-
-
-def all_kinds() -> list[Tensor]:
+def all_kinds(staged: bool) -> list[Tensor]:
     world = join("cpu")
     groups = Groups(world, TIMEOUT)
+    if staged:  # as tensors of a GPU are
+        groups._staging = Staging(world.device)
     rank, ranks = world.rank, world.ranks
     # Rank i sends i + j elements of value 10 i + j to rank j.
     inp = torch.cat([torch.full((rank + j,), 10.0 * rank + j) for j in range(ranks)])
     exchanged = torch.empty(sum(i + rank for i in range(ranks)))
-    finish(
-        groups.all_to_all(Role.PULL, exchanged, inp, [i + rank for i in range(ranks)], [rank + j for j in range(ranks)])
-    )
+    splits = [i + rank for i in range(ranks)], [rank + j for j in range(ranks)]
+    groups.wait(groups.all_to_all(Role.PULL, exchanged, inp, *splits))
     gathered, scattered = torch.empty(ranks, 3), torch.empty(2)
-    finish(groups.all_gather(Role.PULL, gathered.view(-1), value(rank, 3)))
-    finish(groups.reduce_scatter(Role.PUSH, scattered, value(rank, 2 * ranks)))
+    groups.wait(groups.all_gather(Role.PULL, gathered.view(-1), value(rank, 3)))
+    groups.wait(groups.reduce_scatter(Role.PUSH, scattered, value(rank, 2 * ranks)))
     summed = value(rank, 5)
     groups.all_reduce(Role.COMMIT, summed)
     # Every pair both ways, tags posted in opposite orders.
@@ -48,17 +46,17 @@ def all_kinds() -> list[Tensor]:
     for peer in (peer for peer in range(ranks) if peer != rank):
         works += [groups.receive(received[tag, peer : peer + 1], peer, tag) for tag in (1, 0)]
         works += [groups.send(torch.tensor([100.0 * tag + 10 * rank + peer]), peer, tag) for tag in (0, 1)]
-    for work in works:
-        work.wait()
+    for message in works:
+        groups.wait(message)
     assert groups.gather_objects(("x", rank)) == [("x", other) for other in range(ranks)]
     groups.close()
     return [exchanged, gathered, scattered, summed, received]
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_every_kind_of_traffic(ranks: int) -> None:
+@pytest.mark.parametrize(("ranks", "staged"), [(2, False), (3, False), (3, True)])
+def test_every_kind_of_traffic(ranks: int, staged: bool) -> None:
     total = torch.stack([value(i, 2 * ranks) for i in range(ranks)]).sum(0)
-    results = launch(all_kinds, ranks)
+    results = launch(all_kinds, ranks, staged)
     for j, (exchanged, gathered, scattered, summed, received) in enumerate(results):
         assert torch.equal(exchanged, torch.cat([torch.full((i + j,), 10.0 * i + j) for i in range(ranks)]))
         assert torch.equal(gathered, torch.stack([value(i, 3) for i in range(ranks)]))
@@ -67,6 +65,27 @@ def test_every_kind_of_traffic(ranks: int) -> None:
         assert torch.equal(summed, results[0][3])
         for peer in (peer for peer in range(ranks) if peer != j):
             assert received[:, peer].tolist() == [10 * peer + j, 100 + 10 * peer + j]
+
+
+def rounds(grouped: int) -> Tensor:
+    """Exchange (i + j) % 3 elements of value 10 i + j between every ranks i and j."""
+    world = join("cpu")
+    groups, rank, ranks = Groups(world, TIMEOUT), world.rank, world.ranks
+    sent = [(rank + j) % 3 for j in range(ranks)]
+    inp = torch.cat([torch.full((n,), 10.0 * rank + j) for j, n in enumerate(sent)])
+    out = torch.empty(sum(sent))
+    works = in_rounds(out, inp, sent, sent, rank, groups._roles[Role.PULL], grouped)
+    groups.wait(Message(works))
+    assert works.is_completed()
+    groups.close()
+    return out
+
+
+@pytest.mark.parametrize("grouped", [1, 2, 9])
+def test_rounds_bring_every_message_and_none_that_is_empty(grouped: int) -> None:
+    for j, found in enumerate(launch(rounds, 4, grouped)):
+        wanted = [torch.full(((i + j) % 3,), 10.0 * i + j) for i in range(4)]
+        assert torch.equal(found, torch.cat(wanted))
 
 
 def differ() -> str:
@@ -89,8 +108,12 @@ SIZES = [1, 1000, 64 * 256 - 4, 64 * 256, 64 * 256 + 4, 256 * 256 - 4, 256 * 256
 Results = dict[str, Tensor]
 
 
-def tensor_parallel(rank_sets: list[tuple[int, ...]], sizes: list[int]) -> dict[tuple[int, ...], Results]:
+def tensor_parallel(
+    rank_sets: list[tuple[int, ...]], sizes: list[int], staged: bool = False
+) -> dict[tuple[int, ...], Results]:
     groups = Groups(join("cpu"), TIMEOUT)
+    if staged:
+        groups._staging = Staging(groups.world.device)
     out = {}
     for ranks, collectives in groups.tensor_parallel(rank_sets).items():
         out[ranks] = collect(collectives, sizes)
@@ -98,7 +121,7 @@ def tensor_parallel(rank_sets: list[tuple[int, ...]], sizes: list[int]) -> dict[
     return out
 
 
-def collect(collectives: Collectives, sizes: list[int]) -> Results:
+def collect(collectives: AnyCollectives, sizes: list[int]) -> Results:
     rank, out = collectives.rank, {}
     for size in sizes:
         x = value(rank, 4, size // 4) if size % 4 == 0 else value(rank, size)
@@ -140,6 +163,12 @@ def check_collectives(ranks: tuple[int, ...], results: list[Results], sizes: lis
 def test_collectives_at_every_size_and_in_the_stages_order(ranks: tuple[int, ...]) -> None:
     results = launch(tensor_parallel, len(ranks), [ranks], SIZES)
     check_collectives(ranks, [results[rank][ranks] for rank in ranks], SIZES)
+
+
+def test_collectives_by_way_of_host_memory() -> None:
+    ranks = (1, 0)
+    results = launch(tensor_parallel, 2, [ranks], [8, 1000], True)
+    check_collectives(ranks, [results[rank][ranks] for rank in ranks], [8, 1000])
 
 
 def test_irregular_and_overlapping_rank_sets() -> None:

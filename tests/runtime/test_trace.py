@@ -23,6 +23,8 @@ def test_waits_add_up_by_stream_and_are_spans_of_computation_and_of_the_message(
             time.sleep(0.001)
     with timing.running("forward", Stream.COMPUTE):
         pass
+    assert not spans  # not before the device is through
+    timing.end()
     assert [(s.stream, s.name) for s in spans] == [
         ("compute", "wait W.layer.0"),
         ("pull", "W.layer.0"),
@@ -46,6 +48,31 @@ def test_without_spans_only_waits_are_kept() -> None:
     assert timing.spans is None
     assert timing.exposed.push >= 0.001
     assert timing.exposed == Exposed(push=timing.exposed.push)
+
+
+class Counting:
+    """A clock whose readings are numbers of their own."""
+
+    def __init__(self) -> None:
+        self.readings = 0
+
+    def now(self) -> int:
+        self.readings += 1
+        return self.readings
+
+    def seconds(self, reading: int) -> float:
+        return reading / 10
+
+
+def test_readings_are_those_of_the_devices_clock() -> None:
+    spans: list[Span] = []
+    timing = Timing(1, spans, Counting())
+    with timing.waiting(Stream.PULL, "W.head"):
+        pass
+    assert timing.exposed == Exposed(pull=pytest.approx(0.1))  # type: ignore[arg-type]
+    timing.end()
+    (span,) = spans
+    assert span.end - span.begin == pytest.approx(0.1, abs=1e-6)
 
 
 def test_a_trace_has_a_process_per_rank_and_microseconds_from_the_first_span(tmp_path: Path) -> None:

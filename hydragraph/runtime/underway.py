@@ -1,0 +1,71 @@
+"""What one stream has begun and another waits for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from hydragraph.ir.instruction import Stream
+from hydragraph.runtime.lanes import Lanes, Mark
+from hydragraph.runtime.message import Message
+
+
+@dataclass(frozen=True, eq=False)
+class Finish:
+    """The end of an exchange: called once, on the stream that began it, it waits for its message and gives the result.
+
+    Attributes:
+        result: waits and gives the result.
+        message: what it waits for; None where it has nothing to wait for.
+    """
+
+    result: Callable[[], Tensor]
+    message: Message | None = None
+
+    def __call__(self) -> Tensor:
+        return self.result()
+
+    @property
+    def ready(self) -> bool:
+        """Whether calling it would not hold up the host."""
+        return self.message is None or self.message.done
+
+
+class Underway:
+    """A value on its way: ended on its own stream, then waited for by the stream that asks for it.
+
+    Where waiting is queued, it is ended as soon as it has begun: nothing holds the host up, and nothing that comes
+    later on its stream needs to come before.
+
+    Args:
+        lanes: the device's queues.
+        stream: where it ends.
+        finish: how.
+        at_once: False where its end would hold up what comes later on its stream: it then ends when it is asked for.
+    """
+
+    def __init__(self, lanes: Lanes, stream: Stream, finish: Finish, at_once: bool = True) -> None:
+        self._lanes, self._stream, self._finish = lanes, stream, finish
+        self._end: tuple[Tensor, Mark] | None = None
+        if lanes.queued and at_once:
+            self._ended()
+
+    @property
+    def ready(self) -> bool:
+        """Whether asking for it would not hold up the host."""
+        return self._end is not None or self._finish.ready
+
+    def __call__(self) -> Tensor:
+        """Let the current stream wait; return the value, whose memory then outlives what this stream does with it."""
+        value, mark = self._ended()
+        self._lanes.wait(mark)
+        self._lanes.hold(value)
+        return value
+
+    def _ended(self) -> tuple[Tensor, Mark]:
+        if self._end is None:
+            with self._lanes.on(self._stream):
+                self._end = self._finish(), self._lanes.mark()
+        return self._end

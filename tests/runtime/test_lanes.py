@@ -1,0 +1,124 @@
+"""The executor's use of a device's queues, on one that records: every rank alone, with random strategies."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import hydragraph as hg
+from hydragraph.ir.instruction import Stream
+from hydragraph.runtime.batch import pack
+from hydragraph.runtime.buffers import Buffers
+from hydragraph.runtime.executor import Executor
+from hydragraph.runtime.prepared import Preparer
+from hydragraph.runtime.state import HomeState
+from hydragraph.runtime.trace import Timing
+from hydragraph.runtime.variants import Variants
+from hydragraph.spec import workload
+from hydragraph.spec.strategy import Strategy
+from tests.fuzz import RANKS, ModelCase, draw_case
+from tests.models import llama, sequences
+from tests.runtime.recorder import RaceError, Recorder, RecordingGroups, RecordingLanes, Unwatched
+
+LAYERS = 2  # of the captured model
+KIND = ModelCase("llama", LAYERS, 4, 2, False, 102, 101, torch.float32)
+MODEL = llama(LAYERS)
+BUFFERS = dict(MODEL.named_buffers())
+PROGRAMS = [hg.capture(MODEL, dtype=dtype) for dtype in (torch.float32, torch.bfloat16)]
+VARIANTS = [Variants(program) for program in PROGRAMS]
+
+
+def run(strategy: Strategy, rank: int, seed: int, lanes: type[RecordingLanes] = RecordingLanes, steps: int = 2) -> int:
+    """Run steps of one rank that hears only zeros; return how many accesses were ordered."""
+    program, variants = PROGRAMS[seed % 2], VARIANTS[seed % 2]
+    home = HomeState.allocate(program, RANKS, rank)
+    for weights in home.weights.values():
+        weights.zero_()
+    preparer = Preparer(program, variants, BUFFERS, home.layouts, rank, RANKS)
+    recorder = Recorder()
+    groups, watch = cast(Any, RecordingGroups(recorder, rank, RANKS)), cast(Any, Unwatched())
+    executor = Executor(program, home, groups, watch, torch.device("cpu"), lanes(recorder, seed))
+    counts = tuple((seed + i) % 4 for i in range(len(strategy.pipelines)))
+    prepared = preparer.get(strategy, counts if sum(counts) else (1, *counts[1:]), "train")
+    multiple = max(s.tp for p in strategy.pipelines for s in p.stages)
+    batches = [pack([sequence(n, seed)], multiple) for n in (9, 14, 5, 11)]
+
+    def update(norm: float) -> None:
+        for name, weights in home.weights.items():
+            weights.sub_(home.gradients[name], alpha=0.1)
+
+    with recorder:
+        for _ in range(steps):
+            executor.run(prepared, batches, 30, update, BUFFERS, Timing(clock=executor.lanes.clock()))
+        recorder.operate("the end", [], [])
+    return recorder.accesses
+
+
+def sequence(tokens: int, seed: int) -> workload.Sequence:
+    """Return a sequence whose labels are itself."""
+    ids = sequences([tokens], seed=seed)[0]
+    return workload.Sequence(ids, ids)
+
+
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(st.integers(0, 10**6), st.integers(0, RANKS - 1))
+def test_nothing_is_read_too_early_or_overwritten_too_soon(seed: int, rank: int) -> None:
+    strategy = Strategy.parse(draw_case(seed, KIND).strategy, LAYERS)
+    assert run(strategy, rank, seed) > 0
+
+
+class NeverWaits(RecordingLanes):
+    def wait(self, mark: object) -> None:
+        """Forget it."""
+
+
+class NeverHolds(RecordingLanes):
+    def hold(self, tensor: object) -> None:
+        """Forget it."""
+
+
+class OneMarkTooEarly(RecordingLanes):
+    """Marks where a queue was when the last one was made."""
+
+    def __init__(self, recorder: Recorder, seed: int) -> None:
+        super().__init__(recorder, seed)
+        self._last: dict[str, dict[str, int]] = {}
+
+    def mark(self) -> dict[str, int]:
+        before = self._last.get(self.recorder.current, {})
+        self._last[self.recorder.current] = super().mark()
+        return before
+
+
+@pytest.mark.parametrize("broken", [NeverWaits, NeverHolds, OneMarkTooEarly])
+def test_the_recorder_notices_what_is_left_out(broken: type[RecordingLanes]) -> None:
+    found = 0
+    for seed in range(6):
+        strategy = Strategy.parse(draw_case(seed, KIND).strategy, LAYERS)
+        for rank in range(RANKS):
+            try:
+                run(strategy, rank, seed, broken)
+            except RaceError:
+                found += 1
+    assert found > 0
+
+
+def test_a_buffer_is_reused_behind_its_mark_only() -> None:
+    recorder = Recorder()
+    lanes = RecordingLanes(recorder, seed=0)
+    buffers = Buffers(torch.device("cpu"), lanes)
+    with recorder:
+        for _ in range(12):
+            with lanes.on(Stream.PULL):
+                taken = buffers.take(8)
+                taken.zero_()
+                made = lanes.mark()
+            lanes.wait(made)
+            lanes.hold(taken)
+            taken.sum()
+            buffers.give(taken)
+    assert recorder.accesses >= 24
