@@ -5,12 +5,15 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from hydragraph.version import __version__ as __version__
+
 if TYPE_CHECKING:
     from hydragraph.api import RankPrograms, compile, lower
     from hydragraph.cost.profile import Profile
     from hydragraph.errors import RankFailure, Unsupported
     from hydragraph.executable import Executable, StepReport
     from hydragraph.frontend.capture import capture
+    from hydragraph.kernels.adamw import AdamW
     from hydragraph.kernels.attention_backends import attention_backend
     from hydragraph.kernels.varlen_attention import varlen_attention
     from hydragraph.planner.policy import Policy
@@ -18,10 +21,9 @@ if TYPE_CHECKING:
     from hydragraph.spec.cluster import Cluster
     from hydragraph.spec.strategy import Pipeline, Stage, Strategy
 
-__version__ = "0.1.0"
-
 # name -> module: imported when first used, so that `import hydragraph.spec` costs no torch
 _WHERE = {
+    "AdamW": "hydragraph.kernels.adamw",
     "Cluster": "hydragraph.spec.cluster",
     "Executable": "hydragraph.executable",
     "Pipeline": "hydragraph.spec.strategy",
@@ -41,6 +43,7 @@ _WHERE = {
     "varlen_attention": "hydragraph.kernels.varlen_attention",
 }
 __all__ = [
+    "AdamW",
     "Cluster",
     "Executable",
     "Pipeline",

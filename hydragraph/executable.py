@@ -38,6 +38,7 @@ from hydragraph.runtime.fault import Watch
 from hydragraph.runtime.groups import Groups, Role
 from hydragraph.runtime.launch import join
 from hydragraph.runtime.prepared import Preparer
+from hydragraph.runtime.rounded import rounded
 from hydragraph.runtime.saving import Saver
 from hydragraph.runtime.state import HomeState, OptimizerFactory, make_optimizer
 from hydragraph.runtime.trace import Exposed, Span, Timing
@@ -154,7 +155,14 @@ class Executable:
             self.world.ranks,
             device=self.world.device,
         )
-        self._executor = Executor(program, self.home, self.groups, self._watch, self.world.device)
+        self._executor = Executor(
+            program,
+            self.home,
+            self.groups,
+            self._watch,
+            self.world.device,
+            rounded=rounded(self.home, program.dtype, self.optimizer),
+        )
         self._steps, self._communications = 0, 0
         self.spans: list[Span] | None = None
         self._running: tuple[Strategy, tuple[int, ...], Mode] | None = None

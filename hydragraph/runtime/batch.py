@@ -53,5 +53,10 @@ def pack(
     for name, value in sequences[0].extra.items() if sequences else ():
         fields = [*(s.extra[name] for s in sequences), value.new_zeros((blanks, *value.shape[1:]))]
         batch[name] = torch.cat(fields)[None]
-    moved = {name: value.to(device) if device else value for name, value in batch.items()}
+    moved = {name: _moved(value, device) if device else value for name, value in batch.items()}
     return moved | {"max_length": torch.tensor(max(lengths))}
+
+
+def _moved(value: Tensor, device: torch.device) -> Tensor:
+    """Move a tensor; to a GPU from page-locked memory, so that the host need not wait."""
+    return (value.pin_memory() if device.type == "cuda" else value).to(device, non_blocking=True)

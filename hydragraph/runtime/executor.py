@@ -23,6 +23,7 @@ from hydragraph.runtime.groups import Groups, Role
 from hydragraph.runtime.lanes import Lanes, lanes_of
 from hydragraph.runtime.message import Message
 from hydragraph.runtime.prepared import BoundBlock, Prepared, shard_view
+from hydragraph.runtime.rounded import Rounded
 from hydragraph.runtime.state import HomeState
 from hydragraph.runtime.trace import Exposed, Timing
 from hydragraph.runtime.underway import Finish, Underway
@@ -75,6 +76,7 @@ class Executor:
         groups, watch: its communicators and its failure watch.
         device: where it computes.
         lanes: that device's queues; default: as the device and the communicators have them.
+        rounded: the weights that are pulled, where the optimizer keeps them beside the master weights.
 
     Attributes:
         before: called with every instruction before it runs; for injecting failures and for tracing.
@@ -88,9 +90,11 @@ class Executor:
         watch: Watch,
         device: torch.device,
         lanes: Lanes | None = None,
+        rounded: Rounded | None = None,
     ) -> None:
         self._program, self._home, self._groups, self._watch, self._device = program, home, groups, watch, device
         self.lanes = lanes or lanes_of(device, groups.world.backend, groups.world.ranks)
+        self._rounded = rounded
         self.before: Callable[[Instruction], None] | None = None
         self._buffers = Buffers(device, self.lanes)
         self._aux = program.templates[program.aux.template]
@@ -173,8 +177,9 @@ class Executor:
 
     def _pull(self, it: _Iteration, instruction: Instruction) -> None:
         name = instruction.target
-        home, exchange = self._home.weights[name], it.prepared.pulls[name]
+        exchange = it.prepared.pulls[name]
         with self.lanes.on(Stream.PULL):
+            home = self._home.weights[name] if self._rounded is None else self._rounded.of(name)
             it.timing.started(f"W.{name}")
             finish = start_pull(exchange, home, self._program.dtype, self._groups, self._buffers)
         under_way = it.arriving if instruction.writes else it.serving

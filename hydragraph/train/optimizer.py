@@ -9,13 +9,16 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
+from hydragraph.kernels.adamw import AdamW
 from hydragraph.train.config import OptimizerConfig, ScheduleConfig
 
 Factory = Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
 
 
-def optimizer_factory(config: OptimizerConfig, model: nn.Module) -> Factory:
+def optimizer_factory(config: OptimizerConfig, model: nn.Module, device: torch.device | None = None) -> Factory:
     """Return what `hydragraph.compile` calls with (name, flat tensor) pairs, which no longer show the shapes.
+
+    On a GPU AdamW is `hydragraph.AdamW`, one kernel over all shards; every other class is torch.optim's.
 
     Raises:
         ValueError: torch.optim has no such class, or it does not take a setting that the config gives.
@@ -24,6 +27,8 @@ def optimizer_factory(config: OptimizerConfig, model: nn.Module) -> Factory:
     if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
         raise ValueError(f"optimizer.name: torch.optim has no optimizer {config.name!r}: use one such as AdamW")
     kind: Callable[..., torch.optim.Optimizer] = found
+    if found is torch.optim.AdamW and device is not None and device.type == "cuda":
+        kind = AdamW
     settings = {name: getattr(config, name) for name in ("betas", "eps", "momentum")}
     settings = {name: value for name, value in settings.items() if value is not None}
     taken = inspect.signature(found.__init__).parameters
