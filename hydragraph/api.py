@@ -40,6 +40,7 @@ def compile(
     profile: Profile | None = None,
     lengths: Sequence[Sequence[int]] | None = None,
     policy: Policy | None = None,
+    backend: str | None = None,
 ) -> Executable:
     """Compile a model for training under a strategy that every step may change.
 
@@ -61,12 +62,14 @@ def compile(
         lengths: sequence lengths of sample mini-batches: what "auto" proposes for, and by which it is decided whether
             choosing every step is worth it (`Executable.decision`).
         policy: how iterations are planned.
+        backend: "inductor" compiles the graphs between communications, "eager" runs them operator by operator; None:
+            Inductor on CUDA, eager elsewhere.
 
     Joins the process group from the launcher's environment, uses the one there is, or stays alone.
     """
     program = capture(model, dtype=dtype, example=example, loss=loss, blocks=blocks)
     planning = Planning(profile, lengths, policy or Policy())
-    return Executable(model, program, strategy, optimizer, max_grad_norm, device, blocks, planning)
+    return Executable(model, program, strategy, optimizer, max_grad_norm, device, blocks, planning, backend)
 
 
 @dataclass(frozen=True)

@@ -120,6 +120,41 @@ def linear_cross_entropy(
     return loss
 
 
+@torch.library.custom_op("hydragraph::head_loss", mutates_args=())
+def head_loss(hidden: Tensor, weight: Tensor, labels: Tensor, ignored: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the same and its gradients of hidden and weight: an operator of graphs whose ranks have the vocabulary.
+
+    All three come from one pass over the logits, which are never there as a whole; differentiating the loss scales the
+    gradients that are there already.
+    """
+    size = chunk_tokens(hidden.shape[0], hidden.shape[1], weight.shape[0])
+    loss, d_hidden, d_weight = _forward(hidden, weight, labels, ignored, 0, size, (True, True), None)
+    assert d_hidden is not None
+    assert d_weight is not None
+    return loss, d_hidden, d_weight
+
+
+@head_loss.register_fake
+def _(hidden: Tensor, weight: Tensor, labels: Tensor, ignored: int) -> tuple[Tensor, Tensor, Tensor]:
+    loss = hidden.new_empty((), dtype=_wide(hidden.dtype))
+    return loss, torch.empty_like(hidden, memory_format=torch.contiguous_format), weight.new_empty(weight.shape)
+
+
+def _save_gradients(ctx: torch.autograd.function.FunctionCtx, inputs: tuple, output: tuple[Tensor, ...]) -> None:  # type: ignore[type-arg]
+    ctx.save_for_backward(*output[1:])
+
+
+def _scale_gradients(
+    ctx: torch.autograd.function.FunctionCtx, grad: Tensor, *_: Tensor
+) -> tuple[Tensor, Tensor, None, None]:
+    d_hidden, d_weight = ctx.saved_tensors  # type: ignore[attr-defined]
+    # In the gradients' own dtype, or a scale in fp32 would make them fp32 as well.
+    return d_hidden * grad.to(d_hidden.dtype), d_weight * grad.to(d_weight.dtype), None, None
+
+
+head_loss.register_autograd(_scale_gradients, setup_context=_save_gradients)
+
+
 def reference(hidden: Tensor, weight: Tensor, labels: Tensor, ignored: int = -100) -> Tensor:
     """Say in plain PyTorch what the operator computes where the whole vocabulary is here."""
     logits = (hidden @ weight.T).to(_wide(hidden.dtype))

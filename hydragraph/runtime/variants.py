@@ -2,34 +2,55 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import replace
+
+import torch
 
 from hydragraph.ir.layout import GradientKind
 from hydragraph.ir.parameter import Parameter
 from hydragraph.ir.program import Block, Program, Template
+from hydragraph.passes.compiled import compile_variant
 from hydragraph.passes.differentiate import RECOMPUTE, Variant, differentiate
+from hydragraph.passes.fuse_head import fuse_head
 from hydragraph.passes.shard import Degree, gradient_kinds, shard
+
+CPU = torch.device("cpu")
+CAPACITY = 64  # variants kept: a model has about three templates, and a strategy few degrees
 
 
 class Variants:
-    """The variants of one program that this process has compiled.
+    """The variants of one program that this process has compiled and not forgotten.
 
     Args:
         program: the captured model.
         partitioner: "min_cut" or "default" (functorch's).
+        backend: "eager", or "inductor", which compiles their graphs for `device`.
+        device: what they run on.
+        capacity: how many are kept, the most recently used; whoever holds another keeps it alive.
+        fused_head: make the head and the loss one operator where a rank has the whole vocabulary.
     """
 
-    def __init__(self, program: Program, partitioner: str = "min_cut") -> None:
-        self._program, self._partitioner = program, partitioner
-        self._known: dict[object, Variant] = {}
+    def __init__(
+        self,
+        program: Program,
+        partitioner: str = "min_cut",
+        backend: str = "eager",
+        device: torch.device = CPU,
+        capacity: int = CAPACITY,
+        fused_head: bool = False,
+    ) -> None:
+        self._program, self._partitioner, self._backend = program, partitioner, backend
+        self._device, self._capacity, self._fused_head = device, capacity, fused_head
+        self._known: OrderedDict[object, Variant] = OrderedDict()  # least recently used first
         self._kinds: dict[tuple[str, Degree], Mapping[str, GradientKind]] = {}
 
     def __len__(self) -> int:
         return len(self._known)
 
     def get(self, block: Block, degree: Degree, recompute: bool = False) -> Variant:
-        """Return the variant of a block for one rank of a stage, compiling it at most once.
+        """Return the variant of a block for one rank of a stage, compiling it once while it is kept.
 
         Args:
             recompute: save the block's inputs only.
@@ -39,11 +60,23 @@ class Variants:
         shapes = tuple(p.local_shape(degree.tp, degree.index) for p in parameters.values())
         key = (template.name, degree.tp, degree.sequence_parallel, shapes, recompute)
         if key not in self._known:
-            sharded = shard(template, parameters, degree)
-            dtype = self._program.dtype
-            partitioner = RECOMPUTE if recompute else self._partitioner
-            self._known[key] = differentiate(template, sharded, parameters, degree, dtype, partitioner)
+            self._known[key] = self._compile(block, parameters, degree, recompute)
+            if len(self._known) > self._capacity:
+                self._known.popitem(last=False)
+        self._known.move_to_end(key)
         return self._known[key]
+
+    def _compile(self, block: Block, parameters: Mapping[str, Parameter], degree: Degree, recompute: bool) -> Variant:
+        template = self._program.templates[block.template]
+        sharded = shard(template, parameters, degree)
+        if self._fused_head and degree.tp == 1:
+            sharded = fuse_head(sharded)
+        partitioner = RECOMPUTE if recompute else self._partitioner
+        variant = differentiate(template, sharded, parameters, degree, self._program.dtype, partitioner)
+        if self._backend == "eager":
+            return variant
+        strides = {name: shard_strides(p, degree) for name, p in parameters.items()}
+        return compile_variant(variant, strides, self._device, where=block.name)
 
     def kinds(self, block: Block, degree: Degree) -> Mapping[str, GradientKind]:
         """Return what the gradient of each of a block's parameters is in a rank's stage, by local name."""
@@ -58,6 +91,13 @@ class Variants:
 def local_parameters(program: Program, block: Block, template: Template) -> Mapping[str, Parameter]:
     """Return a template's own parameter names -> the parameters of one block that fill them."""
     return {n: program.parameters[c] for n, c in zip(template.parameters, block.parameters, strict=True)}
+
+
+def shard_strides(parameter: Parameter, degree: Degree) -> tuple[int, ...]:
+    """Return the strides of a rank's shard as the executor hands it over: a view of a flat buffer."""
+    held = sum(hi - lo for lo, hi in parameter.intervals(degree.tp, degree.index))
+    flat = torch.empty(held, device="meta")
+    return tuple(parameter.natural(flat, degree.tp, degree.index).stride())
 
 
 def vocabulary_start(variant: Variant, parameters: Mapping[str, Parameter], degree: Degree) -> int:

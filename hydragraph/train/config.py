@@ -15,6 +15,7 @@ from hydragraph.spec.record import from_record, load_record, to_record
 
 DECAYS = ("cosine", "linear", "constant")
 DTYPES = ("float32", "bfloat16")
+BACKENDS = ("inductor", "eager")
 
 
 def _check_text(name: str, value: object, optional: bool = False) -> None:
@@ -242,6 +243,8 @@ class TrainConfig:
         ranks: local processes to start, where no launcher such as torchrun has started any.
         max_grad_norm: gradients with a larger global norm are scaled down to it; None: never.
         dtype: what the model computes in; weights and optimizer state are float32 in any case.
+        backend: "inductor" compiles the graphs, "eager" runs them operator by operator; None: Inductor on CUDA, eager
+            elsewhere.
         device: "cpu" or "cuda"; None: a GPU where there is one.
         seed: of a new model's weights and of the order of the data.
         evaluate_every: steps between evaluations on the held-out documents, which also end the run; 0: never.
@@ -262,6 +265,7 @@ class TrainConfig:
     plan: PlanConfig = PlanConfig()
     max_grad_norm: float | None = 1.0
     dtype: str = "float32"
+    backend: str | None = None
     device: str | None = None
     seed: int = 0
     evaluate_every: int = 0
@@ -279,6 +283,8 @@ class TrainConfig:
         if self.max_grad_norm is not None:
             _check_number("max_grad_norm", self.max_grad_norm)
         _check_choice("dtype", self.dtype, DTYPES)
+        if self.backend is not None:
+            _check_choice("backend", self.backend, BACKENDS)
         _check_text("device", self.device, optional=True)
         _check_text("output", self.output)
         if self.data.max_length > self.data.tokens_per_step:

@@ -14,13 +14,13 @@ from torch import Tensor, nn
 
 from hydragraph.cost.profile import Profile
 from hydragraph.planner.policy import Policy
-from hydragraph.runtime.checkpoint import prune
+from hydragraph.runtime.checkpoint_folder import prune
 from hydragraph.runtime.launch import World, join
 from hydragraph.runtime.trace import Exposed, Span, write_trace
 from hydragraph.spec.strategy import Strategy
 from hydragraph.train.ahead import Ahead
 from hydragraph.train.config import TrainConfig
-from hydragraph.train.data import Tokens, evaluation_batches, mini_batches, open_tokens, prepare
+from hydragraph.train.data import Tokens, evaluation_batches, mini_batches, open_tokens, prepare, verify
 from hydragraph.train.export import export
 from hydragraph.train.folder import Begin, RunFolder
 from hydragraph.train.metrics import Metrics, MetricsLog, peak_memory, tensorboard_installed
@@ -151,7 +151,7 @@ def train(
     tokens = shared_tokens(config, world, watcher)
     model = _model(config, tokens)
     strategies = () if config.automatic else read_strategies(config.strategies, model, world.ranks)
-    factory = optimizer_factory(config.optimizer, model)
+    factory = optimizer_factory(config.optimizer, model, world.device)
     batches = mini_batches(config, tokens.file)
     heldout = evaluation_batches(config, tokens.file) if config.evaluate_every else []
     executor = compile(
@@ -161,6 +161,7 @@ def train(
         max_grad_norm=config.max_grad_norm,
         dtype=getattr(torch, config.dtype),
         device=world.device,
+        backend=config.backend,
     )
     if config.model.weights is not None and last is None:
         executor.load_pretrained(Path(config.model.weights))
@@ -219,12 +220,13 @@ def _model(config: TrainConfig, tokens: Tokens) -> nn.Module:
 
 
 def shared_tokens(config: TrainConfig, world: World, watcher: Watcher) -> Tokens:
-    """Return the corpus, prepared by one rank of each host, and make sure that all hosts have the same.
+    """Return the corpus, prepared and read through by one rank of each host, and make sure that all have the same.
 
     Raises:
-        ValueError: the corpus cannot be used, or hosts differ.
+        ValueError: the corpus cannot be used, a host's copy of it is damaged, or hosts differ.
     """
-    _together(world, world.local_rank == 0, lambda: prepare(config, watcher.preparing))
+    watched = watcher.preparing
+    _together(world, world.local_rank == 0, lambda: verify(prepare(config, watched), watched))
     tokens = open_tokens(prepare(config))
     found = _gather(world, tokens.file.fingerprint)
     if len(set(found)) > 1:

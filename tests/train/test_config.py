@@ -53,6 +53,7 @@ def test_saved_config_reads_back_as_its_equal(tmp_path: Path) -> None:
         ("data.heldout", 0.0, "evaluate_every needs held-out documents"),
         ("data.max_length", 97, "data.max_length is 97"),
         ("dtype", "float16", "dtype is 'float16': use 'float32' or 'bfloat16'"),
+        ("backend", "fast", "backend is 'fast': use 'inductor' or 'eager'"),
         ("model.path", "somewhere", "model: give either architecture"),
         ("model.config", [1], "model: config is"),
         ("max_grad_norm", float("nan"), "max_grad_norm is nan"),

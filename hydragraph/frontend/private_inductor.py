@@ -1,0 +1,184 @@
+"""What PyTorch does not promise to keep about its compiler Inductor: symbolic sizes, one call, and its cache on disk.
+
+Works with torch 2.11 to 2.13. Inductor is imported where it is used, because that takes seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor, fx
+from torch._dynamo.source import ConstantSource
+from torch._guards import TracingContext, tracing
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import SYMPY_INTERP, DimDynamic, ShapeEnv, StatelessSymbolicContext
+
+from hydragraph.kernels.jit import why_not
+
+LEAST = 2  # of a size: PyTorch's symbols are never 0 or 1, so what is compiled may rely on that
+
+Code = Callable[[list[Any]], Sequence[Any]]  # takes its inputs as a list, which it empties
+Condition = Callable[[Sequence[int]], bool]  # takes the run-time sizes
+
+
+def missing_compiler(device: torch.device) -> str | None:
+    """Say what Inductor lacks to compile for a device, or return None where it has all it needs."""
+    if device.type == "cuda":
+        major = torch.cuda.get_device_capability(device)[0] if torch.cuda.is_available() else 7
+        return why_not(device) or (None if major >= 7 else "this GPU is older than those that Triton compiles for")
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    try:
+        get_cpp_compiler()
+    except InvalidCxxCompiler:
+        return "no C++ compiler was found (g++, or what the environment variable CXX names)"
+    return None
+
+
+def fake_like(value: Tensor, device: torch.device, strides: Sequence[int] | None = None) -> Tensor:
+    """Return a fake tensor of another's trace, shape and dtype; contiguous, unless strides are given."""
+    assert isinstance(value, FakeTensor)
+    with value.fake_mode:
+        if strides is None:
+            return torch.empty(value.shape, dtype=value.dtype, device=device)
+        return torch.empty_strided(value.shape, strides, dtype=value.dtype, device=device)
+
+
+def mode_of(values: Iterable[object]) -> FakeTensorMode:
+    """Return the trace that fake values are of."""
+    return next(v.fake_mode for v in values if isinstance(v, FakeTensor))
+
+
+def run_fake(node: fx.Node, values: Mapping[fx.Node, Any], mode: FakeTensorMode) -> Any:
+    """Compute one node of a graph on fake values."""
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: values[n])
+    with mode, torch.no_grad():
+        return node.target(*args, **kwargs)
+
+
+def symbols_of(values: Iterable[object]) -> list[sympy.Symbol]:
+    """Return the symbols in the sizes and strides of fake values, in the order of their names."""
+    found = {s for value in values for size in _sizes(value) for s in size.node.expr.free_symbols}
+    return sorted(found, key=str)
+
+
+def sources(values: Sequence[object]) -> dict[sympy.Symbol, tuple[int, int | None, int]]:
+    """Say where a run can read what symbols stand for: symbol -> (index of a value, dimension, factor).
+
+    The symbol is that size divided by the factor; a value without dimensions is the size itself (None).
+    """
+    found: dict[sympy.Symbol, tuple[int, int | None, int]] = {}
+    for index, value in enumerate(values):
+        dims = [(None, value)] if isinstance(value, torch.SymInt) else list(enumerate(getattr(value, "shape", ())))
+        for dim, size in dims:
+            factor, symbol = size.node.expr.as_coeff_Mul() if isinstance(size, torch.SymInt) else (0, None)
+            if isinstance(symbol, sympy.Symbol) and (symbol not in found or factor < found[symbol][2]):
+                found[symbol] = (index, dim, int(factor))
+    return found
+
+
+def hint(symbol: sympy.Symbol, values: Iterable[object]) -> int:
+    """Return the size that a symbol had in the trace of fake values."""
+    env = next(size.node.shape_env for value in values for size in _sizes(value))
+    return int(env.create_symintnode(symbol, hint=None).node.hint)
+
+
+def _sizes(value: object) -> list[torch.SymInt]:
+    tensor = isinstance(value, Tensor)
+    return [s for s in ([*value.shape, *value.stride()] if tensor else [value]) if isinstance(s, torch.SymInt)]
+
+
+@dataclass(frozen=True)
+class _Trace:
+    """A trace that assumes nothing yet of sizes, and where each symbol of an earlier trace has its own."""
+
+    mode: FakeTensorMode
+    symbols: Mapping[sympy.Symbol, torch.SymInt]
+
+    @classmethod
+    def of(cls, hints: Mapping[sympy.Symbol, int]) -> _Trace:
+        mode = FakeTensorMode(shape_env=ShapeEnv())
+        dynamic, found = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC]), {}
+        for symbol, size in hints.items():
+            source = ConstantSource(f"size_{len(found)}")
+            seed = mode.from_tensor(torch.empty(size, device="meta"), symbolic_context=dynamic, source=source)
+            found[symbol] = seed.shape[0]
+        return cls(mode, found)
+
+    def size(self, size: int | torch.SymInt) -> int | torch.SymInt:
+        if not isinstance(size, torch.SymInt):
+            return size
+        expression = size.node.expr.xreplace({old: new.node.expr for old, new in self.symbols.items()})
+        known = expression.xreplace({new.node.expr: sympy.Integer(new.node.hint) for new in self.symbols.values()})
+        return self.mode.shape_env.create_symintnode(expression, hint=int(known))
+
+    def fake(self, value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return self.size(value)
+        shape, strides = ([self.size(s) for s in sizes] for sizes in (value.shape, value.stride()))
+        with self.mode:
+            return torch.empty_strided(shape, strides, dtype=value.dtype, device=value.device)
+
+
+def compile_graph(
+    graph: fx.GraphModule, inputs: Sequence[Any], outputs: Sequence[Any], hints: Mapping[sympy.Symbol, int]
+) -> tuple[Code, Condition] | None:
+    """Compile a functional graph of tensor operators, with sizes that stay symbolic; None: strides would change.
+
+    Args:
+        graph: returns a tuple.
+        inputs, outputs: its fake values, of any trace.
+        hints: symbol of that trace -> the size to tune for. The code takes the symbols' values before the inputs.
+    """
+    from torch._inductor import config
+    from torch._inductor.compile_fx import compile_fx_inner
+    from torch._inductor.utils import BoxedBool
+
+    trace = _Trace.of(hints)
+    sizes, given = list(trace.symbols.values()), [trace.fake(value) for value in inputs]
+    traced = _decompose(graph, sizes, given, trace.mode)
+    results = next(n for n in traced.graph.nodes if n.op == "output").args[0]
+    for result, output in zip(results, outputs, strict=True):
+        if isinstance(output, Tensor) and _text(result.meta["val"].stride()) != _text(trace.fake(output).stride()):
+            return None
+    # Ranks of one machine compile beside one another, and each C++ compiler would take a core of the others.
+    alone = {"compile_threads": 1} if all(v.device.type == "cpu" for v in given if isinstance(v, Tensor)) else {}
+    with tracing(TracingContext(trace.mode)), config.patch(alone):
+        code = compile_fx_inner(traced, [*sizes, *given], cudagraphs=BoxedBool(False), is_inference=True)
+    return code, _condition(trace.mode.shape_env.produce_guards_expression(sizes))
+
+
+def _decompose(graph: fx.GraphModule, sizes: list, inputs: list, mode: FakeTensorMode) -> fx.GraphModule:
+    """Trace a graph into the operators that Inductor knows; its results keep the strides that they have now."""
+    from torch._inductor.decomposition import select_decomp_table
+
+    def function(sizes: list, inputs: list) -> tuple:
+        return tuple(graph(*inputs))
+
+    with mode, torch.no_grad():
+        traced = make_fx(function, decomposition_table=select_decomp_table())(sizes, inputs)
+    traced.graph.set_codegen(fx.graph.CodeGen())
+    output = next(n for n in traced.graph.nodes if n.op == "output")
+    output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))
+    traced.recompile()
+    return traced
+
+
+def _text(strides: Sequence[int]) -> list[str]:
+    return [str(s) for s in strides]
+
+
+def _condition(guards: str | None) -> Condition:
+    """Make a function of what Inductor found out about the sizes it compiled for, and has relied on since."""
+    code = compile(guards or "True", "<what Inductor assumed>", "eval")
+
+    def holds(sizes: Sequence[int]) -> bool:
+        return bool(eval(code, SYMPY_INTERP, {"L": {f"t{i}": size for i, size in enumerate(sizes)}}))
+
+    return holds

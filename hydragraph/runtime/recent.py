@@ -1,0 +1,36 @@
+"""Values that are made when they are asked for, of which those asked for last are kept."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from typing import Generic, TypeVar
+
+K = TypeVar("K", bound=Hashable)
+V = TypeVar("V")
+
+
+class Recent(Generic[K, V]):
+    """Makes values by key and keeps so many of them; the one not asked for longest is forgotten first.
+
+    Args:
+        capacity: how many to keep, at least 1.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        assert capacity > 0, capacity
+        self._capacity = capacity
+        self._values: OrderedDict[K, V] = OrderedDict()  # the one not asked for longest comes first
+
+    def get(self, key: K, make: Callable[[], V]) -> V:
+        """Return what is kept under a key, or make it."""
+        if key not in self._values:
+            self._values[key] = make()
+            if len(self._values) > self._capacity:
+                self._values.popitem(last=False)
+        self._values.move_to_end(key)
+        return self._values[key]
+
+    def __len__(self) -> int:
+        """Return how many are kept."""
+        return len(self._values)

@@ -1,0 +1,98 @@
+"""The fused head computes what the head and the loss compute, and is left out where it would not."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import hydragraph as hg
+from hydragraph.ir.program import Block, Program
+from hydragraph.kernels.linear_cross_entropy import head_loss
+from hydragraph.passes.fuse_head import fuse_head
+from hydragraph.passes.shard import Degree, Sharded, shard
+from hydragraph.runtime.variants import Variants, local_parameters
+from tests.models import bert, gpt2, llama
+from tests.passes.golden_template import check_golden
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "llama": functools.partial(llama, 1),
+    "tied": functools.partial(llama, 1, tied=True),
+    "gpt2": functools.partial(gpt2, 1),
+    "bert": bert,  # its head has a bias
+}
+
+
+@functools.cache
+def captured(name: str, dtype: torch.dtype) -> tuple[Program, nn.Module]:
+    model = MODELS[name]()
+    return hg.capture(model, dtype=dtype), model
+
+
+def head(program: Program, tp: int = 1) -> tuple[Block, Sharded]:
+    block = program.blocks[-1]
+    template = program.templates[block.template]
+    return block, shard(template, local_parameters(program, block, template), Degree(tp))
+
+
+def run(program: Program, model: nn.Module, fused: bool, recompute: bool, tokens: int) -> list[Tensor]:
+    """Return the loss and all gradients of the last block, for the same input."""
+    block, _ = head(program)
+    template = program.templates[block.template]
+    variant = Variants(program, fused_head=fused).get(block, Degree(), recompute)
+    generator = torch.Generator().manual_seed(tokens)
+    hidden = torch.randn(1, tokens, 64, generator=generator).to(program.dtype)
+    labels = torch.randint(0, 101, (1, tokens), generator=generator)
+    labels[0, ::3] = -100
+    named = dict(model.named_parameters())
+    names = zip(template.parameters, block.parameters, strict=True)
+    given = {local: named[name].detach().to(program.dtype) for local, name in names}
+    given |= {"hidden": hidden, "labels": labels, "input_ids": labels.clamp(min=0)}
+    with torch.no_grad():
+        loss, *saved = variant.forward(*(given[n] for n in variant.inputs))
+        needed = {**given, "tangent": torch.tensor(1 / 7, dtype=loss.dtype)}
+        needed |= {f"saved.{i}": value for i, value in enumerate(saved)}
+        return [loss, *variant.backward(*(needed[n] for n in variant.needs))]
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["llama", "tied", "gpt2"])
+def test_loss_and_gradients_are_those_of_head_and_loss(name: str, dtype: torch.dtype, recompute: bool) -> None:
+    program, model = captured(name, dtype)
+    for tokens in (2, 300):  # of which the second takes several chunks
+        found = run(program, model, True, recompute, tokens)
+        wanted = run(program, model, False, recompute, tokens)
+        for a, b in zip(found, wanted, strict=True):
+            assert a.dtype == b.dtype
+            error = torch.linalg.vector_norm(a.double() - b.double()) / torch.linalg.vector_norm(b.double())
+            assert error <= (1e-5 if dtype == torch.float32 else 2e-2)
+
+
+def test_the_logits_are_gone() -> None:
+    program, _ = captured("llama", torch.float32)
+    _, sharded = head(program)
+    fused = fuse_head(sharded)
+    check_golden("llama_fuse_head", fused.graph)
+    assert not any(n.target is torch.ops.aten.linear.default for n in fused.graph.graph.nodes)
+    vocabulary = program.parameters["lm_head.weight"].shape[0]
+    shapes = [s.shape for n in fused.graph.graph.nodes if isinstance(s := n.meta.get("val"), Tensor)]
+    assert shapes
+    assert all(vocabulary not in shape for shape in shapes[len(program.blocks[-1].parameters) :])
+
+
+@pytest.mark.parametrize(("name", "tp"), [("bert", 1), ("llama", 2)])
+def test_a_bias_and_a_cut_vocabulary_are_left_alone(name: str, tp: int) -> None:
+    _, sharded = head(captured(name, torch.float32)[0], tp)
+    assert fuse_head(sharded) is sharded
+
+
+def test_variants_fuse_where_they_are_told_to() -> None:
+    program, _ = captured("llama", torch.float32)
+    block, _ = head(program)
+    for fused in (False, True):
+        graph = Variants(program, fused_head=fused).get(block, Degree()).forward.graph
+        assert any(n.target is head_loss._opoverload for n in graph.nodes) == fused
