@@ -1,0 +1,165 @@
+"""What a benchmark found: a table, notes, and targets met or missed; as text, CSV, JSON and Markdown."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.markup import escape
+from rich.table import Table
+
+Cell = str | float
+
+
+@dataclass(frozen=True)
+class Target:
+    """A figure that has to be reached.
+
+    Attributes:
+        name: of what, and on what.
+        wanted, found: as text.
+        met: None where it was not measured in this run.
+    """
+
+    name: str
+    wanted: str
+    found: str
+    met: bool | None
+
+    @property
+    def verdict(self) -> str:
+        """In one word or two."""
+        return {True: "met", False: "MISSED", None: "not measured"}[self.met]
+
+    @classmethod
+    def at_least(cls, name: str, wanted: float, found: float | None, form: str = "{:.3g}", text: str = "") -> Target:
+        """Return the target that a number is no smaller than another; None: not measured.
+
+        Args:
+            form: how to write both numbers.
+            text: replaces what is wanted.
+        """
+        wish = text or f">= {form.format(wanted)}"
+        return cls(name, wish, "-" if found is None else form.format(found), None if found is None else found >= wanted)
+
+    @classmethod
+    def at_most(cls, name: str, wanted: float, found: float | None, form: str = "{:.3g}", text: str = "") -> Target:
+        """Return the target that a number is no larger than another; arguments as for `at_least`."""
+        wish = text or f"<= {form.format(wanted)}"
+        return cls(name, wish, "-" if found is None else form.format(found), None if found is None else found <= wanted)
+
+
+@dataclass(frozen=True)
+class Bar:
+    """One bar of a report's picture: a label of its group, which side it is, and its length."""
+
+    group: str
+    side: str
+    value: float
+
+
+@dataclass(frozen=True)
+class Report:
+    """The result of one benchmark.
+
+    Attributes:
+        title: of the section.
+        columns: headings, with units.
+        rows: as many cells each; numbers as measured, NaN where there is none.
+        notes: sentences on what was measured how, and what was left out.
+        blocks: further tables, as text.
+        targets: what has to be reached.
+        bars, unit: what the picture shows, and in what.
+    """
+
+    title: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[Cell, ...], ...]
+    notes: tuple[str, ...] = ()
+    blocks: tuple[str, ...] = ()
+    targets: tuple[Target, ...] = ()
+    bars: tuple[Bar, ...] = ()
+    unit: str = ""
+
+    def save(self, path: Path) -> None:
+        """Write it as JSON, which `load` reads back."""
+        path.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: Path) -> Report:
+        """Read what `save` wrote.
+
+        Raises:
+            ValueError: it is something else.
+        """
+        try:
+            data = json.loads(path.read_text(encoding="utf-8"))
+            data["targets"] = [Target(**target) for target in data["targets"]]
+            data["bars"] = [Bar(**bar) for bar in data["bars"]]
+            data["rows"] = [tuple(row) for row in data["rows"]]
+            fields: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in data.items()}
+            return cls(**fields)
+        except (KeyError, TypeError, json.JSONDecodeError) as error:
+            raise ValueError(f"{path}: no report ({error}); write one with hydragraph bench ... --json") from error
+
+
+def shown(cell: Cell) -> str:
+    """Return a cell as it is printed: four digits of a number, "-" for none."""
+    if isinstance(cell, str):
+        return cell
+    if math.isnan(cell):
+        return "-"
+    return f"{cell:,.0f}" if abs(cell) >= 1000 else f"{cell:.4g}"
+
+
+def to_table(report: Report) -> Table:
+    """Return the rows for the terminal."""
+    table = Table(title=escape(report.title), title_justify="left")
+    for i, column in enumerate(report.columns):
+        numbers = any(not isinstance(row[i], str) for row in report.rows)
+        table.add_column(escape(column), justify="right" if numbers else "left", overflow="fold")
+    for row in report.rows:
+        table.add_row(*(escape(shown(cell)) for cell in row))
+    return table
+
+
+def target_table(targets: Sequence[Target]) -> Table:
+    """Return the targets for the terminal."""
+    table = Table("target", "wanted", "found", "", title="targets (on one H200)", title_justify="left")
+    for target in targets:
+        table.add_row(escape(target.name), target.wanted, target.found, target.verdict)
+    return table
+
+
+def to_csv(report: Report) -> str:
+    """Return the rows with all digits."""
+    file = io.StringIO()
+    writer = csv.writer(file, lineterminator="\n")
+    writer.writerow(report.columns)
+    writer.writerows(report.rows)
+    return file.getvalue()
+
+
+def to_markdown(reports: Sequence[Report], heading: str, facts: Sequence[str]) -> str:
+    """Return one page: facts of the machine, all targets, and a section for every report."""
+    targets = [target for report in reports for target in report.targets]
+    lines = [f"# {heading}", "", *(f"- {fact}" for fact in facts), ""]
+    if targets:
+        rows = [(t.name, t.wanted, t.found, t.verdict) for t in targets]
+        lines += ["## Targets, on one H200", "", *_grid(("target", "wanted", "found", "verdict"), rows), ""]
+    for report in reports:
+        lines += [f"## {report.title}", "", *_grid(report.columns, report.rows), ""]
+        lines += [line for block in report.blocks for line in ("```", block, "```", "")]
+        lines += [*(f"- {note}" for note in report.notes), ""]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _grid(columns: Sequence[str], rows: Sequence[Sequence[Cell]]) -> list[str]:
+    body = ["| " + " | ".join(shown(cell).replace("|", "\\|") for cell in row) + " |" for row in rows]
+    return ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns), *body]

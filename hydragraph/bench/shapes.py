@@ -1,0 +1,109 @@
+"""The models and sequence lengths that benchmarks run on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The dimensions of a Llama."""
+
+    hidden: int
+    intermediate: int
+    layers: int
+    heads: int
+    kv_heads: int
+    vocabulary: int
+
+    def build(self, device: torch.device | str) -> nn.Module:
+        """Build it in fp32 on a device; on "meta" it has no weights."""
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        config = LlamaConfig(
+            hidden_size=self.hidden,
+            intermediate_size=self.intermediate,
+            num_hidden_layers=self.layers,
+            num_attention_heads=self.heads,
+            num_key_value_heads=self.kv_heads,
+            vocab_size=self.vocabulary,
+            max_position_embeddings=8192,
+            use_cache=False,
+        )
+        with torch.device(device):
+            model: nn.Module = LlamaForCausalLM(config)
+        return model.float()
+
+
+SHAPES = {
+    "tiny": Shape(64, 172, 2, 4, 2, 512),
+    "small": Shape(256, 688, 4, 4, 2, 4096),
+    "1b": Shape(2048, 8192, 16, 32, 8, 32000),  # Llama 3.2 1B with a smaller vocabulary: 1.10e9 parameters
+    "7b": Shape(4096, 11008, 32, 32, 32, 32000),  # Llama 2 7B: 6.74e9
+}
+
+
+def meta_model(text: str) -> nn.Module:
+    """Return a model without weights.
+
+    Args:
+        text: one of SHAPES, or the YAML file of a run, whose model it is.
+
+    Raises:
+        ValueError: neither.
+    """
+    if text in SHAPES:
+        return SHAPES[text].build("meta")
+    if not Path(text).is_file():
+        raise ValueError(f"--model {text}: name one of {', '.join(SHAPES)}, or a run's YAML file")
+    from hydragraph.train.config import TrainConfig
+    from hydragraph.train.model import skeleton
+
+    config = TrainConfig.load(text)
+    return skeleton(config.model, config.data.vocab_size)
+
+
+def mixed_lengths(tokens: int, seed: int = 0, longest: int = 8192, shortest: int = 64) -> list[int]:
+    """Return lengths that are uniform on a logarithmic scale, as documents about are, and sum to `tokens`."""
+    generator, left, found = torch.Generator().manual_seed(seed), tokens, []
+    while left:
+        drawn = shortest * (longest / shortest) ** float(torch.rand((), generator=generator))
+        length = min(left, int(drawn))
+        found.append(length if left - length > 1 else left)  # one token alone has no target
+        left -= found[-1]
+    return found
+
+
+def draw_sequences(lengths: list[int], vocabulary: int, seed: int) -> list[Tensor]:
+    """Draw tokens for sequences of such lengths."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(0, vocabulary, (n,), generator=generator) for n in lengths]
+
+
+def training_flops(model: Any, lengths: list[int], causal: bool = True) -> float:
+    """Return what forward and backward of one step cost at least, in floating-point operations.
+
+        6 N sum(L) + 12 l H D sum(L^2) / 2
+
+    N counts the weights that tokens are multiplied with: every linear layer and the head, but not the embedding that
+    is looked up. A product costs 2 operations per weight and token forward and twice that backward. Attention costs
+    2 L^2 H D for scores and as much for values, in each of l layers of H query heads of size D, and twice that
+    backward; a causal mask leaves half of it. Nothing is counted that is computed again, nor norms, rotations,
+    softmax or the optimizer.
+
+    Args:
+        model: a Hugging Face model with a config like Llama's; on any device, meta too.
+        lengths: tokens of every sequence, without padding.
+        causal: whether to halve attention.
+    """
+    config = model.config
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    linear = [m.weight for m in model.modules() if isinstance(m, nn.Linear)]
+    weights = sum(w.numel() for w in linear)
+    attention = config.num_hidden_layers * config.num_attention_heads * size * sum(n * n for n in lengths)
+    return float(6 * weights * sum(lengths) + (6 if causal else 12) * attention)

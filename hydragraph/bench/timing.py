@@ -1,0 +1,68 @@
+"""Time several ways to do the same thing: they take turns, so that a machine that slows down slows all of them."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+
+import torch
+
+Side = Callable[[int], object]
+"""One way to do it; takes the number of the round."""
+
+WARM_UP = 2  # rounds
+MOST_REPEATS = 200
+
+
+def alternate(
+    sides: Mapping[str, Side], device: torch.device, rounds: int, warm_up: int = WARM_UP, at_least_s: float = 0.0
+) -> dict[str, float]:
+    """Return the median seconds of one call of each side.
+
+    Args:
+        sides: name -> what is timed; each round begins with another one.
+        device: whose clock counts.
+        rounds: that count, after `warm_up` that do not.
+        at_least_s: a side is called so often in one round that it takes about this long; 0: once.
+    """
+    repeats = dict.fromkeys(sides, 1)
+    found: dict[str, list[float]] = {name: [] for name in sides}
+    names = list(sides)
+    for turn in range(warm_up + rounds):
+        first = turn % len(names)
+        for name in names[first:] + names[:first]:
+            seconds = timed(sides[name], turn, device, repeats[name])
+            if turn >= warm_up:
+                found[name].append(seconds)
+            else:  # the last round of warming up has compiled and allocated everything
+                repeats[name] = max(1, min(MOST_REPEATS, round(at_least_s / max(seconds, 1e-9))))
+    return {name: statistics.median(seconds) for name, seconds in found.items()}
+
+
+def timed(side: Side, turn: int, device: torch.device, repeats: int = 1) -> float:
+    """Return the seconds of one of `repeats` calls: CUDA events on CUDA, the wall clock elsewhere."""
+    if device.type != "cuda":
+        began = time.perf_counter()
+        for _ in range(repeats):
+            side(turn)
+        return (time.perf_counter() - began) / repeats
+    torch.cuda.synchronize(device)
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    for _ in range(repeats):
+        side(turn)
+    end.record()
+    end.synchronize()
+    return float(begin.elapsed_time(end)) / 1e3 / repeats
+
+
+def peak_bytes(call: Callable[[], object], device: torch.device) -> float:
+    """Return how much a call allocates at its peak beyond what was held before; NaN where PyTorch does not say."""
+    if device.type != "cuda":
+        return float("nan")
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    call()
+    return float(torch.cuda.max_memory_allocated(device) - before)

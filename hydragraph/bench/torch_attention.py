@@ -1,0 +1,62 @@
+"""PyTorch's own attention over packed sequences, `torch.nn.attention.varlen.varlen_attn`, whose arguments move."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Collection
+from functools import cache
+from typing import Any
+
+from torch import Tensor
+
+from hydragraph.errors import Unsupported
+
+
+def torch_varlen(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, longest: int, scale: float) -> Tensor:
+    """Attend causally within sequences by PyTorch's public function, [T, Hq, D].
+
+    Key/value heads are repeated where this PyTorch's function cannot share them, and the scale is put into q where it
+    takes none.
+
+    Args:
+        q: [T, Hq, D]. k, v: [T, Hk, D].
+        starts: [N + 1] int32.
+        longest: tokens of the longest sequence.
+
+    Raises:
+        Unsupported: not on CUDA, or no such function.
+    """
+    if q.device.type != "cuda":
+        raise Unsupported("tensors on the CPU", where="varlen_attn", remedy="use a CUDA device")
+    function, known = _function()
+    q, k, v, options = arguments(q, k, v, scale, known)
+    out: Tensor = function(q, k, v, starts, starts, longest, longest, **options)
+    return out
+
+
+def arguments(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, known: Collection[str]
+) -> tuple[Tensor, Tensor, Tensor, dict[str, Any]]:
+    """Return queries, keys, values and options that mean causal attention to a function of such arguments."""
+    options: dict[str, Any] = {"window_size": (-1, 0)} if "window_size" in known else {"is_causal": True}
+    if "enable_gqa" in known:
+        options["enable_gqa"] = q.shape[1] != k.shape[1]
+    elif q.shape[1] != k.shape[1]:
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    if "scale" in known:
+        options["scale"] = scale
+    else:  # it takes 1 / sqrt(D)
+        q = q * (scale * q.shape[-1] ** 0.5)
+    return q, k, v, options
+
+
+@cache
+def _function() -> tuple[Any, frozenset[str]]:
+    """Return the function and the names of its arguments."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError as error:
+        raise Unsupported(
+            f"torch.nn.attention.varlen: {error}", where="varlen_attn", remedy="use PyTorch 2.10 or later"
+        ) from error
+    return varlen_attn, frozenset(inspect.signature(varlen_attn).parameters)

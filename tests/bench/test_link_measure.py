@@ -1,0 +1,32 @@
+"""Pulls and pushes on real ranks: the bytes are those of the link."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hydragraph.bench.link import Overlap, layouts, traffic
+from hydragraph.bench.link_measure import Measured, measure_rank, over_ranks
+from hydragraph.bench.shapes import meta_model
+from hydragraph.frontend.capture import capture
+from hydragraph.runtime.launch import launch
+from hydragraph.spec.strategy import Strategy
+
+
+def test_what_ranks_send_is_what_the_link_says() -> None:
+    strategies = tuple(Strategy.parse(text, 2) for text in ("<tp2,pp1>", "<tp1,pp2>"))
+    per_rank = launch(measure_rank, 2, "tiny", strategies, 64, 1)
+    program = capture(meta_model("tiny"), dtype=torch.float32)
+    for i, strategy in enumerate(strategies):
+        for direction in ("pull", "push"):
+            expected = traffic(program, layouts(program, strategy, 2), direction)  # type: ignore[arg-type]
+            found = over_ranks([rank[i][direction] for rank in per_rank])  # type: ignore[index]
+            assert found.sent == expected.total > 0
+            assert found.overlap.alone_s > 0
+            assert found.overlap.step_s > 0
+
+
+def test_ranks_are_joined() -> None:
+    found = over_ranks([Measured(3, Overlap(1.0, 0.5, 4.0)), Measured(4, Overlap(3.0, 0.5, 6.0))])
+    assert found == Measured(7, Overlap(2.0, 0.5, 5.0))
+    assert found.overlap.percent == pytest.approx(75)
