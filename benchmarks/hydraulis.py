@@ -10,9 +10,11 @@ Compared are, per iteration of 100K tokens, each tuned on iterations of its own:
     packed sequences of the context length, one per micro-batch, dealt to the pipelines in turn. Attention is priced by
     sequence and packed sequences are not padded, both to the advantage of (a);
 (b) the best homogeneous strategy with our assignment of sequences to pipelines and micro-batches;
-(c) the best of the proposed strategies and (b), one for all iterations;
-(d) the best candidate of every iteration: the proposed and all homogeneous strategies, also those that only short
-    sequences fit.
+(c) the best candidate that takes the context length, one for all iterations;
+(d) the best candidate of every iteration, also of those that only shorter sequences fit.
+
+Candidates are the proposed strategies and all homogeneous ones, and what `planner.refine` makes of them on the tuning
+iterations: together, and in groups of those that the same schemes take.
 
 Times are the 1F1B recurrence; an iteration whose pipelines are not all alike pays the profile's synchronisation on top.
 "Spread" is (slowest - fastest) / slowest over all pipelines, idle ones included.
@@ -25,6 +27,7 @@ import json
 import math
 import multiprocessing
 import statistics
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -40,11 +43,14 @@ from rich.table import Table
 
 from hydragraph import planner
 from hydragraph.cost.profile import PipelineCost, Profile, Scheme
+from hydragraph.planner.assigning import bound_devices
 from hydragraph.planner.recurrence import pipeline_seconds
 
 TOKENS = 100_000
 TUNING = 10  # iterations on which static strategies are chosen; others than those measured
 SAMPLE = 20_000  # sequences that strategies are proposed from
+KEPT = 24  # candidates that refining puts first
+KEPT_UNEQUAL = 6  # and of unequal pipelines that take the context
 PUBLISHED = (1.32, 2.66)
 PUBLISHED_SPREAD = "0.36-0.65 -> 0.02-0.10"
 MODELS, DEVICES, CONTEXTS = ("7b", "13b", "32b"), (16, 32, 64), (16_384, 32_768)
@@ -102,9 +108,12 @@ class Result:
         unequal: part of (d)'s iterations that ran unequal pipelines.
         charged: mean seconds of (d) were every iteration to pay the synchronisation.
         only_unequal: the best static strategy of unequal pipelines, and its mean seconds on the tuning iterations.
-        fluid: mean seconds below which no strategy at all can be: work divided at will among the best schemes.
-        longest: the same for the longest sequence alone, on the scheme that computes it fastest.
-        bound: the same for the candidates of (d).
+        searching: seconds that proposing and refining the candidates took.
+        ceiling: mean seconds below which no strategy at all can be: the least bound of the homogeneous ones, or, if it
+            is less, that of any pipelines on these devices with what unequal ones pay.
+        divided: mean seconds of that bound of any pipelines, without what unequal ones pay.
+        longest: mean seconds of the longest sequence alone, on the scheme that computes it fastest.
+        bound: mean seconds below which no candidate of (d) can be.
         pipelines: of the homogeneous strategies that take the context, the most pipelines.
         sync: seconds that an iteration of unequal pipelines pays.
     """
@@ -114,7 +123,9 @@ class Result:
     unequal: float
     charged: float
     only_unequal: tuple[str, float]
-    fluid: float
+    searching: float
+    ceiling: float
+    divided: float
     longest: float
     bound: float
     pipelines: int
@@ -159,12 +170,6 @@ def reach(strategy: Candidate, profile: Profile) -> int:
     return max(profile.max_len(scheme, devices) for scheme in set(strategy))
 
 
-def homogeneous(profile: Profile, devices: int) -> list[Candidate]:
-    """Return as many pipelines of each scheme as there is room for, where anything fits them."""
-    every = [(s,) * (devices // (s[0] * s[1])) for s in profile.schemes if s[0] * s[1] <= devices]
-    return [strategy for strategy in every if reach(strategy, profile) > 0]
-
-
 def charge(strategy: Candidate, profile: Profile) -> float:
     """Return what unequal pipelines pay."""
     return profile.hetero_sync_s if len(set(strategy)) > 1 else 0.0
@@ -204,13 +209,27 @@ def spread(ends: Sequence[float]) -> float:
 
 @dataclass(frozen=True)
 class Chosen:
-    """What the tuning iterations decide: (a), (b), (c), the candidates of (d), and (c) of unequal pipelines only."""
+    """What the tuning iterations decide: (a), (b), (c), the candidates of (d), and (c) of unequal pipelines only.
+
+    `searching` are the seconds that finding candidates took.
+    """
 
     fixed: Candidate
     alike: Candidate
     static: Candidate
     candidates: list[Candidate]
     unequal: tuple[str, float]
+    searching: float
+
+
+def search(profile: Profile, cell: Cell, sample: Lengths, tuning: Sequence[Lengths]) -> list[Candidate]:
+    """Return the candidates: all homogeneous strategies, and those that refining puts first."""
+    proposed = planner.propose(profile, sample, cell.devices, cell.context)
+    alike = planner.homogeneous(profile, cell.devices)
+    starts = [*proposed, *alike]
+    refined = [tuple(s) for s in planner.refine(starts, profile, tuning, cell.devices, context=cell.context)]
+    unequal = [s for s in refined if len(set(s)) > 1 and reach(s, profile) >= cell.context]
+    return list(dict.fromkeys([*refined[:KEPT], *unequal[:KEPT_UNEQUAL], *map(tuple, alike)]))
 
 
 def least(
@@ -232,9 +251,9 @@ def least(
 
 def tune(profile: Profile, cell: Cell, sample: Lengths, tuning: Sequence[Lengths]) -> Chosen:
     """Choose all strategies. A candidate of (d) is kept where its bound could win a tuning iteration."""
-    alike = homogeneous(profile, cell.devices)
-    proposed = [tuple(s) for s in planner.propose(profile, sample, cell.devices, cell.context)]
-    every = list(dict.fromkeys([*proposed, *alike]))
+    began = time.process_time()
+    every = search(profile, cell, sample, tuning)
+    searching = time.process_time() - began
     found = [planner.compare(every, profile, lengths) for lengths in tuning]
     # The bound is one of `seconds`, which the recurrence may undercut a little where stages are several.
     bound = {c: 0.9 * statistics.fmean(f.verdicts[i].bound for f in found) for i, c in enumerate(every)}
@@ -251,10 +270,10 @@ def tune(profile: Profile, cell: Cell, sample: Lengths, tuning: Sequence[Lengths
     b, b_s = least(same, assigned, [bound[c] for c in same], tuning)
     c, c_s = least(mixed, assigned, [bound[c] for c in mixed], tuning) if mixed else (b, math.inf)
     static = c if c_s < b_s else b
-    able = [c for i, c in enumerate(every) if any(f.verdicts[i].bound <= f.seconds for f in found)]
-    return Chosen(
-        a, b, static, list(dict.fromkeys([*able, *alike, static])), (shown(c) if mixed else "none proposed", c_s)
-    )
+    able = [s for i, s in enumerate(every) if any(f.verdicts[i].bound <= f.seconds for f in found)]
+    alike = [s for s in every if len(set(s)) == 1]
+    unequal = (shown(c) if mixed else "none", c_s)
+    return Chosen(a, b, static, list(dict.fromkeys([*able, *alike, static])), unequal, searching)
 
 
 # A cell.
@@ -268,7 +287,10 @@ def simulate(cell: Cell, profile: Profile, quantiles: Sequence[float], iteration
     chosen = tune(profile, cell, sample, tuning)
     lines = (Line(shown(chosen.fixed)), Line(shown(chosen.alike)), Line(shown(chosen.static)), Line("-"))
     homogeneous_pipelines = profile.pipelines(chosen.fixed)
-    unequal, charged, bounds, fluids, alones = [], [], [], [], []
+    alike = [i for i, s in enumerate(chosen.candidates) if len(set(s)) == 1]
+    schemes = [s for s in profile.schemes if s[0] * s[1] <= cell.devices]
+    kinds = [profile.pipeline(s, cell.devices) for s in schemes]
+    unequal, charged, bounds, divided, alones, ceilings = [], [], [], [], [], []
     for _ in range(iterations):
         lengths = mini_batch(quantiles, cell.context, random)
         ends = in_turn(homogeneous_pipelines, fixed_length(lengths, cell.context))
@@ -282,39 +304,23 @@ def simulate(cell: Cell, profile: Profile, quantiles: Sequence[float], iteration
         unequal.append(len(set(chosen.candidates[choice.index])) > 1)
         charged.append(choice.assignment.seconds_1f1b + profile.hetero_sync_s)
         bounds.append(min(v.bound for v in choice.verdicts))
-        fluids.append(fluid(profile, cell.devices, lengths))
-        alones.append(alone(profile, cell.devices, max(lengths)))
-    means = map(statistics.fmean, (fluids, alones, bounds))
-    most = max(len(c) for c in homogeneous(profile, cell.devices) if reach(c, profile) >= cell.context)
+        divided.append(bound_devices(kinds, lengths, cell.devices))
+        alones.append(min(k.stages * k.micro_batch_seconds(max(lengths)) for k in kinds if k.max_len >= max(lengths)))
+        ceilings.append(min(divided[-1] + profile.hetero_sync_s, *(choice.verdicts[i].bound for i in alike)))
+    means = map(statistics.fmean, (ceilings, divided, alones, bounds))
+    whole = [chosen.candidates[i] for i in alike if reach(chosen.candidates[i], profile) >= cell.context]
+    most = max(map(len, whole))
     return Result(
         cell,
         lines,
         statistics.fmean(unequal),
         statistics.fmean(charged),
         chosen.unequal,
+        chosen.searching,
         *means,
         most,
         profile.hetero_sync_s,
     )
-
-
-def fluid(profile: Profile, devices: int, lengths: Lengths) -> float:
-    """Return the seconds of work that is divided at will, each sequence on the scheme of fewest device-seconds."""
-    sizes = np.asarray(lengths)
-    best = np.full(len(sizes), np.inf)
-    for scheme in profile.schemes:
-        if scheme[0] * scheme[1] <= devices:
-            kind = profile.pipeline(scheme, devices)
-            fits = sizes <= kind.max_len
-            least_c = kind.c / kind.max_len * sizes if kind.max_len else 0.0
-            best = np.where(fits, np.minimum(best, kind.devices * (kind.work(sizes) + least_c)), best)
-    return float(best.sum()) / devices
-
-
-def alone(profile: Profile, devices: int, length: int) -> float:
-    """Return what one sequence takes on the scheme that is fastest for it: it passes all stages."""
-    kinds = [profile.pipeline(s, devices) for s in profile.schemes if s[0] * s[1] <= devices]
-    return min(k.stages * k.micro_batch_seconds([length]) for k in kinds if k.max_len >= length)
 
 
 # Printing.
@@ -323,7 +329,7 @@ def alone(profile: Profile, devices: int, length: int) -> float:
 def explain(result: Result) -> str:
     """Say in a sentence what keeps a cell under the published gain."""
     a, d = result.lines[0], result.lines[3]
-    ceiling = a.mean / max(result.fluid, result.longest)
+    ceiling = a.mean / result.ceiling
     parts = []
     if ceiling < PUBLISHED[0]:
         parts.append(f"no strategy at all can gain more than {ceiling:.2f}x")
@@ -335,15 +341,15 @@ def explain(result: Result) -> str:
         parts.append(f"the candidates' bound allows {a.mean / result.bound:.2f}x, any strategy's {ceiling:.2f}x")
     if result.longest > 0.7 * d.mean:
         parts.append(f"the longest sequence alone takes {result.longest / d.mean:.0%} of (d)")
-    if result.fluid > 0.7 * d.mean:
-        parts.append(f"perfectly divided work takes {result.fluid / d.mean:.0%} of (d)")
+    if result.divided > 0.7 * d.mean:
+        parts.append(f"perfectly divided work takes {result.divided / d.mean:.0%} of (d), synchronisation not counted")
     if result.pipelines <= 2:
         many = "one pipeline takes" if result.pipelines == 1 else f"{result.pipelines} pipelines take"
         parts.append(f"too few devices: at most {many} the context, so there is little to balance")
     if a.spread < 0.2:
         parts.append(f"(a) is already balanced (spread {a.spread:.2f})")
     name, seconds = result.only_unequal
-    sync = f"; the best proposed unequal one, {name}, takes {seconds:.2f} s" if math.isfinite(seconds) else ""
+    sync = f"; the best unequal one, {name}, takes {seconds:.2f} s" if math.isfinite(seconds) else ""
     if not result.unequal:
         parts.append(
             f"unequal pipelines never pay for their synchronisation "
@@ -382,7 +388,7 @@ def table(results: Sequence[Result]) -> Table:
             r.lines[0].strategy,
             *(f"{s:.2f}" for s in (a, b, c, d)),
             *gains,
-            f"{a / max(r.fluid, r.longest):.2f}",
+            f"{a / r.ceiling:.2f}",
             f"{r.lines[0].spread:.2f}",
             f"{r.lines[3].spread:.2f}",
             f"{r.unequal:.0%}",
@@ -476,6 +482,10 @@ def main() -> None:
     console.print(f"{len(results) - len(low)} of {len(results)} cells reach {PUBLISHED[0]}x.")
     for r in low:
         console.print(f"{title(r.cell)}: {r.gain:.2f}x: {explain(r)}.", highlight=False, soft_wrap=True)
+    searching = [r.searching for r in results]
+    console.print(
+        f"proposing and refining took {statistics.fmean(searching):.2f} s CPU per cell, at most {max(searching):.2f} s."
+    )
     mixed = [r for r in results if r.lines[2].strategy != r.lines[1].strategy]
     console.print(f"(c) is (b) in {len(results) - len(mixed)} cells, unequal pipelines in the others:")
     for r in mixed:

@@ -28,7 +28,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import hydragraph as hg
-from hydragraph.cost.memory import Memory, MicroBatch, rank_memory
+from hydragraph.cost.footprint import MicroBatch
+from hydragraph.cost.memory import Memory, rank_memory
 from hydragraph.mini_batch import token_multiple
 from hydragraph.planner.longest_first import assign
 from hydragraph.runtime.batch import padding

@@ -20,7 +20,7 @@ from hydragraph.spec.strategy import Strategy
 Choices = Strategy | Sequence[Strategy] | Literal["auto"]
 
 AUTO_CANDIDATES = 8  # that "auto" keeps
-SAMPLE = 4  # mini-batches that they are compared on
+SAMPLE = 16  # mini-batches that they are improved and compared on
 
 _log = logging.getLogger(__name__)
 
@@ -62,15 +62,19 @@ def candidates_of(
 
 
 def proposed(program: Program, ranks: int, profile: Profile, batches: Sequence[Sequence[int]]) -> tuple[Strategy, ...]:
-    """Return the best of the proposals for the data's lengths and of homogeneous strategies, improved on the sample."""
+    """Return the best strategy for the sample, and those beside it that choosing every iteration gains most from.
+
+    They are improved from the proposals for the data's lengths and the homogeneous strategies.
+    """
     from hydragraph.planner.proposing import propose
     from hydragraph.planner.refining import homogeneous, refine
 
     usable = {s: k for s, k in profile.schemes.items() if s[0] * s[1] <= ranks and _fits(program, s)}
     fitting = replace(profile, schemes=usable, failed={})
     lengths = [n for batch in batches for n in batch if n]
-    schemes = propose(fitting, lengths, ranks, max(lengths, default=1)) + homogeneous(fitting, ranks)
-    best = refine(schemes, fitting, batches[:SAMPLE], ranks)[:AUTO_CANDIDATES]
+    context = max(lengths, default=1)
+    schemes = propose(fitting, lengths, ranks, context) + homogeneous(fitting, ranks)
+    best = refine(schemes, fitting, batches[:SAMPLE], ranks, context=context)[:AUTO_CANDIDATES]
     return tuple(strategy_of(s, program.layers) for s in best)
 
 

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 import hydragraph as hg
-from hydragraph.cost.profile import Constants, Profile
+from hydragraph.cost.pieces import Constants
+from hydragraph.cost.profile import Profile
 from tests import models
 
 TEXTS = ("<tp2,pp1> + <tp1,pp2>", "4*<tp1,pp1>", "<tp2,pp2>")

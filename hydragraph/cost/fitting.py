@@ -14,7 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import nnls
 
-from hydragraph.cost.profile import AUX, Constants, Device, Kind, Piece, Profile, Scheme
+from hydragraph.cost.pieces import AUX, Constants, Device, Kind, Piece
+from hydragraph.cost.profile import Profile, Scheme
 from hydragraph.spec.cluster import Link
 from hydragraph.spec.strategy_text import regular_pipeline
 

@@ -8,21 +8,14 @@ optimizer uses while it updates.
 
 from __future__ import annotations
 
-import math
-import re
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-import torch
-from torch import Tensor, fx
-
-from hydragraph.frontend.private import symbol_name
+from hydragraph.cost.alive import Alive
+from hydragraph.cost.footprint import Footprint, MicroBatch, footprint, made_bytes, width
+from hydragraph.cost.messages import GRADIENT_BYTES, WEIGHT_BYTES, pulled, pushed
 from hydragraph.ir.instruction import Instruction, Op
-from hydragraph.ir.layout import GradientKind, Ints, Layout, home, propagation
-from hydragraph.ir.link import copy, is_all_gather, reduce
-from hydragraph.ir.parameter import Bucket
+from hydragraph.ir.layout import GradientKind, Layout, home, propagation
 from hydragraph.ir.program import Block, Program
 from hydragraph.passes.differentiate import Variant
 from hydragraph.passes.pipeline import rank_program
@@ -30,20 +23,10 @@ from hydragraph.passes.place import PlacedStage, place
 from hydragraph.passes.shard import Degree
 from hydragraph.spec.strategy import Strategy
 
-WEIGHT_BYTES = 4  # of home weights, fp32
 STATE_BYTES = 3 * WEIGHT_BYTES  # per element at home: the weight and AdamW's two moments
-GRADIENT_BYTES = 4  # gradients are accumulated and pushed in fp32
 INTEGER_BYTES = 8  # token ids, positions and labels
 
 Compiled = Callable[[Block, Degree, bool], Variant]  # (block, degree, recompute) -> its graphs
-
-
-@dataclass(frozen=True)
-class MicroBatch:
-    """A packed micro-batch: its tokens and its sequences, padding included."""
-
-    tokens: int
-    sequences: int
 
 
 @dataclass(frozen=True)
@@ -102,183 +85,6 @@ def rank_memory(
     return walk.peak(at_home)
 
 
-# One block.
-
-
-@dataclass(frozen=True)
-class Footprint:
-    """What one block makes for one micro-batch, in bytes.
-
-    Attributes:
-        output: its hidden state (the last block: its loss).
-        saved: what its forward saves beyond inputs and output.
-        keeps: which inputs it saves as they are: "hidden", "aux"; or "output".
-        forward, backward: the most that its graphs' own values take at once, results included.
-        gradients: of its parameters.
-    """
-
-    output: int
-    saved: int
-    keeps: frozenset[str]
-    forward: int
-    backward: int
-    gradients: int
-
-
-def footprint(variant: Variant, degree: Degree, micro_batch: MicroBatch) -> Footprint:
-    """Measure a compiled block on a micro-batch."""
-    sizes = _Sizes.of(variant, degree, micro_batch)
-    given = dict(zip(variant.inputs, _nodes(variant.forward, "placeholder"), strict=True))
-    inputs = {key: name for name, node in given.items() for key in sizes.storages(node)}
-    outputs = _results(variant.forward)
-    output = sizes.storages(outputs[0])
-    saved = {key: size for node in outputs[variant.outputs :] for key, size in sizes.storages(node).items()}
-    names = {inputs[key] for key in saved if key in inputs}
-    keeps = {"hidden" if name == "hidden" else "aux" for name in names if name == "hidden" or name[:6] == "other."}
-    found = dict(zip(variant.gradients, _results(variant.backward), strict=True))
-    return Footprint(
-        sum(output.values()),
-        sum(size for key, size in saved.items() if key not in inputs and key not in output),
-        frozenset(keeps | ({"output"} if output.keys() & saved.keys() else set())),
-        _most(variant.forward, sizes),
-        _most(variant.backward, sizes),
-        sum(sum(sizes.storages(node).values()) for name, node in found.items() if name != "hidden"),
-    )
-
-
-@dataclass(frozen=True)
-class _Sizes:
-    """Turns the sizes that a graph was traced with into those of a micro-batch.
-
-    Attributes:
-        tokens: the symbol of the token count.
-        factor: the micro-batch's tokens per token of the trace.
-        bounds: the entries of cu_seqlens.
-    """
-
-    tokens: str
-    factor: float
-    bounds: int
-
-    @staticmethod
-    def of(variant: Variant, degree: Degree, micro_batch: MicroBatch) -> _Sizes:
-        """Learn them from a block's inputs."""
-        given = dict(zip(variant.inputs, _nodes(variant.forward, "placeholder"), strict=True))
-        if "hidden" in given:
-            return _Sizes.of_inputs([given["hidden"]], degree.tp if degree.sequence_parallel else 1, micro_batch)
-        return _Sizes.of_inputs(list(given.values()), 1, micro_batch)
-
-    @staticmethod
-    def of_inputs(nodes: Sequence[fx.Node], parts: int, micro_batch: MicroBatch) -> _Sizes:
-        """Learn them from inputs [1, tokens / parts, ...]."""
-        size = next((size for n in nodes for size in _shape(n)[1:2] if symbol_name(size) is not None), None)
-        if size is None:  # nothing depends on the tokens
-            return _Sizes("", 1.0, 1 + micro_batch.sequences)
-        factor = micro_batch.tokens / (int(size.node.hint) * parts)
-        return _Sizes(_symbols(size).pop(), factor, 1 + micro_batch.sequences)
-
-    def storages(self, node: Any) -> dict[int, int]:
-        """Return the storages of a node's value -> bytes; of a view, those of the view."""
-        values = node.meta.get("val") if isinstance(node, fx.Node) else None
-        tensors = [v for v in (values if isinstance(values, tuple | list) else [values]) if isinstance(v, Tensor)]
-        return {tensor.untyped_storage()._cdata: self._bytes(tensor) for tensor in tensors}
-
-    def _bytes(self, value: Tensor) -> int:
-        return round(math.prod(map(self._size, value.shape)) * value.dtype.itemsize)
-
-    def _size(self, size: int | torch.SymInt) -> float:
-        if not isinstance(size, torch.SymInt) or symbol_name(size) is None:
-            return int(size)
-        return int(size.node.hint) * self.factor if self.tokens in _symbols(size) else self.bounds
-
-
-def _symbols(size: int | torch.SymInt) -> set[str]:
-    return set(re.findall(r"[A-Za-z]\w*", symbol_name(size) or ""))
-
-
-def _shape(node: fx.Node) -> Sequence[Any]:
-    value = node.meta.get("val")
-    return value.shape if isinstance(value, Tensor) else ()
-
-
-def _nodes(graph: fx.GraphModule, op: str) -> list[fx.Node]:
-    return [n for n in graph.graph.nodes if n.op == op]
-
-
-def _results(graph: fx.GraphModule) -> list[Any]:
-    return list(_nodes(graph, "output")[0].args[0])  # type: ignore[arg-type]
-
-
-def _most(graph: fx.GraphModule, sizes: _Sizes) -> int:
-    """Return the most that a graph's own values take at once; each goes after its last use, results stay."""
-    nodes = list(graph.graph.nodes)
-    order = {node: i for i, node in enumerate(nodes)}
-    last: dict[int, int] = {}
-    foreign: set[int] = set()
-    for node in nodes:
-        for key in sizes.storages(node):
-            last[key] = max([last.get(key, 0), order[node], *(order[user] for user in node.users)])
-            if node.op in ("placeholder", "get_attr"):
-                foreign.add(key)
-    ending: dict[int, list[int]] = {}
-    for key, at in last.items():
-        ending.setdefault(at, []).append(key)
-    alive: dict[int, int] = {}
-    most = 0
-    for i, node in enumerate(nodes):
-        for key, size in sizes.storages(node).items():
-            if key not in foreign:
-                alive.setdefault(key, size)
-        most = max(most, sum(alive.values()))
-        for key in ending.get(i, ()):
-            alive.pop(key, None)
-    return most
-
-
-# One iteration.
-
-Storage = tuple[str, str]  # the attribute of Memory that it belongs to, and a name
-
-
-class _Alive:
-    """Values and the storages that each of them keeps."""
-
-    def __init__(self) -> None:
-        self.sums: Counter[str] = Counter()
-        self._sizes: dict[Storage, int] = {}
-        self._users: Counter[Storage] = Counter()
-        self._values: dict[str, tuple[Storage, ...]] = {}
-
-    def __contains__(self, value: str) -> bool:
-        return value in self._values
-
-    def add(self, value: str, part: str, size: int, *shared: str) -> None:
-        """Let a value begin, with a storage of its own, and keeping those of some other values too."""
-        self._sizes[part, value] = size
-        storages = ((part, value), *(s for other in shared for s in self._values.get(other, ())))
-        self._values[value] = storages
-        for storage in storages:
-            self._users[storage] += 1
-            if self._users[storage] == 1:
-                self.sums[storage[0]] += self._sizes[storage]
-
-    def drop(self, *values: str) -> None:
-        """End values; what none is left to keep goes."""
-        for value in values:
-            for storage in self._values.pop(value, ()):
-                self._users[storage] -= 1
-                if not self._users[storage]:
-                    self.sums[storage[0]] -= self._sizes[storage]
-
-
-@dataclass(frozen=True)
-class _Link:
-    """A bucket's exchange as one rank sees it, in bytes: what is copied to be sent, and what is received."""
-
-    outgoing: int
-    incoming: int
-
-
 class _Walk:
     """One rank's iteration, instruction by instruction, as `runtime.executor` runs it."""
 
@@ -307,7 +113,7 @@ class _Walk:
         self._compiled = compiled
         self._known: dict[tuple[object, MicroBatch], Footprint] = {}
         self._in_flight: list[str] = []
-        self._alive = _Alive()
+        self._alive = Alive()
 
     def peak(self, at_home: Memory) -> Memory:
         """Return the largest sum, in its parts."""
@@ -359,44 +165,23 @@ class _Walk:
     # Weights and gradients.
 
     def _pull(self, bucket: str, held: bool) -> None:
-        link = self._pulled(self._buckets[bucket])
+        owners, users = self._layouts(bucket)
+        link = pulled(owners, users, self._rank, self._ranks, self._program.dtype.itemsize)
         self._fly(f"pull {bucket}", link.outgoing)
         if held:
             self._alive.add(f"W.{bucket}", "weights", link.incoming)
 
     def _push(self, bucket: str) -> None:
-        link = self._pushed(self._buckets[bucket])
+        link = pushed(*self._layouts(bucket), self._rank, self._ranks)
         kept = () if link.outgoing else (f"G.{bucket}",)  # what is not copied is itself the message
         self._fly(f"push {bucket}", link.outgoing + link.incoming, *kept)
         self._alive.drop(f"G.{bucket}")
 
-    def _pulled(self, bucket: Bucket) -> _Link:
-        owners, users = home(bucket.size, range(self._ranks)), self._propagation(bucket)
-        itemsize = self._program.dtype.itemsize
-        if self._ranks == 1 and itemsize == WEIGHT_BYTES:
-            return _Link(0, 0)  # the home shard itself
-        incoming = users.local_size(self._rank) * itemsize
-        shard = owners.local_size(self._rank)
-        if is_all_gather(owners, users) and len(owners.ranks) == self._ranks > 1:
-            return _Link(0 if itemsize == WEIGHT_BYTES else shard * itemsize, incoming)
-        sends, _ = copy(owners, users, self._rank).of(self._rank)
-        as_it_is = itemsize == WEIGHT_BYTES and _in_order(sends.src_at, sends.hi - sends.lo, shard)
-        return _Link(0 if as_it_is else sends.elements * itemsize, incoming)
-
-    def _pushed(self, bucket: Bucket) -> _Link:
-        if self._ranks == 1:
-            return _Link(0, 0)  # gradients are added up at home
-        users, owners = self._propagation(bucket), home(bucket.size, range(self._ranks))
-        sends, receives = reduce(users, owners, self._rank).of(self._rank)
-        as_it_is = _in_order(sends.src_at, sends.hi - sends.lo, users.local_size(self._rank))
-        straight = _in_order(receives.dst_at, receives.hi - receives.lo, owners.local_size(self._rank))
-        return _Link(
-            0 if as_it_is else sends.elements * GRADIENT_BYTES, 0 if straight else receives.elements * GRADIENT_BYTES
-        )
-
-    def _propagation(self, bucket: Bucket) -> Layout:
+    def _layouts(self, name: str) -> tuple[Layout, Layout]:
+        """Return a bucket's home layout, and that of the stages which use it."""
+        bucket = self._buckets[name]
         kinds = {p.name: GradientKind.REPLICA for p in bucket.parameters}  # sizes do not depend on them
-        return propagation(bucket, self._holders[bucket.name], kinds)
+        return home(bucket.size, range(self._ranks)), propagation(bucket, self._holders[name], kinds)
 
     # Activations.
 
@@ -404,7 +189,11 @@ class _Walk:
         m = instruction.micro_batch
         assert m is not None
         if instruction.target == "aux":
-            self._alive.add(f"a.{m}", "activations", self._aux_bytes(self._batches[m]))
+            self._alive.add(
+                f"a.{m}",
+                "activations",
+                made_bytes(self._program.templates[self._program.aux.template].graph, self._batches[m]),
+            )
             return
         found, (enters, leaves) = self._footprint(instruction.target, m), self._borders(instruction.target)
         part = self._hidden_bytes(m) // self._degree.tp if enters else 0  # its own part of what came whole
@@ -426,7 +215,7 @@ class _Walk:
             if value[0] == "d":
                 self._hidden(value, whole=not self._degree.sequence_parallel or self._borders(instruction.target)[0])
             elif value not in self._alive:
-                size = self._propagation(self._buckets[value[2:]]).local_size(self._rank)
+                size = self._layouts(value[2:])[1].local_size(self._rank)
                 self._alive.add(value, "gradients", GRADIENT_BYTES * size if self._ranks > 1 else 0)
         yield found.gradients
 
@@ -436,8 +225,7 @@ class _Walk:
 
     def _hidden_bytes(self, m: int) -> int:
         first = self._program.templates[self._program.blocks[0].template].graph
-        width = int(_results(first)[0].meta["val"].shape[-1])
-        return self._batches[m].tokens * width * self._program.dtype.itemsize
+        return self._batches[m].tokens * width(first) * self._program.dtype.itemsize
 
     def _borders(self, block: str) -> tuple[bool, bool]:
         """Say whether sequence-parallel ranks take a block's input, or give its output, as a whole: between stages."""
@@ -455,18 +243,6 @@ class _Walk:
             self._known[key] = footprint(variant, self._degree, self._batches[m])
         return self._known[key]
 
-    def _aux_bytes(self, micro_batch: MicroBatch) -> int:
-        graph = self._program.templates[self._program.aux.template].graph
-        sizes = _Sizes.of_inputs(_nodes(graph, "placeholder"), 1, micro_batch)
-        given = {key for node in _nodes(graph, "placeholder") for key in sizes.storages(node)}
-        made = {key: size for node in _results(graph) for key, size in sizes.storages(node).items()}
-        return sum(size for key, size in made.items() if key not in given)
-
 
 def _degree(stage: PlacedStage, rank: int) -> Degree:
     return Degree(len(stage.ranks), stage.ranks.index(rank), stage.sequence_parallel)
-
-
-def _in_order(at: Ints, length: Ints, size: int) -> bool:
-    """Say whether pieces, one after another, are the whole buffer, which then needs no copy."""
-    return bool((at == length.cumsum() - length).all()) and int(length.sum()) == size

@@ -52,6 +52,14 @@ class Timeline:
         """Return how long a rank's stream is at work."""
         return sum(span.seconds for span in self.ranks[rank] if span.instruction.stream is stream)
 
+    def exposed_s(self, rank: int, stream: Stream) -> float:
+        """Return how long a rank's computation, or its commit, waits for what a stream brings.
+
+        Waits count as in a run (`runtime.trace.Exposed`): values are waited for one after another, and what is waited
+        for may itself not have begun, as for an activation that another stage has yet to compute.
+        """
+        return sum(seconds for source, seconds in _waits(self.ranks[rank]) if source is stream)
+
     @property
     def bubble(self) -> float:
         """The share of time, from 0 to 1, in which ranks that compute anything do not; 0 when there are none."""
@@ -69,6 +77,26 @@ class Timeline:
             idle = 1 - self.busy_s(rank, Stream.COMPUTE) / self.seconds if self.seconds else 0.0
             lines.append(f"{rank:>4}{busy}{idle:>11.1%}")
         return "\n".join([*lines, f"iteration {1e3 * self.seconds:.3f} ms, bubble {self.bubble:.1%}"])
+
+
+def _waits(spans: Sequence[Span]) -> Iterator[tuple[Stream, float]]:
+    """Yield each wait of a rank's computation: for which stream, and its seconds."""
+    made: dict[str, Span] = {}
+    latest: dict[Stream, Span] = {}
+    free = 0.0  # when computation could go on
+    for span in spans:
+        each = span.instruction
+        if each.stream is Stream.COMPUTE:
+            needed = [made[value] for value in each.after]
+            if each.op is Op.COMMIT:
+                needed = [latest[stream] for stream in (Stream.PULL, Stream.PUSH, Stream.P2P) if stream in latest]
+            for other in needed:
+                if other.end_s > free:
+                    yield other.instruction.stream, other.end_s - free
+                    free = other.end_s
+            free = max(free, span.end_s)
+        latest[each.stream] = span
+        made.update(dict.fromkeys(each.writes, span))
 
 
 def simulate(programs: Sequence[RankProgram], cluster: Cluster, work: Work) -> Timeline:

@@ -121,17 +121,23 @@ class TokenFile:
         lengths.flags.writeable = False
         return cls(path, lengths, header.vocabulary, header.end_of_text, header.digest.hex(), tokens, offsets)
 
-    def verify(self) -> None:
-        """Read the whole file and compare its checksum.
+    def verify(self, progress: Callable[[int], None] | None = None) -> None:
+        """Read the whole file, a part at a time, and compare its checksum.
+
+        Args:
+            progress: called now and then, and at the end, with how many documents are read.
 
         Raises:
             ValueError: a byte differs from what was written.
         """
-        digest = hashlib.sha256()
+        digest, read = hashlib.sha256(), 0
         with self.path.open("rb") as file:
             file.seek(_HEADER_BYTES)
             while data := file.read(_READ_BYTES):
                 digest.update(data)
+                read += len(data)
+                if progress is not None:
+                    progress(self._documents_in(read))
         if digest.hexdigest() != self.fingerprint:
             raise ValueError(_corrupt(self.path, f"its sha256 is {digest.hexdigest()}, expected {self.fingerprint}"))
 
@@ -162,6 +168,11 @@ class TokenFile:
             raise IndexError(f"{self.path}: tokens [{start}, {stop}) of document {document}, which has {length}")
         first = int(self._offsets[document])
         return torch.from_numpy(self._tokens[first + start : first + stop].astype(np.int64))
+
+    def _documents_in(self, read: int) -> int:
+        """Return how many documents end within the first bytes after the header."""
+        tokens = min(read // self._tokens.itemsize, len(self._tokens))
+        return int(np.searchsorted(self._offsets, tokens, side="right")) - 1
 
     def __reduce__(self) -> tuple[Callable[[Path], TokenFile], tuple[Path]]:
         """Pickle as the path: a memory map would be pickled as all its tokens."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from hydragraph.cost.profile import PipelineCost, Profile, Scheme
-from hydragraph.planner.balance import Floats, Ints
+from hydragraph.planner.balance import Floats, Ints, finish
 from hydragraph.planner.packing import Packing, pack_sorted
 from hydragraph.planner.problem import Problem, problem
 from hydragraph.planner.spread import QUICK, Effort, bounded, ends, kicked, longest_first, search
@@ -104,6 +104,37 @@ def bound_pipelines(pipelines: Sequence[PipelineCost], lengths: Sequence[int]) -
     given = problem(pipelines, lengths, formed=True)
     somewhere = np.full(len(given.lengths), int(np.argmax([p.max_len for p in pipelines])), dtype=np.int64)
     return bounded(given, _least_cost(given), formed_room(given), somewhere).seconds
+
+
+def bound_devices(kinds: Sequence[PipelineCost], lengths: Sequence[int], devices: int) -> float:
+    """Return seconds that no assignment to any pipelines of these kinds, of so many devices in all, can beat.
+
+    By z, a pipeline of kind k can do room_k(z) work. So a sequence takes at least cost[i, k] / room_k(z) of one, and as
+    much of its devices; where these come to more than there are, with the best kind for each sequence, z is excluded.
+    """
+    given = problem(kinds, lengths, formed=True)
+    if not len(given.lengths):
+        return 0.0
+    sizes, cost, room = np.array([k.devices for k in given.kinds]), _least_cost(given), formed_room(given)
+    alone = np.full_like(cost, np.inf)
+    for i, t in np.argwhere(np.isfinite(cost)):
+        alone[i, t] = finish(given.shape[t], given.cost[i, t], given.lengths[i], given.lengths[i])
+
+    def enough(z: float) -> bool:
+        usable = alone <= z
+        needed = np.where(usable, cost, 0.0) * sizes / np.maximum(room(z), 1e-300)
+        return bool(np.where(usable, needed, np.inf).min(1).sum() <= devices)
+
+    low = float(alone.min(1).max())
+    if enough(low):
+        return low
+    high = 2 * low
+    while not enough(high):
+        high *= 2
+    while high - low > 1e-6 * high:
+        middle = (low + high) / 2
+        low, high = (low, middle) if enough(middle) else (middle, high)
+    return low
 
 
 def _late(until: float | None) -> bool:

@@ -123,6 +123,21 @@ def longest_first(cost: Floats, lengths: Floats, kind: Ints, shape: Floats, star
 
 
 @njit(cache=True, error_model="numpy")
+def quick_end(cost: Floats, lengths: Floats, kind: Ints, shape: Floats) -> float:
+    """Return when the last pipeline finishes if each item, longest first, is put where it finishes first."""
+    pipelines, n = len(kind), len(lengths)
+    placed = longest_first(cost, lengths, kind, shape, np.zeros(pipelines, np.int64), False)
+    loads, tokens = np.zeros(pipelines), np.zeros(pipelines)
+    first, second = np.zeros(pipelines, np.int64), np.zeros(pipelines, np.int64)
+    state_of(placed, cost, lengths, kind, loads, tokens, first, second)
+    last = 0.0
+    for p in range(pipelines):
+        if first[p] < n:
+            last = max(last, finish(shape[kind[p]], loads[p], tokens[p], lengths[first[p]]))
+    return last
+
+
+@njit(cache=True, error_model="numpy")
 def greedy(
     orders: Ints, cost: Floats, lengths: Floats, kind: Ints, shape: Floats, least_loaded: bool
 ) -> tuple[float, Ints]:

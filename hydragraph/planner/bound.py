@@ -21,6 +21,7 @@ Floats = NDArray[np.float64]
 
 GROUPS = 200  # of similar lengths, in the linear program
 ROUNDS = 3  # of the program at the z that the last one proved
+FORBIDDING = 1e6  # times the highest price: that of a kind without room, which could take no work whatever it costs
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,8 @@ def _groups(cost: Floats) -> NDArray[np.int64]:
 def _prices(cost: Floats, starts: NDArray[np.int64], room: Floats) -> tuple[Floats, Floats]:
     """Solve the linear program on groups; return the price of each kind and every sequence's shares."""
     n, kinds = cost.shape
+    if kinds == 1:
+        return np.ones(1), np.ones((n, 1))
     sizes = np.diff(np.append(starts, n))
     bounded = np.where(np.isfinite(cost), cost, 0.0)
     total = np.add.reduceat(bounded, starts, axis=0)
@@ -90,7 +93,9 @@ def _prices(cost: Floats, starts: NDArray[np.int64], room: Floats) -> tuple[Floa
         return np.ones(kinds), np.zeros_like(cost)
     shares = np.zeros((len(starts), kinds))
     shares[group, kind] = found.x[:-1]
-    return np.maximum(-found.ineqlin.marginals, 0.0), np.repeat(shares, sizes, axis=0)
+    prices = np.maximum(-found.ineqlin.marginals, 0.0)
+    prices[room <= 0] = FORBIDDING * prices.max()
+    return prices, np.repeat(shares, sizes, axis=0)
 
 
 def _reach(cost: Floats, prices: Floats, capacity: Callable[[float], Floats], start: float) -> float:
@@ -98,6 +103,8 @@ def _reach(cost: Floats, prices: Floats, capacity: Callable[[float], Floats], st
     priced = np.where(np.isfinite(cost), np.where(np.isfinite(cost), cost, 0.0) * prices, np.inf)
     needed = float(priced.min(1).sum())
     low, high = 0.0, start
+    if needed <= 0:
+        return 0.0
     if float(prices @ capacity(start)) < needed:
         return start
     while high - low > 1e-9 * high:

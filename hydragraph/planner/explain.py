@@ -23,11 +23,13 @@ from hydragraph.cost.profile import PipelineCost, Profile, Scheme
 from hydragraph.planner.assigning import PlannedAssignment, assign_pipelines
 from hydragraph.planner.choosing import Choice, compare
 from hydragraph.planner.proposing import propose
+from hydragraph.planner.refining import homogeneous, refine
 
 Strategy = tuple[Scheme, ...]
 
 SHOWN = 10  # candidates that are assigned on every mini-batch, beside those that win one or still may
 HOMOGENEOUS_SHOWN = 3
+TUNING = 8  # mini-batches on which candidates are improved; others than those that are planned
 REASON = {
     "work": "more device time for the same sequences",
     "waiting": "waiting for the slowest pipeline",
@@ -180,7 +182,8 @@ def explain(
         devices: how many there are.
         context: the longest sequence, in tokens.
         tokens: per mini-batch, at least.
-        strategies: the candidates; default: those proposed for the data, and all homogeneous ones.
+        strategies: the candidates; default: those proposed for the data and all homogeneous ones, also those that only
+            shorter sequences fit, and what they were improved to on mini-batches of their own.
         iterations: mini-batches to draw.
         seed: of the draw and the search.
 
@@ -195,7 +198,9 @@ def explain(
             f"{len(data)} sequences, {tokens} tokens per iteration, {iterations} iterations: give at least one of each"
         )
     batches = mini_batches(data.tolist(), tokens, iterations, seed)
-    chosen = [tuple(s) for s in strategies] or _candidates(profile, data.tolist(), devices, context)
+    chosen = [tuple(s) for s in strategies] or _candidates(
+        profile, data.tolist(), devices, context, mini_batches(data.tolist(), tokens, TUNING, seed + 1)
+    )
     _check_devices(chosen, devices)
     choices = [compare(chosen, profile, batch, seed=seed) for batch in batches]
     found = _compared(profile, chosen, choices, batches, context, seed)
@@ -238,12 +243,12 @@ def scheme_counts(strategy: Sequence[Scheme]) -> str:
     return " + ".join(f"{n}*<tp{tp},pp{pp}>" if n > 1 else f"<tp{tp},pp{pp}>" for (tp, pp), n in counts)
 
 
-def _candidates(profile: Profile, lengths: Sequence[int], devices: int, context: int) -> list[Strategy]:
-    """Return the proposed strategies and the homogeneous ones, also those that only shorter sequences fit."""
-    proposed = [tuple(s) for s in propose(profile, lengths, devices, context)]
-    alike = [(s,) * (devices // (s[0] * s[1])) for s in profile.schemes if s[0] * s[1] <= devices]
-    usable = [s for s in alike if profile.max_len(s[0], sum(tp * pp for tp, pp in s)) > 0]
-    return list(dict.fromkeys([*proposed, *usable]))
+def _candidates(
+    profile: Profile, lengths: Sequence[int], devices: int, context: int, tuning: Sequence[Sequence[int]]
+) -> list[Strategy]:
+    """Return the proposed strategies and the homogeneous ones, and what they were improved to."""
+    starts = [*propose(profile, lengths, devices, context), *homogeneous(profile, devices)]
+    return [tuple(s) for s in refine(starts, profile, tuning, devices, context=context)]
 
 
 def _check_devices(strategies: Sequence[Strategy], devices: int) -> None:

@@ -87,7 +87,7 @@ def propose(
     found = histogram(profile, lengths, devices, context)
     expected: dict[tuple[Scheme, ...], float] = {}
     for proposal in proposals(found, devices):
-        for strategy in roundings(proposal, profile, devices):
+        for strategy in roundings(proposal, profile, devices, context):
             if strategy not in expected:
                 expected[strategy] = expected_seconds(strategy, found, proposal.shares[-1].upto)
     longest = len(found.work[0]) - 1
@@ -101,7 +101,9 @@ def histogram(profile: Profile, lengths: Sequence[int], devices: int, context: i
     given = given[given > 0]
     if not len(given) or devices < 1 or context < 1:
         raise ValueError(f"{len(given)} sequences, {devices} devices, context {context}: give at least one of each")
-    usable = [s for s in profile.schemes if s[0] * s[1] <= devices and profile.max_len(s, devices) >= STEP]
+    usable = [
+        s for s in profile.schemes if s[0] * s[1] <= devices and profile.max_len(s, devices) >= min(STEP, context)
+    ]
     last = -(-int(context) // STEP)
     reach = {s: min(last, profile.max_len(s, devices) // STEP) for s in usable}
     reach |= {s: last for s in usable if profile.max_len(s, devices) >= context}
@@ -201,7 +203,7 @@ def _proposal(data: Histogram, upto: int, units: Ints, by: Ints, below: Ints) ->
     return Proposal(seconds, tuple(reversed(shares)))
 
 
-def roundings(proposal: Proposal, profile: Profile, devices: int) -> list[tuple[Scheme, ...]]:
+def roundings(proposal: Proposal, profile: Profile, devices: int, context: int) -> list[tuple[Scheme, ...]]:
     """Return the neighbouring integer strategies that fit the devices and take the longest length.
 
     Every scheme's pipelines are rounded down or up; strategies that another one contains are left out.
@@ -213,7 +215,8 @@ def roundings(proposal: Proposal, profile: Profile, devices: int) -> list[tuple[
     low = [math.floor(wanted[s] + 1e-9) for s in schemes]
     choices = [(n, n + 1) if wanted[s] > n + 1e-9 else (n,) for n, s in zip(low, schemes, strict=True)]
     sizes = [tp * pp for tp, pp in schemes]
-    longest = [profile.max_len(s, devices) >= proposal.shares[-1].upto for s in schemes]
+    reach = min(proposal.shares[-1].upto, context)  # the last level may end above the context
+    longest = [profile.max_len(s, devices) >= reach for s in schemes]
     kept = []
     for counts in product(*choices):
         free = devices - sum(n * size for n, size in zip(counts, sizes, strict=True))

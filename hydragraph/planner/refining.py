@@ -1,7 +1,9 @@
 """Improve candidate strategies on sample mini-batches: exchange pipelines of one scheme for pipelines of another.
 
 The proposal (Hydraulis, section 7) prices no bubbles and rounds every scheme by itself. So its candidates, and the
-homogeneous strategies beside them, are only where this search starts from.
+homogeneous strategies beside them, are only where this search starts from: once for all mini-batches together, and once
+for each group of those that one scheme just takes, since a mini-batch of short sequences may run a strategy that does
+not take the longest ones.
 """
 
 from __future__ import annotations
@@ -9,66 +11,112 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import product
 
+import numpy as np
+from numpy.typing import NDArray
+
 from hydragraph.cost.profile import Profile, Scheme
-from hydragraph.planner.problem import problem
-from hydragraph.planner.spread import longest_first, value
+from hydragraph.planner.sample import Sample, Strategy
 
-Strategy = tuple[Scheme, ...]
-
-STARTS = 4  # candidates that are improved
-ROUNDS = 12  # exchanges for each of them at most
+STARTS = 4  # candidates that are improved, for each group of mini-batches
+ROUNDS = 16  # exchanges for each of them at most
+WORTH = 1e-3  # part of the sample's time that a further candidate must save to be chosen for what it adds
 
 
 def homogeneous(profile: Profile, devices: int) -> list[list[Scheme]]:
-    """Return every strategy of equal pipelines that fills the devices."""
-    fitting = [s for s in profile.schemes if devices % size(s) == 0 and profile.max_len(s, devices) > 0]
-    return [[s] * (devices // size(s)) for s in fitting]
+    """Return as many equal pipelines of each scheme as there is room for, where anything fits them."""
+    every = [[s] * (devices // size(s)) for s in profile.schemes if size(s) <= devices]
+    return [strategy for strategy in every if profile.max_len(strategy[0], sum(map(size, strategy))) > 0]
 
 
 def refine(
-    candidates: Sequence[Sequence[Scheme]], profile: Profile, batches: Sequence[Sequence[int]], devices: int
+    candidates: Sequence[Sequence[Scheme]],
+    profile: Profile,
+    batches: Sequence[Sequence[int]],
+    devices: int,
+    *,
+    context: int | None = None,
 ) -> list[list[Scheme]]:
-    """Return the candidates and what they were improved to, the quickest on the sample first.
+    """Return the candidates and what they were improved to: the best static one, then what choosing gains most from.
 
     Args:
         candidates: strategies, such as those of `propose` and `homogeneous`.
         batches: sequence lengths of sample mini-batches.
         devices: how many there are.
+        context: the longest sequence that the static one must take; default: the sample's longest.
 
-    Each improvement takes pipelines of one scheme away and puts as many of another as fit into the room. A strategy
-    is priced by the quick plan of each mini-batch, bubbles included, with `profile.hetero_sync_s` if pipelines differ.
+    Each improvement takes pipelines of one scheme away and puts as many of another as fit into the room. Behind the
+    first, each strategy is the one that saves most where every mini-batch runs the quickest of those before and it;
+    behind these, where none saves anything worth mentioning, the rest follows by its time for all mini-batches.
     """
-    known: dict[Strategy, float] = {}
+    sample = Sample(profile, batches, devices)
+    longest = context if context is not None else max(sample.longest, default=0)
+    starts = list(dict.fromkeys(tuple(sorted(c, reverse=True)) for c in candidates))
+    found = dict.fromkeys(starts)
+    everything = np.arange(len(sample.longest))
+    for group, reach in [(everything, longest), *groups(sample, profile, devices)]:
+        able = [s for s in starts if sample.reach(s) >= reach]
+        for start in sorted(able, key=lambda s: (_total(sample, s, group), s))[:STARTS]:
+            found[climbed(start, sample, group, reach, profile, devices)] = None
+    chosen = complementary(sample, longest)
+    rest = sorted(found, key=lambda s: (sample.reach(s) < longest, _total(sample, s, everything), s))
+    return [list(s) for s in dict.fromkeys([*chosen, *rest])]
+
+
+def groups(sample: Sample, profile: Profile, devices: int) -> list[tuple[NDArray[np.int64], int]]:
+    """Return which mini-batches each scheme just takes, with the longest sequence among them.
+
+    Mini-batches that the same schemes take belong together, because the same strategies are open to them; those that
+    belong to the longest ones are left out, as all that take these must take the rest.
+    """
+    limits = sorted({profile.max_len(s, devices) for s in profile.schemes if size(s) <= devices})
+    longest = np.array(sample.longest)
+    which = np.searchsorted(limits, longest)
+    found = [np.flatnonzero(which == level) for level in np.unique(which)[:-1]]
+    return [(group, int(longest[group].max())) for group in found]
+
+
+def climbed(
+    start: Strategy, sample: Sample, group: NDArray[np.int64], reach: int, profile: Profile, devices: int
+) -> Strategy:
+    """Return what a strategy is improved to on a group of mini-batches; it still takes `reach` tokens.
+
+    What unequal pipelines pay is left out on the way: one exchange alone seldom earns it, several may.
+    """
 
     def price(strategy: Strategy) -> float:
-        if strategy not in known:
-            known[strategy] = seconds(strategy, profile, batches)
-        return known[strategy]
+        return float(sample.computing(strategy)[group].sum())
 
-    starts = [tuple(sorted(c, reverse=True)) for c in candidates]
-    found = list(dict.fromkeys(starts))
-    for start in sorted(found, key=lambda s: (price(s), s))[:STARTS]:
-        at = start
-        for _ in range(ROUNDS):
-            best = min(exchanges(at, profile, devices), key=lambda s: (price(s), s), default=at)
-            if price(best) >= price(at):
-                break
-            at = best
-        found.append(at)
-    return [list(s) for s in sorted(dict.fromkeys(found), key=lambda s: (price(s), s))]
+    at = start
+    for _ in range(ROUNDS):
+        able = [s for s in exchanges(at, profile, devices) if sample.reach(s) >= reach]
+        best = min(able, key=lambda s: (price(s), s), default=at)
+        if price(best) >= price(at):
+            break
+        at = best
+    return at
 
 
-def seconds(strategy: Strategy, profile: Profile, batches: Sequence[Sequence[int]]) -> float:
-    """Return what a strategy takes for all mini-batches by their quick plans, infinite where it cannot take them."""
-    pipelines = profile.pipelines(strategy)
-    reach = max(p.max_len for p in pipelines)
-    if any(max(lengths, default=0) > reach for lengths in batches):
-        return float("inf")
-    total = 0.0
-    for lengths in batches:
-        given = problem(pipelines, lengths, formed=True)
-        total += value(given, longest_first(given))
-    return total + (profile.hetero_sync_s * len(batches) if len(set(strategy)) > 1 else 0.0)
+def complementary(sample: Sample, reach: int) -> list[Strategy]:
+    """Return, of all strategies that were priced, the best one that takes `reach`, then what adds most to those before.
+
+    Empty where no strategy takes `reach` and all mini-batches.
+    """
+    known = list(sample.known)
+    if not known or not sample.longest:
+        return []
+    table = np.array([sample.seconds(s) for s in known])
+    totals = np.where([sample.reach(s) >= reach for s in known], table.sum(1), np.inf)
+    at = min(range(len(known)), key=lambda i: (totals[i], known[i]))
+    if not np.isfinite(totals[at]):
+        return []
+    chosen, quickest = [known[at]], table[at]
+    while True:
+        together = np.minimum(table, quickest).sum(1)
+        at = min(range(len(known)), key=lambda i: (together[i], known[i]))
+        if together[at] >= quickest.sum() * (1 - WORTH):
+            return chosen
+        chosen.append(known[at])
+        quickest = np.minimum(quickest, table[at])
 
 
 def exchanges(strategy: Strategy, profile: Profile, devices: int) -> Iterator[Strategy]:
@@ -89,3 +137,7 @@ def exchanges(strategy: Strategy, profile: Profile, devices: int) -> Iterator[St
 def size(scheme: Scheme) -> int:
     """Return the devices of a scheme."""
     return scheme[0] * scheme[1]
+
+
+def _total(sample: Sample, strategy: Strategy, group: NDArray[np.int64]) -> float:
+    return float(sample.seconds(strategy)[group].sum())

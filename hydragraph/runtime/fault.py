@@ -17,28 +17,25 @@ The protocol, per process:
 
 from __future__ import annotations
 
-import json
-import mmap
-import os
 import socket
-import struct
 import tempfile
 import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
-from queue import Empty, SimpleQueue
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore, Store  # type: ignore[attr-defined]
 
 from hydragraph.errors import RankFailure
+from hydragraph.runtime.board import Board, Pulse
+from hydragraph.runtime.ledger import NAMESPACE, Fault, Ledger, own_client
 from hydragraph.runtime.message import Work
+from hydragraph.runtime.sockets import open_sockets, shut_down
+from hydragraph.runtime.waiter import Waiter
 
 _REMEDY = "restart all ranks and load the last checkpoint"
 _POLL = timedelta(seconds=0.1)  # a poll of the store costs 30-95 us
@@ -47,222 +44,10 @@ _STOPPED = timedelta(seconds=1.5)  # once communication has failed: a heartbeat 
 _PATIENCE = timedelta(seconds=2.5)  # to learn who is at fault; longer than _STOPPED, so that a stopped rank is found
 _LAST_CHANCE = timedelta(seconds=0.5)  # for waits to end by the cut; it takes effect within 0.1 s where it does
 _SILENCE = timedelta(seconds=10)  # with no other sign of a failure; a long call that holds the GIL also stops the beat
-_DEATH = "hydragraph/death"
-_NAMESPACE = "hydragraph/watch"
-
-
-@dataclass(frozen=True)
-class Fault:
-    """The one failure that all ranks agree on: who, at which step and instruction, and what it raised."""
-
-    rank: int
-    step: int
-    instruction: str
-    error: str
-
-
-class _Ledger:
-    """The fault's place in a store: written once, read by everybody.
-
-    A store that cannot be reached (its host died) reads as "no fault" from then on; heartbeats have to do.
-    """
-
-    def __init__(self, store: Store, namespace: str) -> None:
-        self._store, self._key = store, f"{namespace}/fault"
-        self._lost = False
-
-    def read(self) -> Fault | None:
-        """The fault, if one was written."""
-        text = self._get(self._key)
-        return None if text is None else Fault(**json.loads(text))
-
-    def write(self, fault: Fault) -> Fault:
-        """Writes the fault unless there is one; returns the one that stands."""
-        text = self._ask(lambda: self._store.compare_set(self._key, "", json.dumps(asdict(fault))))
-        return fault if text is None else Fault(**json.loads(text))
-
-    def death(self) -> tuple[int, str] | None:
-        """The rank that the launcher saw die, and how."""
-        text = self._get(_DEATH)
-        if text is None:
-            return None
-        rank, how = json.loads(text)
-        return int(rank), str(how)
-
-    def _get(self, key: str) -> bytes | None:
-        return self._ask(lambda: self._store.get(key) if self._store.check([key]) else None)
-
-    def _ask(self, question: Callable[[], bytes | None]) -> bytes | None:
-        # A client never reconnects, and PyTorch logs every try: one is enough.
-        if self._lost:
-            return None
-        try:
-            return question()
-        except RuntimeError:
-            self._lost = True
-            return None
-
-
-def announce_death(store: Store, rank: int, how: str) -> None:
-    """Tells the watches of a launch that a rank died; only the first death counts, others may follow from it."""
-    store.compare_set(_DEATH, "", json.dumps([rank, how]))
-
-
-def last_fault(store: Store) -> Fault | None:
-    """The fault of the newest watch over a store, for the launcher that hosts it; None where nothing failed."""
-    if not store.check([_NAMESPACE]):
-        return None
-    return _Ledger(store, store.get(_NAMESPACE).decode()).read()
-
-
-@dataclass(frozen=True)
-class Progress:
-    """One rank's line of the board.
-
-    Attributes:
-        beats: heartbeats so far; 0 where the rank does not write on this board.
-        step: the step it is in, or was in last.
-        instruction: the index of the instruction it is at; None outside a step.
-    """
-
-    beats: int
-    step: int
-    instruction: int | None
-
-
-class Board:
-    """A small file in memory, shared by the ranks of one host, where each writes what it is doing.
-
-    Args:
-        path: the file; made where it does not exist.
-        ranks: how many lines it has.
-    """
-
-    _BEATS = struct.Struct("q")
-    _PLACE = struct.Struct("qq")  # the step, and the instruction's index + 1
-    _LINE = 64  # bytes: a cache line, so that ranks do not disturb each other
-
-    def __init__(self, path: Path, ranks: int) -> None:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-        try:
-            os.ftruncate(descriptor, ranks * self._LINE)
-            self._memory = mmap.mmap(descriptor, ranks * self._LINE)
-        finally:
-            os.close(descriptor)
-
-    def beat(self, rank: int) -> None:
-        """Adds one to a rank's heartbeat; only that rank may call it."""
-        (beats,) = self._BEATS.unpack_from(self._memory, rank * self._LINE)
-        self._BEATS.pack_into(self._memory, rank * self._LINE, beats + 1)
-
-    def place(self, rank: int, step: int, instruction: int | None) -> None:
-        """Notes where a rank is; takes less than a microsecond."""
-        index = 0 if instruction is None else instruction + 1
-        self._PLACE.pack_into(self._memory, rank * self._LINE + self._BEATS.size, step, index)
-
-    def read(self, rank: int) -> Progress:
-        """What a rank has written."""
-        (beats,) = self._BEATS.unpack_from(self._memory, rank * self._LINE)
-        step, index = self._PLACE.unpack_from(self._memory, rank * self._LINE + self._BEATS.size)
-        return Progress(beats, step, index - 1 if index else None)
-
-    def close(self) -> None:
-        """Unmaps the file."""
-        self._memory.close()
-
-
-class _Pulse:
-    """For how long each rank of this host has not beaten, counted in this process's own polls.
-
-    Own polls and not the clock: when the whole job is suspended and resumed, nobody has missed a beat.
-    """
-
-    def __init__(self, board: Board, ranks: tuple[int, ...]) -> None:
-        self._board = board
-        self._beats = dict.fromkeys(ranks, 0)
-        self._missed = dict.fromkeys(ranks, 0)
-
-    def poll(self) -> None:
-        for rank, before in self._beats.items():
-            beats = self._board.read(rank).beats
-            # A rank that never beat writes on another board (or has none yet): nothing is known of it.
-            self._missed[rank] = self._missed[rank] + 1 if beats == before and beats > 0 else 0
-            self._beats[rank] = beats
-
-    def stopped(self, duration: timedelta) -> int | None:
-        """The rank that has been silent longest, if for so long at least."""
-        rank = max(self._missed, key=self._missed.__getitem__, default=None)
-        return rank if rank is not None and self._missed[rank] * _POLL >= duration else None
-
-
-class _Waiter:
-    """Waits for works on a thread of its own, so that a wait can be left behind."""
-
-    def __init__(self) -> None:
-        self._requests: SimpleQueue[tuple[Work, SimpleQueue[Exception | None]] | None] = SimpleQueue()
-        threading.Thread(target=self._run, name="hydragraph-waiter", daemon=True).start()
-
-    def _run(self) -> None:
-        while (request := self._requests.get()) is not None:
-            work, answer = request
-            try:
-                work.wait()
-                answer.put(None)
-            except Exception as error:
-                answer.put(error)
-            del request, work, answer  # a buffer must not live until the next wait
-
-    def wait(self, work: Work, abandoned: Callable[[], bool]) -> None:
-        """Waits until the work is done or `abandoned()`; raises the work's error, or RuntimeError."""
-        answer: SimpleQueue[Exception | None] = SimpleQueue()
-        self._requests.put((work, answer))
-        while True:
-            try:
-                error = answer.get(timeout=_POLL.total_seconds())
-            except Empty:
-                if abandoned():
-                    raise RuntimeError("communication was ended, but one operation did not end with it") from None
-                continue
-            if error is not None:
-                raise error
-            return
-
-    def close(self) -> None:
-        """Ends the thread, once it waits for nothing."""
-        self._requests.put(None)
 
 
 class _Disconnected(RuntimeError):  # noqa: N818
     """Marks an error of communication, whose origin may be another rank; its cause is the error itself."""
-
-
-def _sockets() -> frozenset[tuple[int, str]]:
-    """The open sockets of this process as (descriptor, inode); empty where the system does not list them."""
-    found: set[tuple[int, str]] = set()
-    try:
-        descriptors = os.listdir("/proc/self/fd")
-    except OSError:
-        return frozenset()
-    for descriptor in descriptors:
-        try:
-            name = os.readlink(f"/proc/self/fd/{descriptor}")
-        except OSError:
-            continue
-        if name.startswith("socket:"):
-            found.add((int(descriptor), name))
-    return frozenset(found)
-
-
-def _shut_down(descriptor: int) -> None:
-    """Ends a connection for both sides, leaving the descriptor to its owner."""
-    try:
-        with socket.socket(fileno=os.dup(descriptor)) as connection:
-            # Shutting a listener makes gloo's accept fail, which it treats as fatal for the process.
-            listening = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
-            if connection.family in (socket.AF_INET, socket.AF_INET6) and not listening:
-                connection.shutdown(socket.SHUT_RDWR)
-    except OSError:
-        return  # it closed meanwhile
 
 
 class Watch:
@@ -301,12 +86,12 @@ class Watch:
         dist.all_gather_object([None] * self.ranks, None)  # all have opened it: nobody needs its name any more
         path.unlink(missing_ok=True)
         self._local = tuple(r for r, (host, _) in enumerate(hosts) if host == hosts[self.rank][0] and r != self.rank)
-        self._pulse = _Pulse(self._board, self._local)
-        store = _own_client()
+        self._pulse = Pulse(self._board, self._local, _POLL)
+        store = own_client()
         if self.rank == 0:
-            store.set(_NAMESPACE, f"hydragraph/{name}")
-        self._ledger = _Ledger(store, f"hydragraph/{name}")
-        self._waiter = _Waiter()
+            store.set(NAMESPACE, f"hydragraph/{name}")
+        self._ledger = Ledger(store, f"hydragraph/{name}")
+        self._waiter = Waiter(_POLL)
         self._thread = threading.Thread(target=self._run, name="hydragraph-watch", daemon=True)
         self._thread.start()
 
@@ -315,9 +100,9 @@ class Watch:
     @contextmanager
     def guarding(self) -> Iterator[None]:
         """Makes the connections opened inside the ones to cut after a fault: create communicators inside."""
-        before = _sockets()
+        before = open_sockets()
         yield
-        self._guarded |= _sockets() - before
+        self._guarded |= open_sockets() - before
 
     def also_abort(self, abort: Callable[[], None]) -> None:
         """Calls `abort` after a fault too, from any thread; it ends operations that no socket of ours carries."""
@@ -453,8 +238,8 @@ class Watch:
             for abort in self._aborts:
                 abort()
             # Descriptors are reused: only those that are still the same socket.
-            for descriptor, _ in self._guarded & _sockets():
-                _shut_down(descriptor)
+            for descriptor, _ in self._guarded & open_sockets():
+                shut_down(descriptor)
             self._aborts, self._guarded = [], set()
             self._cut_at = self._cut_at or time.monotonic()
 
@@ -473,18 +258,6 @@ class Watch:
             return self._describe(rank, index)
         except Exception:  # a bad description must not hide the fault
             return f"instruction {index}"
-
-
-def _own_client() -> Store:
-    """A connection of our own to the store that the default process group met at.
-
-    The store beneath all prefixes: the launcher that hosts it knows no prefix of torch's.
-    """
-    assert dist.group.WORLD is not None
-    store = dist.group.WORLD.get_group_store()
-    while isinstance(store, PrefixStore):
-        store = store.underlying_store
-    return store.clone()  # type: ignore[attr-defined, no-any-return]
 
 
 def _text(error: BaseException) -> str:

@@ -24,10 +24,12 @@ from torch import Tensor
 
 from hydragraph.cost import fitting
 from hydragraph.cost.fitting import Lengths, Measured, Measurements
-from hydragraph.cost.memory import MicroBatch, footprint
-from hydragraph.cost.profile import AUX, Constants, Device, Kind, Piece, Profile, Scheme
+from hydragraph.cost.footprint import MicroBatch, footprint
+from hydragraph.cost.pieces import AUX, Constants, Device, Kind, Piece
+from hydragraph.cost.profile import Profile, Scheme
 from hydragraph.frontend.packed import own_fields
 from hydragraph.ir.program import Block, Program, Template
+from hydragraph.passes.compiled import choose_backend
 from hydragraph.passes.differentiate import COLLECTIVES
 from hydragraph.passes.shard import Degree
 from hydragraph.runtime.batch import pack
@@ -53,12 +55,14 @@ class Subject:
         vocabulary: token ids are below it.
         positions: position ids are below it; None: any will do. Sequences may be longer than that, as times do not
             depend on the values of positions.
+        backend: what runs its graphs, as in `hydragraph.compile`.
     """
 
     program: Program
     buffers: Mapping[str, Tensor]
     vocabulary: int
     positions: int | None = None
+    backend: str | None = None
 
 
 @dataclass(frozen=True)
@@ -213,7 +217,9 @@ class _Bench:
         self._stages = stages
         self._collectives = next(iter(groups.tensor_parallel(stages).values()), None)
         self._degree = Degree(tp, rank % tp, kind.sequence_parallel)
-        self._variants = Variants(subject.program)
+        backend = choose_backend(subject.backend, self._device)
+        self._traced = Variants(subject.program)  # whose graphs know their sizes
+        self._run = Variants(subject.program, backend=backend, device=self._device, fused_head=backend == "inductor")
         self._batches: dict[Lengths, dict[str, Tensor]] = {}
         self._parts = tp if kind.sequence_parallel else 1
         self._several = "cu_seqlens" in self._program.templates[self._program.blocks[-1].template].inputs
@@ -309,7 +315,7 @@ class _Bench:
 
     def _sizes(self, block: Block) -> Piece:
         """Return what a block holds on this rank: its values are as many bytes per token, and some that are fixed."""
-        variant = self._variants.get(block, self._degree, self._kind.recompute)
+        variant = self._traced.get(block, self._degree, self._kind.recompute)
         small, large = 1024 * self._kind.tp, 2048 * self._kind.tp
         one, two = (footprint(variant, self._degree, MicroBatch(n, 1)) for n in (small, large))
 
@@ -334,10 +340,11 @@ class _Bench:
         """Return a function that runs a block forward and backward and adds its gradients up."""
         template = self._program.templates[block.template]
         parameters = local_parameters(self._program, block, template)
-        variant = self._variants.get(block, self._degree, self._kind.recompute)
+        variant = self._run.get(block, self._degree, self._kind.recompute)
         shapes = {name: p.local_shape(self._degree.tp, self._degree.index) for name, p in parameters.items()}
-        dtype, device = self._program.dtype, self._device
-        weights = {name: torch.randn(shape, dtype=dtype, device=device) * 0.02 for name, shape in shapes.items()}
+        dtype, device, tp = self._program.dtype, self._device, self._degree.tp
+        flat = {name: 0.02 * torch.randn(math.prod(shape), device=device) for name, shape in shapes.items()}
+        weights = {name: p.natural(flat[name].to(dtype), tp, self._degree.index) for name, p in parameters.items()}
         sums = {name: torch.zeros(shape, device=device) for name, shape in shapes.items()}
         fixed = {local: self._buffers[n] for local, n in zip(template.buffers, block.buffers, strict=True)}
         others = dict(zip((i for i in template.inputs if i.startswith("other.")), block.aux, strict=True))

@@ -22,7 +22,8 @@ import torch
 from hydragraph.errors import RankFailure
 from hydragraph.runtime import checkpoint
 from hydragraph.runtime.agreement import together_own
-from hydragraph.runtime.checkpoint import PathLike, Prepared
+from hydragraph.runtime.checkpoint import Prepared
+from hydragraph.runtime.checkpoint_folder import PathLike
 from hydragraph.runtime.groups import Groups
 from hydragraph.runtime.launch import World
 from hydragraph.runtime.state import HomeState

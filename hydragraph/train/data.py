@@ -77,6 +77,22 @@ def open_tokens(directory: Path) -> Tokens:
     return Tokens(tokenizer.load(directory), TokenFile.open(directory / _TOKENS))
 
 
+def verify(directory: Path, progress: Progress | None = None) -> None:
+    """Read all that `prepare` made, to notice what a disk or a copy has changed since; once per run and host is enough.
+
+    Without it a changed token would train the model on another text, and nothing would tell.
+
+    Args:
+        directory: that `prepare` returned.
+        progress: as for `prepare`.
+
+    Raises:
+        ValueError: the token file is not what was written; once it is deleted, `prepare` makes it anew.
+    """
+    report = progress or (lambda what, done: None)
+    TokenFile.open(directory / _TOKENS).verify(lambda done: report("checking the token file", done))
+
+
 def _is_whole(directory: Path) -> bool:
     return (directory / _TOKENS).is_file()
 

@@ -17,7 +17,8 @@ from hydragraph.cost.fitting import (
     token_counts,
     util_len,
 )
-from hydragraph.cost.profile import AUX, Constants, Device, Kind, Piece, Profile
+from hydragraph.cost.pieces import AUX, Constants, Device, Kind, Piece
+from hydragraph.cost.profile import Profile
 from hydragraph.spec.strategy import Pipeline, Stage
 
 ROWS = micro_batches(token_counts(8192, 16))

@@ -13,6 +13,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer, models
 
+from hydragraph.data import token_file
 from hydragraph.data.corpus import documents
 from hydragraph.data.token_file import TokenFile, write_tokens
 from hydragraph.data.tokenizer import train_bpe
@@ -130,6 +131,16 @@ def test_a_changed_token_is_found_by_the_checksum(path: Path, at: int) -> None:
     flip(path, at)
     with pytest.raises(ValueError, match=r"its sha256 is \w{64}, expected \w{64}; delete it and rerun"):
         TokenFile.open(path).verify()
+
+
+def test_checking_reads_a_part_at_a_time_and_tells_how_far_it_is(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(token_file, "_READ_BYTES", 64)
+    file, told = TokenFile.open(path), list[int]()
+    file.verify(told.append)
+    assert len(told) == -(-(path.stat().st_size - 128) // 64)
+    ends = np.cumsum(file.lengths) * (2 if file.vocabulary <= 1 << 16 else 4)
+    assert told == [int((ends <= 64 * (i + 1)).sum()) for i in range(len(told))]
+    assert told[-1] == len(file)
 
 
 # The first offset, the last one, and the highest bits of one between.

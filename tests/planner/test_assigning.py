@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 from hydragraph import planner
 from hydragraph.cost.profile import PipelineCost
-from hydragraph.planner.assigning import PlannedAssignment, assign_pipelines
+from hydragraph.planner.assigning import PlannedAssignment, assign_pipelines, bound_devices
 from hydragraph.planner.packing import costs_of
 from hydragraph.planner.recurrence import pipeline_seconds, published_seconds
 from tests.planner.examples import MIXED, PROFILE, lengths, pipelines
@@ -54,6 +55,35 @@ def test_no_assignment_beats_the_bound(kinds: tuple[PipelineCost, ...], sizes: l
             worst = max(worst, min(options, default=np.inf))
         best = min(best, worst)
     assert found.bound <= best * (1 + 1e-9)
+
+
+@given(pipelines(most=1), pipelines(most=1), st.lists(st.integers(0, 2000), max_size=8), st.integers(1, 3))
+@settings(max_examples=60)
+def test_no_strategy_beats_the_bound_of_its_devices(
+    one: tuple[PipelineCost, ...], other: tuple[PipelineCost, ...], sizes: list[int], devices: int
+) -> None:
+    kinds = (*one, replace(*other, devices=2))
+    bound = bound_devices(kinds, sizes, devices)
+    for count in range(1, devices + 1):
+        for strategy in itertools.combinations_with_replacement(kinds, count):
+            if sum(k.devices for k in strategy) <= devices:
+                assert bound <= assign_pipelines(strategy, sizes).seconds * (1 + 1e-9)
+
+
+def test_a_kind_that_has_no_time_to_do_anything_does_not_loosen_the_bound() -> None:
+    useful = PipelineCost(a=1e-9, b=1e-3, c=0.0, stages=1, max_len=2000, util_len=1, devices=1)
+    hopeless = replace(useful, b=1e-6, c=100.0, stages=4)
+    found = assign_pipelines((useful, hopeless), [10] * 100)
+    assert found.seconds == pytest.approx(1.0, rel=1e-3)
+    assert found.gap <= 1e-6
+
+
+def test_the_bound_of_devices_is_reached_where_work_can_be_divided() -> None:
+    kind = PipelineCost(a=1e-9, b=1e-3, c=0.0, stages=1, max_len=2000, util_len=1, devices=2)
+    dear = replace(kind, b=1.0, devices=1)
+    assert bound_devices([kind, dear], [10] * 800, 8) == pytest.approx(800 * 10 * 1e-3 / 4, rel=1e-3)
+    assert bound_devices([kind, dear], [1000, 10], 8) == pytest.approx(1.001, rel=1e-3)  # one sequence cannot be cut
+    assert bound_devices([kind], [0], 8) == 0.0
 
 
 @pytest.mark.parametrize("seed", range(2))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -69,13 +71,22 @@ def test_roundings_are_neighbours_that_leave_no_room() -> None:
         wanted: dict[tuple[int, int], float] = {}
         for share in proposal.shares:
             wanted[share.scheme] = wanted.get(share.scheme, 0.0) + share.pipelines
-        for strategy in roundings(proposal, PROFILE, 16):
+        for strategy in roundings(proposal, PROFILE, 16, 12000):
             free = 16 - sum(tp * pp for tp, pp in strategy)
             assert free >= 0
             for scheme, d in wanted.items():
                 count = strategy.count(scheme)
                 assert abs(count - d) < 1
                 assert count >= d or scheme[0] * scheme[1] > free
+
+
+def test_a_context_below_one_level_is_proposed_for() -> None:
+    short = replace(PROFILE, limits={(1, 1): 60, (2, 1): 100})
+    few = replace(short, schemes={s: PROFILE.schemes[s] for s in short.limits})
+    assert planner.propose(few, [10, 40, 60], 4, 60)
+    found = planner.propose(few, [10, 40, 90], 4, 90)
+    assert found
+    assert all((2, 1) in strategy for strategy in found)
 
 
 def test_what_no_scheme_takes_is_refused() -> None:

@@ -9,7 +9,6 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -18,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from hydragraph.errors import RankFailure
-from hydragraph.runtime.fault import Board, Fault, Progress, Watch, announce_death, last_fault
+from hydragraph.runtime.fault import Watch
 from hydragraph.runtime.groups import Groups, Role
 from hydragraph.runtime.launch import join, launch
 
@@ -269,35 +268,3 @@ def test_alone_errors_are_ones_own() -> None:
     with watch.step(3):
         pass
     watch.close()
-
-
-def test_board_keeps_ranks_apart(tmp_path: Path) -> None:
-    board, other = Board(tmp_path / "board", 3), Board(tmp_path / "board", 3)
-    assert other.read(1) == Progress(0, 0, None)
-    board.beat(1)
-    board.place(1, 7, 0)
-    board.beat(1)
-    assert other.read(1) == Progress(2, 7, 0)
-    board.place(1, 8, None)
-    assert other.read(1) == Progress(2, 8, None)
-    assert other.read(0) == other.read(2) == Progress(0, 0, None)
-    board.close()
-    other.close()
-
-
-def test_the_first_fault_stands() -> None:
-    store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
-    assert last_fault(store) is None
-    store.set("hydragraph/watch", "hydragraph/test")
-    assert last_fault(store) is None
-    announce_death(store, 2, "killed")
-    announce_death(store, 1, "killed later")
-    assert json.loads(store.get("hydragraph/death")) == [2, "killed"]
-    fault = Fault(2, 5, "push", "killed")
-    from hydragraph.runtime.fault import _Ledger
-
-    ledger = _Ledger(store, "hydragraph/test")
-    assert ledger.write(fault) == fault
-    assert ledger.write(replace(fault, rank=1)) == fault
-    assert last_fault(store) == fault
-    assert ledger.death() == (2, "killed")

@@ -10,8 +10,10 @@ import pytest
 import torch
 
 import hydragraph as hg
-from hydragraph.cost.memory import MicroBatch, rank_memory
-from hydragraph.cost.profile import AUX, Kind, Profile
+from hydragraph.cost.footprint import MicroBatch
+from hydragraph.cost.memory import rank_memory
+from hydragraph.cost.pieces import AUX, Kind
+from hydragraph.cost.profile import Profile
 from hydragraph.frontend.capture import capture
 from hydragraph.frontend.initialise import initial_buffers
 from hydragraph.runtime.groups import Groups

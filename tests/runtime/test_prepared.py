@@ -5,16 +5,17 @@ from __future__ import annotations
 from unittest import mock
 
 from hydragraph.ir.layout import home
+from hydragraph.runtime import prepared
 from hydragraph.runtime.prepared import Preparer
 from hydragraph.runtime.variants import Variants
 from hydragraph.spec.strategy import Strategy
 from tests.models import captured
 
 
-def preparer(capacity: int) -> Preparer:
+def preparer(capacity: int, ranks: int = 1) -> Preparer:
     program, model = captured("llama")
-    homes = {bucket.name: home(bucket.size, range(1)) for bucket in program.buckets}
-    return Preparer(program, Variants(program), dict(model.named_buffers()), homes, 0, 1, capacity)
+    homes = {bucket.name: home(bucket.size, range(ranks)) for bucket in program.buckets}
+    return Preparer(program, Variants(program), dict(model.named_buffers()), homes, 0, ranks, capacity)
 
 
 def test_the_least_recently_used_iteration_is_forgotten_and_prepared_again() -> None:
@@ -32,6 +33,25 @@ def test_the_least_recently_used_iteration_is_forgotten_and_prepared_again() -> 
         assert again.program == second.program
         assert again.blocks["layer.0"].variant is second.blocks["layer.0"].variant  # nothing is compiled twice
         assert prepare.call_count == 4
+
+
+def test_exchanges_are_shared_and_those_used_last_are_kept() -> None:
+    strategies = [Strategy.parse(f"<[{r}]x1,[{r + 1}]x1>", layers=2) for r in range(1, 11, 2)]
+    prepares, buckets = preparer(capacity=2, ranks=11), len(captured("llama")[0].buckets)
+    with mock.patch.object(prepared, "pull_exchange", wraps=prepared.pull_exchange) as made:
+        first = prepares.get(strategies[0], (1,), "train")
+        needed = made.call_count
+        assert 1 < needed <= buckets
+        other = prepares.get(strategies[0], (2,), "train")
+        assert made.call_count == needed, "another count of micro-batches moves the same slices"
+        assert all(other.pulls[name] is pull for name, pull in first.pulls.items())
+        for strategy in strategies[1:]:
+            prepares.get(strategy, (1,), "train")
+        assert made.call_count == len(strategies) * needed
+        again = prepares.get(strategies[0], (1,), "train")
+        assert made.call_count == (len(strategies) + 1) * needed, "forgotten, as other strategies have been used since"
+        assert again.program == first.program
+        assert again.pulls.keys() == first.pulls.keys()
 
 
 def test_modes_are_kept_apart() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import logging
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ import safetensors
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from transformers import BertForMaskedLM, BertForNextSentencePrediction, BertForPreTraining
 
 import hydragraph as hg
 from hydragraph.frontend.capture import capture
@@ -239,6 +241,42 @@ def test_names_and_buffers_of_older_versions_are_converted(tmp_path: Path) -> No
     exe = compiled("bert", model)
     exe.load_pretrained(tmp_path)
     assert_holds(exe, model)
+
+
+def test_heads_that_only_other_classes_have_are_left_unread_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model: Any = bert()
+    whole = BertForPreTraining(model.config).eval()
+    whole.save_pretrained(tmp_path)
+    assert {"bert.pooler.dense.weight", "cls.seq_relationship.weight"} <= load_file(
+        tmp_path / "model.safetensors"
+    ).keys()
+    exe = compiled("bert", model)
+    with counting() as counts, caplog.at_level(logging.WARNING, "hydragraph"):
+        exe.load_pretrained(tmp_path)
+    (warning,) = caplog.messages
+    assert warning == (
+        f"pretrained {tmp_path}: left unread, as the model has no such part: bert.pooler.dense, cls.seq_relationship"
+    )
+    heads = (whole.bert.pooler, whole.cls.seq_relationship)
+    assert sum(counts) == stored_bytes(tmp_path) - sum(4 * p.numel() for head in heads for p in head.parameters())
+    assert_holds(exe, BertForMaskedLM.from_pretrained(tmp_path))
+
+
+def test_a_head_does_not_excuse_what_is_missing_or_of_another_depth(tmp_path: Path) -> None:
+    model: Any = bert()
+    exe = compiled("bert", model)
+    BertForPreTraining(bert(layers=2).config).save_pretrained(tmp_path / "deep")
+    with pytest.raises(
+        ValueError, match=r"unknown to the model: bert\.encoder\.layer\.1\..* and 13 more: build the model"
+    ):
+        exe.load_pretrained(tmp_path / "deep")
+    BertForNextSentencePrediction(model.config).save_pretrained(tmp_path / "other")
+    with pytest.raises(
+        ValueError, match=r"missing in the files: cls\.predictions\.[^;]*: build the model that the files"
+    ):
+        exe.load_pretrained(tmp_path / "other")
 
 
 class Own(nn.Module):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from hydragraph.data import tokenizer
 from hydragraph.spec.record import from_record
 from hydragraph.train.config import TrainConfig
-from hydragraph.train.data import evaluation_batches, mini_batches, open_tokens, prepare, stdlib_files
+from hydragraph.train.data import evaluation_batches, mini_batches, open_tokens, prepare, stdlib_files, verify
 from tests.train.plain import settings
 
 
@@ -35,6 +36,22 @@ def test_prepares_once_and_again_when_the_corpus_changes(tmp_path: Path) -> None
     assert second != first
     assert len(open_tokens(second).file) == 13
     assert sorted(p.name for p in first.parent.iterdir()) == sorted([first.name, second.name]), "nothing partial"
+
+
+def test_a_byte_that_has_changed_since_is_found_and_deleting_the_file_makes_it_anew(tmp_path: Path) -> None:
+    run = config(tmp_path)
+    directory, seen = prepare(run), list[tuple[str, int]]()
+    verify(directory, lambda what, done: seen.append((what, done)))
+    assert seen[-1] == ("checking the token file", 12)
+    file = directory / "tokens.bin"
+    written = bytearray(file.read_bytes())
+    file.write_bytes(written[:200] + bytes([written[200] ^ 1]) + written[201:])
+    assert prepare(run) == directory
+    with pytest.raises(ValueError, match=rf"token file {re.escape(str(file))} is .* corrupt: .*; delete it and rerun"):
+        verify(directory)
+    file.unlink()
+    verify(prepare(run))
+    assert file.read_bytes() == written
 
 
 def test_leaves_nothing_behind_when_it_fails(tmp_path: Path) -> None:

@@ -136,6 +136,16 @@ def test_refuses_strategies_before_it_touches_the_folder(tmp_path: Path, changes
     assert {path.name for path in (tmp_path / "run").iterdir()} == {"data"}
 
 
+def test_refuses_a_damaged_corpus_before_it_touches_the_folder(tmp_path: Path) -> None:
+    file = prepare(config(tmp_path)) / "tokens.bin"
+    data = bytearray(file.read_bytes())
+    data[130] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(ValueError, match=r"tokens\.bin is truncated or corrupt: its sha256 .*delete it and rerun"):
+        train(config(tmp_path), "new", compile_plain, Watched())
+    assert {path.name for path in (tmp_path / "run").iterdir()} == {"data"}
+
+
 def test_refuses_a_folder_that_holds_a_run(tmp_path: Path) -> None:
     train(config(tmp_path), "new", compile_plain, Watched())
     before = (tmp_path / "run" / "metrics.jsonl").read_bytes()

@@ -19,11 +19,13 @@ import torch.distributed.checkpoint as dcp
 
 import hydragraph as hg
 from hydragraph.runtime import checkpoint
+from hydragraph.runtime.checkpoint_folder import latest
 from hydragraph.runtime.groups import Groups
 from hydragraph.runtime.launch import PRELOAD, join, launch
 from hydragraph.runtime.saving import Saver
+from hydragraph.runtime.sharded import Sharded
 from tests.models import llama, sequences
-from tests.runtime.test_checkpoint import ALONE, KINDS, Snapshot, make, outcome, step, trained, whole
+from tests.runtime.homes import ALONE, KINDS, Snapshot, make, outcome, step, trained, whole
 
 LIMIT = timedelta(seconds=60)
 
@@ -108,7 +110,7 @@ def test_a_copy_shares_no_memory_with_the_state(tmp_path: Path) -> None:
     ]
     assert len(values) == 4 * len(home.parameters)  # the weights and three states of AdamW
     for original, copy in values:
-        assert isinstance(original, checkpoint.Sharded)
+        assert isinstance(original, Sharded)
         assert original.boxes.keys() == copy.boxes.keys()
         for offsets, box in copy.boxes.items():
             assert box.untyped_storage().data_ptr() not in own
@@ -260,7 +262,7 @@ def test_a_process_that_ends_waits_and_one_that_is_killed_loses_only_the_new(
     groups, _ = groups_and_saver()
     home, optimizer = trained(ALONE, "sgd")
     assert checkpoint.load(tmp_path / "c", home, optimizer, groups) == {"number": number}
-    assert checkpoint.latest(tmp_path) is None
+    assert latest(tmp_path) is None
     left = [path.name for path in tmp_path.iterdir()]
     assert len(left) == (2 if how == "kill" else 1)
 

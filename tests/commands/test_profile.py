@@ -11,7 +11,9 @@ from typer.testing import CliRunner, Result
 
 import hydragraph as hg
 from hydragraph import cli
-from hydragraph.cost.profile import Constants, Kind, Profile
+from hydragraph.commands import profile as command
+from hydragraph.cost.pieces import Constants, Kind
+from hydragraph.cost.profile import Profile
 from tests.train.plain import settings
 
 
@@ -48,7 +50,7 @@ def test_what_failed_is_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     found = Profile(
         **{**vars(good), "failed": {(2, 1): "all noise"}, "residuals": {(1, 1): 0.05}, "unfit": {Kind(2, True): "no"}}
     )
-    monkeypatch.setattr(cli, "_profile_rank", lambda *_: (found, 1))
+    monkeypatch.setattr(command, "profile_rank", lambda *_: (found, 1))
     result = run(write(tmp_path), "--out", tmp_path / "p.json")
     assert result.exit_code == 0, result.output
     shown = " ".join(result.stdout.replace("│", " ").split())
@@ -57,7 +59,7 @@ def test_what_failed_is_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert "FAILED stages of kind tp2s: no" in shown
     assert "note: a hint" in shown
     assert Profile.load(tmp_path / "p.json") == found
-    monkeypatch.setattr(cli, "_profile_rank", lambda *_: (Profile("none", {}, {}, failed={(1, 1): "x"}), 1))
+    monkeypatch.setattr(command, "profile_rank", lambda *_: (Profile("none", {}, {}, failed={(1, 1): "x"}), 1))
     assert run(write(tmp_path), "--out", tmp_path / "p.json").exit_code == 1
 
 

@@ -1,0 +1,150 @@
+"""`hydragraph compile`: compile a run's model for its strategies ahead of time, and prove the programs of all ranks."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import Progress
+from rich.table import Table
+
+from hydragraph.commands.options import Config, Debug, Set, Strategies, chosen_strategies, read_counts
+from hydragraph.commands.process import quieten
+from hydragraph.commands.text import bytes_text, console, counts_text, seconds_text
+from hydragraph.train.config import TrainConfig
+
+if TYPE_CHECKING:
+    from hydragraph.commands.compile_files import Summary
+    from hydragraph.commands.compile_result import CompiledStrategy, Compiler
+    from hydragraph.spec.strategy import Strategy
+
+EXAMPLE = (
+    "Example: hydragraph compile examples/demo.yaml --strategy '<tp4,pp1>' --strategy '<tp2,pp1> + <tp1,pp2>' "
+    "--output compiled, then read compiled/graphs and compiled/strategies. For more ranks than there are here: "
+    "--ranks 64."
+)
+
+
+def compile_command(
+    config: Config,
+    strategies: Strategies = None,
+    micro_batches: Annotated[str, typer.Option(help="Of each pipeline, as in 4,2; one number is for all.")] = "2",
+    output: Annotated[Path, typer.Option(help="The folder to write; an earlier compile's is replaced.")] = Path(
+        "compiled"
+    ),
+    ranks: Annotated[int | None, typer.Option(min=1, help="Of the run to come; default: the config's ranks.")] = None,
+    backend: Annotated[
+        str | None,
+        typer.Option(help="inductor also fills Inductor's cache for this machine; or eager. Default: the config's."),
+    ] = None,
+    overrides: Set = None,
+    debug: Debug = False,
+) -> None:
+    """Compile every template for every kind of stage, and prove all ranks' programs, without data, devices or weights.
+
+    The folder holds the program, each rank's instructions, each graph as Python, and a summary. The exit code is 1
+    where a strategy does not fit.
+    """
+    from hydragraph.commands.compile_files import check_folder
+
+    settings = TrainConfig.load(config, overrides or ())
+    check_folder(output)
+    given = chosen_strategies(strategies, settings.strategies)
+    summary = _compile(settings, given, micro_batches, output, ranks or settings.ranks, backend or settings.backend)
+    _print_variants(summary)
+    _print_strategies(summary)
+    print(f"{output}: program.txt, graphs, strategies, summary.json")
+    for failed in (each for each in summary.strategies if each.problem):
+        print(f"hydragraph: {failed.strategy}: {failed.problem}", file=sys.stderr)
+    if any(each.problem for each in summary.strategies):
+        raise typer.Exit(1)
+
+
+def _compile(
+    config: TrainConfig, texts: Sequence[str], micro_batches: str, output: Path, ranks: int, backend: str | None
+) -> Summary:
+    """Compile and write; show how far that is."""
+    import torch
+
+    from hydragraph.commands.compile_files import summarise, write_folder
+    from hydragraph.commands.compile_result import CompiledStrategy, Compiler
+    from hydragraph.frontend.capture import capture
+    from hydragraph.passes.compiled import choose_backend
+    from hydragraph.train.model import skeleton
+
+    quieten()
+    device = torch.device(config.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    chosen = choose_backend(backend, device)
+    screen = Console(stderr=True)
+    with Progress(console=screen, disable=not screen.is_terminal, transient=True) as bar:
+        task = bar.add_task("capturing the model", total=None)
+        model = skeleton(config.model, config.data.vocab_size)
+        began = time.perf_counter()
+        program = capture(model, dtype=getattr(torch, config.dtype))
+        seconds = time.perf_counter() - began
+        compiler = Compiler(program, ranks, chosen, device, lambda what: bar.update(task, advance=1, description=what))
+        parsed = [_parsed(text, program.layers) for text in texts]
+        bar.update(task, total=compiler.steps([each for each in parsed if not isinstance(each, CompiledStrategy)]))
+        found = [_compiled(compiler, each, micro_batches) for each in parsed]
+        summary = summarise(program, compiler, found, seconds)
+        write_folder(output, program, summary, compiler.variants, found)
+    return summary
+
+
+def _parsed(text: str, layers: int) -> Strategy | CompiledStrategy:
+    """Read a strategy; where that fails, return its record."""
+    from hydragraph.commands.compile_result import CompiledStrategy, StrategyRecord
+    from hydragraph.spec.strategy import Strategy
+
+    try:
+        return Strategy.load(text) if text.endswith((".yaml", ".yml")) else Strategy.parse(text, layers)
+    except ValueError as error:
+        return CompiledStrategy(StrategyRecord(text, problem=str(error)), None)
+
+
+def _compiled(compiler: Compiler, parsed: Strategy | CompiledStrategy, micro_batches: str) -> CompiledStrategy:
+    """Compile a strategy; where it does not fit, return its record."""
+    from hydragraph.commands.compile_result import CompiledStrategy, StrategyRecord
+
+    if isinstance(parsed, CompiledStrategy):
+        return parsed
+    try:
+        return compiler.compile(parsed, read_counts(micro_batches, len(parsed.pipelines)))
+    except ValueError as error:
+        return CompiledStrategy(StrategyRecord(parsed.name, problem=str(error)), None)
+
+
+def _print_variants(summary: Summary) -> None:
+    count = summary.parameters
+    size = f"{count / 1e9:.3g} B" if count >= 1e9 else f"{count / 1e6:.3g} M"
+    captured = f"{size} parameters in {summary.dtype}, captured in {seconds_text(summary.capture_seconds)}"
+    table = Table(
+        title=f"{summary.model}: {summary.layers} layers, {captured}; {summary.backend}", title_justify="left"
+    )
+    for heading in ("template", "variant", "blocks", "forward", "backward", "saved", "bytes/token", "took"):
+        table.add_column(heading, justify="left" if heading in ("template", "variant") else "right", overflow="fold")
+    for each in summary.variants:
+        counts = (len(each.blocks), each.forward_nodes, each.backward_nodes, each.saved_values)
+        size = f"{each.saved_bytes_per_token:,.0f}"
+        table.add_row(each.template, each.name, *map(str, counts), size, seconds_text(each.seconds))
+    console().print(table)
+
+
+def _print_strategies(summary: Summary) -> None:
+    table = Table(title=f"on {summary.ranks} ranks", title_justify="left")
+    for heading in ("strategy", "micro-batches", "instructions", "pulled", "pushed", ""):
+        table.add_column(heading, justify="left" if heading in ("strategy", "") else "right", overflow="fold")
+    for each in summary.strategies:
+        if each.problem:
+            table.add_row(escape(each.strategy), "", "", "", "", "DOES NOT FIT")
+            continue
+        moved = (bytes_text(each.pull_bytes), bytes_text(each.push_bytes))
+        numbers = (counts_text(each.micro_batches), f"{each.instructions:,}", *moved)
+        table.add_row(escape(each.strategy), *numbers, "verified")
+    console().print(table)

@@ -1,0 +1,139 @@
+"""The folder that `hydragraph compile` writes: what a person reads, and what reads back."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from hydragraph.commands.compile_code import backward_code, forward_code
+from hydragraph.commands.compile_result import (
+    CompiledStrategy,
+    CompiledVariant,
+    Compiler,
+    StrategyRecord,
+    VariantRecord,
+)
+from hydragraph.ir.program import Program
+from hydragraph.ir.program_text import template_text
+from hydragraph.spec.record import from_record
+from hydragraph.version import __version__
+
+SUMMARY = "summary.json"
+_PARTS = ("graphs", "strategies")
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What `summary.json` holds.
+
+    Attributes:
+        hydragraph, torch: versions.
+        model, dtype, layers, parameters: the program's.
+        fingerprint: the program's, which ranks compare before they run.
+        ranks: the world size.
+        backend, device: what graphs were compiled with, and for what.
+        capture_seconds: from the model to the program.
+        variants, strategies: see their classes.
+    """
+
+    hydragraph: str
+    torch: str
+    model: str
+    dtype: str
+    layers: int
+    parameters: int
+    fingerprint: str
+    ranks: int
+    backend: str
+    device: str
+    capture_seconds: float
+    variants: tuple[VariantRecord, ...]
+    strategies: tuple[StrategyRecord, ...]
+
+    @classmethod
+    def load(cls, folder: Path) -> Summary:
+        """Read the summary of a folder; a ValueError names the field that is wrong."""
+        return from_record(cls, json.loads((folder / SUMMARY).read_text(encoding="utf-8")))
+
+
+def summarise(
+    program: Program, compiler: Compiler, strategies: Sequence[CompiledStrategy], capture_seconds: float
+) -> Summary:
+    """Return the summary of what a compiler has compiled."""
+    return Summary(
+        hydragraph=__version__,
+        torch=torch.__version__,
+        model=program.model,
+        dtype=str(program.dtype).removeprefix("torch."),
+        layers=program.layers,
+        parameters=sum(parameter.size for parameter in program.parameters.values()),
+        fingerprint=program.fingerprint,
+        ranks=compiler.ranks,
+        backend=compiler.backend,
+        device=str(compiler.device),
+        capture_seconds=capture_seconds,
+        variants=tuple(each.record for each in compiler.variants),
+        strategies=tuple(each.record for each in strategies),
+    )
+
+
+def check_folder(folder: Path) -> None:
+    """Raise ValueError where a folder holds something else, which must not be overwritten."""
+    if folder.exists() and (not folder.is_dir() or (any(folder.iterdir()) and not (folder / SUMMARY).is_file())):
+        raise ValueError(f"--output {folder} holds something else: name a new folder, or one of an earlier compile")
+
+
+def write_folder(
+    folder: Path,
+    program: Program,
+    summary: Summary,
+    variants: Sequence[CompiledVariant],
+    strategies: Sequence[CompiledStrategy],
+) -> None:
+    """Write everything; what an earlier compile wrote there goes. The summary comes last.
+
+    program.txt             the strategy-independent program and its templates
+    graphs/                 NAME.forward.py and NAME.backward.py of every variant
+    strategies/FOLDER/      strategy.yaml, and rank_0.txt and so on, which `RankProgram.parse` reads
+    summary.json            `Summary`
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / SUMMARY).unlink(missing_ok=True)
+    for part in _PARTS:
+        shutil.rmtree(folder / part, ignore_errors=True)
+        (folder / part).mkdir()
+    templates = (template_text(program, name) for name in program.templates)
+    _write(folder / "program.txt", "\n\n\n".join([str(program), *templates]) + "\n")
+    for each in variants:
+        for kind, code in (("forward", forward_code), ("backward", backward_code)):
+            text = code(each.variant, f"{_title(each.record)}, {kind}.")
+            _write(folder / "graphs" / f"{each.record.name}.{kind}.py", text)
+    for found in strategies:
+        if found.programs is not None:
+            _write_strategy(folder / "strategies" / found.record.folder, found)
+    _write(folder / SUMMARY, json.dumps(asdict(summary), indent=1) + "\n")
+
+
+def _write_strategy(folder: Path, found: CompiledStrategy) -> None:
+    assert found.programs is not None
+    folder.mkdir(exist_ok=True)
+    found.programs.strategy.save(folder / "strategy.yaml")
+    for rank, program in enumerate(found.programs):
+        _write(folder / f"rank_{rank}.txt", str(program))
+
+
+def _title(record: VariantRecord) -> str:
+    count = len(record.blocks)
+    blocks = record.blocks[0] if count == 1 else f"{record.blocks[0]} and {count - 1} blocks like it"
+    kind = [f"tp {record.tp}", *["sequence parallel"] * record.sequence_parallel, *["recompute"] * record.recompute]
+    where = "" if record.tp == 1 or len(record.indices) == record.tp else f" at {list(record.indices)} of the stage"
+    return f"Template {record.template}, {blocks}{where}; {', '.join(kind)}"
+
+
+def _write(path: Path, text: str) -> None:
+    path.write_text(text, encoding="utf-8")

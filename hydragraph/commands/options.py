@@ -1,0 +1,42 @@
+"""What several verbs are given, and how it is read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+Config = Annotated[Path, typer.Argument(help="The run's YAML file, such as examples/demo.yaml.")]
+Set = Annotated[list[str] | None, typer.Option("--set", help="section.field=value replaces a field of the config.")]
+Strategies = Annotated[
+    list[str] | None, typer.Option("--strategy", help="Instead of the config's strategies: a text or a YAML file.")
+]
+Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks.")]
+
+
+def read_counts(text: str, pipelines: int) -> list[int]:
+    """Read the numbers of micro-batches of all pipelines: "4,2", or one number for all.
+
+    Raises:
+        ValueError: these are no numbers, or not as many as there are pipelines.
+    """
+    parts = text.split(",")
+    if not all(part.strip().isdecimal() for part in parts) or len(parts) not in (1, pipelines):
+        raise ValueError(
+            f"--micro-batches {text!r}: give one number, or one for each of the {pipelines} pipelines: 4,2"
+        )
+    return [int(part) for part in parts] * (pipelines if len(parts) == 1 else 1)
+
+
+def chosen_strategies(given: Sequence[str] | None, configured: Sequence[str]) -> tuple[str, ...]:
+    """Return the strategies that were given, or else the config's.
+
+    Raises:
+        ValueError: these are "auto", for which there must be data.
+    """
+    texts = tuple(given or configured)
+    if "auto" in texts:
+        raise ValueError("strategies: auto proposes them for the data, which is not read here: name some by --strategy")
+    return texts

@@ -1,0 +1,42 @@
+"""This process: one rank among those of a launcher, or the one that starts them; and what it keeps to itself."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+def launched() -> bool:
+    """Say whether torchrun, or a launcher like it, has started this process as one of several."""
+    return {"RANK", "WORLD_SIZE"} <= os.environ.keys()
+
+
+def leads() -> bool:
+    """Say whether this process is the one that writes and prints results."""
+    return int(os.environ.get("RANK", "0")) == 0
+
+
+def restarted() -> int:
+    """Return how many times torchrun has started all ranks anew."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+
+
+def on_ranks(ranks: int, function: Callable[..., T], *args: object) -> T:
+    """Run a function on the ranks that a launcher has started, or on new local ones; return this or rank 0's result."""
+    if ranks == 1 or launched():
+        return function(*args)
+    from hydragraph.runtime.launch import launch
+
+    return launch(function, ranks, *args)[0]
+
+
+def quieten() -> None:
+    """Keep what torch and transformers say to their own developers, and their progress bars, off the terminal."""
+    from transformers.utils import logging as transformers_logging
+
+    warnings.filterwarnings("ignore", r".*isinstance\(treespec, LeafSpec\)", FutureWarning)  # torch.export's own code
+    transformers_logging.disable_progress_bar()

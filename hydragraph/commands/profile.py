@@ -1,0 +1,158 @@
+"""`hydragraph profile`: measure what micro-batches cost on this machine."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import Progress
+from rich.table import Table
+
+from hydragraph.commands.options import Config, Debug, Set
+from hydragraph.commands.process import leads, on_ranks, quieten
+from hydragraph.train.config import TrainConfig
+
+if TYPE_CHECKING:
+    from hydragraph.cost.pieces import Kind
+    from hydragraph.cost.profile import Profile, Scheme
+    from hydragraph.ir.program import Program
+    from hydragraph.spec.strategy import Strategy
+
+EXAMPLE = (
+    "Example: hydragraph profile examples/demo.yaml --schemes tp1pp1,tp2pp1,tp2pp2 --out profile.json, then "
+    "hg.Profile.load('profile.json'). Under torchrun it measures the ranks that torchrun has started."
+)
+
+
+def profile_command(
+    config: Config,
+    schemes: Annotated[
+        str | None,
+        typer.Option(help="Such as tp1pp1,tp2pp1,tp2pp4; default: all that fit the ranks. Only tp ranks must exist."),
+    ] = None,
+    out: Annotated[Path, typer.Option(help="The JSON file to write.")] = Path("profile.json"),
+    sequence_parallel: Annotated[
+        bool, typer.Option("--sequence-parallel", help="Measure stages with sequence parallelism, too.")
+    ] = False,
+    recompute: Annotated[bool, typer.Option("--recompute", help="Measure stages that recompute, too.")] = False,
+    longest: Annotated[
+        int | None, typer.Option(min=64, help="Tokens of the longest micro-batch; longer ones show attention better.")
+    ] = None,
+    repeats: Annotated[int, typer.Option(min=1, help="Of every measurement; the median counts.")] = 5,
+    overrides: Set = None,
+    debug: Debug = False,
+) -> None:
+    """Measure what micro-batches cost on this machine under each scheme; planners read the file.
+
+    Every distinct block of the model is timed once per kind of stage and micro-batch; stages are added up from them.
+    """
+    settings = TrainConfig.load(config, overrides or ())
+    if not out.parent.is_dir():
+        raise ValueError(f"--out {out}: the folder {out.parent} does not exist: make it, or name another")
+    wanted = None if schemes is None else _read_schemes(schemes)
+    flags = (sequence_parallel, recompute)
+    profile, ranks = on_ranks(settings.ranks, profile_rank, settings, wanted, flags, longest, repeats)
+    if leads():
+        profile.save(out)
+        _print_profile(profile, ranks, out)
+    if not profile.schemes:
+        raise typer.Exit(1)
+
+
+def profile_rank(
+    config: TrainConfig,
+    schemes: tuple[Scheme, ...] | None,
+    flags: tuple[bool, bool],
+    longest: int | None,
+    repeats: int,
+) -> tuple[Profile, int]:
+    """Measure on this rank; return the profile and how many ranks there are."""
+    from datetime import timedelta
+
+    import torch
+
+    from hydragraph.frontend.capture import capture
+    from hydragraph.frontend.initialise import initial_buffers
+    from hydragraph.runtime.executor import hidden_size
+    from hydragraph.runtime.groups import Groups
+    from hydragraph.runtime.launch import join
+    from hydragraph.runtime.measure import Settings, Subject, measure
+    from hydragraph.train.loop import read_strategies
+    from hydragraph.train.model import skeleton
+
+    quieten()
+    world = join(config.device)
+    model = skeleton(config.model, config.data.vocab_size)
+    program = capture(model, dtype=getattr(torch, config.dtype))
+    wanted = schemes or _every_scheme(program, world.ranks)
+    kinds = _kinds(read_strategies(config.strategies, model, world.ranks), wanted, flags)
+    tokens = longest or max(config.data.max_length, 4 * hidden_size(program), 1024)
+    settings = Settings(wanted, kinds, tokens, repeats)
+    sizes = model.config
+    vocabulary, positions = int(sizes.vocab_size), getattr(sizes, "max_position_embeddings", None)  # type: ignore
+    subject = Subject(program, initial_buffers(model), vocabulary, positions, config.backend)
+    console = Console(stderr=True)
+    with Progress(console=console, disable=world.rank != 0 or not console.is_terminal) as bar:
+        task = bar.add_task("measuring", total=None)
+        groups = Groups(world, timedelta(minutes=10))
+        found = measure(
+            subject,
+            settings,
+            groups,
+            lambda done, total, what: bar.update(task, completed=done, total=total, description=f"measuring {what}"),
+        )
+        groups.close()
+    return found, world.ranks
+
+
+def _read_schemes(text: str) -> tuple[Scheme, ...]:
+    """Read tp1pp1,tp2pp4."""
+    found = [re.fullmatch(r"tp([1-9]\d*)pp([1-9]\d*)", part.strip()) for part in text.split(",")]
+    if not all(found):
+        raise ValueError(f"--schemes {text!r}: write schemes as in tp1pp1,tp2pp4")
+    return tuple(dict.fromkeys((int(match[1]), int(match[2])) for match in found if match))
+
+
+def _every_scheme(program: Program, ranks: int) -> tuple[Scheme, ...]:
+    """Return all schemes of a model that so many ranks can run."""
+    degrees = [tp for tp in range(1, ranks + 1) if all(heads % tp == 0 for heads in program.heads)]
+    return tuple((tp, pp) for tp in degrees for pp in range(1, min(ranks // tp, program.layers) + 1))
+
+
+def _kinds(strategies: tuple[Strategy, ...], schemes: tuple[Scheme, ...], flags: tuple[bool, bool]) -> tuple[Kind, ...]:
+    """Return the kinds of stages to measure: those of the strategies, and of the schemes with and without flags."""
+    from hydragraph.cost.pieces import Kind
+
+    given = [stage for strategy in strategies for pipeline in strategy.pipelines for stage in pipeline.stages]
+    kinds = [Kind(s.tp, s.sequence_parallel, s.recompute) for s in given]
+    for tp in dict.fromkeys(tp for tp, _ in schemes):
+        parallel = [False, True] if flags[0] and tp > 1 else [False]
+        kinds += [Kind(tp, sp, again) for sp in parallel for again in ([False, True] if flags[1] else [False])]
+    return tuple(kinds)
+
+
+def _print_profile(profile: Profile, ranks: int, path: Path) -> None:
+    """Print a table of the constants, and what its reader has to know."""
+    table = Table(title=escape(profile.name), title_justify="left")
+    headings = ("scheme", "a ns/tok\u00b2", "b \u00b5s/tok", "c ms", "residual", "MaxLen", "UtilLen")
+    for heading in headings:
+        table.add_column(heading, justify="left" if heading == "scheme" else "right")
+    for scheme, k in profile.schemes.items():
+        limit = profile.max_len(scheme, max(ranks, scheme[0] * scheme[1]))
+        numbers = (f"{1e9 * k.a:.4g}", f"{1e6 * k.b:.4g}", f"{1e3 * k.c:.4g}", f"{profile.residuals[scheme]:.1%}")
+        table.add_row(f"<tp{scheme[0]},pp{scheme[1]}>", *numbers, f"{limit:,}", f"{profile.util_len(scheme):,}")
+    Console().print(table)
+    for tp, pp in profile.failed:
+        print(f"FAILED <tp{tp},pp{pp}>: {profile.failed[tp, pp]}")
+    for kind, why in profile.unfit.items():
+        print(f"FAILED stages of kind {kind.text}: {why}")
+    if profile.link is not None:
+        link = profile.link
+        print(f"link between ranks 0 and 1: {link.bytes_per_s / 1e9:.3g} GB/s, latency {1e6 * link.latency_s:.3g} us")
+    for note in profile.notes:
+        print(f"note: {note}")
+    print(f"{path}: load it with hg.Profile.load")

@@ -1,0 +1,67 @@
+"""`hydragraph show`: the model's program, the programs of the ranks, and the passes that make them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from hydragraph.commands.options import Debug, Set, Strategies, read_counts
+from hydragraph.commands.process import quieten
+from hydragraph.train.config import TrainConfig
+
+
+def show_command(
+    config: Annotated[Path | None, typer.Argument(help="The run's YAML file, such as examples/demo.yaml.")] = None,
+    strategies: Strategies = None,
+    micro_batches: Annotated[str, typer.Option(help="Of each pipeline, as in 4,2; one number is for all.")] = "2",
+    rank: Annotated[int | None, typer.Option(help="Show this rank's program only.")] = None,
+    passes: Annotated[bool, typer.Option("--passes", help="List the passes that make rank programs.")] = False,
+    overrides: Set = None,
+    debug: Debug = False,
+) -> None:
+    """Print the model's program and, with --strategy, the verified program of every rank."""
+    if passes:
+        _print_passes()
+    elif config is not None:
+        _show(TrainConfig.load(config, overrides or ()), tuple(strategies or ()), micro_batches, rank)
+    else:
+        raise ValueError("show needs the YAML file of a run, or --passes")
+
+
+def _show(config: TrainConfig, strategies: Sequence[str], micro_batches: str, rank: int | None) -> None:
+    """Print a program, or those of the ranks."""
+    import torch
+
+    from hydragraph import api
+    from hydragraph.frontend.capture import capture
+    from hydragraph.ir.text import to_text
+    from hydragraph.train.loop import read_strategies
+    from hydragraph.train.model import skeleton
+
+    quieten()
+    model = skeleton(config.model, config.data.vocab_size)
+    program = capture(model, dtype=getattr(torch, config.dtype))
+    if not strategies:
+        print(program)
+        return
+    for strategy in read_strategies(strategies, model, config.ranks):
+        counts = read_counts(micro_batches, len(strategy.pipelines))
+        programs = api.lower(program, strategy, micro_batches=counts, ranks=config.ranks)
+        programs.verify()
+        if rank is not None and not 0 <= rank < len(programs):
+            raise ValueError(f"--rank {rank}: there are ranks 0 to {len(programs) - 1}")
+        for i, each in enumerate(programs):
+            if rank in (None, i):
+                print(to_text(each), end="\n\n")
+        print(f"# {strategy}: the programs of {len(programs)} ranks are complete, agree and come to their end")
+
+
+def _print_passes() -> None:
+    from hydragraph.passes.pipeline import PASSES
+
+    for number, (name, function) in enumerate(PASSES, start=1):
+        meaning = (function.__doc__ or "").strip().split("\n")[0]
+        print(f"{number}. {name:<12}{meaning}")

@@ -1,0 +1,113 @@
+"""What strategies are expected to take on a cluster, from the event simulation of their ranks' programs."""
+
+from __future__ import annotations
+
+import heapq
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from hydragraph.api import lower
+from hydragraph.cost.simulate import Timeline
+from hydragraph.cost.work import work_of
+from hydragraph.ir.instruction import Op, Stream
+from hydragraph.ir.program import Program
+from hydragraph.spec.cluster import Cluster
+from hydragraph.spec.strategy import Strategy
+
+
+@dataclass(frozen=True)
+class Priced:
+    """One strategy's iteration.
+
+    Attributes:
+        strategy: which.
+        micro_batches: of each pipeline.
+        tokens: of all micro-batches.
+        timeline: when every rank runs what.
+    """
+
+    strategy: Strategy
+    micro_batches: tuple[int, ...]
+    tokens: int
+    timeline: Timeline
+
+    @cached_property
+    def seconds(self) -> float:
+        """Of the iteration."""
+        return self.timeline.seconds
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens of the iteration per second."""
+        return self.tokens / self.seconds
+
+    def busy(self) -> list[float]:
+        """Return the part of the iteration, 0 to 1, in which each rank computes."""
+        return [self.timeline.busy_s(rank, Stream.COMPUTE) / self.seconds for rank in range(len(self.timeline.ranks))]
+
+    def exposed_s(self, stream: Stream) -> float:
+        """Return how long ranks wait for a stream, on average."""
+        ranks = range(len(self.timeline.ranks))
+        return sum(self.timeline.exposed_s(rank, stream) for rank in ranks) / len(ranks)
+
+
+def price(program: Program, strategy: Strategy, cluster: Cluster, tokens: int, micro_batches: Sequence[int]) -> Priced:
+    """Simulate one iteration.
+
+    Args:
+        program: the model.
+        strategy: on ranks that the cluster has.
+        tokens: of one micro-batch, taken as one sequence.
+        micro_batches: of each pipeline.
+
+    Raises:
+        ValueError: when these do not fit one another, or there are no micro-batches.
+    """
+    if not any(micro_batches):
+        raise ValueError(f"micro-batches {list(micro_batches)}: give at least one pipeline something to do")
+    programs = lower(program, strategy, micro_batches, ranks=len(cluster.devices))
+    programs.verify()
+    timeline = programs.simulate(cluster, tokens)
+    return Priced(strategy, tuple(micro_batches), tokens * sum(micro_batches), timeline)
+
+
+def share(program: Program, strategy: Strategy, cluster: Cluster, tokens: int, micro_batches: int) -> list[int]:
+    """Give equal micro-batches to the pipelines of a strategy, see `spread`.
+
+    Args:
+        tokens: of one micro-batch, taken as one sequence.
+        micro_batches: in all.
+
+    Returns:
+        The micro-batches of each pipeline; 0 for one that would only hold the others up.
+    """
+    seconds: dict[int, float] = defaultdict(float)
+    work = work_of(program, strategy, [tokens] * len(strategy.pipelines), cluster)
+    for (op, _, rank), each in work.seconds.items():
+        if op in (Op.FORWARD, Op.BACKWARD):
+            seconds[rank] += each
+    slowest = [max(seconds[rank] for rank in pipeline.devices) for pipeline in strategy.pipelines]
+    return spread([len(pipeline.stages) for pipeline in strategy.pipelines], slowest, micro_batches)
+
+
+def spread(depths: Sequence[int], seconds: Sequence[float], micro_batches: int) -> list[int]:
+    """Spread equal micro-batches over pipelines so that the last one to end, ends as early as can be.
+
+    A pipeline of p stages whose slowest takes s per micro-batch ends m of them after (m + p - 1) s. Each micro-batch
+    goes where it ends first, which is optimal because they are all equal.
+
+    Args:
+        depths: the stages of each pipeline.
+        seconds: of its slowest stage for one micro-batch.
+        micro_batches: in all.
+    """
+    counts = [0] * len(depths)
+    ends = [(p * s, i) for i, (p, s) in enumerate(zip(depths, seconds, strict=True))]
+    heapq.heapify(ends)
+    for _ in range(micro_batches):
+        end, i = ends[0]
+        counts[i] += 1
+        heapq.heapreplace(ends, (end + seconds[i], i))
+    return counts

@@ -1,0 +1,42 @@
+"""How tables write numbers."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from itertools import groupby
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+_WIDTH = 140  # of what is printed to a file or a pipe
+
+
+def console() -> Console:
+    """Return where tables go: as wide as the terminal, where there is one."""
+    from rich.console import Console
+
+    return Console(width=None if sys.stdout.isatty() else _WIDTH)
+
+
+def counts_text(counts: Sequence[int]) -> str:
+    """Return micro-batches of pipelines, equal neighbours together: "4,2", "8*16"."""
+    groups = ((count, len(list(group))) for count, group in groupby(counts))
+    return ",".join(f"{times}*{count}" if times > 2 else ",".join([str(count)] * times) for count, times in groups)
+
+
+def seconds_text(seconds: float) -> str:
+    """Return a time in a unit that suits it."""
+    for unit, name in ((1.0, "s"), (1e-3, "ms")):
+        if seconds >= unit:
+            return f"{seconds / unit:.3g} {name}"
+    return f"{1e6 * seconds:.3g} us" if seconds else "0"
+
+
+def bytes_text(count: float) -> str:
+    """Return a count of bytes in a unit that suits it, such as 1.35 GB."""
+    for unit, name in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if count >= unit:
+            return f"{count / unit:.3g} {name}B"
+    return f"{count:.3g} B" if count else "0"

@@ -1,0 +1,71 @@
+"""`hydragraph verify`: every strategy's loss and gradients beside one device's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from hydragraph.commands.options import Config, Debug, Set, Strategies
+from hydragraph.commands.process import on_ranks, quieten
+from hydragraph.train.config import TrainConfig
+
+if TYPE_CHECKING:
+    from hydragraph.verify import Row
+
+
+def verify_command(
+    config: Config,
+    strategies: Strategies = None,
+    overrides: Set = None,
+    debug: Debug = False,
+) -> None:
+    """Compare every strategy's loss and gradients with one device, on the CPU; the exit code is 1 beyond tolerance."""
+    settings = TrainConfig.load(config, overrides or ())
+    settings = replace(settings, strategies=tuple(strategies or settings.strategies), device="cpu", dtype="float32")
+    rows = on_ranks(settings.ranks, verify_rank, settings)
+    if rows:
+        _print_rows(rows)
+    if not all(row.passed for row in rows):
+        raise typer.Exit(1)
+
+
+def verify_rank(config: TrainConfig) -> list[Row]:
+    """Verify on this rank."""
+    from hydragraph import api
+    from hydragraph.runtime.launch import join
+    from hydragraph.train.data import mini_batches
+    from hydragraph.train.loop import read_strategies, shared_tokens
+    from hydragraph.train.model import build_model
+    from hydragraph.train.optimizer import optimizer_factory
+    from hydragraph.train.screen import Screen
+    from hydragraph.verify import verify
+
+    quieten()
+    with Screen(Console(stderr=True)) as screen:
+        world = join("cpu")
+        tokens = shared_tokens(config, world, screen)
+        model = build_model(config.model, tokens.file.vocabulary, tokens.file.end_of_text, config.seed)
+        strategies = read_strategies(config.strategies, model, world.ranks)
+        factory = optimizer_factory(config.optimizer, model)
+        executor = api.compile(model, strategies[0], optimizer=factory, device="cpu")
+        rows = verify(model, executor, strategies, next(mini_batches(config, tokens.file)), world.rank)
+        executor.close()
+        return rows
+
+
+def _print_rows(rows: Sequence[Row]) -> None:
+    """Print a table of the comparison with one device."""
+    table = Table(title="against one device (gradient error / tolerance: at most 1)", title_justify="left")
+    for heading in ("strategy", "loss", "relative error", "worst gradient", "error / tolerance", ""):
+        table.add_column(heading, overflow="fold")
+    for row in rows:
+        verdict = "ok" if row.passed else "WRONG"
+        numbers = (f"{row.loss:.6f}", f"{row.loss_error:.1e}", row.parameter, f"{row.ratio:.3f}")
+        table.add_row(escape(row.strategy), *numbers, verdict)
+    Console().print(table)

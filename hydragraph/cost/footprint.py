@@ -1,0 +1,167 @@
+"""What one compiled block holds for one micro-batch: its graphs' values, each storage counted once."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from hydragraph.frontend.private import symbol_name
+from hydragraph.passes.differentiate import Variant
+from hydragraph.passes.shard import Degree
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """A packed micro-batch: its tokens and its sequences, padding included."""
+
+    tokens: int
+    sequences: int
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """What one block makes for one micro-batch, in bytes.
+
+    Attributes:
+        output: its hidden state (the last block: its loss).
+        saved: what its forward saves beyond inputs and output.
+        keeps: which inputs it saves as they are: "hidden", "aux"; or "output".
+        forward, backward: the most that its graphs' own values take at once, results included.
+        gradients: of its parameters.
+    """
+
+    output: int
+    saved: int
+    keeps: frozenset[str]
+    forward: int
+    backward: int
+    gradients: int
+
+
+def footprint(variant: Variant, degree: Degree, micro_batch: MicroBatch) -> Footprint:
+    """Measure a compiled block on a micro-batch."""
+    sizes = Sizes.of(variant, degree, micro_batch)
+    given = dict(zip(variant.inputs, _nodes(variant.forward, "placeholder"), strict=True))
+    inputs = {key: name for name, node in given.items() for key in sizes.storages(node)}
+    outputs = _results(variant.forward)
+    output = sizes.storages(outputs[0])
+    saved = {key: size for node in outputs[variant.outputs :] for key, size in sizes.storages(node).items()}
+    names = {inputs[key] for key in saved if key in inputs}
+    keeps = {"hidden" if name == "hidden" else "aux" for name in names if name == "hidden" or name[:6] == "other."}
+    found = dict(zip(variant.gradients, _results(variant.backward), strict=True))
+    return Footprint(
+        sum(output.values()),
+        sum(size for key, size in saved.items() if key not in inputs and key not in output),
+        frozenset(keeps | ({"output"} if output.keys() & saved.keys() else set())),
+        most_alive(variant.forward, sizes),
+        most_alive(variant.backward, sizes),
+        sum(sum(sizes.storages(node).values()) for name, node in found.items() if name != "hidden"),
+    )
+
+
+def made_bytes(graph: fx.GraphModule, micro_batch: MicroBatch) -> int:
+    """Return the bytes of a graph's results for a micro-batch, those left out that it was given."""
+    sizes = Sizes.of_inputs(_nodes(graph, "placeholder"), 1, micro_batch)
+    given = {key for node in _nodes(graph, "placeholder") for key in sizes.storages(node)}
+    made = {key: size for node in _results(graph) for key, size in sizes.storages(node).items()}
+    return sum(size for key, size in made.items() if key not in given)
+
+
+def width(graph: fx.GraphModule) -> int:
+    """Return the last size of a graph's first result: of a block's, the hidden size."""
+    return int(_results(graph)[0].meta["val"].shape[-1])
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Turns the sizes that a graph was traced with into those of a micro-batch.
+
+    Attributes:
+        tokens: the symbol of the token count.
+        factor: the micro-batch's tokens per token of the trace.
+        bounds: the entries of cu_seqlens.
+    """
+
+    tokens: str
+    factor: float
+    bounds: int
+
+    @staticmethod
+    def of(variant: Variant, degree: Degree, micro_batch: MicroBatch) -> Sizes:
+        """Learn them from a block's inputs."""
+        given = dict(zip(variant.inputs, _nodes(variant.forward, "placeholder"), strict=True))
+        if "hidden" in given:
+            return Sizes.of_inputs([given["hidden"]], degree.tp if degree.sequence_parallel else 1, micro_batch)
+        return Sizes.of_inputs(list(given.values()), 1, micro_batch)
+
+    @staticmethod
+    def of_inputs(nodes: Sequence[fx.Node], parts: int, micro_batch: MicroBatch) -> Sizes:
+        """Learn them from inputs [1, tokens / parts, ...]."""
+        size = next((size for n in nodes for size in _shape(n)[1:2] if symbol_name(size) is not None), None)
+        if size is None:  # nothing depends on the tokens
+            return Sizes("", 1.0, 1 + micro_batch.sequences)
+        factor = micro_batch.tokens / (int(size.node.hint) * parts)
+        return Sizes(_symbols(size).pop(), factor, 1 + micro_batch.sequences)
+
+    def storages(self, node: Any) -> dict[int, int]:
+        """Return the storages of a node's value -> bytes; of a view, those of the view."""
+        values = node.meta.get("val") if isinstance(node, fx.Node) else None
+        tensors = [v for v in (values if isinstance(values, tuple | list) else [values]) if isinstance(v, Tensor)]
+        return {tensor.untyped_storage()._cdata: self._bytes(tensor) for tensor in tensors}
+
+    def _bytes(self, value: Tensor) -> int:
+        return round(math.prod(map(self._size, value.shape)) * value.dtype.itemsize)
+
+    def _size(self, size: int | torch.SymInt) -> float:
+        if not isinstance(size, torch.SymInt) or symbol_name(size) is None:
+            return int(size)
+        return int(size.node.hint) * self.factor if self.tokens in _symbols(size) else self.bounds
+
+
+def most_alive(graph: fx.GraphModule, sizes: Sizes) -> int:
+    """Return the most that a graph's own values take at once; each goes after its last use, results stay."""
+    nodes = list(graph.graph.nodes)
+    order = {node: i for i, node in enumerate(nodes)}
+    last: dict[int, int] = {}
+    foreign: set[int] = set()
+    for node in nodes:
+        for key in sizes.storages(node):
+            last[key] = max([last.get(key, 0), order[node], *(order[user] for user in node.users)])
+            if node.op in ("placeholder", "get_attr"):
+                foreign.add(key)
+    ending: dict[int, list[int]] = {}
+    for key, at in last.items():
+        ending.setdefault(at, []).append(key)
+    alive: dict[int, int] = {}
+    most = 0
+    for i, node in enumerate(nodes):
+        for key, size in sizes.storages(node).items():
+            if key not in foreign:
+                alive.setdefault(key, size)
+        most = max(most, sum(alive.values()))
+        for key in ending.get(i, ()):
+            alive.pop(key, None)
+    return most
+
+
+def _symbols(size: int | torch.SymInt) -> set[str]:
+    return set(re.findall(r"[A-Za-z]\w*", symbol_name(size) or ""))
+
+
+def _shape(node: fx.Node) -> Sequence[Any]:
+    value = node.meta.get("val")
+    return value.shape if isinstance(value, Tensor) else ()
+
+
+def _nodes(graph: fx.GraphModule, op: str) -> list[fx.Node]:
+    return [n for n in graph.graph.nodes if n.op == op]
+
+
+def _results(graph: fx.GraphModule) -> list[Any]:
+    return list(_nodes(graph, "output")[0].args[0])  # type: ignore[arg-type]

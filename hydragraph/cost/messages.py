@@ -1,0 +1,55 @@
+"""What one rank's part of a bucket's exchange takes beside the weights and gradients themselves, in bytes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hydragraph.ir.layout import Ints, Layout
+from hydragraph.ir.link import copy, is_all_gather, reduce
+
+WEIGHT_BYTES = 4  # of home weights, fp32
+GRADIENT_BYTES = 4  # gradients are accumulated and pushed in fp32
+
+
+@dataclass(frozen=True)
+class MessageBytes:
+    """A bucket's exchange as one rank sees it, in bytes: what is copied to be sent, and what is received."""
+
+    outgoing: int
+    incoming: int
+
+
+def pulled(owners: Layout, users: Layout, rank: int, ranks: int, itemsize: int) -> MessageBytes:
+    """Return what pulling a bucket's weights takes.
+
+    Args:
+        owners, users: its home layout, and that of the stages which use it.
+        rank, ranks: whose part.
+        itemsize: bytes of an element as it travels.
+    """
+    if ranks == 1 and itemsize == WEIGHT_BYTES:
+        return MessageBytes(0, 0)  # the home shard itself
+    incoming = users.local_size(rank) * itemsize
+    shard = owners.local_size(rank)
+    if is_all_gather(owners, users) and len(owners.ranks) == ranks > 1:
+        return MessageBytes(0 if itemsize == WEIGHT_BYTES else shard * itemsize, incoming)
+    sends, _ = copy(owners, users, rank).of(rank)
+    as_it_is = itemsize == WEIGHT_BYTES and _in_order(sends.src_at, sends.hi - sends.lo, shard)
+    return MessageBytes(0 if as_it_is else sends.elements * itemsize, incoming)
+
+
+def pushed(owners: Layout, users: Layout, rank: int, ranks: int) -> MessageBytes:
+    """Return what pushing a bucket's gradients takes; arguments as for `pulled`."""
+    if ranks == 1:
+        return MessageBytes(0, 0)  # gradients are added up at home
+    sends, receives = reduce(users, owners, rank).of(rank)
+    as_it_is = _in_order(sends.src_at, sends.hi - sends.lo, users.local_size(rank))
+    straight = _in_order(receives.dst_at, receives.hi - receives.lo, owners.local_size(rank))
+    return MessageBytes(
+        0 if as_it_is else sends.elements * GRADIENT_BYTES, 0 if straight else receives.elements * GRADIENT_BYTES
+    )
+
+
+def _in_order(at: Ints, length: Ints, size: int) -> bool:
+    """Say whether pieces, one after another, are the whole buffer, which then needs no copy."""
+    return bool((at == length.cumsum() - length).all()) and int(length.sum()) == size

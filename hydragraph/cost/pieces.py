@@ -1,0 +1,117 @@
+"""What one block costs in each kind of stage, and what a stage of such blocks costs and holds."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+Scheme = tuple[int, int]  # (tp, pp): how one pipeline is deployed, on tp * pp devices
+
+AUX = "aux"  # stands for what every stage computes once per micro-batch, such as rotary tables
+HOME_BYTES = 16  # per element of a home shard: weight, gradient and AdamW's two moments in fp32
+GRADIENT_BYTES = 4  # per element of a stage's gradients, which are added up in fp32
+
+
+@dataclass(frozen=True)
+class Constants:
+    """What one stage of a scheme takes for one micro-batch, forward and backward: a l^2 + b l per sequence, plus c.
+
+    Attributes:
+        a, b, c: s / token^2, s / token and s.
+    """
+
+    a: float
+    b: float
+    c: float
+
+    @property
+    def failed(self) -> bool:
+        """Say whether the fit failed: no real attention has a = 0, and no real stage b = 0."""
+        return not (self.a > 0 and self.b > 0 and self.c >= 0)
+
+
+class Kind(NamedTuple):
+    """How the ranks of a stage compute their blocks: what one measurement of a block holds for."""
+
+    tp: int
+    sequence_parallel: bool = False
+    recompute: bool = False
+
+    @property
+    def text(self) -> str:
+        """A short name, as a strategy's text marks stages: tp2, tp2s, tp2sr."""
+        return f"tp{self.tp}{'s' * self.sequence_parallel}{'r' * self.recompute}"
+
+    @classmethod
+    def parse(cls, text: str) -> Kind:
+        """Read what `text` gives."""
+        flags = text.removeprefix("tp").lstrip("0123456789")
+        return cls(int(text.removeprefix("tp").removesuffix(flags)), "s" in flags, "r" in flags)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What one block costs on a rank of a stage of some kind, and what it holds there.
+
+    Attributes:
+        seconds: of its forward and backward for one micro-batch; a may be 0 (an embedding has no attention).
+        parameters: elements of its weights on the rank.
+        kept: bytes per token of a micro-batch, from its forward to its backward.
+        working: bytes per token that its graphs make and drop again.
+        fixed: bytes that they make and drop again whatever the tokens.
+    """
+
+    seconds: Constants
+    parameters: int = 0
+    kept: float = 0.0
+    working: float = 0.0
+    fixed: float = 0.0
+
+
+@dataclass(frozen=True)
+class Device:
+    """Where pieces were measured.
+
+    Attributes:
+        name: what it calls itself.
+        memory: bytes that a rank may use; the margin is already left out.
+        elements: of the whole model's parameters.
+        itemsize: bytes of an element in the dtype that the model computes in.
+    """
+
+    name: str
+    memory: float
+    elements: int
+    itemsize: int
+
+
+@dataclass(frozen=True)
+class PricedStage:
+    """A stage as its pieces.
+
+    Attributes:
+        kind: how it computes.
+        pieces: of its blocks.
+        in_flight: micro-batches that it holds at once under 1F1B.
+    """
+
+    kind: Kind
+    pieces: tuple[Piece, ...]
+    in_flight: int
+
+    @property
+    def seconds(self) -> Constants:
+        """The sum of its pieces'."""
+        each = [piece.seconds for piece in self.pieces]
+        return Constants(sum(k.a for k in each), sum(k.b for k in each), sum(k.c for k in each))
+
+    def max_len(self, device: Device, devices: int) -> int:
+        """Return the tokens for which its rank's memory suffices."""
+        local = sum(piece.parameters for piece in self.pieces)
+        alone = devices == 1  # then gradients are added up at home, and fp32 weights used there
+        weights = 0 if alone and device.itemsize == 4 else local * device.itemsize
+        held = HOME_BYTES * device.elements / devices + weights + (0 if alone else local * GRADIENT_BYTES)
+        held += max(piece.fixed for piece in self.pieces)
+        per_token = self.in_flight * sum(p.kept for p in self.pieces) + max(p.working for p in self.pieces)
+        return max(0, math.floor((device.memory - held) / per_token)) if per_token > 0 else 0

@@ -1,0 +1,113 @@
+"""A profile as plain data, field by field as `Profile` takes them: its JSON file, and tables of published constants."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from hydragraph.cost.memory_model import MemoryModel
+from hydragraph.cost.pieces import Constants, Device, Kind, Piece, Scheme
+from hydragraph.spec.cluster import Link
+
+
+def saved(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a profile's fields as what JSON can hold."""
+    memory, device, link = fields["memory"], fields["device"], fields["link"]
+    pieces = fields["pieces"].items()
+    return {
+        **fields,
+        "schemes": {_text(s): asdict(k) for s, k in fields["schemes"].items()},
+        "util": dict(fields["util"]),
+        "memory": asdict(memory) if memory else None,
+        "limits": {_text(s): tokens for s, tokens in fields["limits"].items()},
+        "failed": {_text(s): why for s, why in fields["failed"].items()},
+        "blocks": list(fields["blocks"]),
+        "pieces": {kind.text: {t: asdict(piece) for t, piece in each.items()} for kind, each in pieces},
+        "unfit": {kind.text: why for kind, why in fields["unfit"].items()},
+        "device": asdict(device) if device else None,
+        "link": asdict(link) if link else None,
+        "messages": [list(row) for row in fields["messages"]],
+        "residuals": {_text(s): value for s, value in fields["residuals"].items()},
+        "notes": list(fields["notes"]),
+    }
+
+
+def loaded(data: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields that `saved` returned; those that only measured profiles have may be missing."""
+    memory, device, link = data["memory"], data.get("device"), data.get("link")
+    return {
+        "name": data["name"],
+        "schemes": {_scheme(s): Constants(**k) for s, k in data["schemes"].items()},
+        "util": {int(tp): int(tokens) for tp, tokens in data["util"].items()},
+        "memory": memory and MemoryModel(**{**memory, **_tables(memory)}),
+        "limits": {_scheme(s): int(tokens) for s, tokens in data["limits"].items()},
+        "hetero_sync_s": data["hetero_sync_s"],
+        "failed": {_scheme(s): why for s, why in data["failed"].items()},
+        "blocks": tuple(data.get("blocks", ())),
+        "pieces": {
+            Kind.parse(kind): {t: Piece(**{**p, "seconds": Constants(**p["seconds"])}) for t, p in each.items()}
+            for kind, each in data.get("pieces", {}).items()
+        },
+        "unfit": {Kind.parse(kind): why for kind, why in data.get("unfit", {}).items()},
+        "device": device and Device(**device),
+        "link": link and Link(**link),
+        "messages": tuple((int(size), float(seconds)) for size, seconds in data.get("messages", ())),
+        "residuals": {_scheme(s): float(value) for s, value in data.get("residuals", {}).items()},
+        "notes": tuple(data.get("notes", ())),
+    }
+
+
+def published(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of one entry of a table of published constants (see `Profile.from_constants`)."""
+    schemes: dict[Scheme, Constants] = {}
+    failed: dict[Scheme, str] = {}
+    for row in entry["schemes"]:
+        scheme = (int(row["tp"]), int(row["pp"]))
+        found = Constants(row["a_ms_per_token2"] / 1e3, row["b_ms_per_token"] / 1e3, row["c_ms"] / 1e3)
+        if found.failed:
+            failed[scheme] = f"its fit failed (a = {found.a:g}, b = {found.b:g}, c = {found.c:g})"
+        else:
+            schemes[scheme] = found
+    model, memory = entry["model"], entry["memory"]
+    return {
+        "name": str(entry["name"]),
+        "schemes": schemes,
+        "util": {int(tp): int(tokens) for tp, tokens in entry["util_len_tokens"].items()},
+        "memory": MemoryModel(
+            model["hidden"],
+            model["layers"],
+            model["vocab"],
+            {int(tp): float(value) for tp, value in memory["activation_A"].items()},
+            memory["states_B"],
+            memory["alpha"],
+            _gaps(memory["gap_bytes"], entry.get("gpus_per_node", 8)),
+            memory["safety_margin_bytes"],
+            memory["device_bytes"],
+        ),
+        "hetero_sync_s": entry.get("hetero_sync_ms", 0) / 1e3,
+        "failed": failed,
+    }
+
+
+def _tables(memory: Mapping[str, Any]) -> dict[str, Any]:
+    """Read what JSON has no form for: keys that are numbers, and tuples."""
+    return {
+        "activation": {int(tp): a for tp, a in memory["activation"].items()},
+        "gap": tuple((int(n), float(g)) for n, g in memory["gap"]),
+    }
+
+
+def _text(scheme: Scheme) -> str:
+    return f"tp{scheme[0]}pp{scheme[1]}"
+
+
+def _scheme(text: str) -> Scheme:
+    tp, _, pp = text.removeprefix("tp").partition("pp")
+    return int(tp), int(pp)
+
+
+def _gaps(given: Mapping[str, float], per_node: int) -> tuple[tuple[int, float], ...]:
+    """Return (up to so many devices, bytes), ascending; "node" is any number of devices from a node's on."""
+    sizes = {per_node if name == "node" else int(name.removeprefix("gpu")): float(v) for name, v in given.items()}
+    return tuple(sorted(sizes.items()))

@@ -1,0 +1,98 @@
+"""Sample mini-batches on which many strategies are priced quickly: longest first, everything else computed once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from hydragraph.cost.profile import Profile, Scheme
+from hydragraph.planner.balance import Floats, quick_end
+from hydragraph.planner.problem import Problem, problem
+
+Strategy = tuple[Scheme, ...]
+
+WORK = 3_000_000  # sequences x devices: a sample with more is cut to its first mini-batches, at least one
+
+
+@dataclass(frozen=True, eq=False)
+class _Tables:
+    """What all strategies of so many devices have in common: the column of each scheme, and every mini-batch's costs.
+
+    Attributes:
+        column: of each scheme in `problems`' kinds.
+        reach: MaxLen of each scheme [K].
+        problems: one for each mini-batch that some scheme takes, None for others.
+    """
+
+    column: dict[Scheme, int]
+    reach: tuple[int, ...]
+    problems: tuple[Problem | None, ...]
+
+
+class Sample:
+    """Mini-batches, and what strategies take for them.
+
+    A strategy is priced by the quick plan of each mini-batch, bubbles included, once however often it is asked for;
+    `profile.hetero_sync_s` comes on top if its pipelines differ.
+
+    Attributes:
+        longest: tokens of the longest sequence of each mini-batch.
+        known: seconds of computing each mini-batch [B] by strategy, for all strategies that were priced.
+    """
+
+    def __init__(self, profile: Profile, batches: Sequence[Sequence[int]], devices: int) -> None:
+        work = np.cumsum([len(lengths) * devices for lengths in batches])
+        self._batches = [list(b) for b, upto in zip(batches, work.tolist(), strict=True) if upto <= WORK] or [
+            list(b) for b in batches[:1]
+        ]
+        self._profile, self._tables = profile, dict[int, _Tables]()
+        self.longest = [max(lengths, default=0) for lengths in self._batches]
+        self.known: dict[Strategy, Floats] = {}
+
+    def reach(self, strategy: Strategy) -> int:
+        """Return the longest sequence that a strategy takes."""
+        tables = self._for(sum(tp * pp for tp, pp in strategy))
+        return max(tables.reach[tables.column[s]] for s in strategy)
+
+    def seconds(self, strategy: Strategy) -> Floats:
+        """Return what a strategy takes for each mini-batch [B], infinite for one that it cannot take."""
+        return self.computing(strategy) + (self._profile.hetero_sync_s if len(set(strategy)) > 1 else 0.0)
+
+    def computing(self, strategy: Strategy) -> Floats:
+        """Return its seconds without what unequal pipelines pay."""
+        found = self.known.get(strategy)
+        if found is None:
+            found = self.known[strategy] = self._priced(strategy)
+        return found
+
+    def _priced(self, strategy: Strategy) -> Floats:
+        tables = self._for(sum(tp * pp for tp, pp in strategy))
+        kind = np.array([tables.column[s] for s in strategy], dtype=np.int64)
+        reach = self.reach(strategy)
+        return np.array(
+            [
+                quick_end(given.cost, given.lengths, kind, given.shape)
+                if given is not None and longest <= reach
+                else np.inf
+                for given, longest in zip(tables.problems, self.longest, strict=True)
+            ]
+        )
+
+    def _for(self, devices: int) -> _Tables:
+        """Return the tables of strategies that use so many devices, on which MaxLen depends."""
+        if devices not in self._tables:
+            schemes = list(self._profile.schemes)
+            kinds = [self._profile.pipeline(s, devices) for s in schemes]
+            different = list(dict.fromkeys(kinds))
+            reach = max(k.max_len for k in kinds)
+            self._tables[devices] = _Tables(
+                {s: different.index(k) for s, k in zip(schemes, kinds, strict=True)},
+                tuple(k.max_len for k in different),
+                tuple(
+                    problem(different, b, formed=True) if n <= reach else None
+                    for b, n in zip(self._batches, self.longest, strict=True)
+                ),
+            )
+        return self._tables[devices]

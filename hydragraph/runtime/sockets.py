@@ -1,0 +1,35 @@
+"""This process's open sockets, and ending the connections of some of them for both sides."""
+
+from __future__ import annotations
+
+import os
+import socket
+
+
+def open_sockets() -> frozenset[tuple[int, str]]:
+    """The open sockets of this process as (descriptor, inode); empty where the system does not list them."""
+    found: set[tuple[int, str]] = set()
+    try:
+        descriptors = os.listdir("/proc/self/fd")
+    except OSError:
+        return frozenset()
+    for descriptor in descriptors:
+        try:
+            name = os.readlink(f"/proc/self/fd/{descriptor}")
+        except OSError:
+            continue
+        if name.startswith("socket:"):
+            found.add((int(descriptor), name))
+    return frozenset(found)
+
+
+def shut_down(descriptor: int) -> None:
+    """Ends a connection for both sides, leaving the descriptor to its owner."""
+    try:
+        with socket.socket(fileno=os.dup(descriptor)) as connection:
+            # Shutting a listener makes gloo's accept fail, which it treats as fatal for the process.
+            listening = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+            if connection.family in (socket.AF_INET, socket.AF_INET6) and not listening:
+                connection.shutdown(socket.SHUT_RDWR)
+    except OSError:
+        return  # it closed meanwhile

@@ -1,0 +1,118 @@
+"""What a directory of safetensors files holds, and reading boxes of its tensors, without ever holding a whole file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hydragraph.errors import Unsupported
+
+_FILE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
+
+Read = Callable[[torch.Size, torch.Size], Tensor]
+
+
+@dataclass(frozen=True)
+class Stored:
+    """One tensor of a file: `dtype` as safetensors calls it."""
+
+    file: Path
+    key: str
+    shape: tuple[int, ...]
+    dtype: str
+
+
+def contents(path: Path) -> dict[str, Stored]:
+    """Read the headers of all files of a directory.
+
+    Args:
+        path: holds `model.safetensors`, or `model.safetensors.index.json` and what it names.
+
+    Returns:
+        By key of the files.
+
+    Raises:
+        ValueError: no such files, or a damaged one.
+        Unsupported: the weights are pickled.
+    """
+    files, places = _files(path)
+    found = {}
+    for file in files:
+        with _opened(file) as opened:
+            for key in opened.keys():  # noqa: SIM118  it is no mapping
+                if places.get(key, file.name) == file.name:
+                    part = opened.get_slice(key)
+                    found[key] = Stored(file, key, tuple(part.get_shape()), part.get_dtype())
+    absent = [f"{key} in {place}" for key, place in places.items() if key not in found]
+    if absent:
+        raise ValueError(f"pretrained {path}: {_INDEX} promises {shortened(absent)}, which is not there: copy it again")
+    return found
+
+
+def _files(path: Path) -> tuple[list[Path], dict[str, str]]:
+    """Return the files, and, where there is an index, in which file each key is."""
+    if (path / _FILE).is_file():
+        return [path / _FILE], {}
+    if not (path / _INDEX).is_file():
+        if any((path / name).is_file() for name in _PICKLED):
+            raise Unsupported(
+                "its weights are pickled (.bin), which cannot be read in parts and can run any code",
+                where=f"pretrained {path}",
+                remedy="read them once with transformers' from_pretrained and write safetensors with save_pretrained",
+            )
+        raise ValueError(
+            f"pretrained {path}: there is neither {_FILE} nor {_INDEX}: name a directory that save_pretrained wrote"
+        )
+    try:
+        places = dict(json.loads((path / _INDEX).read_text(encoding="utf-8"))["weight_map"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"pretrained {path}: {_INDEX} is damaged ({error}): copy it again") from error
+    absent = sorted({place for place in places.values() if not (path / place).is_file()})
+    if absent:
+        raise ValueError(f"pretrained {path}: {_INDEX} names {shortened(absent)}, which is not there: copy it again")
+    return [path / place for place in sorted(set(places.values()))], places
+
+
+@contextmanager
+def _opened(file: Path) -> Iterator[Any]:
+    """Open a file of safetensors."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(file, framework="pt") as opened:
+            yield opened
+    except SafetensorError as error:
+        raise ValueError(f"pretrained {file}: it is damaged or incomplete ({error}): copy it again") from error
+
+
+def parts(wanted: Iterable[tuple[str, Stored]]) -> Iterator[tuple[str, Read]]:
+    """Yield each name with what reads a box (offsets, sizes) of its tensor; each file is opened once."""
+    by_file: dict[Path, list[tuple[str, str]]] = {}
+    for name, stored in wanted:
+        by_file.setdefault(stored.file, []).append((name, stored.key))
+    for file, entries in by_file.items():
+        with _opened(file) as opened:
+            for name, key in entries:
+                yield name, _reader(opened.get_slice(key))
+
+
+def _reader(part: Any) -> Read:
+    def read(offsets: torch.Size, sizes: torch.Size) -> Tensor:
+        found: Tensor = part[tuple(slice(at, at + size) for at, size in zip(offsets, sizes, strict=True))]
+        return found
+
+    return read
+
+
+def shortened(texts: Sequence[str], most: int = 3) -> str:
+    """Join texts for a sentence, which names so many at most and counts the others."""
+    rest = f" and {len(texts) - most} more" if len(texts) > most else ""
+    return ", ".join(texts[:most]) + rest

@@ -1,0 +1,209 @@
+"""`hydragraph compile`: its files read back as what they were written from, and misfits are told."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import Result
+
+import hydragraph as hg
+from hydragraph.commands import compile_result
+from hydragraph.commands.compile_files import Summary
+from hydragraph.ir.instruction import RankProgram
+from hydragraph.ir.program import Program
+from hydragraph.passes.differentiate import Variant
+from hydragraph.passes.shard import Degree
+from hydragraph.runtime.variants import Variants
+from hydragraph.train.config import TrainConfig
+from hydragraph.train.model import skeleton
+from tests.commands.tiny import LOPSIDED, run, write
+
+STRATEGIES = [*LOPSIDED, "<[0,1]x2sr>"]
+
+
+def program_of(config: Path) -> Program:
+    settings = TrainConfig.load(config)
+    return hg.capture(skeleton(settings.model, settings.data.vocab_size))
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Result]:
+    """A config, the folder that it was compiled to, and what was printed."""
+    folder = tmp_path_factory.mktemp("compiled")
+    config = write(folder, ranks=2, strategies=STRATEGIES)
+    return config, folder / "out", run("compile", config, "--output", folder / "out", "--micro-batches", "3")
+
+
+def test_strategies_and_rank_programs_read_back(compiled: tuple[Path, Path, Result]) -> None:
+    config, folder, result = compiled
+    assert result.exit_code == 0, result.output
+    assert result.stdout.count("verified") == len(STRATEGIES)
+    program, summary = program_of(config), Summary.load(folder)
+    assert summary.fingerprint == program.fingerprint
+    for text, record in zip(STRATEGIES, summary.strategies, strict=True):
+        strategy = hg.Strategy.load(folder / "strategies" / record.folder / "strategy.yaml")
+        assert strategy == hg.Strategy.parse(text, 2)
+        programs = hg.lower(program, strategy, record.micro_batches, ranks=2)
+        assert record.instructions == sum(len(each.instructions) for each in programs)
+        for rank, each in enumerate(programs):
+            file = folder / "strategies" / record.folder / f"rank_{rank}.txt"
+            assert RankProgram.parse(file.read_text()) == each
+    assert {each.name for each in (folder / "strategies").iterdir()} == {s.folder for s in summary.strategies}
+
+
+def test_the_summary_names_what_is_there(compiled: tuple[Path, Path, Result]) -> None:
+    config, folder, result = compiled
+    summary = Summary.load(folder)
+    kinds = {"<[0]x1,[1]x1>": ["tp1"], "<[0,1]x2>": ["tp2"], "<[0,1]x2sr>": ["tp2sr"]}
+    assert {v.name for v in summary.variants} == {
+        f"{block}.{kind}" for block in ("embed", "layer.0", "head") for each in kinds.values() for kind in each
+    }
+    for text, record in zip(STRATEGIES, summary.strategies, strict=True):
+        assert {name.rpartition(".")[2] for name in record.variants} == set(kinds[text])
+        assert (record.problem, record.micro_batches) == ("", (3,))
+        assert record.pull_bytes > 0
+        assert record.push_bytes > 0
+    files = {f"{v.name}.{kind}.py" for v in summary.variants for kind in ("forward", "backward")}
+    assert {each.name for each in (folder / "graphs").iterdir()} == files
+    layer = {v.name: v for v in summary.variants if v.template == summary.variants[1].template}
+    assert layer["layer.0.tp1"].blocks == ("layer.0", "layer.1")
+    assert layer["layer.0.tp2"].indices == (0, 1)
+    assert layer["layer.0.tp2sr"].saved_bytes_per_token == 0  # a block that recomputes saves its inputs only
+    assert layer["layer.0.tp1"].saved_bytes_per_token > layer["layer.0.tp2"].saved_bytes_per_token > 0
+    assert all(v.forward_nodes > 0 and v.backward_nodes > 0 and v.name in result.stdout for v in summary.variants)
+    text = (folder / "program.txt").read_text()
+    assert text.startswith(str(program_of(config)))
+    assert all(f"template {v.template}\n" in text for v in summary.variants)
+
+
+def test_the_summary_is_plain_json(compiled: tuple[Path, Path, Result]) -> None:
+    record = json.loads((compiled[1] / "summary.json").read_text())
+    kinds = {"model": str, "layers": int, "parameters": int, "ranks": int, "backend": str, "capture_seconds": float}
+    assert {name: type(record[name]) for name in kinds} == kinds
+    assert (record["ranks"], record["backend"], record["layers"]) == (2, "eager", 2)
+    assert all(isinstance(each["indices"], list) and isinstance(each["seconds"], float) for each in record["variants"])
+
+
+def test_a_later_compile_replaces_an_earlier_one_and_nothing_else(tmp_path: Path) -> None:
+    config, out = write(tmp_path), tmp_path / "out"
+    assert run("compile", config, "--output", out, "--ranks", 2, "--strategy", "2*<tp1,pp1>").exit_code == 0
+    assert run("compile", config, "--output", out, "--ranks", 2, "--strategy", "<tp2,pp1>").exit_code == 0
+    assert [s.strategy for s in Summary.load(out).strategies] == [str(hg.Strategy.parse("<tp2,pp1>", 2))]
+    assert len(list((out / "strategies").iterdir())) == 1
+    assert {each.name.split(".tp")[1][0] for each in (out / "graphs").iterdir()} == {"2"}
+    refused = run("compile", config, "--output", tmp_path)
+    assert refused.exit_code == 2
+    assert "holds something else: name a new folder" in refused.stderr
+    assert config.exists()
+
+
+@pytest.mark.parametrize(
+    ("strategy", "micro_batches", "sentence"),
+    [
+        ("<tp4,pp1>", "2", "degree 4 (its number of devices) does not divide 2 attention heads; use 1 or 2 devices"),
+        ("8*<tp1,pp1>", "2", "unknown rank: device 4, but the world has 4 ranks"),
+        ("<tp1", "2", "strategy text: expected ','"),
+        ("2*<tp1,pp1>", "1,2,3", "--micro-batches '1,2,3': give one number, or one for each of the 2 pipelines"),
+    ],
+)
+def test_a_strategy_that_does_not_fit(tmp_path: Path, strategy: str, micro_batches: str, sentence: str) -> None:
+    config, out = write(tmp_path, ranks=4), tmp_path / "out"
+    options = ("--output", out, "--micro-batches", micro_batches, "--strategy", strategy)
+    result = run("compile", config, *options, "--strategy", "<[0,1]x2>")
+    assert result.exit_code == 1
+    assert f"hydragraph: {strategy}: " in result.stderr
+    assert sentence in result.stderr
+    assert "DOES NOT FIT" in result.stdout
+    first, second = Summary.load(out).strategies
+    assert sentence in first.problem
+    assert (first.folder, first.variants) == ("", ())
+    fits = micro_batches == "2"  # the other one has a single pipeline
+    assert (second.problem == "") is fits
+    assert len(list((out / "strategies").iterdir())) == int(fits)
+
+
+def test_a_file_for_another_model_does_not_fit(tmp_path: Path) -> None:
+    hg.Strategy.parse("<[0]x2,[1]x1>", 3).save(tmp_path / "three.yaml")
+    options = ("--output", tmp_path / "out", "--ranks", 2, "--strategy", tmp_path / "three.yaml")
+    result = run("compile", write(tmp_path), *options)
+    assert result.exit_code == 1
+    assert "hydragraph: <[0]x2,[1]x1>: pipeline 0: 2 + 1 = 3 layers, but the model has 2; remove 1" in result.stderr
+    assert Summary.load(tmp_path / "out").variants == ()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (
+            ("--set", 'plan={"choose": true, "profile": "p.json"}', "--set", 'strategies=["auto"]'),
+            "for the data, which is not read here: name some by --strategy",
+        ),
+        (("--backend", "fast"), "backend is 'fast': use 'inductor' or 'eager'"),
+        (("--strategy", "nowhere.yaml"), "nowhere.yaml"),
+    ],
+)
+def test_a_mistake_is_a_sentence(tmp_path: Path, arguments: tuple[str, ...], sentence: str) -> None:
+    result = run("compile", write(tmp_path), "--output", tmp_path / "out", *arguments)
+    assert result.exit_code == 2
+    assert sentence in result.stderr
+    assert result.stdout == ""
+    assert not (tmp_path / "out").exists()
+
+
+def test_unequal_shards_are_variants_of_their_own(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    options = ("--set", "model.config.vocab_size=513", "--ranks", 2, "--strategy", "<tp2,pp1>", "--output", out)
+    result = run("compile", write(tmp_path), *options)
+    assert result.exit_code == 0, result.output
+    found = {v.name: v.indices for v in Summary.load(out).variants}
+    assert found["layer.0.tp2"] == (0, 1)
+    assert {found[f"{block}.tp2.rank{i}"] for block in ("embed", "head") for i in (0, 1)} == {(0,), (1,)}
+    assert "[256, 16]" in (out / "graphs" / "head.tp2.rank0.forward.py").read_text()
+    assert "[257, 16]" in (out / "graphs" / "head.tp2.rank1.forward.py").read_text()
+
+
+def test_a_model_that_no_memory_here_would_hold(tmp_path: Path) -> None:
+    """Two layers with the dimensions of Llama 70B, of 16 GB in fp32 with their embedding and head."""
+    sizes = {"hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64, "num_key_value_heads": 8}
+    config = write(tmp_path, dtype="bfloat16")
+    changes = {"vocab_size": 128256, "num_hidden_layers": 2, **sizes}
+    options = [part for name, size in changes.items() for part in ("--set", f"model.config.{name}={size}")]
+    out = tmp_path / "out"
+    result = run("compile", config, *options, "--ranks", 64, "--strategy", "4*<tp8,pp2>", "--output", out)
+    assert result.exit_code == 0, result.output
+    attention, mlp = 2 * 8192 * 8192 + 2 * 1024 * 8192, 3 * 8192 * 28672
+    summary = Summary.load(out)
+    assert summary.parameters == 2 * 128256 * 8192 + 2 * (attention + mlp + 2 * 8192) + 8192
+    assert [v.name for v in summary.variants] == ["embed.tp8", "layer.0.tp8", "head.tp8"]
+    assert len(list((out / "strategies" / summary.strategies[0].folder).glob("rank_*.txt"))) == 64
+
+
+def test_inductor_compiles_what_can_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, str, bool]] = []
+
+    class Recorder(Variants):
+        def __init__(self, program: Any, partitioner: str = "min_cut", backend: str = "eager", *args: Any, **more: Any):
+            super().__init__(program, partitioner, "eager", *args, **more)
+            self.asked = backend
+
+        def get(self, block: Any, degree: Degree, recompute: bool = False) -> Variant:
+            asked.append((self.asked, block.name, recompute))
+            return super().get(block, degree, recompute)
+
+    monkeypatch.setattr(compile_result, "Variants", Recorder)
+    monkeypatch.setattr("hydragraph.passes.compiled.missing_compiler", lambda device: None)
+    out = tmp_path / "out"
+    result = run("compile", write(tmp_path), "--strategy", "<[0]x2r>", "--output", out, "--backend", "inductor")
+    assert result.exit_code == 0, result.output
+    blocks = [("embed", True), ("layer.0", True), ("head", True)]
+    assert asked == [(backend, *block) for block in blocks for backend in ("eager", "inductor")]
+    assert Summary.load(out).backend == "inductor"
+    # Inductor's runs have no logits, and what is read is what Inductor was given.
+    assert "head_loss" in (out / "graphs" / "head.tp1r.forward.py").read_text()
+
+
+def test_help_teaches_with_an_example() -> None:
+    assert "hydragraph compile examples/demo.yaml --strategy" in " ".join(run("compile", "--help").stdout.split())

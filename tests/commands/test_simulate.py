@@ -1,0 +1,180 @@
+"""`hydragraph simulate`: times by hand, the order of strategies, the default split, and what it writes."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import hydragraph as hg
+from hydragraph.commands.simulate_price import Priced, price, share, spread
+from hydragraph.commands.text import bytes_text, counts_text, seconds_text
+from hydragraph.cost.simulate import simulate
+from hydragraph.cost.work import Work, work_of
+from hydragraph.ir.instruction import Op, Stream
+from hydragraph.ir.program import Program
+from hydragraph.passes.pipeline import rank_programs
+from hydragraph.spec.cluster import Cluster, Device, Link
+from hydragraph.spec.strategy import Strategy
+from hydragraph.train.config import ModelConfig
+from hydragraph.train.model import skeleton
+from tests.commands.tiny import run, write
+from tests.passes.test_pipeline import model
+
+INSTANT = Link(1e300, 0.0)
+SLOW = Device(1e6, int(1e12), 1e300)  # computation is all that takes time
+TOKENS = 32
+SIZES = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+}
+
+
+@pytest.fixture(scope="module")
+def program() -> Program:
+    return hg.capture(skeleton(ModelConfig("LlamaForCausalLM", SIZES), 300))
+
+
+def cluster(*speeds: float) -> Cluster:
+    return Cluster(tuple(Device(each, int(1e12), 1e300) for each in speeds), INSTANT, INSTANT)
+
+
+def priced(program: Program, text: str, counts: list[int], where: Cluster) -> Priced:
+    return price(program, Strategy.parse(text, 2), where, TOKENS, counts)
+
+
+def test_times_by_hand(program: Program) -> None:
+    """Four micro-batches; a product with P weights takes 6 P T operations, and attention 4 T^2 H D (3 / 2 of both)."""
+    layer = 6 * (4 * 16 * 16 + 3 * 16 * 24) * TOKENS + 3 * 4 * TOKENS**2 * 16 / 2
+    head = 6 * 300 * 16 * TOKENS
+    whole, first, last = (seconds / 1e6 for seconds in (2 * layer + head, layer, layer + head))
+    two = cluster(1e6, 1e6)
+    assert priced(program, "<[0]x2>", [4], two).seconds == pytest.approx(4 * whole)
+    assert priced(program, "2*<tp1,pp1>", [2, 2], two).seconds == pytest.approx(2 * whole)
+    # The second stage is the slower one and starts after the first forward, a third of that stage's work.
+    pipeline = priced(program, "<tp1,pp2>", [4], two)
+    assert pipeline.seconds == pytest.approx(first / 3 + 4 * last + first * 2 / 3)
+    assert pipeline.tokens_per_s == pytest.approx(4 * TOKENS / pipeline.seconds)
+    assert pipeline.busy() == pytest.approx([4 * first / pipeline.seconds, 4 * last / pipeline.seconds])
+
+
+def test_the_split_follows_the_speed(program: Program) -> None:
+    strategy = Strategy.parse("2*<tp1,pp1>", 2)
+    assert share(program, strategy, cluster(3e6, 1e6), TOKENS, 4) == [3, 1]
+    assert share(program, strategy, cluster(1e6, 1e6), TOKENS, 4) == [2, 2]
+    assert share(program, strategy, cluster(9e6, 1e6), TOKENS, 4) == [4, 0]
+    lopsided = priced(program, "2*<tp1,pp1>", [4, 0], cluster(9e6, 1e6))
+    work = work_of(program, strategy, [TOKENS, 0], cluster(9e6, 1e6))
+    per = sum(seconds for (op, _, rank), seconds in work.seconds.items() if op is not Op.UPDATE and rank == 0)
+    assert lopsided.seconds == pytest.approx(4 * per)
+
+
+@given(st.lists(st.tuples(st.integers(1, 4), st.integers(1, 6)), min_size=1, max_size=3), st.integers(0, 6))
+def test_no_other_spread_ends_earlier(pipelines: list[tuple[int, int]], total: int) -> None:
+    def end(counts: tuple[int, ...]) -> int:
+        return max((m + p - 1) * s if m else 0 for m, (p, s) in zip(counts, pipelines, strict=True))
+
+    found = spread([p for p, _ in pipelines], [s for _, s in pipelines], total)
+    every = (c for c in itertools.product(range(total + 1), repeat=len(pipelines)) if sum(c) == total)
+    assert sum(found) == total
+    assert end(tuple(found)) == min(map(end, every))
+
+
+def exposed(text: str, counts: list[int], work: Work, link: Link) -> list[list[float]]:
+    """Simulate a model of two layers; return what each rank waits for pulls, pushes and activations."""
+    strategy = Strategy.parse(text, 2)
+    ranks = len(strategy.devices)
+    programs = rank_programs(model(2), strategy, counts, ranks=ranks)
+    found = simulate(programs, Cluster.homogeneous(ranks, device=SLOW, within_node=link), work)
+    streams = (Stream.PULL, Stream.PUSH, Stream.P2P)
+    return [[found.exposed_s(rank, stream) for stream in streams] for rank in range(ranks)]
+
+
+LAYERS = {
+    (op, f"layer.{layer}", rank): 1.0 for op in (Op.FORWARD, Op.BACKWARD) for layer in range(2) for rank in range(2)
+}
+
+
+def test_exposed_pulls_by_hand() -> None:
+    """Layers' weights arrive after 2 and 4 s, and compute 1 s each; rank 1 sends, and has nothing else to do."""
+    pulls = {"layer.0": {(1, 0): 8.0}, "layer.1": {(1, 0): 8.0}}
+    assert exposed("2*<tp1,pp1>", [1, 0], Work(LAYERS, pulls, {}, {}), Link(4.0, 0.0)) == [[3, 0, 0], [4, 0, 0]]
+
+
+def test_exposed_pushes_by_hand() -> None:
+    """Layer 1's gradients leave from 3 to 4 s, beside computation; layer 0's from 4 to 7, when nothing is left."""
+    pushes = {"layer.1": {(0, 1): 4.0}, "layer.0": {(0, 1): 12.0}}
+    assert exposed("2*<tp1,pp1>", [1, 0], Work(LAYERS, {}, pushes, {}), Link(4.0, 0.0)) == [[0, 3, 0], [0, 7, 0]]
+
+
+def test_exposed_activations_by_hand() -> None:
+    """A forward of 1 s, 2.5 s to the other stage, 2 s there, and 2.5 s back, for which its sender waits before it commits."""
+    assert exposed("<tp1,pp2>", [1], Work(LAYERS, {}, {}, {0: 8.0}), Link(4.0, 0.5)) == [[0, 0, 7], [0, 0, 6]]
+
+
+def test_the_best_comes_first_and_files_are_written(tmp_path: Path) -> None:
+    Cluster((SLOW, SLOW), INSTANT, INSTANT).save(tmp_path / "cluster.yaml")
+    given_strategies = ["<tp1,pp1>", "<tp1,pp2>", "2*<tp1,pp1>"]
+    options = [part for text in given_strategies for part in ("--strategy", text)]
+    files = ("--trace", tmp_path / "trace.json", "--picture", tmp_path / "picture.png")
+    result = run("simulate", write(tmp_path), "--cluster", tmp_path / "cluster.yaml", *options, "--tokens", 24, *files)
+    assert result.exit_code == 0, result.output
+    shown = [
+        next((s for s in given_strategies if f" {s} " in line), None)
+        for line in result.stdout.splitlines()
+        if "│" in line
+    ]
+    assert shown == ["2*<tp1,pp1>", "<tp1,pp2>", "<tp1,pp1>"]
+    assert "0-1 100%" in result.stdout  # two pipelines leave nobody idle
+    assert "0 100%, 1 0%" in result.stdout
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    spans = [each for each in events if each["ph"] == "X"]
+    assert {each["pid"] for each in spans} == {0, 1}
+    assert sum("backward layer.1" in each["name"] for each in spans) == 4  # 96 tokens in micro-batches of 24
+    assert all(each["dur"] > 0 for each in spans)
+    assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
+    assert not list(tmp_path.glob(".*.partial"))
+
+
+def test_given_micro_batches_are_compared_by_their_tokens(tmp_path: Path) -> None:
+    options = ("--strategy", "<[0]x2>", "--strategy", "2*<tp1,pp1>", "--micro-batches", "3", "--devices", 2)
+    result = run("simulate", write(tmp_path), *options)
+    assert result.exit_code == 0, result.output
+    assert "3,3" in result.stdout
+    assert "different numbers of tokens here, so compare tokens/s" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (("--cluster", "nowhere.yaml"), "nowhere.yaml"),
+        (("--cluster", "x.yaml", "--devices", "2"), "give one of them"),
+        (("--strategy", "<tp2,pp1>"), "strategies[0]: pipeline 0, stage 0: unknown rank: device 1"),
+        (("--micro-batches", "0"), "give at least one pipeline something to do"),
+        (("--micro-batches", "1,2"), "--micro-batches '1,2'"),
+        (("--strategy", "auto"), "name some by --strategy"),
+    ],
+)
+def test_a_mistake_is_a_sentence(tmp_path: Path, arguments: tuple[str, ...], sentence: str) -> None:
+    result = run("simulate", write(tmp_path), *arguments)
+    assert result.exit_code == 2
+    assert sentence in result.stderr
+    assert "Traceback" not in result.output
+    assert result.stdout == ""
+
+
+def test_numbers_suit_their_size() -> None:
+    assert [seconds_text(s) for s in (0, 2e-6, 0.0415, 12.3456)] == ["0", "2 us", "41.5 ms", "12.3 s"]
+    assert [bytes_text(n) for n in (0, 999, 1.5e3, 2.25e9, 3e13)] == ["0", "999 B", "1.5 kB", "2.25 GB", "30 TB"]
+    assert [counts_text(c) for c in ([4], [2, 2], [2, 2, 2], [8, 8, 8, 1])] == ["4", "2,2", "3*2", "3*8,1"]
+
+
+def test_help_teaches_with_an_example() -> None:
+    assert "hydragraph simulate examples/demo.yaml --devices 4" in " ".join(run("simulate", "--help").stdout.split())

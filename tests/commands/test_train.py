@@ -1,0 +1,70 @@
+"""`hydragraph train`: what it writes, its trace, and that a resumed run continues bit for bit."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+from typer.testing import Result
+
+from hydragraph.train.metrics import read_metrics
+from tests.commands.tiny import LOPSIDED, run, write
+
+
+def test_train_on_two_ranks(trained: tuple[Path, Result]) -> None:
+    folder, result = trained
+    assert result.exit_code == 0, result.output
+    history = read_metrics(folder / "run" / "metrics.jsonl")
+    assert [m.step for m in history] == [1, 2, 3, 4, 5, 6]
+    assert [m.strategy.split("@")[0] for m in history[:2]] == ["<tp1,pp2>", "<tp2,pp1>"]
+    assert history[-1].loss < history[0].loss
+    assert (folder / "run" / "loss.png").stat().st_size > 0
+    assert all(m.exposed_pull_s >= 0 and m.seconds > m.planning_s > 0 and m.peak_memory_bytes > 1e6 for m in history)
+
+
+def test_the_trace_shows_every_rank_and_step(trained: tuple[Path, Result]) -> None:
+    folder, _ = trained
+    spans = [e for e in json.loads((folder / "run" / "trace.json").read_text())["traceEvents"] if e["ph"] == "X"]
+    assert {(e["pid"], e["args"]["step"]) for e in spans} == {(rank, step) for rank in (0, 1) for step in range(1, 7)}
+    names = " ".join(e["name"] for e in spans)
+    assert all(text in names for text in ("forward layer.0", "backward layer.1", "wait W.", "commit", "update"))
+
+
+def computed(metrics: dict[str, Any]) -> dict[str, Any]:
+    """Leave out what is measured, which no two runs have alike."""
+    return {name: value for name, value in metrics.items() if not name.endswith(("_s", "seconds", "_bytes"))}
+
+
+def test_resume_continues_bit_for_bit(trained: tuple[Path, Result], tmp_path: Path) -> None:
+    folder, _ = trained
+    whole = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    shutil.copytree(folder / "run", tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-00000006")
+    result = run("train", folder / "config.yaml", "--resume", "--set", f"output={tmp_path / 'run'}")
+    assert result.exit_code == 0, result.output
+    again = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [computed(line) for line in whole] == [computed(line) for line in again]
+
+
+def test_a_strategy_chosen_every_step_resumes_bit_for_bit(tmp_path: Path) -> None:
+    plan = {"choose": True, "gain": 0.0, "sample": 2}
+    config = write(tmp_path, ranks=2, strategies=[*LOPSIDED, "2*<tp1,pp1>"], steps=4, checkpoint_every=2, plan=plan)
+    first = run("train", config)
+    assert first.exit_code == 0, first.output
+    folder = tmp_path / "run"
+    whole = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    shutil.rmtree(folder / "checkpoints" / "step-00000004")
+    again = run("train", config, "--resume")
+    assert again.exit_code == 0, again.output
+    resumed = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [computed(line) for line in whole] == [computed(line) for line in resumed]
+
+
+def test_every_rank_stops_when_rank_0_refuses(trained: tuple[Path, Result]) -> None:
+    folder, _ = trained
+    result = run("train", folder / "config.yaml")
+    assert result.exit_code == 2
+    assert result.stderr.startswith("hydragraph: output ")
+    assert "already holds a run: continue it with --resume" in result.stderr

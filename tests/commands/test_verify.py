@@ -1,0 +1,29 @@
+"""`hydragraph verify`: its table, and its exit code beyond the tolerances."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from typer.testing import Result
+
+from hydragraph.commands import verify
+from hydragraph.verify import Row
+from tests.commands.tiny import run, write
+
+
+def test_verify_passes_and_prints_a_table(trained: tuple[Path, Result]) -> None:
+    folder, _ = trained
+    result = run("verify", folder / "config.yaml")
+    assert result.exit_code == 0, result.output
+    assert result.stdout.count("ok") == 2
+    assert "WRONG" not in result.stdout
+
+
+def test_verify_fails_beyond_the_tolerances(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [Row("<[0,1]x2>@aa", 1.0, 1.0, "w", 0.0, 1.0, 0.5), Row("<tp1,pp1>@bb", 1.0, 1.0, "w", 1.0, 1.0, 1.5)]
+    monkeypatch.setattr(verify, "verify_rank", lambda config: rows)
+    result = run("verify", write(tmp_path))
+    assert result.exit_code == 1
+    assert "WRONG" in result.stdout
+    assert "[0,1]x2" in result.stdout.replace("\n", "")

@@ -1,0 +1,24 @@
+"""What the tests of verbs share: a tiny run's YAML file, and the command line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+from typer.testing import CliRunner, Result
+
+from hydragraph import cli
+from tests.train.plain import settings
+
+LOPSIDED = ["<[0]x1,[1]x1>", "<[0,1]x2>"]
+
+
+def run(*arguments: object) -> Result:
+    return CliRunner().invoke(cli.app, [str(argument) for argument in arguments])
+
+
+def write(folder: Path, **changes: Any) -> Path:
+    file = folder / "config.yaml"
+    file.write_text(yaml.safe_dump({**settings(folder), **changes}))
+    return file

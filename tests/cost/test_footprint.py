@@ -1,0 +1,74 @@
+"""What blocks of a small Llama are expected to hold, against storages that are really there."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from hydragraph.cost.footprint import MicroBatch, Sizes, footprint, most_alive
+from hydragraph.ir.program import Program
+from hydragraph.passes.shard import Degree
+from hydragraph.runtime.variants import Variants
+from tests.models import captured
+
+TOKENS = MicroBatch(tokens=48, sequences=3)
+ALONE = Degree()
+
+
+def llama() -> Program:
+    return captured("llama")[0]
+
+
+def storages(tensors: list[object]) -> dict[int, int]:
+    found = [t.untyped_storage() for t in tensors if isinstance(t, Tensor)]
+    return {storage.data_ptr(): storage.nbytes() for storage in found}
+
+
+def inputs(block: int) -> dict[str, object]:
+    """Return real inputs of one of the model's blocks, by name."""
+    program = llama()
+    chosen, tokens = program.blocks[block], TOKENS.tokens
+    template, aux = program.templates[chosen.template], program.templates[program.aux.template]
+    fields = {
+        "input_ids": torch.zeros(1, tokens, dtype=torch.int64),
+        "position_ids": torch.arange(tokens)[None],
+        "labels": torch.zeros(1, tokens, dtype=torch.int64),
+        "cu_seqlens": torch.tensor([0, 16, 32, tokens], dtype=torch.int32),
+        "max_length": torch.tensor(16),
+    }
+    tables = aux.graph(*(torch.ones(8) for _ in aux.buffers), *(fields[name] for name in aux.inputs))
+    own = {
+        n: torch.randn(program.parameters[c].shape) for n, c in zip(template.parameters, chosen.parameters, strict=True)
+    }
+    others = [name for name in template.inputs if name.startswith("other.")]
+    shared = {name: tables[index] for name, index in zip(others, chosen.aux, strict=True)}
+    return {**fields, **own, **shared, "hidden": torch.randn(1, tokens, 64)}
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("block", [0, 1, -1])
+def test_what_a_block_saves_is_what_its_graph_really_keeps(block: int, recompute: bool) -> None:
+    variant = Variants(llama()).get(llama().blocks[block], ALONE, recompute)
+    given = inputs(block)
+    output, *saved = variant.forward(*(given[name] for name in variant.inputs))
+    own = storages(saved).keys() - storages([output, *given.values()]).keys()
+    found = footprint(variant, ALONE, TOKENS)
+    assert found.saved == sum(storages(saved)[key] for key in own)
+    assert found.output == output.untyped_storage().nbytes()
+    assert ("hidden" in found.keeps) == bool(storages([given["hidden"]]).keys() & storages(saved).keys())
+    assert found.forward >= found.saved + found.output
+
+
+def test_a_graph_takes_at_most_what_lives_at_once() -> None:
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    nodes = [graph.call_function(torch.neg, (x,))]
+    nodes += [graph.call_function(torch.neg, (nodes[-1],)) for _ in range(3)]
+    graph.output((nodes[-1],))
+    value = torch.empty(100)
+    x.meta["val"] = value
+    for node in nodes:
+        node.meta["val"] = torch.empty(100)
+    module = torch.fx.GraphModule(torch.nn.Module(), graph)
+    assert most_alive(module, Sizes("", 1.0, 2)) == 2 * 400  # an operand and its result

@@ -1,0 +1,36 @@
+"""What an exchange copies, where that can be said by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from hydragraph.cost.messages import MessageBytes, pulled, pushed
+from hydragraph.ir.layout import GradientKind, home, propagation
+from hydragraph.ir.parameter import Bucket, Parameter, ShardRule
+
+SIZE = 64
+BUCKET = Bucket("b", (Parameter("w", (8, 8), (), ShardRule(0, (8,))),), ("b",))
+WHOLE = {"w": GradientKind.REPLICA}
+
+
+def test_alone_nothing_travels_unless_the_dtype_changes() -> None:
+    owners, users = home(SIZE, range(1)), propagation(BUCKET, ((0,),), [WHOLE])
+    assert pulled(owners, users, 0, 1, 4) == pushed(owners, users, 0, 1) == MessageBytes(0, 0)
+    assert pulled(owners, users, 0, 1, 2).incoming == 2 * SIZE
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_data_parallel_ranks_send_their_shards_as_they_are(rank: int) -> None:
+    owners, users = home(SIZE, range(2)), propagation(BUCKET, ((0,), (1,)), [WHOLE, WHOLE])
+    assert pulled(owners, users, rank, 2, 4) == MessageBytes(0, 4 * SIZE)
+    assert pulled(owners, users, rank, 2, 2) == MessageBytes(2 * SIZE // 2, 2 * SIZE)  # rounded first
+    # The whole gradient is sent as it is; the shard comes from both, its own part too.
+    assert pushed(owners, users, rank, 2).outgoing == 0
+    assert pushed(owners, users, rank, 2).incoming > 0
+
+
+def test_a_rank_without_a_stage_receives_no_weights() -> None:
+    owners, users = home(SIZE, range(2)), propagation(BUCKET, ((0,),), [WHOLE])
+    assert pulled(owners, users, 1, 2, 4) == MessageBytes(0, 0)
+    assert pulled(owners, users, 0, 2, 4).incoming == 4 * SIZE
+    assert pushed(owners, users, 1, 2).outgoing == 0
