@@ -10,7 +10,8 @@ from numba import njit
 from hydragraph.planner.balance import MAX_LEN, MODE, SINGLE, Floats, Ints, descend, kick, longest_first
 from hydragraph.planner.recurrence import FORWARD, best_order, equal_stages
 
-KICKED = 3  # of the numbers V tried, the best are searched further, the second half as long, the third a third
+KICKED = 3  # of the numbers V tried, the best are searched further
+ENOUGH = 1e-3  # above the bound, as a part of it, is as good as the bound
 EQ1, SUM = 0, 1  # (PP - 1 + V) max_j cost_j, or sum_j cost_j + (PP - 1) max_j cost_j
 
 
@@ -114,9 +115,9 @@ def form(
         open_values = values.copy()
         for turn in range(min(KICKED, len(values))):
             at = np.argmin(open_values)
-            if open_values[at] < np.inf and bounds[at] < best * (1 - 1e-4):
-                enough = largest_at_least(work, low + at) * (1 + 1e-4)
-                kick_evenly(tried[at], work, lengths, low + at, max_len, kicks // (turn + 1), enough)
+            if open_values[at] < np.inf and bounds[at] < best * (1 - ENOUGH):
+                enough = largest_at_least(work, low + at) * (1 + ENOUGH)
+                kick_evenly(tried[at], work, lengths, low + at, max_len, kicks, enough)
                 values[at] = priced(tried[at], work, low + at, objective, stages, c)
                 best = min(best, values[at])
             open_values[at] = np.inf
