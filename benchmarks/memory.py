@@ -33,7 +33,6 @@ from hydragraph.cost.memory import Memory, rank_memory
 from hydragraph.mini_batch import token_multiple
 from hydragraph.planner.longest_first import assign
 from hydragraph.runtime.batch import padding
-from hydragraph.runtime.variants import Variants
 
 VOCABULARY = 4096
 STEPS = 3
@@ -155,7 +154,7 @@ def measure(sizes: Sizes, text: str, dtype: torch.dtype = torch.float32) -> Meas
     with live:
         for turn in range(STEPS):
             exe.step(sizes.sequences(turn))
-    compiled, batches = Variants(exe.program).get, micro_batches(strategy, sizes.lengths)
+    compiled, batches = exe._preparer._variants.get, micro_batches(strategy, sizes.lengths)  # compiled already
     expected, at_most = (
         rank_memory(exe.program, strategy, batches, exe.rank, exe.ranks, compiled, messages)
         for messages in (False, True)

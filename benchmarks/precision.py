@@ -142,6 +142,7 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int)
     chosen = parser.parse_args()
     warnings.filterwarnings("ignore")
+    torch.set_num_threads(1)  # the products are small, and on a busy machine threads wait for one another
     console, usual = Console(width=120), DEVICE_SIZES[chosen.device]
     sizes = Sizes(chosen.hidden or usual.hidden, chosen.layers or usual.layers, chosen.tokens or usual.tokens)
     config = configured(sizes, chosen.steps, chosen.device)

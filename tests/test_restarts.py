@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.test_cli import LOPSIDED, computed
+from tests.commands.tiny import LOPSIDED, computed
 from tests.train.plain import settings
 
 ROOT = Path(__file__).parent.parent

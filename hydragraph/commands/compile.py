@@ -88,7 +88,9 @@ def _compile(
         began = time.perf_counter()
         program = capture(model, dtype=getattr(torch, config.dtype))
         seconds = time.perf_counter() - began
-        compiler = Compiler(program, ranks, chosen, device, lambda what: bar.update(task, advance=1, description=what))
+        compiler = Compiler(
+            program, ranks, chosen, device, lambda what: bar.update(task, advance=1, description=escape(what))
+        )
         parsed = [_parsed(text, program.layers) for text in texts]
         bar.update(task, total=compiler.steps([each for each in parsed if not isinstance(each, CompiledStrategy)]))
         found = [_compiled(compiler, each, micro_batches) for each in parsed]

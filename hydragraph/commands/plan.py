@@ -27,7 +27,9 @@ def plan_command(
     tokens: Annotated[int, typer.Option(min=1, help="Per iteration.")] = 100_000,
     strategies: Annotated[
         list[str] | None,
-        typer.Option("--strategy", "--strategies", help="Compare these; default: proposals improved on samples of the data."),
+        typer.Option(
+            "--strategy", "--strategies", help="Compare these; default: proposals improved on samples of the data."
+        ),
     ] = None,
     iterations: Annotated[int, typer.Option(min=1, help="Mini-batches to draw from the lengths.")] = 4,
     seed: Annotated[int, typer.Option(min=0, help="Of the draw and the search.")] = 0,

@@ -113,7 +113,7 @@ def form(
         best = min(best, values[at])
     if objective == EQ1 or stages > 1:
         open_values = values.copy()
-        for turn in range(min(KICKED, len(values))):
+        for _ in range(min(KICKED, len(values))):
             at = np.argmin(open_values)
             if open_values[at] < np.inf and bounds[at] < best * (1 - ENOUGH):
                 enough = largest_at_least(work, low + at) * (1 + ENOUGH)

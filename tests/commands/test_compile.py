@@ -100,38 +100,28 @@ def test_a_later_compile_replaces_an_earlier_one_and_nothing_else(tmp_path: Path
     assert config.exists()
 
 
-@pytest.mark.parametrize(
-    ("strategy", "micro_batches", "sentence"),
-    [
-        ("<tp4,pp1>", "2", "degree 4 (its number of devices) does not divide 2 attention heads; use 1 or 2 devices"),
-        ("8*<tp1,pp1>", "2", "unknown rank: device 4, but the world has 4 ranks"),
-        ("<tp1", "2", "strategy text: expected ','"),
-        ("2*<tp1,pp1>", "1,2,3", "--micro-batches '1,2,3': give one number, or one for each of the 2 pipelines"),
-    ],
-)
-def test_a_strategy_that_does_not_fit(tmp_path: Path, strategy: str, micro_batches: str, sentence: str) -> None:
-    config, out = write(tmp_path, ranks=4), tmp_path / "out"
-    options = ("--output", out, "--micro-batches", micro_batches, "--strategy", strategy)
-    result = run("compile", config, *options, "--strategy", "<[0,1]x2>")
+def test_strategies_that_do_not_fit_stand_beside_those_that_do(tmp_path: Path) -> None:
+    hg.Strategy.parse("<[0]x2,[1]x1> + <[2]x3>", 3).save(tmp_path / "three.yaml")
+    expected = {
+        "2*<tp4,pp1>": "degree 4 (its number of devices) does not divide 2 attention heads; use 1 or 2 devices",
+        "<[0]x2> + <[9]x2>": "unknown rank: device 9, but the world has 8 ranks",
+        "<tp1": "strategy text: expected ','",
+        "<tp2,pp1>": "--micro-batches '2,1': give one number, or one for each of the 1 pipelines",
+        str(tmp_path / "three.yaml"): "2 + 1 = 3 layers, but the model has 2; remove 1 in every pipeline",
+        "<tp2,pp1> + <tp1,pp2>": "",
+    }
+    options = [part for text in expected for part in ("--strategy", text)]
+    config, out = write(tmp_path), tmp_path / "out"
+    result = run("compile", config, *options, "--ranks", 8, "--output", out, "--micro-batches", "2,1")
     assert result.exit_code == 1
-    assert f"hydragraph: {strategy}: " in result.stderr
-    assert sentence in result.stderr
-    assert "DOES NOT FIT" in result.stdout
-    first, second = Summary.load(out).strategies
-    assert sentence in first.problem
-    assert (first.folder, first.variants) == ("", ())
-    fits = micro_batches == "2"  # the other one has a single pipeline
-    assert (second.problem == "") is fits
-    assert len(list((out / "strategies").iterdir())) == int(fits)
-
-
-def test_a_file_for_another_model_does_not_fit(tmp_path: Path) -> None:
-    hg.Strategy.parse("<[0]x2,[1]x1>", 3).save(tmp_path / "three.yaml")
-    options = ("--output", tmp_path / "out", "--ranks", 2, "--strategy", tmp_path / "three.yaml")
-    result = run("compile", write(tmp_path), *options)
-    assert result.exit_code == 1
-    assert "hydragraph: <[0]x2,[1]x1>: pipeline 0: 2 + 1 = 3 layers, but the model has 2; remove 1" in result.stderr
-    assert Summary.load(tmp_path / "out").variants == ()
+    assert result.stdout.count("DOES NOT FIT") == len(expected) - 1
+    assert result.stdout.count("verified") == 1
+    for sentence, record in zip(expected.values(), Summary.load(out).strategies, strict=True):
+        assert sentence in record.problem
+        assert bool(record.problem) is bool(sentence)
+        assert bool(record.folder) is bool(record.variants) is not bool(sentence)
+        assert f"hydragraph: {record.strategy}: {record.problem}" in result.stderr or not sentence
+    assert len(list((out / "strategies").iterdir())) == 1
 
 
 @pytest.mark.parametrize(
@@ -142,7 +132,6 @@ def test_a_file_for_another_model_does_not_fit(tmp_path: Path) -> None:
             "for the data, which is not read here: name some by --strategy",
         ),
         (("--backend", "fast"), "backend is 'fast': use 'inductor' or 'eager'"),
-        (("--strategy", "nowhere.yaml"), "nowhere.yaml"),
     ],
 )
 def test_a_mistake_is_a_sentence(tmp_path: Path, arguments: tuple[str, ...], sentence: str) -> None:

@@ -115,7 +115,7 @@ def test_exposed_pushes_by_hand() -> None:
 
 
 def test_exposed_activations_by_hand() -> None:
-    """A forward of 1 s, 2.5 s to the other stage, 2 s there, and 2.5 s back, for which its sender waits before it commits."""
+    """A forward of 1 s, 2.5 s to the other stage, 2 s there, and 2.5 s back, after which its sender commits."""
     assert exposed("<tp1,pp2>", [1], Work(LAYERS, {}, {}, {0: 8.0}), Link(4.0, 0.5)) == [[0, 0, 7], [0, 0, 6]]
 
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 from typer.testing import Result
 
 from hydragraph.train.metrics import read_metrics
-from tests.commands.tiny import LOPSIDED, run, write
+from tests.commands.tiny import LOPSIDED, computed, run, write
 
 
 def test_train_on_two_ranks(trained: tuple[Path, Result]) -> None:
@@ -30,11 +29,6 @@ def test_the_trace_shows_every_rank_and_step(trained: tuple[Path, Result]) -> No
     assert {(e["pid"], e["args"]["step"]) for e in spans} == {(rank, step) for rank in (0, 1) for step in range(1, 7)}
     names = " ".join(e["name"] for e in spans)
     assert all(text in names for text in ("forward layer.0", "backward layer.1", "wait W.", "commit", "update"))
-
-
-def computed(metrics: dict[str, Any]) -> dict[str, Any]:
-    """Leave out what is measured, which no two runs have alike."""
-    return {name: value for name, value in metrics.items() if not name.endswith(("_s", "seconds", "_bytes"))}
 
 
 def test_resume_continues_bit_for_bit(trained: tuple[Path, Result], tmp_path: Path) -> None:

@@ -22,3 +22,8 @@ def write(folder: Path, **changes: Any) -> Path:
     file = folder / "config.yaml"
     file.write_text(yaml.safe_dump({**settings(folder), **changes}))
     return file
+
+
+def computed(metrics: dict[str, Any]) -> dict[str, Any]:
+    """Leave out what is measured, which no two runs have alike."""
+    return {name: value for name, value in metrics.items() if not name.endswith(("_s", "seconds", "_bytes"))}
