@@ -238,7 +238,7 @@ def _show(report: Report, csv: Path | None, picture: Path | None, json: Path | N
 def _write_page(reports: list[Report], path: Path, facts: tuple[str, ...]) -> None:
     import torch
 
-    from hydragraph import __version__
+    from hydragraph.version import __version__
     from hydragraph.bench.ceiling import choose_device, device_name
     from hydragraph.bench.report import to_markdown
 
