@@ -238,9 +238,9 @@ def _show(report: Report, csv: Path | None, picture: Path | None, json: Path | N
 def _write_page(reports: list[Report], path: Path, facts: tuple[str, ...]) -> None:
     import torch
 
-    from hydragraph.version import __version__
     from hydragraph.bench.ceiling import choose_device, device_name
     from hydragraph.bench.report import to_markdown
+    from hydragraph.version import __version__
 
     name = device_name(choose_device(None))
     versions = f"hydragraph {__version__}, PyTorch {torch.__version__}, {_triton()}, Python {sys.version.split()[0]}"
