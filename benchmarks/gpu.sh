@@ -58,6 +58,7 @@ bench() {
 
 # A function, so that bash has read all of it before it runs any.
 main() {
+  export HYDRAGRAPH_ON_DEVICE=1  # which a CPU otherwise leaves to other tests
   run correctness 150 "$python" -m pytest -q tests/bench/test_on_device.py
   if [ "$device" = cuda ]; then
     bench kernels 120 kernels --device cuda

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import os
 from itertools import accumulate
 
 import pytest
@@ -17,6 +18,11 @@ from hydragraph.kernels.attention_backends import choose
 from hydragraph.kernels.varlen_attention import reference, varlen_attention
 from tests.models import llama, sequences
 
+# On a CPU other tests cover all of it, so that only the script itself is to be proven there.
+pytestmark = pytest.mark.skipif(
+    not torch.cuda.is_available() and "HYDRAGRAPH_ON_DEVICE" not in os.environ,
+    reason="no GPU here; benchmarks/gpu.sh --cpu runs this on the CPU",
+)
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 BACKENDS = ["torch", "triton", "flash_attn", None] if DEVICE.type == "cuda" else ["loop", None]
 BOUND = {torch.float32: 1e-5, torch.bfloat16: 1.5e-2}  # relative, in the 2-norm

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch.distributed.checkpoint as dcp
 
-from tests.test_cli import computed, run, write
+from tests.commands.tiny import computed, run, write
 
 ONE = ["<tp1,pp1>"]
 
