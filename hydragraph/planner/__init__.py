@@ -4,55 +4,24 @@ No module here imports torch.distributed or the runtime; numba compiles the sear
 installation.
 """
 
-from __future__ import annotations
+from hydragraph.lazy import attributes
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from hydragraph.planner.assigning import PlannedAssignment, assign
-    from hydragraph.planner.choosing import Choice, Verdict, choose, compare
-    from hydragraph.planner.dispatching import Dispatch, dispatch
-    from hydragraph.planner.packing import Packing, pack
-    from hydragraph.planner.proposing import propose
-    from hydragraph.planner.refining import homogeneous, refine
-
-# name -> module: imported when first used, so that a rank that does not plan needs neither numba nor scipy
-_WHERE = {
-    "Choice": "choosing",
-    "Dispatch": "dispatching",
-    "Packing": "packing",
-    "PlannedAssignment": "assigning",
-    "Verdict": "choosing",
-    "assign": "assigning",
-    "choose": "choosing",
-    "compare": "choosing",
-    "dispatch": "dispatching",
-    "homogeneous": "refining",
-    "pack": "packing",
-    "propose": "proposing",
-    "refine": "refining",
-}
-__all__ = [
-    "Choice",
-    "Dispatch",
-    "Packing",
-    "PlannedAssignment",
-    "Verdict",
-    "assign",
-    "choose",
-    "compare",
-    "dispatch",
-    "homogeneous",
-    "pack",
-    "propose",
-    "refine",
-]
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _WHERE:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(f"{__name__}.{_WHERE[name]}"), name)
-    globals()[name] = value
-    return value
+# Imported when first used, so that a rank that does not plan needs neither numba nor scipy.
+__all__, __getattr__ = attributes(
+    "hydragraph.planner",
+    {
+        "Choice": "hydragraph.planner.choosing",
+        "Dispatch": "hydragraph.planner.dispatching",
+        "Packing": "hydragraph.planner.packing",
+        "PlannedAssignment": "hydragraph.planner.assigning",
+        "Verdict": "hydragraph.planner.choosing",
+        "assign": "hydragraph.planner.assigning",
+        "choose": "hydragraph.planner.choosing",
+        "compare": "hydragraph.planner.choosing",
+        "dispatch": "hydragraph.planner.dispatching",
+        "homogeneous": "hydragraph.planner.refining",
+        "pack": "hydragraph.planner.packing",
+        "propose": "hydragraph.planner.proposing",
+        "refine": "hydragraph.planner.refining",
+    },
+)

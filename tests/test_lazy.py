@@ -1,0 +1,35 @@
+"""What a package says of its names to type checkers is what it has."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+
+@pytest.mark.parametrize("package", ["hydragraph", "hydragraph.planner"])
+def test_every_name_comes_from_where_the_stub_says(package: str) -> None:
+    module = import_module(package)
+    stub = ast.parse(Path(module.__file__ or "").with_suffix(".pyi").read_text(encoding="utf-8"))
+    imports = [node for node in stub.body if isinstance(node, ast.ImportFrom)]
+    said = {alias.name: node.module for node in imports for alias in node.names}
+    assert sorted(set(said) - {"__version__"}) == module.__all__
+    for name, source in said.items():
+        assert getattr(module, name) is getattr(import_module(str(source)), name)
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    import hydragraph
+
+    with pytest.raises(AttributeError, match="module 'hydragraph' has no attribute 'compil'"):
+        hydragraph.compil  # type: ignore[attr-defined]  # noqa: B018
+
+
+def test_importing_the_package_imports_no_torch() -> None:
+    code = "import sys, hydragraph, hydragraph.spec.strategy, hydragraph.planner; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
