@@ -213,7 +213,7 @@ def reference(pipeline: Any, share: Lengths) -> float:
     if is_exact(share):
         from hydragraph.planner.exact import exact_packing
 
-        return exact_packing(pipeline, share).seconds
+        return exact_packing(pipeline, share)[1]
     return min(pack_pipeline(pipeline, share, kicks=kicks).seconds for kicks in (LONG_SEARCH, LONG_SEARCH // 4))
 
 

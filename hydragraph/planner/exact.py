@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -15,9 +15,6 @@ from hydragraph.cost.profile import PipelineCost
 from hydragraph.errors import Unsupported
 from hydragraph.planner.balance import BUBBLE, FIXED, Floats, Ints
 from hydragraph.planner.problem import Problem, problem
-
-if TYPE_CHECKING:
-    from hydragraph.planner.packing import Packing
 
 
 def _cvxpy() -> Any:
@@ -53,13 +50,15 @@ def exact_dispatch(given: Problem) -> Ints:
     return np.asarray(np.argmax(m.value, axis=1), dtype=np.int64)
 
 
-def exact_packing(pipeline: PipelineCost, lengths: Sequence[int]) -> Packing:
-    """Solve Eq. 1: for each V, o[i, j] in {0, 1} with the least largest micro-batch of at most MaxLen tokens."""
-    from hydragraph.planner.packing import Packing, seconds_of
+def exact_packing(pipeline: PipelineCost, lengths: Sequence[int]) -> tuple[tuple[tuple[int, ...], ...], float]:
+    """Solve Eq. 1: for each V, o[i, j] in {0, 1} with the least largest micro-batch of at most MaxLen tokens.
 
+    Returns:
+        The sequences of each micro-batch, and the seconds (PP - 1 + V) max cost.
+    """
     given = problem([pipeline], lengths, formed=True)
     if not len(given.lengths):
-        return Packing((), 0.0, 0.0, 0.0)
+        return (), 0.0
     tokens, n = given.lengths.sum(), len(given.lengths)
     low = max(1, math.ceil(tokens / pipeline.max_len))
     high = min(max(low, int(tokens // pipeline.util_len)), n)
@@ -75,8 +74,7 @@ def exact_packing(pipeline: PipelineCost, lengths: Sequence[int]) -> Packing:
         if value < best:
             best, kept = value, found
     batches = tuple(tuple(given.order[kept == j].tolist()) for j in range(int(kept.max()) + 1))
-    batches = tuple(b for b in batches if b)
-    return Packing(batches, best, seconds_of(pipeline, lengths, batches), best)
+    return tuple(b for b in batches if b), float(best)
 
 
 def _least_largest(work: Floats, lengths: Floats, count: int, max_len: float) -> Ints | None:

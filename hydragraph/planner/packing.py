@@ -70,7 +70,8 @@ def pack(
     if method == "exact":
         from hydragraph.planner.exact import exact_packing
 
-        return exact_packing(pipeline, lengths)
+        batches, seconds = exact_packing(pipeline, lengths)
+        return Packing(batches, seconds, seconds_of(pipeline, lengths, batches), seconds)
     return pack_pipeline(pipeline, lengths, objective, kicks)
 
 
