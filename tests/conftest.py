@@ -20,7 +20,7 @@ settings.register_profile("hydragraph", deadline=None, derandomize="CI" in os.en
 settings.load_profile("hydragraph")
 
 # Ranks are forked from a process that has imported this: what tests import costs each of them nothing.
-_SHARED = ["pytest", "hypothesis", "transformers.models.llama.modeling_llama", "transformers.models.gpt2.modeling_gpt2"]
+_SHARED = ["pytest", "hypothesis", "transformers.models.gpt2.modeling_gpt2", "tests.warm"]
 multiprocessing.get_context("forkserver").set_forkserver_preload([*launch.PRELOAD, *_SHARED])
 forkserver.ensure_running()
 

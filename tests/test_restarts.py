@@ -36,10 +36,11 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def configured(folder: Path) -> Path:
+def configured(folder: Path, asynchronous: bool) -> Path:
     folder.mkdir()
     changes = {"ranks": 2, "strategies": LOPSIDED, "steps": STEPS, "checkpoint_every": 10, "evaluate_every": 0}
-    (folder / "config.yaml").write_text(yaml.safe_dump({**settings(folder), **changes}))
+    written = {"checkpoint": {"asynchronous": asynchronous}}
+    (folder / "config.yaml").write_text(yaml.safe_dump({**settings(folder), **changes, **written}))
     return folder / "config.yaml"
 
 
@@ -47,6 +48,12 @@ def curve(folder: Path) -> list[dict[str, Any]]:
     path = folder / "run" / "metrics.jsonl"
     lines = path.read_text().splitlines(keepends=True) if path.is_file() else []
     return [computed(json.loads(line)) for line in lines if line.endswith("\n")]
+
+
+def begun(folder: Path) -> bool:
+    """Say whether a run has gone on beyond a whole checkpoint."""
+    checkpoints = folder / "run" / "checkpoints"
+    return len(curve(folder)) >= 15 and checkpoints.is_dir() and any(checkpoints.glob("step-*"))
 
 
 def children(pid: int) -> list[int]:
@@ -70,7 +77,7 @@ def ranks(pid: int, torchrun: bool) -> list[int]:
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """The curve of a run that nobody disturbs."""
     folder = tmp_path_factory.mktemp("undisturbed") / "whole"
-    subprocess.run([*LOCAL, "train", configured(folder)], cwd=ROOT, check=True, timeout=LIMIT_S)
+    subprocess.run([*LOCAL, "train", configured(folder, False)], cwd=ROOT, check=True, timeout=LIMIT_S)
     return curve(folder)
 
 
@@ -79,11 +86,12 @@ def test_a_killed_rank_is_restarted_and_the_curve_is_the_same(
     torchrun: bool, undisturbed: list[dict[str, Any]], tmp_path: Path
 ) -> None:
     command = [*TORCHRUN, "-m", "hydragraph.cli"] if torchrun else LOCAL
-    arguments = [*command, "train", str(configured(tmp_path / "cut")), "--max-restarts", "1"]
+    config = configured(tmp_path / "cut", asynchronous=not torchrun)
+    arguments = [*command, "train", str(config), "--max-restarts", "1"]
     process = subprocess.Popen(arguments, cwd=ROOT, stderr=subprocess.PIPE, text=True)
     try:
         deadline = time.monotonic() + LIMIT_S
-        while len(curve(tmp_path / "cut")) < 15 and process.poll() is None and time.monotonic() < deadline:
+        while not begun(tmp_path / "cut") and process.poll() is None and time.monotonic() < deadline:
             time.sleep(0.005)
         assert len(curve(tmp_path / "cut")) < STEPS - 10, "too late to disturb it"
         os.kill(ranks(process.pid, torchrun)[-1], signal.SIGKILL)

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, fx
 
 from hydragraph.frontend.private import symbol_name
+from hydragraph.kernels.linear_cross_entropy import working_bytes
+from hydragraph.passes.collectives import METHODS
 from hydragraph.passes.differentiate import Variant
 from hydragraph.passes.shard import Degree
 
@@ -115,6 +117,15 @@ class Sizes:
         tensors = [v for v in (values if isinstance(values, tuple | list) else [values]) if isinstance(v, Tensor)]
         return {tensor.untyped_storage()._cdata: self._bytes(tensor) for tensor in tensors}
 
+    def within(self, node: fx.Node) -> int:
+        """Return the bytes that an operator takes beside its results while it runs: a fused head, for its chunk."""
+        operands = _head_operands(node)
+        if operands is None:
+            return 0
+        hidden, weight = (n.meta["val"] for n in operands)
+        tokens, size = (round(self._size(n)) for n in hidden.shape)
+        return working_bytes(tokens, size, int(weight.shape[0]), hidden.dtype)
+
     def _bytes(self, value: Tensor) -> int:
         return round(math.prod(map(self._size, value.shape)) * value.dtype.itemsize)
 
@@ -144,10 +155,17 @@ def most_alive(graph: fx.GraphModule, sizes: Sizes) -> int:
         for key, size in sizes.storages(node).items():
             if key not in foreign:
                 alive.setdefault(key, size)
-        most = max(most, sum(alive.values()))
+        most = max(most, sum(alive.values()) + sizes.within(node))
         for key in ending.get(i, ()):
             alive.pop(key, None)
     return most
+
+
+def _head_operands(node: fx.Node) -> Sequence[fx.Node] | None:
+    """Return hidden and weight of a fused head, alone or as a call on the collectives; None for other operators."""
+    if node.op == "call_method" and node.target == METHODS[torch.ops.hydragraph.tp_head_loss.default]:
+        return node.args[1:3]  # type: ignore[return-value]
+    return node.args[:2] if node.target is torch.ops.hydragraph.head_loss.default else None  # type: ignore[return-value]
 
 
 def _symbols(size: int | torch.SymInt) -> set[str]:

@@ -15,7 +15,7 @@ Shapes: T tokens, E the hidden size, V rows of the head on this rank, C tokens o
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -127,32 +127,41 @@ def head_loss(hidden: Tensor, weight: Tensor, labels: Tensor, ignored: int) -> t
     All three come from one pass over the logits, which are never there as a whole; differentiating the loss scales the
     gradients that are there already.
     """
+    return loss_and_gradients(hidden, weight, labels, ignored)
+
+
+def loss_and_gradients(
+    hidden: Tensor, weight: Tensor, labels: Tensor, ignored: int, first: int = 0, exchange: Exchange | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the summed loss and its gradients of hidden and weight; arguments as `linear_cross_entropy`'s."""
     size = chunk_tokens(hidden.shape[0], hidden.shape[1], weight.shape[0])
-    loss, d_hidden, d_weight = _forward(hidden, weight, labels, ignored, 0, size, (True, True), None)
+    loss, d_hidden, d_weight = _forward(hidden, weight, labels, ignored, first, size, (True, True), exchange)
     assert d_hidden is not None
     assert d_weight is not None
     return loss, d_hidden, d_weight
 
 
-@head_loss.register_fake
-def _(hidden: Tensor, weight: Tensor, labels: Tensor, ignored: int) -> tuple[Tensor, Tensor, Tensor]:
+def like_gradients(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return empty tensors in the place of a loss and its gradients."""
     loss = hidden.new_empty((), dtype=_wide(hidden.dtype))
     return loss, torch.empty_like(hidden, memory_format=torch.contiguous_format), weight.new_empty(weight.shape)
 
 
-def _save_gradients(ctx: torch.autograd.function.FunctionCtx, inputs: tuple, output: tuple[Tensor, ...]) -> None:  # type: ignore[type-arg]
+def keep_gradients(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    """Save for backward what came with the loss."""
     ctx.save_for_backward(*output[1:])
 
 
-def _scale_gradients(
-    ctx: torch.autograd.function.FunctionCtx, grad: Tensor, *_: Tensor
-) -> tuple[Tensor, Tensor, None, None]:
-    d_hidden, d_weight = ctx.saved_tensors  # type: ignore[attr-defined]
+def scale_gradients(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+    """Return the gradients that came with the loss times the loss's own, for an operator of hidden, weight and more."""
+    d_hidden, d_weight = ctx.saved_tensors
     # In the gradients' own dtype, or a scale in fp32 would make them fp32 as well.
-    return d_hidden * grad.to(d_hidden.dtype), d_weight * grad.to(d_weight.dtype), None, None
+    scaled = d_hidden * grad.to(d_hidden.dtype), d_weight * grad.to(d_weight.dtype)
+    return (*scaled, *(None for _ in ctx.needs_input_grad[2:]))
 
 
-head_loss.register_autograd(_scale_gradients, setup_context=_save_gradients)
+head_loss.register_fake(lambda hidden, weight, labels, ignored: like_gradients(hidden, weight))
+head_loss.register_autograd(scale_gradients, setup_context=keep_gradients)
 
 
 def reference(hidden: Tensor, weight: Tensor, labels: Tensor, ignored: int = -100) -> Tensor:
@@ -167,6 +176,13 @@ def combine(statistics: Tensor) -> Tensor:
     shift = torch.where(largest == float("-inf"), 0.0, largest)
     mass = (statistics[:, 1] * (statistics[:, 0] - shift).exp()).sum(0)
     return torch.stack([largest, mass, statistics[:, 2].sum(0)])
+
+
+def working_bytes(tokens: int, hidden: int, vocabulary: int, dtype: torch.dtype) -> int:
+    """Return the bytes that loss and gradients take beside their results: a chunk, and the head's gradient in fp32."""
+    chunk = min(tokens, chunk_tokens(tokens, hidden, vocabulary)) * vocabulary
+    widened = 0 if dtype == _wide(dtype) else vocabulary * hidden
+    return chunk * dtype.itemsize + (chunk + widened) * _wide(dtype).itemsize
 
 
 def chunk_tokens(tokens: int, hidden: int, vocabulary: int) -> int:
@@ -246,11 +262,17 @@ def reference_statistics(logits: Tensor, labels: Tensor, first: int) -> Tensor:
     """Return in plain PyTorch what a rank finds of one chunk: [3, C] as `Exchange` says, from logits [C, V]."""
     wide = logits.to(_wide(logits.dtype))
     largest = wide.amax(1)
-    mass = (wide - torch.where(largest == float("-inf"), 0.0, largest)[:, None]).exp().sum(1)
-    local = labels - first
-    here = (local >= 0) & (local < logits.shape[1])
-    found = wide.gather(1, torch.where(here, local, 0)[:, None])[:, 0]
+    mass = (wide - torch.where(largest == float("-inf"), 0.0, largest)[:, None]).exp_().sum(1)
+    here, local = _local(labels, first, logits.shape[1])
+    found = wide.gather(1, local[:, None])[:, 0]
     return torch.stack([largest, mass, torch.where(here, found, 0.0)])
+
+
+def _local(labels: Tensor, first: int, rows: int) -> tuple[Tensor, Tensor]:
+    """Return which labels are among the rows here, and their rows; 0 for the others."""
+    local = labels - first
+    here = (local >= 0) & (local < rows)
+    return here, torch.where(here, local, 0)
 
 
 def _to_gradient(logits: Tensor, labels: Tensor, lse: Tensor, first: int, ignored: int) -> None:
@@ -263,10 +285,10 @@ def _to_gradient(logits: Tensor, labels: Tensor, lse: Tensor, first: int, ignore
 
 def reference_gradient(logits: Tensor, labels: Tensor, lse: Tensor, first: int, ignored: int) -> Tensor:
     """Return in plain PyTorch softmax(logits) - one_hot(label) of one chunk, 0 for ignored tokens, in fp32 or fp64."""
-    p = (logits.to(lse.dtype) - lse[:, None]).exp()
-    columns = torch.arange(logits.shape[1], device=logits.device)
-    p -= (columns == (labels - first)[:, None]).to(p.dtype)
-    return p.masked_fill(labels[:, None] == ignored, 0.0)
+    p = (logits.to(lse.dtype) - lse[:, None]).exp_()
+    here, local = _local(labels, first, logits.shape[1])
+    p.scatter_add_(1, local[:, None], -here.to(p.dtype)[:, None])
+    return p.masked_fill_(labels[:, None] == ignored, 0.0)
 
 
 def _add_product(total: Tensor, logits: Tensor, hidden: Tensor) -> None:

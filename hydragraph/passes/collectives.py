@@ -12,6 +12,8 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from hydragraph.kernels.linear_cross_entropy import keep_gradients, like_gradients, scale_gradients
+
 
 def _never(name: str) -> NoReturn:
     raise AssertionError(f"{name} runs only as a call on the runtime's collectives")
@@ -59,6 +61,14 @@ def join(x: Tensor, dim: int, ranks: int) -> Tensor:
     _never("tp_join")
 
 
+@torch.library.custom_op("hydragraph::tp_head_loss", mutates_args=())
+def head_loss(
+    hidden: Tensor, weight: Tensor, labels: Tensor, start: Tensor, ignored: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """R, cut rows of the head from `start` -> the loss (R), and the gradients of hidden (P) and of these rows."""
+    _never("tp_head_loss")
+
+
 def _like(x: Tensor) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
@@ -98,6 +108,9 @@ scatter.register_autograd(_backward("tp_gather"), setup_context=_keep)
 split.register_autograd(_backward("tp_join"), setup_context=_keep)
 join.register_autograd(_backward("tp_split"), setup_context=_keep)
 
+head_loss.register_fake(lambda hidden, weight, labels, start, ignored: like_gradients(hidden, weight))
+head_loss.register_autograd(scale_gradients, setup_context=keep_gradients)
+
 METHODS = {
     torch.ops.hydragraph.tp_sum.default: "all_reduce",
     torch.ops.hydragraph.tp_max.default: "all_reduce_max",
@@ -105,5 +118,6 @@ METHODS = {
     torch.ops.hydragraph.tp_join.default: "all_gather",
     torch.ops.hydragraph.tp_scatter.default: "reduce_scatter",
     torch.ops.hydragraph.tp_split.default: "split",
+    torch.ops.hydragraph.tp_head_loss.default: "head_loss",
 }
 IDENTITY = torch.ops.hydragraph.tp_enter.default

@@ -224,11 +224,16 @@ def _run(outer: _Outer, run: Sequence[fx.Node], mode: Any) -> dict[fx.Node, Any]
         if node.op == "call_function":
             values[node] = run_fake(node, values, mode)
         elif node.op == "call_method":
-            values[node] = fake_like(node.meta["val"], values[node.all_input_nodes[1]].device)
+            values[node] = _received(node.meta["val"], values[node.all_input_nodes[1]].device)
         else:
             constant = getattr(outer.module, str(node.target))
             outer.parts[str(node.target)], values[node] = constant, mode.from_tensor(constant)
     return values
+
+
+def _received(value: Any, device: torch.device) -> Any:
+    """Return what a collective gives: a tensor, or several."""
+    return fake_like(value, device) if isinstance(value, Tensor) else tuple(fake_like(v, device) for v in value)
 
 
 def _worth(run: Sequence[fx.Node], values: Mapping[fx.Node, Any]) -> bool:

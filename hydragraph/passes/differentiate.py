@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import fx
@@ -136,6 +137,13 @@ def _output(graph: fx.GraphModule, values: list[fx.Node]) -> None:
     remove_dead_code(graph.graph)
 
 
+def _given(collective: fx.Node) -> list[Any]:
+    """Return what a collective's method takes: all but the number of ranks, which the group knows."""
+    assert isinstance(collective.target, torch._ops.OpOverload)
+    named = zip(collective.target._schema.arguments, collective.args, strict=True)
+    return [value for argument, value in named if argument.name != "ranks"]
+
+
 def _bind(module: fx.GraphModule) -> bool:
     """Turn collectives into method calls on a last placeholder; return whether there are any."""
     graph = module.graph
@@ -149,7 +157,7 @@ def _bind(module: fx.GraphModule) -> bool:
             group = graph.placeholder(COLLECTIVES)
         for node in collectives:
             with graph.inserting_before(node):
-                called = graph.call_method(METHODS[node.target], (group, *node.args[:2]))  # the group knows its size
+                called = graph.call_method(METHODS[node.target], (group, *_given(node)))
             called.meta = dict(node.meta)
             node.replace_all_uses_with(called)
             graph.erase_node(node)

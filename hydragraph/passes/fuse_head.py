@@ -1,43 +1,29 @@
 """Pass `fuse_head`: the head's product and the loss become one operator, so that the logits never exist as a whole.
 
-It applies where a rank has the whole vocabulary. Where the vocabulary is cut, a rank has its columns of the logits.
+It applies where a rank has the whole vocabulary. Where that is cut, `shard` writes the operator itself, because the
+loss of parts is no single node that could be found afterwards.
 """
 
 from __future__ import annotations
 
 import operator
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
 
 import torch
 from torch import fx
 
 from hydragraph.kernels.linear_cross_entropy import head_loss
+from hydragraph.passes.head import find_head
 from hydragraph.passes.shard import Sharded
-from hydragraph.passes.vocabulary import MEAN, SUM
 
 aten = torch.ops.aten
-
-# Between the product and the loss: the same numbers in another shape, or exactly as many of them in fp32.
-_BETWEEN = frozenset({aten.flatten.using_ints, aten.view.default, aten.reshape.default, aten.to.dtype})
-
-
-@dataclass(frozen=True)
-class _Head:
-    """A head's nodes: hidden states [..., H], weight [V, H], labels [T], the ignored label, and the loss."""
-
-    hidden: fx.Node
-    weight: fx.Node
-    labels: fx.Node
-    ignored: int
-    loss: fx.Node
 
 
 def fuse_head(sharded: Sharded) -> Sharded:
     """Return the same with the operator in place of head and loss; unchanged where it does not find these two."""
     graph = fx.Graph()
     graph.output(graph.graph_copy(sharded.graph.graph, {}))
-    head = next((h for n in graph.nodes if (h := _head(n)) is not None), None)
+    head = next((h for n in graph.nodes if (h := find_head(n)) is not None), None)
     if head is None:
         return sharded
     with graph.inserting_before(head.loss):
@@ -49,33 +35,3 @@ def fuse_head(sharded: Sharded) -> Sharded:
     graph.eliminate_dead_code()
     graph.lint()
     return replace(sharded, graph=fx.GraphModule(sharded.graph, graph))
-
-
-def _head(loss: fx.Node) -> _Head | None:
-    """Return the head that ends in this node, if it is a summed cross-entropy of a product without a bias."""
-    if loss.target is not aten.cross_entropy_loss.default:
-        return None
-    defaults: tuple[Any, ...] = (None, MEAN, -100, 0.0)
-    logits, labels, *rest = loss.args
-    weight, reduction, ignored, smoothing = tuple(rest) + defaults[len(rest) :]
-    if weight is not None or reduction != SUM or smoothing:
-        return None
-    product = _node(logits)
-    while product.target in _BETWEEN and len(product.users) == 1:
-        product = _node(product.args[0])
-    if product.target is not aten.linear.default or len(product.users) != 1 or any(product.args[2:]):
-        return None
-    hidden, matrix = _node(product.args[0]), _node(product.args[1])
-    assert isinstance(ignored, int)
-    return _Head(hidden, matrix, _node(labels), ignored, loss) if _in_fp32(loss, hidden) else None
-
-
-def _node(value: object) -> fx.Node:
-    assert isinstance(value, fx.Node)
-    return value
-
-
-def _in_fp32(loss: fx.Node, hidden: fx.Node) -> bool:
-    """Say whether the loss is computed in fp32 at least, as the operator does; some models keep it in 16 bits."""
-    dtype = loss.meta["val"].dtype
-    return bool(dtype == torch.promote_types(hidden.meta["val"].dtype, torch.float32))

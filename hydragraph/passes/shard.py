@@ -21,9 +21,11 @@ from hydragraph.ir.parameter import Parameter
 from hydragraph.ir.placeholders import communicate
 from hydragraph.ir.program import Template
 from hydragraph.passes import collectives as _collectives  # noqa: F401  registers hydragraph::tp_*
+from hydragraph.passes.clean import remove_dead_code
 from hydragraph.passes.cut import Cut, Cuts, known_product, operands, product, shape
 from hydragraph.passes.cut_rules import SIZED_VIEWS, SPLITS, VIEWS, split_dim, split_sizes
 from hydragraph.passes.cuts import find_cuts
+from hydragraph.passes.head import Head, find_head
 from hydragraph.passes.sequence import aligned_dim, find_parts, learns_in_part, token_dim, token_symbol
 from hydragraph.passes.vocabulary import embedding_part, loss_of_parts
 
@@ -58,12 +60,14 @@ class Sharded:
     vocabulary: str | None
 
 
-def shard(template: Template, parameters: Mapping[str, Parameter], degree: Degree) -> Sharded:
+def shard(template: Template, parameters: Mapping[str, Parameter], degree: Degree, fused_head: bool = False) -> Sharded:
     """Instantiate a template.
 
     Args:
         parameters: the template's local parameter names -> any block's parameters (blocks of a template are alike).
         degree: which rank of which stage.
+        fused_head: make a head with a cut vocabulary and its loss one operator, so that a rank's logits never exist as
+            a whole.
 
     Raises:
         Unsupported: naming the block's parameter or operator, for a degree that cannot cut it.
@@ -72,7 +76,7 @@ def shard(template: Template, parameters: Mapping[str, Parameter], degree: Degre
     kinds = gradient_kinds(template, parameters, degree)
     if degree.tp == 1:
         return Sharded(_without_placeholders(template.graph), kinds, None)
-    rewrite = _Rewrite(found, described, degree)
+    rewrite = _Rewrite(found, described, degree, fused_head)
     graph = rewrite.run(template.graph)
     names = dict(zip(described, template.parameters, strict=True))
     return Sharded(graph, kinds, names[rewrite.vocabulary] if rewrite.vocabulary else None)
@@ -130,8 +134,8 @@ class _Rewrite:
     tokens (`parts`, under sequence parallelism only).
     """
 
-    def __init__(self, found: Cuts, parameters: Mapping[fx.Node, Parameter], degree: Degree) -> None:
-        self.found, self.parameters, self.degree = found, parameters, degree
+    def __init__(self, found: Cuts, parameters: Mapping[fx.Node, Parameter], degree: Degree, fused_head: bool) -> None:
+        self.found, self.parameters, self.degree, self.fused_head = found, parameters, degree, fused_head
         self.graph = fx.Graph()
         self.copied: dict[fx.Node, fx.Node] = {}
         self.start: fx.Node | None = None
@@ -154,6 +158,8 @@ class _Rewrite:
                 self.graph.output(tuple(self._result(n) for n in operands(node)[0]))
             elif node.op != "placeholder":
                 self.copied[node] = self._write(node)
+        if self.fused_head:
+            remove_dead_code(self.graph)  # the product
         self.graph.lint()
         return fx.GraphModule(source, self.graph)
 
@@ -258,11 +264,22 @@ class _Rewrite:
     def _row(self, node: fx.Node) -> fx.Node:
         if node.target in VOCABULARY:
             assert self.start is not None
+            head = find_head(node) if self.fused_head else None
+            if head is not None:
+                return self._fused(head)
             held = self.local_size(self.found.rows[node])
             return VOCABULARY[node.target](self.graph, self._local(operands(node), node), self.start, held)
         x, weight, _, inner = known_product(node)
         target = aten.linear.default if inner == 1 else aten.mm.default
         return self.call(target, self.copied[x], self.copied[weight])
+
+    def _fused(self, head: Head) -> fx.Node:
+        flat = self.call(aten.flatten.using_ints, self.copied[head.hidden], 0, -2)
+        labels = self._operand(head.labels, head.loss)
+        results = self.call(
+            tp_ops.tp_head_loss.default, flat, self.copied[head.weight], labels, self.start, head.ignored
+        )
+        return self.call(operator.getitem, results, 0)
 
     def _part(self, node: fx.Node) -> fx.Node:
         """Write a split or slice along a cut dimension with local bounds."""

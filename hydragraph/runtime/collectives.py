@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hydragraph.kernels.linear_cross_entropy import combine, loss_and_gradients
 from hydragraph.runtime.message import Message, Staging
 
 Guard = Callable[[], AbstractContextManager[None]]
@@ -22,6 +24,27 @@ _EXCHANGE_BYTES = 64 * 1024  # more ranks
 
 def _wait(message: Message) -> None:
     message.work.wait()
+
+
+class Gathers(Protocol):
+    """Collectives that gather."""
+
+    def all_gather(self, x: Tensor, dim: int) -> Tensor:
+        """The concatenation along `dim` of the stage's parts, in the stage's order."""
+
+
+def head_loss(
+    collectives: Gathers, hidden: Tensor, weight: Tensor, labels: Tensor, start: Tensor, ignored: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The loss of a head whose rows `start` and on are here, and its gradients of `hidden` (a part) and of `weight`.
+
+    Ranks exchange three numbers per token, chunk by chunk: nobody has more of the logits than one chunk.
+    """
+
+    def exchange(statistics: Tensor) -> Tensor:
+        return combine(collectives.all_gather(statistics[None], 0))
+
+    return loss_and_gradients(hidden, weight, labels, ignored, int(start), exchange)
 
 
 @dataclass(frozen=True)
@@ -114,6 +137,8 @@ class Collectives:
             raise ValueError(f"dimension {dim} of {tuple(x.shape)} does not divide by {self.size} ranks: pad it")
         return x.chunk(self.size, dim)[self.index].clone(memory_format=torch.contiguous_format)
 
+    head_loss = head_loss
+
     @property
     def _native(self) -> bool:
         return self.group is not None and dist.get_backend(self.group) == "nccl"
@@ -178,6 +203,8 @@ class StagedCollectives:
     def split(self, x: Tensor, dim: int) -> Tensor:
         """As `Collectives.split`; nothing is sent."""
         return self._host.split(x, dim)
+
+    head_loss = head_loss  # only what is exchanged goes by way of host memory
 
     def _back(self, host: Tensor, like: Tensor) -> Tensor:
         return host.to(like.device)

@@ -14,7 +14,7 @@ import platform
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from statistics import median
 from typing import Any
@@ -40,7 +40,7 @@ from hydragraph.spec import workload
 
 MESSAGES = tuple(4**n for n in range(5, 13))  # bytes: 1 KiB to 16 MiB
 CHAIN = 4  # runs per measurement on a GPU: in a stage, blocks are enqueued one after another without waiting
-USABLE = 0.9  # of a device's memory; allocators and communicators take some
+USABLE = 0.9  # of a device's memory; fragmentation takes some
 
 Progress = Callable[[int, int, str], None]  # done, of how many, what comes next
 
@@ -144,6 +144,8 @@ def measure(subject: Subject, settings: Settings, groups: Groups, progress: Prog
     told(done, total, "messages")
     messages = _messages(groups, settings.repeats)
     told(total, total, "")
+    # Again: by now there is a communicator of every role and tensor-parallel degree, and what they hold is gone.
+    device = replace(device, memory=_memory(groups))
     return fitting.fit_profile(
         f"{program.model} in {str(program.dtype).removeprefix('torch.')} on {device.name}",
         [block.template for block in program.blocks],
@@ -158,20 +160,37 @@ def measure(subject: Subject, settings: Settings, groups: Groups, progress: Prog
 
 
 def _device(subject: Subject, groups: Groups) -> Device:
-    """Describe what the ranks compute on; the smallest share of memory counts."""
+    """Describe what the ranks compute on."""
     device = groups.world.device
-    here = f"{socket.gethostname()} {device}" if device.type == "cuda" else socket.gethostname()
-    shared = groups.gather_objects(here).count(here)
-    memory = min(groups.gather_objects(USABLE * _memory(device) / shared))
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
     elements = sum(bucket.size for bucket in subject.program.buckets)
-    return Device(f"{groups.world.ranks} x {name}", memory, elements, subject.program.dtype.itemsize)
+    return Device(f"{groups.world.ranks} x {name}", _memory(groups), elements, subject.program.dtype.itemsize)
 
 
-def _memory(device: torch.device) -> int:
-    """Return the bytes of a device's memory, or of this host's."""
+def _memory(groups: Groups) -> float:
+    """Return the bytes that a rank may use: on a GPU, of what contexts and communicators leave; the least share counts.
+
+    Ranks of one host share its memory, and ranks of one GPU share that.
+    """
+    here, free, reserved = socket.gethostname(), _host_memory(), 0
+    device = groups.world.device
     if device.type == "cuda":
-        return int(torch.cuda.get_device_properties(device).total_memory)
+        here, free = f"{here} {device}", torch.cuda.mem_get_info(device)[0]
+        reserved = torch.cuda.memory_reserved(device)
+    return USABLE * least_share(groups.gather_objects((here, free, reserved)))
+
+
+def least_share(found: Sequence[tuple[str, int, int]]) -> float:
+    """Return the bytes for the rank that gets least, from each rank's place, its free bytes, and the bytes it holds."""
+    shares = []
+    for place in {place for place, _, _ in found}:
+        here = [(free, held) for other, free, held in found if other == place]
+        shares.append((min(free for free, _ in here) + sum(held for _, held in here)) / len(here))
+    return min(shares)
+
+
+def _host_memory() -> int:
+    """Return the bytes of this host's memory."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
@@ -218,8 +237,9 @@ class _Bench:
         self._collectives = next(iter(groups.tensor_parallel(stages).values()), None)
         self._degree = Degree(tp, rank % tp, kind.sequence_parallel)
         backend = choose_backend(subject.backend, self._device)
-        self._traced = Variants(subject.program)  # whose graphs know their sizes
-        self._run = Variants(subject.program, backend=backend, device=self._device, fused_head=backend == "inductor")
+        fused = backend == "inductor"
+        self._traced = Variants(subject.program, fused_head=fused)  # whose graphs know their sizes
+        self._run = Variants(subject.program, backend=backend, device=self._device, fused_head=fused)
         self._batches: dict[Lengths, dict[str, Tensor]] = {}
         self._parts = tp if kind.sequence_parallel else 1
         self._several = "cu_seqlens" in self._program.templates[self._program.blocks[-1].template].inputs

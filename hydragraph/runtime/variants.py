@@ -29,7 +29,7 @@ class Variants:
         backend: "eager", or "inductor", which compiles their graphs for `device`.
         device: what they run on.
         capacity: how many are kept, the most recently used; whoever holds another keeps it alive.
-        fused_head: make the head and the loss one operator where a rank has the whole vocabulary.
+        fused_head: make the head and the loss one operator.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class Variants:
 
     def _compile(self, block: Block, parameters: Mapping[str, Parameter], degree: Degree, recompute: bool) -> Variant:
         template = self._program.templates[block.template]
-        sharded = shard(template, parameters, degree)
+        sharded = shard(template, parameters, degree, self._fused_head)
         if self._fused_head and degree.tp == 1:
             sharded = fuse_head(sharded)
         partitioner = RECOMPUTE if recompute else self._partitioner

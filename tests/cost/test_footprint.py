@@ -8,6 +8,7 @@ from torch import Tensor
 
 from hydragraph.cost.footprint import MicroBatch, Sizes, footprint, most_alive
 from hydragraph.ir.program import Program
+from hydragraph.kernels.linear_cross_entropy import working_bytes
 from hydragraph.passes.shard import Degree
 from hydragraph.runtime.variants import Variants
 from tests.models import captured
@@ -58,6 +59,17 @@ def test_what_a_block_saves_is_what_its_graph_really_keeps(block: int, recompute
     assert found.output == output.untyped_storage().nbytes()
     assert ("hidden" in found.keeps) == bool(storages([given["hidden"]]).keys() & storages(saved).keys())
     assert found.forward >= found.saved + found.output
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_fused_head_takes_a_chunk_of_logits_beside_its_results(tp: int) -> None:
+    head, many = llama().blocks[-1], MicroBatch(tokens=4096, sequences=3)
+    degree = Degree(tp)
+    fused, whole = (footprint(Variants(llama(), fused_head=f).get(head, degree), degree, many) for f in (True, False))
+    rows = -(-101 // tp)
+    beside = working_bytes(4096, 64, rows, torch.float32)
+    assert fused.output == whole.output
+    assert fused.forward >= beside + 4096 * 64 * 4 + rows * 64 * 4  # and the two gradients
 
 
 def test_a_graph_takes_at_most_what_lives_at_once() -> None:

@@ -10,9 +10,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from benchmarks.memory import LiveBytes
 from hydragraph.errors import Unsupported
 from hydragraph.kernels import linear_cross_entropy as module
-from hydragraph.kernels.linear_cross_entropy import chunk_tokens, combine, linear_cross_entropy, reference
+from hydragraph.kernels.linear_cross_entropy import (
+    chunk_tokens,
+    combine,
+    linear_cross_entropy,
+    loss_and_gradients,
+    reference,
+    working_bytes,
+)
 from tests.kernels.interpreter import interpreted
 
 BOUND = {torch.float64: 1e-12, torch.float32: 2e-5, torch.float16: 5e-3, torch.bfloat16: 3e-2}
@@ -190,3 +198,17 @@ def test_arguments_that_are_refused(change: dict[str, object], message: str) -> 
     good = {"hidden": torch.zeros(6, 4), "weight": torch.zeros(5, 4), "labels": torch.zeros(6, dtype=torch.int64)}
     with pytest.raises(Unsupported, match=message):
         linear_cross_entropy(**(good | change))  # type: ignore[arg-type]
+
+
+def test_what_it_takes_beside_its_results_is_what_it_says() -> None:
+    x, weight, labels = (t.detach() for t in inputs(2048, 64, 512, torch.float32))
+    with LiveBytes() as live:
+        before = live.live
+        kept = loss_and_gradients(x, weight, labels, -100)
+        results_bytes = live.live - before
+    assert results_bytes == 4 + x.nbytes + weight.nbytes
+    beside = live.peak - before - results_bytes
+    told = working_bytes(2048, 64, 512, torch.float32)
+    assert 0.7 * told <= beside <= 1.3 * told, (beside, told)  # statistics and labels are small beside them
+    assert len(kept) == 3
+    assert working_bytes(2048, 64, 512, torch.bfloat16) > 512 * 64 * 4  # the head's gradient is added up in fp32

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hydragraph.runtime.collectives import head_loss
+
 
 class _Group:
     def __init__(self, size: int) -> None:
@@ -45,6 +47,8 @@ class SimulatedCollectives:
 
     def split(self, x: Tensor, dim: int) -> Tensor:
         return x.chunk(self.size, dim)[self.index]
+
+    head_loss = head_loss
 
 
 def run_ranks(size: int, function: Callable[[SimulatedCollectives], Any]) -> list[Any]:

@@ -11,12 +11,14 @@ from torch import Tensor, nn
 
 import hydragraph as hg
 from hydragraph.ir.program import Block, Program
+from hydragraph.kernels import linear_cross_entropy
 from hydragraph.kernels.linear_cross_entropy import head_loss
 from hydragraph.passes.fuse_head import fuse_head
 from hydragraph.passes.shard import Degree, Sharded, shard
 from hydragraph.runtime.variants import Variants, local_parameters
 from tests.models import bert, gpt2, llama
 from tests.passes.golden_template import check_golden
+from tests.passes.test_shard import check
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "llama": functools.partial(llama, 1),
@@ -32,10 +34,10 @@ def captured(name: str, dtype: torch.dtype) -> tuple[Program, nn.Module]:
     return hg.capture(model, dtype=dtype), model
 
 
-def head(program: Program, tp: int = 1) -> tuple[Block, Sharded]:
+def head(program: Program) -> tuple[Block, Sharded]:
     block = program.blocks[-1]
     template = program.templates[block.template]
-    return block, shard(template, local_parameters(program, block, template), Degree(tp))
+    return block, shard(template, local_parameters(program, block, template), Degree())
 
 
 def run(program: Program, model: nn.Module, fused: bool, recompute: bool, tokens: int) -> list[Tensor]:
@@ -84,10 +86,35 @@ def test_the_logits_are_gone() -> None:
     assert all(vocabulary not in shape for shape in shapes[len(program.blocks[-1].parameters) :])
 
 
-@pytest.mark.parametrize(("name", "tp"), [("bert", 1), ("llama", 2)])
-def test_a_bias_and_a_cut_vocabulary_are_left_alone(name: str, tp: int) -> None:
-    _, sharded = head(captured(name, torch.float32)[0], tp)
+@pytest.mark.parametrize(("tp", "sequence_parallel"), [(2, False), (3, True), (4, True)])
+@pytest.mark.parametrize("name", ["llama", "tied", "gpt2"])
+def test_ranks_with_parts_of_the_vocabulary_compute_the_same(
+    name: str, tp: int, sequence_parallel: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(linear_cross_entropy, "chunk_tokens", lambda *sizes: 5)  # of 12: the last chunk is shorter
+    program, model = captured(name, torch.float32)
+    check(program, model, program.blocks[-1], tp, sequence_parallel, fused_head=True)
+
+
+def test_a_rank_with_a_part_of_the_vocabulary_has_no_logits_either() -> None:
+    program, _ = captured("llama", torch.float32)
+    block = program.blocks[-1]
+    template = program.templates[block.template]
+    fused = shard(template, local_parameters(program, block, template), Degree(2), fused_head=True)
+    check_golden("llama_fuse_head_tp2_rank0", fused.graph)
+    variant = Variants(program, fused_head=True).get(block, Degree(2))
+    for graph in (variant.forward.graph, variant.backward.graph):
+        shapes = [s.shape for n in graph.nodes if n.op != "placeholder" and isinstance(s := n.meta.get("val"), Tensor)]
+        assert not any(shape[-1:] == (51,) for shape in shapes)  # this rank's columns
+
+
+def test_a_bias_is_left_alone() -> None:
+    program, _ = captured("bert", torch.float32)
+    block, sharded = head(program)
     assert fuse_head(sharded) is sharded
+    template = program.templates[block.template]
+    parts = shard(template, local_parameters(program, block, template), Degree(2), fused_head=True)
+    assert not any(n.target is torch.ops.hydragraph.tp_head_loss.default for n in parts.graph.graph.nodes)
 
 
 def test_variants_fuse_where_they_are_told_to() -> None:

@@ -12,8 +12,9 @@ from hydragraph.errors import Unsupported
 from hydragraph.frontend.capture import capture
 from hydragraph.ir.layout import GradientKind
 from hydragraph.ir.program import Block, Program
-from hydragraph.passes.differentiate import Variant, differentiate
-from hydragraph.passes.shard import Degree, shard
+from hydragraph.passes.differentiate import Variant
+from hydragraph.passes.shard import Degree
+from hydragraph.runtime.variants import Variants
 from tests.models import gpt2, llama
 from tests.passes.simulated import run_ranks
 
@@ -63,10 +64,9 @@ def run(variant: Variant, given: dict[str, object], tangent: Tensor | None) -> t
         return out, dict(zip(variant.gradients, variant.backward(*(held[n] for n in variant.needs)), strict=True))
 
 
-def compiled(program: Program, block: Block, degree: Degree, partitioner: str = "min_cut") -> Variant:
-    template = program.templates[block.template]
-    local = {n: program.parameters[c] for n, c in zip(template.parameters, block.parameters, strict=True)}
-    return differentiate(template, shard(template, local, degree), local, degree, program.dtype, partitioner)
+@functools.cache
+def variants(program: Program, partitioner: str = "min_cut", fused_head: bool = False) -> Variants:
+    return Variants(program, partitioner, fused_head=fused_head)
 
 
 def close(a: Tensor, b: Tensor, scale: float) -> bool:
@@ -89,15 +89,18 @@ def test_sharded_graphs_equal_the_whole_template(name: str, tp: int, sequence_pa
         check(program, model, block, tp, sequence_parallel)
 
 
-def check(program: Program, model: nn.Module, block: Block, tp: int, sequence_parallel: bool) -> None:
+def check(
+    program: Program, model: nn.Module, block: Block, tp: int, sequence_parallel: bool, fused_head: bool = False
+) -> None:
     template = program.templates[block.template]
     whole = values(program, model, block)
-    oracle = compiled(program, block, Degree(), "default")
+    oracle = variants(program, "default").get(block, Degree())
     tangent = torch.randn(oracle.forward(*(whole[n] for n in oracle.inputs))[0].shape)
     want, want_gradients = run(oracle, whole, tangent)
     described = {n: program.parameters[c] for n, c in zip(template.parameters, block.parameters, strict=True)}
 
-    variants = [compiled(program, block, Degree(tp, index, sequence_parallel)) for index in range(tp)]
+    ranks = variants(program, fused_head=fused_head)
+    compiled = [ranks.get(block, Degree(tp, index, sequence_parallel)) for index in range(tp)]
 
     def rank(collectives: object) -> tuple[Tensor, dict[str, Tensor]]:
         index = collectives.index  # type: ignore[attr-defined]
@@ -110,12 +113,12 @@ def check(program: Program, model: nn.Module, block: Block, tp: int, sequence_pa
         rows = vocabulary.rule.units(0, tp, index)[0] if vocabulary else 0  # type: ignore[union-attr]
         given |= {"vocabulary_start": torch.tensor(rows), "collectives": collectives}
         if not sequence_parallel:
-            return run(variants[index], given, tangent)
+            return run(compiled[index], given, tangent)
 
         def own(x: Tensor) -> Tensor:
             return x.chunk(tp, 1)[index] if x.dim() == 3 else x
 
-        out, found = run(variants[index], given | {"hidden": own(whole.get("hidden", tangent))}, own(tangent))
+        out, found = run(compiled[index], given | {"hidden": own(whole.get("hidden", tangent))}, own(tangent))
         found |= {"hidden": collectives.all_gather(found["hidden"], 1)} if "hidden" in found else {}  # type: ignore[attr-defined]
         return collectives.all_gather(out, 1) if out.dim() == 3 else out, found  # type: ignore[attr-defined]
 
@@ -127,7 +130,7 @@ def check(program: Program, model: nn.Module, block: Block, tp: int, sequence_pa
         if name == "hidden":
             assert all(close(r[1]["hidden"], gradient, scale) for r in results)
             continue
-        parameter, kind = described[name], variants[0].kinds[name]
+        parameter, kind = described[name], compiled[0].kinds[name]
         total = torch.zeros(parameter.size)
         for index, (_, found) in enumerate(results):
             flat, at = parameter.canonical(found[name]), 0
@@ -144,4 +147,4 @@ def check(program: Program, model: nn.Module, block: Block, tp: int, sequence_pa
 def test_heads_that_do_not_divide_are_refused_by_name() -> None:
     program, _ = captured("shared kv heads")
     with pytest.raises(Unsupported, match=r"self_attn\.[kq]_proj\.weight.*tensor-parallel degree 5"):
-        compiled(program, program.blocks[1], Degree(5, 0))
+        variants(program).get(program.blocks[1], Degree(5, 0))

@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from hydragraph.ir.instruction import Stream
+from hydragraph.runtime.collectives import head_loss
 from hydragraph.runtime.groups import Role
 from hydragraph.runtime.lanes import Clock, HostClock
 from hydragraph.runtime.launch import World
@@ -273,7 +274,7 @@ class RecordingCollectives:
     def split(self, x: Tensor, dim: int) -> Tensor:
         return x.chunk(self.size, dim)[self.index].clone(memory_format=torch.contiguous_format)
 
-    reduce_scatter = split
+    reduce_scatter, head_loss = split, head_loss
 
 
 class Unwatched:

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hydragraph.kernels.linear_cross_entropy import reference
 from hydragraph.runtime.collectives import AnyCollectives, Collectives
 from hydragraph.runtime.groups import Groups, Role, in_rounds
 from hydragraph.runtime.launch import World, join, launch
@@ -105,7 +106,13 @@ def test_names_the_ranks_that_differ() -> None:
 
 # Around both thresholds, in elements of fp32: 64 KiB and 256 KiB.
 SIZES = [1, 1000, 64 * 256 - 4, 64 * 256, 64 * 256 + 4, 256 * 256 - 4, 256 * 256, 256 * 256 + 4, 2**20]
+HEAD = ("loss", "gradient of hidden", "gradient of rows")
+ROWS = 5  # of the head on every rank
 Results = dict[str, Tensor]
+
+
+def labels(ranks: int) -> Tensor:
+    return torch.tensor([0, ROWS * ranks - 1, 4, -100, ROWS * ranks // 2, 3])
 
 
 def tensor_parallel(
@@ -131,6 +138,11 @@ def collect(collectives: AnyCollectives, sizes: list[int]) -> Results:
     for size in (12, 12 * 6000):
         out[f"scatter {size}"] = collectives.reduce_scatter(value(rank, 2, size), 1)
     out["half"] = collectives.all_reduce(value(rank, 64, dtype=torch.bfloat16))
+    hidden, rows, start = value(0, 6, 8), value(rank, ROWS, 8), torch.tensor(ROWS * collectives.index)
+    for what, found in zip(
+        HEAD, collectives.head_loss(hidden, rows, labels(collectives.size), start, -100), strict=True
+    ):
+        out[what] = found
     out["strided"] = collectives.all_reduce(value(rank, 6, 4).t())
     return out
 
@@ -153,10 +165,23 @@ def check_collectives(ranks: tuple[int, ...], results: list[Results], sizes: lis
         total = values(lambda rank, size=size: value(rank, 2, size)).sum(0)  # type: ignore[misc]
         scattered = torch.cat([result[f"scatter {size}"] for result in results], 1)
         torch.testing.assert_close(scattered, total)
+    check_head(ranks, results)
     exact = values(lambda rank: value(rank, 64, dtype=torch.bfloat16)).float().sum(0)
     for result in results:
         torch.testing.assert_close(result["half"], exact.bfloat16(), rtol=0, atol=0)
         torch.testing.assert_close(result["strided"], values(lambda rank: value(rank, 6, 4).t()).sum(0))
+
+
+def check_head(ranks: tuple[int, ...], results: list[Results]) -> None:
+    """A head whose rows are cut over the ranks, in the stage's order."""
+    hidden, head = value(0, 6, 8), torch.cat([value(rank, ROWS, 8) for rank in ranks])
+    hidden, head = hidden.requires_grad_(), head.requires_grad_()
+    loss = reference(hidden, head, labels(len(ranks)))
+    loss.backward()
+    for result in results:
+        torch.testing.assert_close(result["loss"], loss.detach())
+    torch.testing.assert_close(sum(result["gradient of hidden"] for result in results), hidden.grad)
+    torch.testing.assert_close(torch.cat([result["gradient of rows"] for result in results]), head.grad)
 
 
 @pytest.mark.parametrize("ranks", [(0, 1), (2, 0, 1), (3, 1, 0, 2)])

@@ -18,7 +18,7 @@ from hydragraph.frontend.capture import capture
 from hydragraph.frontend.initialise import initial_buffers
 from hydragraph.runtime.groups import Groups
 from hydragraph.runtime.launch import join, launch
-from hydragraph.runtime.measure import MESSAGES, Settings, Subject, measure
+from hydragraph.runtime.measure import MESSAGES, Settings, Subject, least_share, measure
 from hydragraph.runtime.variants import Variants
 from tests.models import captured, llama, sequences
 
@@ -128,3 +128,16 @@ def test_micro_batches_divide_for_sequence_parallelism() -> None:
     rows = Settings(((1, 1), (2, 1), (3, 1)), longest=1000).micro_batches
     assert all(sum(row) % 6 == 0 for row in rows)
     assert {len(row) for row in rows} == {1, 4}
+
+
+@pytest.mark.parametrize(
+    ("found", "share"),
+    [
+        ([("a", 80, 0)], 80),
+        ([("a", 80, 0), ("b", 60, 0)], 60),
+        ([("a", 70, 4), ("a", 68, 6)], 39),  # one device of 80: 2 + 2 elsewhere, 10 held, 68 left
+        ([("a", 70, 4), ("a", 68, 6), ("b", 30, 5)], 35),
+    ],
+)
+def test_a_share_leaves_out_what_others_hold(found: list[tuple[str, int, int]], share: float) -> None:
+    assert least_share(found) == share
