@@ -30,19 +30,20 @@ from hydragraph.passes.fit import check_strategy
 from hydragraph.planner.iteration import IterationPlan, IterationPlanner
 from hydragraph.planner.longest_first import assign
 from hydragraph.planner.policy import Policy
-from hydragraph.runtime import checkpoint, pretrained
 from hydragraph.runtime.buffers import Buffers
+from hydragraph.runtime.checkpoint import store
+from hydragraph.runtime.checkpoint.saving import Saver
 from hydragraph.runtime.exchange import pull_exchange, start_pull
 from hydragraph.runtime.executor import Executor, Outcome
-from hydragraph.runtime.fault import Watch
+from hydragraph.runtime.failure.fault import Watch
 from hydragraph.runtime.groups import Groups, Role
 from hydragraph.runtime.launch import join
 from hydragraph.runtime.prepared import Preparer
 from hydragraph.runtime.rounded import rounded
-from hydragraph.runtime.saving import Saver
 from hydragraph.runtime.state import HomeState, OptimizerFactory, make_optimizer
 from hydragraph.runtime.trace import Exposed, Span, Timing
 from hydragraph.runtime.variants import Variants
+from hydragraph.runtime.weights import pretrained
 from hydragraph.spec.strategy import Strategy
 from hydragraph.version import __version__
 
@@ -239,7 +240,7 @@ class Executable:
         """
         self._begin()
         self.wait_saved()
-        save = self._saver.start if asynchronous else checkpoint.save
+        save = self._saver.start if asynchronous else store.save
         save(Path(path), self.home, self.optimizer, {"steps": self._steps, "user": extra or {}}, self.groups)
 
     def wait_saved(self) -> None:
@@ -249,7 +250,7 @@ class Executable:
     def load(self, path: str | Path) -> dict[str, Any]:
         """Read a checkpoint that `save` wrote; return what was saved as `extra`."""
         self.wait_saved()
-        extra = checkpoint.load(Path(path), self.home, self.optimizer, self.groups)
+        extra = store.load(Path(path), self.home, self.optimizer, self.groups)
         self._start = None
         self._steps = int(extra["steps"])
         return dict(extra["user"])

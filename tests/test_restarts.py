@@ -53,7 +53,8 @@ def curve(folder: Path) -> list[dict[str, Any]]:
 def begun(folder: Path) -> bool:
     """Say whether a run has gone on beyond a whole checkpoint."""
     checkpoints = folder / "run" / "checkpoints"
-    return len(curve(folder)) >= 15 and checkpoints.is_dir() and any(checkpoints.glob("step-*"))
+    whole = [path for path in checkpoints.glob("step-*") if path.name.removeprefix("step-").isdecimal()]
+    return len(curve(folder)) >= 15 and bool(whole)
 
 
 def children(pid: int) -> list[int]:

@@ -18,7 +18,7 @@ from hydragraph.ir.program import Program
 from hydragraph.ir.text import instruction_text
 from hydragraph.runtime.buffers import Buffers
 from hydragraph.runtime.exchange import start_pull, start_push
-from hydragraph.runtime.fault import Watch
+from hydragraph.runtime.failure.fault import Watch
 from hydragraph.runtime.groups import Groups, Role
 from hydragraph.runtime.lanes import Lanes, lanes_of
 from hydragraph.runtime.message import Message

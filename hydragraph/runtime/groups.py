@@ -26,7 +26,7 @@ from hydragraph.runtime.collectives import (
     all_gather,
     reduce_scatter,
 )
-from hydragraph.runtime.fault import Watch
+from hydragraph.runtime.failure.fault import Watch
 from hydragraph.runtime.launch import World
 from hydragraph.runtime.message import Message, Staging, Work, Works
 

@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store  # type: ignore[attr-defined]
 
 from hydragraph.errors import RankFailure
-from hydragraph.runtime.ledger import Fault, announce_death, last_fault
+from hydragraph.runtime.failure.ledger import Fault, announce_death, last_fault
 
 T = TypeVar("T")
 

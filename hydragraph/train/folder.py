@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from hydragraph.runtime.checkpoint_folder import latest
+from hydragraph.runtime.checkpoint.folder import latest
 from hydragraph.train.config import TrainConfig
 
 Begin = Literal["new", "resume", "overwrite"]

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from hydragraph.cost.profile import Profile
 from hydragraph.planner.policy import Policy
-from hydragraph.runtime.checkpoint_folder import prune
+from hydragraph.runtime.checkpoint.folder import prune
 from hydragraph.runtime.launch import World, join
 from hydragraph.runtime.trace import Exposed, Span, write_trace
 from hydragraph.spec.strategy import Strategy

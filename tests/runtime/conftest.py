@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from hydragraph.runtime import checkpoint
+from hydragraph.runtime.checkpoint import store
 from hydragraph.runtime.groups import Groups
 from tests.runtime.homes import ALONE, groups_of, trained
 
@@ -22,5 +22,5 @@ def groups() -> Groups:
 def made(tmp_path: Path, groups: Groups) -> Path:
     """A checkpoint of AdamW after two steps."""
     home, optimizer = trained(ALONE, "adamw")
-    checkpoint.save(tmp_path / "step-7", home, optimizer, {"step": 7}, groups)
+    store.save(tmp_path / "step-7", home, optimizer, {"step": 7}, groups)
     return tmp_path / "step-7"

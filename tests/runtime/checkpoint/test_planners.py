@@ -9,7 +9,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
-from hydragraph.runtime.checkpoint_planners import ShardedLoad, ShardedSave
+from hydragraph.runtime.checkpoint.planners import ShardedLoad, ShardedSave
 from hydragraph.runtime.sharded import Sharded
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

@@ -7,8 +7,8 @@ from unittest import mock
 
 import pytest
 
-from hydragraph.runtime import checkpoint
-from hydragraph.runtime.checkpoint_folder import latest, prune
+from hydragraph.runtime.checkpoint import store
+from hydragraph.runtime.checkpoint.folder import latest, prune
 from hydragraph.runtime.groups import Groups
 from tests.runtime.homes import ALONE, make
 
@@ -18,11 +18,11 @@ def test_only_a_checkpoint_is_replaced(tmp_path: Path, groups: Groups) -> None:
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes" / "thesis.txt").write_text("years of work")
     with pytest.raises(ValueError, match="notes: something else is there"):
-        checkpoint.save(tmp_path / "notes", home, optimizer, {}, groups)
+        store.save(tmp_path / "notes", home, optimizer, {}, groups)
     assert (tmp_path / "notes" / "thesis.txt").exists()
     for number in (1, 2):
-        checkpoint.save(tmp_path / "deep" / "c", home, optimizer, {"number": number}, groups)
-    assert checkpoint.load(tmp_path / "deep" / "c", home, optimizer, groups) == {"number": 2}
+        store.save(tmp_path / "deep" / "c", home, optimizer, {"number": number}, groups)
+    assert store.load(tmp_path / "deep" / "c", home, optimizer, groups) == {"number": 2}
     assert [path.name for path in (tmp_path / "deep").iterdir()] == ["c"]
 
 
@@ -36,12 +36,12 @@ def test_a_replacement_that_fails_to_move_in_is_undone(made: Path, groups: Group
         return rename(path, target)
 
     with mock.patch.object(Path, "rename", refuse), pytest.raises(OSError, match="no rename today"):
-        checkpoint.save(made, home, optimizer, {"step": 8}, groups)
-    assert checkpoint.load(made, home, optimizer, groups) == {"step": 7}
+        store.save(made, home, optimizer, {"step": 8}, groups)
+    assert store.load(made, home, optimizer, groups) == {"step": 7}
     assert [path.name for path in made.parent.iterdir()] == ["step-7"]
     made.rename(made.with_name("step-7.old-01234567"))  # as if it had died in between
     with pytest.raises(ValueError, match=r"rename .*step-7.old-01234567, which a crashed save moved aside"):
-        checkpoint.load(made, home, optimizer, groups)
+        store.load(made, home, optimizer, groups)
 
 
 def test_latest_and_prune(tmp_path: Path, groups: Groups) -> None:
@@ -50,7 +50,7 @@ def test_latest_and_prune(tmp_path: Path, groups: Groups) -> None:
     prune(tmp_path, 1)
     home, optimizer = make(ALONE)
     for number in (2, 9, 10):
-        checkpoint.save(tmp_path / f"step-{number}", home, optimizer, {}, groups)
+        store.save(tmp_path / f"step-{number}", home, optimizer, {}, groups)
     others = ["step-11", "step-10.tmp-00000000", "step-9.old-ffffffff", "step-11.tmp-00000000", "step-1-mine"]
     for name in others:
         (tmp_path / name).mkdir()

@@ -20,10 +20,9 @@ from typing import Any
 import torch
 
 from hydragraph.errors import RankFailure
-from hydragraph.runtime import checkpoint
-from hydragraph.runtime.agreement import together_own
-from hydragraph.runtime.checkpoint import Prepared
-from hydragraph.runtime.checkpoint_folder import PathLike
+from hydragraph.runtime.checkpoint import store
+from hydragraph.runtime.checkpoint.folder import PathLike
+from hydragraph.runtime.failure.agreement import together_own
 from hydragraph.runtime.groups import Groups
 from hydragraph.runtime.launch import World
 from hydragraph.runtime.state import HomeState
@@ -58,14 +57,14 @@ class Saver:
         extra: Mapping[str, Any],
         groups: Groups,
     ) -> None:
-        """Copy the state and begin to write it; arguments and errors as of `checkpoint.save`.
+        """Copy the state and begin to write it; arguments and errors as of `store.save`.
 
         Waits for an earlier save first.
         """
         self.wait()
         if self._groups is None:
             self._groups = Groups(replace(self._world, backend="gloo"), self._timeout)  # objects and names only
-        prepared = checkpoint.prepare(path, home, optimizer, extra, groups)
+        prepared = store.prepare(path, home, optimizer, extra, groups)
         try:
             copied = together_own(groups, prepared.what, prepared.snapshot)
         except BaseException:
@@ -97,10 +96,10 @@ class Saver:
                 self._groups.close()
                 self._groups = None
 
-    def _write(self, prepared: Prepared, groups: Groups) -> None:
+    def _write(self, prepared: store.Prepared, groups: Groups) -> None:
         """Write in the thread; an error is kept in the words that every rank uses."""
         try:
-            checkpoint.write(prepared, groups)
+            store.write(prepared, groups)
         except (ValueError, RankFailure) as error:
             self._error = error
         except Exception as error:

@@ -21,12 +21,12 @@ from torch import Tensor, nn
 
 from hydragraph.errors import Unsupported
 from hydragraph.frontend.huggingface import is_huggingface
-from hydragraph.runtime.agreement import together, together_own
+from hydragraph.runtime.failure.agreement import together, together_own
 from hydragraph.runtime.groups import Groups
-from hydragraph.runtime.other_heads import Family
 from hydragraph.runtime.sharded import sharded_weights
 from hydragraph.runtime.state import HomeState
-from hydragraph.runtime.stored_tensors import Stored, contents, parts, shortened
+from hydragraph.runtime.weights.other_heads import Family
+from hydragraph.runtime.weights.stored_tensors import Stored, contents, parts, shortened
 
 _LOG = logging.getLogger(__name__)
 _FLOATS = frozenset({"F16", "BF16", "F32", "F64"})  # what safetensors calls the dtypes that fp32 stands for

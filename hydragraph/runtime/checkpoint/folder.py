@@ -10,7 +10,7 @@ import uuid
 from dataclasses import asdict
 from pathlib import Path
 
-from hydragraph.runtime.checkpoint_manifest import MARKER, File, Manifest
+from hydragraph.runtime.checkpoint.manifest import MARKER, File, Manifest
 
 PathLike = str | os.PathLike[str]
 

@@ -6,7 +6,7 @@ import pytest
 from torch import nn
 from transformers import BertForMaskedLM
 
-from hydragraph.runtime.other_heads import Family
+from hydragraph.runtime.weights.other_heads import Family
 from tests.models import MODELS, bert
 
 POOLER, PAIRS = "bert.pooler.dense.weight", "cls.seq_relationship.bias"

@@ -31,11 +31,11 @@ import torch
 import torch.distributed as dist
 
 from hydragraph.errors import RankFailure
-from hydragraph.runtime.board import Board, Pulse
-from hydragraph.runtime.ledger import NAMESPACE, Fault, Ledger, own_client
+from hydragraph.runtime.failure.board import Board, Pulse
+from hydragraph.runtime.failure.ledger import NAMESPACE, Fault, Ledger, own_client
+from hydragraph.runtime.failure.sockets import open_sockets, shut_down
+from hydragraph.runtime.failure.waiter import Waiter
 from hydragraph.runtime.message import Work
-from hydragraph.runtime.sockets import open_sockets, shut_down
-from hydragraph.runtime.waiter import Waiter
 
 _REMEDY = "restart all ranks and load the last checkpoint"
 _POLL = timedelta(seconds=0.1)  # a poll of the store costs 30-95 us

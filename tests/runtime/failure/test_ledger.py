@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch.distributed as dist
 
-from hydragraph.runtime.ledger import Fault, Ledger, announce_death, last_fault
+from hydragraph.runtime.failure.ledger import Fault, Ledger, announce_death, last_fault
 
 
 def test_the_first_fault_stands() -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hydragraph.errors import Unsupported
-from hydragraph.runtime import checkpoint
+from hydragraph.runtime.checkpoint import store
 from hydragraph.runtime.groups import Groups
 from tests.runtime.homes import ALONE, Named, Snapshot, make, step, trained
 
@@ -26,9 +26,9 @@ def adagrad(named: Named) -> torch.optim.Optimizer:
 def test_optimizers_with_other_states(factory: Any, tmp_path: Path, groups: Groups) -> None:
     home, optimizer = make(ALONE, factory)
     step(home, optimizer, 1)
-    checkpoint.save(tmp_path / "c", home, optimizer, {}, groups)
+    store.save(tmp_path / "c", home, optimizer, {}, groups)
     resumed = make(ALONE, factory, seed=2)
-    checkpoint.load(tmp_path / "c", *resumed, groups)
+    store.load(tmp_path / "c", *resumed, groups)
     for each in ((home, optimizer), resumed):
         step(*each, 2)
     straight, found = Snapshot.of(home, optimizer), Snapshot.of(*resumed)
@@ -39,16 +39,16 @@ def test_optimizers_with_other_states(factory: Any, tmp_path: Path, groups: Grou
 
 def test_without_an_optimizer_only_weights_are_kept(made: Path, groups: Groups) -> None:
     home, optimizer = make(ALONE, seed=5)
-    checkpoint.load(made, home, None, groups)
+    store.load(made, home, None, groups)
     assert torch.equal(home.parameters["tiny"], trained(ALONE, "adamw")[0].parameters["tiny"])
-    checkpoint.save(made, home, None, {}, groups)
-    assert checkpoint.load(made, home, None, groups) == {}
+    store.save(made, home, None, {}, groups)
+    assert store.load(made, home, None, groups) == {}
     with pytest.raises(ValueError, match="holds the state of no optimizer, not of AdamW"):
-        checkpoint.load(made, home, optimizer, groups)
+        store.load(made, home, optimizer, groups)
 
 
 def test_a_state_of_another_shape_is_refused(tmp_path: Path, groups: Groups) -> None:
     home, optimizer = make(ALONE)
     optimizer.state[home.parameters["tiny"]]["row"] = torch.zeros(3)
     with pytest.raises(Unsupported, match=r"AdamW, parameter tiny: its state row has shape \(3,\)"):
-        checkpoint.save(tmp_path / "c", home, optimizer, {}, groups)
+        store.save(tmp_path / "c", home, optimizer, {}, groups)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from hydragraph.runtime.waiter import Waiter
+from hydragraph.runtime.failure.waiter import Waiter
 
 
 class Work:

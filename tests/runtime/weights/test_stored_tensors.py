@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from hydragraph.runtime.stored_tensors import contents, parts, shortened
+from hydragraph.runtime.weights.stored_tensors import contents, parts, shortened
 
 
 def test_finds_each_tensor_where_the_index_says_it_is(tmp_path: Path) -> None:

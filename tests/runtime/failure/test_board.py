@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import timedelta
 from pathlib import Path
 
-from hydragraph.runtime.board import Board, Progress, Pulse
+from hydragraph.runtime.failure.board import Board, Progress, Pulse
 
 
 def test_board_keeps_ranks_apart(tmp_path: Path) -> None:

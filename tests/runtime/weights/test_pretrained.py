@@ -26,11 +26,11 @@ from hydragraph.frontend.capture import capture
 from hydragraph.frontend.initialise import initial_buffers
 from hydragraph.ir.parameter import Bucket, Parameter
 from hydragraph.ir.program import Program
-from hydragraph.runtime import pretrained
 from hydragraph.runtime.groups import Groups
 from hydragraph.runtime.launch import join
-from hydragraph.runtime.pretrained import Names
 from hydragraph.runtime.state import HomeState
+from hydragraph.runtime.weights import pretrained
+from hydragraph.runtime.weights.pretrained import Names
 from tests.models import MODELS, bert
 
 KINDS: dict[str, Callable[[], nn.Module]] = {n: MODELS[n] for n in ("llama", "gpt2", "qwen3", "gemma")} | {"bert": bert}

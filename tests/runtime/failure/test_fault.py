@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from hydragraph.errors import RankFailure
-from hydragraph.runtime.fault import Watch
+from hydragraph.runtime.failure.fault import Watch
 from hydragraph.runtime.groups import Groups, Role
 from hydragraph.runtime.launch import join, launch
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hydragraph.runtime import checkpoint
+from hydragraph.runtime.checkpoint import store
 from hydragraph.runtime.groups import Groups
 from tests.runtime.homes import ALONE, make
 
@@ -16,8 +16,8 @@ from tests.runtime.homes import ALONE, make
 def test_extra_is_any_plain_data(tmp_path: Path, groups: Groups) -> None:
     home, optimizer = make(ALONE)
     extra = {"random": random.getstate(), "torch": torch.get_rng_state(), "data": {"position": (3, [1, None, b"x"])}}
-    checkpoint.save(tmp_path / "c", home, optimizer, extra, groups)
-    found = checkpoint.load(tmp_path / "c", home, optimizer, groups)
+    store.save(tmp_path / "c", home, optimizer, extra, groups)
+    found = store.load(tmp_path / "c", home, optimizer, groups)
     assert torch.equal(found.pop("torch"), extra.pop("torch"))
     assert found == extra
 
@@ -26,7 +26,7 @@ def test_extra_that_could_not_be_read_back_is_refused_before_writing(tmp_path: P
     home, optimizer = make(ALONE)
     for value in (ALONE, lambda: 0):
         with pytest.raises(ValueError, match=r"extra\['bad'\] is not plain data"):
-            checkpoint.save(tmp_path / "c", home, optimizer, {"good": 1, "bad": value}, groups)
+            store.save(tmp_path / "c", home, optimizer, {"good": 1, "bad": value}, groups)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -34,4 +34,4 @@ def test_hyperparameters_that_could_not_be_read_back_are_refused(tmp_path: Path,
     home, optimizer = make(ALONE)
     optimizer.param_groups[0]["schedule"] = lambda: 0
     with pytest.raises(ValueError, match="the optimizer is not plain data"):
-        checkpoint.save(tmp_path / "c", home, optimizer, {}, groups)
+        store.save(tmp_path / "c", home, optimizer, {}, groups)

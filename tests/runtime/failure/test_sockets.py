@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from hydragraph.runtime.sockets import open_sockets, shut_down
+from hydragraph.runtime.failure.sockets import open_sockets, shut_down
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="other systems list no sockets")
 

@@ -18,11 +18,11 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import hydragraph as hg
-from hydragraph.runtime import checkpoint
-from hydragraph.runtime.checkpoint_folder import latest
+from hydragraph.runtime.checkpoint import store
+from hydragraph.runtime.checkpoint.folder import latest
+from hydragraph.runtime.checkpoint.saving import Saver
 from hydragraph.runtime.groups import Groups
 from hydragraph.runtime.launch import PRELOAD, join, launch
-from hydragraph.runtime.saving import Saver
 from hydragraph.runtime.sharded import Sharded
 from tests.models import llama, sequences
 from tests.runtime.homes import ALONE, KINDS, Snapshot, make, outcome, step, trained, whole
@@ -73,7 +73,7 @@ def save_and_go_on(folder: Path) -> tuple[Snapshot, Snapshot]:
         event.set()
         saver.wait()
     assert any(not torch.equal(saved.shards[name][1], parameter) for name, parameter in home.parameters.items())
-    assert checkpoint.load(folder / "c", home, optimizer, groups) == {"list": [1]}
+    assert store.load(folder / "c", home, optimizer, groups) == {"list": [1]}
     loaded = Snapshot.of(home, optimizer)
     saver.close()
     return saved, loaded
@@ -94,14 +94,14 @@ def test_a_save_waits_for_the_one_before(tmp_path: Path) -> None:
     for number in (1, 2, 3):
         saver.start(tmp_path / "c", home, optimizer, {"number": number}, groups)
     saver.close()
-    assert checkpoint.load(tmp_path / "c", home, optimizer, groups) == {"number": 3}
+    assert store.load(tmp_path / "c", home, optimizer, groups) == {"number": 3}
     assert [path.name for path in tmp_path.iterdir()] == ["c"]
 
 
 def test_a_copy_shares_no_memory_with_the_state(tmp_path: Path) -> None:
     groups, _ = groups_and_saver()
     home, optimizer = trained(ALONE, "adamw")
-    prepared = checkpoint.prepare(tmp_path / "c", home, optimizer, {}, groups)
+    prepared = store.prepare(tmp_path / "c", home, optimizer, {}, groups)
     copied = prepared.snapshot()
     own = {t.untyped_storage().data_ptr() for t in home.weights.values()}
     own |= {s.untyped_storage().data_ptr() for state in optimizer.state.values() for s in state.values()}
@@ -136,20 +136,20 @@ def fail_in_the_background(folder: Path) -> list[tuple[str, str]]:
     with rename if rank == 0 else nullcontext():
         saver.start(path, home, optimizer, {"number": 3}, groups)
         outcomes.append(outcome(lambda: saver.start(path, home, optimizer, {"number": 4}, groups)))
-    assert checkpoint.load(path, home, optimizer, groups) == {"number": 1}
+    assert store.load(path, home, optimizer, groups) == {"number": 1}
     assert [p.name for p in folder.iterdir()] == ["c"]
     groups.gather_objects(None)
     if rank == 0:
         (folder / "thesis").mkdir()
         (folder / "thesis" / "text").write_text("years of work")
     outcomes.append(outcome(lambda: saver.start(folder / "thesis", home, optimizer, {}, groups)))
-    with mock.patch.object(checkpoint.Prepared, "snapshot", side_effect=MemoryError) if rank == 1 else nullcontext():
+    with mock.patch.object(store.Prepared, "snapshot", side_effect=MemoryError) if rank == 1 else nullcontext():
         outcomes.append(outcome(lambda: saver.start(path, home, optimizer, {}, groups)))
     groups.gather_objects(None)  # rank 0 clears up
     assert sorted(p.name for p in folder.iterdir()) == ["c", "thesis"]
     saver.start(path, home, optimizer, {"number": 5}, groups)
     saver.close()
-    assert checkpoint.load(path, home, optimizer, groups) == {"number": 5}
+    assert store.load(path, home, optimizer, groups) == {"number": 5}
     return outcomes
 
 
@@ -261,7 +261,7 @@ def test_a_process_that_ends_waits_and_one_that_is_killed_loses_only_the_new(
     assert ended(how, tmp_path) == code
     groups, _ = groups_and_saver()
     home, optimizer = trained(ALONE, "sgd")
-    assert checkpoint.load(tmp_path / "c", home, optimizer, groups) == {"number": number}
+    assert store.load(tmp_path / "c", home, optimizer, groups) == {"number": number}
     assert latest(tmp_path) is None
     left = [path.name for path in tmp_path.iterdir()]
     assert len(left) == (2 if how == "kill" else 1)
@@ -292,5 +292,5 @@ def test_a_rank_that_is_killed_while_writing_leaves_the_previous_checkpoint_whol
         launch(die_in_the_background, 2, tmp_path, timeout=timedelta(seconds=120))
     groups, _ = groups_and_saver()
     home, optimizer = make(ALONE, KINDS["sgd"], seed=4)
-    assert checkpoint.load(tmp_path / "c", home, optimizer, groups) == {"number": 1}
+    assert store.load(tmp_path / "c", home, optimizer, groups) == {"number": 1}
     assert f"save checkpoint {tmp_path / 'c'}" in (tmp_path / "said").read_text()

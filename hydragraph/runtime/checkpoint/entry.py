@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from hydragraph.runtime.checkpoint_optimizer import Plain, merged
+from hydragraph.runtime.checkpoint.optimizer import Plain, merged
 
 
 def packed(extra: Mapping[str, Any], parts: Sequence[bytes]) -> bytes:

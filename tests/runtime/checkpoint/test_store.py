@@ -15,7 +15,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from hydragraph.errors import RankFailure
-from hydragraph.runtime import checkpoint
+from hydragraph.runtime.checkpoint import store
 from hydragraph.runtime.groups import Groups
 from hydragraph.runtime.launch import join, launch
 from tests.runtime.homes import (
@@ -43,7 +43,7 @@ def save_all(folder: Path) -> list[tuple[Snapshot, Snapshot]]:
     for kind in KINDS:
         home, optimizer = trained(world, kind)
         before = Snapshot.of(home, optimizer)
-        checkpoint.save(folder / kind, home, optimizer, {"step": 2, "rank": world.rank}, groups)
+        store.save(folder / kind, home, optimizer, {"step": 2, "rank": world.rank}, groups)
         step(home, optimizer, 3)
         results.append((before, Snapshot.of(home, optimizer)))
     return results
@@ -56,7 +56,7 @@ def load_all(folder: Path) -> list[tuple[Snapshot, Snapshot, dict[str, Any]]]:
     for kind, factory in KINDS.items():
         home, optimizer = make(world, factory, seed=9)
         step(home, optimizer, 8)  # loading replaces whatever there is
-        extra = checkpoint.load(folder / kind, home, optimizer, groups)
+        extra = store.load(folder / kind, home, optimizer, groups)
         before = Snapshot.of(home, optimizer)
         step(home, optimizer, 3)
         results.append((before, Snapshot.of(home, optimizer), extra))
@@ -68,25 +68,25 @@ def fail_together(folder: Path) -> list[tuple[str, str]]:
     groups = groups_of(world)
     home, optimizer = trained(world, "adamw")
     path, outcomes = folder / "c", []
-    checkpoint.save(path, home, optimizer, {"step": 1}, groups)
+    store.save(path, home, optimizer, {"step": 1}, groups)
     full = mock.patch.object(dcp.FileSystemWriter, "write_data", side_effect=OSError("disk full"))
     with full if world.rank == 1 else nullcontext():
-        outcomes.append(outcome(lambda: checkpoint.save(path, home, optimizer, {"step": 2}, groups)))
+        outcomes.append(outcome(lambda: store.save(path, home, optimizer, {"step": 2}, groups)))
     no_space = mock.patch.object(dcp.FileSystemWriter, "finish", side_effect=OSError("no space"))
     with no_space if world.rank == 0 else nullcontext():
-        outcomes.append(outcome(lambda: checkpoint.save(path, home, optimizer, {"step": 2}, groups)))
-    outcomes.append(outcome(lambda: checkpoint.save(path, home, optimizer, {"step": os}, groups)))
-    assert checkpoint.load(path, home, optimizer, groups) == {"step": 1}
+        outcomes.append(outcome(lambda: store.save(path, home, optimizer, {"step": 2}, groups)))
+    outcomes.append(outcome(lambda: store.save(path, home, optimizer, {"step": os}, groups)))
+    assert store.load(path, home, optimizer, groups) == {"step": 1}
     assert [p.name for p in folder.iterdir()] == ["c"]
     other = sgd if world.rank == 2 else adamw
-    outcomes.append(outcome(lambda: checkpoint.load(path, *make(world, other), groups)))
+    outcomes.append(outcome(lambda: store.load(path, *make(world, other), groups)))
     groups.gather_objects(None)
     if world.rank == 0:
         (path / "__2_0.distcp").unlink()
-    outcomes.append(outcome(lambda: checkpoint.load(path, home, optimizer, groups)))
+    outcomes.append(outcome(lambda: store.load(path, home, optimizer, groups)))
     if world.rank == 1:
         optimizer.state[home.parameters["embed.weight"]]["step"] += 1
-    outcomes.append(outcome(lambda: checkpoint.save(path, home, optimizer, {}, groups)))
+    outcomes.append(outcome(lambda: store.save(path, home, optimizer, {}, groups)))
     return outcomes
 
 
@@ -96,21 +96,21 @@ def save_and_load_all(root: Path) -> tuple[dict[int, Any], dict[tuple[int, int],
     All in the same processes, with one process group after another, because starting them anew takes seconds each.
     """
     rank = dist.get_rank()
-    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), None, False)
+    meeting = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), None, False)
     written, read = {}, {}
     for saving in (True, False):
         for ranks in COUNTS:
             dist.barrier()
             dist.destroy_process_group()
             if rank < ranks:
-                prefix = dist.PrefixStore(f"{ranks} {saving}", store)
+                prefix = dist.PrefixStore(f"{ranks} {saving}", meeting)
                 dist.init_process_group("gloo", store=prefix, rank=rank, world_size=ranks)
                 if saving:
                     written[ranks] = save_all(root / str(ranks))
                 for n in () if saving else COUNTS:
                     read[n, ranks] = load_all(root / str(n))
                 dist.destroy_process_group()
-            prefix = dist.PrefixStore(f"after {ranks} {saving}", store)
+            prefix = dist.PrefixStore(f"after {ranks} {saving}", meeting)
             dist.init_process_group("gloo", store=prefix, rank=rank, world_size=COUNTS[-1])
     return written, read, fail_together(root / "errors")
 
@@ -221,7 +221,7 @@ def die_while_saving(path: Path) -> None:
     world = join("cpu")
     groups = groups_of(world)
     home, optimizer = trained(world, "sgd")
-    checkpoint.save(path, home, optimizer, {"step": 1}, groups)
+    store.save(path, home, optimizer, {"step": 1}, groups)
     write = dcp.FileSystemWriter.write_data
 
     def die(*arguments: Any) -> object:
@@ -229,12 +229,12 @@ def die_while_saving(path: Path) -> None:
         os._exit(3)
 
     with mock.patch.object(dcp.FileSystemWriter, "write_data", die) if world.rank == 1 else nullcontext():
-        checkpoint.save(path, home, optimizer, {"step": 2}, groups)
+        store.save(path, home, optimizer, {"step": 2}, groups)
 
 
 def test_a_rank_that_dies_while_saving_leaves_the_previous_checkpoint_whole(tmp_path: Path, groups: Groups) -> None:
     with pytest.raises((RankFailure, RuntimeError)):
         launch(die_while_saving, 2, tmp_path / "c")
     home, optimizer = make(ALONE, sgd, seed=4)
-    assert checkpoint.load(tmp_path / "c", home, optimizer, groups) == {"step": 1}
+    assert store.load(tmp_path / "c", home, optimizer, groups) == {"step": 1}
     assert torch.equal(home.parameters["tiny"], trained(ALONE, "sgd")[0].parameters["tiny"])

@@ -25,11 +25,10 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.storage import WriteResult
 
-from hydragraph.runtime.agreement import Failure, raise_first, together, together_own
-from hydragraph.runtime.checkpoint_entry import decoded, encoded, packed
-from hydragraph.runtime.checkpoint_folder import PathLike, commit, make_scratch, written_files
-from hydragraph.runtime.checkpoint_manifest import FORMAT, Manifest, check_files, check_model, read_manifest, versions
-from hydragraph.runtime.checkpoint_optimizer import (
+from hydragraph.runtime.checkpoint.entry import decoded, encoded, packed
+from hydragraph.runtime.checkpoint.folder import PathLike, commit, make_scratch, written_files
+from hydragraph.runtime.checkpoint.manifest import FORMAT, Manifest, check_files, check_model, read_manifest, versions
+from hydragraph.runtime.checkpoint.optimizer import (
     Plain,
     allocated,
     elementwise_states,
@@ -38,7 +37,8 @@ from hydragraph.runtime.checkpoint_optimizer import (
     restore,
     state_key,
 )
-from hydragraph.runtime.checkpoint_planners import ShardedLoad, ShardedSave
+from hydragraph.runtime.checkpoint.planners import ShardedLoad, ShardedSave
+from hydragraph.runtime.failure.agreement import Failure, raise_first, together, together_own
 from hydragraph.runtime.groups import Groups
 from hydragraph.runtime.sharded import Sharded, sharded, sharded_weights
 from hydragraph.runtime.state import HomeState

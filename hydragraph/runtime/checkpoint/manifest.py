@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from hydragraph.runtime.agreement import together
+from hydragraph.runtime.failure.agreement import together
 from hydragraph.runtime.groups import Groups
 from hydragraph.version import __version__
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hydragraph.ir.parameter import Bucket, Parameter
-from hydragraph.runtime import checkpoint
+from hydragraph.runtime.checkpoint import store
 from hydragraph.runtime.groups import Groups
 from hydragraph.version import __version__
 from tests.runtime.homes import ALONE, MODEL, Model, make, sgd
@@ -26,38 +26,38 @@ def test_a_corrupt_byte_is_found_in_every_file(made: Path, groups: Groups) -> No
         broken[len(broken) // 2] ^= 1
         (made / name).write_bytes(broken)
         with pytest.raises(ValueError, match=f"{name} is corrupt: SHA-256 .*expected {expected['sha256']}: restore"):
-            checkpoint.load(made, home, optimizer, groups)
+            store.load(made, home, optimizer, groups)
         (made / name).write_bytes(content[:-1])
         with pytest.raises(ValueError, match=f"{name} has {len(content) - 1} bytes, expected {len(content)}"):
-            checkpoint.load(made, home, optimizer, groups)
+            store.load(made, home, optimizer, groups)
         (made / name).unlink()
         with pytest.raises(ValueError, match=f"{name} is missing, expected"):
-            checkpoint.load(made, home, optimizer, groups)
+            store.load(made, home, optimizer, groups)
         (made / name).write_bytes(content)
     assert all(torch.equal(home.parameters[n], make(ALONE)[0].parameters[n]) for n in home.parameters)  # untouched
-    assert checkpoint.load(made, home, optimizer, groups) == {"step": 7}
+    assert store.load(made, home, optimizer, groups) == {"step": 7}
 
 
 def test_an_incomplete_checkpoint_is_refused(made: Path, groups: Groups) -> None:
     home, optimizer = make(ALONE)
     with pytest.raises(ValueError, match=r"no-such: there is no complete.json"):
-        checkpoint.load(made.parent / "no-such", home, optimizer, groups)
+        store.load(made.parent / "no-such", home, optimizer, groups)
     (made / "complete.json").write_text('{"format": 1}')
     with pytest.raises(ValueError, match=r"complete.json is damaged"):
-        checkpoint.load(made, home, optimizer, groups)
+        store.load(made, home, optimizer, groups)
     (made / "complete.json").write_text('{"format": 99}')
     with pytest.raises(ValueError, match=r"format 99, but this version reads 1"):
-        checkpoint.load(made, home, optimizer, groups)
+        store.load(made, home, optimizer, groups)
 
 
 def test_another_model_or_optimizer_is_refused(made: Path, groups: Groups) -> None:
     wider = Model((*MODEL.buckets[:2], Bucket("tiny", (Parameter("tiny", (3,)),), ("head",))))
     with pytest.raises(ValueError, match=r"tiny is \[2\] in the checkpoint and \[3\] in the model"):
-        checkpoint.load(made, *make(ALONE, model=wider), groups)
+        store.load(made, *make(ALONE, model=wider), groups)
     renamed = Model((*MODEL.buckets[:2], Bucket("tiny", (Parameter("small", (2,)),), ("head",))))
     with pytest.raises(ValueError, match=r"tiny is \[2\] .*missing in the model; small is missing in the checkpoint"):
-        checkpoint.load(made, *make(ALONE, model=renamed), groups)
+        store.load(made, *make(ALONE, model=renamed), groups)
     with pytest.raises(ValueError, match="holds the state of AdamW, not of SGD"):
-        checkpoint.load(made, *make(ALONE, sgd), groups)
+        store.load(made, *make(ALONE, sgd), groups)
     with pytest.raises(ValueError, match=r"has 2 parameter groups, this one 1, which differ in \['layer.0.norm'\]"):
-        checkpoint.load(made, *make(ALONE, torch.optim.AdamW), groups)
+        store.load(made, *make(ALONE, torch.optim.AdamW), groups)
