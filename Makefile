@@ -31,7 +31,7 @@ lint: $(STAMP)  ## ruff and the strict type check
 	$(BIN)/mypy
 
 test: lint  ## lint, then all tests
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup
 
 clean:  ## remove .venv, runs and caches
 	rm -rf .venv runs .pytest_cache .mypy_cache .ruff_cache .hypothesis build *.egg-info

@@ -22,6 +22,7 @@ Rule = Callable[[Cuts, fx.Node], Cut | None]
 
 
 def pointwise(found: Cuts, node: fx.Node) -> Cut | None:
+    """Return the one cut that all cut operands of an elementwise operator share, with broadcasting."""
     out: Cut | None = None
     rank = len(shape(node))
     for operand in node.all_input_nodes:

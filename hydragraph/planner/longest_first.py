@@ -17,7 +17,7 @@ QUADRATIC_FROM = 4096  # tokens at which attention's quadratic cost is taken to 
 OVERHEAD_TOKENS = 64  # what a micro-batch is taken to cost beside its tokens
 MICRO_BATCH_TOKENS = 8192  # a micro-batch is cut at this many tokens where one sequence is not longer
 USEFUL_TOKENS = 256  # a micro-batch is taken to use a device well from here on
-MICRO_BATCHES_PER_STAGE = 2  # enough to keep a pipeline's bubble at a third
+MICRO_BATCHES_PER_STAGE = 2  # at least: a pipeline's bubble is then a third at most
 
 
 def rough_cost(pipeline: Pipeline, longest: int = 0) -> PipelineCost:
@@ -75,8 +75,8 @@ def _micro_batches(pipeline: PipelineCost, share: Sequence[int], lengths: Sequen
     """Cut a share, longest first, into micro-batches of at most MaxLen tokens; one that fits nowhere opens another."""
     if not share:
         return ()
-    wanted = MICRO_BATCHES_PER_STAGE * pipeline.stages if pipeline.stages > 1 else 1
-    count = min(len(share), max(wanted, math.ceil(sum(lengths[i] for i in share) / pipeline.max_len)))
+    total = sum(lengths[i] for i in share)
+    count = min(len(share), max(_wanted(pipeline, total), math.ceil(total / pipeline.max_len)))
     batches: list[list[int]] = [[] for _ in range(count)]
     tokens, loads = [0] * count, [0.0] * count
     for i in share:
@@ -90,3 +90,15 @@ def _micro_batches(pipeline: PipelineCost, share: Sequence[int], lengths: Sequen
         tokens[best] += lengths[i]
         loads[best] += _work(pipeline, lengths[i])
     return tuple(tuple(b) for b in batches if b)
+
+
+def _wanted(pipeline: PipelineCost, tokens: int) -> int:
+    """Return how many micro-batches finish first: with P stages, m of them take (m + P - 1)(b tokens / m + c).
+
+    That is least at m = sqrt((P - 1) b tokens / c): fewer have a longer bubble, more have more overhead.
+    """
+    if pipeline.stages == 1:
+        return 1
+    best = math.sqrt((pipeline.stages - 1) * pipeline.b * tokens / pipeline.c) if pipeline.c > 0 else math.inf
+    useful = tokens // max(1, pipeline.util_len)
+    return max(MICRO_BATCHES_PER_STAGE * pipeline.stages, round(min(best, useful)))

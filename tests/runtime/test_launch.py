@@ -173,10 +173,11 @@ def test_ranks_end_with_their_launcher(sign: signal.Signals, tmp_path: Path) -> 
     script.write_text(
         textwrap.dedent(
             """
-            import sys, pathlib
+            import signal, sys, pathlib
             from hydragraph.runtime.launch import launch
             from tests.runtime.test_launch import sleep_on
             if __name__ == "__main__":
+                signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
                 launch(sleep_on, 2, 0, pathlib.Path(sys.argv[1]))
             """
         )

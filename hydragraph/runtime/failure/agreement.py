@@ -21,6 +21,7 @@ class Failure:
 
     @staticmethod
     def of(error: BaseException) -> Failure:
+        """Describe an error; a `ValueError` is the caller's own mistake and keeps its words."""
         users = isinstance(error, ValueError)
         return Failure(users, str(error) if users else f"{type(error).__name__}: {error}")
 
