@@ -7,19 +7,30 @@ from dataclasses import dataclass
 
 import torch
 
+LARGEST = 256  # head size
+
 
 @dataclass(frozen=True)
 class Tiling:
-    """How a kernel is cut: query rows and key columns of a tile of scores, warps, and stages of the load pipeline."""
+    """How a kernel is cut: query rows and key columns of a tile of scores, warps, and stages of the load pipeline.
+
+    Attributes:
+        rows, columns, warps, stages: as said.
+        registers: of a thread at most; None: as many as the assembler finds best, which may spill a few.
+        exact: of fp32, whether products are fp32's own and not three of tf32, which are faster and take more registers.
+    """
 
     rows: int
     columns: int
     warps: int
     stages: int
+    registers: int | None = None
+    exact: bool = False
 
     def options(self) -> dict[str, object]:
         """Return the launch options."""
-        return {"num_warps": self.warps, "num_stages": self.stages, "enable_fp_fusion": True}
+        common = {"num_warps": self.warps, "num_stages": self.stages, "enable_fp_fusion": True}
+        return common if self.registers is None else common | {"maxnreg": self.registers}
 
 
 @dataclass(frozen=True)
@@ -45,6 +56,7 @@ _ANY = {
 }
 _ANY_FP32 = {
     128: Tilings(Tiling(32, 32, 8, 1), Tiling(32, 16, 8, 1), Tiling(16, 16, 4, 1)),
+    256: Tilings(*3 * (Tiling(16, 16, 8, 1, registers=255, exact=True),)),
 }
 INTERPRETED = Tilings(Tiling(32, 32, 4, 1), Tiling(32, 16, 4, 1), Tiling(16, 32, 4, 1))  # small: tests are
 
@@ -54,11 +66,6 @@ def tilings(dtype: torch.dtype, capability: tuple[int, int]) -> Mapping[int, Til
     if dtype == torch.float32:
         return _ANY_FP32
     return _HOPPER if (9, 0) <= capability < (12, 0) else _ANY
-
-
-def largest(dtype: torch.dtype) -> int:
-    """Return the largest head size that has a tiling: three tf32 products of larger fp32 heads do not fit."""
-    return 128 if dtype == torch.float32 else 256
 
 
 def padded(size: int, dtype: torch.dtype) -> int:

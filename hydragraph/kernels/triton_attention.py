@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from hydragraph.kernels.attention_tilings import INTERPRETED, Tiling, Tilings, largest, padded, tilings
+from hydragraph.kernels.attention_tilings import INTERPRETED, LARGEST, Tiling, Tilings, padded, tilings
 from hydragraph.kernels.jit import Kernel, Variant, kernel, why_not
 
 if TYPE_CHECKING:
@@ -297,8 +297,8 @@ def refusal(q: Tensor, k: Tensor, v: Tensor) -> str | None:
         return reason
     if q.dtype not in DTYPES or not q.dtype == k.dtype == v.dtype:
         return f"no kernel for {q.dtype}, {k.dtype}, {v.dtype}"
-    if not 16 <= q.shape[2] <= largest(q.dtype) or not q.shape[2] == k.shape[2] == v.shape[2]:
-        return f"no kernel for {q.dtype} heads of size {q.shape[2]}: they must have 16 to {largest(q.dtype)}"
+    if not 16 <= q.shape[2] <= LARGEST or not q.shape[2] == k.shape[2] == v.shape[2]:
+        return f"no kernel for {q.dtype} heads of size {q.shape[2]}: they must have 16 to {LARGEST}"
     if q.device.type == "cuda" and torch.cuda.get_device_capability(q.device) < (8, 0):
         return "the GPU is older than compute capability 8.0"
     return None
@@ -402,8 +402,8 @@ def _tilings(q: Tensor) -> Tilings:
 
 
 def _constants(size: int, tiling: Tiling, dtype: torch.dtype) -> dict[str, object]:
-    """fp32 products are three tf32 ones, about as exact; 16-bit ones have no choice."""
-    precision = "tf32x3" if dtype == torch.float32 else "tf32"
+    """fp32 products are three tf32 ones, about as exact, where these fit; 16-bit ones have no choice."""
+    precision = "tf32" if dtype != torch.float32 else "ieee" if tiling.exact else "tf32x3"
     tile = {"SIZE": size, "PADDED": padded(size, dtype), "ROWS": tiling.rows, "COLUMNS": tiling.columns}
     return {**tile, "PRECISION": precision}
 

@@ -57,9 +57,11 @@ def test_sixteen_bits_are_as_good_as_their_inputs(dtype: torch.dtype) -> None:
 
 
 @interpreted
-@pytest.mark.parametrize("size", [80, 128, 256])
-def test_large_heads_and_those_that_are_no_power_of_two(size: int) -> None:
-    compare([9, 20], (1, 1), size, torch.bfloat16)
+@pytest.mark.parametrize(
+    ("size", "dtype"), [(80, torch.bfloat16), (128, torch.bfloat16), (256, torch.bfloat16), (192, torch.float32)]
+)
+def test_large_heads_and_those_that_are_no_power_of_two(size: int, dtype: torch.dtype) -> None:
+    compare([9, 20], (1, 1), size, dtype)
 
 
 @interpreted
