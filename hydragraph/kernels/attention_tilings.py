@@ -29,7 +29,7 @@ class Tiling:
 
     def options(self) -> dict[str, object]:
         """Return the launch options."""
-        common = {"num_warps": self.warps, "num_stages": self.stages, "enable_fp_fusion": True}
+        common: dict[str, object] = {"num_warps": self.warps, "num_stages": self.stages, "enable_fp_fusion": True}
         return common if self.registers is None else common | {"maxnreg": self.registers}
 
 
