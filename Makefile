@@ -7,7 +7,7 @@ STAMP := .venv/.complete
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint clean
+.PHONY: help setup demo test lint plans clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "make %-6s %s\n", $$1, $$2}'
@@ -30,8 +30,12 @@ lint: $(STAMP)  ## ruff and the strict type check
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-test: lint  ## lint, then all tests
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup
+plans: $(STAMP)
+	$(BIN)/python -m tests.planner.instances --count 20
+
+test: $(STAMP)  ## lint, then all tests
+	@$(MAKE) --no-print-directory -j2 lint plans
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 clean:  ## remove .venv, runs and caches
 	rm -rf .venv runs .pytest_cache .mypy_cache .ruff_cache .hypothesis build *.egg-info

@@ -6,8 +6,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 import hydragraph as hg
 from hydragraph.train.config import TrainConfig
 
@@ -15,9 +13,8 @@ ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"
 
 
-@pytest.mark.parametrize("launcher", [[], ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]])
-def test_the_llama_example_trains_under_both_launchers(launcher: list[str]) -> None:
-    command = [sys.executable, *launcher, str(EXAMPLES / "train_llama.py"), "3"]
+def test_the_llama_example_trains() -> None:
+    command = [sys.executable, str(EXAMPLES / "train_llama.py"), "3"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     lines = [line for line in done.stdout.splitlines() if line.startswith("step ")]

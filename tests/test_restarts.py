@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.commands.tiny import LOPSIDED, computed
+from tests.commands.tiny import LOPSIDED, computed, run
 from tests.train.plain import settings
 
 ROOT = Path(__file__).parent.parent
@@ -78,7 +78,8 @@ def ranks(pid: int, torchrun: bool) -> list[int]:
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """The curve of a run that nobody disturbs."""
     folder = tmp_path_factory.mktemp("undisturbed") / "whole"
-    subprocess.run([*LOCAL, "train", configured(folder, False)], cwd=ROOT, check=True, timeout=LIMIT_S)
+    result = run("train", configured(folder, False))
+    assert result.exit_code == 0, result.output
     return curve(folder)
 
 

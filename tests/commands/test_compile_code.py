@@ -17,8 +17,6 @@ from hydragraph.runtime.variants import Variants
 from hydragraph.train.config import ModelConfig
 from hydragraph.train.model import skeleton
 
-pytestmark = pytest.mark.xdist_group("compile")  # one process makes what they share
-
 SIZES = {
     "hidden_size": 16,
     "intermediate_size": 24,

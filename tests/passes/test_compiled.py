@@ -22,8 +22,6 @@ from tests import reference
 from tests.models import gpt2, llama, sequences
 from tests.passes.simulated import SimulatedCollectives, run_ranks
 
-pytestmark = pytest.mark.xdist_group("compiled")  # one process makes what they share
-
 CPU = torch.device("cpu")
 needs_compiler = pytest.mark.skipif(missing_compiler(CPU) is not None, reason="Inductor finds no C++ compiler here")
 

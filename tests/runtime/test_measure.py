@@ -22,8 +22,6 @@ from hydragraph.runtime.measure import MESSAGES, Settings, Subject, least_share,
 from hydragraph.runtime.variants import Variants
 from tests.models import captured, llama, sequences
 
-pytestmark = pytest.mark.xdist_group("measure")  # one process makes what they share
-
 LAYERS, RANKS, HELD_OUT = 2, 2, 700
 SETTINGS = Settings(((1, 1), (2, 1), (1, 2)), (Kind(2, True), Kind(1, False, True)), longest=1024, repeats=2)
 

@@ -33,8 +33,6 @@ from tests.runtime.homes import (
     whole,
 )
 
-pytestmark = pytest.mark.xdist_group("checkpoint")  # one process makes what they share
-
 COUNTS = [1, 2, 3, 4]
 
 

@@ -33,8 +33,6 @@ from hydragraph.runtime.weights import pretrained
 from hydragraph.runtime.weights.pretrained import Names
 from tests.models import MODELS, bert
 
-pytestmark = pytest.mark.xdist_group("pretrained")  # one process makes what they share
-
 KINDS: dict[str, Callable[[], nn.Module]] = {n: MODELS[n] for n in ("llama", "gpt2", "qwen3", "gemma")} | {"bert": bert}
 RANKS = 3
 
