@@ -16,7 +16,9 @@ from hypothesis import settings
 from hydragraph.runtime import launch
 
 # Tests share a machine, so a slow example says nothing; CI must not fail on an example that a change did not cause.
-settings.register_profile("hydragraph", deadline=None, derandomize="CI" in os.environ)
+# `pytest --hypothesis-profile=thorough` looks much further.
+settings.register_profile("hydragraph", deadline=None, derandomize="CI" in os.environ, max_examples=40)
+settings.register_profile("thorough", deadline=None, max_examples=1000)
 settings.load_profile("hydragraph")
 
 # Ranks are forked from a process that has imported this: what tests import costs each of them nothing.

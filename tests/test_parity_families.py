@@ -21,6 +21,7 @@ from tests.own_models import Own, alone, weighted
 
 LENGTHS = [20, 7, 1, 12]
 CUT = ["<[0,1]x2> + <[2]x2>", "<[2]x1,[0,1]x1s>"]
+MIXED = ["<[2]x1,[0,1]x1s>"]  # for families whose parts others have too
 WHOLE = ["<[0]x1,[2]x1> + <[1]x2>", "<[1]x2> + <[2]x2> + <[0]x2>"]  # for experts
 STEPS, RATE = 3, 0.05
 
@@ -70,7 +71,8 @@ class Family:
 
 
 FAMILIES = {
-    **{n: Family(MODELS[n]) for n in ("qwen2", "qwen3", "mistral", "gpt_neox", "opt", "phi", "gemma", "granite")},
+    **{n: Family(MODELS[n]) for n in ("qwen3", "gpt_neox", "opt", "gemma")},
+    **{n: Family(MODELS[n], strategies=tuple(MIXED)) for n in ("qwen2", "mistral", "phi", "granite")},
     "mixtral": Family(MODELS["mixtral"], strategies=tuple(WHOLE)),
     "bert": Family(lambda: bert(layers=2), masked, ("labels",)),
     "own": Family(lambda: randomised(Own()), by_weight, ("shift_labels", "weight")),

@@ -23,7 +23,7 @@ from hydragraph.runtime.variants import Variants
 from tests.models import captured, llama, sequences
 
 LAYERS, RANKS, HELD_OUT = 2, 2, 700
-SETTINGS = Settings(((1, 1), (2, 1), (1, 2)), (Kind(2, True), Kind(1, False, True)), longest=1024, repeats=2)
+SETTINGS = Settings(((1, 1), (2, 1), (1, 2)), (Kind(2, True), Kind(1, False, True)), longest=512, repeats=2)
 
 
 def measured_rank(settings: Settings) -> tuple[Profile, list[str], float]:
