@@ -108,11 +108,18 @@ def linear_cross_entropy(
         ignored: tokens with this label count neither in the loss nor in gradients.
         first: the first row of the head that is here.
         exchange: combines the statistics of all ranks; None where the whole vocabulary is here.
-        chunk: C; default as many tokens as make the logits about as large as the hidden states.
+        chunk: C; default as many tokens as make the logits about as large as the hidden states. With `exchange` it
+            must be given, the same on all ranks: their rows may differ in number, their chunks must not.
 
     Raises:
-        Unsupported: other shapes, dtypes or devices.
+        Unsupported: other shapes, dtypes or devices; an exchange without a chunk.
     """
+    if exchange is not None and chunk is None:
+        raise Unsupported(
+            "an exchange without a chunk size",
+            where="linear_cross_entropy",
+            remedy="pass the same `chunk` on all ranks, such as chunk_tokens(tokens, hidden, rows of the largest part)",
+        )
     _check(hidden, weight, labels, chunk)
     size = chunk or chunk_tokens(hidden.shape[0], hidden.shape[1], weight.shape[0])
     needs = (hidden.requires_grad and torch.is_grad_enabled(), weight.requires_grad and torch.is_grad_enabled())
@@ -127,14 +134,25 @@ def head_loss(hidden: Tensor, weight: Tensor, labels: Tensor, ignored: int) -> t
     All three come from one pass over the logits, which are never there as a whole; differentiating the loss scales the
     gradients that are there already.
     """
-    return loss_and_gradients(hidden, weight, labels, ignored)
+    return loss_and_gradients(hidden, weight, labels, ignored, weight.shape[0])
 
 
 def loss_and_gradients(
-    hidden: Tensor, weight: Tensor, labels: Tensor, ignored: int, first: int = 0, exchange: Exchange | None = None
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    ignored: int,
+    rows: int,
+    first: int = 0,
+    exchange: Exchange | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the summed loss and its gradients of hidden and weight; arguments as `linear_cross_entropy`'s."""
-    size = chunk_tokens(hidden.shape[0], hidden.shape[1], weight.shape[0])
+    """Return the summed loss and its gradients of hidden and weight; arguments as `linear_cross_entropy`'s.
+
+    Args:
+        rows: of the head on a rank, about, and the same number on all: they must exchange the same chunks, also where
+            the vocabulary is cut unevenly.
+    """
+    size = chunk_tokens(hidden.shape[0], hidden.shape[1], rows)
     loss, d_hidden, d_weight = _forward(hidden, weight, labels, ignored, first, size, (True, True), exchange)
     assert d_hidden is not None
     assert d_weight is not None

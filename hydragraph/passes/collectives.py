@@ -63,9 +63,12 @@ def join(x: Tensor, dim: int, ranks: int) -> Tensor:
 
 @torch.library.custom_op("hydragraph::tp_head_loss", mutates_args=())
 def head_loss(
-    hidden: Tensor, weight: Tensor, labels: Tensor, start: Tensor, ignored: int
+    hidden: Tensor, weight: Tensor, labels: Tensor, start: Tensor, ignored: int, rows: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """R, cut rows of the head from `start` -> the loss (R), and the gradients of hidden (P) and of these rows."""
+    """R, cut rows of the head from `start` -> the loss (R), and the gradients of hidden (P) and of these rows.
+
+    `rows`: about how many a rank has, the same number on all of them.
+    """
     _never("tp_head_loss")
 
 
@@ -108,7 +111,7 @@ scatter.register_autograd(_backward("tp_gather"), setup_context=_keep)
 split.register_autograd(_backward("tp_join"), setup_context=_keep)
 join.register_autograd(_backward("tp_split"), setup_context=_keep)
 
-head_loss.register_fake(lambda hidden, weight, labels, start, ignored: like_gradients(hidden, weight))
+head_loss.register_fake(lambda hidden, weight, labels, start, ignored, rows: like_gradients(hidden, weight))
 head_loss.register_autograd(scale_gradients, setup_context=keep_gradients)
 
 METHODS = {

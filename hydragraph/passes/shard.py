@@ -276,10 +276,9 @@ class _Rewrite:
     def _fused(self, head: Head) -> fx.Node:
         flat = self.call(aten.flatten.using_ints, self.copied[head.hidden], 0, -2)
         labels = self._operand(head.labels, head.loss)
-        results = self.call(
-            tp_ops.tp_head_loss.default, flat, self.copied[head.weight], labels, self.start, head.ignored
-        )
-        return self.call(operator.getitem, results, 0)
+        rows = -(-int(shape(head.weight)[0]) // self.degree.tp)
+        given = (flat, self.copied[head.weight], labels, self.start, head.ignored, rows)
+        return self.call(operator.getitem, self.call(tp_ops.tp_head_loss.default, *given), 0)
 
     def _part(self, node: fx.Node) -> fx.Node:
         """Write a split or slice along a cut dimension with local bounds."""

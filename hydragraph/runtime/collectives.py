@@ -34,17 +34,18 @@ class Gathers(Protocol):
 
 
 def head_loss(
-    collectives: Gathers, hidden: Tensor, weight: Tensor, labels: Tensor, start: Tensor, ignored: int
+    collectives: Gathers, hidden: Tensor, weight: Tensor, labels: Tensor, start: Tensor, ignored: int, rows: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The loss of a head whose rows `start` and on are here, and its gradients of `hidden` (a part) and of `weight`.
 
-    Ranks exchange three numbers per token, chunk by chunk: nobody has more of the logits than one chunk.
+    Ranks exchange three numbers per token, chunk by chunk: nobody has more of the logits than one chunk. `rows` is the
+    same on all ranks, whatever `weight` has, so that their chunks are.
     """
 
     def exchange(statistics: Tensor) -> Tensor:
         return combine(collectives.all_gather(statistics[None], 0))
 
-    return loss_and_gradients(hidden, weight, labels, ignored, int(start), exchange)
+    return loss_and_gradients(hidden, weight, labels, ignored, rows, int(start), exchange)
 
 
 @dataclass(frozen=True)

@@ -204,7 +204,7 @@ def test_what_it_takes_beside_its_results_is_what_it_says() -> None:
     x, weight, labels = (t.detach() for t in inputs(2048, 64, 512, torch.float32))
     with LiveBytes() as live:
         before = live.live
-        kept = loss_and_gradients(x, weight, labels, -100)
+        kept = loss_and_gradients(x, weight, labels, -100, 512)
         results_bytes = live.live - before
     assert results_bytes == 4 + x.nbytes + weight.nbytes
     beside = live.peak - before - results_bytes
@@ -212,3 +212,9 @@ def test_what_it_takes_beside_its_results_is_what_it_says() -> None:
     assert 0.7 * told <= beside <= 1.3 * told, (beside, told)  # statistics and labels are small beside them
     assert len(kept) == 3
     assert working_bytes(2048, 64, 512, torch.bfloat16) > 512 * 64 * 4  # the head's gradient is added up in fp32
+
+
+def test_ranks_that_exchange_must_say_how_large_chunks_are() -> None:
+    x, weight, labels = inputs(4, 8, 16, torch.float32)
+    with pytest.raises(Unsupported, match=r"an exchange without a chunk size.*same `chunk` on all ranks"):
+        linear_cross_entropy(x, weight, labels, exchange=lambda mine: mine)

@@ -140,7 +140,7 @@ def collect(collectives: AnyCollectives, sizes: list[int]) -> Results:
     out["half"] = collectives.all_reduce(value(rank, 64, dtype=torch.bfloat16))
     hidden, rows, start = value(0, 6, 8), value(rank, ROWS, 8), torch.tensor(ROWS * collectives.index)
     for what, found in zip(
-        HEAD, collectives.head_loss(hidden, rows, labels(collectives.size), start, -100), strict=True
+        HEAD, collectives.head_loss(hidden, rows, labels(collectives.size), start, -100, ROWS), strict=True
     ):
         out[what] = found
     out["strided"] = collectives.all_reduce(value(rank, 6, 4).t())

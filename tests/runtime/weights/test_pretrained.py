@@ -24,7 +24,6 @@ from transformers import BertForMaskedLM, BertForNextSentencePrediction, BertFor
 import hydragraph as hg
 from hydragraph.frontend.capture import capture
 from hydragraph.frontend.initialise import initial_buffers
-from hydragraph.ir.parameter import Bucket, Parameter
 from hydragraph.ir.program import Program
 from hydragraph.runtime.groups import Groups
 from hydragraph.runtime.launch import join
@@ -32,6 +31,7 @@ from hydragraph.runtime.state import HomeState
 from hydragraph.runtime.weights import pretrained
 from hydragraph.runtime.weights.pretrained import Names
 from tests.models import MODELS, bert
+from tests.runtime.homes import Model
 
 KINDS: dict[str, Callable[[], nn.Module]] = {n: MODELS[n] for n in ("llama", "gpt2", "qwen3", "gemma")} | {"bert": bert}
 RANKS = 3
@@ -124,17 +124,6 @@ def counting() -> Iterator[list[int]]:
 
 
 @dataclass(frozen=True)
-class Buckets:
-    """As much of a Program as a home state needs."""
-
-    buckets: tuple[Bucket, ...]
-
-    @property
-    def parameters(self) -> dict[str, Parameter]:
-        return {p.name: p for bucket in self.buckets for p in bucket.parameters}
-
-
-@dataclass(frozen=True)
 class Loaded:
     """What a rank has: its shard of every parameter in canonical order, the buffers, and how many bytes it read."""
 
@@ -143,7 +132,7 @@ class Loaded:
     bytes: int
 
 
-Given = tuple[Path, Buckets, Names, dict[str, Tensor]]
+Given = tuple[Path, Model, Names, dict[str, Tensor]]
 
 
 def load_all(given: list[Given]) -> list[Loaded]:
@@ -164,7 +153,7 @@ def by_rank(directories: dict[tuple[str, str], Saved]) -> dict[tuple[str, str], 
     for (kind, _), saved in directories.items():
         program, empty = program_of(kind), meta(saved.model)
         names = Names.of(empty, hg.executable.tensor_names(empty))
-        given.append((saved.path, Buckets(tuple(program.buckets)), names, initial_buffers(empty)))
+        given.append((saved.path, Model(tuple(program.buckets)), names, initial_buffers(empty)))
     found = hg.launch(load_all, RANKS, given)
     return {key: [each[i] for each in found] for i, key in enumerate(directories)}
 
