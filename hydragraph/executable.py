@@ -149,7 +149,7 @@ class Executable:
         self.optimizer = make_optimizer(optimizer, self.home) if optimizer else None
         self._preparer = Preparer(
             program,
-            Variants(program, backend=backend, device=self.world.device, fused_head=backend == "inductor"),
+            Variants(program, backend=backend, device=self.world.device, fused_head=backend == "inductor", added=True),
             self._buffers,
             self.home.layouts,
             self.world.rank,

@@ -44,9 +44,10 @@ def backward_code(variant: Variant, title: str) -> str:
     """Return the backward as a function: saved values, named as in the forward, and the tangent to gradients."""
     forward = _names(variant.forward, [_identifier(name) for name in variant.inputs])
     saved = {f"saved.{i}": forward[node] for i, node in enumerate(_returned(variant.forward)[variant.outputs :])}
-    names = _names(variant.backward, [saved.get(need) or _identifier(need) for need in variant.needs])
+    arguments = [*variant.needs, *(each for name in variant.added for each in (f"total of {name}", f"beta of {name}"))]
+    names = _names(variant.backward, [saved.get(argument) or _identifier(argument) for argument in arguments])
     results = [f"the gradient of {name}" for name in variant.gradients]
-    return _text("backward", variant, variant.backward, names, variant.needs, results, title)
+    return _text("backward", variant, variant.backward, names, arguments, results, title)
 
 
 def _text(

@@ -130,7 +130,8 @@ class Compiler:
         self.ranks, self.backend, self.device = ranks, backend, device
         self._program, self._tell = program, tell
         inductor = backend == "inductor"
-        self._traced = Variants(program, capacity=_KEPT, fused_head=inductor)  # whose graphs can be read
+        # Those whose graphs can be read.
+        self._traced = Variants(program, capacity=_KEPT, fused_head=inductor, added=not inductor)
         self._filling = Variants(program, "min_cut", backend, device, _KEPT, fused_head=True) if inductor else None
         self._known: dict[_Need, tuple[CompiledVariant, ...]] = {}
         first: dict[str, Block] = {}

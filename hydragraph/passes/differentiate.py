@@ -27,13 +27,16 @@ class Variant:
 
     Attributes:
         forward: takes `inputs` in order; returns the outputs, then the saved values.
-        backward: takes `needs` in order; returns one gradient per name of `gradients`.
+        backward: takes `needs` in order, then for each name of `added` the 2-D buffer to add its gradient to and
+            beta, a number: 0 where the buffer's content is not to count, else 1. Returns one gradient per name of
+            `gradients`.
         inputs: parameter names, buffer names, template inputs, then perhaps "vocabulary_start" and "collectives".
         outputs: how many outputs come before the saved values.
         needs: "saved.{i}", a parameter name (its weight again), "tangent", or "collectives".
         gradients: parameter names, and "hidden" where the block has one.
         kinds: parameter name -> what its gradient is.
         vocabulary: the parameter whose first local row "vocabulary_start" is; None: it is not an input.
+        added: parameter names whose gradients the backward adds up; see `hydragraph.passes.accumulate`.
     """
 
     forward: fx.GraphModule
@@ -44,6 +47,7 @@ class Variant:
     gradients: tuple[str, ...]
     kinds: Mapping[str, GradientKind]
     vocabulary: str | None
+    added: tuple[str, ...] = ()
 
 
 @one_pass()

@@ -269,6 +269,8 @@ class Executor:
                 arguments.append(tangent if name == "tangent" else it.collectives)
             else:
                 arguments.append(weights[block.names[name]])
+        for name in block.variant.added:
+            arguments += self._total(it, block.names[name])
         gradients = block.variant.backward(*arguments)
         it.values[instruction.reads[0]] = saved = None
         arguments.clear()
@@ -277,19 +279,18 @@ class Executor:
                 whole = it.collectives.all_gather(gradient, 1) if block.enters else gradient
                 it.values[instruction.writes[0]] = whole
             else:
-                self._accumulate(it, instruction, block.names[name], gradient)
+                total, beta = self._total(it, block.names[name])
+                total.add_(gradient) if beta else total.copy_(gradient)
 
-    def _accumulate(self, it: _Iteration, instruction: Instruction, name: str, gradient: Tensor) -> None:
+    def _total(self, it: _Iteration, name: str) -> tuple[Tensor, float]:
+        """Return where a parameter's gradient is summed, and whether what is there counts: 0.0 the first time."""
         bucket = self._home.pieces[name].bucket
         value = f"G.{bucket}"
         if value not in it.values:
             it.values[value] = self._gradient_buffer(it, bucket)
-        target = self._shards(it, value)[name]
-        if name in it.added:
-            target.add_(gradient)
-        else:
-            target.copy_(gradient)
-            it.added.add(name)
+        beta = float(name in it.added)
+        it.added.add(name)
+        return self._shards(it, value)[name], beta
 
     def _gradient_buffer(self, it: _Iteration, bucket: str) -> Tensor:
         exchange = it.prepared.pushes[bucket]

@@ -238,8 +238,8 @@ class _Bench:
         self._degree = Degree(tp, rank % tp, kind.sequence_parallel)
         backend = choose_backend(subject.backend, self._device)
         fused = backend == "inductor"
-        self._traced = Variants(subject.program, fused_head=fused)  # whose graphs know their sizes
-        self._run = Variants(subject.program, backend=backend, device=self._device, fused_head=fused)
+        self._traced = Variants(subject.program, fused_head=fused, added=not fused)  # whose graphs know their sizes
+        self._run = Variants(subject.program, backend=backend, device=self._device, fused_head=fused, added=True)
         self._batches: dict[Lengths, dict[str, Tensor]] = {}
         self._parts = tp if kind.sequence_parallel else 1
         self._several = "cu_seqlens" in self._program.templates[self._program.blocks[-1].template].inputs
@@ -392,7 +392,8 @@ class _Bench:
                 tangent = torch.full_like(out, 1e-3)
             values = {f"saved.{i}": value for i, value in enumerate(saved)}
             values |= {"tangent": tangent, COLLECTIVES: self._collectives, **weights}
-            gradients = variant.backward(*(values[name] for name in variant.needs))
+            totals = [each for name in variant.added for each in (sums[name], 1.0)]
+            gradients = variant.backward(*(values[name] for name in variant.needs), *totals)
             for name, gradient in zip(variant.gradients, gradients, strict=True):
                 if name in sums:
                     sums[name].add_(gradient)

@@ -11,6 +11,7 @@ import torch
 from hydragraph.ir.layout import GradientKind
 from hydragraph.ir.parameter import Parameter
 from hydragraph.ir.program import Block, Program, Template
+from hydragraph.passes.accumulate import accumulate
 from hydragraph.passes.compiled import compile_variant
 from hydragraph.passes.differentiate import RECOMPUTE, Variant, differentiate
 from hydragraph.passes.fuse_head import fuse_head
@@ -30,6 +31,7 @@ class Variants:
         device: what they run on.
         capacity: how many are kept, the most recently used; whoever holds another keeps it alive.
         fused_head: make the head and the loss one operator.
+        added: let products add gradients up where they can; not under Inductor, and in fp32 only, as the sums are.
     """
 
     def __init__(
@@ -40,9 +42,11 @@ class Variants:
         device: torch.device = CPU,
         capacity: int = CAPACITY,
         fused_head: bool = False,
+        added: bool = False,
     ) -> None:
         self._program, self._partitioner, self._backend = program, partitioner, backend
         self._device, self._capacity, self._fused_head = device, capacity, fused_head
+        self._added = added and backend == "eager" and program.dtype is torch.float32
         self._known: OrderedDict[object, Variant] = OrderedDict()  # least recently used first
         self._kinds: dict[tuple[str, Degree], Mapping[str, GradientKind]] = {}
 
@@ -74,7 +78,7 @@ class Variants:
         partitioner = RECOMPUTE if recompute else self._partitioner
         variant = differentiate(template, sharded, parameters, degree, self._program.dtype, partitioner)
         if self._backend == "eager":
-            return variant
+            return accumulate(variant) if self._added else variant
         strides = {name: shard_strides(p, degree) for name, p in parameters.items()}
         return compile_variant(variant, strides, self._device, where=block.name)
 

@@ -85,7 +85,7 @@ def same(one: Any, other: Any) -> bool:
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("degree", [Degree(), Degree(2, 0), Degree(2, 1, True)], ids=["tp1", "tp2", "tp2s"])
 def test_the_text_computes_what_the_graphs_do(program: Program, block: int, degree: Degree, recompute: bool) -> None:
-    variant = Variants(program).get(program.blocks[block], degree, recompute)
+    variant = Variants(program, added=True).get(program.blocks[block], degree, recompute)
     arguments = inputs(variant)
     results = variant.forward(*arguments)
     found = defined(forward_code(variant, "Title."), "forward")(*arguments)
@@ -94,14 +94,19 @@ def test_the_text_computes_what_the_graphs_do(program: Program, block: int, degr
     saved = {f"saved.{i}": value for i, value in enumerate(results[variant.outputs :])}
     tangent = torch.randn(results[0].shape, generator=torch.Generator().manual_seed(1))
     held = {**dict(zip(variant.inputs, arguments, strict=True)), **saved, "tangent": tangent}
-    gradients = variant.backward(*(held[need] for need in variant.needs))
-    found = defined(backward_code(variant, "Title."), "backward")(*(held[need] for need in variant.needs))
+    first, second = ([torch.ones_like(held[name]) for name in variant.added] for _ in range(2))
+
+    def run(backward: Any, totals: list[Tensor]) -> list[Tensor]:
+        return [*backward(*(held[need] for need in variant.needs), *(x for t in totals for x in (t, 1.0))), *totals]
+
+    gradients = run(variant.backward, first)
+    found = run(defined(backward_code(variant, "Title."), "backward"), second)
     assert any(g.abs().max() > 0 for g in gradients)
     assert all(same(a, b) for a, b in zip(found, gradients, strict=True))
 
 
 def test_names_and_sizes_are_the_models(program: Program) -> None:
-    variant = Variants(program).get(program.blocks[1], Degree(2, 0, True))
+    variant = Variants(program, added=True).get(program.blocks[1], Degree(2, 0, True))
     text = forward_code(variant, "One layer.")
     assert text.startswith('"""One layer.\n')
     assert 'self_attn_q_proj_weight: "float32[8, 16]",  # self_attn.q_proj.weight' in text
@@ -110,7 +115,9 @@ def test_names_and_sizes_are_the_models(program: Program) -> None:
     assert '"float32[1, 2*T, 16]"' in text
     assert ",  # the output" in text
     back = backward_code(variant, "One layer.")
-    assert ",  # the gradient of self_attn.q_proj.weight" in back
+    assert ",  # total of self_attn.q_proj.weight" in back
+    assert ",  # beta of self_attn.q_proj.weight" in back
+    assert ",  # the gradient of input_layernorm.weight" in back
     assert ",  # the gradient of hidden" in back
     assert 'tangent: "float32[1, T, 16]",' in back
     shared = [line.strip().split(":")[0] for line in back.splitlines() if "# saved." in line]

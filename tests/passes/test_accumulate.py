@@ -1,0 +1,118 @@
+"""Gradients that products add up: golden text, which qualify, and the sums against those of returned gradients."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, fx
+
+from hydragraph.ir.program import Block, Program
+from hydragraph.passes.accumulate import accumulate
+from hydragraph.passes.differentiate import Variant, differentiate
+from hydragraph.passes.shard import Degree, shard
+from hydragraph.runtime.variants import Variants, local_parameters
+from tests.models import captured
+from tests.passes.golden_template import check_golden, llama_layer
+
+TOKENS = 5
+
+
+def layer(degree: Degree, partitioner: str = "min_cut") -> Variant:
+    template, parameters = llama_layer()
+    return differentiate(template, shard(template, parameters, degree), parameters, degree, torch.float32, partitioner)
+
+
+def test_golden_text() -> None:
+    check_golden("llama_accumulate_tp2_rank0", accumulate(layer(Degree(2, 0))).backward)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_every_matrix_of_a_layer_is_added_up_and_nothing_else_is(tp: int) -> None:
+    before = layer(Degree(tp, 0))
+    after = accumulate(before)
+    assert {name.rpartition(".")[0].rpartition(".")[2] for name in after.added} == {
+        *("q_proj", "k_proj", "v_proj", "o_proj"),
+        *("gate_proj", "up_proj", "down_proj"),
+    }
+    assert {*after.added, *after.gradients} == set(before.gradients)
+    assert not set(after.added) & set(after.gradients)
+    assert (after.inputs, after.needs, after.outputs) == (before.inputs, before.needs, before.outputs)
+
+
+def test_a_gradient_that_something_else_reads_is_returned() -> None:
+    graph = fx.Graph()
+    a, b = graph.placeholder("a"), graph.placeholder("b")
+    gradient = graph.call_function(torch.ops.aten.mm.default, (a, b))
+    both = graph.call_function(torch.ops.aten.add.Tensor, (gradient, a))
+    graph.output((gradient, both))
+    module = fx.GraphModule({}, graph)
+    variant = Variant(module, module, ("a", "b"), 2, ("a", "b"), ("w", "hidden"), {}, None)
+    assert accumulate(variant).added == ()
+
+
+def weights(program: Program, block: Block, contiguous: bool) -> dict[str, Tensor]:
+    """Return random weights of a block, as views of flat buffers where they are not to be contiguous."""
+    generator = torch.Generator().manual_seed(0)
+    found = local_parameters(program, block, program.templates[block.template])
+    flat = {n: torch.randn(math.prod(p.shape), generator=generator) / 8 for n, p in found.items()}
+    views = {n: p.natural(flat[n]) for n, p in found.items()}
+    return {n: v.contiguous() for n, v in views.items()} if contiguous else views
+
+
+def fed(program: Program, block: Block) -> dict[str, Tensor]:
+    """Return a block's other inputs for a few tokens in two sequences."""
+    template = program.templates[block.template]
+    nodes = [n for n in template.graph.graph.nodes if n.op == "placeholder"][len(template.parameters) :]
+    generator = torch.Generator().manual_seed(1)
+    values = {}
+    for node, name in zip(nodes, [*template.buffers, *template.inputs], strict=True):
+        value = node.meta["val"]
+        sizes = [TOKENS if isinstance(s, torch.SymInt) else s for s in value.shape]
+        if value.is_floating_point():
+            values[name] = torch.randn(sizes, generator=generator)
+        else:
+            values[name] = torch.tensor(TOKENS) if not sizes else torch.randint(0, 60, sizes, generator=generator)
+        if value.dtype == torch.int32:
+            values[name] = torch.tensor([0, 2, TOKENS], dtype=torch.int32)
+    return values
+
+
+@torch.no_grad()
+def backward(variant: Variant, values: dict[str, Tensor], totals: list[tuple[Tensor, float]]) -> dict[str, Tensor]:
+    """Run a block and return the gradients that its backward returns."""
+    out, *saved = variant.forward(*(values[n] for n in variant.inputs))
+    tangent = torch.linspace(-1, 1, out.numel()).view_as(out)
+    held = {f"saved.{i}": s for i, s in enumerate(saved)} | {"tangent": tangent} | values
+    flat = [each for total in totals for each in total]
+    return dict(zip(variant.gradients, variant.backward(*(held[n] for n in variant.needs), *flat), strict=True))
+
+
+@pytest.mark.parametrize("contiguous", [True, False])
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral"])
+def test_sums_equal_those_of_returned_gradients(family: str, recompute: bool, contiguous: bool) -> None:
+    program, _ = captured(family)
+    for block in program.blocks:
+        values = weights(program, block, contiguous) | fed(program, block)
+        plain, adding = (Variants(program, added=a).get(block, Degree(), recompute) for a in (False, True))
+        expected = backward(plain, values, [])
+        shapes = weights(program, block, contiguous)
+        totals = {n: shapes[n].clone().fill_(math.nan) for n in adding.added}  # what was there must not count
+        for turn in (1, 2):
+            beta = float(turn > 1)
+            found = backward(adding, values, [(totals[n], beta) for n in adding.added]) | {
+                n: total / turn for n, total in totals.items()
+            }
+            assert found.keys() == expected.keys()
+            for name, gradient in expected.items():
+                torch.testing.assert_close(found[name], gradient, rtol=1e-5, atol=1e-6, msg=f"{block.name} {name}")
+    assert any(Variants(program, added=True).get(b, Degree()).added for b in program.blocks)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_only_what_is_computed_as_it_is_summed_is_added_up(dtype: torch.dtype) -> None:
+    program = replace(captured("llama")[0], dtype=dtype)
+    assert Variants(program, added=True).get(program.blocks[1], Degree()).added == ()
