@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
 
 import torch
 from torch import fx
 
 from hydragraph.errors import Unsupported
-from hydragraph.ir.program import Template
+from hydragraph.ir.program import Template, graph_digest
 
 
 def extract(graph: fx.GraphModule, outputs: Sequence[fx.Node], given: Mapping[fx.Node, str]) -> fx.GraphModule:
@@ -74,11 +73,4 @@ def template_of(
             copied[node] = ordered.node_copy(node, lambda n: copied[n])
     ordered.lint()
     module = fx.GraphModule(graph, ordered)
-    digest = hashlib.sha256(module.code.encode() + repr(shapes(module)).encode()).hexdigest()
-    return Template(digest[:6], module, *names)
-
-
-def shapes(graph: fx.GraphModule) -> list[tuple[str, str]]:
-    """Return each placeholder's shape and dtype as text."""
-    values = (n.meta["val"] for n in graph.graph.nodes if n.op == "placeholder")
-    return [(str(tuple(v.shape)), str(v.dtype)) for v in values]
+    return Template(graph_digest(module)[:6], module, *names)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from hydragraph.ir.outline import Outline
 from hydragraph.ir.parameter import Bucket, Parameter
@@ -37,6 +37,23 @@ class Template:
     parameters: tuple[str, ...]
     buffers: tuple[str, ...]
     inputs: tuple[str, ...]
+
+    @cached_property
+    def content(self) -> Hashable:
+        """All that it is: its graph's digest, what its placeholders stand for, and the sizes it was traced with."""
+        sizes: list[Any] = [size for value in _given(self.graph) for size in value.shape]
+        traced = [int(size.node.hint) for size in sizes if isinstance(size, torch.SymInt)]
+        return graph_digest(self.graph), self.parameters, self.buffers, self.inputs, tuple(traced)
+
+
+def graph_digest(graph: fx.GraphModule) -> str:
+    """Return a SHA-256, in hex, over a graph's text and the shapes and dtypes of its placeholders."""
+    given = [(str(tuple(v.shape)), str(v.dtype)) for v in _given(graph)]
+    return hashlib.sha256(graph.code.encode() + repr(given).encode()).hexdigest()
+
+
+def _given(graph: fx.GraphModule) -> list[Tensor]:
+    return [n.meta["val"] for n in graph.graph.nodes if n.op == "placeholder"]
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,13 @@
-"""Compiled templates: each (template, tensor-parallel degree, local shapes) is compiled once and kept."""
+"""Compiled templates: each (template, tensor-parallel degree, local shapes) is compiled once and kept.
+
+The programs of one process share what they have in common: a second executable of the same model compiles nothing.
+"""
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import replace
+from weakref import WeakValueDictionary
 
 import torch
 
@@ -15,10 +18,15 @@ from hydragraph.passes.accumulate import accumulate
 from hydragraph.passes.compiled import compile_variant
 from hydragraph.passes.differentiate import RECOMPUTE, Variant, differentiate
 from hydragraph.passes.fuse_head import fuse_head
+from hydragraph.passes.place import PlacedStage, place
 from hydragraph.passes.shard import Degree, gradient_kinds, shard
+from hydragraph.runtime.recent import Recent
+from hydragraph.spec.strategy import Strategy
 
 CPU = torch.device("cpu")
 CAPACITY = 64  # variants kept: a model has about three templates, and a strategy few degrees
+
+_shared: WeakValueDictionary[Hashable, Variant] = WeakValueDictionary()  # what any program of this process keeps
 
 
 class Variants:
@@ -44,10 +52,11 @@ class Variants:
         fused_head: bool = False,
         added: bool = False,
     ) -> None:
-        self._program, self._partitioner, self._backend = program, partitioner, backend
-        self._device, self._capacity, self._fused_head = device, capacity, fused_head
+        self.program, self._partitioner, self._backend = program, partitioner, backend
+        self._device, self._fused_head = device, fused_head
         self._added = added and backend == "eager" and program.dtype is torch.float32
-        self._known: OrderedDict[object, Variant] = OrderedDict()  # least recently used first
+        self._how = (partitioner, backend, device, fused_head, self._added, program.dtype)
+        self._known = Recent[Hashable, Variant](capacity)
         self._kinds: dict[tuple[str, Degree], Mapping[str, GradientKind]] = {}
 
     def __len__(self) -> int:
@@ -59,24 +68,35 @@ class Variants:
         Args:
             recompute: save the block's inputs only.
         """
-        template = self._program.templates[block.template]
-        parameters = local_parameters(self._program, block, template)
-        shapes = tuple(p.local_shape(degree.tp, degree.index) for p in parameters.values())
-        key = (template.name, degree.tp, degree.sequence_parallel, shapes, recompute)
-        if key not in self._known:
-            self._known[key] = self._compile(block, parameters, degree, recompute)
-            if len(self._known) > self._capacity:
-                self._known.popitem(last=False)
-        self._known.move_to_end(key)
-        return self._known[key]
+        template = self.program.templates[block.template]
+        parameters = local_parameters(self.program, block, template)
+        held = tuple((p.rule, p.local_shape(degree.tp, degree.index)) for p in parameters.values())
+        key = (template.content, held, degree.tp, degree.sequence_parallel, recompute, self._how)
+
+        def make() -> Variant:
+            found = _shared.get(key)
+            if found is None:
+                found = _shared[key] = self._compile(block, parameters, degree, recompute)
+            return found
+
+        return self._known.get(key, make)
+
+    def compile(self, strategies: Iterable[Strategy]) -> None:
+        """Compile what every rank of some strategies runs."""
+        for strategy in strategies:
+            placement = place(self.program.outline, strategy, [1] * len(strategy.pipelines))
+            for rank, stage in placement.stage_of.items():
+                degree = stage_degree(stage, rank)
+                for block in self.program.blocks[slice(*stage.blocks)]:
+                    self.get(block, degree, stage.recompute)
 
     def _compile(self, block: Block, parameters: Mapping[str, Parameter], degree: Degree, recompute: bool) -> Variant:
-        template = self._program.templates[block.template]
+        template = self.program.templates[block.template]
         sharded = shard(template, parameters, degree, self._fused_head)
         if self._fused_head and degree.tp == 1:
             sharded = fuse_head(sharded)
         partitioner = RECOMPUTE if recompute else self._partitioner
-        variant = differentiate(template, sharded, parameters, degree, self._program.dtype, partitioner)
+        variant = differentiate(template, sharded, parameters, degree, self.program.dtype, partitioner)
         if self._backend == "eager":
             return accumulate(variant) if self._added else variant
         strides = {name: shard_strides(p, degree) for name, p in parameters.items()}
@@ -86,8 +106,8 @@ class Variants:
         """Return what the gradient of each of a block's parameters is in a rank's stage, by local name."""
         key = (block.template, replace(degree, index=0))
         if key not in self._kinds:
-            template = self._program.templates[block.template]
-            parameters = local_parameters(self._program, block, template)
+            template = self.program.templates[block.template]
+            parameters = local_parameters(self.program, block, template)
             self._kinds[key] = gradient_kinds(template, parameters, degree)
         return self._kinds[key]
 
@@ -102,6 +122,11 @@ def shard_strides(parameter: Parameter, degree: Degree) -> tuple[int, ...]:
     held = sum(hi - lo for lo, hi in parameter.intervals(degree.tp, degree.index))
     flat = torch.empty(held, device="meta")
     return tuple(parameter.natural(flat, degree.tp, degree.index).stride())
+
+
+def stage_degree(stage: PlacedStage, rank: int) -> Degree:
+    """Return a rank's place among those of its stage."""
+    return Degree(len(stage.ranks), stage.ranks.index(rank), stage.sequence_parallel)
 
 
 def vocabulary_start(variant: Variant, parameters: Mapping[str, Parameter], degree: Degree) -> int:

@@ -8,7 +8,7 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from hydragraph.errors import Unsupported
-from hydragraph.frontend.slices import extract, shapes, template_of
+from hydragraph.frontend.slices import extract, template_of
 
 
 def whole() -> fx.GraphModule:
@@ -77,10 +77,6 @@ def test_the_name_is_a_hash_of_the_text_and_the_shapes() -> None:
 
     assert made(forward, 2) == made(forward, 2)
     assert len({made(forward, 2), made(other, 2), made(forward, 3), made(forward, 2, torch.float64)}) == 4
-
-
-def test_shapes_as_text() -> None:
-    assert shapes(whole())[:2] == [("(3,)", "torch.float32"), ("(1,)", "torch.float32")]
 
 
 def test_constants_made_in_the_forward_are_refused() -> None:

@@ -165,8 +165,14 @@ def test_a_result_that_cannot_be_pickled_is_an_error() -> None:
         launch(unpicklable_result, 1)
 
 
-@pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGINT])
-def test_ranks_end_with_their_launcher(sign: signal.Signals, tmp_path: Path) -> None:
+def get_ready() -> int:
+    return 0  # who sleeps
+
+
+@pytest.mark.parametrize(
+    ("sign", "how"), [(signal.SIGKILL, "prepare=get_ready"), (signal.SIGINT, "prepare=None")], ids=["prepared", "plain"]
+)
+def test_ranks_end_with_their_launcher(sign: signal.Signals, how: str, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     folder = tmp_path / "pids"
     folder.mkdir()
@@ -175,12 +181,14 @@ def test_ranks_end_with_their_launcher(sign: signal.Signals, tmp_path: Path) -> 
             """
             import signal, sys, pathlib
             from hydragraph.runtime.launch import launch
-            from tests.runtime.test_launch import sleep_on
+            from tests.runtime.test_launch import get_ready, sleep_on
             if __name__ == "__main__":
                 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
-                launch(sleep_on, 2, 0, pathlib.Path(sys.argv[1]))
+                launch(sleep_on, 2, *WHO, pathlib.Path(sys.argv[1]), HOW)
             """
         )
+        .replace("*WHO, ", "" if "ready" in how else "0, ")
+        .replace("HOW", how)
     )
     root = Path(__file__).parents[2]
     launcher = subprocess.Popen(

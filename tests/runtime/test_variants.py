@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Callable
+from weakref import ref
+
+import pytest
 import torch
 
+from hydragraph.frontend.capture import capture
 from hydragraph.ir.parameter import Parameter, ShardRule
 from hydragraph.passes.shard import Degree
 from hydragraph.runtime.variants import Variants, shard_strides
-from tests.models import captured
+from tests.models import MODELS, captured, llama
 
 
 def test_equal_layers_share_a_variant_and_the_least_recently_used_is_forgotten() -> None:
@@ -16,12 +22,36 @@ def test_equal_layers_share_a_variant_and_the_least_recently_used_is_forgotten()
     layer, head = program.blocks[1], program.blocks[-1]
     kept = variants.get(layer, Degree())
     assert variants.get(program.blocks[2], Degree()) is kept
-    other = variants.get(head, Degree())
+    other = ref(variants.get(head, Degree()))
     assert variants.get(layer, Degree()) is kept  # now the head's is the older one
     variants.get(layer, Degree(2))
     assert len(variants) == 2
     assert variants.get(layer, Degree()) is kept
-    assert variants.get(head, Degree()) is not other
+    gc.collect()
+    assert other() is None
+
+
+def test_executables_of_one_model_share_what_they_compile() -> None:
+    one, two = (Variants(capture(MODELS["llama"]())) for _ in range(2))
+    for a, b in zip(one.program.blocks, two.program.blocks, strict=True):
+        assert one.get(a, Degree(2)) is two.get(b, Degree(2))
+    assert one.get(one.program.blocks[1], Degree()) is not two.get(two.program.blocks[1], Degree(2))
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        lambda: Variants(capture(llama(layers=2, width=104))),
+        lambda: Variants(capture(llama(layers=2, kv=4))),
+        lambda: Variants(captured("llama")[0], "default"),
+        lambda: Variants(captured("llama")[0], added=True),
+        lambda: Variants(capture(llama(layers=2), dtype=torch.bfloat16)),
+    ],
+    ids=["width", "heads", "partitioner", "added", "dtype"],
+)
+def test_what_differs_is_compiled_apart(other: Callable[[], Variants]) -> None:
+    theirs, ours = other(), Variants(captured("llama")[0])
+    assert theirs.get(theirs.program.blocks[1], Degree()) is not ours.get(ours.program.blocks[1], Degree())
 
 
 def test_a_shard_that_is_cut_along_columns_is_a_transposed_view() -> None:

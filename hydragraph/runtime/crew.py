@@ -1,0 +1,175 @@
+"""The ranks that `launch` starts, seen from outside: their processes, their outcomes, and whose failure came first."""
+
+from __future__ import annotations
+
+import multiprocessing
+import multiprocessing.connection
+import os
+import signal
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkContext, ForkServerContext
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store  # type: ignore[attr-defined]
+
+from hydragraph.errors import RankFailure
+from hydragraph.runtime.failure.ledger import Fault, announce_death, last_fault
+from hydragraph.runtime.rank_process import HOST, Died, Raised, Returned, Seat, rebuilt, run_rank
+
+_GRACE_S = 8.0  # for peers to fail by themselves; to agree on a fault takes them up to 3 s, twice that on a busy host
+_CULPRIT_S = 2.0  # for the rank at fault to tell its own error, once all others have told theirs; it may hang
+_EXIT_S = 5.0  # for a rank that is done to end its process
+
+Context = ForkServerContext | ForkContext
+
+
+@dataclass
+class Member:
+    """One rank's process and, once there is one, its outcome."""
+
+    rank: int
+    process: BaseProcess
+    connection: Connection
+    outcome: Returned | Raised | Died | None = None
+
+
+def run_crew(
+    context: Context, ranks: int, port: int, work: bytes, timeout: timedelta | None, prepared: tuple[object, ...] = ()
+) -> list[bytes]:
+    """Start ranks, wait for them, and leave none behind.
+
+    Args:
+        context: what starts their processes.
+        port: of the store that they meet at.
+        work: a pickled function and its arguments.
+        timeout: for the whole run; None: no limit.
+        prepared: what comes before the arguments; it needs a context that forks.
+
+    Returns:
+        What each rank returned, pickled, by rank.
+
+    Raises:
+        RankFailure, TimeoutError, any other error: as `launch`.
+    """
+    crew: list[Member] = []
+    try:
+        for rank in range(ranks):
+            others = [member.connection for member in crew] if prepared else []
+            seat = Seat(rank, ranks, port, dict(os.environ))
+            crew.append(start(context, rank, run_rank, seat, work, prepared, others))
+        # Only now, because it may have threads, and there is no more to fork.
+        store = dist.TCPStore(HOST, port, None, False, wait_for_workers=False)  # type: ignore[attr-defined]
+        _collect(crew, store, timeout)
+        _raise_failure(crew, last_fault(store), timeout)
+        return [member.outcome.value for member in crew if isinstance(member.outcome, Returned)]
+    finally:
+        dismiss(crew)
+
+
+def start(context: Context, rank: int, function: Callable[..., None], *args: object) -> Member:
+    """Start a process, whose function gets the connection to tell its outcome through before its arguments."""
+    ours, theirs = context.Pipe()
+    process = context.Process(target=function, args=(theirs, *args), name=f"rank {rank}")
+    process.start()
+    theirs.close()  # so that only the process holds its end, and its death shows
+    return Member(rank, process, ours)
+
+
+def _collect(crew: Sequence[Member], store: Store, timeout: timedelta | None) -> None:
+    """Waits for every rank's outcome; after a failure only as long as peers may need to fail by themselves."""
+    deadline = time.monotonic() + timeout.total_seconds() if timeout is not None else float("inf")
+    above = multiprocessing.parent_process()  # of a nursery; no thread there could watch it
+    failed = False
+    while waiting := [member for member in crew if member.outcome is None]:
+        fault = last_fault(store) if failed else None
+        if fault is not None and [member.rank for member in waiting] == [fault.rank]:
+            deadline = min(deadline, time.monotonic() + _CULPRIT_S)
+        left = deadline - time.monotonic()
+        if left <= 0:
+            return
+        signs: list[Any] = [sign for member in waiting for sign in (member.connection, member.process.sentinel)]
+        if above is not None:
+            signs.append(above.sentinel)
+        ready = set(multiprocessing.connection.wait(signs, None if left == float("inf") else left))
+        if above is not None and above.sentinel in ready:
+            raise RuntimeError("launch: the process that this one belongs to has ended")
+        for member in waiting:
+            if not ready.isdisjoint((member.connection, member.process.sentinel)):
+                member.outcome = outcome_of(member)
+            if isinstance(member.outcome, Died):
+                announce_death(store, member.rank, member.outcome.how)
+            if isinstance(member.outcome, Died | Raised) and not failed:
+                failed, deadline = True, min(deadline, time.monotonic() + _GRACE_S)
+
+
+def outcome_of(member: Member) -> Returned | Raised | Died:
+    """Return the outcome of a process that has told it or has ended."""
+    try:
+        if member.connection.poll():
+            outcome: Returned | Raised = member.connection.recv()
+            return outcome
+    except (EOFError, OSError):
+        pass  # it died, perhaps while it was sending
+    when = time.monotonic()
+    member.process.join(_EXIT_S)
+    code = member.process.exitcode
+    if code is None:
+        return Died(when, "closed the connection to its launcher")
+    if code < 0:
+        return Died(when, f"killed by signal {-code} ({signal.Signals(-code).name})")
+    return Died(when, f"exited with code {code} before it returned")
+
+
+def _raise_failure(crew: Sequence[Member], fault: Fault | None, timeout: timedelta | None) -> None:
+    """Raises the error of the rank that failed first, if any did."""
+    failed = [member for member in crew if isinstance(member.outcome, Raised | Died)]
+    missing = [member.rank for member in crew if member.outcome is None]
+    if not failed and missing:
+        seconds = timeout.total_seconds() if timeout is not None else 0.0
+        raise TimeoutError(f"launch: ranks {missing} had not returned after {seconds:g} s")
+    if not failed:
+        return
+    if fault is not None and fault.rank in missing:  # it hangs: no process of its own to tell
+        raise RankFailure(fault.rank, fault.instruction, fault.error)
+    culprit = min(failed, key=lambda member: _precedence(member, fault))
+    if isinstance(culprit.outcome, Died):
+        at = fault.instruction if fault is not None and fault.rank == culprit.rank else ""
+        raise RankFailure(culprit.rank, at, culprit.outcome.how)
+    assert isinstance(culprit.outcome, Raised)
+    raise rebuilt(culprit.rank, culprit.outcome)
+
+
+def _precedence(member: Member, fault: Fault | None) -> tuple[bool, int, float]:
+    """Lowest for the first cause: the rank the peers agreed on, else one whose error no peer can cause, else the first.
+
+    A peer that lost its connection raises RuntimeError, or RankFailure where a watch explained it.
+    """
+    outcome = member.outcome
+    assert isinstance(outcome, Raised | Died)
+    consequence = 0
+    if isinstance(outcome, Raised):
+        error = rebuilt(member.rank, outcome)
+        consequence = 2 if isinstance(error, RankFailure) else int(type(error) in (RuntimeError, dist.DistBackendError))
+    agreed = fault is not None and fault.rank == member.rank and consequence < 2
+    return not agreed, consequence, outcome.when
+
+
+def dismiss(crew: Sequence[Member]) -> None:
+    """Ends all processes: ranks that are done by themselves, others at once."""
+    for member in crew:
+        if not isinstance(member.outcome, Returned) and member.process.is_alive():
+            member.process.kill()
+        member.connection.close()  # a rank that returned waits for this
+    deadline = time.monotonic() + _EXIT_S
+    for member in crew:
+        member.process.join(max(0.0, deadline - time.monotonic()))
+        if member.process.is_alive():
+            member.process.kill()
+            member.process.join()
+        member.process.close()

@@ -1,0 +1,162 @@
+"""A rank that `launch` starts, seen from inside: its environment, its process group, and how it tells its outcome."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import multiprocessing
+import os
+import pickle
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+
+import torch
+import torch.distributed as dist
+
+HOST = "127.0.0.1"
+
+
+@dataclass(frozen=True)
+class Seat:
+    """Where one rank belongs: its number, the store's port, and the environment to run in."""
+
+    rank: int
+    ranks: int
+    port: int
+    environment: dict[str, str]
+
+
+@dataclass(frozen=True)
+class Returned:
+    """A pickled result."""
+
+    value: bytes
+
+
+@dataclass(frozen=True)
+class Raised:
+    """What was raised: pickled where it can be, and as text; `when` is the host's monotonic clock in seconds."""
+
+    when: float
+    error: bytes | None
+    summary: str
+    traceback: str
+
+
+@dataclass(frozen=True)
+class Died:
+    """How a process ended before it had an outcome to tell, and when that was seen."""
+
+    when: float
+    how: str
+
+
+def run_rank(
+    connection: Connection, seat: Seat, work: bytes, prepared: tuple[object, ...], others: Sequence[Connection]
+) -> None:
+    """Live a rank's whole life.
+
+    Args:
+        work: a pickled function and its arguments.
+        prepared: what comes before the arguments; inherited, not pickled.
+        others: ends of other ranks' connections that this process has inherited.
+    """
+    for each in others:
+        each.close()  # while any process holds the launcher's end, a rank that is done would wait for it
+    _end_with_launcher()
+    try:
+        _take(seat)
+        function, args = pickle.loads(work)
+        store = dist.TCPStore(HOST, seat.port, None, False, wait_for_workers=False)  # type: ignore[attr-defined]
+        dist.init_process_group("gloo", store=store, rank=seat.rank, world_size=seat.ranks)
+        outcome: Returned | Raised = Returned(pickle.dumps(function(*prepared, *args)))
+    except BaseException as error:
+        outcome = raised(error)
+    with contextlib.suppress(OSError):
+        connection.send(outcome)
+    if isinstance(outcome, Raised):
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)  # at once, so that peers see the connections close; dropping communicators could block
+    with contextlib.suppress(OSError, KeyboardInterrupt):
+        connection.poll(None)  # a rank that left now could break those that are still connecting
+
+
+def _take(seat: Seat) -> None:
+    os.environ.clear()
+    os.environ.update(seat.environment)
+    os.environ.update(
+        RANK=str(seat.rank),
+        WORLD_SIZE=str(seat.ranks),
+        LOCAL_RANK=str(seat.rank),
+        LOCAL_WORLD_SIZE=str(seat.ranks),
+        MASTER_ADDR=HOST,
+        MASTER_PORT=str(seat.port),
+    )
+    loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
+    if loopback is not None:  # else gloo resolves the host's name, which may lead outside or nowhere
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    torch.set_num_threads(max(1, cores // seat.ranks))
+
+
+def _end_with_launcher() -> None:
+    """Makes sure that this process ends with its launcher, also when that is killed."""
+    if sys.platform == "linux":  # works even while this process is stopped; the fork server ends with the launcher
+        with contextlib.suppress(OSError, AttributeError):
+            ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    launcher = multiprocessing.parent_process()
+    assert launcher is not None
+
+    def outlive() -> None:
+        launcher.join()
+        os._exit(1)
+
+    threading.Thread(target=outlive, name="hydragraph-launcher", daemon=True).start()
+
+
+def raised(error: BaseException) -> Raised:
+    """What an error is on its way to the launcher."""
+    when = time.monotonic()
+    text = "".join(traceback.format_exception(error))
+    return Raised(when, _pickled_error(error), f"{type(error).__name__}: {error}", text)
+
+
+def _pickled_error(error: BaseException) -> bytes | None:
+    """The error as bytes that surely can be read back; None where its type cannot."""
+    for value in (error, (type(error), error.args, error.__dict__)):
+        with contextlib.suppress(Exception):
+            data = pickle.dumps(value)
+            if isinstance(_unpickled_error(data), type(error)):
+                return data
+    return None
+
+
+def _unpickled_error(data: bytes) -> BaseException:
+    value = pickle.loads(data)
+    if isinstance(value, BaseException):
+        return value
+    # Pickle would call the type with `args`, which a type with keyword arguments refuses.
+    kind, args, attributes = value
+    error: BaseException = kind.__new__(kind, *args)
+    error.__dict__.update(attributes)
+    return error
+
+
+def rebuilt(rank: int, raised: Raised) -> BaseException:
+    """The error a rank raised, as the same type where it can be sent, with the rank's traceback as a note."""
+    error = error_of(raised, f"rank {rank}")
+    error.add_note(f"On rank {rank}:\n{raised.traceback}")
+    return error
+
+
+def error_of(raised: Raised, who: str = "launch") -> BaseException:
+    """The error that was raised, as the same type where it could be sent."""
+    return RuntimeError(f"{who} raised {raised.summary}") if raised.error is None else _unpickled_error(raised.error)
