@@ -1,7 +1,7 @@
 """Random models, strategies, lengths and dtypes against one device: python -m tests.fuzz --count 1000 --seed 7
 
 A case is a function of its seed alone, so that one that fails can be run by itself. Cases share launches, because
-capturing a model takes each process seconds: each launch draws one model and runs several cases with it.
+capturing a model takes seconds: each launch draws one model and runs several cases with it.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import argparse
 import copy
 import random
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from rich.progress import track
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 import hydragraph as hg
 from tests import reference
 from tests.models import gpt2, llama, sequences
+from tests.ready import Ready
 
 PER_LAUNCH = 8
 RANKS = 4
@@ -110,13 +112,18 @@ def _strategy(draw: random.Random, layers: int) -> str:
 Found = tuple[float, dict[str, Tensor]]
 
 
-def compute(model: ModelCase, cases: list[Case]) -> list[Found]:
+def ready(model: ModelCase, cases: list[Case]) -> Ready:
+    """Capture a model and compile it for the strategies of its cases."""
+    return Ready.of(model.build(), [case.strategy for case in cases], model.dtype)
+
+
+def compute(prepared: Ready, cases: list[Case]) -> list[Found]:
     """Return every case's loss and gradients; on each rank."""
-    first = hg.Strategy.parse(cases[0].strategy, model.layers)
-    exe = hg.compile(model.build(), first, dtype=model.dtype)
+    layers = prepared.variants.program.layers
+    exe = prepared.executable(hg.Strategy.parse(cases[0].strategy, layers))
     found = []
     for case in cases:
-        strategy = hg.Strategy.parse(case.strategy, model.layers)
+        strategy = hg.Strategy.parse(case.strategy, layers)
         found.append((exe.evaluate(case.data(), strategy).loss, exe.gradients(case.data(), strategy)))
     exe.close()
     return found
@@ -124,8 +131,9 @@ def compute(model: ModelCase, cases: list[Case]) -> list[Found]:
 
 def differences(model: ModelCase, cases: list[Case]) -> list[str]:
     """Run cases on gloo processes and describe those that one device contradicts."""
+    found = hg.launch(compute, RANKS, cases, prepare=partial(ready, model, cases))[0]
     built, wrong = model.build(), []
-    for case, (loss, gradients) in zip(cases, hg.launch(compute, RANKS, model, cases)[0], strict=True):
+    for case, (loss, gradients) in zip(cases, found, strict=True):
         wanted = reference.train(copy.deepcopy(built), [case.data()], lambda p: torch.optim.SGD(p, lr=0.0))
         error = abs(loss / wanted.losses[0] - 1)
         if model.dtype == torch.float32:

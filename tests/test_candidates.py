@@ -9,7 +9,9 @@ from torch import Tensor
 import hydragraph as hg
 from hydragraph.cost.pieces import Constants
 from hydragraph.cost.profile import Profile
+from hydragraph.executable import Planning
 from tests import models
+from tests.ready import Ready
 
 TEXTS = ("<tp2,pp1> + <tp1,pp2>", "4*<tp1,pp1>", "<tp2,pp2>")
 LAYERS = 3
@@ -28,17 +30,19 @@ def mini_batches() -> list[list[Tensor]]:
     return [[torch.randint(0, 97, (n,), generator=generator) for n in each] for each in sizes]
 
 
-def trained(how: str) -> list[tuple[float, str]]:
+def ready() -> Ready:
+    return Ready.of(models.llama(layers=LAYERS, vocab=97), TEXTS)
+
+
+def trained(prepared: Ready, how: str) -> list[tuple[float, str]]:
     layers = {"layers": LAYERS}
     candidates = [hg.Strategy.parse(t, **layers) for t in TEXTS]
     given = {"alone": hg.Strategy.parse("<tp1,pp1>", **layers), "auto": "auto"}.get(how, candidates)
     planning = {"profile": PROFILE, "lengths": [[len(s) for s in b] for b in mini_batches()]} if how == "auto" else {}
-    executable = hg.compile(
-        models.llama(layers=LAYERS, vocab=97),
+    executable = prepared.executable(
         given,
-        optimizer=lambda named: torch.optim.SGD(named, lr=0.1),
-        policy=hg.Policy(workers=int(how == "ahead"), gain=0.0),
-        **planning,
+        lambda named: torch.optim.SGD(named, lr=0.1),
+        planning=Planning(**planning, policy=hg.Policy(workers=int(how == "ahead"), gain=0.0)),
     )
     found = []
     try:
@@ -61,12 +65,12 @@ def trained(how: str) -> list[tuple[float, str]]:
 
 @pytest.fixture(scope="module")
 def alone() -> list[tuple[float, str]]:
-    return hg.launch(trained, 1, "alone")[0]
+    return hg.launch(trained, 1, "alone", prepare=ready)[0]
 
 
 @pytest.mark.parametrize("how", ["inline", "ahead", "auto"])
 def test_losses_are_those_of_one_device_whatever_is_chosen(how: str, alone: list[tuple[float, str]]) -> None:
-    every = hg.launch(trained, 4, how)
+    every = hg.launch(trained, 4, how, prepare=ready)
     assert every == [every[0]] * 4
     for (loss, _), (expected, _) in zip(every[0], alone, strict=True):
         assert loss == pytest.approx(expected, rel=1e-5)

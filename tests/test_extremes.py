@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import hydragraph as hg
 from tests import reference
 from tests.models import llama, sequences
+from tests.ready import Ready
 
 LAYERS = 2
 LENGTHS = {"one long": [8192], "many short": [4] * 2000}
@@ -39,9 +40,13 @@ def data(name: str) -> list[Tensor]:
     return sequences(LENGTHS[name], seed=1)
 
 
-def runs() -> Run:
+def ready() -> Ready:
+    return Ready.of(model(), STRATEGIES)
+
+
+def runs(prepared: Ready) -> Run:
     chosen = [hg.Strategy.parse(s, layers=LAYERS) for s in STRATEGIES]
-    exe = hg.compile(model(), chosen[0])
+    exe = prepared.executable(chosen[0])
     losses, gradients = [], []
     for name in LENGTHS:
         for strategy in chosen:
@@ -61,7 +66,7 @@ def alone(name: str) -> tuple[float, dict[str, Tensor]]:
 
 
 def test_extreme_lengths_equal_one_device() -> None:
-    found = hg.launch(runs, 3, timeout=LIMIT)
+    found = hg.launch(runs, 3, timeout=LIMIT, prepare=ready)
     assert all(run.losses == found[0].losses for run in found), "ranks disagree"
     cases = [(name, strategy) for name in LENGTHS for strategy in STRATEGIES]
     wanted = {name: alone(name) for name in LENGTHS}

@@ -1,11 +1,9 @@
-"""Every strategy trains as one device does: loss, gradients and weights over real gloo processes.
-
-One launch per model runs many strategies in turn, because capturing a model takes each process seconds.
-"""
+"""Every strategy trains as one device does: loss, gradients and weights over real gloo processes."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import pytest
 import torch
@@ -16,6 +14,7 @@ from torch import Tensor
 import hydragraph as hg
 from tests import reference
 from tests.models import gpt2, llama, sequences
+from tests.ready import Ready
 
 LAYERS = 4
 LENGTHS = [20, 7, 33, 1, 12, 5]  # one of them has no target
@@ -49,10 +48,14 @@ def batches(count: int) -> list[list[Tensor]]:
     return [sequences(LENGTHS, seed=i) for i in range(count)]
 
 
-def train(model: str, strategies: list[str], steps: int) -> Run:
+def ready(model: str, strategies: list[str]) -> Ready:
+    return Ready.of(MODELS[model](), strategies)
+
+
+def train(prepared: Ready, strategies: list[str], steps: int) -> Run:
     """On every rank: gradients under each strategy first (nothing is updated), then training across all of them."""
     chosen = [hg.Strategy.parse(s, layers=LAYERS) for s in strategies]
-    exe = hg.compile(MODELS[model](), chosen[0], optimizer=lambda named: torch.optim.SGD(named, lr=0.05))
+    exe = prepared.executable(chosen[0], lambda named: torch.optim.SGD(named, lr=0.05))
     data = batches(steps)
     gradients = [exe.gradients(data[0], strategy=s) for s in chosen]
     losses = [exe.step(data[i], strategy=chosen[i % len(chosen)]).loss for i in range(steps)]
@@ -63,7 +66,7 @@ def train(model: str, strategies: list[str], steps: int) -> Run:
 
 def check(model: str, strategies: list[str], ranks: int = 4) -> None:
     steps = max(20, len(strategies))
-    runs = hg.launch(train, ranks, model, strategies, steps)
+    runs = hg.launch(train, ranks, strategies, steps, prepare=partial(ready, model, strategies))
     wanted = reference.train(MODELS[model](), batches(steps), optimizer=lambda p: torch.optim.SGD(p, lr=0.05))
     assert all(run.losses == runs[0].losses for run in runs), "ranks disagree"
     for found, loss in zip(runs[0].losses, wanted.losses, strict=True):

@@ -1,7 +1,4 @@
-"""More model families over real gloo processes: losses and gradients of every one equal one device's.
-
-One launch runs them all, because starting processes takes seconds.
-"""
+"""More model families over real gloo processes: losses and gradients of every one equal one device's."""
 
 from __future__ import annotations
 
@@ -18,6 +15,7 @@ import hydragraph as hg
 from tests import reference
 from tests.models import MODELS, bert, randomised, sequences
 from tests.own_models import Own, alone, weighted
+from tests.ready import Ready
 
 LENGTHS = [20, 7, 1, 12]
 CUT = ["<[0,1]x2> + <[2]x2>", "<[2]x1,[0,1]x1s>"]
@@ -66,7 +64,7 @@ class Family:
         return [{"input_ids": ids} | {name: made[name](ids) for name in self.fields} for ids in plain]
 
     def options(self) -> dict[str, Any]:
-        """Return what is passed to compile besides model and strategy."""
+        """Return what capturing it needs besides the model."""
         return {"loss": weighted, "example": {"weight": torch.zeros(1, 4)}} if "weight" in self.fields else {}
 
 
@@ -79,15 +77,16 @@ FAMILIES = {
 }
 
 
-def train(names: list[str]) -> dict[str, tuple[list[float], list[dict[str, Tensor]]]]:
+def ready() -> dict[str, Ready]:
+    return {n: Ready.of(family.build(), family.strategies, **family.options()) for n, family in FAMILIES.items()}
+
+
+def train(prepared: dict[str, Ready]) -> dict[str, tuple[list[float], list[dict[str, Tensor]]]]:
     """On every rank: gradients of the first mini-batch under each strategy, then steps across all of them."""
     found = {}
-    for name in names:
-        family = FAMILIES[name]
+    for name, family in FAMILIES.items():
         chosen = [hg.Strategy.parse(s, layers=2) for s in family.strategies]
-        exe = hg.compile(
-            family.build(), chosen[0], optimizer=lambda named: torch.optim.SGD(named, lr=RATE), **family.options()
-        )
+        exe = prepared[name].executable(chosen[0], lambda named: torch.optim.SGD(named, lr=RATE))
         gradients = [exe.gradients(family.mini_batch(0), strategy=s) for s in chosen]
         losses = [exe.step(family.mini_batch(i), strategy=chosen[i % len(chosen)]).loss for i in range(STEPS)]
         exe.close()
@@ -119,7 +118,7 @@ def _targets(sequence: Sequence) -> int:
 
 
 def test_families_under_lopsided_strategies_equal_one_device() -> None:
-    runs = hg.launch(train, 3, list(FAMILIES))
+    runs = hg.launch(train, 3, prepare=ready)
     for name, family in FAMILIES.items():
         wanted, expected = one_device(family)
         assert all(run[name][0] == runs[0][name][0] for run in runs), f"{name}: ranks disagree"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -23,13 +24,11 @@ STRATEGY = "<[0,1]x1,[2]x1>"
 LIMIT = timedelta(seconds=120)  # against a hang; a failure is noticed within 10 s of happening
 
 
-def compiled(**options: Any) -> hg.Executable:
-    return hg.compile(
-        llama(layers=LAYERS, heads=4, kv=2, width=64),
-        hg.Strategy.parse(STRATEGY, layers=LAYERS),
-        optimizer=lambda named: torch.optim.AdamW(named, lr=1e-2),
-        **options,
-    )
+def compiled(max_grad_norm: float | None = None) -> hg.Executable:
+    from tests.warm import LLAMA  # here, because ranks have it already
+
+    strategy = hg.Strategy.parse(STRATEGY, layers=LAYERS)
+    return LLAMA.executable(strategy, lambda named: torch.optim.AdamW(named, lr=1e-2), max_grad_norm)
 
 
 def batch(seed: int = 0) -> list[Tensor]:
@@ -124,13 +123,14 @@ def test_a_loss_that_is_not_finite_updates_nothing_and_training_goes_on() -> Non
 
 
 def disagree(what: str) -> None:
-    torch.manual_seed(0)
+    from tests.warm import LLAMA
+
     rank = torch.distributed.get_rank()
-    model = llama(layers=LAYERS, heads=4, kv=2, width=64)
+    model = llama(LAYERS)
     if what == "weights" and rank == 1:
         with torch.no_grad():
             next(model.parameters()).add_(1)
-    exe = hg.compile(model, hg.Strategy.parse(STRATEGY, layers=LAYERS))
+    exe = replace(LLAMA, model=model).executable(hg.Strategy.parse(STRATEGY, layers=LAYERS))
     data = batch(rank if what == "data" else 0)
     text = "<[0]x1,[1]x1>" if what == "strategy" and rank == 2 else STRATEGY
     exe.evaluate(data, strategy=hg.Strategy.parse(text, layers=LAYERS))
@@ -187,7 +187,7 @@ def test_the_same_steps_twice_give_the_same_bits_and_switching_compiles_nothing_
 def test_gradients_are_clipped_by_the_global_norm() -> None:
     from tests import reference
 
-    model = llama(layers=LAYERS, heads=4, kv=2, width=64)
+    model = llama(LAYERS)
     wanted = reference.train(
         model, [batch(i) for i in range(3)], optimizer=lambda p: torch.optim.AdamW(p, lr=1e-2), clip=0.5
     )

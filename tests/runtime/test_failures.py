@@ -45,17 +45,11 @@ VICTIMS = {
 PRINTED = {Op.PULL: "link W.", Op.PUSH: "link G."}  # what the others print begins with their own name
 
 
-def model(**changes: Any) -> nn.Module:
-    return llama(layers=LAYERS, heads=4, kv=2, width=64, **changes)
+def compiled() -> hg.Executable:
+    from tests.warm import LLAMA  # here, because ranks have it already
 
-
-def compiled(**options: Any) -> hg.Executable:
-    return hg.compile(
-        model(),
-        hg.Strategy.parse(STRATEGY, layers=LAYERS),
-        optimizer=lambda named: torch.optim.AdamW(named, lr=1e-2),
-        **options,
-    )
+    strategy = hg.Strategy.parse(STRATEGY, layers=LAYERS)
+    return LLAMA.executable(strategy, lambda named: torch.optim.AdamW(named, lr=1e-2))
 
 
 def batch(seed: int = 0) -> list[Tensor]:
@@ -250,15 +244,15 @@ def differing() -> list[str]:
 
     def meta() -> nn.Module:
         with torch.device("meta"):
-            return model()
+            return llama(LAYERS)
 
-    code = model()
+    code = llama(LAYERS)
     if rank == 1:
         code.model.layers[1].mlp.act_fn = nn.GELU()  # type: ignore[union-attr]
     tell(lambda: hg.compile(code, strategy))
     torch.manual_seed(rank // 2)
     tell(lambda: hg.compile(meta(), strategy))
-    exe = hg.compile(model(), strategy)
+    exe = compiled()
     tell(lambda: exe.evaluate(batch(rank)))
     tell(lambda: exe.evaluate(batch(), other if rank == 2 else None))
     tell(lambda: exe.evaluate(batch()) if rank else exe.gradients(batch()))

@@ -24,7 +24,7 @@ from hydragraph.runtime.checkpoint.saving import Saver
 from hydragraph.runtime.groups import Groups
 from hydragraph.runtime.launch import PRELOAD, join, launch
 from hydragraph.runtime.sharded import Sharded
-from tests.models import llama, sequences
+from tests.models import sequences
 from tests.runtime.homes import ALONE, KINDS, Snapshot, make, outcome, step, trained, whole
 
 LIMIT = timedelta(seconds=60)
@@ -172,8 +172,10 @@ def test_an_error_in_the_background_is_everybodys_and_loses_nothing(tmp_path: Pa
 
 
 def compiled() -> hg.Executable:
+    from tests.warm import LLAMA  # here, because ranks have it already
+
     strategy = hg.Strategy.parse("<[0]x1,[1]x1>", layers=2)
-    return hg.compile(llama(layers=2), strategy, optimizer=lambda named: torch.optim.AdamW(named, lr=1e-2))
+    return LLAMA.executable(strategy, lambda named: torch.optim.AdamW(named, lr=1e-2))
 
 
 def save_while_training(folder: Path) -> tuple[list[tuple[str, str]], list[bool]]:
