@@ -209,15 +209,21 @@ class _Walk:
     def _backward(self, instruction: Instruction) -> Iterator[int]:
         assert instruction.micro_batch is not None
         found = self._footprint(instruction.target, instruction.micro_batch)
+        sums = [value for value in instruction.writes if value[0] == "G" and value not in self._alive]
+        if self._variant(instruction.target).added:  # while it runs
+            self._begin_sums(sums)
         yield found.backward
         self._alive.drop(instruction.reads[0])
         for value in instruction.writes:
             if value[0] == "d":
                 self._hidden(value, whole=not self._degree.sequence_parallel or self._borders(instruction.target)[0])
-            elif value not in self._alive:
-                size = self._layouts(value[2:])[1].local_size(self._rank)
-                self._alive.add(value, "gradients", GRADIENT_BYTES * size if self._ranks > 1 else 0)
+        self._begin_sums([value for value in sums if value not in self._alive])
         yield found.gradients
+
+    def _begin_sums(self, values: Sequence[str]) -> None:
+        for value in values:
+            size = self._layouts(value[2:])[1].local_size(self._rank)
+            self._alive.add(value, "gradients", GRADIENT_BYTES * size if self._ranks > 1 else 0)
 
     def _hidden(self, value: str, whole: bool = True) -> None:
         size = self._hidden_bytes(int(value.rpartition(".")[2]))
@@ -236,12 +242,15 @@ class _Walk:
         return split and index == first and bool(stage.previous), split and index == last and bool(stage.following)
 
     def _footprint(self, block: str, m: int) -> Footprint:
-        assert self._stage is not None
-        variant = self._compiled(self._blocks[block], self._degree, self._stage.recompute)
+        variant = self._variant(block)
         key = (variant, self._batches[m])
         if key not in self._known:
             self._known[key] = footprint(variant, self._degree, self._batches[m])
         return self._known[key]
+
+    def _variant(self, block: str) -> Variant:
+        assert self._stage is not None
+        return self._compiled(self._blocks[block], self._degree, self._stage.recompute)
 
 
 def _degree(stage: PlacedStage, rank: int) -> Degree:

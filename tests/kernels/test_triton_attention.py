@@ -15,6 +15,8 @@ from tests.kernels.test_varlen_attention import bounds, packed, results
 # Relative error in the 2-norm: of fp32 arithmetic, and of 16-bit inputs to each product.
 BOUND = {torch.float32: 3e-6, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
 
+ZERO = 2e-5  # of one token, the gradients of q and k are differences of equal numbers, which are about 10
+
 
 def compare(
     lengths: list[int],
@@ -32,7 +34,8 @@ def compare(
     for a, b in zip(found, expected, strict=True):
         assert a.dtype == dtype
         assert a.shape == b.shape
-        assert float((a.detach().double() - b.detach()).norm()) <= BOUND[dtype] * float(b.detach().norm()) + 1e-6
+        error, size_of = (float(x.norm()) for x in (a.detach().double() - b.detach(), b.detach()))
+        assert error <= BOUND[dtype] * size_of + ZERO, (error, size_of)
 
 
 @interpreted

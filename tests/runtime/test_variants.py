@@ -17,7 +17,7 @@ from tests.models import MODELS, captured, llama
 
 
 def test_equal_layers_share_a_variant_and_the_least_recently_used_is_forgotten() -> None:
-    program, _ = captured("llama")
+    program = capture(llama(layers=2, width=106, vocab=113))  # nobody else keeps variants of it
     variants = Variants(program, capacity=2)
     layer, head = program.blocks[1], program.blocks[-1]
     kept = variants.get(layer, Degree())
