@@ -21,8 +21,8 @@ def strategies() -> list[hg.Strategy]:
     return [hg.Strategy.load(str(Path(__file__).with_name("lopsided.yaml"))), here]
 
 
-def train(steps: int) -> list[float]:
-    """Train on random sequences of very different lengths; every rank makes the same model and data from a seed."""
+def prepare() -> tuple[LlamaForCausalLM, hg.Program, object]:
+    """Build the model from a seed, the same everywhere, and compile it; ranks of one machine inherit all of it."""
     torch.manual_seed(0)
     config = LlamaConfig(
         hidden_size=64,
@@ -32,8 +32,17 @@ def train(steps: int) -> list[float]:
         num_key_value_heads=2,
         vocab_size=VOCABULARY,
     )
+    model = LlamaForCausalLM(config)
+    program = hg.capture(model)
+    return model, program, hg.precompile(program, strategies())
+
+
+def train(prepared: tuple[LlamaForCausalLM, hg.Program, object], steps: int) -> list[float]:
+    """Train on random sequences of very different lengths, which every rank draws from the same seed."""
+    model, program, _ = prepared
     choices = strategies()
-    exe = hg.compile(LlamaForCausalLM(config), choices[0], lambda named: torch.optim.AdamW(named, lr=1e-3))
+    exe = hg.compile(model, choices[0], lambda named: torch.optim.AdamW(named, lr=1e-3), program=program)
+    torch.manual_seed(1)
     losses = []
     for step in range(steps):
         data = [torch.randint(0, VOCABULARY, (n,)) for n in (70, 9, 31, 120, 4)]
@@ -48,6 +57,6 @@ def train(steps: int) -> list[float]:
 if __name__ == "__main__":
     count = int(sys.argv[1]) if len(sys.argv) > 1 else 6
     if "WORLD_SIZE" in os.environ:
-        train(count)
+        train(prepare(), count)
     else:
-        hg.launch(train, RANKS, count)
+        hg.launch(train, RANKS, count, prepare=prepare)

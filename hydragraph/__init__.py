@@ -13,6 +13,7 @@ __all__, __getattr__ = attributes(
         "Pipeline": "hydragraph.spec.strategy",
         "Policy": "hydragraph.planner.policy",
         "Profile": "hydragraph.cost.profile",
+        "Program": "hydragraph.ir.program",
         "RankFailure": "hydragraph.errors",
         "RankPrograms": "hydragraph.api",
         "Stage": "hydragraph.spec.strategy",
@@ -24,6 +25,7 @@ __all__, __getattr__ = attributes(
         "compile": "hydragraph.api",
         "launch": "hydragraph.runtime.launch",
         "lower": "hydragraph.api",
+        "precompile": "hydragraph.api",
         "varlen_attention": "hydragraph.kernels.varlen_attention",
     },
 )

@@ -3,12 +3,14 @@
 from hydragraph.api import RankPrograms as RankPrograms
 from hydragraph.api import compile as compile
 from hydragraph.api import lower as lower
+from hydragraph.api import precompile as precompile
 from hydragraph.cost.profile import Profile as Profile
 from hydragraph.errors import RankFailure as RankFailure
 from hydragraph.errors import Unsupported as Unsupported
 from hydragraph.executable import Executable as Executable
 from hydragraph.executable import StepReport as StepReport
 from hydragraph.frontend.capture import capture as capture
+from hydragraph.ir.program import Program as Program
 from hydragraph.kernels.adamw import AdamW as AdamW
 from hydragraph.kernels.attention_backends import attention_backend as attention_backend
 from hydragraph.kernels.varlen_attention import varlen_attention as varlen_attention

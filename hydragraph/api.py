@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ from hydragraph.cost.profile import Profile
 from hydragraph.cost.simulate import Timeline, simulate
 from hydragraph.cost.work import work_of
 from hydragraph.executable import Executable, Planning
-from hydragraph.frontend.capture import capture
+from hydragraph.frontend.capture import capture, origin
 from hydragraph.frontend.packed import Loss
 from hydragraph.ir.instruction import RankProgram
 from hydragraph.ir.outline import Mode
@@ -23,6 +23,7 @@ from hydragraph.passes.fit import check_strategy
 from hydragraph.passes.pipeline import rank_programs
 from hydragraph.planner.policy import Policy
 from hydragraph.runtime.state import OptimizerFactory
+from hydragraph.runtime.variants import Variants
 from hydragraph.spec.cluster import Cluster
 from hydragraph.spec.strategy import Strategy
 
@@ -41,6 +42,7 @@ def compile(
     lengths: Sequence[Sequence[int]] | None = None,
     policy: Policy | None = None,
     backend: str | None = None,
+    program: Program | None = None,
 ) -> Executable:
     """Compile a model for training under a strategy that every step may change.
 
@@ -64,12 +66,40 @@ def compile(
         policy: how iterations are planned.
         backend: "inductor" compiles the graphs between communications, "eager" runs them operator by operator; None:
             Inductor on CUDA, eager elsewhere.
+        program: what `capture` gave for this model, or for an equal one, before: it is not captured again. Then
+            `example` and `loss` were capture's, and so was `dtype`.
+
+    Raises:
+        ValueError: `program` is that of another model.
+        Unsupported: what cannot be captured or trained.
 
     Joins the process group from the launcher's environment, uses the one there is, or stays alone.
     """
-    program = capture(model, dtype=dtype, example=example, loss=loss, blocks=blocks)
+    if program is None:
+        program = capture(model, dtype=dtype, example=example, loss=loss, blocks=blocks)
+    else:
+        _check_origin(program, model, dtype, given=example is not None or loss is not None)
     planning = Planning(profile, lengths, policy or Policy())
     return Executable(model, program, strategy, optimizer, max_grad_norm, device, blocks, planning, backend)
+
+
+def _check_origin(program: Program, model: nn.Module, dtype: torch.dtype, given: bool) -> None:
+    name = type(model).__name__
+    if program.origin != origin(model):
+        raise ValueError(f"program: it was captured from another model than this {name}: capture this one")
+    if given or dtype not in (torch.float32, program.dtype):
+        raise ValueError(f"program: it computes in {program.dtype}; give dtype, example and loss to `capture` alone")
+
+
+def precompile(program: Program, strategies: Iterable[Strategy]) -> Variants:
+    """Compile a program's templates for strategies; without Inductor, which keeps its own code on disk.
+
+    While the result is kept, no executable of this process, or of ranks that are forked from it (`launch`), compiles
+    them again.
+    """
+    variants = Variants(program, added=True)
+    variants.compile(strategies)
+    return variants
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,6 @@ from torch import nn
 
 import hydragraph as hg
 from hydragraph.candidates import Choices
-from hydragraph.executable import Planning
 from hydragraph.runtime.state import OptimizerFactory
 from hydragraph.runtime.variants import Variants
 
@@ -27,17 +26,8 @@ class Ready:
     def of(model: nn.Module, strategies: Sequence[str], dtype: torch.dtype = torch.float32, **capturing: Any) -> Ready:
         """Capture a model and compile it for strategies."""
         program = hg.capture(model, dtype=dtype, **capturing)
-        variants = Variants(program, added=True)
-        variants.compile([hg.Strategy.parse(text, program.layers) for text in strategies])
-        return Ready(model, variants)
+        return Ready(model, hg.precompile(program, [hg.Strategy.parse(text, program.layers) for text in strategies]))
 
-    def executable(
-        self,
-        given: Choices,
-        optimizer: OptimizerFactory | None = None,
-        max_grad_norm: float | None = None,
-        planning: Planning | None = None,
-    ) -> hg.Executable:
-        """Do what `hydragraph.compile` does, without capturing anew."""
-        program = self.variants.program
-        return hg.Executable(self.model, program, given, optimizer, max_grad_norm, "cpu", planning=planning)
+    def executable(self, given: Choices, optimizer: OptimizerFactory | None = None, **options: Any) -> hg.Executable:
+        """Compile without capturing anew."""
+        return hg.compile(self.model, given, optimizer, device="cpu", program=self.variants.program, **options)

@@ -9,7 +9,6 @@ from torch import Tensor
 import hydragraph as hg
 from hydragraph.cost.pieces import Constants
 from hydragraph.cost.profile import Profile
-from hydragraph.executable import Planning
 from tests import models
 from tests.ready import Ready
 
@@ -34,6 +33,10 @@ def ready() -> Ready:
     return Ready.of(models.llama(layers=LAYERS, vocab=97), TEXTS)
 
 
+def trained_in_all_ways(prepared: Ready) -> dict[str, list[tuple[float, str]]]:
+    return {how: trained(prepared, how) for how in ("alone", "inline", "ahead", "auto")}
+
+
 def trained(prepared: Ready, how: str) -> list[tuple[float, str]]:
     layers = {"layers": LAYERS}
     candidates = [hg.Strategy.parse(t, **layers) for t in TEXTS]
@@ -42,7 +45,8 @@ def trained(prepared: Ready, how: str) -> list[tuple[float, str]]:
     executable = prepared.executable(
         given,
         lambda named: torch.optim.SGD(named, lr=0.1),
-        planning=Planning(**planning, policy=hg.Policy(workers=int(how == "ahead"), gain=0.0)),
+        policy=hg.Policy(workers=int(how == "ahead"), gain=0.0),
+        **planning,
     )
     found = []
     try:
@@ -64,15 +68,17 @@ def trained(prepared: Ready, how: str) -> list[tuple[float, str]]:
 
 
 @pytest.fixture(scope="module")
-def alone() -> list[tuple[float, str]]:
-    return hg.launch(trained, 1, "alone", prepare=ready)[0]
+def ranks() -> list[dict[str, list[tuple[float, str]]]]:
+    return hg.launch(trained_in_all_ways, 4, prepare=ready)
 
 
 @pytest.mark.parametrize("how", ["inline", "ahead", "auto"])
-def test_losses_are_those_of_one_device_whatever_is_chosen(how: str, alone: list[tuple[float, str]]) -> None:
-    every = hg.launch(trained, 4, how, prepare=ready)
+def test_losses_are_those_of_one_device_whatever_is_chosen(
+    how: str, ranks: list[dict[str, list[tuple[float, str]]]]
+) -> None:
+    every = [rank[how] for rank in ranks]
     assert every == [every[0]] * 4
-    for (loss, _), (expected, _) in zip(every[0], alone, strict=True):
+    for (loss, _), (expected, _) in zip(every[0], ranks[0]["alone"], strict=True):
         assert loss == pytest.approx(expected, rel=1e-5)
     if how == "auto":
         assert len({strategy for _, strategy in every[0]}) > 1

@@ -18,8 +18,8 @@ from tests.own_models import Own, alone, weighted
 from tests.ready import Ready
 
 LENGTHS = [20, 7, 1, 12]
-CUT = ["<[0,1]x2> + <[2]x2>", "<[2]x1,[0,1]x1s>"]
-MIXED = ["<[2]x1,[0,1]x1s>"]  # for families whose parts others have too
+MIXED = ["<[2]x1,[0,1]x1s>"]
+CUT = [*MIXED, "<[0,1]x2> + <[2]x2>"]  # where what is tied is cut and whole
 WHOLE = ["<[0]x1,[2]x1> + <[1]x2>", "<[1]x2> + <[2]x2> + <[0]x2>"]  # for experts
 STEPS, RATE = 3, 0.05
 
@@ -48,7 +48,7 @@ class Family:
     build: Callable[[], nn.Module]
     alone: Callable[[nn.Module, Any], Tensor] = next_tokens
     fields: tuple[str, ...] = ()
-    strategies: tuple[str, ...] = tuple(CUT)
+    strategies: tuple[str, ...] = tuple(MIXED)
 
     def mini_batch(self, seed: int) -> list[Sequence]:
         """Return sequences, with every third token as a target where they bring labels."""
@@ -69,8 +69,8 @@ class Family:
 
 
 FAMILIES = {
-    **{n: Family(MODELS[n]) for n in ("qwen3", "gpt_neox", "opt", "gemma")},
-    **{n: Family(MODELS[n], strategies=tuple(MIXED)) for n in ("qwen2", "mistral", "phi", "granite")},
+    **{n: Family(MODELS[n], strategies=tuple(CUT)) for n in ("opt", "gemma")},
+    **{n: Family(MODELS[n]) for n in ("gpt_neox", "granite", "mistral", "phi", "qwen2", "qwen3")},
     "mixtral": Family(MODELS["mixtral"], strategies=tuple(WHOLE)),
     "bert": Family(lambda: bert(layers=2), masked, ("labels",)),
     "own": Family(lambda: randomised(Own()), by_weight, ("shift_labels", "weight")),

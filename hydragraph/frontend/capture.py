@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -232,7 +233,15 @@ def _assemble(
         parameters=described,
         buckets=_buckets(blocks, described),
         heads=tuple(sorted(heads)),
+        origin=origin(model),
     )
+
+
+def origin(model: nn.Module) -> str:
+    """Return 12 hex digits over what a model is apart from its weights: its modules, as they print, and its config."""
+    config: Any = getattr(model, "config", None)
+    settings = config.to_json_string(use_diff=False) if hasattr(config, "to_json_string") else ""
+    return hashlib.sha256(f"{type(model).__qualname__}\n{model!r}\n{settings}".encode()).hexdigest()[:12]
 
 
 def _used_fields(pieces: _Pieces, layers: Mapping[str, Template]) -> set[str]:

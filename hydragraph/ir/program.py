@@ -89,6 +89,7 @@ class Program:
         parameters: by canonical name, in model order, with their shard rules.
         buckets: what is pulled and pushed together, in block order.
         heads: query head counts, each of which a tensor-parallel degree must divide.
+        origin: a digest of what the model was: its modules and its config.
     """
 
     model: str
@@ -100,6 +101,7 @@ class Program:
     parameters: Mapping[str, Parameter] = field(repr=False)
     buckets: tuple[Bucket, ...] = field(repr=False)
     heads: tuple[int, ...] = ()
+    origin: str = ""
 
     @property
     def layers(self) -> int:

@@ -55,6 +55,19 @@ class Exchange:
         at, length = _columns(self.receives)
         return SliceTable.make(length.cumsum(0) - length, at, length, sums=True, device=self.device)
 
+    @cached_property
+    def whole(self) -> int:
+        """How many peers send the whole target buffer, if every one that sends does; else 0."""
+        pieces, at = list(self.receives), 0
+        for length in filter(None, self.received):
+            end = at
+            while end < len(pieces) and sum(n for _, n in pieces[at:end]) < length:
+                end += 1
+            if not _is_whole(pieces[at:end], self.target):
+                return 0
+            at = end
+        return sum(map(bool, self.received))
+
     @property
     def is_identity(self) -> bool:
         """Whether the target buffer is the source buffer: nothing moves at all."""
@@ -174,8 +187,11 @@ def start_push(exchange: Exchange, gradients: Tensor, home: Tensor, groups: Grou
     message = groups.all_to_all(Role.PUSH, incoming, outgoing, exchange.received, exchange.sent)
 
     def add() -> Tensor:
-        home.zero_()
-        slice_copy(incoming, home, exchange.scatter, accumulate=True)
+        if exchange.whole > 1:
+            _sum(incoming.view(exchange.whole, -1), home)
+        else:
+            home.zero_()
+            slice_copy(incoming, home, exchange.scatter, accumulate=True)
         buffers.give(incoming)
         return home
 
@@ -189,6 +205,13 @@ def _gathered(buffer: Tensor, exchange: Exchange, dtype: torch.dtype, buffers: B
     gathered = buffers.take(sum(exchange.sent), dtype)
     slice_copy(buffer, gathered, exchange.gather)
     return gathered
+
+
+def _sum(rows: Tensor, into: Tensor) -> None:
+    """Add two or more rows up, in order."""
+    torch.add(rows[0], rows[1], out=into)
+    for row in rows[2:]:
+        into.add_(row)
 
 
 def _is_whole(pieces: Sequence[Piece], size: int) -> bool:

@@ -107,8 +107,8 @@ def launch(
         timeout: for the whole run; None: no limit.
         prepare: importable; called once, in a process that all ranks are then forked from. What it returns comes
             before the function's arguments and is inherited, not pickled, so that a model is captured and compiled
-            once and not on every rank: `prepare` returns the model and its program, and each rank makes an
-            `Executable` of them. It must use no GPU and leave no threads.
+            once and not on every rank: `prepare` returns the model, its program and what `precompile` gave, and ranks
+            call `compile` with that program. It must use no GPU and leave no threads.
 
     Returns:
         What each rank returned, by rank.

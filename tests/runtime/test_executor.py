@@ -28,7 +28,7 @@ def compiled(max_grad_norm: float | None = None) -> hg.Executable:
     from tests.warm import LLAMA  # here, because ranks have it already
 
     strategy = hg.Strategy.parse(STRATEGY, layers=LAYERS)
-    return LLAMA.executable(strategy, lambda named: torch.optim.AdamW(named, lr=1e-2), max_grad_norm)
+    return LLAMA.executable(strategy, lambda named: torch.optim.AdamW(named, lr=1e-2), max_grad_norm=max_grad_norm)
 
 
 def batch(seed: int = 0) -> list[Tensor]:
