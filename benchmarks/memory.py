@@ -17,6 +17,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -146,10 +147,16 @@ def adamw(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=1e-4)
 
 
-def measure(sizes: Sizes, text: str, dtype: torch.dtype = torch.float32) -> Measured:
+def ready(sizes: Sizes, texts: Sequence[str], dtype: torch.dtype = torch.float32) -> tuple[hg.Program, object]:
+    """Capture the model and compile it for strategies, before ranks are forked."""
+    program = hg.capture(sizes.model(), dtype=dtype)
+    return program, hg.precompile(program, [hg.Strategy.parse(text, sizes.layers) for text in texts])
+
+
+def measure(prepared: tuple[hg.Program, object], sizes: Sizes, text: str) -> Measured:
     """Train on every rank and watch its memory."""
     strategy, others = hg.Strategy.parse(text, sizes.layers), LiveBytes().live
-    exe = hg.compile(sizes.model(), strategy, optimizer=adamw, device="cpu", dtype=dtype)
+    exe = hg.compile(sizes.model(), strategy, optimizer=adamw, device="cpu", program=prepared[0])
     live = LiveBytes()
     with live:
         for turn in range(STEPS):
@@ -203,7 +210,10 @@ def main() -> None:
     sizes, limit = Sizes(hidden=chosen.hidden), timedelta(minutes=10)
     for ranks in chosen.ranks:
         dtype = getattr(torch, chosen.dtype)
-        found = {n: hg.launch(measure, ranks, sizes, s, dtype, timeout=limit) for n, s in STRATEGIES[ranks].items()}
+        prepare = partial(ready, sizes, list(STRATEGIES[ranks].values()), dtype)
+        found = {
+            n: hg.launch(measure, ranks, sizes, s, timeout=limit, prepare=prepare) for n, s in STRATEGIES[ranks].items()
+        }
         title = (
             f"{ranks} ranks, hidden {sizes.hidden}, {sizes.layers} layers, {sum(sizes.lengths)} tokens, {chosen.dtype}"
         )

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from functools import partial
 
 import pytest
 import torch
 
 import hydragraph as hg
-from benchmarks.memory import LiveBytes, Measured, Sizes, measure
+from benchmarks.memory import LiveBytes, Measured, Sizes, measure, ready
 
 LIMIT = timedelta(seconds=120)
 # Activations outweigh messages, whose end depends on other ranks.
 SMALL = Sizes(hidden=64, layers=2, vocabulary=257, lengths=(300, 240, 160, 120, 100, 80, 60, 40, 30, 20))
 
 
-def measured(texts: list[str]) -> list[Measured]:
-    return [measure(SMALL, text) for text in texts]
+def measured(prepared: tuple[hg.Program, object], texts: list[str]) -> list[Measured]:
+    return [measure(prepared, SMALL, text) for text in texts]
 
 
 @pytest.mark.parametrize(
@@ -28,7 +29,9 @@ def measured(texts: list[str]) -> list[Measured]:
     ],
 )
 def test_measured_is_expected(ranks: int, texts: list[str]) -> None:
-    for rank, found in enumerate(hg.launch(measured, ranks, texts, timeout=LIMIT)):
+    for rank, found in enumerate(
+        hg.launch(measured, ranks, texts, timeout=LIMIT, prepare=partial(ready, SMALL, texts))
+    ):
         for text, one in zip(texts, found, strict=True):
             assert one.peak >= 0.95 * one.expected.total, f"{text}, rank {rank}: {one}"
             assert one.peak <= 1.05 * one.expected.total, f"{text}, rank {rank}: {one}"
