@@ -7,7 +7,7 @@ STAMP := .venv/.complete
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint plans clean
+.PHONY: help setup demo test lint plans tests clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "make %-6s %s\n", $$1, $$2}'
@@ -33,9 +33,11 @@ lint: $(STAMP)  ## ruff and the strict type check
 plans: $(STAMP)
 	$(BIN)/python -m tests.planner.instances --count 20
 
-test: $(STAMP)  ## lint, then all tests
-	@$(MAKE) --no-print-directory -j2 lint plans
+tests: plans
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+
+test: $(STAMP)  ## lint and all tests
+	@$(MAKE) --no-print-directory -j2 lint tests
 
 clean:  ## remove .venv, runs and caches
 	rm -rf .venv runs .pytest_cache .mypy_cache .ruff_cache .hypothesis build *.egg-info

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.commands.tiny import LOPSIDED, computed, run
+from tests.commands.tiny import computed, run
 from tests.train.plain import settings
 
 ROOT = Path(__file__).parent.parent
@@ -38,7 +38,13 @@ pytestmark = pytest.mark.skipif(
 
 def configured(folder: Path, asynchronous: bool) -> Path:
     folder.mkdir()
-    changes = {"ranks": 2, "strategies": LOPSIDED, "steps": STEPS, "checkpoint_every": 10, "evaluate_every": 0}
+    changes = {
+        "ranks": 2,
+        "strategies": ["<[0]x1,[1]x1>", "<[1]x2>"],
+        "steps": STEPS,
+        "checkpoint_every": 10,
+        "evaluate_every": 0,
+    }
     written = {"checkpoint": {"asynchronous": asynchronous}}
     (folder / "config.yaml").write_text(yaml.safe_dump({**settings(folder), **changes, **written}))
     return folder / "config.yaml"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import multiprocessing
 import os
 import pickle
@@ -68,6 +69,7 @@ def run_rank(
         prepared: what comes before the arguments; inherited, not pickled.
         others: ends of other ranks' connections that this process has inherited.
     """
+    gc.freeze()  # nothing inherited will go: to look for garbage there takes a second, and copies its pages
     for each in others:
         each.close()  # while any process holds the launcher's end, a rank that is done would wait for it
     _end_with_launcher()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 from torch import Tensor, fx
@@ -15,6 +17,7 @@ from hydragraph.passes.shard import Degree, shard
 from tests.passes.golden_template import check_golden, llama_layer
 
 
+@functools.cache
 def compiled(degree: Degree, partitioner: str = "min_cut") -> Variant:
     template, parameters = llama_layer()
     return differentiate(template, shard(template, parameters, degree), parameters, degree, torch.float32, partitioner)

@@ -77,8 +77,8 @@ def close(a: Tensor, b: Tensor, scale: float) -> bool:
 @pytest.mark.parametrize("tp", [1, 2, 3, 4, 6])
 @pytest.mark.parametrize("name", list(MODELS))
 def test_sharded_graphs_equal_the_whole_template(name: str, tp: int, sequence_parallel: bool) -> None:
-    if sequence_parallel and tp in (1, 6):
-        pytest.skip("one rank has nothing to split, and six tell nothing that three do not")
+    if sequence_parallel and tp in (1, 4, 6):
+        pytest.skip("one rank has nothing to split, and more tell nothing that two and three do not")
     program, model = captured(name)
     kv = MODELS[name].keywords.get("kv", 12)
     if program.heads[0] % tp or (kv % tp and tp % kv):

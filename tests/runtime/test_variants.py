@@ -3,30 +3,47 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
-from weakref import ref
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from unittest import mock
+from weakref import WeakValueDictionary, ref
 
 import pytest
 import torch
+from torch.fx import Graph, GraphModule
 
 from hydragraph.frontend.capture import capture
 from hydragraph.ir.parameter import Parameter, ShardRule
+from hydragraph.passes.differentiate import Variant
 from hydragraph.passes.shard import Degree
+from hydragraph.runtime import variants
 from hydragraph.runtime.variants import Variants, shard_strides
 from tests.models import MODELS, captured, llama
 
 
+@pytest.fixture(autouse=True)
+def nothing_is_traced() -> Iterator[None]:
+    """Make empty variants: what is compiled is not the question here."""
+
+    def empty(*_: object) -> Variant:
+        return Variant(GraphModule({}, Graph()), GraphModule({}, Graph()), (), 1, (), (), {}, None)
+
+    shared: WeakValueDictionary[object, Variant] = WeakValueDictionary()
+    with mock.patch.object(Variants, "_compile", empty), mock.patch.object(variants, "_shared", shared):
+        yield
+
+
 def test_equal_layers_share_a_variant_and_the_least_recently_used_is_forgotten() -> None:
-    program = capture(llama(layers=2, width=106, vocab=113))  # nobody else keeps variants of it
-    variants = Variants(program, capacity=2)
+    program, _ = captured("llama")
+    kept_two = Variants(program, capacity=2)
     layer, head = program.blocks[1], program.blocks[-1]
-    kept = variants.get(layer, Degree())
-    assert variants.get(program.blocks[2], Degree()) is kept
-    other = ref(variants.get(head, Degree()))
-    assert variants.get(layer, Degree()) is kept  # now the head's is the older one
-    variants.get(layer, Degree(2))
-    assert len(variants) == 2
-    assert variants.get(layer, Degree()) is kept
+    kept = kept_two.get(layer, Degree())
+    assert kept_two.get(program.blocks[2], Degree()) is kept
+    other = ref(kept_two.get(head, Degree()))
+    assert kept_two.get(layer, Degree()) is kept  # now the head's is the older one
+    kept_two.get(layer, Degree(2))
+    assert len(kept_two) == 2
+    assert kept_two.get(layer, Degree()) is kept
     gc.collect()
     assert other() is None
 
@@ -45,7 +62,7 @@ def test_executables_of_one_model_share_what_they_compile() -> None:
         lambda: Variants(capture(llama(layers=2, kv=4))),
         lambda: Variants(captured("llama")[0], "default"),
         lambda: Variants(captured("llama")[0], added=True),
-        lambda: Variants(capture(llama(layers=2), dtype=torch.bfloat16)),
+        lambda: Variants(replace(captured("llama")[0], dtype=torch.bfloat16)),
     ],
     ids=["width", "heads", "partitioner", "added", "dtype"],
 )
