@@ -14,7 +14,7 @@ from hydragraph.spec.assignment import Assignment
 from hydragraph.spec.strategy import Pipeline, Strategy
 
 QUADRATIC_FROM = 4096  # tokens at which attention's quadratic cost is taken to equal the linear one
-OVERHEAD_TOKENS = 64  # what a micro-batch is taken to cost beside its tokens
+OVERHEAD_TOKENS = 32  # what a micro-batch is taken to cost beside its tokens
 MICRO_BATCH_TOKENS = 8192  # a micro-batch is cut at this many tokens where one sequence is not longer
 USEFUL_TOKENS = 256  # a micro-batch is taken to use a device well from here on
 MICRO_BATCHES_PER_STAGE = 2  # at least: a pipeline's bubble is then a third at most
