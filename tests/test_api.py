@@ -47,7 +47,15 @@ def of_another_config() -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("other", [of_other_layers, of_another_epsilon, of_another_activation, of_another_config])
+def of_another_scale() -> nn.Module:
+    model = llama(layers=2)
+    model.model.layers[1].self_attn.scaling = 0.3  # type: ignore[union-attr]  # which does not print
+    return model
+
+
+@pytest.mark.parametrize(
+    "other", [of_another_scale, of_other_layers, of_another_epsilon, of_another_activation, of_another_config]
+)
 def test_the_program_of_another_model_is_refused(other: object) -> None:
     program, _ = captured("llama")
     with pytest.raises(ValueError, match="another model than this LlamaForCausalLM: capture this one"):

@@ -19,7 +19,7 @@ from hydragraph.ir.layout import GradientKind, Layout, home, propagation
 from hydragraph.ir.program import Block, Program
 from hydragraph.passes.differentiate import Variant
 from hydragraph.passes.pipeline import rank_program
-from hydragraph.passes.place import PlacedStage, place
+from hydragraph.passes.place import place
 from hydragraph.passes.shard import Degree
 from hydragraph.spec.strategy import Strategy
 
@@ -105,7 +105,7 @@ class _Walk:
         self._holders = dict(placement.holders)
         self._stages = placement.stage_of
         self._stage = placement.stage_of.get(rank)
-        self._degree = _degree(self._stage, rank) if self._stage else Degree()
+        self._degree = Degree.of(self._stage, rank) if self._stage else Degree()
         self._batches = micro_batches[self._stage.pipeline] if self._stage else ()
         self._everyones = sum(m.tokens for each in micro_batches for m in each)
         self._blocks = {b.name: b for b in program.blocks}
@@ -251,7 +251,3 @@ class _Walk:
     def _variant(self, block: str) -> Variant:
         assert self._stage is not None
         return self._compiled(self._blocks[block], self._degree, self._stage.recompute)
-
-
-def _degree(stage: PlacedStage, rank: int) -> Degree:
-    return Degree(len(stage.ranks), stage.ranks.index(rank), stage.sequence_parallel)

@@ -238,10 +238,10 @@ def _assemble(
 
 
 def origin(model: nn.Module) -> str:
-    """Return 12 hex digits over what a model is apart from its weights: its modules, as they print, and its config."""
+    """Return 12 hex digits over what a model is apart from its weights: its modules, their attributes, its config."""
     config: Any = getattr(model, "config", None)
     settings = config.to_json_string(use_diff=False) if hasattr(config, "to_json_string") else ""
-    return hashlib.sha256(f"{type(model).__qualname__}\n{model!r}\n{settings}".encode()).hexdigest()[:12]
+    return hashlib.sha256(f"{structure(model, {})}\n{settings}".encode()).hexdigest()[:12]
 
 
 def _used_fields(pieces: _Pieces, layers: Mapping[str, Template]) -> set[str]:

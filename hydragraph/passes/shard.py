@@ -26,6 +26,7 @@ from hydragraph.passes.cut import Cut, Cuts, known_product, operands, product, s
 from hydragraph.passes.cut_rules import SIZED_VIEWS, SPLITS, VIEWS, split_dim, split_sizes
 from hydragraph.passes.cuts import find_cuts
 from hydragraph.passes.head import Head, find_head
+from hydragraph.passes.place import PlacedStage
 from hydragraph.passes.sequence import aligned_dim, find_parts, learns_in_part, token_dim, token_symbol
 from hydragraph.passes.vocabulary import embedding_part, loss_of_parts
 
@@ -42,6 +43,11 @@ class Degree:
     tp: int = 1
     index: int = 0
     sequence_parallel: bool = False
+
+    @staticmethod
+    def of(stage: PlacedStage, rank: int) -> Degree:
+        """Return a rank's place in its stage."""
+        return Degree(len(stage.ranks), stage.ranks.index(rank), stage.sequence_parallel)
 
 
 @dataclass(frozen=True)

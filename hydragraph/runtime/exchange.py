@@ -58,15 +58,15 @@ class Exchange:
     @cached_property
     def whole(self) -> int:
         """How many peers send the whole target buffer, if every one that sends does; else 0."""
-        pieces, at = list(self.receives), 0
-        for length in filter(None, self.received):
-            end = at
-            while end < len(pieces) and sum(n for _, n in pieces[at:end]) < length:
-                end += 1
-            if not _is_whole(pieces[at:end], self.target):
+        peers = sum(map(bool, self.received))
+        if any(length not in (0, self.target) for length in self.received):
+            return 0
+        at = 0
+        for offset, length in self.receives:  # peer after peer
+            if offset != at % self.target:
                 return 0
-            at = end
-        return sum(map(bool, self.received))
+            at += length
+        return peers
 
     @property
     def is_identity(self) -> bool:

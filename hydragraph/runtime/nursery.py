@@ -68,6 +68,8 @@ def _nurse(
         prepared = (function(),)
         _check_forkable(function)
         left = None if timeout is None else timeout - timedelta(seconds=time.monotonic() - began)
+        if left is not None and left <= timedelta(0):
+            raise TimeoutError(f"launch: preparing took all of the {timeout.total_seconds():g} s")  # type: ignore[union-attr]
         context = multiprocessing.get_context("fork")
         outcome: Returned | Raised = Returned(pickle.dumps(run_crew(context, ranks, port, work, left, prepared)))
     except BaseException as error:

@@ -20,7 +20,7 @@ from hydragraph.passes.place import PlacedStage, Placement, place
 from hydragraph.passes.shard import Degree
 from hydragraph.runtime.exchange import Exchange, pull_exchange, push_exchange
 from hydragraph.runtime.recent import Recent
-from hydragraph.runtime.variants import Variants, local_parameters, stage_degree, vocabulary_start
+from hydragraph.runtime.variants import Variants, local_parameters, vocabulary_start
 from hydragraph.spec.strategy import Strategy
 
 CAPACITY = 64  # prepared iterations kept: with unequal batches, counts of micro-batches vary from step to step
@@ -117,7 +117,7 @@ class Preparer:
         strategy.check(self._program.layers, self._ranks, self._program.heads)
         placement = place(self._program.outline, strategy, counts)
         here = placement.stage_of.get(self._rank)
-        degree = stage_degree(here, self._rank) if here else Degree()
+        degree = Degree.of(here, self._rank) if here else Degree()
         blocks = (
             {b.name: self._bind(b, degree, here) for b in self._program.blocks[slice(*here.blocks)]} if here else {}
         )
@@ -153,7 +153,7 @@ class Preparer:
 
     def _link(self, bucket: Bucket, placement: Placement) -> tuple[Exchange, Exchange]:
         stages = dict(placement.holders).get(bucket.name, ())
-        kinds = [self._kinds(bucket, stage_degree(placement.stage_of[ranks[0]], ranks[0])) for ranks in stages]
+        kinds = [self._kinds(bucket, Degree.of(placement.stage_of[ranks[0]], ranks[0])) for ranks in stages]
         key = (bucket.form, stages, tuple(tuple(k.values()) for k in kinds))
 
         def make() -> tuple[Exchange, Exchange]:

@@ -18,7 +18,7 @@ from hydragraph.passes.accumulate import accumulate
 from hydragraph.passes.compiled import compile_variant
 from hydragraph.passes.differentiate import RECOMPUTE, Variant, differentiate
 from hydragraph.passes.fuse_head import fuse_head
-from hydragraph.passes.place import PlacedStage, place
+from hydragraph.passes.place import place
 from hydragraph.passes.shard import Degree, gradient_kinds, shard
 from hydragraph.runtime.recent import Recent
 from hydragraph.spec.strategy import Strategy
@@ -86,7 +86,7 @@ class Variants:
         for strategy in strategies:
             placement = place(self.program.outline, strategy, [1] * len(strategy.pipelines))
             for rank, stage in placement.stage_of.items():
-                degree = stage_degree(stage, rank)
+                degree = Degree.of(stage, rank)
                 for block in self.program.blocks[slice(*stage.blocks)]:
                     self.get(block, degree, stage.recompute)
 
@@ -122,11 +122,6 @@ def shard_strides(parameter: Parameter, degree: Degree) -> tuple[int, ...]:
     held = sum(hi - lo for lo, hi in parameter.intervals(degree.tp, degree.index))
     flat = torch.empty(held, device="meta")
     return tuple(parameter.natural(flat, degree.tp, degree.index).stride())
-
-
-def stage_degree(stage: PlacedStage, rank: int) -> Degree:
-    """Return a rank's place among those of its stage."""
-    return Degree(len(stage.ranks), stage.ranks.index(rank), stage.sequence_parallel)
 
 
 def vocabulary_start(variant: Variant, parameters: Mapping[str, Parameter], degree: Degree) -> int:

@@ -113,6 +113,15 @@ def test_preparing_takes_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
         launch(run, 2, prepare=asleep, timeout=timedelta(seconds=1))
 
 
+def slow() -> None:
+    time.sleep(1.5)
+
+
+def test_preparing_leaves_no_time() -> None:
+    with pytest.raises(TimeoutError, match="preparing took all of the 1 s"):
+        launch(run, 2, prepare=slow, timeout=timedelta(seconds=1))
+
+
 def fail(prepared: None, culprit: int, how: str, folder: Path) -> None:
     if how == "raise":
         if dist.get_rank() == culprit:
