@@ -7,7 +7,7 @@ STAMP := .venv/.complete
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint plans tests clean
+.PHONY: help setup demo test lint plans tests matrix clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "make %-6s %s\n", $$1, $$2}'
@@ -40,6 +40,9 @@ tests: plans
 
 test: $(STAMP)  ## lint and all tests
 	@$(MAKE) --no-print-directory -j2 lint tests
+
+matrix: $(STAMP)  ## run the core with every PyTorch that is supported, an environment each; README gets the table
+	$(BIN)/python -m tests.matrix
 
 clean:  ## remove .venv, runs and caches
 	rm -rf .venv runs .pytest_cache .mypy_cache .ruff_cache .hypothesis build *.egg-info

@@ -50,6 +50,7 @@ LLAMA_70B = Sizes(8192, 28672, 64, 8, 128256, 80)
 CASES = {
     "7b": Case("capture and lower Llama 7B, tp 1 2 4 8", LLAMA_7B, 8.0, 1.5e9),
     "70b": Case("capture and lower Llama 70B, tp 1 2 4 8", LLAMA_70B, 10.0),
+    "check": Case("check Llama 7B's graphs against the model, apart", LLAMA_7B, 4.0),
     "rank": Case("one rank's program and links, 64 ranks, 32 layers", LLAMA_7B, 0.05),
 }
 
@@ -90,6 +91,16 @@ def compile_all(sizes: Sizes) -> Measured:
                 differentiate(template, sharded, parameters, degree, program.dtype)
 
     return measure(action)
+
+
+def check_once(sizes: Sizes) -> Measured:
+    """Check a captured model by numbers: what `hg.compile` does besides the first time that it meets a model."""
+    from hydragraph.check.check import Subject, check
+    from hydragraph.frontend.capture import capture
+
+    model = _llama(sizes)
+    program = capture(model)
+    return measure(lambda: check(Subject(model, program)))
 
 
 def one_rank(sizes: Sizes) -> Measured:
@@ -193,7 +204,7 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=RUNS)
     chosen = parser.parse_args()
     if chosen.case:
-        run = one_rank if chosen.case == "rank" else compile_all
+        run = {"rank": one_rank, "check": check_once}.get(chosen.case, compile_all)
         print(json.dumps(run(CASES[chosen.case].sizes).__dict__))
         return
     print(f"{'':<52}{'wall':>11}{'target':>11}{'user':>11}{'peak':>12}{'target':>10}")

@@ -135,7 +135,7 @@ def on_ranks(config: TrainConfig, directory: Path, steps: int, profile: Profile 
 def measured(config: TrainConfig, file: TokenFile) -> Profile:
     """Measure all schemes of powers of two, as `hydragraph profile` does."""
     world, model = join("cpu"), model_of(config, file)
-    program = hg.capture(model)
+    program = hg.capture(model, check="off")
     degrees = [tp for tp in (1, 2, 4) if tp <= world.ranks and all(heads % tp == 0 for heads in program.heads)]
     schemes: tuple[Scheme, ...] = tuple(
         (tp, pp) for tp in degrees for pp in (1, 2, 4) if tp * pp <= world.ranks and pp <= program.layers
@@ -161,7 +161,7 @@ def chosen(
     config: TrainConfig, file: TokenFile, profile: Profile, lengths: Sequence[Sequence[int]], ranks: int
 ) -> tuple[dict[str, hg.Executable], tuple[str, ...], str]:
     """Return the sides by name, the dynamic side's candidates, and what the usual policy would decide."""
-    program = hg.capture(model_of(config, file))
+    program = hg.capture(model_of(config, file), check="off")
     candidates = proposed(program, ranks, profile, lengths)
     alike = [strategy_of(s, program.layers) for s in homogeneous(profile, ranks) if s[0][1] <= program.layers]
     best = [strategies[best_of(strategies, profile, lengths, ranks)] for strategies in (alike, [*candidates, *alike])]
@@ -177,6 +177,7 @@ def chosen(
             profile=profile,
             lengths=lengths,
             policy=Policy(gain=0.0, workers=0),
+            check="off",
         )
     decision = planner_of(candidates, profile, ranks, Policy(workers=0), lengths)[1]
     return made, tuple(map(str, made[DYNAMIC].strategies)), decision

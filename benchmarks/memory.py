@@ -1,17 +1,19 @@
-"""What a rank holds in memory beside what it should: the most bytes of live tensors while training from a meta model.
+"""What a rank holds in memory beside what it should, and what it sends: full fine-tuning, then LoRA by `peft`.
 
     python benchmarks/memory.py                     # 2 and 4 local ranks over gloo
     python benchmarks/memory.py --ranks 2 --dtype bfloat16
 
-Expected is the home state (16 bytes per parameter over the ranks: weight, gradient, AdamW's moments) plus the weights,
-gradients and activations of the strategy (`hydragraph.cost.memory`); measured is every storage that a tensor operator
-made, for as long as it lives. Printed is the rank with the largest difference.
+Expected is the home state (16 bytes per parameter over the ranks: weight, gradient, AdamW's moments; 4 where it is
+frozen) plus the weights, gradients and activations of the strategy (`hydragraph.cost.memory`); measured is every
+storage that a tensor operator made, for as long as it lives. Printed is the rank with the largest difference. What is
+pulled and pushed is the bytes of weights and of gradients that all ranks together send to others in one step.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -34,6 +36,7 @@ from hydragraph.cost.memory import Memory, rank_memory
 from hydragraph.mini_batch import token_multiple
 from hydragraph.planner.longest_first import assign
 from hydragraph.runtime.batch import padding
+from hydragraph.runtime.exchange import Exchange
 
 VOCABULARY = 4096
 STEPS = 3
@@ -63,9 +66,10 @@ class Sizes:
     layers: int = 6
     vocabulary: int = VOCABULARY
     lengths: tuple[int, ...] = (700, 500, 400, 300, 200, 200, 100, 100, 60, 60, 40, 40)
+    lora: int = 0
 
     def model(self) -> nn.Module:
-        """Build it on the meta device."""
+        """Build it: on the meta device, or with adapters of rank `lora` beside every linear layer on the CPU."""
         from transformers import LlamaConfig, LlamaForCausalLM
 
         config = LlamaConfig(
@@ -77,8 +81,14 @@ class Sizes:
             num_hidden_layers=self.layers,
             max_position_embeddings=2048,
         )
-        with torch.device("meta"):
-            return LlamaForCausalLM(config)
+        if not self.lora:
+            with torch.device("meta"):
+                return LlamaForCausalLM(config)
+        import peft
+
+        torch.manual_seed(0)
+        adapters = peft.LoraConfig(r=self.lora, target_modules="all-linear", task_type="CAUSAL_LM")
+        return peft.get_peft_model(LlamaForCausalLM(config), adapters)
 
     def sequences(self, turn: int) -> list[Tensor]:
         """Draw one step's sequences."""
@@ -130,11 +140,17 @@ class LiveBytes(TorchDispatchMode):
 
 @dataclass(frozen=True)
 class Measured:
-    """One rank's peak of live bytes, what is expected of the strategy alone, and together with all its messages."""
+    """One rank's peak of live bytes, what is expected of the strategy alone, and together with all its messages.
+
+    Attributes:
+        pulled, pushed: bytes of weights and of gradients that it sends to other ranks in one step.
+    """
 
     peak: int
     expected: Memory
     at_most: Memory
+    pulled: int
+    pushed: int
 
     @property
     def difference(self) -> float:
@@ -149,7 +165,7 @@ def adamw(parameters: Any) -> torch.optim.Optimizer:
 
 def ready(sizes: Sizes, texts: Sequence[str], dtype: torch.dtype = torch.float32) -> tuple[hg.Program, object]:
     """Capture the model and compile it for strategies, before ranks are forked."""
-    program = hg.capture(sizes.model(), dtype=dtype)
+    program = hg.capture(sizes.model(), dtype=dtype, check="off")
     return program, hg.precompile(program, [hg.Strategy.parse(text, sizes.layers) for text in texts])
 
 
@@ -167,7 +183,15 @@ def measure(prepared: tuple[hg.Program, object], sizes: Sizes, text: str) -> Mea
         for messages in (False, True)
     )
     exe.close()
-    return Measured(live.peak, expected, at_most)
+    assert exe._running is not None
+    links = exe._preparer.get(*exe._running)
+    pulled, pushed = (sum(sent(each, exe.rank) for each in both.values()) for both in (links.pulls, links.pushes))
+    return Measured(live.peak, expected, at_most, pulled * exe.program.dtype.itemsize, pushed * 4)
+
+
+def sent(exchange: Exchange, rank: int) -> int:
+    """Return the elements that a rank sends to others."""
+    return sum(exchange.sent) - exchange.sent[rank]
 
 
 def micro_batches(strategy: hg.Strategy, lengths: Sequence[int]) -> list[list[MicroBatch]]:
@@ -187,7 +211,7 @@ def table(title: str, found: Mapping[str, Sequence[Measured]]) -> Table:
     """Return, for each strategy, the rank that differs most."""
     shown = Table(title=title, title_justify="left")
     parts = ("state", "shard", "weights", "gradients", "activations", "working")
-    for heading in ("MB", "rank", *parts, "expected", "measured", "difference", "with messages"):
+    for heading in ("MB", "rank", *parts, "expected", "measured", "difference", "with messages", "pulled", "pushed"):
         shown.add_column(heading, justify="left" if heading == "MB" else "right")
     for name, per_rank in found.items():
         rank = max(range(len(per_rank)), key=lambda r: abs(per_rank[r].difference))
@@ -195,7 +219,8 @@ def table(title: str, found: Mapping[str, Sequence[Measured]]) -> Table:
         values = [getattr(worst.expected, part) for part in parts] + [worst.expected.total, worst.peak]
         numbers = [f"{value / 1e6:.2f}" for value in values]
         beyond = worst.peak / worst.at_most.total - 1
-        shown.add_row(name, str(rank), *numbers, f"{worst.difference:+.1%}", f"{beyond:+.1%}")
+        moved = (f"{sum(getattr(m, what) for m in per_rank) / 1e6:.2f}" for what in ("pulled", "pushed"))
+        shown.add_row(name, str(rank), *numbers, f"{worst.difference:+.1%}", f"{beyond:+.1%}", *moved)
     return shown
 
 
@@ -205,19 +230,20 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="*", choices=sorted(STRATEGIES), default=sorted(STRATEGIES))
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--hidden", type=int, default=Sizes.hidden)
+    parser.add_argument("--lora", type=int, default=8, help="rank of the adapters; 0: full fine-tuning only")
     chosen = parser.parse_args()
     warnings.filterwarnings("ignore")
-    sizes, limit = Sizes(hidden=chosen.hidden), timedelta(minutes=10)
-    for ranks in chosen.ranks:
-        dtype = getattr(torch, chosen.dtype)
+    limit, dtype = timedelta(minutes=10), getattr(torch, chosen.dtype)
+    for ranks, lora in itertools.product(chosen.ranks, (0, chosen.lora) if chosen.lora else (0,)):
+        sizes = Sizes(hidden=chosen.hidden, lora=lora)
         prepare = partial(ready, sizes, list(STRATEGIES[ranks].values()), dtype)
         found = {
             n: hg.launch(measure, ranks, sizes, s, timeout=limit, prepare=prepare) for n, s in STRATEGIES[ranks].items()
         }
-        title = (
-            f"{ranks} ranks, hidden {sizes.hidden}, {sizes.layers} layers, {sum(sizes.lengths)} tokens, {chosen.dtype}"
-        )
-        Console(width=150).print(table(title, found))
+        what = f"LoRA of rank {lora}" if lora else "all parameters"
+        shape = f"hidden {sizes.hidden}, {sizes.layers} layers, {sum(sizes.lengths)} tokens, {chosen.dtype}"
+        title = f"{ranks} ranks, {what}: {shape}"
+        Console(width=170).print(table(title, found))
 
 
 if __name__ == "__main__":

@@ -97,7 +97,7 @@ def _compiled(config: TrainConfig, file: TokenFile, dtype: torch.dtype) -> hg.Ex
     model = build_model(config.model, file.vocabulary, file.end_of_text, config.seed)
     strategy = hg.Strategy.parse(config.strategies[0], model.config.num_hidden_layers)  # type: ignore[union-attr, arg-type]
     factory = optimizer_factory(config.optimizer, model)
-    return hg.compile(model, strategy, factory, config.max_grad_norm, dtype, config.device)
+    return hg.compile(model, strategy, factory, config.max_grad_norm, dtype, config.device, check="off")
 
 
 def _step(exe: hg.Executable, batch: Sequence[Tensor], lr: float) -> float:

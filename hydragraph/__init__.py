@@ -21,7 +21,7 @@ __all__, __getattr__ = attributes(
         "Strategy": "hydragraph.spec.strategy",
         "Unsupported": "hydragraph.errors",
         "attention_backend": "hydragraph.kernels.attention_backends",
-        "capture": "hydragraph.frontend.capture",
+        "capture": "hydragraph.api",
         "compile": "hydragraph.api",
         "launch": "hydragraph.runtime.launch",
         "lower": "hydragraph.api",

@@ -1,6 +1,7 @@
 """The names of the package; at run time each is imported when first used."""
 
 from hydragraph.api import RankPrograms as RankPrograms
+from hydragraph.api import capture as capture
 from hydragraph.api import compile as compile
 from hydragraph.api import lower as lower
 from hydragraph.api import precompile as precompile
@@ -9,7 +10,6 @@ from hydragraph.errors import RankFailure as RankFailure
 from hydragraph.errors import Unsupported as Unsupported
 from hydragraph.executable import Executable as Executable
 from hydragraph.executable import StepReport as StepReport
-from hydragraph.frontend.capture import capture as capture
 from hydragraph.ir.program import Program as Program
 from hydragraph.kernels.adamw import AdamW as AdamW
 from hydragraph.kernels.attention_backends import attention_backend as attention_backend

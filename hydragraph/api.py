@@ -10,22 +10,48 @@ import torch
 from torch import Tensor, nn
 
 from hydragraph.candidates import Choices
+from hydragraph.check.check import Subject
+from hydragraph.check.run import check_here, check_on_hosts
 from hydragraph.cost.profile import Profile
 from hydragraph.cost.simulate import Timeline, simulate
 from hydragraph.cost.work import work_of
 from hydragraph.executable import Executable, Planning
-from hydragraph.frontend.capture import capture, origin
-from hydragraph.frontend.packed import Loss
+from hydragraph.frontend import capture as frontend
+from hydragraph.frontend.packed import Loss, token_cross_entropy
 from hydragraph.ir.instruction import RankProgram
 from hydragraph.ir.outline import Mode
 from hydragraph.ir.program import Program
 from hydragraph.passes.fit import check_strategy
 from hydragraph.passes.pipeline import rank_programs
 from hydragraph.planner.policy import Policy
+from hydragraph.runtime.launch import join
 from hydragraph.runtime.state import OptimizerFactory
 from hydragraph.runtime.variants import Variants
 from hydragraph.spec.cluster import Cluster
 from hydragraph.spec.strategy import Strategy
+
+
+def capture(
+    model: nn.Module,
+    dtype: torch.dtype = torch.float32,
+    example: Mapping[str, Tensor] | None = None,
+    loss: Loss | None = None,
+    blocks: str | None = None,
+    check: str | bool = "auto",
+) -> Program:
+    """Trace a model once into blocks with pull, push and communicate placeholders, and check the result by numbers.
+
+    Args:
+        model, dtype, example, loss, blocks: see `hydragraph.frontend.capture.capture`.
+        check: "auto" compares packed sequences in the captured graphs with the model on each sequence alone, loss and
+            every gradient: each structurally distinct block once; "full": every block; "off": nothing.
+
+    Raises:
+        Unsupported: what cannot be captured, or what differs from the model.
+    """
+    program = frontend.capture(model, dtype, example, loss, blocks)
+    check_here(Subject(model, program, loss or token_cross_entropy, blocks, example), check)
+    return program
 
 
 def compile(
@@ -43,6 +69,7 @@ def compile(
     policy: Policy | None = None,
     backend: str | None = None,
     program: Program | None = None,
+    check: str | bool = "auto",
 ) -> Executable:
     """Compile a model for training under a strategy that every step may change.
 
@@ -67,7 +94,8 @@ def compile(
         backend: "inductor" compiles the graphs between communications, "eager" runs them operator by operator; None:
             Inductor on CUDA, eager elsewhere.
         program: what `capture` gave for this model, or for an equal one, before: it is not captured again. Then
-            `example` and `loss` were capture's, and so was `dtype`.
+            `example` and `loss` were capture's, and so were `dtype` and the check.
+        check: of what is captured here, by one rank of each host; see `hydragraph.capture`.
 
     Raises:
         ValueError: `program` is that of another model.
@@ -76,7 +104,9 @@ def compile(
     Joins the process group from the launcher's environment, uses the one there is, or stays alone.
     """
     if program is None:
-        program = capture(model, dtype=dtype, example=example, loss=loss, blocks=blocks)
+        program = frontend.capture(model, dtype, example, loss, blocks)
+        subject = Subject(model, program, loss or token_cross_entropy, blocks, example)
+        check_on_hosts(subject, check, join(device))
     else:
         _check_origin(program, model, dtype, given=example is not None or loss is not None)
     planning = Planning(profile, lengths, policy or Policy())
@@ -85,7 +115,7 @@ def compile(
 
 def _check_origin(program: Program, model: nn.Module, dtype: torch.dtype, given: bool) -> None:
     name = type(model).__name__
-    if program.origin != origin(model):
+    if program.origin != frontend.origin(model):
         raise ValueError(f"program: it was captured from another model than this {name}: capture this one")
     if given or dtype not in (torch.float32, program.dtype):
         raise ValueError(f"program: it computes in {program.dtype}; give dtype, example and loss to `capture` alone")

@@ -65,6 +65,7 @@ def _in_sentences(function: Callable[..., None]) -> Callable[..., None]:
 def _sentences(debug: bool) -> Iterator[None]:
     """Turn errors into one sentence and an exit code, keeping tracebacks for --debug."""
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
+    logging.getLogger("hydragraph.check").setLevel(logging.INFO)  # one line says what was checked
     try:
         yield
     except (typer.Exit, typer.Abort):

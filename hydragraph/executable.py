@@ -18,15 +18,17 @@ from torch.distributed import ReduceOp
 from hydragraph.candidates import Choices, candidates_of, planner_of
 from hydragraph.cost.profile import Profile
 from hydragraph.errors import Unsupported
+from hydragraph.frontend.adapters import is_peft
 from hydragraph.frontend.initialise import initial_buffers, initial_parameters, is_meta
 from hydragraph.frontend.packed import own_fields
 from hydragraph.ir.layout import whole
 from hydragraph.ir.outline import Mode
 from hydragraph.ir.program import Program
 from hydragraph.ir.text import instruction_text
-from hydragraph.mini_batch import Given, MiniBatch, Planned, Work, digest, packed
+from hydragraph.mini_batch import MiniBatch, Planned, Work, digest, packed
 from hydragraph.passes.compiled import choose_backend
 from hydragraph.passes.fit import check_strategy
+from hydragraph.passes.limits import limits_of
 from hydragraph.planner.iteration import IterationPlan, IterationPlanner
 from hydragraph.planner.longest_first import assign
 from hydragraph.planner.policy import Policy
@@ -35,6 +37,7 @@ from hydragraph.runtime.checkpoint import store
 from hydragraph.runtime.checkpoint.saving import Saver
 from hydragraph.runtime.exchange import pull_exchange, start_pull
 from hydragraph.runtime.executor import Executor, Outcome
+from hydragraph.runtime.failure.agreement import together
 from hydragraph.runtime.failure.fault import Watch
 from hydragraph.runtime.groups import Groups, Role
 from hydragraph.runtime.launch import join
@@ -44,6 +47,9 @@ from hydragraph.runtime.state import HomeState, OptimizerFactory, make_optimizer
 from hydragraph.runtime.trace import Exposed, Span, Timing
 from hydragraph.runtime.variants import Variants
 from hydragraph.runtime.weights import pretrained
+from hydragraph.runtime.weights.directory import Shell
+from hydragraph.runtime.weights.directory import check as check_shell
+from hydragraph.spec.padded import Batches
 from hydragraph.spec.strategy import Strategy
 from hydragraph.version import __version__
 
@@ -125,8 +131,10 @@ class Executable:
         self.world, plans = join(device), planning or Planning()
         backend = choose_backend(backend, self.world.device)
         self.strategies = candidates_of(given, program, self.world.ranks, plans.profile, plans.lengths)
-        self._model_tensors, self._fields = tensor_names(model), own_fields(program)
+        self._model_tensors = tensor_names(model)
+        self._fields, self._limits = own_fields(program), limits_of(program)
         self._names = pretrained.Names.of(model, self._model_tensors)
+        self._shell, self._adapted = Shell.of(model), is_peft(model)
         self._several = "cu_seqlens" in program.templates[program.blocks[-1].template].inputs
         self._watch = Watch(self.world.rank, self.world.ranks, self._describe)
         with self._watch.guarding():
@@ -167,6 +175,7 @@ class Executable:
         self._steps, self._communications = 0, 0
         self.spans: list[Span] | None = None
         self._running: tuple[Strategy, tuple[int, ...], Mode] | None = None
+        self._agreed: set[tuple[Strategy, Mode]] = set()  # what every rank has prepared
         self._measured = plans.profile is not None
         self._planned = self._measured or len(self.strategies) > 1
         self._planner: IterationPlanner | None = None
@@ -178,13 +187,14 @@ class Executable:
 
     # What a training script calls.
 
-    def step(self, sequences: Sequence[Given], strategy: Strategy | None = None) -> StepReport:
+    def step(self, sequences: Batches, strategy: Strategy | None = None) -> StepReport:
         """Train on one global mini-batch, the same on every rank.
 
         Args:
-            sequences: 1-D int64 tensors, or dicts with input_ids, labels (-100 where a token does not count; causal
-                models shift them) or shift_labels (which already stand where they are predicted), and [L, ...] for
-                each field of your own that compile's example= named.
+            sequences: 1-D tensors of integers, or mappings with input_ids, labels (-100 where a token does not count;
+                causal models shift them) or shift_labels (which already stand where they are predicted), and [L, ...]
+                for each field of your own that compile's example= named. A mapping may also be a batch [B, L] that an
+                attention_mask says to be padded on the right, as tokenizers make it.
             strategy: for this step; default: the one given to `compile`, or the best of those. Another one costs no
                 re-tracing of what is compiled already, and moves no optimizer state.
 
@@ -199,20 +209,23 @@ class Executable:
         self._steps += 1
         return report
 
-    def announce(self, sequences: Sequence[Given]) -> None:
+    def announce(self, sequences: Batches) -> None:
         """Tell what a later step will bring, so that it is planned while earlier ones run; any rank may call it.
 
         Nothing has to be announced; a mini-batch that was not is planned when its step begins.
         """
         if self._planner is not None:
-            self._planner.announce(MiniBatch.of(sequences, self.program.causal, self._fields).lengths)
+            self._planner.announce(MiniBatch.of(sequences, self.program.causal, self._fields, self._limits).lengths)
 
-    def evaluate(self, sequences: Sequence[Given], strategy: Strategy | None = None) -> StepReport:
+    def evaluate(self, sequences: Batches, strategy: Strategy | None = None) -> StepReport:
         """Return the loss of a mini-batch without changing anything."""
         return self._iterate(sequences, strategy, "evaluate", None)
 
-    def gradients(self, sequences: Sequence[Given], strategy: Strategy | None = None) -> dict[str, Tensor]:
-        """Return the full fp32 gradients by parameter name on rank 0 ({} elsewhere), updating nothing."""
+    def gradients(self, sequences: Batches, strategy: Strategy | None = None) -> dict[str, Tensor]:
+        """Return the full fp32 gradients by parameter name on rank 0 ({} elsewhere), updating nothing.
+
+        A parameter that is frozen, or that the loss does not reach, has none.
+        """
         self._iterate(sequences, strategy, "train", None)
         return self._gather(self.home.gradients)
 
@@ -222,11 +235,26 @@ class Executable:
         Parameters are the fp32 master weights. Other ranks take part and get {}.
         """
         self._begin()
-        found = self._gather(self.home.weights)
-        if not found:
-            return {}
-        held = {**{n: b.detach().cpu() for n, b in self._buffers.items()}, **found}
-        return {name: held[source] for name, source in self._model_tensors.items()}
+        return self._state(frozenset(self._model_tensors))
+
+    def save_pretrained(self, directory: str | Path, merged: bool = False) -> None:
+        """Write a Hugging Face directory on rank 0, in fp32; all ranks call it.
+
+        Of a peft model that is its adapters alone, in peft's format, for `peft.PeftModel.from_pretrained`.
+
+        Args:
+            directory: made if missing; only rank 0 needs to see it.
+            merged: of a peft model, write the base model with its active adapters added to its weights instead.
+
+        Raises:
+            Unsupported: the model is none of transformers', or has no adapters to merge.
+        """
+        self._begin()
+        shell = check_shell(self._shell, merged)
+        keys = shell.keys(merged)
+        state, what = self._state(frozenset(self._model_tensors) if keys is None else keys), f"write {directory}"
+        write = lambda: shell.write(state, Path(directory), merged) if self.world.rank == 0 else None  # noqa: E731
+        together(self.groups, what, write)
 
     def save(self, path: str | Path, extra: dict[str, Any] | None = None, asynchronous: bool = False) -> None:
         """Write weights and optimizer state as a checkpoint that any strategy and any number of ranks can load.
@@ -256,7 +284,17 @@ class Executable:
         return dict(extra["user"])
 
     def load_pretrained(self, path: str | Path) -> None:
-        """Read the weights of a Hugging Face directory of safetensors, every rank only its own; not the optimizer."""
+        """Read the weights of a Hugging Face directory of safetensors, every rank only its own; not the optimizer.
+
+        Raises:
+            Unsupported: the model has adapters.
+        """
+        if self._adapted:
+            raise Unsupported(
+                "a model with adapters, whose weights have other names than those of its base",
+                where="load_pretrained",
+                remedy="load the base model with from_pretrained, or peft's from_pretrained, before you compile it",
+            )
         pretrained.load(Path(path), self.home, self._buffers, self._names, self.groups)
         self._start = None
 
@@ -294,7 +332,11 @@ class Executable:
             self.home.fill(tensors)
 
     def _iterate(
-        self, sequences: Sequence[Given], strategy: Strategy | None, mode: Mode, update: Callable[[float], None] | None
+        self,
+        sequences: Batches,
+        strategy: Strategy | None,
+        mode: Mode,
+        update: Callable[[float], None] | None,
     ) -> StepReport:
         self._begin()
         began = time.perf_counter()
@@ -306,7 +348,9 @@ class Executable:
             same, unsaved = self._compare(mark)
             if same and not unsaved and batch is not None:
                 work, refused = self._work(batch, strategy)
-            if batch is not None and work is not None:
+            if work is not None:
+                refused = self._prepare(work, mode)
+            if batch is not None and work is not None and refused is None:
                 outcome = self._execute(work, batch.tokens, mode, update)
         if unsaved:
             self.wait_saved()
@@ -337,14 +381,12 @@ class Executable:
             outcome.exposed,
         )
 
-    def _checked(
-        self, sequences: Sequence[Given], strategy: Strategy | None
-    ) -> tuple[MiniBatch | None, ValueError | None]:
+    def _checked(self, sequences: Batches, strategy: Strategy | None) -> tuple[MiniBatch | None, ValueError | None]:
         """Return the mini-batch, or what is wrong with it or the strategy."""
         try:
             if strategy is not None:
                 check_strategy(self.program, strategy, self.world.ranks)
-            return MiniBatch.of(sequences, self.program.causal, self._fields), None
+            return MiniBatch.of(sequences, self.program.causal, self._fields, self._limits), None
         except ValueError as error:
             return None, error
 
@@ -362,7 +404,9 @@ class Executable:
             strategy = strategy or self.strategies[0]
             assignment = assign(strategy, batch.lengths)
             planning = Planned(time.perf_counter() - began)
-        return packed(batch, strategy, assignment, self.world.rank, self.world.device, self._several, planning), None
+        world, unplaced = self.world, self.program.unplaced
+        work = packed(batch, strategy, assignment, world.rank, world.device, self._several, planning, unplaced)
+        return work, None
 
     def _plan(self, lengths: tuple[int, ...]) -> IterationPlan | ValueError:
         """Return rank 0's plan, or why there is none, on every rank."""
@@ -376,9 +420,26 @@ class Executable:
         assert plan is not None, "rank 0 plans"
         return plan
 
-    def _execute(self, work: Work, tokens: int, mode: Mode, update: Callable[[float], None] | None) -> Outcome:
+    def _prepare(self, work: Work, mode: Mode) -> ValueError | None:
+        """Build what this rank runs; return, on every rank alike, why some rank cannot: nothing has been sent yet."""
+        found: ValueError | None = None
         self._running = (work.strategy, work.assignment.counts, mode)
-        prepared = self._preparer.get(*self._running)
+        try:
+            self._preparer.get(*self._running)
+        except Exception as error:  # whatever a trace or a compiler raises
+            if (work.strategy, mode) in self._agreed:
+                raise
+            found = error if isinstance(error, ValueError) else _failed(error, str(work.strategy))
+        if (work.strategy, mode) in self._agreed:
+            return None
+        told = found if isinstance(found, Unsupported) or found is None else _failed(found, str(work.strategy))
+        first = next((each for each in self.groups.gather_objects(told) if each is not None), None)
+        if first is None:
+            self._agreed.add((work.strategy, mode))
+        return found or first
+
+    def _execute(self, work: Work, tokens: int, mode: Mode, update: Callable[[float], None] | None) -> Outcome:
+        prepared = self._preparer.get(work.strategy, work.assignment.counts, mode)
         batches = work.batches[prepared.pipeline] if prepared.pipeline is not None else ()
         spans = self.spans if update is not None else None
         timing = Timing(self._steps + 1, spans, self._executor.lanes.clock())
@@ -392,10 +453,22 @@ class Executable:
         self.home.attach_gradients()
         self.optimizer.step()
 
-    def _gather(self, shards: Any) -> dict[str, Tensor]:
-        """Return full natural tensors by parameter name on rank 0, {} elsewhere."""
+    def _state(self, keys: frozenset[str]) -> dict[str, Tensor]:
+        """Return some keys of the model's state dict as full CPU tensors on rank 0, {} elsewhere."""
+        sources = {key: source for key, source in self._model_tensors.items() if key in keys}
+        found = self._gather(self.home.weights, frozenset(sources.values()))
+        if self.world.rank:
+            return {}
+        held = {**{n: b.detach().cpu() for n, b in self._buffers.items()}, **found}
+        return {key: held[source] for key, source in sources.items()}
+
+    def _gather(self, shards: Any, names: frozenset[str] | None = None) -> dict[str, Tensor]:
+        """Return full natural tensors by parameter name, all or those of some names, on rank 0, {} elsewhere."""
         found: dict[str, Tensor] = {}
-        for bucket in self.program.buckets:
+        for bucket in (b for b in self.program.buckets if b.name in shards):
+            wanted = [p for p in bucket.parameters if names is None or p.name in names]
+            if not wanted:
+                continue
             exchange = pull_exchange(
                 self.home.layouts[bucket.name],
                 whole(bucket.size, 0),
@@ -406,7 +479,7 @@ class Executable:
             shard = shards[bucket.name]
             full = start_pull(exchange, shard, shard.dtype, self.groups, Buffers(self.world.device))()
             if self.world.rank == 0:
-                for parameter in bucket.parameters:
+                for parameter in wanted:
                     at = bucket.offsets()[parameter.name]
                     tensor = parameter.natural(full[at : at + parameter.size])
                     found[parameter.name] = tensor.detach().contiguous().cpu().clone()
@@ -428,6 +501,18 @@ class Executable:
         if self._running is None:
             return ""
         return instruction_text(self._preparer.describe(*self._running, rank).instructions[index])
+
+
+def _failed(error: Exception, strategy: str) -> Unsupported:
+    """Say that a strategy cannot be prepared, in words that every rank can be told."""
+    told = (str(error).splitlines() or [""])[0]
+    found = Unsupported(
+        f"it cannot be compiled ({type(error).__name__}: {told})",
+        where=f"strategy {strategy}",
+        remedy="choose another strategy; the cause is above on the rank that failed",
+    )
+    found.__cause__ = error
+    return found
 
 
 def tensor_names(model: nn.Module) -> dict[str, str]:

@@ -13,9 +13,9 @@ from torch import Tensor
 from hydragraph.runtime.batch import pack, padding
 from hydragraph.spec import workload
 from hydragraph.spec.assignment import Assignment
+from hydragraph.spec.limits import Limit
+from hydragraph.spec.padded import Batches, sequences_in
 from hydragraph.spec.strategy import Pipeline, Strategy
-
-Given = Tensor | dict[str, Tensor]
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,13 +33,27 @@ class MiniBatch:
     tokens: int
 
     @classmethod
-    def of(cls, given: Sequence[Given], causal: bool, fields: Mapping[str, workload.Field]) -> MiniBatch:
+    def of(
+        cls,
+        given: Batches,
+        causal: bool,
+        fields: Mapping[str, workload.Field],
+        limits: Sequence[Limit] = (),
+    ) -> MiniBatch:
         """Check what a user passed.
 
+        Args:
+            given: sequences, or padded batches of them (`hydragraph.spec.padded`).
+            fields: of the user's own.
+            limits: the values that the model's tables and its loss allow.
+
         Raises:
-            ValueError: a sequence is malformed, or there is no target at all.
+            ValueError: a sequence is malformed, a value is outside the limits, or there is no target at all.
         """
-        checked = tuple(workload.sequence_of(s, i, causal, fields) for i, s in enumerate(given))
+        checked = tuple(workload.sequence_of(s, i, causal, fields) for i, s in enumerate(sequences_in(given, fields)))
+        for i, sequence in enumerate(checked):
+            for limit in limits:
+                limit.check(sequence, i)
         tokens = sum(s.targets for s in checked)
         if not tokens:
             raise ValueError("the mini-batch has no target token: give at least one sequence of two tokens")
@@ -85,11 +99,13 @@ def packed(
     device: torch.device,
     several: bool,
     planning: Planned,
+    unplaced: int | None = None,
 ) -> Work:
     """Pack a rank's micro-batches.
 
     Args:
         several: the model keeps packed sequences apart, so that padding is a sequence of its own.
+        unplaced: a token id without a position of its own, see `Program`.
     """
     place = strategy.place(rank)
     multiples = [token_multiple(pipeline) for pipeline in strategy.pipelines]
@@ -99,7 +115,7 @@ def packed(
         for m in pipeline
     )
     batches = tuple(
-        tuple(pack([batch.sequences[i] for i in m], multiples[p], device, several) for m in pipeline)
+        tuple(pack([batch.sequences[i] for i in m], multiples[p], device, several, unplaced) for m in pipeline)
         if place is not None and place.pipeline == p
         else ()
         for p, pipeline in enumerate(assignment.micro_batches)

@@ -13,7 +13,10 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from hydragraph.check import run
 from hydragraph.runtime import launch
+
+run.AUTO = "off"  # these tests compare by themselves; those of the check ask for it. tests/warm.py does so for ranks
 
 # Tests share a machine, so a slow example says nothing; CI must not fail on an example that a change did not cause.
 # `pytest --hypothesis-profile=thorough` looks much further.

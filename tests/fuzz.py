@@ -1,5 +1,7 @@
 """Random models, strategies, lengths and dtypes against one device: python -m tests.fuzz --count 1000 --seed 7
 
+With --modules: modules of one's own, drawn from a grammar of right and wrong habits, each of which is right or refused.
+
 A case is a function of its seed alone, so that one that fails can be run by itself. Cases share launches, because
 capturing a model takes seconds: each launch draws one model and runs several cases with it.
 """
@@ -19,6 +21,7 @@ from torch import Tensor, nn
 import hydragraph as hg
 from tests import reference
 from tests.models import gpt2, llama, sequences
+from tests.module_cases import draw, outcome
 from tests.ready import Ready
 
 PER_LAUNCH = 8
@@ -163,8 +166,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--count", type=int, default=1000, help="cases")
     parser.add_argument("--seed", type=int, default=0, help="of the first launch")
+    parser.add_argument("--modules", action="store_true", help="modules of one's own on one rank; see module_cases.py")
     chosen = parser.parse_args()
     wrong: list[str] = []
+    if chosen.modules:
+        found = [outcome(draw(chosen.seed + i)) for i in track(range(chosen.count), "modules")]
+        wrong = [each for each in found if each.startswith("WRONG")]
+        refused = sum(each.startswith("refused") for each in found)
+        print(*wrong, f"{found.count('right')} right, {refused} refused, {len(wrong)} wrong", sep="\n")
+        raise SystemExit(bool(wrong))
     for seed in track(range(chosen.seed, chosen.seed - (-chosen.count // PER_LAUNCH)), "launches"):
         wrong += differences(*launch_of(seed))
     print(*wrong, f"{len(wrong)} of {chosen.count} cases differ", sep="\n")

@@ -1,7 +1,8 @@
-"""Models that are captured, and compiled for some strategies, before ranks are forked: see `hydragraph.launch`."""
+"""Models that are captured, and compiled for some strategies, once for all ranks: see `hydragraph.launch`."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,7 @@ import hydragraph as hg
 from hydragraph.candidates import Choices
 from hydragraph.runtime.state import OptimizerFactory
 from hydragraph.runtime.variants import Variants
+from tests.models import llama
 
 
 @dataclass(frozen=True)
@@ -31,3 +33,9 @@ class Ready:
     def executable(self, given: Choices, optimizer: OptimizerFactory | None = None, **options: Any) -> hg.Executable:
         """Compile without capturing anew."""
         return hg.compile(self.model, given, optimizer, device="cpu", program=self.variants.program, **options)
+
+
+@functools.cache
+def small_llama() -> Ready:
+    """Return what most tests of the runtime need: two layers, compiled for the strategies that they run."""
+    return Ready.of(llama(layers=2), ["<[0,1]x1s,[2]x1>", "<[0,1]x1,[2]x1>", "<[2]x1,[1,0]x1>"])

@@ -39,7 +39,7 @@ def train(
             loss = loss + F.cross_entropy(logits[:-1], ids[1:], reduction="sum") / targets
         loss.backward()
         losses.append(loss.item())
-        gradients.append({n: p.grad.clone() for n, p in model.named_parameters()})  # type: ignore[union-attr]
+        gradients.append({n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None})
         if clip is not None:
             nn.utils.clip_grad_norm_(model.parameters(), clip)
         stepper.step()

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import datetime
 
+import pytest
+
 import hydragraph as hg
 from tests.fuzz import PER_LAUNCH, RANKS, differences, draw_model, launch_of
+from tests.module_cases import draw, outcome
+
+MODULES = 6  # a day
 
 
 def test_todays_random_cases_equal_one_device() -> None:
@@ -22,3 +27,9 @@ def test_cases_depend_on_their_seed_alone_and_fit_their_model() -> None:
         for case in cases:
             hg.Strategy.parse(case.strategy, model.layers).check(model.layers, RANKS, (model.heads,))
     assert len({draw_model(seed) for seed in range(50)}) > 40
+
+
+@pytest.mark.parametrize("number", range(MODULES))
+def test_todays_random_modules_are_right_or_refused(number: int) -> None:
+    seed = datetime.date.today().toordinal() * MODULES + number
+    assert not (found := outcome(draw(seed))).startswith("WRONG"), f"seed {seed}: {found}"

@@ -1,8 +1,7 @@
 """What every rank of a test starts with: imported by the process that ranks are forked from.
 
-The first tracing and differentiation fill tables inside PyTorch for seconds, and most tests of the runtime need one
-small Llama. Here both happen once, without computing anything: a process that computes has threads, and must not be
-forked.
+The first capture fills tables inside PyTorch for a second. Here it happens once, without computing anything, since a
+process that computes has threads, and without a backward: a process that ran one must not be forked.
 """
 
 from __future__ import annotations
@@ -11,11 +10,13 @@ import threading
 
 from tqdm import tqdm
 
+import hydragraph as hg
+from hydragraph.check import run
 from tests.models import llama
-from tests.ready import Ready
 
+run.AUTO = "off"  # as in tests/conftest.py
 tqdm.monitor_interval = 0  # `torch.fx.Interpreter` makes a bar that nobody sees, and that would start a thread
 
-LLAMA = Ready.of(llama(layers=2), ["<[0,1]x1s,[2]x1>", "<[2]x1,[1,0]x1>"])
+hg.capture(llama(layers=2))
 
 assert threading.active_count() == 1, f"ranks would be forked from a process with threads: {threading.enumerate()}"

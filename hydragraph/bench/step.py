@@ -114,7 +114,7 @@ def compile_ours(model: nn.Module, strategy: Strategy, settings: Settings) -> Ex
     Raises:
         ValueError: a backend was named and hydragraph.compile takes none.
     """
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = {"check": "off"} if "check" in inspect.signature(api.compile).parameters else {}
     if settings.backend is not None:
         if "backend" not in inspect.signature(api.compile).parameters:
             raise ValueError(f"--backend {settings.backend}: this version compiles in one way only; leave it out")

@@ -72,9 +72,9 @@ def _compile(
     """Compile and write; show how far that is."""
     import torch
 
+    from hydragraph.api import capture
     from hydragraph.commands.compile_files import summarise, write_folder
     from hydragraph.commands.compile_result import CompiledStrategy, Compiler
-    from hydragraph.frontend.capture import capture
     from hydragraph.passes.compiled import choose_backend
     from hydragraph.train.model import skeleton
 
@@ -86,7 +86,7 @@ def _compile(
         task = bar.add_task("capturing the model", total=None)
         model = skeleton(config.model, config.data.vocab_size)
         began = time.perf_counter()
-        program = capture(model, dtype=getattr(torch, config.dtype))
+        program = capture(model, dtype=getattr(torch, config.dtype), check=config.check)
         seconds = time.perf_counter() - began
         compiler = Compiler(
             program, ranks, chosen, device, lambda what: bar.update(task, advance=1, description=escape(what))

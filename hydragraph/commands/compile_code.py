@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from hydragraph.frontend.private import symbol_name
+from hydragraph.ir.graph_data import value_of
 from hydragraph.passes.differentiate import Variant
+from hydragraph.private.tracing import symbol_name
 
 _LEGEND = """\
 T is the number of tokens of what passes between blocks (under sequence parallelism, of a rank's part of it), S the
@@ -114,12 +115,12 @@ def _symbols(size: object) -> Iterator[str]:
 
 
 def _shape(node: fx.Node) -> Sequence[Any]:
-    value = node.meta.get("val")
+    value = value_of(node)
     return value.shape if isinstance(value, Tensor) else ()
 
 
 def _annotation(node: fx.Node, size: Callable[[object], str]) -> str:
-    value = node.meta.get("val")
+    value = value_of(node)
     if isinstance(value, Tensor):
         return f': "{str(value.dtype).removeprefix("torch.")}[{", ".join(size(s) for s in value.shape)}]"'
     return f': "{size(value)}"' if isinstance(value, torch.SymInt) else ""

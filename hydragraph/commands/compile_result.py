@@ -15,7 +15,7 @@ from hydragraph.api import RankPrograms, lower
 from hydragraph.bench.link import layouts, traffic
 from hydragraph.cost.footprint import MicroBatch, footprint
 from hydragraph.cost.pieces import Kind
-from hydragraph.ir.program import Block, Program
+from hydragraph.ir.program import Block, Program, short
 from hydragraph.passes.differentiate import Variant
 from hydragraph.passes.place import place
 from hydragraph.passes.shard import Degree
@@ -208,7 +208,7 @@ class Compiler:
         less, more = (footprint(variant, degree, MicroBatch(n * _TOKENS, 1)).saved for n in (1, 2))
         return VariantRecord(
             name,
-            need.block.template,
+            short(need.block.template),
             tuple(block.name for block in self._program.blocks if block.template == need.block.template),
             *need.kind,
             indices=indices,

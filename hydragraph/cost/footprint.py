@@ -11,11 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from hydragraph.frontend.private import symbol_name
+from hydragraph.ir.graph_data import storages_of, value_of
 from hydragraph.kernels.linear_cross_entropy import working_bytes
 from hydragraph.passes.collectives import METHODS
 from hydragraph.passes.differentiate import Variant
 from hydragraph.passes.shard import Degree
+from hydragraph.private.tracing import hint_of, symbol_name
 
 
 @dataclass(frozen=True)
@@ -75,9 +76,10 @@ def made_bytes(graph: fx.GraphModule, micro_batch: MicroBatch) -> int:
     return sum(size for key, size in made.items() if key not in given)
 
 
-def width(graph: fx.GraphModule) -> int:
-    """Return the last size of a graph's first result: of a block's, the hidden size."""
-    return int(_results(graph)[0].meta["val"].shape[-1])
+def token_bytes(graph: fx.GraphModule) -> int:
+    """Return the bytes per token of a graph's first result: of a block's, the hidden state."""
+    hidden = value_of(_results(graph)[0])
+    return int(hidden.shape[-1]) * int(hidden.dtype.itemsize)
 
 
 @dataclass(frozen=True)
@@ -108,21 +110,19 @@ class Sizes:
         size = next((size for n in nodes for size in _shape(n)[1:2] if symbol_name(size) is not None), None)
         if size is None:  # nothing depends on the tokens
             return Sizes("", 1.0, 1 + micro_batch.sequences)
-        factor = micro_batch.tokens / (int(size.node.hint) * parts)
+        factor = micro_batch.tokens / (hint_of(size) * parts)
         return Sizes(_symbols(size).pop(), factor, 1 + micro_batch.sequences)
 
     def storages(self, node: Any) -> dict[int, int]:
         """Return the storages of a node's value -> bytes; of a view, those of the view."""
-        values = node.meta.get("val") if isinstance(node, fx.Node) else None
-        tensors = [v for v in (values if isinstance(values, tuple | list) else [values]) if isinstance(v, Tensor)]
-        return {tensor.untyped_storage()._cdata: self._bytes(tensor) for tensor in tensors}
+        return {key: self._bytes(tensor) for key, tensor in storages_of(node)}
 
     def within(self, node: fx.Node) -> int:
         """Return the bytes that an operator takes beside its results while it runs: a fused head, for its chunk."""
         operands = _head_operands(node)
         if operands is None:
             return 0
-        hidden, weight = (n.meta["val"] for n in operands)
+        hidden, weight = (value_of(n) for n in operands)
         tokens, size = (round(self._size(n)) for n in hidden.shape)
         return working_bytes(tokens, size, int(weight.shape[0]), hidden.dtype)
 
@@ -132,7 +132,7 @@ class Sizes:
     def _size(self, size: int | torch.SymInt) -> float:
         if not isinstance(size, torch.SymInt) or symbol_name(size) is None:
             return int(size)
-        return int(size.node.hint) * self.factor if self.tokens in _symbols(size) else self.bounds
+        return hint_of(size) * self.factor if self.tokens in _symbols(size) else self.bounds
 
 
 def most_alive(graph: fx.GraphModule, sizes: Sizes) -> int:
@@ -173,7 +173,7 @@ def _symbols(size: int | torch.SymInt) -> set[str]:
 
 
 def _shape(node: fx.Node) -> Sequence[Any]:
-    value = node.meta.get("val")
+    value = value_of(node)
     return value.shape if isinstance(value, Tensor) else ()
 
 

@@ -1,9 +1,9 @@
 """Memory: the bytes of tensors that one rank holds in one iteration, from its program and its compiled graphs.
 
-At home: weight, gradient and AdamW's two moments in fp32, 16 bytes per element of the rank's shard. Beyond that, what
-its instructions make: the program is walked, values come and go as the executor lets them, and the largest sum counts.
-Views share a storage, and a storage is counted once. Left out is what operators use inside a kernel, and what the
-optimizer uses while it updates.
+At home: weight, gradient and AdamW's two moments in fp32, 16 bytes per element of the rank's shard; 4 where it is
+frozen, or the loss does not reach it. Beyond that, what its instructions make: the program is walked, values come and
+go as the executor lets them, and the largest sum counts. Views share a storage, and a storage is counted once. Left out
+is what operators use inside a kernel, and what the optimizer uses while it updates.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from hydragraph.cost.alive import Alive
-from hydragraph.cost.footprint import Footprint, MicroBatch, footprint, made_bytes, width
+from hydragraph.cost.footprint import Footprint, MicroBatch, footprint, made_bytes, token_bytes
 from hydragraph.cost.messages import GRADIENT_BYTES, WEIGHT_BYTES, pulled, pushed
 from hydragraph.ir.instruction import Instruction, Op
 from hydragraph.ir.layout import GradientKind, Layout, home, propagation
@@ -79,8 +79,10 @@ def rank_memory(
     Raises:
         ValueError: when these do not fit one another.
     """
-    owned = sum(home(b.size, range(ranks)).local_size(rank) for b in program.buckets)
-    at_home = Memory(STATE_BYTES * owned, GRADIENT_BYTES * owned)
+    owned = {b.name: home(b.size, range(ranks)).local_size(rank) for b in program.buckets}
+    learning = sum(owned[b.name] for b in program.buckets if b.learns)
+    frozen = sum(owned.values()) - learning
+    at_home = Memory(STATE_BYTES * learning + WEIGHT_BYTES * frozen, GRADIENT_BYTES * learning)
     walk = _Walk(program, strategy, micro_batches, rank, ranks, compiled, messages)
     return walk.peak(at_home)
 
@@ -231,7 +233,7 @@ class _Walk:
 
     def _hidden_bytes(self, m: int) -> int:
         first = self._program.templates[self._program.blocks[0].template].graph
-        return self._batches[m].tokens * width(first) * self._program.dtype.itemsize
+        return self._batches[m].tokens * token_bytes(first)
 
     def _borders(self, block: str) -> tuple[bool, bool]:
         """Say whether sequence-parallel ranks take a block's input, or give its output, as a whole: between stages."""

@@ -9,6 +9,7 @@ from typing import NamedTuple
 Scheme = tuple[int, int]  # (tp, pp): how one pipeline is deployed, on tp * pp devices
 
 AUX = "aux"  # stands for what every stage computes once per micro-batch, such as rotary tables
+FROZEN_BYTES = 4  # per element of a home shard without a gradient: the weight in fp32
 HOME_BYTES = 16  # per element of a home shard: weight, gradient and AdamW's two moments in fp32
 GRADIENT_BYTES = 4  # per element of a stage's gradients, which are added up in fp32
 
@@ -60,6 +61,7 @@ class Piece:
         kept: bytes per token of a micro-batch, from its forward to its backward.
         working: bytes per token that its graphs make and drop again.
         fixed: bytes that they make and drop again whatever the tokens.
+        frozen: elements of its weights that get no gradient.
     """
 
     seconds: Constants
@@ -67,6 +69,7 @@ class Piece:
     kept: float = 0.0
     working: float = 0.0
     fixed: float = 0.0
+    frozen: int = 0
 
 
 @dataclass(frozen=True)
@@ -78,12 +81,14 @@ class Device:
         memory: bytes that a rank may use; the margin is already left out.
         elements: of the whole model's parameters.
         itemsize: bytes of an element in the dtype that the model computes in.
+        frozen: elements of those parameters that get no gradient, and have no moments at home.
     """
 
     name: str
     memory: float
     elements: int
     itemsize: int
+    frozen: int = 0
 
 
 @dataclass(frozen=True)
@@ -111,7 +116,9 @@ class PricedStage:
         local = sum(piece.parameters for piece in self.pieces)
         alone = devices == 1  # then gradients are added up at home, and fp32 weights used there
         weights = 0 if alone and device.itemsize == 4 else local * device.itemsize
-        held = HOME_BYTES * device.elements / devices + weights + (0 if alone else local * GRADIENT_BYTES)
+        learning = local - sum(piece.frozen for piece in self.pieces)
+        home = HOME_BYTES * (device.elements - device.frozen) + FROZEN_BYTES * device.frozen
+        held = home / devices + weights + (0 if alone else learning * GRADIENT_BYTES)
         held += max(piece.fixed for piece in self.pieces)
         per_token = self.in_flight * sum(p.kept for p in self.pieces) + max(p.working for p in self.pieces)
         return max(0, math.floor((device.memory - held) / per_token)) if per_token > 0 else 0

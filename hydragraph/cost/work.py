@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
+from hydragraph.ir.graph_data import value_of
 from hydragraph.ir.instruction import Op
 from hydragraph.ir.layout import GradientKind, Layout, home, propagation
 from hydragraph.ir.link import Slices, copy, reduce
@@ -81,7 +82,8 @@ def work_of(program: Program, strategy: Strategy, tokens: Sequence[int], cluster
         if bucket.name in holders:
             owners, users = home(bucket.size, range(ranks)), _propagation(bucket, holders[bucket.name])
             pulls[bucket.name] = _pair_bytes(copy(owners, users), program.dtype.itemsize)
-            pushes[bucket.name] = _pair_bytes(reduce(users, owners), GRADIENT_BYTES)
+            if bucket.learns:
+                pushes[bucket.name] = _pair_bytes(reduce(users, owners), GRADIENT_BYTES)
     hidden = {i: float(count * _hidden_bytes(program)) for i, count in enumerate(tokens)}
     return Work(seconds, pulls, pushes, hidden)
 
@@ -104,7 +106,7 @@ def _attention_flops(node: fx.Node, tokens: int) -> float:
     if node.target is not torch.ops.hydragraph.varlen_attention.default:
         return 0.0
     query, causal = node.args[0], node.args[5]
-    heads, size = query.meta["val"].shape[1:]  # type: ignore[union-attr]
+    heads, size = value_of(query).shape[1:]  # type: ignore[union-attr]
     return 4.0 * tokens * tokens * int(heads) * int(size) / (2 if causal else 1)
 
 
@@ -126,7 +128,7 @@ def _hidden_bytes(program: Program) -> int:
     """Return the bytes of one token's hidden state."""
     last = program.templates[program.blocks[-1].template]
     node = next(n for n in last.graph.graph.nodes if n.name == "hidden")
-    return int(node.meta["val"].shape[-1]) * program.dtype.itemsize
+    return int(value_of(node).shape[-1]) * int(value_of(node).dtype.itemsize)
 
 
 def _propagation(bucket: Bucket, stages: Sequence[tuple[int, ...]]) -> Layout:
@@ -144,5 +146,5 @@ def _pair_bytes(slices: Slices, itemsize: int) -> dict[Pair, float]:
 
 
 def _update_seconds(program: Program, rank: int, cluster: Cluster) -> float:
-    owned = sum(home(b.size, range(len(cluster.devices))).local_size(rank) for b in program.buckets)
+    owned = sum(home(b.size, range(len(cluster.devices))).local_size(rank) for b in program.buckets if b.learns)
     return owned * UPDATE_BYTES / cluster.devices[rank].memory_bytes_per_s

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,19 +12,27 @@ from torch import Tensor, fx, nn
 
 from hydragraph.errors import Unsupported
 from hydragraph.frontend import huggingface, modules
-from hydragraph.frontend.blocks import block_list, meta_copy, structure
+from hydragraph.frontend.adapters import refuse_untried
+from hydragraph.frontend.alike import kind_of, refuse_state
+from hydragraph.frontend.blocks import block_list, meta_copy
 from hydragraph.frontend.functional import functional_graph
-from hydragraph.frontend.mixing import refuse_mixing
+from hydragraph.frontend.learning import learning, refuse_other_dtypes
+from hydragraph.frontend.mixing import refuse_mixing, refuse_unproven
 from hydragraph.frontend.packed import Loss, fields_of, token_cross_entropy
-from hydragraph.frontend.private import one_pass, symbol_name
 from hydragraph.frontend.shards import agree, annotated_template, excluded
-from hydragraph.frontend.skeleton import EXAMPLE, Site, capture_skeleton, node_inputs
+from hydragraph.frontend.skeleton import Site, capture_skeleton, node_inputs
 from hydragraph.frontend.slices import extract, template_of
+from hydragraph.frontend.structure import outline, structure
 from hydragraph.frontend.templates import capture_template
+from hydragraph.frontend.unseen import refuse_unseen
+from hydragraph.ir.graph_data import value_of
 from hydragraph.ir.parameter import Bucket, Parameter
 from hydragraph.ir.program import Block, Program, Template
 from hydragraph.passes.cut import operands, varlen
 from hydragraph.passes.cuts import uncut_heads
+from hydragraph.passes.sizes import prove_sizes, with_an_example
+from hydragraph.private.tracing import TensorSpec, one_pass, symbol_name
+from hydragraph.private.versions import check_torch
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 
@@ -58,26 +66,37 @@ def capture(
     Raises:
         Unsupported: with module, operator and remedy.
     """
+    check_torch()
     where = type(model).__name__
     _refuse(model, dtype)
     taken = {n for n, _ in [*model.named_parameters(), *model.named_buffers()]}
     fields = fields_of(example, taken, where)
+    return with_an_example(lambda sizes: _captured(model, dtype, fields, loss, blocks, sizes))
+
+
+def _captured(
+    model: nn.Module,
+    dtype: torch.dtype,
+    fields: Mapping[str, TensorSpec],
+    loss: Loss | None,
+    blocks: str | None,
+    sizes: Mapping[str, int],
+) -> Program:
+    """Trace a model with an example of some sizes; arguments as for `capture`."""
+    where = type(model).__name__
     copied = meta_copy(model, dtype)
     is_huggingface = huggingface.is_huggingface(model)
     if is_huggingface:
         huggingface.use_packed_attention(copied)
     path, found = block_list(copied, blocks)
     named = [(f"layer.{i}", block) for i, block in enumerate(found)]
-    identities: dict[int, int] = {}
-    keys = {name: structure(block, identities) for name, block in named}
-    by_module = {id(block): keys[name] for name, block in named}
+    keys = {id(block): structure(block) for block in found}
     call = huggingface.caller(copied) if is_huggingface else modules.caller(copied, fields)
-    exported, sites = capture_skeleton(
-        copied, named, lambda b: by_module[id(b)], call, loss or token_cross_entropy, fields
-    )
-    pieces = _slice_skeleton(exported, where, tuple(fields))
+    exported, sites = capture_skeleton(copied, named, outline, call, loss or token_cross_entropy, sizes, fields)
+    pieces = _slice_skeleton(exported, where, tuple(fields), sizes)
     layers = _capture_layers(sites, keys, pieces.sizes)
-    _refuse_leaks(pieces, layers, where)
+    _prove_sizes(pieces, layers, where)
+    _refuse_leaks(pieces, layers, where, own=not is_huggingface, own_loss=loss is not None)
     if is_huggingface:
         huggingface.refuse_uncaptured(where, _used_fields(pieces, layers), layers)
     return _assemble(model, dtype, path, pieces, layers)
@@ -90,6 +109,9 @@ def _refuse(model: nn.Module, dtype: torch.dtype) -> None:
             where=type(model).__name__,
             remedy=f"use one of {', '.join(map(str, DTYPES))}",
         )
+    refuse_untried(model)
+    refuse_other_dtypes(model)
+    refuse_unseen(model)
     huggingface.refuse_unsupported(model)
 
 
@@ -104,7 +126,9 @@ class _Pieces:
     sizes: dict[str, int]  # the symbols of the token and the sequence count, with example values
 
 
-def _slice_skeleton(exported: torch.export.ExportedProgram, model: str, fields: Sequence[str]) -> _Pieces:
+def _slice_skeleton(
+    exported: torch.export.ExportedProgram, model: str, fields: Sequence[str], example: Mapping[str, int]
+) -> _Pieces:
     skeleton, signature = functional_graph(exported, model)
     calls = [n for n in skeleton.graph.nodes if n.target is torch.ops.hydragraph.block.default]
     outputs: list[fx.Node] = []
@@ -141,7 +165,7 @@ def _slice_skeleton(exported: torch.export.ExportedProgram, model: str, fields: 
             where=model,
             remedy="compute it inside the block",
         )
-    return _Pieces(embed, aux, head, feeds, _sizes(skeleton, names[2]))
+    return _Pieces(embed, aux, head, feeds, _sizes(skeleton, names[2], example))
 
 
 def _names(signature: Any, fields: Sequence[str]) -> tuple[dict[str, str], dict[str, str], dict[str, str]]:
@@ -151,42 +175,70 @@ def _names(signature: Any, fields: Sequence[str]) -> tuple[dict[str, str], dict[
     return parameters, buffers, dict(zip(signature.user_inputs, fields, strict=True))
 
 
-def _capture_layers(sites: Sequence[Site], keys: Mapping[str, str], hints: dict[str, int]) -> dict[str, Template]:
-    """Trace each structurally unique block once; return every block's template."""
-    known: dict[str, Template] = {}
+def _capture_layers(sites: Sequence[Site], keys: Mapping[int, str], hints: dict[str, int]) -> dict[str, Template]:
+    """Trace each block that computes something else than those before it; return every block's template.
+
+    Args:
+        keys: id of a block -> what it is built of: blocks that share it, and are called alike, are equal. Of others it
+            is seen by what they do whether they are.
+    """
+    known: dict[tuple[str, str], Template] = {}
     found: dict[str, Template] = {}
     for site in sites:
-        inputs = [(tuple(map(str, t.shape)), str(t.dtype)) for t in site.inputs]
-        key = repr((keys[site.name], site.constants(), inputs))
-        if key not in known:
-            template, alone = capture_template(site, hints)
-            if not alone:
-                known[key] = template
-            found[site.name] = template
-        else:
-            found[site.name] = known[key]
+        built = ("built", keys[id(site.module)] + site.called())
+        if built not in known:
+            kind = kind_of(site, hints)
+            does = ("does", kind or site.name)
+            if does not in known:
+                if kind is not None:
+                    refuse_state(site, hints)
+                template = capture_template(site, hints)
+                # equal graphs are one template, however their blocks were told apart
+                known[does] = next((t for t in found.values() if t.content == template.content), template)
+            known[built] = known[does]
+        found[site.name] = known[built]
     return found
 
 
-def _sizes(skeleton: fx.GraphModule, fields: Mapping[str, str]) -> dict[str, int]:
+def _sizes(skeleton: fx.GraphModule, fields: Mapping[str, str], example: Mapping[str, int]) -> dict[str, int]:
     """Return the symbols of the token and the sequence count, in this order, with example values."""
-    found = {fields.get(n.name): n.meta["val"].shape for n in skeleton.graph.nodes if n.op == "placeholder"}
+    found = {fields.get(n.name): value_of(n).shape for n in skeleton.graph.nodes if n.op == "placeholder"}
     tokens, bounds = symbol_name(found["input_ids"][1]), symbol_name(found["cu_seqlens"][0])
     assert tokens is not None
     assert bounds is not None
-    return {tokens: EXAMPLE["T"], bounds: EXAMPLE["N+1"]}
+    return {tokens: example["T"], bounds: example["N+1"]}
 
 
-def _refuse_leaks(pieces: _Pieces, layers: Mapping[str, Template], model: str) -> None:
-    """Check that packed sequences cannot see each other; behind the last block a loss may mix tokens as it likes."""
-    refuse_mixing(pieces.embed.graph, next(iter(pieces.sizes)), f"{model} before its first block")
-    refuse_mixing(pieces.aux.graph, None, f"{model} beside its blocks")
-    refuse_mixing(pieces.head.graph, None, f"{model} after its last block")
-    checked = set()
+def _prove_sizes(pieces: _Pieces, layers: Mapping[str, Template], model: str) -> None:
+    unique = {template.name: (template, name) for name, template in reversed(list(layers.items()))}
+    around = [(pieces.embed, f"{model} before its first block"), (pieces.aux, f"{model} beside its blocks")]
+    for template, where in [*around, *unique.values(), (pieces.head, f"{model} after its last block")]:
+        prove_sizes(template.graph, where, exported=True)
+
+
+def _refuse_leaks(pieces: _Pieces, layers: Mapping[str, Template], model: str, own: bool, own_loss: bool) -> None:
+    """Check that packed sequences cannot see each other; behind the last block a loss may mix tokens as it likes.
+
+    Args:
+        own: the model is the user's: every operator must be known to keep tokens apart. Of transformers' models only
+            what is known to mix them is refused; `docs/support.md` says which were compared.
+        own_loss: so is the loss.
+    """
+    tokens, checked = next(iter(pieces.sizes)), set()
+    before, beside, behind = f"{model} before its first block", f"{model} beside its blocks", f"{model} after its last"
+    refuse = refuse_unproven if own else refuse_mixing
+    refuse(pieces.embed.graph, tokens, before)
+    refuse_mixing(pieces.aux.graph, None, beside)
+    if own:
+        refuse_unproven(pieces.aux.graph, tokens, beside)
+    refuse_mixing(pieces.head.graph, None, f"{behind} block")
+    if own and not own_loss:
+        refuse_unproven(pieces.head.graph, tokens, f"{behind} block")
     for name, template in layers.items():
         if template.name not in checked:
             hidden = next((n for n in template.graph.graph.nodes if n.op == "placeholder" and n.name == "hidden"), None)
-            refuse_mixing(template.graph, symbol_name(hidden.meta["val"].shape[1]) if hidden else None, name)
+            symbol = symbol_name(value_of(hidden).shape[1]) if hidden else None
+            (refuse if symbol is not None else refuse_mixing)(template.graph, symbol, name)  # type: ignore[arg-type]
             checked.add(template.name)
 
 
@@ -219,7 +271,9 @@ def _assemble(
         if alias != name:
             aliases[name].append(alias)
     shard = agree(blocks, templates)
-    described = {n: Parameter(n, tuple(p.shape), tuple(aliases[n]), shard.get(n)) for n, p in parameters.items()}
+    described = {
+        n: Parameter(n, tuple(p.shape), tuple(aliases[n]), shard.get(n), p.requires_grad) for n, p in parameters.items()
+    }
     whole = {n for n in described if n not in shard}
     annotated = {n: annotated_template(t, excluded(t, blocks, whole)) for n, t in templates.items()}
     heads = {uncut_heads(t.graph.graph) for t in templates.values()} - {0}
@@ -231,17 +285,19 @@ def _assemble(
         aux=Block("aux", pieces.aux.name, (), pieces.aux.buffers),
         templates={**annotated, pieces.aux.name: pieces.aux},
         parameters=described,
-        buckets=_buckets(blocks, described),
+        buckets=_buckets(blocks, described, learning(blocks, templates, described)),
         heads=tuple(sorted(heads)),
+        unplaced=huggingface.unplaced_id(model) if huggingface.is_huggingface(model) else None,
         origin=origin(model),
     )
 
 
 def origin(model: nn.Module) -> str:
-    """Return 12 hex digits over what a model is apart from its weights: its modules, their attributes, its config."""
+    """Return 12 hex digits over all of a model but its weights: modules, their attributes, config, what is frozen."""
     config: Any = getattr(model, "config", None)
     settings = config.to_json_string(use_diff=False) if hasattr(config, "to_json_string") else ""
-    return hashlib.sha256(f"{structure(model, {})}\n{settings}".encode()).hexdigest()[:12]
+    frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
+    return hashlib.sha256(f"{structure(model)}\n{settings}\n{frozen}".encode()).hexdigest()[:12]
 
 
 def _used_fields(pieces: _Pieces, layers: Mapping[str, Template]) -> set[str]:
@@ -271,8 +327,13 @@ def _canonical_names(model: nn.Module) -> dict[str, str]:
     return {n: first[id(p)] for n, p in model.named_parameters(remove_duplicate=False)}
 
 
-def _buckets(blocks: Sequence[Block], parameters: Mapping[str, Parameter]) -> tuple[Bucket, ...]:
-    """Group parameters: those of one block alone together, each tied one by itself, in block order."""
+def _buckets(
+    blocks: Sequence[Block], parameters: Mapping[str, Parameter], learns: Collection[str]
+) -> tuple[Bucket, ...]:
+    """Group parameters: those of one block alone together, each tied one by itself, in block order.
+
+    What gets no gradient is apart from what does (`learns`), so that it is never pushed; last comes what no block uses.
+    """
     users: dict[str, list[str]] = {}
     for block in blocks:
         for name in dict.fromkeys(block.parameters):
@@ -282,7 +343,17 @@ def _buckets(blocks: Sequence[Block], parameters: Mapping[str, Parameter]) -> tu
         names = list(dict.fromkeys(block.parameters))
         tied = [n for n in names if len(users[n]) > 1 and users[n][0] == block.name]
         own = [n for n in names if len(users[n]) == 1]
-        buckets += [Bucket(n, (parameters[n],), tuple(users[n])) for n in tied]
-        if own:
-            buckets.append(Bucket(block.name, tuple(parameters[n] for n in own), (block.name,)))
-    return tuple(buckets)
+        buckets += [Bucket(n, (parameters[n],), tuple(users[n]), n in learns) for n in tied]
+        buckets += _by_learning(block.name, [parameters[n] for n in own], (block.name,), learns)
+    unused = [p for n, p in parameters.items() if n not in users]
+    return (*buckets, *_by_learning("unused", unused, (), learns))
+
+
+def _by_learning(
+    name: str, parameters: Sequence[Parameter], blocks: tuple[str, ...], learns: Collection[str]
+) -> Iterator[Bucket]:
+    """Yield a bucket of the parameters that get a gradient, and one of the others, as far as there are any."""
+    for suffix, kind in (("", True), ("/frozen", False)):
+        found = tuple(p for p in parameters if (p.name in learns) is kind)
+        if found:
+            yield Bucket(name + suffix, found, blocks, kind)

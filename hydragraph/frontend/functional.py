@@ -10,7 +10,9 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import ExportGraphSignature
 
 from hydragraph.errors import Unsupported
-from hydragraph.passes.clean import GRAD_MODE, clean
+from hydragraph.frontend.unseen import watched
+from hydragraph.passes.clean import AUTOCAST, GRAD_MODE, clean, region
+from hydragraph.private.tracing import meta_as_cpu, writes
 
 
 def export(module: nn.Module, arguments: tuple[Any, ...], dynamic: tuple[Any, ...], where: str) -> ExportedProgram:
@@ -20,7 +22,8 @@ def export(module: nn.Module, arguments: tuple[Any, ...], dynamic: tuple[Any, ..
         Unsupported: whatever the module or the trace raised, which stays the cause.
     """
     try:
-        return torch.export.export(module, arguments, dynamic_shapes=dynamic, strict=False)
+        with watched(where, module), meta_as_cpu():
+            return torch.export.export(module, arguments, dynamic_shapes=dynamic, strict=False)
     except Unsupported:
         raise
     except Exception as error:  # a model's own code may raise anything
@@ -48,7 +51,8 @@ def functional_graph(exported: ExportedProgram, where: str) -> tuple[fx.GraphMod
         Unsupported: the graph does both, or draws random numbers.
     """
     nodes = _nodes(exported.graph_module)
-    if not any(_writes(n) for n in nodes):
+    _refuse_changes(exported, where)
+    if not any(writes(n) for n in nodes):
         return _steady(clean(exported.graph_module), where), exported.graph_signature
     if any(GRAD_MODE in str(n.target) for n in nodes):
         raise Unsupported(
@@ -60,13 +64,58 @@ def functional_graph(exported: ExportedProgram, where: str) -> tuple[fx.GraphMod
     return _steady(clean(exported.graph_module), where), exported.graph_signature
 
 
+def _refuse_changes(exported: ExportedProgram, where: str) -> None:
+    """Refuse a graph that writes into the model's buffers or parameters, and one that computes under autocast."""
+    signature = exported.graph_signature
+    held = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
+    graph = exported.graph_module
+    changed = _changed(graph, {n: held[n.name] for n in graph.graph.nodes if n.op == "placeholder" and n.name in held})
+    if changed:
+        raise changes(changed.removeprefix("model.").removeprefix("block."), where)
+    for node in _nodes(graph):
+        if AUTOCAST in str(node.target) and node.args[2]:
+            raise Unsupported(
+                "a torch.autocast region", where=where, remedy="cast by hand (x.to(dtype)), or pass dtype= alone"
+            )
+
+
+def changes(name: str, where: str) -> Unsupported:
+    """Say that forward changes a tensor of its module."""
+    return Unsupported(
+        f"forward changes {name!r}, and what it writes would be lost",
+        where=where,
+        remedy="compute it anew in every forward; no buffer is carried from one step to the next",
+    )
+
+
+def _changed(graph: fx.GraphModule, held: dict[fx.Node, str]) -> str | None:
+    """Return the name of a tensor of the model that a graph writes into, itself or through a view.
+
+    Args:
+        held: the nodes that are tensors of the model.
+    """
+    held = dict(held)
+    for node in graph.graph.nodes:
+        if GRAD_MODE in str(node.target) or AUTOCAST in str(node.target):
+            body, arguments = region(graph, node)
+            inner = [n for n in body.graph.nodes if n.op == "placeholder"]
+            given = {n: held[a] for n, a in zip(inner, arguments, strict=True) if a in held}
+            found = _changed(body, given)
+            if found:
+                return found
+        if not isinstance(node.target, torch._ops.OpOverload):
+            continue
+        for argument, value in zip(node.target._schema.arguments, node.args, strict=False):
+            if argument.alias_info is not None and isinstance(value, fx.Node) and value in held:
+                if argument.alias_info.is_write:
+                    return held[value]
+                held[node] = held[value]
+    return None
+
+
 def _nodes(graph: fx.GraphModule) -> list[fx.Node]:
     """List the nodes of a graph and of its regions, which `clean` inlines."""
     return [n for module in graph.modules() if isinstance(module, fx.GraphModule) for n in module.graph.nodes]
-
-
-def _writes(node: fx.Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
 
 
 def _steady(graph: fx.GraphModule, where: str) -> fx.GraphModule:

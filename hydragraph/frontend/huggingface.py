@@ -9,6 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hydragraph.errors import Unsupported
+from hydragraph.frontend.adapters import base_model
+from hydragraph.frontend.masks import Marker, mask
 from hydragraph.ir.program import Template
 from hydragraph.kernels.varlen_attention import varlen_attention
 from hydragraph.passes.cut import varlen
@@ -29,7 +31,7 @@ def attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None,
+    attention_mask: Tensor | Marker | None,
     dropout: float = 0.0,
     scaling: float | None = None,
     is_causal: bool | None = None,
@@ -40,7 +42,7 @@ def attention(
     """Attend as transformers asks, [B, H, T, D] -> [B, T, H, D], within packed sequences only.
 
     Raises:
-        Unsupported: for a padding mask, dropout, a sliding window, capped scores or attention sinks.
+        Unsupported: for a mask, dropout, a sliding window, chunks, capped scores or attention sinks.
     """
     where = type(module).__name__
     if cu_seq_lens_q is None:
@@ -49,18 +51,26 @@ def attention(
             where=where,
             remedy="use a model that hands its keyword arguments on to its attention layers",
         )
-    if attention_mask is not None:
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    if isinstance(attention_mask, Tensor):
         raise Unsupported("an attention mask", where=where, remedy="pack sequences instead of padding them")
     if dropout:
         raise Unsupported(f"attention dropout {dropout}", where=where, remedy="set the config's attention dropout to 0")
     _refuse_options(options, where)
-    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    if attention_mask is not None and (causal or not attention_mask.both_ways):
+        attention_mask.refuse(_layer(module))
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     widest, size = max(query.shape[-1], value.shape[-1]), value.shape[-1]
     q, k, v = (_packed(x, widest) for x in (query, key, value))
     out = varlen_attention(q, k, v, cu_seq_lens_q, causal=bool(causal), scale=scale, max_length=max_length_q)
     out = out if size == widest else out[..., :size]
     return out.reshape(query.shape[0], -1, *out.shape[1:]), None
+
+
+def _layer(module: nn.Module) -> str:
+    """Return the class of an attention module, and which layer it is of."""
+    index = vars(module).get("layer_idx")
+    return type(module).__name__ if index is None else f"{type(module).__name__} of layer {index}"
 
 
 def _packed(x: Tensor, size: int) -> Tensor:
@@ -86,14 +96,17 @@ def _refuse_options(options: Mapping[str, Any], where: str) -> None:
 
 def is_huggingface(model: nn.Module) -> bool:
     """Say whether a model is one of transformers', without importing transformers for those that are not."""
-    return any(c.__module__.startswith("transformers.") for c in type(model).__mro__) and hasattr(model, "config")
+    classes = type(base_model(model)).__mro__
+    return any(c.__module__.startswith("transformers.") for c in classes) and hasattr(model, "config")
 
 
 def use_packed_attention(model: nn.Module) -> None:
     """Make a model (our own meta copy of the user's) call `attention` in every layer."""
     from transformers import AttentionInterface
+    from transformers.masking_utils import AttentionMaskInterface
 
     AttentionInterface.register(ATTENTION, attention)
+    AttentionMaskInterface.register(ATTENTION, mask)
     for module in model.modules():
         config = getattr(module, "config", None)
         if config is not None and hasattr(config, "_attn_implementation"):
@@ -102,7 +115,8 @@ def use_packed_attention(model: nn.Module) -> None:
 
 def caller(model: nn.Module) -> Callable[[nn.Module, dict[str, Tensor]], Any]:
     """Return how to call a model on a packed batch: ids and positions [1, T], sequence bounds for its attention."""
-    first = max((_first_position(m) for m in model.modules()), default=0)
+    padding = unplaced_id(model)
+    first = 0 if padding is None else padding + 1
 
     def call(model: nn.Module, batch: dict[str, Tensor]) -> Any:
         outputs = model(
@@ -120,11 +134,11 @@ def caller(model: nn.Module) -> Callable[[nn.Module, dict[str, Tensor]], Any]:
     return call
 
 
-def _first_position(module: nn.Module) -> int:
-    """Return the position of a sequence's first token: RoBERTa and its kin count on from their padding id."""
-    counts_on = hasattr(type(module), "create_position_ids_from_input_ids")
-    padding = getattr(module, "padding_idx", None) if counts_on else None
-    return 0 if padding is None else int(padding) + 1
+def unplaced_id(model: nn.Module) -> int | None:
+    """Return the id that has no place in a sequence: RoBERTa and its kin count on from it, and pass its tokens over."""
+    counting = (m for m in model.modules() if hasattr(type(m), "create_position_ids_from_input_ids"))
+    ids = (getattr(m, "padding_idx", None) for m in counting)
+    return max((int(i) for i in ids if i is not None), default=None)
 
 
 def _refuse_pooled(outputs: Any, batch: dict[str, Tensor], where: str) -> None:
@@ -139,7 +153,7 @@ def _refuse_pooled(outputs: Any, batch: dict[str, Tensor], where: str) -> None:
 
 def is_causal(model: nn.Module) -> bool:
     """Say whether a model predicts the next token (its labels are shifted here); else labels stand where they count."""
-    return not type(model).__name__.endswith(_ALIGNED)
+    return not type(base_model(model)).__name__.endswith(_ALIGNED)
 
 
 def refuse_uncaptured(model: str, fields: Collection[str], layers: Mapping[str, Template]) -> None:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from hydragraph.errors import Unsupported
+from hydragraph.frontend.adapters import is_peft
 from hydragraph.frontend.blocks import block_list
 from hydragraph.frontend.huggingface import is_huggingface
 
@@ -24,7 +25,7 @@ def is_meta(model: nn.Module) -> bool:
     """Say whether a model has no weights yet.
 
     Raises:
-        Unsupported: it has some but not all.
+        Unsupported: it has some but not all, or it has adapters.
     """
     without = [name for name, parameter in model.named_parameters() if parameter.is_meta]
     if without and len(without) < sum(1 for _ in model.parameters()):
@@ -32,6 +33,12 @@ def is_meta(model: nn.Module) -> bool:
             f"{len(without)} parameters are on the meta device, such as {without[0]}, and others are not",
             where=type(model).__name__,
             remedy="build the whole model under torch.device('meta'), or none of it",
+        )
+    if without and is_peft(model):
+        raise Unsupported(
+            "a peft model on the meta device, where the base would be initialised anew and adapters like its layers",
+            where=type(model).__name__,
+            remedy="load the base model on the CPU (from_pretrained) before peft.get_peft_model",
         )
     return bool(without)
 

@@ -13,8 +13,10 @@ import torch
 from torch import fx
 
 from hydragraph.errors import Unsupported
-from hydragraph.frontend.private import symbol_name
+from hydragraph.frontend.apart import mixing
+from hydragraph.ir.graph_data import value_of
 from hydragraph.passes.cut import operands, varlen
+from hydragraph.private.tracing import symbol_name
 
 aten = torch.ops.aten
 
@@ -66,6 +68,14 @@ def refuse_mixing(graph: fx.GraphModule, tokens: str | None, where: str) -> None
             raise Unsupported(f"{name} mixes the tokens of packed sequences", where=where, remedy=REMEDY)
 
 
+def refuse_unproven(graph: fx.GraphModule, tokens: str, where: str) -> None:
+    """Raise Unsupported for the first operator that is not known to keep tokens apart; arguments as above."""
+    refuse_mixing(graph, tokens, where)
+    found = mixing(graph, tokens)
+    if found is not None:
+        raise Unsupported(f"{found[0]} {found[1]}", where=where, remedy=REMEDY)
+
+
 def _mixes(node: fx.Node, name: str, tokens: str) -> bool:
     first = operands(node)[0] if operands(node) else None
     given, made = _dims(first, tokens), _dims(node, tokens)
@@ -73,7 +83,7 @@ def _mixes(node: fx.Node, name: str, tokens: str) -> bool:
         return True
     if not given:
         return False
-    rank = len(first.meta["val"].shape)  # type: ignore[union-attr]
+    rank = len(value_of(first).shape)  # type: ignore[union-attr]
     if node.target in _ALONG and _is_float(first):
         named = operands(node)[1] if len(operands(node)) > 1 and node.target is not aten.roll.default else None
         named = operands(node)[2] if node.target is aten.roll.default and len(operands(node)) > 2 else named
@@ -88,18 +98,18 @@ def _mixes(node: fx.Node, name: str, tokens: str) -> bool:
 
 def _dims(value: Any, tokens: str) -> list[int]:
     """Return the dimensions of a value that count tokens."""
-    tensor = value.meta.get("val") if isinstance(value, fx.Node) else None
+    tensor = value_of(value) if isinstance(value, fx.Node) else None
     return (
         [d for d, s in enumerate(tensor.shape) if symbol_name(s) == tokens] if isinstance(tensor, torch.Tensor) else []
     )
 
 
 def _is_float(value: Any) -> bool:
-    tensor = value.meta.get("val") if isinstance(value, fx.Node) else None
+    tensor = value_of(value) if isinstance(value, fx.Node) else None
     return isinstance(tensor, torch.Tensor) and tensor.is_floating_point()
 
 
 def _is_shifted(node: fx.Node) -> bool:
     """Say whether a value has some tokens more or less than the batch, as shifted or padded ones do."""
-    names = (symbol_name(s) for s in node.meta["val"].shape)
+    names = (symbol_name(s) for s in value_of(node).shape)
     return any(n is not None and any(sign in n for sign in "+-") for n in names)

@@ -10,8 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hydragraph.errors import Unsupported
-from hydragraph.frontend.private import TensorSpec
+from hydragraph.ir.graph_data import value_of
 from hydragraph.ir.program import Program
+from hydragraph.private.tracing import TensorSpec
 from hydragraph.spec.workload import Field
 
 IGNORED = -100  # PyTorch's default ignore_index: a token with this label is no target
@@ -79,7 +80,7 @@ def own_fields(program: Program) -> dict[str, Field]:
         placeholders = [n for n in template.graph.graph.nodes if n.op == "placeholder"]
         for node, name in zip(placeholders[::-1], template.inputs[::-1], strict=False):
             if name != "hidden" and not name.startswith("other.") and name not in FIELDS:
-                value = node.meta["val"]
+                value = value_of(node)
                 found[name] = Field(value.dtype, tuple(map(int, value.shape[2:])))
     return dict(sorted(found.items()))
 

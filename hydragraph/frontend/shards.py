@@ -41,7 +41,7 @@ def agree(blocks: Sequence[Block], templates: Mapping[str, Template]) -> dict[st
     """Return the rule of every parameter that is cut.
 
     A parameter that two blocks would cut differently (or only one of them would) stays whole in both; that may keep
-    others whole too, so the analysis repeats until all agree.
+    others whole too, so the analysis repeats until keeping whole what is not cut changes nothing.
     """
     whole: set[str] = set()
     while True:
@@ -55,11 +55,10 @@ def agree(blocks: Sequence[Block], templates: Mapping[str, Template]) -> dict[st
                 analysed[template.name] = [by_node.get(n) for n in nodes]
             for name, choice in zip(block.parameters, analysed[template.name], strict=True):
                 wanted.setdefault(name, set()).add(choice)
-        disputed = {name for name, choices in wanted.items() if len(choices) > 1}
-        if not disputed:
-            settled = {name: choices.pop() for name, choices in wanted.items()}
-            return {name: rule for name, rule in settled.items() if rule is not None}
-        whole |= disputed
+        uncut = {name for name, choices in wanted.items() if len(choices) > 1 or None in choices}
+        if uncut == whole:
+            return {n: rule for n, choices in wanted.items() for rule in choices if rule is not None}
+        whole |= uncut
 
 
 def annotated_template(template: Template, whole: set[str]) -> Template:

@@ -6,7 +6,9 @@ once per unique structure.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,11 +17,11 @@ import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
 
 from hydragraph.errors import Unsupported
-from hydragraph.frontend.functional import export
+from hydragraph.frontend.functional import changes, export
 from hydragraph.frontend.packed import FIELDS, Loss
-from hydragraph.frontend.private import TensorSpec, untraced
-
-EXAMPLE = {"T": 64, "N+1": 5}  # sizes of the example batch; both are symbolic in the graph
+from hydragraph.frontend.structure import structure
+from hydragraph.frontend.unseen import watched
+from hydragraph.private.tracing import TensorSpec, untraced
 
 
 @torch.library.custom_op("hydragraph::block", mutates_args=())
@@ -44,14 +46,22 @@ class Site:
     tensors: list[int]  # where the tensors stand; the first is the hidden state
     inputs: list[Tensor] = field(repr=False)  # their fake values; the hidden state as [1, T, H]
     flat_tokens: bool = False  # the model passes the hidden state as [T, H]
+    own: Callable[..., Any] | None = field(default=None, repr=False)  # a forward that was set on the instance
+    form: str = ""  # of what it returns, as it was assumed of blocks of its kind
+
+    @property
+    def forward(self) -> Callable[..., Any]:
+        """The block's own forward, of its instance or of its class."""
+        return self.own or functools.partial(type(self.module).forward, self.module)
+
+    def called(self) -> str:
+        """Return a digest of how it was called: the arguments that are no tensors, and what the tensors are like."""
+        inputs = [(tuple(map(str, t.shape)), str(t.dtype)) for t in self.inputs]
+        return structure((self.leaves, str(self.spec), self.tensors, inputs, self.flat_tokens))
 
     def flat(self) -> FlatBlock:
         """Return the block as a module of flat tensor arguments with one tensor as its result."""
         return FlatBlock(self)
-
-    def constants(self) -> str:
-        """Describe the arguments that are no tensors."""
-        return repr((self.leaves, str(self.spec)))
 
 
 class FlatBlock(nn.Module):
@@ -69,7 +79,14 @@ class FlatBlock(nn.Module):
         if self._site.flat_tokens:
             leaves[self._site.tensors[0]] = tensors[0].squeeze(0)
         arguments, keywords = pytree.tree_unflatten(leaves, self._site.spec)
-        hidden = hidden_output(type(self.block).forward(self.block, *arguments, **keywords), self._site.name)[0]
+        output = self._site.forward(*arguments, **keywords)
+        hidden = hidden_output(output, self._site.name)[0]
+        if self._site.form and self._site.form != form_of(output):
+            raise Unsupported(
+                "it returns something else than a block that differs from it only by its index",
+                where=self._site.name,
+                remedy="let all blocks return their hidden state alike",
+            )
         return hidden.unsqueeze(0) if self._site.flat_tokens else hidden
 
 
@@ -91,13 +108,27 @@ def hidden_output(output: Any, where: str) -> tuple[Tensor, Callable[[Tensor], A
     return leaves[position], rebuild
 
 
+def form_of(output: Any) -> str:
+    """Describe what a block returns, apart from its tensor."""
+    leaves, spec = pytree.tree_flatten(output)
+    return repr(["a tensor" if isinstance(leaf, Tensor) else leaf for leaf in leaves]) + str(spec)
+
+
 class _Traced(nn.Module):
     def __init__(self, model: nn.Module, call: Callable[..., Any], loss: Loss) -> None:
         super().__init__()
         self.model, self._call, self._loss = model, call, loss
 
     def forward(self, batch: dict[str, Tensor]) -> Tensor:
-        return self._loss(self._call(self.model, batch), batch)
+        return _summed(self._loss(self._call(self.model, batch), batch), type(self.model).__name__)
+
+
+def _summed(loss: Any, where: str) -> Tensor:
+    """Return a loss as one number."""
+    if isinstance(loss, Tensor) and loss.is_floating_point() and all(type(n) is int and n == 1 for n in loss.shape):
+        return loss.reshape(())
+    given = f"{loss.dtype} {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+    raise Unsupported(f"its loss is {given}", where=where, remedy="return one number, the sum over all targets")
 
 
 def capture_skeleton(
@@ -106,6 +137,7 @@ def capture_skeleton(
     alike: Callable[[nn.Module], str],
     call: Callable[..., Any],
     loss: Loss,
+    example: Mapping[str, int],
     fields: Mapping[str, TensorSpec] = FIELDS,
 ) -> tuple[torch.export.ExportedProgram, list[Site]]:
     """Trace `loss(call(model, batch))` with each block opaque.
@@ -113,17 +145,18 @@ def capture_skeleton(
     Args:
         model: our meta copy; its blocks' forwards are overridden for good.
         blocks: names and modules in the order in which the model must call them.
-        alike: the structure key of a block; blocks that share it return outputs of the same form.
+        alike: a key of a block; blocks that share it return outputs of the same form, or are refused when traced.
+        example: the sizes "T" and "N+1" of the batch to trace with; both are symbolic in the graph.
         fields: what a packed batch has.
     """
     sites: list[Site] = []
-    forms: dict[str, Callable[[Tensor], Any]] = {}
+    forms: dict[str, tuple[Callable[[Tensor], Any], str]] = {}
     wide: dict[int, Tensor] = {}
     for name, block in blocks:
         block.forward = _opaque(name, block, alike(block), forms, sites, wide)  # type: ignore[method-assign]
     sizes = {"T": torch.export.Dim("T", min=2, max=1 << 24), "N+1": torch.export.Dim("N", min=3, max=1 << 24)}
     batch = {
-        name: torch.zeros([EXAMPLE[s] if isinstance(s, str) else s for s in f.shape], dtype=f.dtype, device="meta")
+        name: torch.zeros([example[s] if isinstance(s, str) else s for s in f.shape], dtype=f.dtype, device="meta")
         for name, f in fields.items()
     }
     dynamic = {n: {d: sizes[s] for d, s in enumerate(f.shape) if isinstance(s, str)} for n, f in fields.items()}
@@ -142,30 +175,45 @@ def _opaque(
     name: str,
     block: nn.Module,
     key: str,
-    forms: dict[str, Callable[[Tensor], Any]],
+    forms: dict[str, tuple[Callable[[Tensor], Any], str]],  # key -> how to put a hidden state in, and a text of it
     sites: list[Site],
     wide: dict[int, Tensor],  # id of a hidden state [T, H] that a block returned -> it as [1, T, H]
 ) -> Callable[..., Any]:
+    instance = vars(block).get("forward")
+    own = block.forward
+
     def forward(*arguments: Any, **keywords: Any) -> Any:
         leaves, spec = pytree.tree_flatten((arguments, keywords))
         tensors = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         inputs = [leaves[i] for i in tensors]
         constants = [None if i in tensors else leaf for i, leaf in enumerate(leaves)]
         if key not in forms:  # run one block of each kind to learn what it returns
-            with untraced():
-                hidden, forms[key] = hidden_output(type(block).forward(block, *arguments, **keywords), name)
+            with untraced(), watched(name, block), _unchanged(block, name):
+                output = own(*arguments, **keywords)
+            hidden, rebuild = hidden_output(output, name)
+            forms[key] = rebuild, form_of(output)
             _refuse_other_hidden(hidden, inputs, name)
         flat = inputs[0].dim() == 2
         if flat:
             inputs[0] = wide.get(id(inputs[0]), inputs[0].unsqueeze(0))
-        sites.append(Site(name, block, spec, constants, tensors, inputs, flat))
+        sites.append(Site(name, block, spec, constants, tensors, inputs, flat, instance, forms[key][1]))
         result = torch.ops.hydragraph.block(inputs[0], inputs[1:], name)
         if flat:
             made, result = result, result.squeeze(0)
             wide[id(result)] = made
-        return forms[key](result)
+        return forms[key][0](result)
 
     return forward
+
+
+@contextlib.contextmanager
+def _unchanged(block: nn.Module, where: str) -> Iterator[None]:
+    """Run a block, which must not put other tensors in its buffers' places."""
+    before = dict(block.named_buffers())
+    yield
+    for name, buffer in block.named_buffers():
+        if before.get(name) is not buffer:
+            raise changes(name, where)
 
 
 def _refuse_other_hidden(made: Tensor, inputs: Sequence[Tensor], where: str) -> None:

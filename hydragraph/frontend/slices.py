@@ -64,7 +64,7 @@ def template_of(
     ordered = fx.Graph()
     copied: dict[fx.Node, fx.Node] = {}
     for node in (n for group in groups for n in group):
-        copied[node] = ordered.placeholder(known[node.name].replace(".", "_"))
+        copied[node] = ordered.placeholder(_identifier(known[node.name]))
         copied[node].meta = dict(node.meta)
     for node in graph.graph.nodes:
         if node.op == "output":
@@ -73,4 +73,10 @@ def template_of(
             copied[node] = ordered.node_copy(node, lambda n: copied[n])
     ordered.lint()
     module = fx.GraphModule(graph, ordered)
-    return Template(graph_digest(module)[:6], module, *names)
+    return Template(graph_digest(module), module, *names)
+
+
+def _identifier(name: str) -> str:
+    """Return a name as one that generated code may use: that of a module in an nn.Sequential is a number."""
+    name = name.replace(".", "_")
+    return name if name.isidentifier() else f"_{name}"

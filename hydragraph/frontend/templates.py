@@ -6,15 +6,14 @@ import torch
 from torch import Tensor
 
 from hydragraph.errors import Unsupported
-from hydragraph.frontend.blocks import positions
 from hydragraph.frontend.functional import export, functional_graph
-from hydragraph.frontend.private import symbol_name
 from hydragraph.frontend.skeleton import Site
 from hydragraph.frontend.slices import template_of
 from hydragraph.ir.program import Template
+from hydragraph.private.tracing import symbol_name
 
 
-def capture_template(site: Site, hints: dict[str, int]) -> tuple[Template, bool]:
+def capture_template(site: Site, hints: dict[str, int]) -> Template:
     """Trace a block.
 
     Args:
@@ -22,12 +21,8 @@ def capture_template(site: Site, hints: dict[str, int]) -> tuple[Template, bool]
         hints: example values of symbolic sizes, by symbol.
 
     Returns:
-        the template (inputs "hidden" and "other.{i}" for those of the other tensor arguments that it uses), and
-        whether the block computed with its own layer index, so that it stands for itself alone.
+        the template: inputs "hidden" and "other.{i}" for those of the other tensor arguments that it uses.
     """
-    touched = positions(site.module)
-    for position in touched:
-        position.touched = False
     symbols: dict[str, torch.export.Dim] = {}
     arguments, dynamic = [], []
     for tensor in site.inputs:
@@ -42,14 +37,13 @@ def capture_template(site: Site, hints: dict[str, int]) -> tuple[Template, bool]
     inputs = dict(
         zip(signature.user_inputs, ["hidden", *(f"other.{i}" for i in range(len(arguments) - 1))], strict=True)
     )
-    template = template_of(
+    return template_of(
         graph,
         {k: v.removeprefix(prefix) for k, v in signature.inputs_to_parameters.items()},
         {k: v.removeprefix(prefix) for k, v in signature.inputs_to_buffers.items()},
         inputs,  # type: ignore[arg-type]
         site.name,
     )
-    return template, any(p.touched for p in touched)
 
 
 def _example(

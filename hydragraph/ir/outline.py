@@ -21,6 +21,7 @@ class Outline:
     Attributes:
         blocks: the first block ("embed"), one block per layer ("layer.0", ...), the last block ("head").
         buckets: (bucket, blocks that use it) pairs; a tied weight is a bucket that several blocks use.
+        frozen: those buckets that get no gradient.
 
     Raises:
         ValueError: naming the block or bucket, when there are fewer than two blocks, when a name occurs twice or could
@@ -29,6 +30,7 @@ class Outline:
 
     blocks: tuple[str, ...]
     buckets: tuple[tuple[str, tuple[str, ...]], ...]
+    frozen: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "blocks", tuple(self.blocks))
@@ -46,6 +48,9 @@ class Outline:
         for name, blocks in self.buckets:
             if not blocks or not set(blocks) <= set(self.blocks):
                 raise ValueError(f"bucket {name!r} is used by {blocks}: name at least one block of {self.blocks}")
+        strangers = set(self.frozen) - {name for name, _ in self.buckets}
+        if strangers:
+            raise ValueError(f"frozen is {self.frozen}: {sorted(strangers)} are no buckets; name some that are")
 
     @property
     def layers(self) -> int:
@@ -68,6 +73,16 @@ class Outline:
         """Each block's buckets, in pull order."""
         users = dict(self.buckets)
         return {block: tuple(name for name in self.pull_order if block in users[name]) for block in self.blocks}
+
+    @cached_property
+    def gradients(self) -> Mapping[str, tuple[str, ...]]:
+        """Each block's buckets that get a gradient, in pull order."""
+        return {block: tuple(n for n in names if n not in self.frozen) for block, names in self.weights.items()}
+
+    @cached_property
+    def lowest(self) -> int:
+        """The position of the first block with anything to learn, where backward ends; behind the last: nowhere."""
+        return next((k for k, block in enumerate(self.blocks) if self.gradients[block]), len(self.blocks))
 
     def span(self, first_layer: int, last_layer: int) -> tuple[int, int]:
         """Return the half-open range of block positions of a stage with layers [first_layer, last_layer)."""

@@ -68,13 +68,14 @@ class ShardRule:
 
 @dataclass(frozen=True)
 class Parameter:
-    """One trainable tensor of the model.
+    """One tensor of the model that is no buffer.
 
     Attributes:
         name: its first name in `model.named_parameters()`.
         shape: its full natural shape.
         aliases: its other names (tied weights).
         rule: how tensor parallelism cuts it; None: every rank of a stage holds all of it.
+        trainable: whether the optimizer gets it, from `requires_grad`; one that is not is frozen.
 
     Raises:
         ValueError: naming the parameter, when it has no elements or the rule does not cover its dimension.
@@ -84,6 +85,7 @@ class Parameter:
     shape: tuple[int, ...]
     aliases: tuple[str, ...] = ()
     rule: ShardRule | None = None
+    trainable: bool = True
 
     def __post_init__(self) -> None:
         if 0 in self.shape:
@@ -157,12 +159,14 @@ class Parameter:
 class Bucket:
     """Parameters whose state is one flat vector and that travel together: one message per pair of ranks.
 
-    A block's own parameters form a bucket; a tied parameter, used by several blocks, is a bucket of its own.
+    A block's own parameters form a bucket; a tied parameter, used by several blocks, is a bucket of its own. What gets
+    no gradient is in other buckets than what does: those are pulled, but have no gradient and are never pushed.
 
     Attributes:
         name: the block's name, or the tied parameter's.
         parameters: in order.
-        blocks: the names of the blocks that use it.
+        blocks: the names of the blocks that use it; none for what is only kept.
+        learns: whether its parameters get a gradient: all of them are trainable, and the loss reaches them.
 
     Raises:
         ValueError: when a parameter occurs twice.
@@ -171,6 +175,7 @@ class Bucket:
     name: str
     parameters: tuple[Parameter, ...]
     blocks: tuple[str, ...]
+    learns: bool = True
 
     def __post_init__(self) -> None:
         names = [p.name for p in self.parameters]

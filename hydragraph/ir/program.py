@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Hashable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
+from hydragraph.ir.graph_data import decode, encode, value_of
 from hydragraph.ir.outline import Outline
 from hydragraph.ir.parameter import Bucket, Parameter
 from hydragraph.ir.placeholders import communicate, compute, pull, push
+from hydragraph.private.tracing import hint_of
 
 
 @dataclass(frozen=True)
@@ -25,7 +27,7 @@ class Template:
     `hydragraph.communicate` placeholders.
 
     Attributes:
-        name: a short hash of its text.
+        name: the SHA-256 of its graph, in hex; it is printed short (`short`).
         graph: the forward graph; its outputs are one hidden value (the epilogue: the summed loss; aux: its values).
         parameters: local names of the parameters it takes (as inside the block's module), in placeholder order.
         buffers: local names of the buffers it takes.
@@ -38,12 +40,24 @@ class Template:
     buffers: tuple[str, ...]
     inputs: tuple[str, ...]
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "content": self.content, "graph": encode(self.graph)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        (graph,) = decode(state["graph"])
+        vars(self).update(state, graph=graph)
+
     @cached_property
     def content(self) -> Hashable:
         """All that it is: its graph's digest, what its placeholders stand for, and the sizes it was traced with."""
         sizes: list[Any] = [size for value in _given(self.graph) for size in value.shape]
-        traced = [int(size.node.hint) for size in sizes if isinstance(size, torch.SymInt)]
+        traced = [hint_of(size) for size in sizes if isinstance(size, torch.SymInt)]
         return graph_digest(self.graph), self.parameters, self.buffers, self.inputs, tuple(traced)
+
+
+def short(name: str) -> str:
+    """Return a template's name as people read it."""
+    return name[:6]
 
 
 def graph_digest(graph: fx.GraphModule) -> str:
@@ -53,7 +67,7 @@ def graph_digest(graph: fx.GraphModule) -> str:
 
 
 def _given(graph: fx.GraphModule) -> list[Tensor]:
-    return [n.meta["val"] for n in graph.graph.nodes if n.op == "placeholder"]
+    return [value_of(n) for n in graph.graph.nodes if n.op == "placeholder"]
 
 
 @dataclass(frozen=True)
@@ -87,8 +101,10 @@ class Program:
         aux: the block of parameter-free values that every stage recomputes (positions, rotary tables).
         templates: by name.
         parameters: by canonical name, in model order, with their shard rules.
-        buckets: what is pulled and pushed together, in block order.
+        buckets: what is pulled and pushed together, in block order; last, what no block uses.
         heads: query head counts, each of which a tensor-parallel degree must divide.
+        unplaced: a token id that takes no position of its own, and after which positions go on as if it were not there:
+            RoBERTa's padding id. Its position is -1.
         origin: a digest of what the model was: its modules and its config.
     """
 
@@ -101,7 +117,11 @@ class Program:
     parameters: Mapping[str, Parameter] = field(repr=False)
     buckets: tuple[Bucket, ...] = field(repr=False)
     heads: tuple[int, ...] = ()
+    unplaced: int | None = None
     origin: str = ""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {each.name: getattr(self, each.name) for each in fields(self)}  # without what is worked out from them
 
     @property
     def layers(self) -> int:
@@ -112,14 +132,21 @@ class Program:
     def outline(self) -> Outline:
         """The names that rank programs are built from."""
         return Outline(
-            blocks=tuple(b.name for b in self.blocks), buckets=tuple((b.name, b.blocks) for b in self.buckets)
+            blocks=tuple(b.name for b in self.blocks),
+            buckets=tuple((b.name, b.blocks) for b in self.buckets if b.blocks),
+            frozen=tuple(b.name for b in self.buckets if b.blocks and not b.learns),
         )
+
+    @cached_property
+    def learning(self) -> frozenset[str]:
+        """The parameters that get a gradient: trainable ones that the loss reaches."""
+        return frozenset(p.name for b in self.buckets if b.learns for p in b.parameters)
 
     @cached_property
     def fingerprint(self) -> str:
         """12 hex digits over templates, blocks and parameters: what ranks compare before they run."""
         content = (self.model, str(self.dtype), self.blocks, self.aux, tuple(self.parameters.values()), self.buckets)
-        return hashlib.sha256(repr(content).encode()).hexdigest()[:12]
+        return hashlib.sha256(repr((*content, self.unplaced)).encode()).hexdigest()[:12]
 
     @cached_property
     def graph(self) -> fx.Graph:
@@ -140,7 +167,7 @@ class Program:
                 users[name].append(hidden)
             if block is not self.blocks[-1]:
                 hidden = self._call(graph, communicate, (hidden, "stage"), f"c_{block.name}")
-        for bucket in reversed(self.buckets):
+        for bucket in (b for b in reversed(self.buckets) if b.learns):
             self._call(graph, push, (bucket.name, *users[bucket.name]), f"G_{bucket.name}")
         graph.output(hidden)
         return graph

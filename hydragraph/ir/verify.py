@@ -62,7 +62,7 @@ def verify(programs: Sequence[RankProgram], outline: Outline, mode: Mode = "trai
     for program, site in zip(programs, sites, strict=True):
         _check_work(program, site, outline, mode)
         _check_values(program)
-    _check_exchanges(programs, sites, mode)
+    _check_exchanges(programs, sites, outline, mode)
     _check_messages(programs, sites)
     _check_end_of_all(programs)
 
@@ -171,14 +171,15 @@ def _work(blocks: range, m: int, outline: Outline, mode: Mode) -> Iterator[tuple
     for k in blocks:
         block, final = outline.blocks[k], len(outline.blocks) - 1
         weights = {f"W.{bucket}" for bucket in outline.weights[block]}
-        gradients = {f"G.{bucket}" for bucket in outline.weights[block]}
-        saved = {f"s.{block}.{m}"} if mode == "train" else set()
+        gradients = {f"G.{bucket}" for bucket in outline.gradients[block]}
+        learns = mode == "train" and k >= outline.lowest
+        saved = {f"s.{block}.{m}"} if learns else set()
         below = {f"h{k - 1}.{m}"} if k > 0 else set()
         output = {f"h{k}.{m}" if k < final else f"loss.{m}"}
         yield (Op.FORWARD, block, m), (frozenset(weights | below | {f"a.{m}"}), frozenset(output | saved))
-        if mode == "train":
+        if learns:
             gradient = {f"d{k}.{m}"} if k < final else set()
-            passed = {f"d{k - 1}.{m}"} if k > 0 else set()
+            passed = {f"d{k - 1}.{m}"} if k > outline.lowest else set()
             yield (Op.BACKWARD, block, m), (frozenset(saved | gradient | weights), frozenset(passed | gradients))
 
 
@@ -216,12 +217,12 @@ def _check_values(program: RankProgram) -> None:
 # --- all ranks enter the exchanges of weights and gradients alike -----------------------------------------------------
 
 
-def _check_exchanges(programs: Sequence[RankProgram], sites: Sequence[_Site], mode: Mode) -> None:
+def _check_exchanges(programs: Sequence[RankProgram], sites: Sequence[_Site], outline: Outline, mode: Mode) -> None:
     """Check pulls, pushes, commit and update on every rank, and that all ranks order pulls and pushes alike."""
     held = frozenset(bucket for site in sites for bucket in site.buckets)
     for program, site in zip(programs, sites, strict=True):
         _check_exchange(program, site, Op.PULL, held)
-        _check_exchange(program, site, Op.PUSH, held if mode == "train" else frozenset())
+        _check_exchange(program, site, Op.PUSH, held - {*outline.frozen} if mode == "train" else frozenset())
         _check_pushed_values(program)
         _check_end(program, mode)
     for op in (Op.PULL, Op.PUSH):

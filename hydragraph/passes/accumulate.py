@@ -31,6 +31,8 @@ def accumulate(variant: Variant) -> Variant:
     A gradient qualifies if it is a matrix product, perhaps transposed, that nothing else reads: as linear layers give
     it, where no collective and no other sum follows.
     """
+    if not variant.gradients:
+        return variant
     graph = fx.Graph()
     results: Any = graph.graph_copy(variant.backward.graph, {})
     gradients = dict(zip(variant.gradients, results, strict=True))

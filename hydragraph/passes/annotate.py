@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from hydragraph.ir.graph_data import value_of
 from hydragraph.ir.placeholders import communicate
 from hydragraph.passes.cut import Cuts, product
 
@@ -58,7 +59,7 @@ def differentiable(graph: fx.Graph, parameters: set[fx.Node], hidden: fx.Node | 
 
 
 def _is_float(node: fx.Node) -> bool:
-    value: Any = node.meta.get("val")
+    value: Any = value_of(node)
     return value.is_floating_point() if isinstance(value, torch.Tensor) else isinstance(value, tuple | list)
 
 

@@ -8,11 +8,12 @@ from typing import Any
 import torch
 from torch import fx
 
+from hydragraph.ir.graph_data import value_of
 from hydragraph.passes.cut import operands
 
 aten = torch.ops.aten
 
-GRAD_MODE = "wrap_with_set_grad_enabled"
+GRAD_MODE, AUTOCAST = "wrap_with_set_grad_enabled", "wrap_with_autocast"
 NO_OPS = frozenset(
     {
         aten.alias.default,
@@ -37,7 +38,7 @@ def clean(graph: fx.GraphModule, device: str = "cpu") -> fx.GraphModule:
         graph: as `torch.export` gives it; device constants in it (of the trace) become `device`.
     """
     result = fx.GraphModule(graph, _copy(graph))
-    _inline_grad_modes(result)
+    _inline_regions(result)
     for node in list(result.graph.nodes):
         if node.target in ASSERTIONS:
             result.graph.erase_node(node)
@@ -74,7 +75,7 @@ def remove_dead_code(graph: fx.Graph) -> None:
 def _is_no_op(node: fx.Node) -> bool:
     if node.target is aten.dropout.default:
         return operands(node)[1] == 0 or not operands(node)[2]
-    before, after = operands(node)[0].meta.get("val"), node.meta.get("val")
+    before, after = value_of(operands(node)[0]), value_of(node)
     if before is None or after is None:
         return False
     if node.target is aten.contiguous.default and not before.is_contiguous():
@@ -84,24 +85,24 @@ def _is_no_op(node: fx.Node) -> bool:
 
 def _fills(node: fx.Node) -> bool:
     """Say whether a copy gives its source as it is: same sizes, same dtype."""
-    into, source = (n.meta["val"] for n in operands(node)[:2])
+    into, source = (value_of(n) for n in operands(node)[:2])
     return bool(into.dtype == source.dtype and list(map(str, into.shape)) == list(map(str, source.shape)))
 
 
 def _count_floats(graph: fx.Graph, node: fx.Node) -> None:
     """Let a histogram of integers count floats: the CPU has no other, and models ask for it on the CPU alone."""
     counted: Any = operands(node)[0]
-    dtype = counted.meta["val"].dtype
+    dtype = value_of(counted).dtype
     if dtype.is_floating_point:
         return
     with graph.inserting_before(node):
         floats = graph.call_function(aten._to_copy.default, (counted,), {"dtype": torch.float32})
-    floats.meta = {**counted.meta, "val": counted.meta["val"].float()}
+    floats.meta = {**counted.meta, "val": value_of(counted).float()}
     node.args = (floats, *operands(node)[1:])
     with graph.inserting_after(node):
         counts = graph.call_function(aten._to_copy.default, (node,), {"dtype": dtype})
     counts.meta = dict(node.meta)
-    node.meta = {**node.meta, "val": node.meta["val"].float()}
+    node.meta = {**node.meta, "val": value_of(node).float()}
     node.replace_all_uses_with(counts, delete_user_cb=lambda user: user is not counts)
 
 
@@ -112,17 +113,25 @@ def _move(node: fx.Node, device: torch.device) -> None:
     node.args = tuple(device if isinstance(a, torch.device) else a for a in node.args)
 
 
-def _inline_grad_modes(module: fx.GraphModule) -> None:
-    """Inline `with torch.no_grad():` regions; what leaves them is detached."""
+def region(module: fx.GraphModule, node: fx.Node) -> tuple[fx.GraphModule, list[fx.Node]]:
+    """Return the body of a region, and what it is given."""
+    at = 1 if GRAD_MODE in str(node.target) else 4  # behind device, dtype, whether it is on, whether casts are kept
+    body, *arguments = operands(node)[at:]
+    return getattr(module, body.target), arguments
+
+
+def _inline_regions(module: fx.GraphModule) -> None:
+    """Inline `with torch.no_grad():` regions, whose results are detached, and those where autocast is off."""
     for node in list(module.graph.nodes):
-        if GRAD_MODE not in str(node.target):
+        if GRAD_MODE not in str(node.target) and AUTOCAST not in str(node.target):
             continue
-        enabled, body, *arguments = operands(node)
-        inner = getattr(module, body.target).graph
-        inputs = [n for n in inner.nodes if n.op == "placeholder"]
+        body, arguments = region(module, node)
+        _inline_regions(body)
+        detaches = GRAD_MODE in str(node.target) and not operands(node)[0]
+        inputs = [n for n in body.graph.nodes if n.op == "placeholder"]
         with module.graph.inserting_before(node):
-            results: Any = module.graph.graph_copy(inner, dict(zip(inputs, arguments, strict=True)))
-            if not enabled:
+            results: Any = module.graph.graph_copy(body.graph, dict(zip(inputs, arguments, strict=True)))
+            if detaches:
                 results = tuple(_detached(module.graph, r) for r in results)
         for user in list(node.users):
             assert user.target is operator.getitem

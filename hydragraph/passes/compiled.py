@@ -16,26 +16,26 @@ import torch
 from torch import Tensor, fx, nn
 
 from hydragraph.errors import Unsupported
-from hydragraph.frontend.private_inductor import (
+from hydragraph.ir.graph_data import value_of
+from hydragraph.passes.clean import remove_dead_code
+from hydragraph.passes.differentiate import Variant
+from hydragraph.private.inductor import (
     LEAST,
     Code,
     Condition,
     compile_graph,
     fake_like,
-    hint,
     missing_compiler,
     mode_of,
     run_fake,
     sources,
     symbols_of,
 )
-from hydragraph.passes.clean import remove_dead_code
-from hydragraph.passes.differentiate import Variant
 
 aten = torch.ops.aten
 
 BACKENDS = ("inductor", "eager")
-LARGER = 32  # graphs are traced with about a hundred tokens; Inductor tunes for that many times as many
+TUNED = 2048  # tokens (or sequences) that Inductor tunes for
 CODES = 4  # of one piece: Inductor may tell small sizes from large ones, and indices of 32 bits from 64
 WORTH = 2  # operators that could be fused; with fewer, a piece runs as it is
 
@@ -85,14 +85,16 @@ def compile_variant(
         Unsupported: Inductor fails.
     """
     fakes = {
-        name: _place(node.meta.get("val"), device, strides.get(name))
+        name: _place(value_of(node), device, strides.get(name))
         for node, name in zip(_placeholders(variant.forward), variant.inputs, strict=True)
     }
     try:
         forward, results = _compile(variant.forward, [fakes[name] for name in variant.inputs], strides, variant.inputs)
         saved = {f"saved.{i}": value for i, value in enumerate(results[variant.outputs :])}
         held = fakes | saved | {"tangent": fake_like(results[0], device)}
-        backward, _ = _compile(variant.backward, [held.get(n) for n in variant.needs], strides, variant.needs)
+        backward = variant.backward
+        if variant.gradients:
+            backward, _ = _compile(variant.backward, [held.get(n) for n in variant.needs], strides, variant.needs)
     except Exception as error:  # a compiler may raise anything
         told = (str(error).strip().splitlines() or [""])[0]
         what = f"Inductor cannot compile it ({type(error).__name__}: {told})"
@@ -127,7 +129,7 @@ class Piece(nn.Module):
         self.graph, self._inputs, self._outputs = graph, tuple(inputs), tuple(outputs)
         self.symbols = symbols_of(inputs)
         self.codes: list[tuple[Code, Condition]] = []
-        self._compiled([hint(s, inputs) * LARGER for s in self.symbols])
+        self._compiled([TUNED + 64 * i for i in range(len(self.symbols))])  # unlike sizes, lest they be taken for one
 
     def forward(self, *arguments: Any) -> Sequence[Any]:
         """Compute the piece."""
@@ -224,7 +226,7 @@ def _run(outer: _Outer, run: Sequence[fx.Node], mode: Any) -> dict[fx.Node, Any]
         if node.op == "call_function":
             values[node] = run_fake(node, values, mode)
         elif node.op == "call_method":
-            values[node] = _received(node.meta["val"], values[node.all_input_nodes[1]].device)
+            values[node] = _received(value_of(node), values[node.all_input_nodes[1]].device)
         else:
             constant = getattr(outer.module, str(node.target))
             outer.parts[str(node.target)], values[node] = constant, mode.from_tensor(constant)

@@ -9,6 +9,7 @@ import torch
 from torch import fx
 
 import hydragraph.kernels.varlen_attention  # noqa: F401  registers the operator
+from hydragraph.ir.graph_data import value_of
 
 aten = torch.ops.aten
 varlen = torch.ops.hydragraph.varlen_attention.default
@@ -83,7 +84,7 @@ class Cuts:
 
 def shape(node: fx.Node) -> list[Any]:
     """Return the traced sizes of a node's value."""
-    return list(node.meta["val"].shape)
+    return list(value_of(node).shape)
 
 
 def operands(node: fx.Node) -> tuple[Any, ...]:

@@ -10,7 +10,9 @@ from typing import Any
 import torch
 from torch import fx
 
+from hydragraph.ir.graph_data import value_of
 from hydragraph.passes.cut import Cut, Cuts, operands, shape, varlen
+from hydragraph.private.tracing import hint_of
 
 aten = torch.ops.aten
 
@@ -37,7 +39,7 @@ def pointwise(found: Cuts, node: fx.Node) -> Cut | None:
         out = cut
     assert out is not None
     for operand in node.all_input_nodes:  # a replicated operand must be the same for every unit
-        if found.of(operand) is None and isinstance(operand.meta.get("val"), torch.Tensor):
+        if found.of(operand) is None and isinstance(value_of(operand), torch.Tensor):
             dim = out.dim - (rank - len(shape(operand)))
             if dim >= 0 and shape(operand)[dim] != 1:
                 return None
@@ -140,22 +142,18 @@ def carried(before: list[Any], after: list[Any], dim: int) -> int | None:
         a, b = before[i], after[j]
         i, j = i + 1, j + 1
         while not _same(a, b):
-            if _hint(a) < _hint(b):
+            if hint_of(a) < hint_of(b):
                 a, i = a * before[i], i + 1
             else:
                 b, j = b * after[j], j + 1
         if first_i <= dim < i:
-            outer_is_one = all(_hint(s) == 1 and not isinstance(s, torch.SymInt) for s in before[first_i:dim])
+            outer_is_one = all(hint_of(s) == 1 and not isinstance(s, torch.SymInt) for s in before[first_i:dim])
             return first_j if outer_is_one else None  # of [T, H] as [T, 1, H], the one head
     return None
 
 
 def _same(a: Any, b: Any) -> bool:
     return str(a) == str(b)
-
-
-def _hint(size: Any) -> int:
-    return int(size.node.hint) if isinstance(size, torch.SymInt) else int(size)
 
 
 def _split(found: Cuts, node: fx.Node) -> Cut | None:

@@ -5,6 +5,9 @@ stays cut along the same units until a second product adds the parts up (*row-pa
 every product on a replicated input as a candidate, follows the cut dimension operator by operator, and drops a
 candidate as soon as an operator needs its whole dimension. What remains is the model's tensor-parallel plan: no list
 of module names, any model. It does not depend on the degree.
+
+A parameter is cut only where everything that reads it works on the same cut of it: what reads it in another way (its
+norm, one of its rows, its transpose) would see this rank's shard and take it for the whole.
 """
 
 from __future__ import annotations
@@ -39,6 +42,7 @@ def find_cuts(graph: fx.Graph, parameters: set[fx.Node], tokens: fx.Node | None,
         tokens: the placeholder of token ids, whose embedding may be cut along the vocabulary.
         excluded: names of parameters that must stay whole.
     """
+    excluded = excluded | {p.name for p in parameters if not all(_cuts(user, p) for user in p.users)}
     banned: set[fx.Node] = set()
     origins: dict[fx.Node, Origin] = {}
     unknown: dict[fx.Node, fx.Node] = {}
@@ -56,8 +60,21 @@ def find_cuts(graph: fx.Graph, parameters: set[fx.Node], tokens: fx.Node | None,
             banned |= stray
             origins.clear()
         elif before == {n: (o.unit, len(o.bounds), o.heads) for n, o in origins.items()}:
-            found.unknown = unknown
-            return found
+            disputed = {p.name for p, choices in _wanted(found).items() if len(choices) > 1}
+            if not disputed:
+                found.unknown = unknown
+                return found
+            excluded = excluded | disputed
+            banned.clear()
+            origins.clear()
+
+
+def _cuts(user: fx.Node, parameter: fx.Node) -> bool:
+    """Say whether an operator can work with a part of a parameter: a product with it, or an embedding in it."""
+    taken = product(user)
+    if taken is None:
+        return user.target is aten.embedding.default and operands(user)[0] is parameter
+    return [taken.x, taken.weight, taken.bias].count(parameter) == 1 and taken.x is not parameter
 
 
 def _unfinished(found: Cuts) -> set[fx.Node]:
@@ -118,8 +135,19 @@ class _Walk:
             return None
         cut = rule(self.found, node)
         if cut is None:
+            self._prefer_wider(node)
             self._need_whole(node)
         return cut
+
+    def _prefer_wider(self, node: fx.Node) -> None:
+        """Where a cut value meets what thinner products were cut for, drop those instead: adapters beside a layer."""
+        cut = next(c for n in node.all_input_nodes if (c := self.found.of(n)))
+        for operand in node.all_input_nodes:
+            while operand not in self.found.rows and len(operand.all_input_nodes) == 1 and product(operand) is None:
+                operand = operand.all_input_nodes[0]  # a scale, a cast, a view
+            row = self.found.rows.get(operand)
+            if row is not None and sum(map(width, row.origins)) < sum(map(width, cut.origins)):
+                raise _Conflict(row.origins, None)
 
     def _may_cut(self, weight: fx.Node, node: fx.Node) -> bool:
         return weight in self.parameters and weight.name not in self.excluded and node not in self.banned
@@ -127,14 +155,14 @@ class _Walk:
     def _product(self, node: fx.Node) -> Cut | None:
         x, weight, bias, inner = known_product(node)
         cut, last = self.found.of(x), len(shape(x)) - 1
-        whole_bias = bias is None or bias in self.parameters
-        if cut is not None and cut.dim == last and whole_bias and self._may_cut(weight, node):
+        known_bias = bias is None or bias in self.parameters
+        if cut is not None and cut.dim == last and known_bias and self._may_cut(weight, node):
             self.found.rows[node] = cut
             return None
         if cut is not None and cut.dim != last and self.found.of(weight) is None:
             return cut  # the same product for every unit, as in per-head projections
         self._need_whole(node)
-        if not whole_bias or not self._may_cut(weight, node):
+        if not self._may_cut(weight, node) or not (bias is None or self._may_cut(bias, node)):
             return None
         self.found.columns.add(node)
         self.found.origins.setdefault(node, Origin())
@@ -161,26 +189,33 @@ class _Walk:
 
 
 def rules(found: Cuts) -> dict[fx.Node, ShardRule]:
-    """Return the shard rule of every parameter that is cut, by placeholder; those wanted in two ways are left out."""
-    wanted: dict[fx.Node, set[ShardRule]] = {}
+    """Return the shard rule of every parameter that is cut, by placeholder."""
+    settled = {parameter: choices.pop() for parameter, choices in _wanted(found).items()}
+    return {parameter: rule for parameter, rule in settled.items() if rule is not None}
+
+
+def _wanted(found: Cuts) -> dict[fx.Node, set[ShardRule | None]]:
+    """Return how the readers of each parameter want it cut, for those that at least one cuts; None: whole."""
+    wanted: dict[fx.Node, dict[fx.Node, ShardRule]] = {}
     for node in found.columns:
         origin = found.origins[node]
         bounds = [0, *sorted(origin.bounds), width(node)]
         segments = tuple((b - a) // origin.unit for a, b in pairwise(bounds))
         if node.target is aten.embedding.default:
-            wanted.setdefault(operands(node)[0], set()).add(ShardRule(0, segments))
+            wanted.setdefault(operands(node)[0], {})[node] = ShardRule(0, segments)
             continue
         _, weight, bias, inner = known_product(node)
-        wanted.setdefault(weight, set()).add(ShardRule(1 - inner, segments, origin.unit, origin.heads))
+        wanted.setdefault(weight, {})[node] = ShardRule(1 - inner, segments, origin.unit, origin.heads)
         if bias is not None:
-            wanted.setdefault(bias, set()).add(ShardRule(0, segments, origin.unit, origin.heads))
+            wanted.setdefault(bias, {})[node] = ShardRule(0, segments, origin.unit, origin.heads)
     for node, cut in found.rows.items():
         if product(node) is not None:
             _, weight, _, inner = known_product(node)
             unit = found.unit(cut)
             heads = any(found.origins[o].heads for o in cut.origins)
-            wanted.setdefault(weight, set()).add(ShardRule(inner, (cut.length // unit,), unit // cut.scale, heads))
-    return {weight: next(iter(found)) for weight, found in wanted.items() if len(found) == 1}
+            rule = ShardRule(inner, (cut.length // unit,), unit // cut.scale, heads)
+            wanted.setdefault(weight, {})[node] = rule
+    return {parameter: {by.get(user) for user in parameter.users} for parameter, by in wanted.items()}
 
 
 def uncut_heads(graph: fx.Graph) -> int:

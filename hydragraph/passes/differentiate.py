@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
 
-from hydragraph.frontend.private import TensorSpec, one_pass, partition, recompute, symbol_name, trace_joint
+from hydragraph.ir.graph_data import decode, encode, value_of
 from hydragraph.ir.layout import GradientKind
 from hydragraph.ir.parameter import Parameter
 from hydragraph.ir.program import Template
 from hydragraph.passes.clean import remove_dead_code
 from hydragraph.passes.collectives import IDENTITY, METHODS
 from hydragraph.passes.shard import Degree, Sharded
+from hydragraph.passes.sizes import prove_sizes
+from hydragraph.private.tracing import TensorSpec, hint_of, one_pass, partition, recompute, symbol_name, trace_joint
 
 COLLECTIVES = "collectives"
 RECOMPUTE = "recompute"
@@ -30,12 +32,13 @@ class Variant:
         backward: takes `needs` in order, then for each name of `added` the 2-D buffer to add its gradient to and
             beta, a number: 0 where the buffer's content is not to count, else 1. Returns one gradient per name of
             `gradients`.
-        inputs: parameter names, buffer names, template inputs, then perhaps "vocabulary_start" and "collectives".
+        inputs: parameter names, buffer names, template inputs, then one start per name of `vocabulary`, then perhaps
+            "collectives".
         outputs: how many outputs come before the saved values.
         needs: "saved.{i}", a parameter name (its weight again), "tangent", or "collectives".
-        gradients: parameter names, and "hidden" where the block has one.
+        gradients: names of the parameters that learn, and "hidden" where what comes before the block does.
         kinds: parameter name -> what its gradient is.
-        vocabulary: the parameter whose first local row "vocabulary_start" is; None: it is not an input.
+        vocabulary: the parameters that are cut along the vocabulary; see `start_of`.
         added: parameter names whose gradients the backward adds up; see `hydragraph.passes.accumulate`.
     """
 
@@ -46,8 +49,15 @@ class Variant:
     needs: tuple[str, ...]
     gradients: tuple[str, ...]
     kinds: Mapping[str, GradientKind]
-    vocabulary: str | None
+    vocabulary: tuple[str, ...]
     added: tuple[str, ...] = ()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "forward": None, "backward": encode(self.forward, self.backward)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        forward, backward = decode(state["backward"])
+        vars(self).update(state, forward=forward, backward=backward)
 
 
 @one_pass()
@@ -58,19 +68,29 @@ def differentiate(
     degree: Degree,
     dtype: torch.dtype,
     partitioner: str = "min_cut",
+    where: str = "template",
+    learning: Collection[str] | None = None,
 ) -> Variant:
     """Trace forward and backward together over fake tensors and cut them apart.
 
     Args:
         partitioner: "min_cut" (functorch's: saves little, recomputes what is cheap), "default" (saves everything) or
             "recompute" (saves the inputs only, and runs the whole forward again).
+        where: which block this is, for errors.
+        learning: what to compute gradients of: parameter names, and "hidden"; None: of all. Where none of it has any,
+            the forward saves nothing, and the backward is empty.
+
+    Raises:
+        Unsupported: its graphs would hold for some numbers of tokens only.
     """
     names = [*template.parameters, *template.buffers, *template.inputs]
-    names += ["vocabulary_start"] if sharded.vocabulary else []
-    specs, results, hints = _specs(template, sharded, parameters, degree, dtype)
+    names += [start_of(table) for table in sharded.vocabulary]
+    learns = {*template.parameters, "hidden"} if learning is None else learning
+    specs, results, hints = _specs(template, sharded, parameters, degree, dtype, learns)
     joint, values = trace_joint(sharded.graph, specs, results, hints)
+    prove_sizes(joint, f"{where}, with its gradient")
     outputs = len(results)
-    if partitioner == RECOMPUTE:
+    if partitioner == RECOMPUTE or not any(_outputs(joint)[outputs:]):
         forward, backward = recompute(joint, outputs)
     else:
         forward, backward = partition(joint, values, outputs, partitioner)
@@ -98,19 +118,29 @@ def differentiate(
     )
 
 
+def start_of(table: str) -> str:
+    """Return the name of the input that says which row of a parameter is the first that a rank holds (0-d int64)."""
+    return f"vocabulary_start.{table}"
+
+
 def _specs(
-    template: Template, sharded: Sharded, parameters: Mapping[str, Parameter], degree: Degree, dtype: torch.dtype
+    template: Template,
+    sharded: Sharded,
+    parameters: Mapping[str, Parameter],
+    degree: Degree,
+    dtype: torch.dtype,
+    learning: Collection[str],
 ) -> tuple[list[TensorSpec], list[TensorSpec], dict[str, int]]:
     """Describe the graph's inputs (local shards, then everything else with its symbolic sizes) and its outputs."""
     hints: dict[str, int] = {}
-    specs = [TensorSpec(parameters[n].local_shape(degree.tp, degree.index), dtype, True) for n in template.parameters]
+    shapes = {n: parameters[n].local_shape(degree.tp, degree.index) for n in template.parameters}
+    specs = [TensorSpec(shape, dtype, name in learning) for name, shape in shapes.items()]
     nodes = [n for n in template.graph.graph.nodes if n.op == "placeholder"][len(specs) :]
     ranks = degree.tp if degree.sequence_parallel else 1
     for node, name in zip(nodes, [*template.buffers, *template.inputs], strict=True):
         hidden = name == "hidden"
-        specs.append(_spec(node, hints, ranks, in_part=hidden, differentiable=hidden))
-    if sharded.vocabulary:
-        specs.append(TensorSpec((), torch.int64))
+        specs.append(_spec(node, hints, ranks, in_part=hidden, differentiable=hidden and name in learning))
+    specs += [TensorSpec((), torch.int64)] * len(sharded.vocabulary)
     return specs, [_spec(node, hints, ranks, in_part=True) for node in _outputs(template.graph)], hints
 
 
@@ -121,11 +151,11 @@ def _spec(
 
     A size's hint is then `ranks` times the traced one, so that it divides.
     """
-    value, sizes = node.meta["val"], []
+    value, sizes = value_of(node), []
     for size in value.shape:
         symbol = symbol_name(size)
         if symbol is not None:
-            hint = int(size.node.hint)
+            hint = hint_of(size)
             symbol, hint = (f"{symbol}/{ranks}", hint) if in_part and ranks > 1 else (symbol, hint * ranks)
             hints[symbol] = hint
         sizes.append(int(size) if symbol is None else symbol)

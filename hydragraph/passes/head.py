@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from hydragraph.ir.graph_data import value_of
 from hydragraph.passes.vocabulary import MEAN, SUM
 
 aten = torch.ops.aten
@@ -53,5 +54,5 @@ def _node(value: object) -> fx.Node:
 
 def _in_fp32(loss: fx.Node, hidden: fx.Node) -> bool:
     """Say whether the loss is computed in fp32 at least, as the operator does; some models keep it in 16 bits."""
-    dtype = loss.meta["val"].dtype
-    return bool(dtype == torch.promote_types(hidden.meta["val"].dtype, torch.float32))
+    dtype = value_of(loss).dtype
+    return bool(dtype == torch.promote_types(value_of(hidden).dtype, torch.float32))

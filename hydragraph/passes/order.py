@@ -57,24 +57,27 @@ def _forward(outline: Outline, stage: PlacedStage, rank: int, m: int, mode: Mode
         block = outline.blocks[k]
         hidden = (f"h{k - 1}.{m}",) if k > 0 else ()
         output = f"h{k}.{m}" if k + 1 < len(outline.blocks) else f"loss.{m}"
-        saved = (f"s.{block}.{m}",) if mode == "train" else ()
+        saved = (f"s.{block}.{m}",) if mode == "train" and k >= outline.lowest else ()
         reads = (*_weights(outline, block), *hidden, f"a.{m}")
         yield Instruction(Op.FORWARD, Stream.COMPUTE, block, m, reads=reads, writes=(output, *saved))
     yield from _send(f"h{last - 1}.{m}", stage.following, stage, rank)
 
 
 def _backward(outline: Outline, stage: PlacedStage, rank: int, m: int, mode: Mode) -> Iterator[Instruction]:
-    """Run the stage's blocks in reverse; `mode` is "train", as only then are there backwards."""
+    """Run the stage's blocks in reverse, down to the lowest that learns; only in mode "train" is there any."""
     first, last = stage.blocks
+    if last <= outline.lowest:
+        return
     yield from _receive(f"d{last - 1}.{m}", stage.following, stage, rank)
-    for k in reversed(range(first, last)):
+    for k in reversed(range(max(first, outline.lowest), last)):
         block = outline.blocks[k]
         gradient = (f"d{k}.{m}",) if k + 1 < len(outline.blocks) else ()
         reads = (f"s.{block}.{m}", *gradient, *_weights(outline, block))
-        below = (f"d{k - 1}.{m}",) if k > 0 else ()
-        writes = (*below, *(f"G.{bucket}" for bucket in outline.weights[block]))
+        below = (f"d{k - 1}.{m}",) if k > outline.lowest else ()
+        writes = (*below, *(f"G.{bucket}" for bucket in outline.gradients[block]))
         yield Instruction(Op.BACKWARD, Stream.COMPUTE, block, m, reads=reads, writes=writes)
-    yield from _send(f"d{first - 1}.{m}", stage.previous, stage, rank)
+    if first > outline.lowest:
+        yield from _send(f"d{first - 1}.{m}", stage.previous, stage, rank)
 
 
 def _weights(outline: Outline, block: str) -> tuple[str, ...]:

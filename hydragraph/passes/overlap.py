@@ -17,8 +17,8 @@ from hydragraph.passes.place import Placement
 def overlap(placement: Placement, mode: Mode, program: RankProgram) -> RankProgram:
     """Add pulls, pushes (to train), commit and update (to train), post receives early, and set what waits for what.
 
-    Pulls come first, in block order. Pushes follow in reverse. The commit reads what it ends: the losses, which it
-    sums, and the gradients, whose pushes it waits for.
+    Pulls come first, in block order. Pushes of what is not frozen follow in reverse. The commit reads what it ends: the
+    losses, which it sums, and the gradients, whose pushes it waits for.
     """
     held = placement.held(program.rank)
     buckets = tuple(bucket for bucket, _ in placement.holders)
@@ -33,6 +33,7 @@ def overlap(placement: Placement, mode: Mode, program: RankProgram) -> RankProgr
     pushes = [
         Instruction(Op.PUSH, Stream.PUSH, bucket, reads=(f"G.{bucket}",) if bucket in held else ())
         for bucket in reversed(buckets)
+        if bucket not in placement.outline.frozen
     ]
     gradients = tuple(value for push in pushes for value in push.reads)
     end = (_commit(losses + gradients), Instruction(Op.UPDATE, Stream.COMPUTE))

@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from hydragraph.frontend.private import symbol_name
+from hydragraph.ir.graph_data import value_of
 from hydragraph.ir.placeholders import communicate
 from hydragraph.passes.cut import Cuts, operands, product, shape
 from hydragraph.passes.cut_rules import RULES, SPLITS, VIEWS, carried, pointwise, split_dim
+from hydragraph.private.tracing import symbol_name
 
 aten = torch.ops.aten
 
@@ -44,7 +45,7 @@ def token_symbol(graph: fx.Graph) -> str | None:
 
 def token_dim(node: fx.Node, symbol: str | None) -> int | None:
     """Return the only dimension of a value that counts tokens; None where there is none, or several."""
-    value: Any = node.meta.get("val")
+    value: Any = value_of(node)
     value = value[0] if isinstance(value, tuple | list) and value else value
     if not isinstance(value, torch.Tensor) or symbol is None:
         return None

@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from hydragraph.errors import Unsupported
+from hydragraph.ir.graph_data import value_of
 from hydragraph.ir.layout import GradientKind
 from hydragraph.ir.parameter import Parameter
 from hydragraph.ir.placeholders import communicate
@@ -55,15 +56,15 @@ class Sharded:
     """A template instantiated for one rank of a stage.
 
     Attributes:
-        graph: the forward graph over local shards; placeholders as in the template, then perhaps `vocabulary_start`.
+        graph: the forward graph over local shards; placeholders as in the template, then one per name of `vocabulary`.
         kinds: local parameter name -> what its gradient is.
-        vocabulary: local name of the parameter cut along the vocabulary; the graph then takes "vocabulary_start", the
-            first row that this rank holds of it (0-d int64). None: there is none.
+        vocabulary: local names of the parameters cut along the vocabulary; of each the graph takes the first row that
+            this rank holds (0-d int64), because tables of other sizes begin elsewhere.
     """
 
     graph: fx.GraphModule
     kinds: Mapping[str, GradientKind]
-    vocabulary: str | None
+    vocabulary: tuple[str, ...] = ()
 
 
 def shard(template: Template, parameters: Mapping[str, Parameter], degree: Degree, fused_head: bool = False) -> Sharded:
@@ -81,11 +82,11 @@ def shard(template: Template, parameters: Mapping[str, Parameter], degree: Degre
     found, described = _analyse(template, parameters)
     kinds = gradient_kinds(template, parameters, degree)
     if degree.tp == 1:
-        return Sharded(_without_placeholders(template.graph), kinds, None)
+        return Sharded(_without_placeholders(template.graph), kinds)
     rewrite = _Rewrite(found, described, degree, fused_head)
     graph = rewrite.run(template.graph)
     names = dict(zip(described, template.parameters, strict=True))
-    return Sharded(graph, kinds, names[rewrite.vocabulary] if rewrite.vocabulary else None)
+    return Sharded(graph, kinds, tuple(names[table] for table in rewrite.starts))
 
 
 def gradient_kinds(template: Template, parameters: Mapping[str, Parameter], degree: Degree) -> dict[str, GradientKind]:
@@ -144,8 +145,7 @@ class _Rewrite:
         self.found, self.parameters, self.degree, self.fused_head = found, parameters, degree, fused_head
         self.graph = fx.Graph()
         self.copied: dict[fx.Node, fx.Node] = {}
-        self.start: fx.Node | None = None
-        self.vocabulary: fx.Node | None = None
+        self.starts: dict[fx.Node, fx.Node] = {}  # table -> its first row here
         self.parts: Mapping[fx.Node, int] = {}
         self.symbol: str | None = None
         self.converted: dict[tuple[Any, fx.Node], fx.Node] = {}
@@ -156,9 +156,11 @@ class _Rewrite:
         placeholders = [n for n in source.graph.nodes if n.op == "placeholder"]
         for node in placeholders:
             self.copied[node] = self.graph.node_copy(node)
-        self.vocabulary = next((w for n in self.found.rows if (w := self._table(n)) is not None), None)
-        if self.vocabulary is not None:
-            self.start = self.graph.placeholder("vocabulary_start")
+        for table in dict.fromkeys(self._table(n) for n in source.graph.nodes if n in self.found.rows):
+            if table is not None:
+                start = self.graph.placeholder("vocabulary_start")
+                start.target = start.name  # which is unique
+                self.starts[table] = start
         for node in source.graph.nodes:
             if node.op == "output":
                 self.graph.output(tuple(self._result(n) for n in operands(node)[0]))
@@ -200,8 +202,8 @@ class _Rewrite:
         dim = aligned_dim(user, node, self.parts, self.symbol)
         if dim is not None:
             return self._convert(tp_ops.tp_split, node, dim)
-        computed = node.op == "call_function" and isinstance(node.meta.get("val"), torch.Tensor)
-        learns = computed and node.meta["val"].is_floating_point()  # as 1 + weight: its gradient is one part per rank
+        computed = node.op == "call_function" and isinstance(value_of(node), torch.Tensor)
+        learns = computed and value_of(node).is_floating_point()  # as 1 + weight: its gradient is one part per rank
         return self._convert(tp_ops.tp_enter, node) if learns else self.copied[node]
 
     def _local(self, value: Any, user: fx.Node) -> Any:
@@ -269,21 +271,22 @@ class _Rewrite:
 
     def _row(self, node: fx.Node) -> fx.Node:
         if node.target in VOCABULARY:
-            assert self.start is not None
+            table = self._table(node)
+            assert table is not None
             head = find_head(node) if self.fused_head else None
             if head is not None:
-                return self._fused(head)
+                return self._fused(head, self.starts[table])
             held = self.local_size(self.found.rows[node])
-            return VOCABULARY[node.target](self.graph, self._local(operands(node), node), self.start, held)
+            return VOCABULARY[node.target](self.graph, self._local(operands(node), node), self.starts[table], held)
         x, weight, _, inner = known_product(node)
         target = aten.linear.default if inner == 1 else aten.mm.default
         return self.call(target, self.copied[x], self.copied[weight])
 
-    def _fused(self, head: Head) -> fx.Node:
+    def _fused(self, head: Head, start: fx.Node) -> fx.Node:
         flat = self.call(aten.flatten.using_ints, self.copied[head.hidden], 0, -2)
         labels = self._operand(head.labels, head.loss)
         rows = -(-int(shape(head.weight)[0]) // self.degree.tp)
-        given = (flat, self.copied[head.weight], labels, self.start, head.ignored, rows)
+        given = (flat, self.copied[head.weight], labels, start, head.ignored, rows)
         return self.call(operator.getitem, self.call(tp_ops.tp_head_loss.default, *given), 0)
 
     def _part(self, node: fx.Node) -> fx.Node:

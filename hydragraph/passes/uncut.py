@@ -8,6 +8,8 @@ import torch
 from torch import fx
 
 from hydragraph.errors import Unsupported
+from hydragraph.ir.graph_data import value_of
+from hydragraph.ir.placeholders import communicate
 from hydragraph.ir.program import Program, Template
 from hydragraph.passes.cut import operands
 from hydragraph.passes.cut_rules import VIEWS
@@ -50,13 +52,13 @@ def _problem(template: Template) -> tuple[str, str] | None:
     nodes = [n for n in template.graph.graph.nodes if n.op == "placeholder"]
     parameters = dict(zip(nodes, template.parameters, strict=False))
     for node, name in parameters.items():
-        if len(node.meta["val"].shape) > 2:
-            what = f"experts (a parameter of {len(node.meta['val'].shape)} dimensions) in {_user(node).target}"
+        if len(value_of(node).shape) > 2:
+            what = f"experts (a parameter of {len(value_of(node).shape)} dimensions) in {_user(node).target}"
             return name, f"{what}, which has no sharding rule"
     found = find_cuts(template.graph.graph, set(parameters), None, set())
     for product, unknown in found.unknown.items():
         weight = next((n for n in operands(product) if n in parameters), None)
-        if weight is not None:
+        if weight is not None and unknown.target is not communicate:  # which is where the plan keeps it whole
             return parameters[weight], f"its product reaches {unknown.target}, which has no sharding rule"
     return None
 

@@ -24,6 +24,7 @@ def pack(
     multiple: int = 1,
     device: torch.device | None = None,
     several: bool = False,
+    unplaced: int | None = None,
 ) -> dict[str, Tensor]:
     """Concatenate sequences into one packed batch.
 
@@ -31,6 +32,7 @@ def pack(
         multiple: the token count is padded to a multiple of this, and to at least 2, by one sequence of its own whose
             tokens are no targets.
         several: pad a lone sequence too: a loss that computes with cu_seqlens is traced for two sequences or more.
+        unplaced: a token id whose position is -1, and after which positions go on as if it were not there.
 
     Returns:
         input_ids, position_ids, labels [1, T] int64; cu_seqlens [N + 1] int32; max_length, 0-d int64 on the CPU; and
@@ -46,7 +48,7 @@ def pack(
     bounds = torch.tensor([0, *lengths]).cumsum(0)
     batch = {
         "input_ids": torch.cat([ids for ids, _ in parts])[None],
-        "position_ids": torch.cat([torch.arange(n) for n in lengths])[None],
+        "position_ids": torch.cat([_positions(ids, unplaced) for ids, _ in parts])[None],
         "labels": torch.cat([labels for _, labels in parts])[None],
         "cu_seqlens": bounds.to(torch.int32),
     }
@@ -55,6 +57,14 @@ def pack(
         batch[name] = torch.cat(fields)[None]
     moved = {name: _moved(value, device) if device else value for name, value in batch.items()}
     return moved | {"max_length": torch.tensor(max(lengths))}
+
+
+def _positions(ids: Tensor, unplaced: int | None) -> Tensor:
+    """Return the positions of one sequence's tokens, [T] int64."""
+    if unplaced is None:
+        return torch.arange(len(ids))
+    placed = (ids != unplaced).long()
+    return placed.cumsum(0) * placed - 1
 
 
 def _moved(value: Tensor, device: torch.device) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import multiprocessing.connection
 import os
 import signal
@@ -11,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
-from multiprocessing.context import ForkContext, ForkServerContext
+from multiprocessing.context import ForkServerContext, SpawnContext
 from multiprocessing.process import BaseProcess
 from typing import Any
 
@@ -20,13 +19,13 @@ from torch.distributed.distributed_c10d import Store  # type: ignore[attr-define
 
 from hydragraph.errors import RankFailure
 from hydragraph.runtime.failure.ledger import Fault, announce_death, last_fault
-from hydragraph.runtime.rank_process import HOST, Died, Raised, Returned, Seat, rebuilt, run_rank
+from hydragraph.runtime.rank_process import HOST, Died, Raised, Readable, Returned, Seat, rebuilt, run_rank
 
 _GRACE_S = 8.0  # for peers to fail by themselves; to agree on a fault takes them up to 3 s, twice that on a busy host
 _CULPRIT_S = 2.0  # for the rank at fault to tell its own error, once all others have told theirs; it may hang
 _EXIT_S = 5.0  # for a rank that is done to end its process
 
-Context = ForkServerContext | ForkContext
+Context = ForkServerContext | SpawnContext
 
 
 @dataclass
@@ -40,7 +39,7 @@ class Member:
 
 
 def run_crew(
-    context: Context, ranks: int, port: int, work: bytes, timeout: timedelta | None, prepared: tuple[object, ...] = ()
+    context: Context, ranks: int, port: int, work: bytes, timeout: timedelta | None, prepared: Readable | None = None
 ) -> list[bytes]:
     """Start ranks, wait for them, and leave none behind.
 
@@ -49,7 +48,7 @@ def run_crew(
         port: of the store that they meet at.
         work: a pickled function and its arguments.
         timeout: for the whole run; None: no limit.
-        prepared: what comes before the arguments; it needs a context that forks.
+        prepared: has what comes before the arguments.
 
     Returns:
         What each rank returned, pickled, by rank.
@@ -60,10 +59,8 @@ def run_crew(
     crew: list[Member] = []
     try:
         for rank in range(ranks):
-            others = [member.connection for member in crew] if prepared else []
             seat = Seat(rank, ranks, port, dict(os.environ))
-            crew.append(start(context, rank, run_rank, seat, work, prepared, others))
-        # Only now, because it may have threads, and there is no more to fork.
+            crew.append(start(context, rank, run_rank, seat, work, prepared))
         store = dist.TCPStore(HOST, port, None, False, wait_for_workers=False)  # type: ignore[attr-defined]
         _collect(crew, store, timeout)
         _raise_failure(crew, last_fault(store), timeout)
@@ -84,7 +81,6 @@ def start(context: Context, rank: int, function: Callable[..., None], *args: obj
 def _collect(crew: Sequence[Member], store: Store, timeout: timedelta | None) -> None:
     """Waits for every rank's outcome; after a failure only as long as peers may need to fail by themselves."""
     deadline = time.monotonic() + timeout.total_seconds() if timeout is not None else float("inf")
-    above = multiprocessing.parent_process()  # of a nursery; no thread there could watch it
     failed = False
     while waiting := [member for member in crew if member.outcome is None]:
         fault = last_fault(store) if failed else None
@@ -94,11 +90,7 @@ def _collect(crew: Sequence[Member], store: Store, timeout: timedelta | None) ->
         if left <= 0:
             return
         signs: list[Any] = [sign for member in waiting for sign in (member.connection, member.process.sentinel)]
-        if above is not None:
-            signs.append(above.sentinel)
         ready = set(multiprocessing.connection.wait(signs, None if left == float("inf") else left))
-        if above is not None and above.sentinel in ready:
-            raise RuntimeError("launch: the process that this one belongs to has ended")
         for member in waiting:
             if not ready.isdisjoint((member.connection, member.process.sentinel)):
                 member.outcome = outcome_of(member)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from hydragraph.ir.graph_data import value_of
 from hydragraph.ir.instruction import Instruction, Op, Stream
 from hydragraph.ir.program import Program
 from hydragraph.ir.text import instruction_text
@@ -37,7 +38,7 @@ class Outcome:
 
     Attributes:
         loss: the token mean over the global mini-batch.
-        grad_norm: of all gradients together; 0 for an evaluation.
+        grad_norm: of all gradients together, which frozen parameters do not have; 0 for an evaluation.
         finite: whether both are finite; otherwise nothing was updated.
         exposed: the mean over ranks of what each waited for.
     """
@@ -99,7 +100,7 @@ class Executor:
         self._buffers = Buffers(device, self.lanes)
         self._aux = program.templates[program.aux.template]
         self._parameters = program.parameters
-        self._hidden = hidden_size(program)
+        self._hidden, self._hidden_dtype = hidden_size(program), hidden_dtype(program)
         self._run: dict[Op, Callable[[_Iteration, Instruction], None]] = {
             Op.PULL: self._pull,
             Op.FORWARD: self._forward,
@@ -247,7 +248,7 @@ class Executor:
             return block.buffers[name]
         if name in batch:
             return batch[name]
-        return it.collectives if name == "collectives" else block.vocabulary_start
+        return it.collectives if name == "collectives" else block.starts[name]
 
     def _backward(self, it: _Iteration, instruction: Instruction) -> None:
         self._end_ready(it, Stream.PULL, it.serving)
@@ -281,6 +282,12 @@ class Executor:
             else:
                 total, beta = self._total(it, block.names[name])
                 total.add_(gradient) if beta else total.copy_(gradient)
+        passed = instruction.writes[0]
+        if passed[0] == "d" and passed not in it.values:  # the loss reaches what is below by a tied weight only
+            tokens = it.batches[int(passed.rpartition(".")[2])]["input_ids"].shape[1]
+            split = 1 if block.enters or not it.prepared.degree.sequence_parallel else it.prepared.degree.tp
+            shape = (1, tokens // split, self._hidden)
+            it.values[passed] = torch.zeros(shape, dtype=self._program.dtype, device=self._device)
 
     def _total(self, it: _Iteration, name: str) -> tuple[Tensor, float]:
         """Return where a parameter's gradient is summed, and whether what is there counts: 0.0 the first time."""
@@ -323,7 +330,7 @@ class Executor:
         value = instruction.writes[0]
         tokens = it.batches[int(value.rpartition(".")[2])]["input_ids"].shape[1]
         with self.lanes.on(Stream.P2P), self._watch.communicating():
-            tensor = torch.empty((1, tokens, self._hidden), dtype=self._program.dtype, device=self._device)
+            tensor = torch.empty((1, tokens, self._hidden), dtype=self._hidden_dtype, device=self._device)
             it.timing.started(value)
             message = self._groups.receive(tensor, instruction.peer, message_tag(value))
 
@@ -423,6 +430,15 @@ def hidden_size(program: Program) -> int:
     return int(_output(program.templates[program.blocks[0].template].graph).shape[-1])
 
 
+def hidden_dtype(program: Program) -> torch.dtype:
+    """Return the dtype of the hidden state, and so of its gradient: a model may keep it wider or narrower than weights.
+
+    All blocks keep the one that the first gives (`frontend.skeleton`).
+    """
+    dtype: torch.dtype = _output(program.templates[program.blocks[0].template].graph).dtype
+    return dtype
+
+
 def loss_dtype(program: Program) -> torch.dtype:
     """Return the dtype of the summed loss."""
     dtype: torch.dtype = _output(program.templates[program.blocks[-1].template].graph).dtype
@@ -430,4 +446,4 @@ def loss_dtype(program: Program) -> torch.dtype:
 
 
 def _output(graph: fx.GraphModule) -> Any:
-    return next(n for n in graph.graph.nodes if n.op == "output").args[0][0].meta["val"]
+    return value_of(next(n for n in graph.graph.nodes if n.op == "output").args[0][0])

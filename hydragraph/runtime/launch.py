@@ -8,6 +8,9 @@ from __future__ import annotations
 import multiprocessing
 import os
 import pickle
+import sys
+import tempfile
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -17,14 +20,19 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store  # type: ignore[attr-defined]
 
-from hydragraph.runtime.crew import run_crew
-from hydragraph.runtime.nursery import run_forked
+from hydragraph.runtime.crew import Context, run_crew
+from hydragraph.runtime.preparation import SharedFile, left_of, prepare_for_ranks
 from hydragraph.runtime.rank_process import HOST
 
 T = TypeVar("T")
 
-# What ranks import; "torch._dynamo" is what the first capture would.
-PRELOAD = ["torch.distributed", "torch._dynamo", "hydragraph.runtime.launch", "hydragraph.api", "__main__"]
+# How processes start. Importing torch takes seconds, forking a process that has imported it 10 ms; but where system
+# libraries have threads of their own (macOS), no process may be forked, and each imports for itself.
+START_METHOD = "forkserver" if sys.platform == "linux" else "spawn"
+
+# What ranks import; private modules are what the first capture and the first compilation would.
+_LATER = ["torch._dynamo", "torch._inductor.pattern_matcher"]
+PRELOAD = ["torch.distributed", *_LATER, "hydragraph.runtime.launch", "hydragraph.api", "__main__"]
 
 
 @dataclass(frozen=True)
@@ -105,16 +113,16 @@ def launch(
         function: importable: defined at the top of a module.
         ranks: how many.
         timeout: for the whole run; None: no limit.
-        prepare: importable; called once, in a process that all ranks are then forked from. What it returns comes
-            before the function's arguments and is inherited, not pickled, so that a model is captured and compiled
-            once and not on every rank: `prepare` returns the model, its program and what `precompile` gave, and ranks
-            call `compile` with that program. It must use no GPU and leave no threads.
+        prepare: importable; called once, in a process of its own. What it returns comes before the function's
+            arguments, so that a model is captured and compiled once and not on every rank: `prepare` returns the
+            model, its program and what `precompile` gave, and ranks call `compile` with that program. It travels as
+            one file that each rank maps: weights are in memory once, until a rank changes its own.
 
     Returns:
         What each rank returned, by rank.
 
     Raises:
-        ValueError: the function or an argument cannot be pickled, or `ranks` is not positive.
+        ValueError: the function, an argument or what `prepare` returned cannot be pickled, or `ranks` is not positive.
         RankFailure: a rank died; it names the instruction where a step was running.
         TimeoutError: the run took too long.
         Any other error: what the rank that failed first raised, with its traceback as a note.
@@ -123,13 +131,16 @@ def launch(
         raise ValueError(f"launch: ranks={ranks}: give a positive number of ranks")
     work = _pickled(function, args)
     server = dist.TCPStore(HOST, 0, None, True, wait_for_workers=False)  # type: ignore[attr-defined]
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD)  # importing torch takes seconds; forking a process that has it, 10 ms
+    context: Context = multiprocessing.get_context(START_METHOD)  # type: ignore[assignment]
+    context.set_forkserver_preload(PRELOAD)
     if prepare is None:
-        found = run_crew(context, ranks, server.port, work, timeout)
-    else:
-        found = run_forked(context, _pickled(prepare, ()), ranks, server.port, work, timeout)
-    return [pickle.loads(value) for value in found]
+        return [pickle.loads(value) for value in run_crew(context, ranks, server.port, work, timeout)]
+    began = time.monotonic()
+    with tempfile.TemporaryFile() as file:
+        shared = SharedFile(file.fileno())
+        prepare_for_ranks(context, _pickled(prepare, ()), shared, timeout)
+        found = run_crew(context, ranks, server.port, work, left_of(timeout, began), shared)
+        return [pickle.loads(value) for value in found]
 
 
 def _pickled(function: Callable[..., object], args: Sequence[object]) -> bytes:

@@ -33,9 +33,9 @@ from hydragraph.passes.compiled import choose_backend
 from hydragraph.passes.differentiate import COLLECTIVES
 from hydragraph.passes.shard import Degree
 from hydragraph.runtime.batch import pack
-from hydragraph.runtime.executor import hidden_size, loss_dtype
+from hydragraph.runtime.executor import hidden_dtype, hidden_size, loss_dtype
 from hydragraph.runtime.groups import Groups, Role
-from hydragraph.runtime.variants import Variants, local_parameters, vocabulary_start
+from hydragraph.runtime.variants import Variants, local_parameters, vocabulary_starts
 from hydragraph.spec import workload
 
 MESSAGES = tuple(4**n for n in range(5, 13))  # bytes: 1 KiB to 16 MiB
@@ -164,7 +164,8 @@ def _device(subject: Subject, groups: Groups) -> Device:
     device = groups.world.device
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
     elements = sum(bucket.size for bucket in subject.program.buckets)
-    return Device(f"{groups.world.ranks} x {name}", _memory(groups), elements, subject.program.dtype.itemsize)
+    frozen = sum(bucket.size for bucket in subject.program.buckets if not bucket.learns)
+    return Device(f"{groups.world.ranks} x {name}", _memory(groups), elements, subject.program.dtype.itemsize, frozen)
 
 
 def _memory(groups: Groups) -> float:
@@ -249,7 +250,9 @@ class _Bench:
         most = math.inf
         for block in blocks:
             piece = self._sizes(block)
-            free = device.memory - piece.fixed - piece.parameters * (device.itemsize + 4)
+            free = (
+                device.memory - piece.fixed - piece.parameters * device.itemsize - 4 * (piece.parameters - piece.frozen)
+            )
             most = min(most, free / max(piece.kept + piece.working, 1e-9))
         most = min(self._groups.gather_objects(most))
         return tuple(row for row in rows if sum(row) <= most)
@@ -275,6 +278,7 @@ class _Bench:
             max(p.kept for p in sizes),
             max(p.working for p in sizes),
             max(p.fixed for p in sizes),
+            min(p.frozen for p in sizes),
         )
         template = self._program.templates[block.template]
         return Measured(largest, seconds, not aux and _attends(template))
@@ -347,13 +351,14 @@ class _Bench:
         forward = line(one.forward - one.saved - one.output, two.forward - two.saved - two.output)
         backward = line(one.backward, two.backward)
         names = local_parameters(self._program, block, self._program.templates[block.template])
-        elements = sum(math.prod(p.local_shape(self._kind.tp, self._degree.index)) for p in names.values())
+        sizes = {p.name: math.prod(p.local_shape(self._kind.tp, self._degree.index)) for p in names.values()}
         return Piece(
             Constants(0.0, 0.0, 0.0),
-            elements,
+            sum(sizes.values()),
             max(0.0, kept),
             max(0.0, forward[0], backward[0]),
             max(0.0, constant, forward[1], backward[1]),
+            sum(size for name, size in sizes.items() if name not in self._program.learning),
         )
 
     def _block_run(self, block: Block) -> Callable[[dict[str, Tensor], Sequence[Tensor]], None]:
@@ -368,13 +373,14 @@ class _Bench:
         sums = {name: torch.zeros(shape, device=device) for name, shape in shapes.items()}
         fixed = {local: self._buffers[n] for local, n in zip(template.buffers, block.buffers, strict=True)}
         others = dict(zip((i for i in template.inputs if i.startswith("other.")), block.aux, strict=True))
-        fixed["vocabulary_start"] = torch.tensor(vocabulary_start(variant, parameters, self._degree))
+        hidden = hidden_size(self._program)
+        fixed |= vocabulary_starts(variant, parameters, self._degree)
         last = block is self._program.blocks[-1]
 
         def given(name: str, batch: Mapping[str, Tensor], aux: Sequence[Tensor]) -> Any:
             if name == "hidden":
                 tokens = batch["input_ids"].shape[1] // self._parts
-                return torch.full((1, tokens, hidden_size(self._program)), 0.5, dtype=dtype, device=device)
+                return torch.full((1, tokens, hidden), 0.5, dtype=hidden_dtype(self._program), device=device)
             if name == COLLECTIVES:
                 return self._collectives
             if name in weights:

@@ -20,7 +20,7 @@ from hydragraph.passes.place import PlacedStage, Placement, place
 from hydragraph.passes.shard import Degree
 from hydragraph.runtime.exchange import Exchange, pull_exchange, push_exchange
 from hydragraph.runtime.recent import Recent
-from hydragraph.runtime.variants import Variants, local_parameters, vocabulary_start
+from hydragraph.runtime.variants import Variants, local_parameters, vocabulary_starts
 from hydragraph.spec.strategy import Strategy
 
 CAPACITY = 64  # prepared iterations kept: with unequal batches, counts of micro-batches vary from step to step
@@ -35,7 +35,7 @@ class BoundBlock:
         names: local parameter name -> name in the model.
         buffers: local buffer name -> value.
         aux: template input -> which output of the aux graph.
-        vocabulary_start: 0-d int64.
+        starts: the variant's inputs that say which rows of the vocabulary this rank holds.
         enters, leaves: under sequence parallelism, whether its hidden state comes from another stage and goes to one:
             between stages it travels whole.
         recompute: its backward runs its forward again, and so takes as much memory as anything does.
@@ -45,7 +45,7 @@ class BoundBlock:
     names: Mapping[str, str]
     buffers: Mapping[str, Tensor]
     aux: Mapping[str, int]
-    vocabulary_start: Tensor
+    starts: Mapping[str, Tensor]
     enters: bool = False
     leaves: bool = False
     recompute: bool = False
@@ -60,7 +60,7 @@ class Prepared:
         pipeline: this rank's pipeline, None where it computes nothing.
         degree: this rank's place in its stage.
         blocks: by name, those of this rank's stage.
-        pulls, pushes: by bucket.
+        pulls, pushes: by bucket; only those that learn are pushed.
         shards: bucket -> for each of its parameters: name -> (offset, length) in the local buffer; where held.
         stages: the rank tuples of all stages, for the tensor-parallel groups.
     """
@@ -103,7 +103,7 @@ class Preparer:
         self._rank, self._ranks, self._device = rank, ranks, device
         self._known = Recent[tuple[Strategy, tuple[int, ...], Mode], Prepared](capacity)
         # Iterations of one strategy share them; as many as those that are kept can have.
-        self._links = Recent[Hashable, tuple[Exchange, Exchange]](capacity * len(program.buckets))
+        self._links = Recent[Hashable, tuple[Exchange, Exchange | None]](capacity * len(program.buckets))
 
     def get(self, strategy: Strategy, counts: tuple[int, ...], mode: Mode) -> Prepared:
         """Return what this rank runs under a strategy, for these counts of micro-batches per pipeline."""
@@ -121,7 +121,7 @@ class Preparer:
         blocks = (
             {b.name: self._bind(b, degree, here) for b in self._program.blocks[slice(*here.blocks)]} if here else {}
         )
-        links = {b.name: self._link(b, placement) for b in self._program.buckets}
+        links = {b.name: self._link(b, placement) for b in self._program.buckets if b.blocks}
         held = placement.held(self._rank)
         return Prepared(
             rank_program(self._program.outline, strategy, counts, self._rank, mode, ranks=self._ranks),
@@ -129,7 +129,7 @@ class Preparer:
             degree,
             blocks,
             {name: pull for name, (pull, _) in links.items()},
-            {name: push for name, (_, push) in links.items()},
+            {name: push for name, (_, push) in links.items() if push is not None},
             {b.name: local_shards(b, degree) for b in self._program.buckets if b.name in held},
             tuple(stage.ranks for stage in placement.stages),
         )
@@ -145,28 +145,30 @@ class Preparer:
             dict(zip(template.parameters, block.parameters, strict=True)),
             {local: self._buffers[name] for local, name in zip(template.buffers, block.buffers, strict=True)},
             dict(zip(others, block.aux, strict=True)),
-            torch.tensor(vocabulary_start(variant, parameters, degree)),
+            vocabulary_starts(variant, parameters, degree),
             enters=degree.sequence_parallel and block.name == first and bool(stage.previous),
             leaves=degree.sequence_parallel and block.name == last and bool(stage.following),
             recompute=stage.recompute,
         )
 
-    def _link(self, bucket: Bucket, placement: Placement) -> tuple[Exchange, Exchange]:
+    def _link(self, bucket: Bucket, placement: Placement) -> tuple[Exchange, Exchange | None]:
         stages = dict(placement.holders).get(bucket.name, ())
         kinds = [self._kinds(bucket, Degree.of(placement.stage_of[ranks[0]], ranks[0])) for ranks in stages]
-        key = (bucket.form, stages, tuple(tuple(k.values()) for k in kinds))
+        key = (bucket.form, bucket.learns, stages, tuple(tuple(k.values()) for k in kinds))
 
-        def make() -> tuple[Exchange, Exchange]:
+        def make() -> tuple[Exchange, Exchange | None]:
             source, target = self._homes[bucket.name], propagation(bucket, stages, kinds)
             return (
                 pull_exchange(source, target, self._rank, self._ranks, self._device),
-                push_exchange(target, source, self._rank, self._ranks, self._device),
+                push_exchange(target, source, self._rank, self._ranks, self._device) if bucket.learns else None,
             )
 
         return self._links.get(key, make)
 
     def _kinds(self, bucket: Bucket, degree: Degree) -> dict[str, GradientKind]:
-        """Return the gradient kind of every parameter of a bucket in a stage."""
+        """Return the gradient kind of every parameter of a bucket in a stage; that of a frozen one says nothing."""
+        if not bucket.learns:
+            return {p.name: GradientKind.REPLICA for p in bucket.parameters}
         found: dict[str, GradientKind] = {}
         for block in (b for b in self._program.blocks if b.name in bucket.blocks):
             template = self._program.templates[block.template]

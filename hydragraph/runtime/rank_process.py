@@ -14,9 +14,9 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -59,26 +59,30 @@ class Died:
     how: str
 
 
-def run_rank(
-    connection: Connection, seat: Seat, work: bytes, prepared: tuple[object, ...], others: Sequence[Connection]
-) -> None:
+class Readable(Protocol):
+    """What holds a value for another process."""
+
+    def read(self) -> Any:
+        """Return the value."""
+
+
+def run_rank(connection: Connection, seat: Seat, work: bytes, prepared: Readable | None) -> None:
     """Live a rank's whole life.
 
     Args:
         work: a pickled function and its arguments.
-        prepared: what comes before the arguments; inherited, not pickled.
-        others: ends of other ranks' connections that this process has inherited.
+        prepared: has what comes before the arguments.
     """
-    gc.freeze()  # nothing inherited will go: to look for garbage there takes a second, and copies its pages
-    for each in others:
-        each.close()  # while any process holds the launcher's end, a rank that is done would wait for it
     _end_with_launcher()
     try:
         _take(seat)
         function, args = pickle.loads(work)
+        if prepared is not None:
+            args = (prepared.read(), *args)
+        gc.freeze()  # nothing imported or read will go: to look for garbage there takes a second, and copies its pages
         store = dist.TCPStore(HOST, seat.port, None, False, wait_for_workers=False)  # type: ignore[attr-defined]
         dist.init_process_group("gloo", store=store, rank=seat.rank, world_size=seat.ranks)
-        outcome: Returned | Raised = Returned(pickle.dumps(function(*prepared, *args)))
+        outcome: Returned | Raised = Returned(pickle.dumps(function(*args)))
     except BaseException as error:
         outcome = raised(error)
     with contextlib.suppress(OSError):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from typing import Generic, TypeVar
 
 K = TypeVar("K", bound=Hashable)
@@ -30,6 +30,10 @@ class Recent(Generic[K, V]):
                 self._values.popitem(last=False)
         self._values.move_to_end(key)
         return self._values[key]
+
+    def items(self) -> Iterable[tuple[K, V]]:
+        """Return what is kept, by key."""
+        return self._values.items()
 
     def __len__(self) -> int:
         """Return how many are kept."""

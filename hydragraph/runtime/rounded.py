@@ -10,7 +10,9 @@ from hydragraph.runtime.state import HomeState
 
 
 class Rounded:
-    """This rank's shards in the dtype that models compute in. It costs 2 bytes per owned parameter.
+    """This rank's shards in the dtype that models compute in. It costs 2 bytes per owned parameter that learns.
+
+    Frozen weights have no copy: they are cast whenever they are pulled.
 
     Args:
         home: the master weights.
@@ -19,12 +21,17 @@ class Rounded:
 
     def __init__(self, home: HomeState, dtype: torch.dtype) -> None:
         self._home = home
-        self._copies = {name: torch.empty_like(weights, dtype=dtype) for name, weights in home.weights.items()}
+        self._copies = {name: torch.empty_like(home.weights[name], dtype=dtype) for name in home.gradients}
         self._versions: dict[str, int] = {}
 
     def of(self, bucket: str) -> Tensor:
-        """Return a bucket's copy, rounded again where anything but the kernel changed the weights since."""
+        """Return a bucket's copy, rounded again where anything but the kernel changed the weights since.
+
+        Of a bucket that does not learn, return the weights themselves.
+        """
         weights = self._home.weights[bucket]
+        if bucket not in self._copies:
+            return weights
         if self._versions.get(bucket) != weights._version:
             self._copies[bucket].copy_(weights)
             self._versions[bucket] = weights._version
@@ -33,7 +40,8 @@ class Rounded:
     def by_parameter(self) -> dict[Tensor, Tensor]:
         """Return each parameter's part, for the optimizer to write to."""
         parameters: dict[str, nn.Parameter] = dict(self._home.parameters)
-        return {parameters[name]: piece.of(self._copies) for name, piece in self._home.pieces.items()}
+        kept = {name: piece for name, piece in self._home.pieces.items() if piece.bucket in self._copies}
+        return {parameters[name]: piece.of(self._copies) for name, piece in kept.items()}
 
 
 def rounded(home: HomeState, dtype: torch.dtype, optimizer: torch.optim.Optimizer | None) -> Rounded | None:

@@ -56,9 +56,10 @@ class HomeState:
     Attributes:
         rank: whose.
         layouts: bucket name -> home layout over all ranks.
-        weights, gradients: bucket name -> 1-D fp32 tensor of this rank's shard.
+        weights, gradients: bucket name -> 1-D fp32 tensor of this rank's shard; gradients of the buckets that learn.
         pieces: parameter name -> what this rank owns of it (perhaps nothing), in model order.
-        parameters: parameter name -> 1-D fp32 view into `weights`, whose `.grad` is a view into `gradients`.
+        parameters: parameter name -> 1-D fp32 view into `weights`, whose `.grad` is a view into `gradients`, or None
+            where the parameter is frozen or the loss does not reach it.
     """
 
     rank: int
@@ -74,19 +75,20 @@ class HomeState:
         layouts = {b.name: home(b.size, range(ranks)) for b in program.buckets}
         sizes = {name: layout.local_size(rank) for name, layout in layouts.items()}
         weights = {n: torch.empty(s, dtype=torch.float32, device=device) for n, s in sizes.items()}
-        gradients = {n: torch.zeros(s, dtype=torch.float32, device=device) for n, s in sizes.items()}
+        learning = {b.name for b in program.buckets if b.learns}
+        gradients = {n: torch.zeros(s, dtype=torch.float32, device=device) for n, s in sizes.items() if n in learning}
         owned = {b.name: _owned(b, layouts[b.name], rank) for b in program.buckets}
         found = {p.parameter.name: p for pieces in owned.values() for p in pieces}
         pieces = {name: found[name] for name in program.parameters}
-        parameters = {name: nn.Parameter(piece.of(weights)) for name, piece in pieces.items()}
+        parameters = {n: nn.Parameter(piece.of(weights), piece.parameter.trainable) for n, piece in pieces.items()}
         state = HomeState(rank, layouts, weights, gradients, pieces, parameters)
         state.attach_gradients()
         return state
 
     def attach_gradients(self) -> None:
-        """Point every parameter's `.grad` at its part of the gradients, also after a `zero_grad`."""
+        """Point `.grad` of every parameter that learns at its part of the gradients, also after a `zero_grad`."""
         for name, piece in self.pieces.items():
-            self.parameters[name].grad = piece.of(self.gradients)
+            self.parameters[name].grad = piece.of(self.gradients) if piece.bucket in self.gradients else None
 
     @torch.no_grad()
     def fill(self, tensors: Mapping[str, Tensor]) -> None:
@@ -96,8 +98,8 @@ class HomeState:
             self.parameters[name].copy_(piece.parameter.canonical(tensor.detach())[piece.lo : piece.hi])
 
     def named(self) -> list[tuple[str, nn.Parameter]]:
-        """Return (name, 1-D fp32 tensor) of every parameter in model order, with 0 elements where nothing is owned."""
-        return list(self.parameters.items())
+        """Return (name, 1-D fp32 tensor) of every trainable parameter in model order; perhaps without any elements."""
+        return [(name, parameter) for name, parameter in self.parameters.items() if parameter.requires_grad]
 
 
 def _owned(bucket: Bucket, layout: Layout, rank: int) -> Sequence[Piece]:
@@ -117,9 +119,17 @@ def make_optimizer(factory: OptimizerFactory, state: HomeState) -> torch.optim.O
     """Call the user's factory and refuse what would be wrong on flat shards.
 
     Raises:
-        Unsupported: an optimizer that looks at whole tensors (LBFGS, Adafactor, Muon, ...), or that left some out.
+        Unsupported: nothing is trainable; an optimizer that looks at whole tensors (LBFGS, Adafactor, Muon, ...), or
+            that holds others than it was given.
     """
-    optimizer = factory(state.named())
+    named = state.named()
+    if not state.gradients:
+        raise Unsupported(
+            "no parameter gets a gradient: all are frozen (requires_grad=False), or the loss reaches none",
+            where="optimizer",
+            remedy="set requires_grad of what is to be trained before you compile, or pass optimizer=None to evaluate",
+        )
+    optimizer = factory(named)
     if not isinstance(optimizer, ELEMENTWISE):
         names = ", ".join(c.__name__ for c in ELEMENTWISE)
         raise Unsupported(
@@ -128,7 +138,7 @@ def make_optimizer(factory: OptimizerFactory, state: HomeState) -> torch.optim.O
             remedy=f"use one of torch.optim's {names}",
         )
     held: list[Any] = [p for group in optimizer.param_groups for p in group["params"]]
-    strangers = {id(p) for p in held} - {id(p) for p in state.parameters.values()}
+    strangers = {id(p) for p in held} - {id(p) for _, p in named}
     if strangers:
         raise Unsupported(
             f"it holds {len(strangers)} tensors that are not the ones it was given",

@@ -7,16 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import replace
+from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
+from torch import Tensor
 
 from hydragraph.ir.layout import GradientKind
 from hydragraph.ir.parameter import Parameter
 from hydragraph.ir.program import Block, Program, Template
 from hydragraph.passes.accumulate import accumulate
 from hydragraph.passes.compiled import compile_variant
-from hydragraph.passes.differentiate import RECOMPUTE, Variant, differentiate
+from hydragraph.passes.differentiate import RECOMPUTE, Variant, differentiate, start_of
 from hydragraph.passes.fuse_head import fuse_head
 from hydragraph.passes.place import place
 from hydragraph.passes.shard import Degree, gradient_kinds, shard
@@ -59,6 +61,10 @@ class Variants:
         self._known = Recent[Hashable, Variant](capacity)
         self._kinds: dict[tuple[str, Degree], Mapping[str, GradientKind]] = {}
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        _shared.update(self._known.items())  # as if they had been compiled in this process
+
     def __len__(self) -> int:
         return len(self._known)
 
@@ -71,7 +77,8 @@ class Variants:
         template = self.program.templates[block.template]
         parameters = local_parameters(self.program, block, template)
         held = tuple((p.rule, p.local_shape(degree.tp, degree.index)) for p in parameters.values())
-        key = (template.content, held, degree.tp, degree.sequence_parallel, recompute, self._how)
+        learns = self._learning(block)
+        key = (template.content, held, degree.tp, degree.sequence_parallel, recompute, learns, self._how)
 
         def make() -> Variant:
             found = _shared.get(key)
@@ -89,6 +96,7 @@ class Variants:
                 degree = Degree.of(stage, rank)
                 for block in self.program.blocks[slice(*stage.blocks)]:
                     self.get(block, degree, stage.recompute)
+                    self.kinds(block, degree)
 
     def _compile(self, block: Block, parameters: Mapping[str, Parameter], degree: Degree, recompute: bool) -> Variant:
         template = self.program.templates[block.template]
@@ -96,11 +104,20 @@ class Variants:
         if self._fused_head and degree.tp == 1:
             sharded = fuse_head(sharded)
         partitioner = RECOMPUTE if recompute else self._partitioner
-        variant = differentiate(template, sharded, parameters, degree, self.program.dtype, partitioner)
+        variant = differentiate(
+            template, sharded, parameters, degree, self.program.dtype, partitioner, block.name, self._learning(block)
+        )
         if self._backend == "eager":
             return accumulate(variant) if self._added else variant
         strides = {name: shard_strides(p, degree) for name, p in parameters.items()}
         return compile_variant(variant, strides, self._device, where=block.name)
+
+    def _learning(self, block: Block) -> frozenset[str]:
+        """Return what a block computes gradients of: its parameters that learn, and the hidden state if others do."""
+        local = self.program.templates[block.template].parameters
+        names = {n for n, name in zip(local, block.parameters, strict=True) if name in self.program.learning}
+        outline = self.program.outline
+        return frozenset(names | ({"hidden"} if outline.index[block.name] > outline.lowest else set()))
 
     def kinds(self, block: Block, degree: Degree) -> Mapping[str, GradientKind]:
         """Return what the gradient of each of a block's parameters is in a rank's stage, by local name."""
@@ -124,7 +141,8 @@ def shard_strides(parameter: Parameter, degree: Degree) -> tuple[int, ...]:
     return tuple(parameter.natural(flat, degree.tp, degree.index).stride())
 
 
-def vocabulary_start(variant: Variant, parameters: Mapping[str, Parameter], degree: Degree) -> int:
-    """Return the first row that a rank holds of the parameter that a variant cuts along the vocabulary; 0 for none."""
-    rule = parameters[variant.vocabulary].rule if variant.vocabulary else None
-    return rule.units(0, degree.tp, degree.index)[0] * rule.unit if rule else 0
+def vocabulary_starts(variant: Variant, parameters: Mapping[str, Parameter], degree: Degree) -> dict[str, Tensor]:
+    """Return a variant's inputs that say which rows a rank holds of what is cut along the vocabulary (0-d int64)."""
+    rules = {name: parameters[name].rule for name in variant.vocabulary}
+    firsts = {name: rule.units(0, degree.tp, degree.index)[0] * rule.unit for name, rule in rules.items() if rule}
+    return {start_of(name): torch.tensor(first) for name, first in firsts.items()}

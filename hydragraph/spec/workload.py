@@ -11,6 +11,7 @@ from torch import Tensor
 from hydragraph.errors import Unsupported
 
 IGNORED = -100  # PyTorch's default ignore_index: a token with this label is no target
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,36 +46,46 @@ class Field:
 
 
 def sequence_of(
-    given: Tensor | dict[str, Tensor], index: int, causal: bool, fields: Mapping[str, Field] | None = None
+    given: Tensor | Mapping[str, Tensor], index: int, causal: bool, fields: Mapping[str, Field] | None = None
 ) -> Sequence:
     """Check what a user passed as one sequence and align its labels.
 
     Args:
-        given: ids, 1-D int64; or a dict of input_ids, labels (-100 where a label does not count) or shift_labels, and
-            the fields of the user's own, [L, ...].
+        given: ids, 1-D of any integer type; or a mapping of input_ids, labels (-100 where a label does not count) or
+            shift_labels, and the fields of the user's own, [L, ...].
         index: its place in the mini-batch, for errors.
         causal: labels are shifted by one here; otherwise they must be given and stay where they are, as shift_labels
             do always.
         fields: of the user's own, which the model or the loss computes with.
+
+    Returns:
+        the sequence, its tensors on the CPU, contiguous, ids and labels int64.
     """
     own = fields or {}
-    brought = given if isinstance(given, dict) else {"input_ids": given}
+    brought = dict(given) if isinstance(given, Mapping) else {"input_ids": given}
     _check_names(brought, own, index)
-    ids = brought["input_ids"]
+    size = brought["input_ids"].shape[:1] if isinstance(brought["input_ids"], Tensor) else ()
     for name, value in brought.items():
         kind = own.get(name, Field(torch.int64))
-        described = f"{value.dtype} {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-        if not isinstance(value, Tensor) or value.dtype != kind.dtype or value.shape != (*ids.shape[:1], *kind.sizes):
+        if not isinstance(value, Tensor) or not _is_of(value.dtype, kind.dtype) or value.shape != (*size, *kind.sizes):
+            described = f"{value.dtype} {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
             wanted = "1-D int64" if name not in own else f"{kind.dtype} [tokens{''.join(f', {n}' for n in kind.sizes)}]"
             raise ValueError(f"sequence {index}: {name} is {described}; pass {wanted} tensors of equal length")
+        brought[name] = value.detach().to("cpu", kind.dtype).contiguous()
     if not causal and not {"labels", "shift_labels"} & set(brought):
         raise ValueError(f"sequence {index} has no labels; masked models need them (-100 where a token does not count)")
+    ids = brought["input_ids"]
     labels = brought.get("labels", ids)
     if "shift_labels" in brought:
         labels = brought["shift_labels"]
     elif causal:
         labels = torch.cat([labels[1:], labels.new_full((min(1, len(ids)),), IGNORED)])
     return Sequence(ids, labels, {name: brought[name] for name in own})
+
+
+def _is_of(dtype: torch.dtype, wanted: torch.dtype) -> bool:
+    """Say whether a dtype is the wanted one, or an integer type where int64 is wanted."""
+    return dtype is wanted or (wanted is torch.int64 and dtype in _INTEGERS)
 
 
 def _check_names(brought: Mapping[str, Tensor], own: Mapping[str, Field], index: int) -> None:

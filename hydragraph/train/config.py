@@ -16,6 +16,7 @@ from hydragraph.spec.record import from_record, load_record, to_record
 DECAYS = ("cosine", "linear", "constant")
 DTYPES = ("float32", "bfloat16")
 BACKENDS = ("inductor", "eager")
+CHECKS = ("auto", "full", "off")
 
 
 def _check_text(name: str, value: object, optional: bool = False) -> None:
@@ -246,6 +247,8 @@ class TrainConfig:
         backend: "inductor" compiles the graphs, "eager" runs them operator by operator; None: Inductor on CUDA, eager
             elsewhere.
         device: "cpu" or "cuda"; None: a GPU where there is one.
+        check: "auto" compares the captured graphs with the model on short sequences before the first step, each kind of
+            block once; "full": every block; "off" (which YAML reads as false): nothing.
         seed: of a new model's weights and of the order of the data.
         evaluate_every: steps between evaluations on the held-out documents, which also end the run; 0: never.
         evaluate_batches: how many mini-batches of `data.tokens_per_step` an evaluation reads.
@@ -267,6 +270,7 @@ class TrainConfig:
     dtype: str = "float32"
     backend: str | None = None
     device: str | None = None
+    check: str = "auto"
     seed: int = 0
     evaluate_every: int = 0
     evaluate_batches: int = 4
@@ -286,6 +290,9 @@ class TrainConfig:
         if self.backend is not None:
             _check_choice("backend", self.backend, BACKENDS)
         _check_text("device", self.device, optional=True)
+        if not self.check:  # YAML reads `off` as False
+            object.__setattr__(self, "check", "off")
+        _check_choice("check", self.check, CHECKS)
         _check_text("output", self.output)
         if self.data.max_length > self.data.tokens_per_step:
             raise ValueError(

@@ -162,6 +162,7 @@ def train(
         dtype=getattr(torch, config.dtype),
         device=world.device,
         backend=config.backend,
+        check=config.check,
     )
     if config.model.weights is not None and last is None:
         executor.load_pretrained(Path(config.model.weights))

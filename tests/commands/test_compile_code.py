@@ -60,7 +60,7 @@ def inputs(variant: Variant) -> list[Any]:
     for name, value, shape in zip(variant.inputs, values, shapes, strict=True):
         if value is None:
             held.append(Collectives())
-        elif name == "vocabulary_start":
+        elif name.startswith("vocabulary_start."):
             held.append(torch.tensor(0))
         elif value.dtype is torch.int32:  # where sequences begin and end
             held.append(torch.linspace(0, tokens, shape[0]).int())

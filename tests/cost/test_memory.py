@@ -6,12 +6,14 @@ from functools import cache
 
 import pytest
 
+from hydragraph import capture
 from hydragraph.cost.footprint import MicroBatch, footprint
 from hydragraph.cost.memory import Memory, rank_memory
 from hydragraph.ir.program import Program
 from hydragraph.passes.shard import Degree
 from hydragraph.runtime.variants import Variants
 from hydragraph.spec.strategy import Strategy
+from tests.adapted import frozen
 from tests.models import captured
 
 TOKENS = MicroBatch(tokens=48, sequences=3)
@@ -89,3 +91,15 @@ def test_messages_only_add() -> None:
         for rank in range(ranks):
             without = memory(text, counts, rank, ranks)
             assert memory(text, counts, rank, ranks, messages=True).total >= without.total
+
+
+def test_what_is_frozen_costs_its_weight_at_home_and_saves_nothing() -> None:
+    program = capture(frozen(lambda name: "layers.2" in name))
+    found = Variants(program)
+    elements = {learns: sum(b.size for b in program.buckets if b.learns is learns) for learns in (True, False)}
+    assert min(elements.values()) > 0
+    one = rank_memory(program, Strategy.parse("<tp1,pp1>", 3), [[TOKENS]], 0, 1, found.get)
+    assert (one.state, one.shard) == (12 * elements[True] + 4 * elements[False], 4 * elements[True])
+    two = [rank_memory(program, Strategy.parse("<tp1,pp2>", 3), [[TOKENS]], r, 2, found.get) for r in (0, 1)]
+    assert two[0].gradients == 0 < two[1].gradients + two[1].working
+    assert two[0].activations < two[1].activations  # the first stage has forwards only

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hydragraph.cost.pieces import GRADIENT_BYTES, HOME_BYTES, Constants, Device, Kind, Piece, PricedStage
+from hydragraph.cost.pieces import FROZEN_BYTES, GRADIENT_BYTES, HOME_BYTES, Constants, Device, Kind, Piece, PricedStage
 
 DEVICE = Device("toy", 1e6, 1000, 2)
 PIECES = (Piece(Constants(1e-9, 2e-6, 3e-4), 100, 8.0, 5.0, 40.0), Piece(Constants(0.0, 1e-6, 1e-4), 50, 4.0, 9.0))
@@ -45,6 +45,14 @@ def test_tokens_fill_a_device_and_one_more_would_not_fit(in_flight: int, devices
         return state + weights + (150 * GRADIENT_BYTES if devices > 1 else 0)
 
     assert held(tokens) <= DEVICE.memory < held(tokens + 1)
+
+
+def test_what_is_frozen_has_no_gradient_and_no_moments() -> None:
+    device = replace(DEVICE, frozen=400)
+    pieces = (replace(PIECES[0], frozen=100), PIECES[1])
+    more = (HOME_BYTES - FROZEN_BYTES) * 400 / 4 + 100 * GRADIENT_BYTES
+    found, wanted = PricedStage(Kind(1), pieces, 1), PricedStage(Kind(1), PIECES, 1)
+    assert found.max_len(device, 4) == wanted.max_len(replace(DEVICE, memory=DEVICE.memory + more), 4)
 
 
 def test_no_token_fits_beside_a_state_that_is_too_large() -> None:

@@ -66,6 +66,7 @@ OPTIONAL = (
     "n_group",
     "topk_group",
 )  # set although the config's default is None
+WINDOWS, NARROW = ("sliding_window", "attention_chunk_size", "window_size", "local_attention"), 8  # tokens
 GLOBAL_ATTENTION = {"full_attention", "sliding_attention", "attention", "chunked_attention"}
 KEPT_BACK: list[tuple[str, ...]] = [  # what a family's own checks may not let be changed
     (),
@@ -116,9 +117,14 @@ def examine(family: str) -> Outcome:
     return Outcome(family, name, status, _tensor_parallel(program), _line(wrong or ", ".join(changes)))
 
 
-def build(family: str) -> tuple[nn.Module, list[str]]:
-    """Return a tiny model with weights, and the settings that differ from the family's defaults beside sizes."""
-    config, changes = shrink(CONFIG_MAPPING[family])
+def build(family: str, plain: bool = True) -> tuple[nn.Module, list[str]]:
+    """Return a tiny model with weights, and the settings that differ from the family's defaults beside sizes.
+
+    Args:
+        plain: without the windows, chunks, caps and router losses that the defaults have; else these are kept, windows
+            and chunks as narrow as `NARROW`.
+    """
+    config, changes = shrink(CONFIG_MAPPING[family], plain)
     config._attn_implementation = "eager"
     kind = getattr(transformers, NAMES[family])
     with torch.device("meta"):
@@ -135,18 +141,20 @@ def build(family: str) -> tuple[nn.Module, list[str]]:
     return model.float(), changes
 
 
-def shrink(kind: type[Any]) -> tuple[Any, list[str]]:
-    """Return a tiny config of a class, without dropout and sliding windows, and what was changed beside sizes."""
+def shrink(kind: type[Any], plain: bool = True) -> tuple[Any, list[str]]:
+    """Return a tiny config of a class, and what was changed beside sizes; without dropout, if plain without windows."""
     default = kind()
     given = {
         n: v for n, v in SIZES.items() if _has(default, n) and (isinstance(_read(default, n), int) or n in OPTIONAL)
     }
     if "kv_lora_rank" in given:  # latent attention has as many key/value heads as query heads
         given["num_key_value_heads"] = given["num_attention_heads"]
-    switches = dict(_switches(default))
+    switches = dict(_switches(default, plain))
+    if not plain:
+        given |= {n: NARROW for n in WINDOWS if _has(default, n) and isinstance(_read(default, n), int)}
     for name in getattr(kind, "sub_configs", None) or {}:
         if _read(default, name) is not None:
-            given[name], inner = shrink(type(_read(default, name)))
+            given[name], inner = shrink(type(_read(default, name)), plain)
             switches |= {f"{name}.{change.partition('=')[0]}": change.partition("=")[2] for change in inner}
     errors = []
     for kept in KEPT_BACK:
@@ -159,27 +167,27 @@ def shrink(kind: type[Any]) -> tuple[Any, list[str]]:
     raise errors[0]
 
 
-def _switches(default: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the settings that make a config's attention plain, where they are not."""
+def _switches(default: Any, plain: bool) -> Iterator[tuple[str, Any]]:
+    """Yield the settings that make a config fit, and where asked for its attention plain, where they do not."""
     for name, value in vars(default).items():
         if "drop" in name and isinstance(value, float) and value:
             yield name, 0.0
     kinds = _read(default, "layer_types") if _has(default, "layer_types") else None
-    mixed = bool(kinds) and set(kinds) <= GLOBAL_ATTENTION
+    mixed = plain and bool(kinds) and set(kinds) <= GLOBAL_ATTENTION
     if mixed and set(kinds) != {"full_attention"}:
         yield "layer_types", ["full_attention"] * 2
     elif kinds:
         different = list(dict.fromkeys(kinds))
         yield "layer_types", (different * 2)[: max(2, len(different))]
         yield "num_hidden_layers", max(2, len(different))
-    if _has(default, "sliding_window") and not mixed:
+    if plain and _has(default, "sliding_window") and not mixed:
         yield "sliding_window", None
     for name, value in (
         ("attn_logit_softcapping", None),
         ("use_sliding_window", False),
         ("output_router_logits", False),
     ):
-        if _has(default, name) and _read(default, name):
+        if plain and _has(default, name) and _read(default, name):
             yield name, value
     if _read(default, "is_decoder") is False:
         yield "is_decoder", True

@@ -228,7 +228,7 @@ def dropping_by_function() -> nn.Module:
     ("build", "message"),
     [
         (bart, r"BartForCausalLM: it takes no position_ids, so positions would run on.*; choose a model"),
-        (bloom, r"layer.0: a block with 2 output tensors; switch off extra outputs"),
+        (bloom, r"layer.0: torch.autograd.Function GeLUFunction, whose backward is not traced"),
         (sinks, r"GptOssAttention: s_aux=a tensor; choose a model without attention sinks"),
         (capped, r"Gemma2Attention: softcap=30.0; set softcap to None"),
         (routed, r"output_router_logits: the auxiliary router loss; set output_router_logits=False"),

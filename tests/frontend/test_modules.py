@@ -148,8 +148,64 @@ def test_tokens_that_meet_elsewhere_are_refused(mix: Callable[..., Tensor], mess
         capture(stacked(Mixing(mix)))
 
 
-def test_operators_along_other_dimensions_mix_nothing() -> None:
-    capture(stacked(Mixing(lambda b, x: x.softmax(-1) + x.cumsum(-1) + x.roll(1, -1) + x.mean(-1, keepdim=True))))
+@pytest.mark.parametrize(
+    "mix",
+    [
+        lambda b, x: x / x.norm(),
+        lambda b, x: F.normalize(x, dim=1),
+        lambda b, x: x.sort(1)[0],
+        lambda b, x: x + x.topk(1, dim=1)[0],
+        lambda b, x: x + x[:, :1],
+        lambda b, x: x.cummax(1)[0],
+        lambda b, x: x + x.prod(1, keepdim=True),
+        lambda b, x: x + x.median(1, keepdim=True)[0],
+        lambda b, x: x + x.argmax(1, keepdim=True),
+        lambda b, x: x * (x > 0).sum(),
+        lambda b, x: x + F.adaptive_avg_pool1d(x.transpose(1, 2), 1).transpose(1, 2),
+        lambda b, x: F.layer_norm(x.transpose(1, 2), x.transpose(1, 2).shape[-1:]).transpose(1, 2),
+        lambda b, x: x + torch.einsum("bti,btj->bij", x, x).sum(-1)[:, None],
+        lambda b, x: x * (1 / x.shape[1]),
+        lambda b, x: x + torch.arange(x.shape[1], device=x.device)[None, :, None],
+        lambda b, x: x + torch.ones_like(x).cumsum(1),
+        lambda b, x: x + x.index_select(1, torch.zeros(1, dtype=torch.int64, device=x.device)),
+        lambda b, x: x + x.std(),
+        lambda b, x: x * x.max(),
+    ],
+)  # fmt: skip
+def test_whatever_is_not_known_to_keep_tokens_apart_is_refused(mix: Callable[[nn.Module, Tensor], Tensor]) -> None:
+    with pytest.raises(Unsupported, match=r"layer.0: .*; call hydragraph.varlen_attention"):
+        capture(stacked(Mixing(mix)))
+
+
+@pytest.mark.parametrize(
+    "mix",
+    [
+        lambda b, x: x.softmax(-1) + x.cumsum(-1) + x.roll(1, -1) + x.mean(-1, keepdim=True),
+        lambda b, x: F.normalize(x, dim=-1) + x.amax(-1, keepdim=True) + x.sort(-1)[0],
+        lambda b, x: x.unflatten(-1, (4, 8)).softmax(-2).flatten(-2),
+        lambda b, x: (x.unflatten(-1, (4, 8)) @ x.unflatten(-1, (4, 8)).transpose(-1, -2)).flatten(-2).repeat(1, 1, 2),
+        lambda b, x: torch.cat(x.chunk(2, -1)[::-1], -1) + torch.zeros_like(x),
+        lambda b, x: F.rms_norm(x, (32,)) + F.layer_norm(x, (32,)) + x[..., :1] + x[..., 1:2],
+        lambda b, x: torch.where(x > 0, x, x.exp()) + F.glu(torch.cat([x, x], -1)),
+        lambda b, x: x @ b.linear.weight + x.gather(-1, x.argsort(-1)),
+        lambda b, x: F.pad(x, (0, 1))[..., 1:],
+    ],
+)  # fmt: skip
+def test_operators_along_other_dimensions_mix_nothing(mix: Callable[[nn.Module, Tensor], Tensor]) -> None:
+    capture(stacked(Mixing(mix)))
+
+
+class Counting(Own):
+    """Counts its positions through the row, as models for one sequence do."""
+
+    def forward(self, input_ids: Tensor, cu_seqlens: Tensor) -> Tensor:  # type: ignore[override]
+        """Return logits [1, T, outputs]."""
+        return super().forward(input_ids, torch.arange(input_ids.shape[1])[None], cu_seqlens)
+
+
+def test_positions_that_count_through_the_packed_row_are_refused() -> None:
+    with pytest.raises(Unsupported, match=r"Counting before its first block: aten.arange\S* counts .*position_ids"):
+        capture(Counting(), blocks="stack")
 
 
 class Attending(nn.Embedding):

@@ -6,13 +6,8 @@ from itertools import pairwise
 
 import pytest
 import torch
-from torch import Tensor
 
-from hydragraph.frontend.blocks import meta_copy
-from hydragraph.frontend.private import symbol_name
-from hydragraph.frontend.templates import capture_template
 from tests.frontend.execute import batch, run, with_aux
-from tests.frontend.test_skeleton import Layer, Model, skeleton
 from tests.models import captured
 
 
@@ -39,35 +34,3 @@ def test_a_template_computes_what_the_models_block_computes(lengths: list[int]) 
         mask = torch.full((b - a, b - a), float("-inf")).triu(1)[None, None]
         alone = model.model.layers[1](hidden[:, a:b], attention_mask=mask, position_embeddings=rotary)
         torch.testing.assert_close(found[:, a:b], alone[0] if isinstance(alone, tuple) else alone, rtol=1e-5, atol=1e-5)
-
-
-class Indexed(Layer):
-    """A block that scales by its own depth."""
-
-    def __init__(self, layer_idx: int) -> None:
-        super().__init__()
-        self.layer_idx = layer_idx
-
-    def forward(self, hidden: Tensor, positions: Tensor, flag: bool = True) -> Tensor:
-        return hidden + self.linear(hidden) / (self.layer_idx + 1)
-
-
-def last_template(model: Model) -> tuple[str, bool]:
-    """Capture a model's last block; return the template's name and whether it stands alone."""
-    _, sites = skeleton(meta_copy(model, torch.float32))
-    symbols = {symbol_name(size) for tensor in sites[-1].inputs for size in tensor.shape} - {None}
-    template, alone = capture_template(sites[-1], dict.fromkeys(symbols, 64))
-    return template.name, alone
-
-
-def test_a_block_that_computes_with_its_index_stands_alone() -> None:
-    first, alone = last_template(Model(Indexed(0)))
-    second, also = last_template(Model(Indexed(0), Indexed(1)))
-    assert alone
-    assert also
-    assert first != second
-
-
-def test_a_plain_block_stands_for_all_its_like() -> None:
-    assert last_template(Model(Layer())) == last_template(Model(Layer(), Layer()))
-    assert not last_template(Model(Layer()))[1]

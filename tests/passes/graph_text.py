@@ -6,13 +6,20 @@ from torch import fx
 
 
 def graph_text(module: fx.GraphModule) -> str:
-    """Return a graph's operators; only placeholders keep their names, since all others vary with what ran before."""
+    """Return a graph's operators; only placeholders keep their names, since all others vary with what ran before.
+
+    Those of other tensors that a block was called with are counted: releases of transformers differ in how many a block
+    does not use.
+    """
     names: dict[fx.Node, str] = {}
+    others = 0
     lines = []
     for node in module.graph.nodes:
         if node.op == "placeholder":
-            names[node] = node.name
-            lines.append(f"placeholder {node.name}")
+            is_other = node.name.startswith("other_")
+            names[node] = f"other_{others}" if is_other else node.name
+            others += is_other
+            lines.append(f"placeholder {names[node]}")
             continue
         names[node] = f"%{len(names)}"
         args = fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: _Name(names[n]))

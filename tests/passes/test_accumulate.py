@@ -49,7 +49,7 @@ def test_a_gradient_that_something_else_reads_is_returned() -> None:
     both = graph.call_function(torch.ops.aten.add.Tensor, (gradient, a))
     graph.output((gradient, both))
     module = fx.GraphModule({}, graph)
-    variant = Variant(module, module, ("a", "b"), 2, ("a", "b"), ("w", "hidden"), {}, None)
+    variant = Variant(module, module, ("a", "b"), 2, ("a", "b"), ("w", "hidden"), {}, ())
     assert accumulate(variant).added == ()
 
 

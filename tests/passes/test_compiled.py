@@ -11,13 +11,13 @@ from torch._dynamo.utils import counters
 
 import hydragraph as hg
 from hydragraph.errors import Unsupported
-from hydragraph.frontend.private_inductor import missing_compiler
 from hydragraph.ir.program import Block, Program
 from hydragraph.passes import compiled
 from hydragraph.passes.compiled import UNORDERED, Piece, choose_backend
 from hydragraph.passes.differentiate import Variant
 from hydragraph.passes.shard import Degree
-from hydragraph.runtime.variants import Variants, local_parameters, vocabulary_start
+from hydragraph.private.inductor import missing_compiler
+from hydragraph.runtime.variants import Variants, local_parameters, vocabulary_starts
 from tests import reference
 from tests.models import gpt2, llama, sequences
 from tests.passes.simulated import SimulatedCollectives, run_ranks
@@ -77,8 +77,7 @@ def run(
         if degree.sequence_parallel:
             own = [n for n in ("hidden", "tangent") if n in given and given[n].dim() == 3]
             values |= {n: given[n].chunk(degree.tp, 1)[collectives.index] for n in own}
-        start = torch.tensor(vocabulary_start(variant, parameters, here))
-        values |= {"vocabulary_start": start, "collectives": collectives}
+        values |= vocabulary_starts(variant, parameters, here) | {"collectives": collectives}
         with torch.no_grad():
             out, *saved = variant.forward(*(values[n] for n in variant.inputs))
             values |= {f"saved.{i}": s for i, s in enumerate(saved)}

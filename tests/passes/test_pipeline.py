@@ -1,6 +1,7 @@
 """The passes together. Golden texts: HYDRAGRAPH_UPDATE_GOLDEN=1 pytest tests/passes/test_pipeline.py rewrites them."""
 
 import os
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -8,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hydragraph.ir.instruction import RankProgram
+from hydragraph.ir.instruction import Op, RankProgram
 from hydragraph.ir.outline import Outline
 from hydragraph.ir.text import parse, to_text
 from hydragraph.ir.verify import verify
@@ -67,7 +68,26 @@ def iterations(draw):
     pipelines = tuple(Pipeline([Stage([next(devices) for _ in range(tp)], n) for tp, n in shape]) for shape in shapes)
     counts = [draw(st.integers(0, 5)) for _ in pipelines]
     strategy = Strategy(pipelines, draw(st.sampled_from(["1f1b", "gpipe"])))
-    return model(layers, draw(st.booleans())), strategy, counts, draw(st.sampled_from(["train", "evaluate"])), ranks
+    outline = model(layers, draw(st.booleans()))
+    if draw(st.booleans()):
+        outline = replace(outline, frozen=draw(st.lists(st.sampled_from([n for n, _ in outline.buckets]), unique=True)))
+    return outline, strategy, counts, draw(st.sampled_from(["train", "evaluate"])), ranks
+
+
+@settings(max_examples=50)
+@given(iterations())
+def test_what_is_frozen_is_pulled_but_never_pushed_and_backward_ends_at_the_lowest_that_learns(iteration):
+    outline, strategy, counts, mode, ranks = iteration
+    programs = rank_programs(outline, strategy, counts, mode, ranks=ranks)
+    each = [i for program in programs for i in program.instructions]
+    pulled, pushed = ({i.target for i in each if i.op is op} for op in (Op.PULL, Op.PUSH))
+    assert pushed == (pulled - {*outline.frozen} if mode == "train" else set())
+    backward = {outline.index[i.target] for i in each if i.op is Op.BACKWARD}
+    computed = range(outline.lowest, len(outline.blocks)) if mode == "train" and any(counts) else ()
+    assert backward == set(computed)
+    for i in each:
+        if i.op is Op.FORWARD and i.target != "aux":
+            assert (len(i.writes) == 2) == (outline.index[i.target] in backward)
 
 
 @settings(max_examples=150)

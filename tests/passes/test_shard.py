@@ -14,7 +14,7 @@ from hydragraph.ir.layout import GradientKind
 from hydragraph.ir.program import Block, Program
 from hydragraph.passes.differentiate import Variant
 from hydragraph.passes.shard import Degree
-from hydragraph.runtime.variants import Variants
+from hydragraph.runtime.variants import Variants, vocabulary_starts
 from tests.models import gpt2, llama
 from tests.passes.simulated import run_ranks
 
@@ -109,9 +109,7 @@ def check(
             flat = parameter.canonical(whole[local])
             held = torch.cat([flat[a:b] for a, b in parameter.intervals(tp, index)])
             given[local] = parameter.natural(held, tp, index)
-        vocabulary = next((p for p in described.values() if p.rule and not p.rule.heads), None)
-        rows = vocabulary.rule.units(0, tp, index)[0] if vocabulary else 0  # type: ignore[union-attr]
-        given |= {"vocabulary_start": torch.tensor(rows), "collectives": collectives}
+        given |= vocabulary_starts(compiled[index], described, Degree(tp, index)) | {"collectives": collectives}
         if not sequence_parallel:
             return run(compiled[index], given, tangent)
 

@@ -18,17 +18,16 @@ import hydragraph as hg
 from hydragraph.ir.instruction import Instruction, Op
 from hydragraph.runtime.executor import Executor, square_sum
 from tests.models import llama, sequences
+from tests.ready import Ready, small_llama
 
 LAYERS = 2
 STRATEGY = "<[0,1]x1,[2]x1>"
 LIMIT = timedelta(seconds=120)  # against a hang; a failure is noticed within 10 s of happening
 
 
-def compiled(max_grad_norm: float | None = None) -> hg.Executable:
-    from tests.warm import LLAMA  # here, because ranks have it already
-
+def compiled(ready: Ready, max_grad_norm: float | None = None) -> hg.Executable:
     strategy = hg.Strategy.parse(STRATEGY, layers=LAYERS)
-    return LLAMA.executable(strategy, lambda named: torch.optim.AdamW(named, lr=1e-2), max_grad_norm=max_grad_norm)
+    return ready.executable(strategy, lambda named: torch.optim.AdamW(named, lr=1e-2), max_grad_norm=max_grad_norm)
 
 
 def batch(seed: int = 0) -> list[Tensor]:
@@ -57,9 +56,9 @@ def _boom() -> None:
     raise ArithmeticError("boom")
 
 
-def fail(victim: int, op: Op, occurrence: int, how: str) -> tuple[bool, str]:
+def fail(ready: Ready, victim: int, op: Op, occurrence: int, how: str) -> tuple[bool, str]:
     """Train a step, then let one rank fail in the next; survivors return whether their weights changed, and why."""
-    exe = compiled()
+    exe = compiled(ready)
     exe.step(batch(0))
     before = {n: w.clone() for n, w in exe.home.weights.items()}
     if exe.rank == victim:
@@ -86,7 +85,7 @@ def test_a_failing_rank_is_named_by_all_and_nothing_is_updated(
     monkeypatch.setenv("HYDRAGRAPH_TEST_REPORTS", str(tmp_path))
     expected = hg.RankFailure if how == "kill" else ArithmeticError
     with pytest.raises(expected):
-        hg.launch(fail, 4, victim, op, occurrence, how, timeout=LIMIT)
+        hg.launch(fail, 4, small_llama(), victim, op, occurrence, how, timeout=LIMIT)
     survivors = [r for r in range(4) if r != victim]
     for rank in survivors:
         changed, _, message = (tmp_path / str(rank)).read_text().partition("|")
@@ -95,8 +94,8 @@ def test_a_failing_rank_is_named_by_all_and_nothing_is_updated(
         assert text in message, message
 
 
-def not_finite() -> tuple[str, bool, float]:
-    exe = compiled()
+def not_finite(ready: Ready) -> tuple[str, bool, float]:
+    exe = compiled(ready)
     exe.step(batch(0))
     healthy = {n: w.clone() for n, w in exe.home.weights.items()}
     name = next(n for n in exe.home.weights if n.startswith("layer"))
@@ -116,21 +115,19 @@ def not_finite() -> tuple[str, bool, float]:
 
 
 def test_a_loss_that_is_not_finite_updates_nothing_and_training_goes_on() -> None:
-    for message, same, loss in hg.launch(not_finite, 3, timeout=LIMIT):
+    for message, same, loss in hg.launch(not_finite, 3, small_llama(), timeout=LIMIT):
         assert "not finite, so nothing was updated" in message
         assert same
         assert loss == loss
 
 
-def disagree(what: str) -> None:
-    from tests.warm import LLAMA
-
+def disagree(ready: Ready, what: str) -> None:
     rank = torch.distributed.get_rank()
     model = llama(LAYERS)
     if what == "weights" and rank == 1:
         with torch.no_grad():
             next(model.parameters()).add_(1)
-    exe = replace(LLAMA, model=model).executable(hg.Strategy.parse(STRATEGY, layers=LAYERS))
+    exe = replace(ready, model=model).executable(hg.Strategy.parse(STRATEGY, layers=LAYERS))
     data = batch(rank if what == "data" else 0)
     text = "<[0]x1,[1]x1>" if what == "strategy" and rank == 2 else STRATEGY
     exe.evaluate(data, strategy=hg.Strategy.parse(text, layers=LAYERS))
@@ -139,29 +136,29 @@ def disagree(what: str) -> None:
 @pytest.mark.parametrize("what", ["weights", "data", "strategy"])
 def test_ranks_that_disagree_find_out_before_anything_runs(what: str) -> None:
     with pytest.raises(ValueError, match="differs between ranks"):
-        hg.launch(disagree, 3, what, timeout=LIMIT)
+        hg.launch(disagree, 3, small_llama(), what, timeout=LIMIT)
 
 
-def wrong_world() -> None:
-    compiled()
+def wrong_world(ready: Ready) -> None:
+    compiled(ready)
 
 
 def test_a_strategy_for_more_ranks_than_there_are_is_refused() -> None:
     with pytest.raises(ValueError, match=r"(device|rank) 2"):
-        hg.launch(wrong_world, 2, timeout=LIMIT)
+        hg.launch(wrong_world, 2, small_llama(), timeout=LIMIT)
 
 
-def clipped() -> tuple[list[float], list[float], dict[str, Tensor]]:
-    exe = compiled(max_grad_norm=0.5)
+def clipped(ready: Ready) -> tuple[list[float], list[float], dict[str, Tensor]]:
+    exe = compiled(ready, max_grad_norm=0.5)
     reports = [exe.step(batch(i)) for i in range(3)]
     weights = exe.full_state_dict()
     exe.close()
     return [r.loss for r in reports], [r.grad_norm for r in reports], weights
 
 
-def twice() -> tuple[list[str], int, int]:
+def twice(ready: Ready) -> tuple[list[str], int, int]:
     """Run the same steps twice from the same weights; also count what a switch of strategies compiles."""
-    exe = compiled()
+    exe = compiled(ready)
     start = {n: w.clone() for n, w in exe.home.weights.items()}
     hashes = []
     other = hg.Strategy.parse("<[1]x2> + <[2]x1,[0]x1>", layers=LAYERS)
@@ -179,7 +176,7 @@ def twice() -> tuple[list[str], int, int]:
 
 
 def test_the_same_steps_twice_give_the_same_bits_and_switching_compiles_nothing_again() -> None:
-    for hashes, known, found in hg.launch(twice, 3, timeout=LIMIT):
+    for hashes, known, found in hg.launch(twice, 3, small_llama(), timeout=LIMIT):
         assert hashes[0] == hashes[1]
         assert known == found
 
@@ -191,7 +188,7 @@ def test_gradients_are_clipped_by_the_global_norm() -> None:
     wanted = reference.train(
         model, [batch(i) for i in range(3)], optimizer=lambda p: torch.optim.AdamW(p, lr=1e-2), clip=0.5
     )
-    runs = hg.launch(clipped, 3, timeout=LIMIT)
+    runs = hg.launch(clipped, 3, small_llama(), timeout=LIMIT)
     assert runs[0][0] == pytest.approx(wanted.losses, rel=1e-5)
     norms = [float(torch.stack([g.norm() for g in step.values()]).norm()) for step in wanted.gradients]
     assert runs[0][1] == pytest.approx(norms, rel=1e-4)

@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 import hydragraph as hg
 from hydragraph.ir.instruction import Instruction, Op
 from tests.models import llama, sequences
+from tests.ready import Ready, small_llama
 
 LAYERS = 2
 RANKS = 3
@@ -45,11 +46,9 @@ VICTIMS = {
 PRINTED = {Op.PULL: "link W.", Op.PUSH: "link G."}  # what the others print begins with their own name
 
 
-def compiled() -> hg.Executable:
-    from tests.warm import LLAMA  # here, because ranks have it already
-
+def compiled(ready: Ready) -> hg.Executable:
     strategy = hg.Strategy.parse(STRATEGY, layers=LAYERS)
-    return LLAMA.executable(strategy, lambda named: torch.optim.AdamW(named, lr=1e-2))
+    return ready.executable(strategy, lambda named: torch.optim.AdamW(named, lr=1e-2))
 
 
 def batch(seed: int = 0) -> list[Tensor]:
@@ -89,8 +88,8 @@ def survive(exe: hg.Executable, steps: int) -> None:
 # A rank that dies.
 
 
-def killed(victim: int, op: Op) -> None:
-    exe = compiled()
+def killed(ready: Ready, victim: int, op: Op) -> None:
+    exe = compiled(ready)
     if exe.rank == victim:
         before(exe, op, lambda: os.kill(os.getpid(), signal.SIGKILL))
     survive(exe, 2)
@@ -107,7 +106,7 @@ def test_a_rank_killed_at_any_instruction_is_named_by_all(
     monkeypatch.setenv(REPORTS, str(tmp_path))
     victim = VICTIMS[op]
     with pytest.raises(hg.RankFailure, match=r"killed by signal 9") as caught:
-        hg.launch(killed, RANKS, victim, op, timeout=LIMIT)
+        hg.launch(killed, RANKS, small_llama(), victim, op, timeout=LIMIT)
     assert caught.value.rank == victim
     for rank in {0, 1, 2} - {victim}:
         number, unchanged, message = (tmp_path / str(rank)).read_text().split("|", 2)
@@ -120,8 +119,8 @@ def test_a_rank_killed_at_any_instruction_is_named_by_all(
 # A rank that raises.
 
 
-def out_of_memory(victim: int) -> None:
-    exe = compiled()
+def out_of_memory(ready: Ready, victim: int) -> None:
+    exe = compiled(ready)
     exe.step(batch())
     if exe.rank == victim:
         block = exe._preparer.get(*exe._running).blocks["layer.0"]
@@ -132,7 +131,7 @@ def out_of_memory(victim: int) -> None:
 def test_a_rank_without_memory_is_named_by_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(REPORTS, str(tmp_path))
     with pytest.raises(torch.OutOfMemoryError, match=r"20\.00 GiB"):
-        hg.launch(out_of_memory, RANKS, 1, timeout=LIMIT)
+        hg.launch(out_of_memory, RANKS, small_llama(), 1, timeout=LIMIT)
     for rank in range(RANKS):
         _, unchanged, message = (tmp_path / str(rank)).read_text().split("|", 2)
         assert unchanged == "True"
@@ -207,15 +206,17 @@ def save_to_a_full_disk(exe: hg.Executable, folder: Path) -> tuple[list[str], bo
     return errors, whole, loss
 
 
-def endure(folder: Path) -> tuple[Any, Any]:
-    exe = compiled()
+def endure(ready: Ready, folder: Path) -> tuple[Any, Any]:
+    exe = compiled(ready)
     found = slowly(exe), save_to_a_full_disk(exe, folder)
     exe.close()
     return found
 
 
 def test_slow_ranks_and_a_full_disk_end_nothing(tmp_path: Path) -> None:
-    for rank, ((quick, late), (errors, whole, _)) in enumerate(hg.launch(endure, RANKS, tmp_path, timeout=LIMIT)):
+    for rank, ((quick, late), (errors, whole, _)) in enumerate(
+        hg.launch(endure, RANKS, small_llama(), tmp_path, timeout=LIMIT)
+    ):
         assert quick == late
         assert whole
         assert len(errors) == 2
@@ -229,7 +230,7 @@ def test_slow_ranks_and_a_full_disk_end_nothing(tmp_path: Path) -> None:
 # Ranks that do not do the same.
 
 
-def differing() -> list[str]:
+def differing(ready: Ready) -> list[str]:
     """Differ between ranks in several ways, one after another; return what this rank is told."""
     rank = dist.get_rank()
     strategy, other = (hg.Strategy.parse(text, layers=LAYERS) for text in (STRATEGY, OTHER))
@@ -252,7 +253,7 @@ def differing() -> list[str]:
     tell(lambda: hg.compile(code, strategy))
     torch.manual_seed(rank // 2)
     tell(lambda: hg.compile(meta(), strategy))
-    exe = compiled()
+    exe = compiled(ready)
     tell(lambda: exe.evaluate(batch(rank)))
     tell(lambda: exe.evaluate(batch(), other if rank == 2 else None))
     tell(lambda: exe.evaluate(batch()) if rank else exe.gradients(batch()))
@@ -263,7 +264,7 @@ def differing() -> list[str]:
 
 
 def test_ranks_that_differ_are_told_before_anything_runs() -> None:
-    by_rank = hg.launch(differing, RANKS, timeout=LIMIT)
+    by_rank = hg.launch(differing, RANKS, small_llama(), timeout=LIMIT)
     assert by_rank == [by_rank[0]] * RANKS
     code, seed, *calls, agreed = by_rank[0]
     assert code.startswith("program differs between ranks")

@@ -26,7 +26,7 @@ def nothing_is_traced() -> Iterator[None]:
     """Make empty variants: what is compiled is not the question here."""
 
     def empty(*_: object) -> Variant:
-        return Variant(GraphModule({}, Graph()), GraphModule({}, Graph()), (), 1, (), (), {}, None)
+        return Variant(GraphModule({}, Graph()), GraphModule({}, Graph()), (), 1, (), (), {}, ())
 
     shared: WeakValueDictionary[object, Variant] = WeakValueDictionary()
     with mock.patch.object(Variants, "_compile", empty), mock.patch.object(variants, "_shared", shared):

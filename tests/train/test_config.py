@@ -35,6 +35,16 @@ def test_saved_config_reads_back_as_its_equal(tmp_path: Path) -> None:
     assert resolved["data"]["text_field"] == "text"
 
 
+def test_yaml_takes_off_for_false(tmp_path: Path) -> None:
+    config = TrainConfig.load(write(tmp_path, {}), ["check=off"])
+    assert config.check == "off"
+    config.save(tmp_path / "resolved.yaml")
+    assert TrainConfig.load(tmp_path / "resolved.yaml") == config
+    assert TrainConfig.load(write(tmp_path, {"check": False})) == config
+    with pytest.raises(ValueError, match="check is 'sometimes'"):
+        TrainConfig.load(write(tmp_path, {"check": "sometimes"}))
+
+
 @pytest.mark.parametrize(
     ("field", "value", "sentence"),
     [

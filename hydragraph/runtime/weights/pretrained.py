@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from hydragraph.errors import Unsupported
+from hydragraph.frontend.adapters import is_peft
 from hydragraph.frontend.huggingface import is_huggingface
 from hydragraph.runtime.failure.agreement import together, together_own
 from hydragraph.runtime.groups import Groups
@@ -53,7 +54,7 @@ class Names:
     @staticmethod
     def of(model: nn.Module, sources: Mapping[str, str]) -> Names:
         """Take what is needed from a model, which may be on the meta device."""
-        if not is_huggingface(model):
+        if not is_huggingface(model) or is_peft(model):
             return Names(sources, (), None, None, Family())
         from transformers.conversion_mapping import get_model_conversion_mapping
 

@@ -25,6 +25,7 @@ from hydragraph.runtime.groups import Groups
 from hydragraph.runtime.launch import PRELOAD, join, launch
 from hydragraph.runtime.sharded import Sharded
 from tests.models import sequences
+from tests.ready import Ready, small_llama
 from tests.runtime.homes import ALONE, KINDS, Snapshot, make, outcome, step, trained, whole
 
 LIMIT = timedelta(seconds=60)
@@ -171,16 +172,14 @@ def test_an_error_in_the_background_is_everybodys_and_loses_nothing(tmp_path: Pa
 # Through hydragraph.compile.
 
 
-def compiled() -> hg.Executable:
-    from tests.warm import LLAMA  # here, because ranks have it already
-
+def compiled(ready: Ready) -> hg.Executable:
     strategy = hg.Strategy.parse("<[0]x1,[1]x1>", layers=2)
-    return LLAMA.executable(strategy, lambda named: torch.optim.AdamW(named, lr=1e-2))
+    return ready.executable(strategy, lambda named: torch.optim.AdamW(named, lr=1e-2))
 
 
-def save_while_training(folder: Path) -> tuple[list[tuple[str, str]], list[bool]]:
+def save_while_training(ready: Ready, folder: Path) -> tuple[list[tuple[str, str]], list[bool]]:
     """Save while training, fail once, and train on; return errors, and what must be the same."""
-    exe = compiled()
+    exe = compiled(ready)
     batch = sequences([9, 14, 5])
     exe.step(batch)
     before = exe.full_state_dict()
@@ -211,7 +210,7 @@ def save_while_training(folder: Path) -> tuple[list[tuple[str, str]], list[bool]
 
 
 def test_a_failed_save_stops_the_next_step_of_every_rank_and_the_run_may_go_on(tmp_path: Path) -> None:
-    by_rank = hg.launch(save_while_training, 2, tmp_path, timeout=timedelta(seconds=120))
+    by_rank = hg.launch(save_while_training, 2, small_llama(), tmp_path, timeout=timedelta(seconds=120))
     path = tmp_path / "c"
     said = f"rank 1 failed at `save checkpoint {path}`: OSError: [Errno 28] No space left on device: '{path}'"
     assert [outcomes for outcomes, _ in by_rank] == [[("RankFailure", said)]] * 2

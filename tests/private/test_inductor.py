@@ -13,9 +13,9 @@ from torch._dynamo.utils import counters
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from hydragraph.frontend.private import TensorSpec, _fake_inputs
-from hydragraph.frontend.private_inductor import compile_graph, missing_compiler, sources, symbols_of
 from hydragraph.passes.compiled import CODES, Piece
+from hydragraph.private.inductor import compile_graph, missing_compiler, sources, symbols_of
+from hydragraph.private.tracing import TensorSpec, _fake_inputs
 
 aten = torch.ops.aten
 needs_compiler = pytest.mark.skipif(
@@ -70,7 +70,7 @@ def test_sizes_that_no_symbol_may_have_run_the_graph_itself() -> None:
 def test_a_second_process_finds_the_code_on_disk() -> None:
     Piece(*summing())
     script = (
-        "from tests.frontend.test_private_inductor import Piece, counters, summing\n"
+        "from tests.private.test_inductor import Piece, counters, summing\n"
         "Piece(*summing())\n"
         "print(counters['inductor']['fxgraph_cache_hit'], counters['inductor']['fxgraph_cache_miss'])"
     )
@@ -101,7 +101,7 @@ def test_sizes_are_read_where_they_stand_alone_or_else_as_a_part() -> None:
 
 
 def test_a_missing_compiler_is_named() -> None:
-    script = "import torch, hydragraph.frontend.private_inductor as p; print(p.missing_compiler(torch.device('cpu')))"
+    script = "import torch, hydragraph.private.inductor as p; print(p.missing_compiler(torch.device('cpu')))"
     environment = {**os.environ, "CXX": "no-such-compiler"}
     found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, env=environment)
     assert "no C++ compiler" in found.stdout

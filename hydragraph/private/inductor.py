@@ -1,6 +1,6 @@
 """What PyTorch does not promise to keep about its compiler Inductor: symbolic sizes, one call, and its cache on disk.
 
-Works with torch 2.11 to 2.13. Inductor is imported where it is used, because that takes seconds.
+`versions` says with which releases it works. Inductor is imported where it is used, because that takes seconds.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from typing import Any
 import sympy
 import torch
 from torch import Tensor, fx
-from torch._dynamo.source import ConstantSource
 from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.fx.experimental.symbolic_shapes import SYMPY_INTERP, DimDynamic, ShapeEnv, StatelessSymbolicContext
+from torch.fx.experimental.symbolic_shapes import SYMPY_INTERP, ShapeEnv
 
 from hydragraph.kernels.jit import why_not
+from hydragraph.private.tracing import hint_of, new_symbol
 
 LEAST = 2  # of a size: PyTorch's symbols are never 0 or 1, so what is compiled may rely on that
 
@@ -83,12 +83,6 @@ def sources(values: Sequence[object]) -> dict[sympy.Symbol, tuple[int, int | Non
     return found
 
 
-def hint(symbol: sympy.Symbol, values: Iterable[object]) -> int:
-    """Return the size that a symbol had in the trace of fake values."""
-    env = next(size.node.shape_env for value in values for size in _sizes(value))
-    return int(env.create_symintnode(symbol, hint=None).node.hint)
-
-
 def _sizes(value: object) -> list[torch.SymInt]:
     tensor = isinstance(value, Tensor)
     return [s for s in ([*value.shape, *value.stride()] if tensor else [value]) if isinstance(s, torch.SymInt)]
@@ -104,18 +98,13 @@ class _Trace:
     @classmethod
     def of(cls, hints: Mapping[sympy.Symbol, int]) -> _Trace:
         mode = FakeTensorMode(shape_env=ShapeEnv())
-        dynamic, found = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC]), {}
-        for symbol, size in hints.items():
-            source = ConstantSource(f"size_{len(found)}")
-            seed = mode.from_tensor(torch.empty(size, device="meta"), symbolic_context=dynamic, source=source)
-            found[symbol] = seed.shape[0]
-        return cls(mode, found)
+        return cls(mode, {symbol: new_symbol(mode, i, size) for i, (symbol, size) in enumerate(hints.items())})
 
     def size(self, size: int | torch.SymInt) -> int | torch.SymInt:
         if not isinstance(size, torch.SymInt):
             return size
         expression = size.node.expr.xreplace({old: new.node.expr for old, new in self.symbols.items()})
-        known = expression.xreplace({new.node.expr: sympy.Integer(new.node.hint) for new in self.symbols.values()})
+        known = expression.xreplace({new.node.expr: sympy.Integer(hint_of(new)) for new in self.symbols.values()})
         return self.mode.shape_env.create_symintnode(expression, hint=int(known))
 
     def fake(self, value: Any) -> Any:

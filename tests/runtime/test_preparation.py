@@ -1,10 +1,9 @@
-"""Ranks forked from a process that has prepared for them: what they inherit, and what happens when something fails."""
+"""What a process prepares for ranks: what reaches them, and what happens when something fails."""
 
 from __future__ import annotations
 
 import os
 import signal
-import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -17,8 +16,9 @@ import torch.distributed as dist
 
 import hydragraph as hg
 from hydragraph.errors import RankFailure
-from hydragraph.runtime import nursery
+from hydragraph.runtime import launch as launching
 from hydragraph.runtime.launch import launch
+from hydragraph.runtime.preparation import left_of
 from hydragraph.runtime.variants import Variants
 from tests.models import llama, sequences
 from tests.runtime.test_launch import die, gone, pids
@@ -26,26 +26,39 @@ from tests.runtime.test_launch import die, gone, pids
 CALLS = "HYDRAGRAPH_TEST_CALLS"
 
 
-def count() -> Callable[[int], int]:
-    """Return what no pickle could carry, and note that this was called."""
+def weights() -> dict[str, torch.Tensor]:
+    """Return two names of one tensor, after a backward, and note that this was called, and where."""
     with Path(os.environ[CALLS]).open("a") as calls:
-        calls.write("x")
-    return lambda value: value + 1
+        calls.write(f"{os.getpid()} ")
+    weight = torch.ones(4, requires_grad=True)
+    (weight * 2).sum().backward()
+    values = weight.detach() + 2
+    return {"w": values, "tied": values}
 
 
-def summed(prepared: Callable[[int], int], value: int) -> tuple[int, int, int]:
-    total = torch.tensor([prepared(value) * (dist.get_rank() + 1)])
-    dist.all_reduce(total)
-    return dist.get_rank(), int(total), os.getppid()
+def changed(prepared: dict[str, torch.Tensor], value: float) -> tuple[list[float], bool, list[float]]:
+    """Change one's own weights, look whether their other name follows, and run a backward."""
+    prepared["w"] += dist.get_rank() * value
+    dist.barrier()
+    tied = prepared["w"].data_ptr() == prepared["tied"].data_ptr()
+    leaf = prepared["w"].clone().requires_grad_()
+    (leaf**2).sum().backward()
+    assert leaf.grad is not None
+    return prepared["tied"].tolist(), tied, leaf.grad.tolist()
 
 
-def test_ranks_inherit_what_was_prepared_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("method", ["forkserver", "spawn"])
+def test_ranks_share_what_was_prepared_once_until_they_change_it(
+    method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launching, "START_METHOD", method)
     monkeypatch.setenv(CALLS, str(tmp_path / "calls"))
-    found = launch(summed, 3, 4, prepare=count)
-    assert [(rank, total) for rank, total, _ in found] == [(0, 30), (1, 30), (2, 30)]
-    assert (tmp_path / "calls").read_text() == "x"
-    (parent,) = {pid for _, _, pid in found}
-    assert gone(parent)
+    found = launch(changed, 2, 10.0, prepare=weights)
+    assert [mine for mine, _, _ in found] == [[3.0] * 4, [13.0] * 4]
+    assert all(tied for _, tied, _ in found)
+    assert [gradient[0] for _, _, gradient in found] == [6.0, 26.0]
+    (maker,) = (tmp_path / "calls").read_text().split()
+    assert gone(int(maker))
 
 
 def captured() -> tuple[torch.nn.Module, Variants]:
@@ -81,8 +94,8 @@ def killed() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def left_a_thread() -> None:
-    threading.Thread(target=time.sleep, args=(60,), name="left over", daemon=True).start()
+def a_closure() -> Callable[[], None]:
+    return lambda: None
 
 
 def asleep() -> None:
@@ -97,29 +110,24 @@ def run(prepared: None) -> None:
     ("prepare", "error", "text"),
     [
         (boom, KeyError, "boom"),
-        (killed, RuntimeError, "the process that ranks are forked from was killed by signal 9"),
-        (left_a_thread, RuntimeError, "`left_a_thread` left threads, which ranks cannot inherit: left over; end them"),
+        (killed, RuntimeError, "the process that prepares for ranks was killed by signal 9"),
+        (a_closure, ValueError, "what `prepare` returned cannot be sent to ranks .*closure"),
     ],
-    ids=["raises", "dies", "leaves a thread"],
+    ids=["raises", "dies", "returns a closure"],
 )
 def test_preparing_fails(prepare: Callable[[], None], error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=text):
         launch(run, 2, prepare=prepare)
 
 
-def test_preparing_takes_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nursery, "_MORE_S", 1.0)
-    with pytest.raises(TimeoutError, match="preparing had not ended after 2 s"):
+def test_preparing_takes_too_long() -> None:
+    with pytest.raises(TimeoutError, match="preparing had not ended after 1 s"):
         launch(run, 2, prepare=asleep, timeout=timedelta(seconds=1))
-
-
-def slow() -> None:
-    time.sleep(1.5)
 
 
 def test_preparing_leaves_no_time() -> None:
     with pytest.raises(TimeoutError, match="preparing took all of the 1 s"):
-        launch(run, 2, prepare=slow, timeout=timedelta(seconds=1))
+        left_of(timedelta(seconds=1), time.monotonic() - 2)
 
 
 def fail(prepared: None, culprit: int, how: str, folder: Path) -> None:

@@ -1,0 +1,338 @@
+"""Compare a captured program with the model that it was captured from, by numbers, and refuse what differs."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from hydragraph.check.compare import DOUBLE, SINGLE, Bound, Difference, compare
+from hydragraph.check.copies import Forms, reduced
+from hydragraph.check.lengths import Lengths, lengths_of
+from hydragraph.check.sequences import alone, batches, draw_sequences, ids_of
+from hydragraph.check.sides import Computed, add_alone, add_captured
+from hydragraph.errors import Unsupported
+from hydragraph.frontend.blocks import block_list
+from hydragraph.frontend.packed import Loss, token_cross_entropy
+from hydragraph.ir.program import Block, Program
+from hydragraph.passes.shard import Degree
+from hydragraph.runtime.variants import Variants
+
+log = logging.getLogger("hydragraph.check")
+
+MODES = ("auto", "full", "off")
+TOGETHER = 32_000_000  # parameters of blocks that are in memory at a time, beyond one block
+
+REMEDY = (
+    "its graph is not what the model computes: look for what a trace loses (hooks, Python state, masks or positions of "
+    "the model's own, tokens that meet outside of attention), or report it with the model's config; check='off' trains "
+    "with the graph as it is"
+)
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is checked.
+
+    Attributes:
+        model: the user's.
+        program: captured from it.
+        loss: of its outputs and a packed batch.
+        blocks: the path of its list of blocks; None: as `capture` finds it.
+        example: fields of the user's own, as `capture` was given them.
+    """
+
+    model: nn.Module
+    program: Program
+    loss: Loss = token_cross_entropy
+    blocks: str | None = None
+    example: Mapping[str, Tensor] | None = None
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One way to compute both sides: weights and a dtype. Of several, a right program passes one, a wrong one none.
+
+    Attributes:
+        dtype: of the weights.
+        copied: weights are a noisy copy of the model's; otherwise drawn.
+        widened: casts inside are widened to the dtype; otherwise both sides round as they are written.
+        seed: of weights and tokens.
+    """
+
+    dtype: torch.dtype
+    copied: bool
+    widened: bool
+    seed: int
+
+    @property
+    def bound(self) -> Bound:
+        """How far both sides may be apart."""
+        return DOUBLE if self.dtype is torch.float64 and self.widened else SINGLE
+
+
+@dataclass(frozen=True)
+class Checked:
+    """What a check found.
+
+    Attributes:
+        model: its class.
+        blocks, layers: how many were compared, of how many.
+        tokens: of each packed batch.
+        worst: the largest error of a gradient, as a part of its norm.
+        dtype: what was computed in.
+        seconds: what it took.
+        untouched: settings whose limit no sequence went beyond.
+        problem: why nothing could be compared; "" if something was.
+    """
+
+    model: str
+    blocks: int
+    layers: int
+    tokens: tuple[int, ...]
+    worst: float
+    dtype: str
+    seconds: float
+    untouched: tuple[tuple[str, int], ...] = ()
+    problem: str = ""
+
+    def __str__(self) -> str:
+        if self.problem:
+            return f"not checked: {self.model}: {self.problem}"
+        beyond = ", ".join(f"{name} {value}" for name, value in self.untouched)
+        return (
+            f"checked {self.model}: embed, head and {self.blocks} of {self.layers} blocks, packed batches of "
+            f"{' and '.join(map(str, self.tokens))} tokens against each sequence alone in {self.dtype}, worst gradient "
+            f"error {self.worst:.1e}, {self.seconds:.1f} s" + (f"; not reached: {beyond}" if beyond else "")
+        )
+
+
+class _Unrunnable(Exception):  # noqa: N818
+    """A side that could not compute: "alone" or "captured"."""
+
+    def __init__(self, side: str, error: Exception) -> None:
+        first = next((line for line in str(error).splitlines() if line.strip()), "")
+        super().__init__(f"{type(error).__name__}: {first[:200]}")
+        self.side = side
+
+
+def check(subject: Subject, mode: str = "auto", variants: Variants | None = None) -> Checked:
+    """Compare loss and gradients of packed batches, block by block, with the model on each sequence alone.
+
+    Args:
+        mode: "auto": each structurally distinct block once; "full": every block.
+        variants: of the program, where what is compiled is to be kept.
+
+    Raises:
+        Unsupported: they differ, whatever weights and dtype were tried; or the graphs do not run.
+    """
+    began = time.perf_counter()
+    program = subject.program
+    forms, variants = Forms(), variants or Variants(program, added=True)
+    groups = kept_together(subject, mode)
+    sizes = [_size(subject, group) for group in groups]
+    lengths = lengths_of(subject.model, program, max(sizes))
+    done: list[tuple[Difference, Attempt]] = []
+    problem = ""
+    for group in groups:
+        found = _pass(subject, variants, forms, group, lengths)
+        if isinstance(found, str):
+            problem = problem or found
+        else:
+            done.append(found)
+    kept = sum(map(len, groups))
+    name, seconds = type(subject.model).__name__, time.perf_counter() - began
+    if problem or not done:
+        return Checked(name, 0, program.layers, (), 0.0, "", seconds, problem=problem)
+    worst, attempt = max(done, key=lambda each: each[0].ratio * each[1].bound.own)
+    error = worst.ratio * attempt.bound.own  # of a gradient's norm; of one that is 0, of what all allow it
+    kind = str(attempt.dtype).removeprefix("torch.")
+    return Checked(name, kept, program.layers, worst.tokens, error, kind, seconds, lengths.untouched)
+
+
+def attempts(dtype: torch.dtype) -> Iterator[Attempt]:
+    """Yield how both sides are computed, in order, for a program of some dtype."""
+    first = torch.float64 if dtype is torch.float64 else torch.float32
+    yield Attempt(first, copied=True, widened=dtype is torch.bfloat16, seed=0)
+    yield Attempt(torch.float64, copied=True, widened=True, seed=1)
+    yield Attempt(torch.float64, copied=False, widened=True, seed=2)
+    yield Attempt(first, copied=False, widened=dtype is torch.bfloat16, seed=3)
+
+
+def kept_together(subject: Subject, mode: str) -> list[tuple[int, ...]]:
+    """Return the indices of the blocks to compare, in groups that are in memory at a time.
+
+    Under "auto" these are the first of each template, and of what is trained of it; and, where that costs little, the
+    last of each: what differs from block to block differs most between these.
+    """
+    _, found = block_list(subject.model, subject.blocks)
+    sizes = [sum(p.numel() for p in block.parameters()) for block in found]
+    names = [_kind(subject.program, block) for block in subject.program.blocks[1:-1]]
+    chosen = sorted({names.index(name) for name in names}) if mode == "auto" else list(range(len(names)))
+    if mode == "auto":
+        last = sorted({len(names) - 1 - names[::-1].index(name) for name in names} - set(chosen))
+        chosen += [i for i in last if sum(sizes[j] for j in (*chosen, *last)) <= TOGETHER]
+    groups: list[tuple[int, ...]] = []
+    held = 0
+    for i in chosen:
+        if groups and held + sizes[i] <= TOGETHER:
+            groups[-1] = (*groups[-1], i)
+            held += sizes[i]
+        else:
+            groups.append((i,))
+            held = sizes[i]
+    return groups
+
+
+def _kind(program: Program, block: Block) -> tuple[object, ...]:
+    """Return what two blocks share that are differentiated alike."""
+    return block.template, *(getattr(program.parameters[n], "trainable", True) for n in block.parameters)
+
+
+def _size(subject: Subject, group: Sequence[int]) -> int:
+    """Return how many parameters compute while a group of blocks is compared."""
+    used = {n for b in _kept(subject.program, group) for n in b.parameters}
+    return sum(subject.program.parameters[n].size for n in used)
+
+
+def _kept(program: Program, group: Sequence[int]) -> list[Block]:
+    return [program.blocks[0], *(program.blocks[1 + i] for i in sorted(group)), program.blocks[-1]]
+
+
+def _pass(
+    subject: Subject, variants: Variants, forms: Forms, group: tuple[int, ...], lengths: Lengths
+) -> tuple[Difference, Attempt] | str:
+    """Compare one group of blocks; return its worst difference, or why nothing can be said.
+
+    Raises:
+        Unsupported: they differ in every attempt that could be made.
+    """
+    failed: list[tuple[Difference | _Unrunnable, Attempt]] = []
+    problem = "loss or gradients of the model alone are not finite with any weights that were tried"
+    for attempt in attempts(subject.program.dtype):
+        try:
+            found = _attempt(subject, variants, forms, group, lengths, attempt)
+        except _Unrunnable as error:
+            if error.side == "captured":
+                failed.append((error, attempt))
+            elif not failed:
+                problem = f"the model alone cannot compute a sequence on the CPU ({error})"
+            continue
+        if found is None:
+            continue
+        if found.ratio <= 1:
+            return found, attempt
+        failed.append((found, attempt))
+    if not failed:
+        return problem
+    raise _refusal(subject, variants, forms, group, lengths, failed)
+
+
+def _attempt(
+    subject: Subject,
+    variants: Variants,
+    forms: Forms,
+    group: tuple[int, ...],
+    lengths: Lengths,
+    attempt: Attempt,
+) -> Difference | None:
+    """Compare both batches once; None: the expected values are not finite."""
+    program = subject.program
+    wide = attempt.dtype if attempt.widened else None
+    model = reduced(subject.model, subject.blocks, group, forms, attempt.seed, attempt.dtype, attempt.copied)
+    tensors = dict([*model.named_parameters(), *model.named_buffers()])
+    ids = ids_of(subject.model, program)
+    sequences = draw_sequences(lengths, ids, program, subject.example, attempt.seed)
+    packed = batches(sequences)
+    times = Counter(i for _, held in packed for i in held)
+    sums: dict[str, Tensor] = {}
+    loss = torch.zeros((), dtype=torch.float64)
+    expected = torch.zeros((), dtype=torch.float64)
+    with _side("alone"):
+        for i, sequence in enumerate(sequences):
+            expected = expected + add_alone(model, subject.loss, alone(sequence), times[i], wide).double()
+    with _side("captured"):
+        ran = [(block, variants.get(block, Degree())) for block in _kept(program, group)]
+        for batch, _ in packed:
+            loss = loss + add_captured(program, ran, tensors, sums, batch, wide).double()
+    for name in _frozen(program):
+        sums.pop(name, None)
+    gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    tokens = tuple(int(batch["input_ids"].shape[1]) for batch, _ in packed)
+    return compare(Computed(loss, sums), Computed(expected, gradients), attempt.bound, tokens)
+
+
+@contextmanager
+def _side(name: str) -> Iterator[None]:
+    """Say which side could not compute, where one raises."""
+    try:
+        yield
+    except Unsupported:
+        raise
+    except Exception as error:
+        raise _Unrunnable(name, error) from error
+
+
+def _frozen(program: Program) -> set[str]:
+    """Return the parameters that the program does not train."""
+    return {n for n, p in program.parameters.items() if not getattr(p, "trainable", True)}
+
+
+def _refusal(
+    subject: Subject,
+    variants: Variants,
+    forms: Forms,
+    group: tuple[int, ...],
+    lengths: Lengths,
+    failed: Sequence[tuple[Difference | _Unrunnable, Attempt]],
+) -> Unsupported:
+    """Describe what differs, and in which block: the first that differs when it stands alone."""
+    found, attempt = next(((f, a) for f, a in failed if isinstance(f, Difference)), failed[0])
+    where = _where(subject, variants, forms, group, lengths, attempt)
+    if isinstance(found, _Unrunnable):
+        return Unsupported(f"its captured graph does not run ({found})", where=where, remedy=REMEDY)
+    what = (
+        f"the gradient of {found.parameter} is {found.relative:.2g} times its norm off"
+        if found.parameter
+        else f"the loss is {found.relative:.2g} times itself off"
+    )
+    tokens, kind = " and ".join(map(str, found.tokens)), str(attempt.dtype).removeprefix("torch.")
+    return Unsupported(
+        f"packed and captured, {what} (loss {found.loss:.6g} for {found.expected:.6g}, batches of {tokens} tokens in "
+        f"{kind}) from what the model computes of each sequence alone",
+        where=where,
+        remedy=REMEDY,
+    )
+
+
+def _where(
+    subject: Subject, variants: Variants, forms: Forms, group: tuple[int, ...], lengths: Lengths, attempt: Attempt
+) -> str:
+    """Name the part that differs by itself: what is around the blocks, or the first block that does."""
+    name = type(subject.model).__name__
+
+    def differs(kept: tuple[int, ...]) -> bool:
+        try:
+            found = _attempt(subject, variants, forms, kept, lengths, attempt)
+        except (_Unrunnable, Unsupported):
+            return True
+        return found is not None and found.ratio > 1
+
+    if differs(()):
+        return f"{name} before its first block or after its last"
+    culprit = next((i for i in group if differs((i,))), None)
+    return f"{name}, layer.{culprit}" if culprit is not None else f"{name}, layers {', '.join(map(str, group))}"
+
+
+def report(found: Checked) -> None:
+    """Say in one line what was checked."""
+    if found.problem:
+        log.warning("%s", found)
+    else:
+        log.info("%s", found)

@@ -1,0 +1,86 @@
+"""When the check runs: where a program is captured, on one rank of each host, which tells the others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch.distributed as dist
+
+from hydragraph.check.check import MODES, Checked, Subject, check, log, report
+from hydragraph.check.memory import fingerprint, recall, remember
+from hydragraph.errors import Unsupported
+from hydragraph.runtime.launch import World
+from hydragraph.runtime.variants import Variants
+
+AUTO = "auto"  # what "auto" stands for; the project's own tests, which compare everything themselves, make it "off"
+
+_latest: list[Variants] = []  # of the program that was checked last, so that its executable need not compile them again
+
+
+def mode_of(given: str | bool) -> str:
+    """Return the mode that a user chose; YAML reads `off` as False.
+
+    Raises:
+        ValueError: there is no such mode.
+    """
+    mode = "off" if given is False else given
+    if mode not in MODES:
+        raise ValueError(f"check is {given!r}: use {', '.join(map(repr, MODES))}")
+    return AUTO if mode == "auto" else str(mode)
+
+
+def check_here(subject: Subject, given: str | bool) -> Checked | None:
+    """Check a captured program in this process and log what was found.
+
+    Returns:
+        None where the check is off, or passed in an earlier run.
+
+    Raises:
+        Unsupported: it differs from its model.
+    """
+    mode = mode_of(given)
+    if mode == "off":
+        return None
+    key = fingerprint(subject, mode)
+    line = recall(key) if key is not None else None
+    if line is not None:
+        log.info("%s (in an earlier run)", line)
+        return None
+    variants = Variants(subject.program, added=True)
+    found = check(subject, mode, variants)
+    _latest[:] = [variants]
+    report(found)
+    if key is not None and not found.problem:
+        remember(key, found)
+    return found
+
+
+def check_on_hosts(subject: Subject, given: str | bool, world: World) -> None:
+    """Check a captured program on one rank of each host; all ranks call it, with equal arguments.
+
+    Raises:
+        Unsupported: on every rank, if it differs from its model on one.
+    """
+    if mode_of(given) == "off":
+        return
+    error = _error(lambda: check_here(subject, given)) if world.local_rank == 0 else None
+    found: list[Exception | None] = [error]
+    if world.ranks > 1:
+        found = [None] * world.ranks
+        dist.all_gather_object(found, error)
+    if error is not None:
+        raise error
+    for other in found:
+        if other is not None:
+            raise other
+
+
+def _error(run: Callable[[], object]) -> Exception | None:
+    """Return what a function raised, in a form that other ranks can have."""
+    try:
+        run()
+    except Unsupported as error:
+        return error
+    except Exception as error:  # not every error can be sent
+        return RuntimeError(f"check: {type(error).__name__}: {error}")
+    return None

@@ -1,0 +1,131 @@
+"""The two sides: the model as the user wrote it, one sequence at a time; and the graphs that were captured of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hydragraph.check.wide import computing, runner
+from hydragraph.frontend import huggingface, modules
+from hydragraph.frontend.packed import Loss
+from hydragraph.ir.program import Block, Program
+from hydragraph.passes.differentiate import Variant
+
+
+@dataclass(frozen=True)
+class Computed:
+    """What one side computes of all batches: the summed loss, and its gradient by parameter."""
+
+    loss: Tensor
+    gradients: Mapping[str, Tensor]
+
+
+def caller(model: nn.Module, fields: Iterable[str]) -> Callable[[nn.Module, dict[str, Tensor]], Any]:
+    """Return how the model is called with one sequence: one of transformers' with its ids, and nothing else."""
+    if not huggingface.is_huggingface(model):
+        return modules.caller(model, list(fields))
+    return lambda model, batch: model(input_ids=batch["input_ids"], use_cache=False)
+
+
+def add_alone(model: nn.Module, loss: Loss, batch: dict[str, Tensor], times: int, wide: torch.dtype | None) -> Tensor:
+    """Compute the loss of one sequence with a copy of the model, and add its gradient to the copy's `.grad`.
+
+    Args:
+        times: how often the sequence counts.
+
+    Returns:
+        the loss, times that.
+    """
+    with torch.enable_grad(), torch.random.fork_rng(devices=[]), computing(wide):
+        given = batch if wide is None else {n: _floating(v, wide) for n, v in batch.items()}
+        value = loss(caller(model, given)(model, given), given) * times
+    if value.requires_grad:
+        value.backward()  # type: ignore[no-untyped-call]
+    return value.detach()
+
+
+def _floating(value: Tensor, wide: torch.dtype) -> Tensor:
+    return value.to(wide) if value.is_floating_point() else value
+
+
+def add_captured(
+    program: Program,
+    ran: Sequence[tuple[Block, Variant]],
+    tensors: Mapping[str, Tensor],
+    sums: dict[str, Tensor],
+    batch: dict[str, Tensor],
+    wide: torch.dtype | None,
+) -> Tensor:
+    """Run some of a program's blocks forward and backward on a packed batch, on one device.
+
+    Args:
+        ran: the first and the last block of the program, and those between that are to run, with their variants.
+        tensors: parameters and buffers by name.
+        sums: gradients are added to these, by parameter, as those of micro-batches are.
+        wide: the dtype to compute in; None: as captured.
+
+    Returns:
+        the summed loss.
+    """
+    with torch.no_grad():
+        values: dict[str, Any] = dict(batch) if wide is None else {n: _floating(v, wide) for n, v in batch.items()}
+        aux = _aux(program, tensors, values, wide)
+        saved: list[list[Any]] = []
+        for block, variant in ran:
+            template = program.templates[block.template]
+            others = dict(zip([n for n in template.inputs if n.startswith("other.")], block.aux, strict=True))
+            given = values | {n: aux[i] for n, i in others.items()}
+            given |= {n: tensors[c] for n, c in _local(program, block).items()}
+            values["hidden"], *kept = runner(variant.forward, wide)(*(given[n] for n in variant.inputs))
+            saved.append(kept)
+        loss: Tensor = values["hidden"]
+        tangent = torch.ones_like(loss)
+        for block, variant in reversed(ran):
+            before = _backward(_local(program, block), variant, saved.pop(), tangent, tensors, sums, wide)
+            if before is None:
+                break  # nothing before it learns
+            tangent = before
+        return loss
+
+
+def _aux(program: Program, tensors: Mapping[str, Tensor], batch: Mapping[str, Any], wide: torch.dtype | None) -> Any:
+    template = program.templates[program.aux.template]
+    given = [tensors[b] for b in program.aux.buffers] + [batch[i] for i in template.inputs]
+    return runner(template.graph, wide)(*given)
+
+
+def _local(program: Program, block: Block) -> dict[str, str]:
+    """Return a template's names of parameters and buffers -> the model's."""
+    template = program.templates[block.template]
+    names = [*zip(template.parameters, block.parameters, strict=True)]
+    return dict([*names, *zip(template.buffers, block.buffers, strict=True)])
+
+
+def _backward(
+    local: Mapping[str, str],
+    variant: Variant,
+    saved: Sequence[Any],
+    tangent: Tensor,
+    tensors: Mapping[str, Tensor],
+    sums: dict[str, Tensor],
+    wide: torch.dtype | None,
+) -> Tensor | None:
+    """Run one block backward, adding to `sums`; return the gradient of its hidden state, where it has one."""
+    given = {f"saved.{i}": value for i, value in enumerate(saved)} | {"tangent": tangent}
+    arguments: list[Any] = [given[n] if n in given else tensors[local[n]] for n in variant.needs]
+    for name in variant.added:
+        counts = float(local[name] in sums)  # 0.0: what lies in the new memory does not
+        if not counts:
+            sums[local[name]] = torch.empty_like(tensors[local[name]])
+        arguments += [sums[local[name]], counts]
+    before = None
+    for name, gradient in zip(variant.gradients, runner(variant.backward, wide)(*arguments), strict=True):
+        if name == "hidden":
+            before = gradient
+        else:
+            sums[local[name]] = sums[local[name]] + gradient if local[name] in sums else gradient
+    return before

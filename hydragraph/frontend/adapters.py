@@ -1,0 +1,67 @@
+"""Models that `peft` has put adapters into: what of it is captured, and which of its tensors are the adapters'."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+
+from hydragraph.errors import Unsupported
+
+_UNTRIED = (  # of LoraConfig: they change what a layer computes, or where its weights are
+    "alora_invocation_tokens",
+    "arrow_config",
+    "kasa_config",
+    "layer_replication",
+    "megatron_config",
+    "monteclora_config",
+    "target_parameters",
+    "trainable_token_indices",
+    "use_bdlora",
+    "use_qalora",
+    "velora_config",
+)
+
+
+def is_peft(model: nn.Module) -> bool:
+    """Say whether a model is one of peft's wrappers, without importing peft for those that are not."""
+    return any(c.__module__.startswith("peft.") for c in type(model).__mro__) and hasattr(model, "peft_config")
+
+
+def base_model(model: nn.Module) -> nn.Module:
+    """Return the model inside peft's wrapper, adapters included; any other model itself."""
+    return model.get_base_model() if is_peft(model) else model  # type: ignore[operator]
+
+
+def refuse_untried(model: nn.Module) -> None:
+    """Raise Unsupported for peft methods other than LoRA, and for options of LoRA that are not known to train right."""
+    for name, config in getattr(model, "peft_config", {}).items() if is_peft(model) else ():
+        where, kind = f"peft adapter {name!r}", str(getattr(config.peft_type, "value", config.peft_type))
+        if kind != "LORA":
+            raise Unsupported(f"the peft method {kind}", where=where, remedy="use peft.LoraConfig")
+        for option in _UNTRIED:
+            if getattr(config, option, None):
+                raise Unsupported(f"LoRA with {option}", where=where, remedy=f"leave {option} out of its LoraConfig")
+
+
+def adapter_keys(model: nn.Module) -> frozenset[str]:
+    """Return those keys of a peft model's state dict that its `save_pretrained` writes, over all adapters."""
+    from peft import get_peft_model_state_dict  # type: ignore[import-not-found, unused-ignore]
+
+    state = model.state_dict()
+    names = {id(tensor): key for key, tensor in state.items()}
+    found: set[str] = set()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # peft says again what it saves when it does
+        for name in adapter_names(model):
+            kept: dict[str, Any] = get_peft_model_state_dict(model, state_dict=state, adapter_name=name)
+            found.update(names[id(tensor)] for tensor in kept.values())
+    return frozenset(found)
+
+
+def adapter_names(model: nn.Module) -> Sequence[str]:
+    """Return the names of a peft model's adapters, active or not."""
+    names: dict[str, Any] = model.peft_config  # type: ignore[assignment]
+    return list(names)

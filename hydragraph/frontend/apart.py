@@ -1,0 +1,198 @@
+"""Which operators keep packed tokens apart: a list of what does, so that everything else is refused.
+
+A value *has tokens* where it holds something of each token, along one dimension of the size T. `mixing` follows that
+dimension through a graph of the user's own model; an operator that it does not know, on such a value, may mix tokens.
+Values without tokens (parameters, sizes, what is computed from these) may be combined in any way, as long as their
+size is no number of tokens: `arange(T)` counts through the packed row, and not through each sequence.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from hydragraph.ir.graph_data import value_of
+from hydragraph.ir.placeholders import communicate
+from hydragraph.passes.cut import operands, shape, varlen
+from hydragraph.passes.cut_rules import RULES, SPLITS, VIEWS, pointwise, split_dim
+from hydragraph.private.tracing import symbol_name
+
+aten = torch.ops.aten
+
+# Operators that work along the dimensions that they name (argument 1), or all of them where they name none.
+_ALONG = frozenset(
+    {
+        *(aten.softmax.int, aten._softmax.default, aten.log_softmax.int, aten._log_softmax.default),
+        *(aten.mean.dim, aten.sum.dim_IntList, aten.amax.default, aten.amin.default, aten.prod.dim_int),
+        *(aten.max.dim, aten.min.dim, aten.argmax.default, aten.argmin.default, aten.median.dim, aten.any.dim),
+        *(aten.all.dim, aten.var.correction, aten.std.correction, aten.std.dim, aten.var.dim, aten.logsumexp.default),
+        *(aten.cumsum.default, aten.cumprod.default, aten.flip.default, aten.linalg_vector_norm.default),
+        *(aten.norm.ScalarOpt_dim, aten.index_select.default, aten.gather.default, aten.glu.default),
+        *(aten.select.int, aten.slice.Tensor, aten.narrow.default, aten.squeeze.dim, aten.cummax.default),
+        *(aten.unbind.int, aten.tril.default, aten.triu.default, aten.renorm.default),
+    }
+)
+_DIM_AT: Mapping[Any, int] = {  # where they name it, if it is not argument 1
+    aten.norm.ScalarOpt_dim: 2,
+    aten.linalg_vector_norm.default: 2,
+    aten.topk.default: 2,
+    aten.sort.default: 1,
+    aten.argsort.default: 1,
+    aten.roll.default: 2,
+    aten.scatter.src: 1,
+    aten.scatter.value: 1,
+    aten.scatter_add.default: 1,
+    aten.index_add.default: 1,
+}
+_DEFAULT_DIM: Mapping[Any, int] = {
+    **dict.fromkeys((aten.topk.default, aten.sort.default, aten.argsort.default, aten.glu.default), -1),
+    **dict.fromkeys((aten.unbind.int, aten.slice.Tensor), 0),
+}
+_MATRICES = frozenset({aten.matmul.default, aten.mm.default, aten.bmm.default})
+_MADE = frozenset(  # from the sizes of what they are given only
+    {
+        *(aten.zeros_like.default, aten.ones_like.default, aten.full_like.default, aten.new_zeros.default),
+        *(aten.new_ones.default, aten.new_full.default, aten.zeros.default, aten.ones.default, aten.full.default),
+        *(aten.scalar_tensor.default, aten.empty_like.default, aten.sym_size.int),
+    }
+)
+# What moves dimensions: that of size T still holds the same tokens in their order, as no other has that size.
+_MOVES = frozenset(
+    {
+        *(aten.transpose.int, aten.permute.default, aten.unsqueeze.default, aten.t.default, aten.expand.default),
+        *(aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.one_hot.default, aten.repeat.default),
+        *(aten.expand_as.default, aten.view_as.default, aten.movedim.int, aten.type_as.default),
+    }
+)
+_LOSSES = frozenset({aten.cross_entropy_loss.default, aten.nll_loss_nd.default})  # behind them nothing has tokens
+_SPATIAL = frozenset({aten.batch_norm.default, aten._native_batch_norm_legit_no_training.default})
+
+
+def mixing(graph: fx.GraphModule, tokens: str) -> tuple[str, str] | None:
+    """Return the first operator of a graph that may mix tokens, and what it does; None: there is none.
+
+    Args:
+        tokens: the symbol of the token count; inputs with one dimension of this size have tokens along it.
+    """
+    dims: dict[fx.Node, int] = {}
+    for node in graph.graph.nodes:
+        found = _token_dims(node, tokens)
+        if node.op == "placeholder" and len(found) == 1:
+            dims[node] = found[0]
+        if node.op != "call_function" or not isinstance(_first_tensor(node), Tensor) or node.target in _LOSSES:
+            continue
+        why = _problem(node, dims, found, tokens)
+        if why is not None:
+            return str(node.target), why
+        if node.target not in _MADE and any(n in dims for n in node.all_input_nodes):
+            dims[node] = 0 if node.target is varlen else found[0]
+    return None
+
+
+def _problem(node: fx.Node, dims: Mapping[fx.Node, int], found: list[int], tokens: str) -> str | None:
+    """Return what an operator does that may mix tokens."""
+    given = [n for n in node.all_input_nodes if n in dims] if node.target not in _MADE else []
+    scaled = any(_is_size(n, tokens) for n in node.all_input_nodes)
+    if scaled and (_is_pointwise(node) or node.target in (aten.full.default, aten.scalar_tensor.default)):
+        return "computes with the number of tokens of a packed row"
+    if not given:  # values that are the same for all tokens stay so; others count through the row
+        sized = bool(found) or any(_token_dims(n, tokens) for n in node.all_input_nodes)
+        uniform = node.target in _MADE or node.target in VIEWS or node.target in _MOVES or _is_pointwise(node)
+        return "counts through a packed row; use position_ids" if sized and not uniform else None
+    if node.target is varlen:
+        return None
+    if len(found) != 1 or not _keeps(node, given, dims, found[0]):
+        return "mixes the tokens of packed sequences"
+    return None
+
+
+def _is_pointwise(node: fx.Node) -> bool:
+    tagged = isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise in node.target.tags
+    return tagged or RULES.get(node.target) is pointwise
+
+
+def _is_size(node: fx.Node, tokens: str) -> bool:
+    """Say whether a value is a number that comes from the token count."""
+    value = value_of(node)
+    sized = isinstance(value, torch.SymInt | torch.SymFloat) and not value.node.is_constant()
+    return sized and any(str(symbol) == tokens for symbol in value.node.expr.free_symbols)
+
+
+def _keeps(node: fx.Node, given: list[fx.Node], dims: Mapping[fx.Node, int], dim: int) -> bool:
+    """Say whether each token of the result is computed from the same token of the operands."""
+    target, arguments = node.target, operands(node)
+    rank, first = len(shape(node)) if isinstance(value_of(node), Tensor) else 0, arguments[0]
+    if target in (operator.getitem, communicate) or target in _SPATIAL:
+        return True
+    if _is_pointwise(node):
+        return all(dims[n] + rank - len(shape(n)) == dim for n in given)
+    if target in (aten.cat.default, aten.stack.default):
+        axis = (arguments[1] if len(arguments) > 1 else 0) % rank
+        return axis != dim and len({dims[n] for n in given}) == 1
+    if target is aten.linear.default:
+        return given == [first] and dims[first] < len(shape(first)) - 1
+    if target is aten.addmm.default:
+        return given == [arguments[1]] and dims[arguments[1]] == 0
+    if target in _MATRICES:
+        return _product_keeps(arguments[0], arguments[1], dims)
+    if target is aten.embedding.default:
+        return given == [arguments[1]]
+    if target is aten.index.Tensor:
+        return first not in dims or all(
+            i is None or (d != dims[first] and i not in dims) for d, i in enumerate(arguments[1])
+        )
+    if target in (aten.layer_norm.default, aten.rms_norm.default, aten.native_layer_norm.default):
+        return given == [first] and dims[first] < len(shape(first)) - len(arguments[1])
+    if target in VIEWS or target in _MOVES:
+        return symbol_name(shape(first)[dims[first]]) == symbol_name(shape(node)[dim])
+    if target in SPLITS:
+        return split_dim(node) != dims[given[0]]
+    if target in (aten.constant_pad_nd.default, aten.pad.default):
+        padded = {len(shape(first)) - 1 - i // 2 for i, p in enumerate(arguments[1]) if p}
+        return dims[first] not in padded
+    if target in _ALONG or target in _DIM_AT:
+        return _along_keeps(node, given, dims)
+    return False
+
+
+def _along_keeps(node: fx.Node, given: list[fx.Node], dims: Mapping[fx.Node, int]) -> bool:
+    arguments, target = operands(node), node.target
+    first, at = arguments[0], _DIM_AT.get(target, 1)
+    named: Any = arguments[at] if len(arguments) > at else node.kwargs.get("dim", _DEFAULT_DIM.get(target))
+    if named is None or len({dims[n] for n in given}) != 1:
+        return False
+    rank = len(shape(first))
+    if node.target in (aten.tril.default, aten.triu.default):
+        return dims[given[0]] < rank - 2
+    axes: list[Any] = [named] if isinstance(named, int) else list(named)
+    return bool(axes) and all(axis % rank != dims[given[0]] for axis in axes)
+
+
+def _product_keeps(a: fx.Node, b: fx.Node, dims: Mapping[fx.Node, int]) -> bool:
+    """Say whether a product sums over no tokens, and pairs no token with another."""
+    if a in dims and dims[a] == len(shape(a)) - 1:
+        return False
+    if b in dims and (a not in dims or dims[b] >= len(shape(b)) - 2 or len(shape(b)) < 3):
+        return False
+    return b not in dims or dims[a] - len(shape(a)) == dims[b] - len(shape(b))
+
+
+def _token_dims(node: fx.Node, tokens: str) -> list[int]:
+    """Return the dimensions of a value whose size has to do with the token count."""
+    tensor = _first_tensor(node)
+    if not isinstance(tensor, Tensor):
+        return []
+    return [d for d, s in enumerate(tensor.shape) if symbol_name(s) is not None and _counts(s, tokens)]
+
+
+def _counts(size: Any, tokens: str) -> bool:
+    return any(str(symbol) == tokens for symbol in size.node.expr.free_symbols)
+
+
+def _first_tensor(node: fx.Node) -> Any:
+    value = value_of(node)
+    return value[0] if isinstance(value, tuple | list) and value else value

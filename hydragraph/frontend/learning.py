@@ -1,0 +1,96 @@
+"""Which parameters get a gradient: those that are trainable, and from which the loss can be reached."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from hydragraph.errors import Unsupported
+from hydragraph.ir.graph_data import value_of
+from hydragraph.ir.parameter import Parameter
+from hydragraph.ir.program import Block, Template
+
+_LOG = logging.getLogger(__name__)
+_NAMED = 10  # parameters that a warning lists
+
+aten = torch.ops.aten
+
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # what a master weight in fp32 can stand for
+CONSTANT = frozenset(  # results that do not depend on the values of their operands, as autograd sees it
+    {
+        aten.detach.default,
+        aten.zeros_like.default,
+        aten.ones_like.default,
+        aten.full_like.default,
+        aten.empty_like.default,
+        aten.new_zeros.default,
+        aten.new_ones.default,
+        aten.new_full.default,
+        aten.new_empty.default,
+    }
+)
+
+
+def refuse_other_dtypes(model: nn.Module) -> None:
+    """Raise Unsupported for a parameter that is no floating-point tensor: master weights are fp32."""
+    for name, parameter in model.named_parameters():
+        if parameter.dtype not in FLOATS:
+            raise Unsupported(
+                f"a parameter of {parameter.dtype}, where master weights are fp32",
+                where=name,
+                remedy="make it a buffer (register_buffer) if it is a constant, or dequantise the model",
+            )
+
+
+def reached(graph: fx.GraphModule) -> set[fx.Node]:
+    """Return the placeholders of a forward graph that the gradient of its results flows to."""
+    pending: list[Any] = list(next(n for n in graph.graph.nodes if n.op == "output").args[0])
+    seen: set[fx.Node] = set()
+    while pending:
+        node = pending.pop()
+        if node not in seen and node.target not in CONSTANT and _differentiable(value_of(node)):
+            seen.add(node)
+            pending += node.all_input_nodes
+    return {node for node in seen if node.op == "placeholder"}
+
+
+def _differentiable(value: Any) -> bool:
+    """Say whether a node's value, or one of several, can have a gradient."""
+    several = value if isinstance(value, (tuple, list)) else (value,)
+    return any(isinstance(v, Tensor) and (v.is_floating_point() or v.is_complex()) for v in several)
+
+
+def learning(
+    blocks: Sequence[Block], templates: Mapping[str, Template], parameters: Mapping[str, Parameter]
+) -> set[str]:
+    """Return the names of the parameters that get a gradient, and name those in a warning that could and do not.
+
+    Args:
+        blocks: in order; the loss is the result of the last.
+        templates: by name, at least of these blocks.
+        parameters: all of the model's, by canonical name.
+    """
+    flows = {name: reached(templates[name].graph) for name in {block.template for block in blocks}}
+    found: set[str] = set()
+    for block in reversed(blocks):
+        template, flow = templates[block.template], flows[block.template]
+        nodes = [n for n in template.graph.graph.nodes if n.op == "placeholder"]
+        found.update(name for name, node in zip(block.parameters, nodes, strict=False) if node in flow)
+        inputs = dict(zip(template.inputs, nodes[len(nodes) - len(template.inputs) :], strict=True))
+        if inputs.get("hidden") not in flow:
+            break  # nothing below has any part in the loss
+    used = {name for block in blocks for name in block.parameters}
+    _warn("no block uses", (name for name in parameters if name not in used))
+    _warn("the loss does not reach", (n for n, p in parameters.items() if p.trainable and n in used and n not in found))
+    return {name for name in found if parameters[name].trainable}
+
+
+def _warn(why: str, names: Iterable[str]) -> None:
+    listed = list(names)
+    if listed:
+        more = f" and {len(listed) - _NAMED} more" if len(listed) > _NAMED else ""
+        _LOG.warning("parameters that %s stay as they are: %s%s", why, ", ".join(listed[:_NAMED]), more)

@@ -1,0 +1,121 @@
+"""What a Hugging Face model asks of its attention by the mask alone: windows, chunks, patterns of its own.
+
+transformers builds masks from functions of a query's and a key's position. Ours is asked for the mask of packed
+sequences instead of a tensor [T, T], and says what the functions are: nothing for plain attention, which needs no mask
+here; for anything else a marker, which the model hands to those layers that it is meant for.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from torch import Tensor
+
+from hydragraph.errors import Unsupported
+from hydragraph.private.tracing import constant_of
+
+_PLAIN = frozenset({"causal_mask_function", "bidirectional_mask_function"})
+_PACKED = frozenset({"packed_sequence_mask_function"})  # keeps packed sequences apart, as our attention does
+_COMBINED = frozenset({"and_masks", "remap_positions_for_packed_sequence", "add_offsets_to_mask_function"})
+_WINDOW = "set sliding_window to None in the config (or use_sliding_window to False, or layer_types to full_attention)"
+_CHUNKS = "set every one of the config's layer_types to full_attention"
+_OTHER = "choose a model whose layers attend to all that came before, or to all"
+
+Pattern = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Marker:
+    """Stands for a mask that packed attention does not know; a model may hand it on, and nothing else.
+
+    Attributes:
+        kind: what the mask lets through.
+        remedy: what to change.
+        both_ways: it is attention in both directions, which is no mask to attention that looks both ways anyway.
+    """
+
+    kind: str
+    remedy: str
+    both_ways: bool = False
+
+    def refuse(self, where: str) -> NoReturn:
+        """Raise Unsupported for a layer that was given it."""
+        raise Unsupported(f"{self.kind}, which its mask asks for", where=where, remedy=self.remedy)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        self.refuse(f"a mask's .{name}")
+
+    def __getitem__(self, index: object) -> Any:
+        self.refuse("a part of a mask")
+
+
+def mask(
+    *_: Any, mask_function: Pattern, attention_mask: Tensor | None = None, config: Any = None, **__: Any
+) -> Marker | None:
+    """Say what a mask is, as transformers' mask interface calls it: None for plain attention.
+
+    Args:
+        mask_function: from indices of batch, head, query and key to whether the query sees the key.
+        attention_mask: which tokens count, [B, T]; we pass none, so it is the model's own. Ones
+            hide nothing.
+        config: whose model it is for.
+    """
+    if attention_mask is not None and not constant_of(attention_mask):
+        return Marker("a padding mask", "choose a model that makes no mask of its own")
+    kinds = [_described(each) for each in _parts(mask_function)]
+    others = [kind for kind in kinds if kind is not None]
+    if others:
+        return Marker(*others[0])
+    both_ways = any(_name(each) == "bidirectional_mask_function" for each in _parts(mask_function))
+    if both_ways and getattr(config, "is_causal", True) is False:
+        return Marker("attention in both directions", "leave is_causal out of the config", both_ways=True)
+    return None
+
+
+def _parts(pattern: Pattern) -> Iterator[Pattern]:
+    """Yield the functions of which all must let a key through, without those that keep packed sequences apart."""
+    name = _name(pattern)
+    if name in _PACKED:
+        return
+    if name == "or_masks":
+        either = [each for each in inspect.getclosurevars(pattern).nonlocals["mask_functions"] if not _is_empty(each)]
+        if len(either) == 1:
+            yield from _parts(either[0])
+            return
+    if name not in _COMBINED:
+        yield pattern
+        return
+    held = inspect.getclosurevars(pattern).nonlocals
+    for each in held.get("mask_functions", (held.get("mask_function"),)):
+        yield from _parts(each)
+
+
+def _is_empty(pattern: Pattern) -> bool:
+    """Say whether a pattern lets nothing through: blocks of tokens that see each other, of which there are none."""
+    if _name(pattern) != "blockwise_overlay":
+        return False
+    number = constant_of(inspect.getclosurevars(pattern).nonlocals["block_sequence_ids"])
+    return number is not None and number < 0
+
+
+def _name(pattern: Pattern) -> str:
+    """Return the name of a function, or of the one that made it."""
+    return str(getattr(pattern, "__qualname__", type(pattern).__name__)).partition(".")[0]
+
+
+def _described(pattern: Pattern) -> tuple[str, str] | None:
+    """Return the kind of a pattern, and how to do without it; None: it hides nothing."""
+    name = _name(pattern)
+    if name in _PLAIN:
+        return None
+    held = inspect.getclosurevars(pattern).nonlocals if inspect.isfunction(pattern) else {}
+    if "sliding_window" in held:
+        return f"a sliding window of {held['sliding_window']}", _WINDOW
+    if "chunk_size" in held:
+        return f"chunks of {held['chunk_size']}", _CHUNKS
+    return f"a pattern of its own ({name})", _OTHER

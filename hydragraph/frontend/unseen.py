@@ -1,0 +1,113 @@
+"""Refuse, by name and before anything is traced, what a trace would not see, or would fix as it happens to be."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from hydragraph.errors import Unsupported
+from hydragraph.private.unseen import global_hooks, hooks_of, hooks_of_tensor, is_wrapper, noticing
+
+_BATCH_NORMS = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm)
+
+
+def refuse_unseen(model: nn.Module) -> None:
+    """Raise Unsupported for hooks, wrappers, and modules whose gradient or whose buffers no graph says."""
+    for kind, hook in global_hooks():
+        raise _hook(kind, hook, "every module (torch.nn.modules.module)")
+    for name, module in model.named_modules():
+        where = name or type(model).__name__
+        for kind, hook in hooks_of(module):
+            raise _hook(kind, hook, where)
+        _refuse_module(module, where)
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        for kind, hook in hooks_of_tensor(tensor):
+            raise _hook(kind, hook, name)
+    if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
+        raise Unsupported("torch.autocast is on", where=type(model).__name__, remedy="leave it, and pass dtype=")
+
+
+def _refuse_module(module: nn.Module, where: str) -> None:
+    if is_wrapper(module):
+        raise Unsupported(
+            f"{type(module).__name__}, a wrapper of another module",
+            where=where,
+            remedy="pass the module inside it (`_orig_mod` of a compiled one, `module` of a parallel one)",
+        )
+    if "_hf_hook" in vars(module):
+        raise Unsupported(
+            f"accelerate's {type(module._hf_hook).__name__} around its forward",
+            where=where,
+            remedy="call accelerate.hooks.remove_hook_from_module(model, recurse=True)",
+        )
+    if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+        for option in ("scale_grad_by_freq", "max_norm"):
+            if getattr(module, option):
+                raise Unsupported(
+                    f"{option}={getattr(module, option)}, which depends on all tokens of a batch",
+                    where=where,
+                    remedy=f"build the embedding without {option}",
+                )
+    if isinstance(module, _BATCH_NORMS) and (module.training or not module.track_running_stats):
+        raise Unsupported(
+            f"{type(module).__name__} takes its statistics over the tokens of a batch, and changes buffers",
+            where=where,
+            remedy="use a norm over features (nn.LayerNorm, nn.RMSNorm), or freeze its statistics with .eval()",
+        )
+
+
+def _hook(kind: str, hook: Any, where: str) -> Unsupported:
+    name = getattr(hook, "__qualname__", type(hook).__name__)
+    return Unsupported(
+        f"a {kind} ({name}), which a captured graph does not run",
+        where=where,
+        remedy="remove it (keep the handle that registering returned, and call its remove()), or write what it does "
+        "into forward",
+    )
+
+
+@contextlib.contextmanager
+def watched(where: str, module: nn.Module) -> Iterator[None]:
+    """Trace, refusing backwards of the model's own, hooks that forward registers, Python's random numbers and state.
+
+    Args:
+        where: what is traced.
+        module: whose forward it is.
+    """
+    before, numbers = _random_state(), _numbers(module)
+    with noticing(lambda what, remedy: Unsupported(what, where=where, remedy=remedy)):
+        yield
+    for name, number in _numbers(module).items():
+        if numbers.get(name, number) != number:
+            raise Unsupported(
+                f"forward changes {name!r} from {numbers[name]} to {number}, and a graph computes with one of them",
+                where=where,
+                remedy="compute from its arguments alone: keep no state in attributes",
+            )
+    if _random_state() != before:
+        raise Unsupported(
+            "forward draws random numbers of Python or NumPy, which a graph holds as the constants they happened to be",
+            where=where,
+            remedy="make it free of randomness",
+        )
+
+
+def _numbers(module: nn.Module) -> dict[str, float]:
+    """Return the numbers among the attributes of a module and those inside it, by name."""
+    return {
+        f"{prefix}.{name}".removeprefix("."): value
+        for prefix, each in module.named_modules()
+        for name, value in vars(each).items()
+        if isinstance(value, int | float) and not isinstance(value, bool) and value == value  # no NaN
+    }
+
+
+def _random_state() -> tuple[Any, ...]:
+    kind, keys, *rest = np.random.get_state(legacy=True)
+    return random.getstate(), kind, np.asarray(keys).tobytes(), *rest

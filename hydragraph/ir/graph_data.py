@@ -1,0 +1,171 @@
+"""A graph as plain data, and back: lists, numbers and texts that JSON and pickle carry alike.
+
+    {"hints": [64, 5],                       the sizes that the symbols s0, s1 had when the graph was traced
+     "nodes": [["hidden", "placeholder", "hidden", [], {}, ["tensor", "float32", "cpu", [1, "s0", 64], ...]],
+               ["t", "call_function", "aten::t.default", [{"node": "hidden"}], {}, ["tensor", ...]],
+               ["output", "output", "output", [{"tuple": [{"node": "t"}]}], {}, None]]}
+
+Every node is [name, kind, target, args, kwargs, value]. What a target may be is a list: operators registered with
+PyTorch, sums and quotients of sizes, and methods that a pass calls. Nothing is evaluated or imported by name.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from hydragraph.ir.placeholders import communicate
+from hydragraph.private.values import SYMBOLIC, Decoder, Encoder, storages
+
+_PYTHON: Mapping[str, Callable[..., Any]] = {
+    **{
+        f"operator.{f.__name__}": f
+        for f in (
+            *(operator.getitem, operator.add, operator.sub, operator.mul, operator.floordiv, operator.truediv),
+            *(operator.mod, operator.pow, operator.neg, operator.eq, operator.ne, operator.lt, operator.le),
+            *(operator.gt, operator.ge, operator.and_, operator.or_),
+        )
+    },
+    **{f"torch.{f.__name__}": f for f in (torch.sym_float, torch.sym_int, torch.sym_max, torch.sym_min, torch.sym_not)},
+    **{f"math.{f.__name__}": f for f in (math.sqrt, math.ceil, math.floor, math.trunc)},
+    **{f"torch.{f.__name__}": f for f in SYMBOLIC},
+    "hydragraph.communicate": communicate,
+}
+_NAMES = {function: name for name, function in _PYTHON.items()}
+
+
+def encode(*graphs: fx.GraphModule) -> dict[str, Any]:
+    """Return graphs of one trace as data.
+
+    Raises:
+        ValueError: a node has a target or an argument that data cannot say.
+    """
+    values = Encoder()
+    return {"graphs": [[_node(n, graph, values) for n in graph.graph.nodes] for graph in graphs], "hints": values.hints}
+
+
+def decode(data: Mapping[str, Any]) -> list[fx.GraphModule]:
+    """Return the graphs that data says; what stands for their values is rebuilt when `value_of` asks for it.
+
+    Raises:
+        ValueError: a target is unknown here, or a node takes one that does not precede it.
+    """
+    values = Decoder(data["hints"])
+    return [_graph(nodes, values) for nodes in data["graphs"]]
+
+
+def value_of(node: Any) -> Any:
+    """Return what stands for a node's value: a fake tensor, a size, a tuple of these; None if nothing is known."""
+    if not isinstance(node, fx.Node):
+        return None
+    if "val" not in node.meta and "later" in node.meta:
+        node.meta["val"] = node.meta["later"]()
+    return node.meta.get("val")
+
+
+def storages_of(node: Any) -> list[tuple[int, Tensor]]:
+    """Return a number for the storage of each tensor that a node makes, and the tensor; views share their number."""
+    value = value_of(node)
+    tensors = [v for v in (value if isinstance(value, tuple | list) else [value]) if isinstance(v, Tensor)]
+    known = (isinstance(node, fx.Node) and node.meta.get("storages")) or [t.untyped_storage()._cdata for t in tensors]
+    return list(zip(known, tensors, strict=True))
+
+
+def _node(node: fx.Node, graph: fx.GraphModule, values: Encoder) -> list[Any]:
+    kwargs = {name: _argument(value) for name, value in node.kwargs.items()}
+    value = None if node.op == "output" else values.value(value_of(node))
+    return [node.name, node.op, _target(node, graph), [_argument(a) for a in node.args], kwargs, value]
+
+
+def _target(node: fx.Node, graph: fx.GraphModule) -> Any:
+    if node.op == "get_attr":
+        constant = operator.attrgetter(str(node.target))(graph)
+        if not isinstance(constant, Tensor):
+            raise ValueError(f"{node.target}: a graph holds a {type(constant).__name__}, which data cannot say")
+        return [str(node.target), str(constant.dtype).removeprefix("torch."), constant.tolist()]
+    if isinstance(node.target, torch._ops.OpOverload):
+        return f"{node.target._schema.name}.{node.target._overloadname}"
+    if isinstance(node.target, str):
+        return node.target
+    if node.target not in _NAMES:
+        raise ValueError(f"{node.name}: the target {node.target}, which data cannot say")
+    return _NAMES[node.target]
+
+
+def _argument(value: Any) -> Any:
+    match value:
+        case None | bool() | int() | float() | str():
+            return value
+        case fx.Node():
+            return {"node": value.name}
+        case tuple():
+            return {"tuple": [_argument(v) for v in value]}
+        case list():
+            return [_argument(v) for v in value]
+        case slice():
+            return {"slice": [_argument(v) for v in (value.start, value.stop, value.step)]}
+        case torch.dtype() | torch.memory_format() | torch.layout():
+            return {"torch": str(value).removeprefix("torch.")}
+        case torch.device():
+            return {"device": str(value)}
+        case torch.SymInt() if value.node.is_constant():
+            return int(value)
+    raise ValueError(f"an argument {value!r} of type {type(value).__name__}, which data cannot say")
+
+
+def _graph(nodes: list[Any], values: Decoder) -> fx.GraphModule:
+    graph = fx.Graph()
+    known: dict[str, fx.Node] = {}
+    constants: dict[str, Tensor] = {}
+    for name, op, target, args, kwargs, value in nodes:
+        if op == "get_attr":
+            target, dtype, content = target
+            constants[target] = torch.tensor(content, dtype=getattr(torch, dtype))
+        found = _known_target(target) if op == "call_function" else target
+        given = tuple(_read(a, known) for a in args)
+        node = graph.create_node(op, found, given, {k: _read(v, known) for k, v in kwargs.items()}, name)
+        node.name = name
+        known[name] = node
+        if value is not None:
+            node.meta["later"] = lambda value=value: values.value(value)
+            node.meta["storages"] = storages(value)
+    return fx.GraphModule(constants, graph)
+
+
+def _known_target(name: str) -> Callable[..., Any]:
+    if name in _PYTHON:
+        return _PYTHON[name]
+    namespace, _, rest = name.partition("::")
+    operator_name, _, overload = rest.partition(".")
+    try:
+        return getattr(getattr(getattr(torch.ops, namespace), operator_name), overload)  # type: ignore[no-any-return]
+    except AttributeError as error:
+        raise ValueError(f"a graph's data calls {name}, which this PyTorch has not: capture the model again") from error
+
+
+_FORMATS = (torch.dtype, torch.memory_format, torch.layout)
+
+
+def _read(value: Any, known: Mapping[str, fx.Node]) -> Any:
+    if isinstance(value, list):
+        return [_read(v, known) for v in value]
+    if not isinstance(value, dict):
+        return value
+    ((kind, content),) = value.items()
+    if kind == "node":
+        return known[content]
+    if kind == "tuple":
+        return tuple(_read(v, known) for v in content)
+    if kind == "slice":
+        return slice(*(_read(v, known) for v in content))
+    if kind == "device":
+        return torch.device(content)
+    found = getattr(torch, content, None)
+    if kind != "torch" or not isinstance(found, _FORMATS):
+        raise ValueError(f"a graph's data has the argument {value!r}: capture the model again")
+    return found

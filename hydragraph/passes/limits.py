@@ -1,0 +1,151 @@
+"""Find what values the fields of a batch may have: follow each to the tables it is looked up in, and to the loss."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import fx
+
+from hydragraph.ir.graph_data import value_of
+from hydragraph.ir.placeholders import communicate
+from hydragraph.ir.program import Block, Program
+from hydragraph.passes.cut import operands
+from hydragraph.spec.limits import Limit
+from hydragraph.spec.workload import IGNORED
+
+aten = torch.ops.aten
+
+# Operators whose result holds values of their first operand as they are.
+_SAME = frozenset(
+    {
+        aten.view.default,
+        aten.reshape.default,
+        aten._unsafe_view.default,
+        aten.flatten.using_ints,
+        aten.unflatten.int,
+        aten.unsqueeze.default,
+        aten.squeeze.default,
+        aten.squeeze.dim,
+        aten.squeeze.dims,
+        aten.select.int,
+        aten.slice.Tensor,
+        aten.expand.default,
+        aten.permute.default,
+        aten.transpose.int,
+        aten.t.default,
+        aten.clone.default,
+        aten.contiguous.default,
+        aten.detach.default,
+        aten.alias.default,
+        aten.to.dtype,
+        aten.to.device,
+        aten.to.dtype_layout,
+        aten._to_copy.default,
+        communicate,
+    }
+)
+_SUMS: Mapping[Any, int] = {aten.add.Tensor: 1, aten.add.Scalar: 1, aten.sub.Tensor: -1, aten.sub.Scalar: -1}
+_LOSSES = frozenset(
+    {aten.cross_entropy_loss.default, aten.nll_loss_nd.default, aten.nll_loss.default, aten.nll_loss_forward.default}
+)
+
+Shifted = tuple[str, int]  # a field of the batch, and what was added to it
+
+
+def limits_of(program: Program) -> tuple[Limit, ...]:
+    """Return the limits that a program sets to the fields of its batches; lookups by other values set none."""
+    found: set[Limit] = set()
+    aux = program.templates[program.aux.template]
+    fields: dict[fx.Node, Shifted] = {}
+    found.update(_lookups(aux.graph, {name: (name, 0) for name in aux.inputs}, program.aux, program, fields))
+    outputs = next(n for n in aux.graph.graph.nodes if n.op == "output").args[0]
+    shared = [fields.get(node) for node in outputs]
+    seen = set()
+    for block in program.blocks:
+        key = (block.template, block.aux)
+        if key in seen:
+            continue
+        seen.add(key)
+        template = program.templates[block.template]
+        others = [name for name in template.inputs if name.startswith("other.")]
+        given: dict[str, Shifted] = {name: (name, 0) for name in template.inputs if name not in ("hidden", *others)}
+        given |= {name: known for name, at in zip(others, block.aux, strict=True) if (known := shared[at])}
+        found.update(_lookups(template.graph, given, block, program, {}))
+    return tuple(sorted(found))
+
+
+def _lookups(
+    graph: fx.GraphModule, given: Mapping[str, Shifted], block: Block, program: Program, fields: dict[fx.Node, Shifted]
+) -> Iterator[Limit]:
+    """Yield the limits of one block's lookups; note in `fields` which values are a field plus a number.
+
+    Args:
+        given: template input -> the field it is.
+    """
+    template = program.templates[block.template]
+    placeholders = [n for n in graph.graph.nodes if n.op == "placeholder"]
+    held = dict(zip(placeholders, (*block.parameters, *block.buffers), strict=False))
+    for node, name in zip(placeholders[len(held) :], template.inputs, strict=True):
+        value = value_of(node)
+        if name in given and isinstance(value, torch.Tensor) and not value.is_floating_point():
+            fields[node] = given[name]
+    for node in graph.graph.nodes:
+        if node.op == "call_function":
+            known = _shifted(node, fields)
+            if known is not None:
+                fields[node] = known
+            yield from _limits(node, fields, held)
+
+
+def _shifted(node: fx.Node, fields: Mapping[fx.Node, Shifted]) -> Shifted | None:
+    first, *rest = operands(node) or (None,)
+    known = fields.get(first) if isinstance(first, fx.Node) else None
+    value = value_of(node)
+    if known is None or not isinstance(value, torch.Tensor) or value.is_floating_point():
+        return None
+    if node.target in _SAME:
+        return known
+    sign = _SUMS.get(node.target)
+    if sign is not None and type(rest[0]) is int and len(rest) == 1 and not node.kwargs:
+        return known[0], known[1] + sign * rest[0]
+    return None
+
+
+def _limits(node: fx.Node, fields: Mapping[fx.Node, Shifted], held: Mapping[fx.Node, str]) -> Iterator[Limit]:
+    """Yield what one operator demands of the fields that index its table."""
+    arguments = operands(node)
+    if node.target is aten.embedding.default:
+        yield from _rows(arguments[0], 0, arguments[1], fields, held)
+    elif node.target in (aten.index_select.default, aten.gather.default):
+        yield from _rows(arguments[0], arguments[1], arguments[2], fields, held)
+    elif node.target is aten.index.Tensor:
+        for dim, index in enumerate(arguments[1]):
+            yield from _rows(arguments[0], dim, index, fields, held, backwards=True)
+    elif node.target in _LOSSES and arguments[1] in fields:
+        name, added = fields[arguments[1]]
+        sizes = value_of(arguments[0]).shape
+        classes = sizes[1] if len(sizes) > 1 else sizes[0]
+        ignored = arguments[4] if len(arguments) > 4 else IGNORED
+        if isinstance(classes, int) and added == 0:
+            yield Limit(name, 0, classes, f"the loss over {classes} classes", ignored)
+
+
+def _rows(
+    table: Any,
+    dim: int,
+    index: Any,
+    fields: Mapping[fx.Node, Shifted],
+    held: Mapping[fx.Node, str],
+    backwards: bool = False,
+) -> Iterator[Limit]:
+    """Yield the limit of a lookup by a field in a table of constant size."""
+    if not isinstance(index, fx.Node) or index not in fields:
+        return
+    sizes = value_of(table).shape
+    rows = sizes[dim % len(sizes)] if len(sizes) else None
+    if isinstance(rows, int):
+        name, added = fields[index]
+        low = -rows if backwards else 0
+        yield Limit(name, low - added, rows - added, held.get(table, f"a table of {rows} rows"))

@@ -1,0 +1,180 @@
+"""Pass `prove_sizes`: no constant of a traced graph stands for a number of tokens or of sequences.
+
+A trace sees one example, and its graph must hold for any. Three proofs, each of which sees what the others cannot:
+
+1. The trace noted each size that was turned into a number, and each decision that was taken on one.
+2. The graph runs once more, on shapes alone, at other sizes: each value must have the sizes that its expressions say.
+3. The example's sizes are primes that divide no dimension of the graph. A number in it that is a multiple of one, or
+   the inverse or the root of such, was read from the example (`Recalled`): `x / 227` passes 1 and 2. It may stand in
+   the model's own code, too; then it recalls no other example, and the model is captured again with another.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, fx
+
+from hydragraph.errors import Unsupported
+from hydragraph.ir.graph_data import value_of
+from hydragraph.private.tracing import assumptions, hint_of, size_at, symbol_name
+
+# Tokens and bounds of examples: p with (p - 1) / 2 prime too, so that one less (N sequences have N + 1 bounds) has no
+# small divisor but 2. Small, because a model that loops over tokens, and is refused for it, is traced for all of them.
+EXAMPLES = ({"T": 227, "N+1": 107}, {"T": 263, "N+1": 167}, {"T": 347, "N+1": 83})
+_PRIMES = frozenset(size for sizes in EXAMPLES for size in sizes.values())
+_ELSEWHERE = 3  # the other sizes are this many times the example's, and one more
+_LARGEST = 1 << 31  # larger numbers stand for "no end" and "minus infinity"
+T = TypeVar("T")
+_REMEDY = "compute it from a tensor's shape while it runs: no int(), len() or .item() of a size"
+
+
+class Recalled(Unsupported):
+    """A number in a graph recalls the example that it was traced with."""
+
+
+def with_an_example(capture: Callable[[Mapping[str, int]], T]) -> T:
+    """Capture with the sizes of an example, and again with others where a number of the model's own recalls them.
+
+    Raises:
+        Recalled: some number recalls each of them.
+    """
+    for sizes in EXAMPLES[:-1]:
+        with contextlib.suppress(Recalled):
+            return capture(sizes)
+    return capture(EXAMPLES[-1])
+
+
+def prove_sizes(graph: fx.GraphModule, where: str, exported: bool = False) -> None:
+    """Raise Unsupported where a graph, with the values of its trace, holds for some sizes only.
+
+    Args:
+        where: what was traced, for the error.
+        exported: `torch.export` made it, which has done the first proof: it was told that the sizes are free.
+    """
+    placeholders = [n for n in graph.graph.nodes if n.op == "placeholder"]
+    for what in [] if exported else assumptions(value_of(n) for n in placeholders):
+        raise Unsupported(f"it was traced assuming {what} of the numbers of tokens", where=where, remedy=_REMEDY)
+    hints = {symbol: size for n in placeholders for symbol, size in _symbols(value_of(n))}
+    dims = {s for n in graph.graph.nodes for s in getattr(value_of(n), "shape", ()) if isinstance(s, int)}
+    # Under sequence parallelism an example is so many times as long; what is read from it is a multiple of the prime.
+    primes = {p for p in _PRIMES for s in hints.values() if s % p == 0}
+    unlike = [p for p in primes if not any(dim and dim % q == 0 for dim in dims for q in (p, p // 2))]
+    for node in graph.graph.nodes:
+        for number in _numbers([node.args, node.kwargs]) if node.op.startswith("call") else ():
+            if any(_recalls(number, size) for size in unlike):
+                what = f"{node.target} takes {number}, which recalls the number of tokens or sequences of an example"
+                raise Recalled(what, where=where, remedy=_REMEDY)
+    if hints:
+        _Elsewhere(graph, {symbol: size * _ELSEWHERE + 1 for symbol, size in hints.items()}, where).check()
+
+
+def _symbols(value: Any) -> Iterator[tuple[str, int]]:
+    """Yield the symbols that are sizes by themselves, with the example's sizes."""
+    for size in value.shape if isinstance(value, Tensor) else [value]:
+        name = symbol_name(size) if isinstance(size, torch.SymInt) else None
+        if name is not None and name.isidentifier():
+            yield name, hint_of(size)
+
+
+def _numbers(value: Any) -> Iterator[float]:
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        yield value
+    for each in value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ():
+        yield from _numbers(each)
+
+
+def _recalls(number: float, size: int) -> bool:
+    """Say whether a number is a multiple of a size, or of one less; or the inverse, root or inverse root of one."""
+    if not 0 < abs(number) < _LARGEST or not math.isfinite(number):
+        return False
+    candidates = (abs(number), 1 / abs(number), number**2, number**-2)
+    return any(_multiple(c, n) for c in candidates if c < _LARGEST for n in (size, size - 1))
+
+
+def _multiple(number: float, of: int) -> bool:
+    times = number / of
+    return times > 0.5 and math.isclose(times, round(times), rel_tol=1e-12)
+
+
+def _needs_values(n: fx.Node) -> bool:
+    """Say whether an operator's result, or its size, depends on values: no shape tells it."""
+    tags = n.target.tags if isinstance(n.target, torch._ops.OpOverload) else ()
+    return torch.Tag.data_dependent_output in tags or torch.Tag.dynamic_output_shape in tags
+
+
+def _on_meta(argument: Any) -> Any:
+    return torch.device("meta") if isinstance(argument, torch.device) else argument
+
+
+class _Elsewhere(fx.Interpreter):
+    """Runs a graph on shapes, at other sizes than its trace had."""
+
+    def __init__(self, graph: fx.GraphModule, sizes: Mapping[str, int], where: str) -> None:
+        super().__init__(graph)
+        self._sizes, self._where = sizes, where
+        self._unknown: set[fx.Node] = set()
+        self._known: dict[str, int] = {}  # by text, because a graph has few sizes and many values
+
+    def check(self) -> None:
+        """Raise Unsupported at the first value that has not the sizes its expressions say."""
+        given = [self._empty(value_of(n)) for n in self.graph.nodes if n.op == "placeholder"]
+        with torch.no_grad():
+            self.run(*given, enable_io_processing=False)
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        """Call an operator for its shapes, whatever device it names."""
+        return super().call_function(target, tuple(map(_on_meta, args)), {k: _on_meta(v) for k, v in kwargs.items()})
+
+    def run_node(self, n: fx.Node) -> Any:
+        """Run one node and compare."""
+        if _needs_values(n) or not self._unknown.isdisjoint(n.all_input_nodes):
+            self._unknown.add(n)  # sizes that only values tell, and what is made of them
+            return self._empty(value_of(n))
+        try:
+            made = super().run_node(n)
+        except NotImplementedError:  # it has no shape function
+            return self._empty(value_of(n))
+        except Exception as error:
+            told = (str(error).splitlines() or [""])[0]
+            raise self._refusal(n, f"fails at {self._told()} ({told})") from error
+        if n.op != "output":
+            self._compare(n, made, value_of(n))
+        return made
+
+    def _compare(self, n: fx.Node, made: Any, value: Any) -> None:
+        if isinstance(made, Tensor) and isinstance(value, Tensor):
+            expected = list(map(self._size, value.shape))
+            # Where even the number of dimensions differs, PyTorch noted the value wrongly (a loss that is not reduced).
+            if made.dim() == value.dim() and list(made.shape) != expected:
+                raise self._refusal(n, f"makes {list(made.shape)} for {expected} at {self._told()}")
+        elif isinstance(made, tuple | list) and isinstance(value, tuple | list):
+            for one, other in zip(made, value, strict=True):
+                self._compare(n, one, other)
+
+    def _refusal(self, n: fx.Node, what: str) -> Unsupported:
+        return Unsupported(
+            f"its graph holds for the example only: {n.target} {what}", where=self._where, remedy=_REMEDY
+        )
+
+    def _told(self) -> str:
+        return " and ".join(f"{name} = {size}" for name, size in self._sizes.items())
+
+    def _empty(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return torch.empty(list(map(self._size, value.shape)), dtype=value.dtype, device="meta")
+        if isinstance(value, tuple | list):
+            return type(value)(map(self._empty, value))
+        return self._size(value) if isinstance(value, torch.SymInt) else value
+
+    def _size(self, size: int | torch.SymInt) -> int:
+        if not isinstance(size, torch.SymInt):
+            return size
+        text = str(size)
+        if text not in self._known:
+            self._known[text] = size_at(size, self._sizes)
+        return self._known[text]

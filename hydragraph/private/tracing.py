@@ -1,0 +1,293 @@
+"""What PyTorch does not promise to keep, and tracing needs: fake tensors, symbolic shapes, partitioners.
+
+`versions` says with which releases it works. Everything else in hydragraph goes through this package.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+import torch._dynamo.config
+from functorch.compile import default_partition, min_cut_rematerialization_partition
+from torch import fx
+from torch._dispatch.python import enable_python_dispatcher
+from torch._dynamo.source import ConstantSource
+from torch._guards import detect_fake_mode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.proxy_tensor import (
+    disable_proxy_modes_tracing,
+    get_proxy_mode,
+    get_proxy_slot,
+    make_fx,
+)
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+
+PARTITIONERS = {"min_cut": min_cut_rematerialization_partition, "default": default_partition}
+
+
+_CASTS = frozenset(
+    {torch.ops.aten._to_copy.default, torch.ops.aten.to.dtype, torch.ops.aten.to.device, torch.ops.aten.to.dtype_layout}
+)
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """What a graph input looks like: sizes (a string names a run-time size), dtype, and whether it gets a gradient."""
+
+    shape: tuple[int | str, ...]
+    dtype: torch.dtype
+    differentiable: bool = False
+
+
+def hint_of(size: int | torch.SymInt) -> int:
+    """Return the number that a size had in the example that was traced."""
+    return int(size.node.hint) if isinstance(size, torch.SymInt) else int(size)
+
+
+def size_at(size: int | torch.SymInt, sizes: Mapping[str, int]) -> int:
+    """Return what a size is where its symbols stand for other numbers than in the example; those not named, for 7."""
+    if not isinstance(size, torch.SymInt):
+        return int(size)
+    expression = size.node.expr
+    return int(expression.subs({symbol: sizes.get(str(symbol), 7) for symbol in expression.free_symbols}))
+
+
+def assumptions(values: Iterable[object]) -> list[str]:
+    """Return what a trace relied on: symbols that it took for a number or for one another, and decisions on sizes.
+
+    Args:
+        values: some of the trace.
+    """
+    fakes = (v.fake_mode for v in values if isinstance(v, FakeTensor))
+    env = next((mode.shape_env for mode in fakes if mode.shape_env is not None), None)
+    if env is None:
+        return []
+    decided = [guard.expr for guard in env.guards if not _same_for_all(guard.expr)]
+    return [f"{symbol} = {value}" for symbol, value in env.replacements.items()] + [str(each) for each in decided]
+
+
+def _same_for_all(decision: Any) -> bool:
+    """Say whether a decision comes out the same for all sizes from 3: tried for many, and for those that it names.
+
+    Smaller ones are special to PyTorch itself, which asks of each size whether it is 1 and broadcasts.
+    """
+    named = {abs(int(n)) for n in decision.atoms(sympy.Integer)}
+    near = {a // b + d for a in named for b in {1, *named} - {0} for d in (-1, 0, 1)}
+    tried = {*range(3, 65), *(2**k + d for k in range(2, 24) for d in (-1, 0, 1)), *near}
+    symbols = sorted(decision.free_symbols, key=str)
+    return all(decision.subs({s: n + 7 * i for i, s in enumerate(symbols)}) == True for n in tried if n > 2)  # noqa: E712
+
+
+def symbol_name(size: int | torch.SymInt) -> str | None:
+    """Return the text of a symbolic size's expression, or None for a plain number."""
+    return str(size.node.expr) if isinstance(size, torch.SymInt) and not size.node.is_constant() else None
+
+
+@contextlib.contextmanager
+def untraced() -> Iterator[None]:
+    """Compute with a trace's fake tensors without recording what is computed, or sizes that depend on values."""
+    mode = detect_fake_mode()
+    env = mode.shape_env if mode is not None else None
+    with disable_proxy_modes_tracing(), env.ignore_fresh_unbacked_symbols() if env else contextlib.nullcontext():
+        yield
+
+
+def constant_of(value: torch.Tensor) -> float | None:
+    """Return the number that a tensor of the trace under way consists of, if it was made as such and perhaps cast."""
+    mode = get_proxy_mode()
+    proxy: Any = None if mode is None else get_proxy_slot(value, mode.tracer, None)
+    node = getattr(getattr(proxy, "proxy", None), "node", None)
+    while node is not None and node.target in _CASTS:
+        node = node.args[0]
+    if node is None:
+        return None
+    made = {torch.ops.aten.ones.default: 1, torch.ops.aten.zeros.default: 0}
+    filled = node.args[1] if node.target is torch.ops.aten.full.default else made.get(node.target)
+    return filled if isinstance(filled, int | float) else None
+
+
+@contextlib.contextmanager
+def one_pass() -> Iterator[None]:
+    """Trace, where every operator's sizes are seen once, without what pays only for sizes that repeat.
+
+    That is the cache of fake results, which symbolic sizes miss, and looking for garbage among the millions of objects
+    of an imported torch: together a third of a capture.
+    """
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        with torch._dynamo.config.patch(fake_tensor_cache_enabled=False):
+            yield
+    finally:
+        if collects:
+            gc.enable()
+
+
+def new_symbol(mode: FakeTensorMode, number: int, hint: int) -> torch.SymInt:
+    """Return a new symbolic size of a trace, of which nothing is assumed; `number` tells it from its others."""
+    dynamic = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC])
+    source = ConstantSource(f"size_{number}")
+    seed = mode.from_tensor(torch.empty(hint, device="meta"), symbolic_context=dynamic, source=source)
+    size = seed.shape[0]
+    assert isinstance(size, torch.SymInt)
+    return size
+
+
+@contextlib.contextmanager
+def meta_as_cpu() -> Iterator[None]:
+    """Answer for the CPU where a model asks whether its device casts by itself; meta, where it is traced, cannot say.
+
+    transformers asks so in every rotary embedding, and has guarded it in later releases only.
+    """
+    asked = torch.is_autocast_enabled
+
+    def enabled(device_type: str | None = None) -> bool:
+        return asked() if device_type is None else asked("cpu" if device_type == "meta" else device_type)
+
+    torch.is_autocast_enabled = enabled
+    try:
+        yield
+    finally:
+        torch.is_autocast_enabled = asked
+
+
+def _fake_inputs(mode: FakeTensorMode, specs: Sequence[TensorSpec], hints: dict[str, int]) -> list[torch.Tensor]:
+    """Make one fake CPU tensor per spec; equal names get the same symbol, and "T" is 2 * "T/2" where both occur."""
+    symbols = {name: new_symbol(mode, i, hint) for i, (name, hint) in enumerate(hints.items())}
+    for name in symbols:
+        whole, _, parts = name.partition("/")
+        if parts and whole in symbols:
+            symbols[whole] = symbols[name] * int(parts)
+    with mode:
+        return [
+            torch.empty(
+                [symbols[s] if isinstance(s, str) else s for s in spec.shape],
+                dtype=spec.dtype,
+                requires_grad=spec.differentiable,
+            )
+            for spec in specs
+        ]
+
+
+def trace_joint(
+    graph: fx.GraphModule, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec], hints: dict[str, int]
+) -> tuple[fx.GraphModule, list]:
+    """Trace forward and backward of a graph into one: inputs `primals_*`, `tangents_*`; outputs, then gradients.
+
+    The gradient of an input that is not differentiable, or that nothing depends on, is None.
+    """
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    primals, tangents = _split(_fake_inputs(mode, [*inputs, *outputs], hints), len(inputs))
+    wanted = [i for i, spec in enumerate(inputs) if spec.differentiable]
+
+    def joint(primals: list[torch.Tensor], tangents: list[torch.Tensor]) -> list:
+        results = list(fx.Interpreter(graph).run(*primals))
+        gradients: list[torch.Tensor | None] = [None] * len(primals)
+        ends = [i for i, result in enumerate(results) if result.requires_grad]
+        if not ends:
+            return [*results, *gradients]
+        arriving = [tangents[i] for i in ends]
+        found = torch.autograd.grad(
+            [results[i] for i in ends], [primals[i] for i in wanted], arriving, allow_unused=True
+        )
+        for i, gradient in zip(wanted, found, strict=True):
+            gradients[i] = gradient
+        return [*results, *gradients]
+
+    # Without Python's dispatcher, operators that are made of others (linear, matmul) are taken apart by C++ that reads
+    # sizes as numbers, which bakes them in.
+    with mode, enable_python_dispatcher():
+        traced = make_fx(joint)(primals, tangents)
+        if any(writes(n) for n in traced.graph.nodes):
+            traced = _functional(traced, primals, tangents)
+    placeholders = [n for n in traced.graph.nodes if n.op == "placeholder"]
+    for i, node in enumerate(placeholders):
+        kind, index = ("primals", i) if i < len(primals) else ("tangents", i - len(primals))
+        node.name = node.target = f"{kind}_{index + 1}"
+    _drop_aliases(traced.graph)
+    traced.graph.set_codegen(fx.graph.CodeGen())
+    traced.recompile()
+    return traced, [n.meta["val"] for n in placeholders]
+
+
+def _drop_aliases(graph: fx.Graph) -> None:
+    """Drop what autograd leaves behind: another name of a value (`detach` until PyTorch 2.13, `alias` since)."""
+    for node in list(graph.nodes):
+        if node.target in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
+            node.replace_all_uses_with(node.args[0])
+            graph.erase_node(node)
+
+
+def writes(node: fx.Node) -> bool:
+    """Say whether a node is an operator that writes into one of its operands."""
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+
+
+def _functional(graph: fx.GraphModule, *arguments: list[torch.Tensor]) -> fx.GraphModule:
+    """Trace a graph anew without its operators that write in place, as some derivatives have (std, norm).
+
+    Partitioners take a written value for one that neither forward nor backward made.
+    """
+    with torch.no_grad():  # it holds its gradients already
+        functional: fx.GraphModule = make_fx(torch.func.functionalize(graph))(*arguments)
+    functional.graph.eliminate_dead_code()
+    return functional
+
+
+def _split(values: list, at: int) -> tuple[list, list]:
+    return values[:at], values[at:]
+
+
+def partition(
+    joint: fx.GraphModule, inputs: list, outputs: int, partitioner: str = "min_cut"
+) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """Cut a joint graph into forward and backward; forward outputs beyond the first `outputs` are saved values."""
+    for node in _ancestors(joint, outputs):  # what the default partitioner goes by
+        node.meta["partitioner_tag"] = "is_forward"
+    chosen: Callable = PARTITIONERS[partitioner]
+    return chosen(joint, inputs, num_fwd_outputs=outputs)
+
+
+def recompute(joint: fx.GraphModule, outputs: int) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """Cut a joint graph so that nothing but inputs is saved: the backward is all that its gradients need.
+
+    Both graphs look as those of `partition`; the saved values are those `primals_*` that the backward takes.
+    """
+    results = list(next(n for n in joint.graph.nodes if n.op == "output").args[0])
+    backward = _part(joint, lambda copied: [copied.get(g) for g in results[outputs:]], "")
+    needed = {n.name for n in backward.graph.nodes if n.op == "placeholder"}
+    primals = [n for n in joint.graph.nodes if n.op == "placeholder" and n.name.startswith("primals")]
+    kept = results[:outputs] + [n for n in primals if n.name in needed]
+    return _part(joint, lambda copied: [copied[n] for n in kept], "primals"), backward
+
+
+def _part(joint: fx.GraphModule, outputs: Callable, keep: str) -> fx.GraphModule:
+    """Copy what some outputs of a graph need, and every placeholder whose name begins with `keep` (if not empty)."""
+    graph, copied = fx.Graph(), {}
+    for node in joint.graph.nodes:
+        if node.op != "output":
+            copied[node] = graph.node_copy(node, lambda n: copied[n])
+    graph.output(tuple(outputs(copied)))
+    graph.eliminate_dead_code()
+    for node in [n for n in graph.nodes if n.op == "placeholder" and not n.users]:
+        if not (keep and node.name.startswith(keep)):
+            graph.erase_node(node)
+    return fx.GraphModule(joint, graph)
+
+
+def _ancestors(joint: fx.GraphModule, outputs: int) -> set[fx.Node]:
+    """Return every node that one of the first outputs needs."""
+    pending = list(next(n for n in joint.graph.nodes if n.op == "output").args[0][:outputs])
+    found: set[fx.Node] = set()
+    while pending:
+        node = pending.pop()
+        if node not in found and node.op != "placeholder":
+            found.add(node)
+            pending += node.all_input_nodes
+    return found

@@ -1,0 +1,133 @@
+"""What stands for a graph's values, as plain data and back: fake tensors and the symbolic sizes they share.
+
+A size is a number, or a Python expression over the symbols "s0", "s1", ... of its graph, such as "2*s0" or "s0//2".
+"""
+
+from __future__ import annotations
+
+import ast
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+from hydragraph.private.tracing import hint_of, new_symbol
+
+SYMBOLIC = (torch._sym_sqrt,)  # functions of sizes that graphs call and PyTorch does not document
+
+# A value as data: a number or expression; or ("tensor", dtype, shape, strides, storage); or a list of values; or None.
+Data = Any
+
+
+@dataclass
+class Encoder:
+    """Turns values of one trace into data; symbols and storages are numbered in order of appearance."""
+
+    hints: list[int] = field(default_factory=list)  # by number, the size that a symbol had in the trace
+    _symbols: dict[sympy.Symbol, sympy.Symbol] = field(default_factory=dict)
+    _storages: dict[int, int] = field(default_factory=dict)
+
+    def value(self, value: object) -> Data:
+        """Return a node's value as data; None for what no reader of a graph needs (symbolic floats, for one)."""
+        if isinstance(value, Tensor):
+            storage = self._storages.setdefault(value.untyped_storage()._cdata, len(self._storages))
+            shape, strides = ([self._size(s) for s in sizes] for sizes in (value.shape, value.stride()))
+            return ["tensor", str(value.dtype).removeprefix("torch."), str(value.device), shape, strides, storage]
+        if isinstance(value, tuple | list):
+            return ["list", *map(self.value, value)]
+        return self._size(value) if isinstance(value, int | torch.SymInt) and not isinstance(value, bool) else None
+
+    def _size(self, size: int | torch.SymInt) -> int | str:
+        if not isinstance(size, torch.SymInt) or size.node.is_constant():
+            return int(size)
+        expression = size.node.expr
+        for symbol in sorted(expression.free_symbols - self._symbols.keys(), key=str):
+            self._symbols[symbol] = sympy.Symbol(f"s{len(self.hints)}", integer=True, positive=True)
+            self.hints.append(hint_of(size.node.shape_env.create_symintnode(symbol, hint=None)))
+        return str(expression.xreplace(self._symbols))
+
+
+class Decoder:
+    """Turns data into values of a new trace.
+
+    Args:
+        hints: what an `Encoder` collected.
+    """
+
+    def __init__(self, hints: Sequence[int]) -> None:
+        self._hints = hints
+        self._known: dict[str, Any] = {}  # expressions that were read before
+        self._mode: FakeTensorMode | None = None
+
+    def value(self, data: Data) -> Any:
+        """Return what `Encoder.value` was given; storages are told apart by `storages`, not by their tensors."""
+        if not isinstance(data, list):
+            return self._size(data)
+        if data[0] == "list":
+            return tuple(map(self.value, data[1:]))
+        _, dtype, device, shape, strides, _ = data
+        sizes = [[self._size(s) for s in each] for each in (shape, strides)]
+        made = torch.empty_strided(*sizes, dtype=getattr(torch, dtype), device="meta")
+        return FakeTensor(self._trace(), made, torch.device(device))
+
+    def _trace(self) -> FakeTensorMode:
+        if self._mode is None:
+            self._mode = FakeTensorMode(shape_env=ShapeEnv())
+            for i, hint in enumerate(self._hints):
+                self._known[f"s{i}"] = new_symbol(self._mode, i, hint)
+        return self._mode
+
+    def _size(self, size: int | str | None) -> Any:
+        if not isinstance(size, str):
+            return size
+        self._trace()
+        if size not in self._known:
+            self._known[size] = _evaluated(ast.parse(size, mode="eval").body, self._known)
+        return self._known[size]
+
+
+def storages(data: Data) -> list[int]:
+    """Return the numbers of the storages of a value's tensors, in order."""
+    if not isinstance(data, list):
+        return []
+    return [data[5]] if data[0] == "tensor" else [n for each in data[1:] for n in storages(each)]
+
+
+_OPERATORS: Mapping[type[ast.AST], Callable[[Any, Any], Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+    ast.Pow: operator.pow,
+}
+_FUNCTIONS: Mapping[str, Callable[..., Any]] = {
+    "FloorDiv": operator.floordiv,
+    "CleanDiv": operator.floordiv,
+    "Mod": operator.mod,
+    "PythonMod": operator.mod,
+    "Max": torch.sym_max,
+    "Min": torch.sym_min,
+}
+
+
+def _evaluated(node: ast.AST, symbols: Mapping[str, Any]) -> Any:
+    """Compute an expression of sizes; nothing but sums, products, quotients, powers and extremes is understood."""
+    match node:
+        case ast.Constant(value=int(value)):
+            return value
+        case ast.Name(id=name) if name in symbols:
+            return symbols[name]
+        case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATORS:
+            return _OPERATORS[type(op)](_evaluated(left, symbols), _evaluated(right, symbols))
+        case ast.UnaryOp(op=ast.USub(), operand=operand):
+            return -_evaluated(operand, symbols)
+        case ast.Call(func=ast.Name(id=name), args=[first, second]) if name in _FUNCTIONS:
+            return _FUNCTIONS[name](_evaluated(first, symbols), _evaluated(second, symbols))
+    raise ValueError(f"a graph's data has the size {ast.unparse(node)!r}: capture the model again")

@@ -1,0 +1,39 @@
+"""Which versions of PyTorch this package was tested with; `make matrix` runs the tests of the core with each."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+
+import torch
+
+from hydragraph.errors import Unsupported
+
+TESTED = ("2.11", "2.12", "2.13", "2.14", "2.15")
+
+_LOG = logging.getLogger(__name__)
+
+
+@functools.cache
+def check_torch(version: str = str(torch.__version__)) -> None:
+    """Say once, on one rank, that a version of PyTorch is untested.
+
+    Raises:
+        Unsupported: it is too old.
+    """
+    release = ".".join(version.split(".")[:2])
+    if release in TESTED:
+        return
+    if _number(release) < _number(TESTED[0]):
+        remedy = f"install torch>={TESTED[0]}: its graphs of older versions hold for one number of tokens only"
+        raise Unsupported(f"version {version}", where="PyTorch", remedy=remedy)
+    if os.environ.get("RANK", "0") == "0":
+        _LOG.warning(
+            "hydragraph is untested with PyTorch %s (tested: %s to %s); `hydragraph verify` compares with one device",
+            *(version, TESTED[0], TESTED[-1]),
+        )
+
+
+def _number(release: str) -> tuple[int, ...]:
+    return tuple(int("".join(c for c in part if c.isdigit()) or 0) for part in release.split("."))

@@ -1,0 +1,63 @@
+"""What values a field of a mini-batch may have: the rows of the tables that a model looks it up in."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hydragraph.spec.workload import IGNORED, Sequence
+
+
+@dataclass(frozen=True, order=True)
+class Limit:
+    """The values that one lookup allows.
+
+    Attributes:
+        field: input_ids, position_ids, labels, or a field of the user's own.
+        low, high: the least value, and one more than the greatest.
+        where: the table's name in the model, or "the loss".
+        ignored: a label that is no target whatever the limits are; -100 is none either.
+    """
+
+    field: str
+    low: int
+    high: int
+    where: str
+    ignored: int = IGNORED
+
+    def check(self, sequence: Sequence, index: int) -> None:
+        """Check one sequence of a mini-batch.
+
+        Raises:
+            ValueError: naming the sequence and the position.
+        """
+        if self.field == "position_ids":
+            if len(sequence) > self.high:
+                raise ValueError(
+                    f"sequence {index} has {len(sequence)} tokens, and {self.where} has {self.high} positions; "
+                    "cut the sequence, or build the model with more positions"
+                )
+            return
+        values = {"input_ids": sequence.ids, "labels": sequence.labels, **sequence.extra}[self.field]
+        outside = self._outside(values)
+        if outside is not None:
+            at = [int(n) for n in outside]
+            raise ValueError(
+                f"sequence {index}: {self.field} is {int(values[tuple(at)])} at position {at[0]}, outside the "
+                f"{self.low} to {self.high - 1} of {self.where}; mend the data, or build the model with more rows"
+            )
+
+    def _outside(self, values: Tensor) -> Tensor | None:
+        """Return the index of the first value outside, [dims]; None: there is none."""
+        if not values.numel():
+            return None
+        least, most = torch.aminmax(values)
+        if self.low <= int(least) and int(most) < self.high:
+            return None
+        wrong = (values < self.low) | (values >= self.high)
+        if self.field == "labels":
+            wrong &= (values != IGNORED) & (values != self.ignored)
+        found = wrong.nonzero()
+        return found[0] if len(found) else None

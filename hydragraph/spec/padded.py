@@ -1,0 +1,102 @@
+"""Batches that are padded, as tokenizers make them: cut into the sequences that they hold."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hydragraph.errors import Unsupported
+from hydragraph.spec.workload import IGNORED
+
+MASK = "attention_mask"
+_TYPES = "token_type_ids"
+_LABELS = ("labels", "shift_labels")
+_TOKENS = ("input_ids", MASK, _TYPES, *_LABELS)
+
+Given = Tensor | Mapping[str, Tensor]  # one sequence, or a padded batch of some
+Batches = Iterable[Given] | Mapping[str, Tensor]  # what a mini-batch is made of
+
+
+def sequences_in(given: Batches, own: Collection[str] = ()) -> list[Tensor | dict[str, Tensor]]:
+    """List the sequences of what a user passed as a mini-batch.
+
+    Args:
+        given: sequences, each a tensor [L] or a mapping of tensors [L, ...]; any mapping (a BatchEncoding too), among
+            them or in their place, may also be a batch [B, L, ...], or lists of token ids. An `attention_mask` says
+            what of it is padding on the right, which is left out.
+        own: names of the user's own fields, which are kept as they are.
+
+    Raises:
+        Unsupported: a mask that says anything else.
+        ValueError: labels count in the padding, or a field has not one row per sequence.
+    """
+    found: list[Tensor | dict[str, Tensor]] = []
+    for each in [given] if isinstance(given, Mapping) else given:
+        if isinstance(each, Mapping):
+            rows = [{n: _tensor(n, v) for n, v in row.items()} for row in _rows(dict(each), len(found))]
+            found += [_unpadded(row, len(found) + i, own) for i, row in enumerate(rows)]
+        else:
+            found.append(each)
+    return found
+
+
+def _rows(fields: dict[str, Any], first: int) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a batch whose ids are [B, L], or lists; where they are [L], it is a row itself."""
+    ids = fields.get("input_ids")
+    lists = isinstance(ids, list) and bool(ids) and all(isinstance(row, list | Tensor) for row in ids)
+    if not lists and not (isinstance(ids, Tensor) and ids.dim() == 2):
+        yield fields
+        return
+    assert ids is not None
+    for name, value in fields.items():
+        rows = len(value) if isinstance(value, list) or (isinstance(value, Tensor) and value.dim()) else -1
+        if rows != len(ids):
+            raise ValueError(
+                f"sequence {first}: {name} has {max(rows, 0)} rows and input_ids {len(ids)}; pass one row per sequence"
+            )
+    for i in range(len(ids)):
+        yield {name: value[i] for name, value in fields.items()}
+
+
+def _tensor(name: str, value: Any) -> Any:
+    """Make a tensor of a list of numbers, as tokenizers return them."""
+    whole = name in _TOKENS and isinstance(value, list) and all(type(n) is int for n in value)
+    return torch.tensor(value, dtype=torch.int64) if whole else value
+
+
+def _unpadded(row: dict[str, Any], index: int, own: Collection[str]) -> dict[str, Any]:
+    """Return one sequence without its padding, its mask, and token types that say nothing."""
+    row = dict(row)
+    types = row.get(_TYPES)
+    if _TYPES not in own and isinstance(types, Tensor) and not types.any():
+        del row[_TYPES]  # zeros are what models take where none are given
+    mask = row.pop(MASK, None) if MASK not in own else None
+    if mask is None:
+        return row
+    ids = row.get("input_ids")
+    if not isinstance(mask, Tensor) or not isinstance(ids, Tensor) or mask.shape != ids.shape:
+        shape = list(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
+        raise _refused(f"an attention_mask of {shape}", index)
+    length = int((mask != 0).sum())
+    if not torch.equal(mask, (torch.arange(len(mask), device=mask.device) < length).to(mask.dtype)):
+        raise _refused("an attention_mask that is not ones, then zeros", index)
+    for name in _LABELS:
+        labels = row.get(name)
+        if isinstance(labels, Tensor) and bool((labels[length:] != IGNORED).any()):
+            at = length + int((labels[length:] != IGNORED).nonzero()[0])
+            raise ValueError(
+                f"sequence {index}: {name} is {int(labels[at])} at position {at}, which attention_mask leaves out; "
+                f"set it to {IGNORED} there"
+            )
+    return {name: value[:length] if isinstance(value, Tensor) else value for name, value in row.items()}
+
+
+def _refused(what: str, index: int) -> Unsupported:
+    return Unsupported(
+        what,
+        where=f"sequence {index}",
+        remedy="pad on the right only ([L], 1 for tokens and 0 behind them), or pass each sequence without padding",
+    )

@@ -1,0 +1,64 @@
+"""Sequences reach beyond what a model's settings name, as far as its positions allow."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import RobertaConfig, RobertaForMaskedLM
+
+from hydragraph.check.lengths import LONGEST, lengths_of
+from hydragraph.check.sequences import batches, draw_sequences, ids_of
+from hydragraph.frontend.capture import capture
+from hydragraph.ir.program import Program
+from tests.models import captured, randomised, tiny
+from tests.own_models import Own
+
+
+def of(**settings: Any) -> tuple[nn.Module, Program]:
+    """Return a captured Llama whose config says more afterwards."""
+    program, model = captured("llama")
+    model.config.update({"attention_chunk_size": None, "sliding_window": None} | settings)  # type: ignore[union-attr]
+    return model, program
+
+
+def test_the_second_sequence_lies_beyond_every_window_and_chunk() -> None:
+    model, program = of()
+    assert lengths_of(model, program, 1000).tokens == (5, 11, 3)
+    model, program = of(attention_chunk_size=8, sliding_window=40)
+    assert lengths_of(model, program, 1000).tokens[1] == 43
+    of()
+
+
+def test_what_is_too_long_is_said() -> None:
+    model, program = of(max_position_embeddings=4096, sliding_window=1024)
+    found = lengths_of(model, program, 1000)
+    assert max(found.tokens) <= LONGEST
+    assert ("sliding_window", 1024) in found.untouched
+    assert lengths_of(model, program, 500_000_000).tokens[2:] == ()  # a large block: two sequences
+    of(max_position_embeddings=256)
+
+
+def test_a_table_of_positions_bounds_lengths() -> None:
+    model = randomised(Own())
+    model.window = 500  # type: ignore[assignment]
+    assert max(lengths_of(model, capture(model), 1000).tokens) <= 128
+
+
+def test_special_ids_are_not_drawn_and_batches_differ_in_size() -> None:
+    settings = tiny(pad_token_id=1, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+    model = randomised(RobertaForMaskedLM(RobertaConfig(**settings)))
+    program = capture(model)
+    lengths, ids = lengths_of(model, program, 1000), ids_of(model, program)
+    assert ids.count == 101
+    assert 1 in ids.special
+    sequences = draw_sequences(lengths, ids, program, None, 0)
+    assert not any(bool((s.ids == 1).any()) for s in sequences)
+    assert all(s.targets for s in sequences)
+    sizes = [batch["input_ids"].shape[1] for batch, _ in batches(sequences)]
+    assert sizes[0] != sizes[1]
+    few = replace(ids, labels=2)
+    labels = torch.cat([s.labels for s in draw_sequences(lengths, few, program, None, 0)])
+    assert set(labels.tolist()) == {-100, 0, 1}

@@ -1,0 +1,261 @@
+"""What no trace sees is refused by name; forwards of instances are honoured."""
+
+from __future__ import annotations
+
+import random
+import types
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations
+from torch.utils.checkpoint import checkpoint
+
+from hydragraph.errors import Unsupported
+from hydragraph.frontend.capture import capture
+from tests.frontend.execute import batch, loss
+from tests.models import llama, randomised
+from tests.own_models import Layer, Own, alone
+
+
+class Reversed(torch.autograd.Function):
+    """Gives its input, and the negative of its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return -gradients[0]
+
+
+class Doing(Layer):
+    """A block that also does what a test wants."""
+
+    def __init__(self, does: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__(32, 4, 2, True)
+        self.does = does
+        self.register_buffer("seen", torch.zeros(32))
+
+    def forward(self, x: Tensor, cu_seqlens: Tensor) -> Tensor:
+        return self.does(self, super().forward(x, cu_seqlens))
+
+
+def own(does: Callable[[Any, Tensor], Tensor] | None = None) -> Own:
+    model = Own(layers=2)
+    if does is not None:
+        model.stack = nn.ModuleList([Doing(does) for _ in range(2)])
+    return randomised(model)  # type: ignore[return-value]
+
+
+def agrees(model: Own) -> None:
+    """Compare packed loss and gradients with the module on each sequence alone."""
+    program, given, total = capture(model, blocks="stack"), batch([5, 1, 3]), torch.zeros(())
+    for a, b in pairwise(given["cu_seqlens"].tolist()):
+        labels = given["labels"][0, a:b]
+        total = total + F.cross_entropy(alone(model, given["input_ids"][0, a:b]), labels, reduction="sum")
+    found = loss(program, model, given)
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    expected, gradients = (torch.autograd.grad(x, parameters) for x in (total, found))
+    scale = torch.stack([g.norm() for g in expected]).norm()
+    assert float(found) == pytest.approx(float(total), rel=1e-5)
+    for one, other in zip(gradients, expected, strict=True):
+        assert (one - other).norm() <= 1e-5 * other.norm() + 1e-6 * scale
+
+
+def nothing(*_: Any) -> None:
+    return None
+
+
+@pytest.mark.parametrize(
+    ("hang", "message"),
+    [
+        (lambda m: m.stack[1].down.register_forward_hook(nothing), r"stack.1.down: a forward hook \(nothing\)"),
+        (lambda m: m.stack[1].register_forward_pre_hook(nothing), r"stack.1: a forward pre-hook \(nothing\)"),
+        (lambda m: m.norm.register_full_backward_hook(nothing), r"norm: a backward hook"),
+        (lambda m: m.norm.register_full_backward_pre_hook(nothing), r"norm: a backward pre-hook"),
+        (lambda m: m.register_forward_hook(nothing), r"Own: a forward hook"),
+        (lambda m: m.out.weight.register_hook(nothing), r"out.weight: a gradient hook"),
+        (lambda m: m.out.bias.register_post_accumulate_grad_hook(nothing), r"out.bias: a post-accumulate hook"),
+    ],
+)
+def test_hooks_are_refused_by_name(hang: Callable[[Any], Any], message: str) -> None:
+    model = own()
+    handle = hang(model)
+    with pytest.raises(Unsupported, match=f"^{message}.*; remove it"):
+        capture(model, blocks="stack")
+    handle.remove()
+    capture(model, blocks="stack")
+
+
+def test_hooks_on_all_modules_are_refused() -> None:
+    handle = nn.modules.module.register_module_forward_hook(nothing)
+    try:
+        with pytest.raises(Unsupported, match=r"every module .*: a forward hook \(nothing\)"):
+            capture(own(), blocks="stack")
+    finally:
+        handle.remove()
+
+
+def test_hooks_that_transformers_hangs_on_a_model_that_was_run_are_none() -> None:
+    model = llama(layers=1)
+    model(input_ids=torch.zeros(1, 3, dtype=torch.int64), output_hidden_states=True, output_attentions=True)
+    assert any(module._forward_hooks for module in model.modules())
+    capture(model)
+
+
+def hooked(block: Any, x: Tensor) -> Tensor:
+    x.register_hook(lambda g: 2 * g)
+    return x
+
+
+def added(block: Any, x: Tensor) -> Tensor:
+    block.seen.add_(1)
+    return x + block.seen
+
+
+def added_without_gradient(block: Any, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        block.seen[:4].mul_(2)
+    return x + block.seen
+
+
+def assigned(block: Any, x: Tensor) -> Tensor:
+    block.seen = block.seen + 1
+    return x + block.seen
+
+
+def cast(block: Any, x: Tensor) -> Tensor:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return x + block.down(block.up(x))
+
+
+@pytest.mark.parametrize(
+    ("does", "message"),
+    [
+        (lambda b, x: Reversed.apply(x), r"layer.0: torch.autograd.Function Reversed, whose backward is not traced"),
+        (hooked, r"layer.0: a gradient hook on a tensor"),
+        (added, r"layer.0: forward changes 'seen'"),
+        (added_without_gradient, r"layer.0: forward changes 'seen'"),
+        (assigned, r"layer.0: forward changes 'seen'"),
+        (cast, r"layer.0: a torch.autocast region"),
+        (lambda b, x: checkpoint(b.norm2, x, use_reentrant=True), r"layer.0: reentrant checkpointing; pass use_reent"),
+        (lambda b, x: x * random.random(), r"draws random numbers of Python or NumPy"),
+    ],
+)
+def test_what_a_block_does_unseen_is_refused_by_name(does: Callable[[Any, Tensor], Tensor], message: str) -> None:
+    model = own(does)
+    for block in model.stack:
+        block.norm2 = nn.LayerNorm(32)
+    with pytest.raises(Unsupported, match=message):
+        capture(model, blocks="stack")
+
+
+def test_such_things_before_and_behind_the_blocks_are_refused_too() -> None:
+    class Head(Own):
+        def forward(self, input_ids: Tensor, position_ids: Tensor, cu_seqlens: Tensor) -> Tensor:
+            return Reversed.apply(super().forward(input_ids, position_ids, cu_seqlens))  # type: ignore[no-any-return]
+
+    with pytest.raises(Unsupported, match=r"Head: torch.autograd.Function Reversed"):
+        capture(Head(), blocks="stack")
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: nn.Embedding(101, 32, scale_grad_by_freq=True), "tokens: scale_grad_by_freq=True, which depends on"),
+        (lambda: nn.Embedding(101, 32, max_norm=1.0), "tokens: max_norm=1.0"),
+        (lambda: torch.compile(nn.Embedding(101, 32)), "tokens: OptimizedModule, a wrapper"),
+    ],
+)
+def test_modules_that_look_at_a_whole_batch_and_wrappers_are_refused(
+    build: Callable[[], nn.Module], message: str
+) -> None:
+    model = own()
+    model.tokens = build()  # type: ignore[assignment]
+    with pytest.raises(Unsupported, match=message):
+        capture(model, blocks="stack")
+
+
+def test_batch_norm_in_training_is_refused() -> None:
+    model = own()
+    model.norm = nn.BatchNorm1d(32)  # type: ignore[assignment]
+    with pytest.raises(Unsupported, match="norm: BatchNorm1d takes its statistics over the tokens"):
+        capture(model, blocks="stack")
+
+
+def test_autocast_around_capture_is_refused() -> None:
+    with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(Unsupported, match=r"Own: torch.autocast is on"):
+        capture(own(), blocks="stack")
+
+
+@pytest.mark.parametrize("shape", [(2,), (1, 1, 2), None])
+def test_a_loss_that_is_no_number_is_refused(shape: tuple[int, ...] | None) -> None:
+    with pytest.raises(Unsupported, match=r"Own: its loss is .*; return one number"):
+        capture(own(), blocks="stack", loss=lambda x, b: x.sum().expand(shape) if shape else x.shape[1])  # type: ignore[return-value]
+
+
+def test_a_loss_of_shape_one_is_a_number() -> None:
+    program = capture(own(), blocks="stack", loss=lambda x, b: x.sum().reshape(1, 1))
+    assert loss(program, own(), batch([3, 4])).shape == ()
+
+
+def doubled(self: Any, x: Tensor, cu_seqlens: Tensor) -> Tensor:
+    return type(self).forward(self, x, cu_seqlens) * 2
+
+
+def by_method(model: Any) -> None:
+    for block in model.stack:
+        block.forward = types.MethodType(doubled, block)
+
+
+def by_closure(model: Any) -> None:
+    for i, block in enumerate(model.stack):
+
+        def forward(x: Tensor, cu_seqlens: Tensor, old: Any = block.forward, i: int = i, block: Any = block) -> Tensor:
+            return old(x, cu_seqlens) * (i + 2) + block.down.bias.sum()
+
+        block.forward = forward
+
+
+def of_a_submodule(model: Any) -> None:
+    old = model.stack[1].down.forward
+    model.stack[1].down.forward = lambda x: old(x) * 3
+
+
+def of_the_model(model: Any) -> None:
+    old = model.forward
+
+    def forward(input_ids: Tensor, position_ids: Tensor, cu_seqlens: Tensor) -> Tensor:
+        return old(input_ids, position_ids, cu_seqlens) * 0.5
+
+    model.forward = forward
+
+
+def weight_norm(model: Any) -> None:
+    for block in model.stack:
+        parametrizations.weight_norm(block.down)
+
+
+@pytest.mark.parametrize("change", [by_method, by_closure, of_a_submodule, of_the_model, weight_norm])
+def test_forwards_of_instances_and_parametrizations_are_honoured(change: Callable[[Any], None]) -> None:
+    model = own()
+    change(model)
+    agrees(model)
+
+
+def kept(block: Any, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        scale = x.abs().mean(-1, keepdim=True)
+    with torch.autocast("cpu", enabled=False):
+        y = block.up(x)
+    return x / (1 + scale) + checkpoint(block.down, y.detach(), use_reentrant=False)
+
+
+def test_regions_without_gradient_or_autocast_and_checkpoints_are_honoured() -> None:
+    agrees(own(kept))

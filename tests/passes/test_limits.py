@@ -1,0 +1,94 @@
+"""The values that a model's tables and its loss allow, found in its graphs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hydragraph.frontend.capture import capture
+from hydragraph.mini_batch import MiniBatch
+from hydragraph.passes.limits import limits_of
+from hydragraph.spec.limits import Limit
+from tests.models import captured
+from tests.own_models import Own
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("llama", {("input_ids", 0, 101), ("labels", 0, 101)}),
+        ("gpt2", {("input_ids", 0, 101), ("position_ids", 0, 256), ("labels", 0, 101)}),
+        ("opt", {("input_ids", 0, 101), ("position_ids", -2, 256), ("labels", 0, 101)}),
+    ],
+)
+def test_limits_of_families(name: str, expected: set[tuple[str, int, int]]) -> None:
+    found = limits_of(captured(name)[0])
+    assert {(limit.field, limit.low, limit.high) for limit in found} == expected
+
+
+class Looking(Own):
+    """Looks ids up in a smaller table too, two rows further on, and in a buffer by index."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.more = nn.Embedding(64, 32)
+        self.register_buffer("table", torch.rand(50, 32))
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor, cu_seqlens: Tensor, kind: Tensor) -> Tensor:
+        x = self.tokens(input_ids) + self.more(input_ids + 2) + self.table[position_ids] + self.more(kind)
+        x = x[0]
+        for block in self.stack:
+            x = block(x, cu_seqlens)
+        return self.out(self.norm(x))[None]
+
+
+def other_class(outputs: Tensor, batch: dict[str, Tensor]) -> Tensor:
+    return F.cross_entropy(outputs[0], batch["labels"][0], ignore_index=-1, reduction="sum")
+
+
+def test_limits_of_tables_of_other_sizes_and_of_ones_own_fields() -> None:
+    program = capture(Looking(), loss=other_class, example={"kind": torch.zeros(1, 8, dtype=torch.int64)})
+    found = {(limit.field, limit.low, limit.high, limit.where) for limit in limits_of(program)}
+    assert found == {
+        ("input_ids", 0, 101, "tokens.weight"),
+        ("input_ids", -2, 62, "more.weight"),
+        ("kind", 0, 64, "more.weight"),
+        ("position_ids", -50, 50, "table"),
+        ("labels", 0, 101, "the loss over 101 classes"),
+    }
+    assert next(limit for limit in limits_of(program) if limit.field == "labels").ignored == -1
+
+
+LIMITS = (Limit("input_ids", 0, 64, "wte"), Limit("labels", 0, 64, "the loss"), Limit("position_ids", 0, 5, "wpe"))
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (torch.tensor([1, 64]), "sequence 1: input_ids is 64 at position 1, outside the 0 to 63 of wte; mend the data"),
+        (torch.tensor([-1, 3]), "sequence 1: input_ids is -1 at position 0"),
+        (
+            {"input_ids": torch.tensor([1, 2, 3]), "labels": torch.tensor([1, -100, 64])},
+            "sequence 1: labels is 64 at position 1",  # where it is predicted
+        ),
+        (torch.tensor([1] * 6), "sequence 1 has 6 tokens, and wpe has 5 positions; cut the sequence"),
+    ],
+)
+def test_values_outside_are_refused_by_sequence_and_position(given: Tensor | dict[str, Tensor], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        MiniBatch.of([torch.tensor([1, 2]), given], True, {}, LIMITS)
+
+
+def test_values_inside_pass_whatever_their_integer_type_and_strides() -> None:
+    given = [
+        torch.tensor([63, 0], dtype=torch.int32),
+        torch.tensor([3]).expand(4),
+        torch.arange(10)[::2],
+        torch.tensor([1, 2], dtype=torch.uint8),
+        {"input_ids": torch.tensor([1, 2]), "labels": torch.tensor([-100, -100])},
+    ]
+    found = MiniBatch.of(given, True, {}, LIMITS)
+    assert all(s.ids.is_contiguous() and s.ids.dtype is torch.int64 for s in found.sequences)
+    assert found.lengths == (2, 4, 5, 2, 0)

@@ -1,0 +1,81 @@
+"""Padded batches: the sequences that they hold, and the masks that are refused."""
+
+from __future__ import annotations
+
+from collections import UserDict
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import BatchEncoding
+
+from hydragraph.errors import Unsupported
+from hydragraph.spec.padded import sequences_in
+
+IDS = torch.tensor([[5, 6, 7, 0], [8, 0, 0, 0], [1, 2, 3, 4]])
+MASK = torch.tensor([[1, 1, 1, 0], [1, 0, 0, 0], [1, 1, 1, 1]])
+CUT = [[5, 6, 7], [8], [1, 2, 3, 4]]
+
+
+def ids_of(given: Any) -> list[list[int]]:
+    return [(s if isinstance(s, Tensor) else s["input_ids"]).tolist() for s in sequences_in(given)]
+
+
+@pytest.mark.parametrize("kind", [dict, UserDict, BatchEncoding])
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.bool, torch.float32])
+def test_a_batch_is_cut_into_its_sequences(kind: type, dtype: torch.dtype) -> None:
+    batch = kind({"input_ids": IDS, "attention_mask": MASK.to(dtype)})
+    assert ids_of(batch) == ids_of([batch]) == CUT
+    assert ids_of([torch.tensor([9]), batch, {"input_ids": IDS[0], "attention_mask": MASK[0]}]) == [[9], *CUT, CUT[0]]
+
+
+def test_lists_of_a_tokenizer_become_tensors() -> None:
+    assert ids_of(BatchEncoding({"input_ids": CUT, "attention_mask": [[1] * len(row) for row in CUT]})) == CUT
+    assert ids_of([BatchEncoding({"input_ids": CUT[0], "attention_mask": [1, 1, 1]})]) == [CUT[0]]
+
+
+def test_labels_and_fields_are_cut_alike() -> None:
+    labels, weight = IDS.masked_fill(MASK == 0, -100), torch.rand(3, 4, 2)
+    batch = {"input_ids": IDS, "attention_mask": MASK, "labels": labels, "weight": weight, "token_type_ids": IDS * 0}
+    for i, found in enumerate(sequences_in(batch)):
+        assert set(found) == {"input_ids", "labels", "weight"}
+        assert found["labels"].tolist() == CUT[i]
+        assert torch.equal(found["weight"], weight[i, : len(CUT[i])])
+
+
+def test_what_is_ones_own_stays() -> None:
+    batch = {"input_ids": IDS[0], "attention_mask": IDS[1], "token_type_ids": IDS[0] * 0}
+    assert set(sequences_in([batch], own=batch)[0]) == set(batch)
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        torch.tensor([0, 1, 1, 1]),
+        torch.tensor([1, 0, 1, 0]),
+        torch.tensor([1, 1, 2, 2]),
+        torch.tensor([0.0, 0.0, 0.0, -1e9]),
+        torch.ones(4, 4),
+        torch.ones(3),
+        None,
+    ],
+)
+def test_other_masks_are_refused(mask: Tensor | None) -> None:
+    batch = {"input_ids": IDS[2], "attention_mask": mask}
+    if mask is None:
+        assert ids_of([batch]) == [CUT[2]]
+        return
+    with pytest.raises(Unsupported, match=r"sequence 1: an attention_mask .*; pad on the right only"):
+        sequences_in([IDS[0], batch])
+
+
+def test_labels_that_count_in_the_padding_are_refused() -> None:
+    batch = {"input_ids": IDS, "attention_mask": MASK, "labels": IDS}
+    with pytest.raises(ValueError, match="sequence 0: labels is 0 at position 3, which attention_mask leaves out"):
+        sequences_in(batch)
+
+
+def test_a_field_without_a_row_for_each_sequence_is_refused() -> None:
+    with pytest.raises(ValueError, match="sequence 0: labels has 2 rows and input_ids 3; pass one row per sequence"):
+        sequences_in({"input_ids": IDS, "labels": IDS[:2]})

@@ -1,0 +1,86 @@
+"""What a step does with the mini-batch that it is given, at every degree."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+import hydragraph as hg
+from tests import reference
+from tests.models import gpt2, sequences
+from tests.ready import Ready
+
+STRATEGIES = ["<[0,1]x2>", "2*<tp1,pp1>"]
+
+
+def ready() -> Ready:
+    return Ready.of(gpt2(layers=2), STRATEGIES)
+
+
+def refused(exe: hg.Executable, batch: object) -> str:
+    with pytest.raises(ValueError, match="sequence") as caught:
+        exe.step(batch)  # type: ignore[arg-type]
+    return str(caught.value)
+
+
+def on_a_rank(prepared: Ready, strategy: str) -> tuple[list[str], dict[str, Tensor], dict[str, Tensor]]:
+    exe = prepared.executable(hg.Strategy.parse(strategy, layers=2), lambda named: torch.optim.SGD(named, lr=0.1))
+    outside = [
+        torch.tensor([3, 101]),
+        torch.tensor([-1, 3]),
+        {"input_ids": torch.tensor([3, 4]), "labels": torch.tensor([-100, 101])},
+        torch.ones(257, dtype=torch.int64),
+        {"input_ids": torch.tensor([3, 4]), "attention_mask": torch.tensor([0, 1])},
+    ]
+    messages = [refused(exe, [torch.tensor([1, 2]), each]) for each in outside]
+    plain = sequences([5, 3])
+    padded = {
+        "input_ids": torch.stack([plain[0], torch.nn.functional.pad(plain[1], (0, 2))]).int(),
+        "attention_mask": torch.tensor([[1] * 5, [1, 1, 1, 0, 0]]),
+    }
+    return messages, exe.gradients(padded), exe.gradients([plain[0].repeat(2, 1).t()[:, 0], plain[1].int()])
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_values_outside_are_refused_at_every_degree_and_padded_batches_are_cut(strategy: str) -> None:
+    wanted = reference.train(gpt2(layers=2), [sequences([5, 3])], lambda p: torch.optim.SGD(p, lr=0.1)).gradients[0]
+    runs = hg.launch(on_a_rank, 2, strategy, prepare=ready)
+    for messages, _, _ in runs:
+        ids, negative, labels, long, left = messages
+        assert ids.startswith("sequence 1: input_ids is 101 at position 1, outside the 0 to 100 of transformer.wte")
+        assert negative.startswith("sequence 1: input_ids is -1 at position 0")
+        assert labels.startswith("sequence 1: labels is 101 at position 0")
+        assert long.startswith("sequence 1 has 257 tokens, and transformer.wpe.weight has 256 positions")
+        assert "attention_mask" in left
+    for found in runs[0][1:]:
+        assert reference.worst(found, wanted)[1] <= 1
+
+
+def failing(*_: object) -> None:
+    raise AssertionError("no graph of this")
+
+
+def switched(prepared: Ready) -> tuple[str, str, list[float]]:
+    """Step under a strategy that one rank cannot prepare, then under others; then under that one, mended."""
+    good, bad = (hg.Strategy.parse(s, layers=2) for s in ("2*<tp1,pp1>", "<[0,1]x2>"))
+    exe = prepared.executable(good, lambda named: torch.optim.SGD(named, lr=0.0))
+    batch, kept = sequences([5, 3]), exe._preparer._prepare
+    losses = [exe.step(batch).loss]
+    if exe.rank == 1:
+        exe._preparer._prepare = failing  # type: ignore[assignment,method-assign]
+    with pytest.raises(hg.Unsupported) as caught:
+        exe.step(batch, strategy=bad)
+    exe._preparer._prepare = kept  # type: ignore[method-assign]
+    with pytest.raises(ValueError, match="rank") as unknown:
+        exe.step(batch, strategy=hg.Strategy.parse("<[0,7]x2>", layers=2))
+    losses += [exe.step(batch).loss, exe.step(batch, strategy=bad).loss]
+    return str(caught.value), str(unknown.value), losses
+
+
+def test_a_refused_strategy_breaks_nothing() -> None:
+    runs = hg.launch(switched, 2, prepare=ready)
+    for message, _, losses in runs:
+        assert message.startswith("strategy <tp2,pp1>")
+        assert "it cannot be compiled (AssertionError: no graph of this); choose another strategy" in message
+        assert losses == pytest.approx([losses[0]] * 3, rel=1e-5)

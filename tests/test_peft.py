@@ -1,0 +1,174 @@
+"""LoRA by an unmodified `peft`: cut where its base is, trained as on one device, saved as peft does, resumed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import hydragraph as hg
+from hydragraph.passes.fit import check_strategy
+from tests import reference
+from tests.models import llama, sequences
+from tests.ready import Ready
+
+peft = pytest.importorskip("peft")
+
+LAYERS, STEPS = 2, 3
+LENGTHS = [20, 7, 33, 1, 12]
+STRATEGIES = ["<[0,1]x1,[2]x1>", "<[2]x1,[0,1]x1s>", "<[1]x2> + <[2,0]x2r>"]
+KINDS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "rank-stabilised": {"use_rslora": True, "r": 16, "target_modules": "all-linear"},
+    "DoRA": {"use_dora": True, "r": 16, "target_modules": ["q_proj", "down_proj"]},
+    "DoRA everywhere": {"use_dora": True, "r": 4, "target_modules": "all-linear"},
+    "with a head of its own": {"modules_to_save": ["lm_head"], "bias": "lora_only"},
+}
+
+
+TRAINED = [kind for kind in KINDS if kind != "DoRA everywhere"]
+
+
+def adapted(kind: str = "plain", several: bool = False) -> nn.Module:
+    """Return a small Llama with adapters that already do something."""
+    options = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj", "up_proj", "down_proj"], **KINDS[kind]}
+    torch.manual_seed(0)
+    config = peft.LoraConfig(task_type="CAUSAL_LM", init_lora_weights=False, **options)
+    model = peft.get_peft_model(llama(layers=LAYERS), config)
+    if several:
+        model.add_adapter("second", peft.LoraConfig(task_type="CAUSAL_LM", init_lora_weights=False, r=2))
+        model.base_model.set_adapter(["default", "second"])
+    return model
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1, weight_decay=0.1)
+
+
+def batches() -> list[list[Tensor]]:
+    return [sequences(LENGTHS, seed=i) for i in range(STEPS)]
+
+
+def ready(strategies: list[str], kind: str, several: bool = False) -> Ready:
+    return Ready.of(adapted(kind, several), strategies)
+
+
+@dataclass
+class Run:
+    """What one rank saw."""
+
+    gradients: list[dict[str, Tensor]]
+    weights: dict[str, Tensor]
+
+
+def train(prepared: Ready, strategies: list[str], path: str) -> Run:
+    chosen = [hg.Strategy.parse(s, layers=LAYERS) for s in strategies]
+    exe = prepared.executable(chosen[0], sgd)
+    gradients = [exe.gradients(batches()[0], strategy=s) for s in chosen]
+    for i, batch in enumerate(batches()):
+        exe.step(batch, strategy=chosen[i % len(chosen)])
+    weights = exe.full_state_dict()
+    exe.save_pretrained(f"{path}/adapter")
+    exe.save_pretrained(f"{path}/merged", merged=True)
+    exe.close()
+    return Run(gradients, weights)
+
+
+@pytest.mark.parametrize(("kind", "several"), [*((kind, False) for kind in TRAINED), ("plain", True)])
+def test_lora_trains_as_on_one_device_and_peft_reads_it(kind: str, several: bool, tmp_path: Path) -> None:
+    strategies = STRATEGIES if kind == "plain" and not several else STRATEGIES[:1]
+    runs = hg.launch(train, 3, strategies, str(tmp_path), prepare=partial(ready, strategies, kind, several))
+    model = adapted(kind, several)
+    wanted = reference.train(model, batches(), sgd)
+    for strategy, gradients in zip(strategies, runs[0].gradients, strict=True):
+        assert gradients.keys() == wanted.gradients[0].keys()
+        worst, ratio = reference.worst(gradients, wanted.gradients[0])
+        assert ratio <= 1, f"{strategy}: gradient of {worst} is {ratio:.2f} times the tolerance off"
+    for key, weight in wanted.weights.items():
+        torch.testing.assert_close(runs[0].weights[key], weight, rtol=1e-4, atol=1e-5, msg=key)
+    check_files(model, runs[0].weights, tmp_path, several)
+
+
+def check_files(model: nn.Module, weights: dict[str, Tensor], path: Path, several: bool) -> None:
+    """Load what was saved with peft and transformers alone, and compare what the models compute."""
+    from safetensors.torch import load_file
+    from transformers import AutoModelForCausalLM
+
+    model.load_state_dict(weights)
+    ids = batches()[0][0][None]
+    expected = model(input_ids=ids).logits
+    again = peft.PeftModel.from_pretrained(llama(layers=LAYERS), str(path / "adapter"))
+    if several:
+        again.load_adapter(str(path / "adapter" / "second"), "second")
+        again.base_model.set_adapter(["default", "second"])
+    torch.testing.assert_close(again(input_ids=ids).logits, expected)
+    merged = AutoModelForCausalLM.from_pretrained(path / "merged")
+    torch.testing.assert_close(merged(input_ids=ids).logits, expected, rtol=1e-4, atol=1e-5)
+    stored = load_file(path / "adapter" / "adapter_model.safetensors")
+    assert all("lora_" in name or "lm_head" in name for name in stored)
+
+
+def test_adapters_are_cut_where_their_base_is() -> None:
+    program = hg.capture(adapted())
+    rules = {name.split("layers.0.")[1]: p.rule for name, p in program.parameters.items() if "layers.0." in name}
+    for module, heads in (("self_attn.q_proj", 4), ("self_attn.v_proj", 2)):
+        assert rules[f"{module}.base_layer.weight"] == rules[f"{module}.lora_B.default.weight"]
+        assert rules[f"{module}.base_layer.weight"].segments == (heads,)  # type: ignore[union-attr]
+        assert rules[f"{module}.lora_A.default.weight"] is None
+    assert rules["mlp.down_proj.base_layer.weight"] == rules["mlp.down_proj.lora_A.default.weight"]
+    assert rules["mlp.down_proj.lora_B.default.weight"] is None
+    assert {n for n, p in program.parameters.items() if p.trainable} == {n for n in program.parameters if "lora_" in n}
+    assert {b.name for b in program.buckets if b.learns} == {"layer.0", "layer.1"}
+
+
+def resume(prepared: Ready, path: str, strategy: str, saves: bool) -> list[float]:
+    exe = prepared.executable(hg.Strategy.parse(strategy, LAYERS), lambda named: hg.AdamW(named, lr=0.01))
+    if saves:
+        exe.step(batches()[0])
+        exe.save(path)
+    else:
+        exe.load(path)
+    losses = [exe.step(batch).loss for batch in batches()[1:]]
+    exe.close()
+    return losses
+
+
+def test_a_run_resumes_on_another_number_of_ranks(tmp_path: Path) -> None:
+    one, two, path = "<[0,1]x2>", "<[1]x1,[0]x1>", str(tmp_path / "saved")
+    saved = hg.launch(resume, 3, path, one, True, prepare=partial(ready, [one], "plain"))[0]
+    resumed = hg.launch(resume, 2, path, two, False, prepare=partial(ready, [two], "plain"))[0]
+    assert resumed == pytest.approx(saved, rel=1e-5)
+
+
+def test_an_inactive_adapter_is_kept_and_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    model = adapted()
+    model.add_adapter("second", peft.LoraConfig(task_type="CAUSAL_LM", r=2))  # type: ignore[operator]
+    program = hg.capture(model)
+    assert [r.levelname for r in caplog.records if "no block uses" in r.getMessage()] == ["WARNING"]
+    assert {p.name for p in program.buckets[-1].parameters} == {n for n in program.parameters if ".second." in n}
+    assert program.buckets[-1].blocks == ()
+
+
+def test_dora_is_refused_where_its_norms_need_whole_weights() -> None:
+    program = hg.capture(adapted("DoRA everywhere"))
+    with pytest.raises(hg.Unsupported, match="which has no sharding rule; give its stages one device each"):
+        check_strategy(program, hg.Strategy.parse("<tp2,pp1>", LAYERS), 2)
+
+
+@pytest.mark.parametrize(
+    ("config", "what"),
+    [
+        (peft.IA3Config(task_type="CAUSAL_LM"), "the peft method IA3"),
+        (peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4), "the peft method PROMPT_TUNING"),
+        (peft.LoraConfig(task_type="CAUSAL_LM", trainable_token_indices=[1, 2]), "LoRA with trainable_token_indices"),
+        (peft.LoraConfig(task_type="CAUSAL_LM", lora_dropout=0.1), "dropout 0.1 in training"),
+    ],
+)
+def test_what_is_refused_is_named(config: Any, what: str) -> None:
+    with pytest.raises(hg.Unsupported, match=what):
+        hg.capture(peft.get_peft_model(llama(layers=LAYERS), config))
