@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from hydragraph.candidates import Choices
 from hydragraph.check.check import Subject
-from hydragraph.check.run import check_here, check_on_hosts
+from hydragraph.check.run import check_here, check_on_hosts, mode_of
 from hydragraph.cost.profile import Profile
 from hydragraph.cost.simulate import Timeline, simulate
 from hydragraph.cost.work import work_of
@@ -21,6 +21,7 @@ from hydragraph.frontend.packed import Loss, token_cross_entropy
 from hydragraph.ir.instruction import RankProgram
 from hydragraph.ir.outline import Mode
 from hydragraph.ir.program import Program
+from hydragraph.modes import own_modes
 from hydragraph.passes.fit import check_strategy
 from hydragraph.passes.pipeline import rank_programs
 from hydragraph.planner.policy import Policy
@@ -31,6 +32,7 @@ from hydragraph.spec.cluster import Cluster
 from hydragraph.spec.strategy import Strategy
 
 
+@own_modes("capture")
 def capture(
     model: nn.Module,
     dtype: torch.dtype = torch.float32,
@@ -54,6 +56,7 @@ def capture(
     return program
 
 
+@own_modes("compile")
 def compile(
     model: nn.Module,
     strategy: Choices,
@@ -94,8 +97,9 @@ def compile(
         backend: "inductor" compiles the graphs between communications, "eager" runs them operator by operator; None:
             Inductor on CUDA, eager elsewhere.
         program: what `capture` gave for this model, or for an equal one, before: it is not captured again. Then
-            `example` and `loss` were capture's, and so were `dtype` and the check.
-        check: of what is captured here, by one rank of each host; see `hydragraph.capture`.
+            `example` and `loss` were capture's, and so were `dtype` and the check against the model.
+        check: of what is captured here, by one rank of each host; see `hydragraph.capture`. Unless "off", what ranks
+            run under a strategy (cut, split by tokens, recomputed) is compared with whole blocks before its first step.
 
     Raises:
         ValueError: `program` is that of another model.
@@ -110,7 +114,8 @@ def compile(
     else:
         _check_origin(program, model, dtype, given=example is not None or loss is not None)
     planning = Planning(profile, lengths, policy or Policy())
-    return Executable(model, program, strategy, optimizer, max_grad_norm, device, blocks, planning, backend)
+    mode = mode_of(check)
+    return Executable(model, program, strategy, optimizer, max_grad_norm, device, blocks, planning, backend, mode)
 
 
 def _check_origin(program: Program, model: nn.Module, dtype: torch.dtype, given: bool) -> None:
@@ -121,6 +126,7 @@ def _check_origin(program: Program, model: nn.Module, dtype: torch.dtype, given:
         raise ValueError(f"program: it computes in {program.dtype}; give dtype, example and loss to `capture` alone")
 
 
+@own_modes("precompile")
 def precompile(program: Program, strategies: Iterable[Strategy]) -> Variants:
     """Compile a program's templates for strategies; without Inductor, which keeps its own code on disk.
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed import ReduceOp
 
 from hydragraph.candidates import Choices, candidates_of, planner_of
+from hydragraph.check.stages import StageCheck
 from hydragraph.cost.profile import Profile
 from hydragraph.errors import Unsupported
 from hydragraph.frontend.adapters import is_peft
@@ -26,6 +27,7 @@ from hydragraph.ir.outline import Mode
 from hydragraph.ir.program import Program
 from hydragraph.ir.text import instruction_text
 from hydragraph.mini_batch import MiniBatch, Planned, Work, digest, packed
+from hydragraph.modes import own_modes
 from hydragraph.passes.compiled import choose_backend
 from hydragraph.passes.fit import check_strategy
 from hydragraph.passes.limits import limits_of
@@ -126,6 +128,7 @@ class Executable:
         blocks: str | None = None,
         planning: Planning | None = None,
         backend: str | None = None,
+        check: str = "off",
     ) -> None:
         self.program, self._max_grad_norm = program, max_grad_norm
         self.world, plans = join(device), planning or Planning()
@@ -144,7 +147,10 @@ class Executable:
         self._agree("version of hydragraph or torch", f"hydragraph {__version__}, torch {torch.__version__}")
         self._agree("program", program.fingerprint)
         self._agree("strategies", str(list(map(str, self.strategies))))
-        self._buffers = {n: b.to(self.world.device) for n, b in initial_buffers(model).items()}
+        buffers = initial_buffers(model)
+        self._buffers = {n: b.to(self.world.device) for n, b in buffers.items()}
+        inductor = backend == "inductor"
+        self._check = StageCheck(program, buffers, inductor) if check != "off" and not self.world.local_rank else None
         self.home = HomeState.allocate(program, self.world.ranks, self.world.rank, self.world.device)
         seed = torch.initial_seed()
         self._start: Callable[[], Iterable[Mapping[str, Tensor]]] | None = None
@@ -157,7 +163,7 @@ class Executable:
         self.optimizer = make_optimizer(optimizer, self.home) if optimizer else None
         self._preparer = Preparer(
             program,
-            Variants(program, backend=backend, device=self.world.device, fused_head=backend == "inductor", added=True),
+            Variants(program, backend=backend, device=self.world.device, fused_head=inductor, added=True),
             self._buffers,
             self.home.layouts,
             self.world.rank,
@@ -187,6 +193,7 @@ class Executable:
 
     # What a training script calls.
 
+    @own_modes("step")
     def step(self, sequences: Batches, strategy: Strategy | None = None) -> StepReport:
         """Train on one global mini-batch, the same on every rank.
 
@@ -217,10 +224,12 @@ class Executable:
         if self._planner is not None:
             self._planner.announce(MiniBatch.of(sequences, self.program.causal, self._fields, self._limits).lengths)
 
+    @own_modes("evaluate")
     def evaluate(self, sequences: Batches, strategy: Strategy | None = None) -> StepReport:
         """Return the loss of a mini-batch without changing anything."""
         return self._iterate(sequences, strategy, "evaluate", None)
 
+    @own_modes("gradients")
     def gradients(self, sequences: Batches, strategy: Strategy | None = None) -> dict[str, Tensor]:
         """Return the full fp32 gradients by parameter name on rank 0 ({} elsewhere), updating nothing.
 
@@ -229,6 +238,7 @@ class Executable:
         self._iterate(sequences, strategy, "train", None)
         return self._gather(self.home.gradients)
 
+    @own_modes("full_state_dict")
     def full_state_dict(self) -> dict[str, Tensor]:
         """Return every key of `model.state_dict()` (tied aliases, persistent buffers) as full CPU tensors on rank 0.
 
@@ -237,6 +247,7 @@ class Executable:
         self._begin()
         return self._state(frozenset(self._model_tensors))
 
+    @own_modes("save_pretrained")
     def save_pretrained(self, directory: str | Path, merged: bool = False) -> None:
         """Write a Hugging Face directory on rank 0, in fp32; all ranks call it.
 
@@ -256,6 +267,7 @@ class Executable:
         write = lambda: shell.write(state, Path(directory), merged) if self.world.rank == 0 else None  # noqa: E731
         together(self.groups, what, write)
 
+    @own_modes("save")
     def save(self, path: str | Path, extra: dict[str, Any] | None = None, asynchronous: bool = False) -> None:
         """Write weights and optimizer state as a checkpoint that any strategy and any number of ranks can load.
 
@@ -275,6 +287,7 @@ class Executable:
         """Return once what an asynchronous `save` is writing is in its place; raise its error, on every rank."""
         self._saver.wait()
 
+    @own_modes("load")
     def load(self, path: str | Path) -> dict[str, Any]:
         """Read a checkpoint that `save` wrote; return what was saved as `extra`."""
         self.wait_saved()
@@ -283,6 +296,7 @@ class Executable:
         self._steps = int(extra["steps"])
         return dict(extra["user"])
 
+    @own_modes("load_pretrained")
     def load_pretrained(self, path: str | Path) -> None:
         """Read the weights of a Hugging Face directory of safetensors, every rank only its own; not the optimizer.
 
@@ -426,6 +440,8 @@ class Executable:
         self._running = (work.strategy, work.assignment.counts, mode)
         try:
             self._preparer.get(*self._running)
+            if self._check is not None and (work.strategy, mode) not in self._agreed:
+                self._check.check(work.strategy)
         except Exception as error:  # whatever a trace or a compiler raises
             if (work.strategy, mode) in self._agreed:
                 raise

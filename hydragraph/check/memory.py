@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 import hydragraph
-from hydragraph.check.check import Checked, Subject
+from hydragraph.check.check import Subject
 from hydragraph.version import __version__
 
 _KNOWN = ("torch", "transformers")  # libraries whose version says what their modules do
@@ -59,6 +59,12 @@ def fingerprint(subject: Subject, mode: str) -> str | None:
     except _Unknown:
         return None
     return digest.hexdigest()[:32]
+
+
+def key_of(content: str) -> str:
+    """Return 32 hex digits over a text that says what was compared, and the versions that compared it."""
+    versions = torch.__version__, __version__, _own_source()
+    return hashlib.sha256(repr((content, versions)).encode()).hexdigest()[:32]
 
 
 def _described(model: nn.Module) -> Iterator[str]:
@@ -144,12 +150,12 @@ def recall(key: str) -> str | None:
         return None
 
 
-def remember(key: str, found: Checked) -> None:
+def remember(key: str, line: str) -> None:
     """Note that something passed; where that cannot be written, it is checked again next time."""
     try:
         folder().mkdir(mode=0o700, parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=folder(), delete=False, encoding="utf-8") as file:
-            json.dump({"line": str(found)}, file)
+            json.dump({"line": line}, file)
         os.replace(file.name, folder() / f"{key}.json")
     except OSError:
         return

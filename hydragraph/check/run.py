@@ -51,7 +51,7 @@ def check_here(subject: Subject, given: str | bool) -> Checked | None:
     _latest[:] = [variants]
     report(found)
     if key is not None and not found.problem:
-        remember(key, found)
+        remember(key, str(found))
     return found
 
 

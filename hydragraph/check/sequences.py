@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -46,15 +46,25 @@ class Ids:
         return ids
 
 
-def ids_of(model: nn.Module, program: Program) -> Ids:
-    """Find which ids a model takes, and how many classes its loss tells apart."""
-    config: Any = getattr(model, "config", None)
+def ids_read(program: Program, otherwise: int = 2) -> Ids:
+    """Find which ids a program's tables have rows for, and how many classes its loss tells apart.
+
+    Args:
+        otherwise: how many ids there are, where no table is indexed by the ids as they are.
+    """
     rows = [rows for rows, read in embeddings(program) if read == {"input_ids"}]
-    count = min(rows) if rows else int(getattr(config, "vocab_size", None) or 2)
+    count = min(rows) if rows else otherwise
+    return Ids(count, frozenset(), _classes(program) or count)
+
+
+def ids_of(model: nn.Module, program: Program) -> Ids:
+    """Find which ids a model takes, without those that mean something to it."""
+    config: Any = getattr(model, "config", None)
+    known = ids_read(program, int(getattr(config, "vocab_size", None) or 2))
     named = config.to_dict() if hasattr(config, "to_dict") else {}
     special = {v for n, v in named.items() if "token_id" in n and type(v) is int}
     special |= {p for m in model.modules() if type(p := getattr(m, "padding_idx", None)) is int}
-    return Ids(count, frozenset(special if len(special) < count // 2 else ()), _classes(program) or count)
+    return replace(known, special=frozenset(special if len(special) < known.count // 2 else ()))
 
 
 def _classes(program: Program) -> int | None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hydragraph.check.wide import computing, runner
+from hydragraph.check.wide import computing, default_dtype, runner
 from hydragraph.frontend import huggingface, modules
 from hydragraph.frontend.packed import Loss
 from hydragraph.ir.program import Block, Program
@@ -52,6 +52,29 @@ def _floating(value: Tensor, wide: torch.dtype) -> Tensor:
     return value.to(wide) if value.is_floating_point() else value
 
 
+@dataclass(frozen=True)
+class Common:
+    """What the blocks of a program share on one packed batch: its fields, and the values that aux computes of them."""
+
+    fields: Mapping[str, Any]
+    aux: Sequence[Tensor]
+
+    @classmethod
+    def of(
+        cls, program: Program, buffers: Mapping[str, Tensor], batch: Mapping[str, Tensor], wide: torch.dtype | None
+    ) -> Common:
+        """Compute them."""
+        fields = dict(batch) if wide is None else {n: _floating(v, wide) for n, v in batch.items()}
+        template = program.templates[program.aux.template]
+        given = [buffers[b] for b in program.aux.buffers] + [fields[i] for i in template.inputs]
+        return cls(fields, runner(template.graph, wide)(*given))
+
+    def inputs(self, program: Program, block: Block) -> dict[str, Any]:
+        """Return what one block takes of it, by its template's names."""
+        others = [n for n in program.templates[block.template].inputs if n.startswith("other.")]
+        return {**self.fields, **{n: self.aux[i] for n, i in zip(others, block.aux, strict=True)}}
+
+
 def add_captured(
     program: Program,
     ran: Sequence[tuple[Block, Variant]],
@@ -71,31 +94,23 @@ def add_captured(
     Returns:
         the summed loss.
     """
-    with torch.no_grad():
-        values: dict[str, Any] = dict(batch) if wide is None else {n: _floating(v, wide) for n, v in batch.items()}
-        aux = _aux(program, tensors, values, wide)
+    with torch.no_grad(), default_dtype(wide):
+        common = Common.of(program, tensors, batch, wide)
         saved: list[list[Any]] = []
+        hidden: Any = None
         for block, variant in ran:
-            template = program.templates[block.template]
-            others = dict(zip([n for n in template.inputs if n.startswith("other.")], block.aux, strict=True))
-            given = values | {n: aux[i] for n, i in others.items()}
+            given = common.inputs(program, block) | {"hidden": hidden}
             given |= {n: tensors[c] for n, c in _local(program, block).items()}
-            values["hidden"], *kept = runner(variant.forward, wide)(*(given[n] for n in variant.inputs))
+            hidden, *kept = runner(variant.forward, wide)(*(given[n] for n in variant.inputs))
             saved.append(kept)
-        loss: Tensor = values["hidden"]
+        loss: Tensor = hidden
         tangent = torch.ones_like(loss)
         for block, variant in reversed(ran):
-            before = _backward(_local(program, block), variant, saved.pop(), tangent, tensors, sums, wide)
+            before = backward(_local(program, block), variant, saved.pop(), tangent, tensors, sums, wide)
             if before is None:
                 break  # nothing before it learns
             tangent = before
         return loss
-
-
-def _aux(program: Program, tensors: Mapping[str, Tensor], batch: Mapping[str, Any], wide: torch.dtype | None) -> Any:
-    template = program.templates[program.aux.template]
-    given = [tensors[b] for b in program.aux.buffers] + [batch[i] for i in template.inputs]
-    return runner(template.graph, wide)(*given)
 
 
 def _local(program: Program, block: Block) -> dict[str, str]:
@@ -105,7 +120,7 @@ def _local(program: Program, block: Block) -> dict[str, str]:
     return dict([*names, *zip(template.buffers, block.buffers, strict=True)])
 
 
-def _backward(
+def backward(
     local: Mapping[str, str],
     variant: Variant,
     saved: Sequence[Any],
@@ -114,7 +129,13 @@ def _backward(
     sums: dict[str, Tensor],
     wide: torch.dtype | None,
 ) -> Tensor | None:
-    """Run one block backward, adding to `sums`; return the gradient of its hidden state, where it has one."""
+    """Run one block backward, adding to `sums`; return the gradient of its hidden state, where it has one.
+
+    Args:
+        local: a template's names -> those in `tensors` and `sums`.
+        saved: what its forward kept.
+        tangent: the gradient of its output.
+    """
     given = {f"saved.{i}": value for i, value in enumerate(saved)} | {"tangent": tangent}
     arguments: list[Any] = [given[n] if n in given else tensors[local[n]] for n in variant.needs]
     for name in variant.added:

@@ -8,7 +8,7 @@ casts to the wide one.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -52,14 +52,17 @@ class _Wide(TorchFunctionMode):
 @contextmanager
 def computing(wide: torch.dtype | None) -> Iterator[None]:
     """Run a model's own code with casts widened, and new tensors in the wide dtype; None: as it is written."""
-    if wide is None:
+    with default_dtype(wide), nullcontext() if wide is None else _Wide(wide):
         yield
-        return
+
+
+@contextmanager
+def default_dtype(wide: torch.dtype | None) -> Iterator[None]:
+    """Make new tensors in the wide dtype, in every thread of this process; None: as they are."""
     before = torch.get_default_dtype()
-    torch.set_default_dtype(wide)
+    torch.set_default_dtype(wide or before)
     try:
-        with _Wide(wide):
-            yield
+        yield
     finally:
         torch.set_default_dtype(before)
 
@@ -83,12 +86,12 @@ class _Widened(fx.Interpreter):
 
 
 def runner(graph: fx.GraphModule, wide: torch.dtype | None) -> Callable[..., Any]:
-    """Return what runs a captured graph with its casts widened; None: as it was captured."""
+    """Return what runs a captured graph with its casts widened, within `default_dtype`; None: as it was captured."""
     if wide is None:
         return graph
 
     def run(*given: Any) -> Any:
-        with computing(wide):
+        with _Wide(wide):
             return _Widened(graph, wide).run(*given)
 
     return run

@@ -28,6 +28,7 @@ from hydragraph.frontend.unseen import refuse_unseen
 from hydragraph.ir.graph_data import value_of
 from hydragraph.ir.parameter import Bucket, Parameter
 from hydragraph.ir.program import Block, Program, Template
+from hydragraph.modes import own_modes
 from hydragraph.passes.cut import operands, varlen
 from hydragraph.passes.cuts import uncut_heads
 from hydragraph.passes.sizes import prove_sizes, with_an_example
@@ -38,6 +39,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 
 
 @one_pass()
+@own_modes("capture")
 def capture(
     model: nn.Module,
     dtype: torch.dtype = torch.float32,

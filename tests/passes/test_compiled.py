@@ -10,6 +10,7 @@ from torch import Tensor, fx, nn
 from torch._dynamo.utils import counters
 
 import hydragraph as hg
+from hydragraph.check.emulated import EmulatedCollectives, run_ranks
 from hydragraph.errors import Unsupported
 from hydragraph.ir.program import Block, Program
 from hydragraph.passes import compiled
@@ -20,7 +21,6 @@ from hydragraph.private.inductor import missing_compiler
 from hydragraph.runtime.variants import Variants, local_parameters, vocabulary_starts
 from tests import reference
 from tests.models import gpt2, llama, sequences
-from tests.passes.simulated import SimulatedCollectives, run_ranks
 
 CPU = torch.device("cpu")
 needs_compiler = pytest.mark.skipif(missing_compiler(CPU) is not None, reason="Inductor finds no C++ compiler here")
@@ -71,7 +71,7 @@ def run(
         held = torch.cat([flat[a:b] for a, b in parameter.intervals(degree.tp, index)])
         return parameter.natural(held, degree.tp, index).to(program.dtype)
 
-    def rank(collectives: SimulatedCollectives) -> list[Tensor]:
+    def rank(collectives: EmulatedCollectives) -> list[Tensor]:
         here = Degree(degree.tp, collectives.index, degree.sequence_parallel)
         values: dict[str, object] = {n: shard(n, collectives.index) for n in parameters} | given
         if degree.sequence_parallel:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from hydragraph.check.emulated import run_ranks
 from hydragraph.errors import Unsupported
 from hydragraph.frontend.capture import capture
 from hydragraph.ir.layout import GradientKind
@@ -16,7 +17,6 @@ from hydragraph.passes.differentiate import Variant
 from hydragraph.passes.shard import Degree
 from hydragraph.runtime.variants import Variants, vocabulary_starts
 from tests.models import gpt2, llama
-from tests.passes.simulated import run_ranks
 
 MODELS = {
     "llama": functools.partial(llama, layers=1, heads=12, kv=12),

@@ -1,0 +1,279 @@
+"""Compare the graphs that a stage of several ranks runs with the whole block's, before a strategy is first trained.
+
+A captured block was compared with the model (`check.check`). What a strategy makes of it is compared here with that
+block: cut for a tensor-parallel degree, with its tokens split, recomputed, with head and loss in one operator. The
+ranks of a stage run side by side in this process.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hydragraph.check.check import Attempt, log
+from hydragraph.check.compare import Difference, compare
+from hydragraph.check.emulated import EmulatedCollectives, run_ranks
+from hydragraph.check.lengths import Lengths
+from hydragraph.check.memory import key_of, recall, remember
+from hydragraph.check.sequences import draw_sequences, ids_read
+from hydragraph.check.sides import Common, Computed, backward
+from hydragraph.check.weights import drawn
+from hydragraph.check.wide import default_dtype, runner
+from hydragraph.errors import Unsupported
+from hydragraph.ir.graph_data import value_of
+from hydragraph.ir.layout import GradientKind
+from hydragraph.ir.parameter import Parameter
+from hydragraph.ir.program import Block, Program, Template
+from hydragraph.passes.differentiate import COLLECTIVES, Variant
+from hydragraph.passes.place import place
+from hydragraph.passes.shard import Degree
+from hydragraph.runtime.batch import pack
+from hydragraph.runtime.variants import Variants, local_parameters, vocabulary_starts
+from hydragraph.spec.strategy import Strategy
+
+LARGEST = 1 << 28  # parameters of a block: both sides hold them and their gradients in fp32, 4 GiB in all
+_LENGTHS = Lengths((5, 11, 3), ())
+_OUT = "its output"
+
+REMEDY = (
+    "run it with another tensor-parallel degree, without sequence parallelism or recomputation, and report this with "
+    "the model's config; check='off' trains with the graphs as they are"
+)
+
+
+@dataclass(frozen=True)
+class Form:
+    """How a stage runs its blocks.
+
+    Attributes:
+        tp: tensor-parallel degree.
+        sequence_parallel, recompute: as in `hydragraph.spec.strategy.Stage`.
+    """
+
+    tp: int
+    sequence_parallel: bool
+    recompute: bool
+
+    def __str__(self) -> str:
+        return f"tp{self.tp}" + ", sp" * self.sequence_parallel + ", recomputed" * self.recompute
+
+
+class StageCheck:
+    """Checks what strategies make of one program; what has passed, here or in an earlier run, is not checked again.
+
+    Args:
+        program: captured, and compared with its model.
+        buffers: the model's buffers by name.
+        fused_head: whether head and loss are one operator.
+        added: whether products add gradients up.
+    """
+
+    def __init__(self, program: Program, buffers: Mapping[str, Tensor], fused_head: bool, added: bool = True) -> None:
+        self._program, self._fused_head = program, fused_head
+        self._buffers = {name: value.detach().cpu() for name, value in buffers.items()}
+        self._whole = Variants(program, "default")
+        self._cut = Variants(program, fused_head=fused_head, added=added)
+        self._passed: set[Hashable] = set()
+
+    def check(self, strategy: Strategy) -> None:
+        """Compare each block's graphs under each form that a strategy's stages have; say in one line what was done.
+
+        Raises:
+            Unsupported: a stage computes something else than the block, naming form, block and parameter.
+        """
+        began, forms, errors, large = time.perf_counter(), set[Form](), [0.0], dict[str, int]()
+        for block, form in self._work(strategy):
+            key = self._key(block, form)
+            if key in self._passed:
+                continue
+            size, stored = sum(self._program.parameters[n].size for n in block.parameters), key_of(repr(key))
+            if size > LARGEST:
+                large[block.name] = size
+            elif recall(stored) is None:
+                errors.append(self._compare(block, form))
+                forms.add(form)
+                remember(stored, f"{block.name} under <{form}>")
+            self._passed.add(key)
+        if large:
+            named = ", ".join(f"{name} ({size / 1e6:.3g} M parameters)" for name, size in large.items())
+            log.warning("%s: not compared with what ranks run: above %.3g M parameters", named, LARGEST / 1e6)
+        if forms:
+            told, seconds = " and ".join(f"<{form}>" for form in sorted(forms, key=str)), time.perf_counter() - began
+            log.info("checked what ranks run under %s: worst error %.1e, %.1f s", told, max(errors), seconds)
+
+    def _work(self, strategy: Strategy) -> Iterator[tuple[Block, Form]]:
+        """Yield what is not the plain uncut block, whose graphs were compared with the model."""
+        head = self._program.blocks[-1]
+        for stage in place(self._program.outline, strategy, [1] * len(strategy.pipelines)).stages:
+            form = Form(len(stage.ranks), stage.sequence_parallel, stage.recompute)
+            for block in self._program.blocks[slice(*stage.blocks)]:
+                if form.tp > 1 or form.recompute or (self._fused_head and block is head):
+                    yield block, form
+
+    def _key(self, block: Block, form: Form) -> Hashable:
+        """Return what the outcome depends on, of a program's own."""
+        program = self._program
+        held = tuple((p.shape, p.rule) for p in (program.parameters[n] for n in block.parameters))
+        learns = tuple(n in program.learning for n in block.parameters)
+        content = program.templates[block.template].content
+        fused = self._fused_head and block is program.blocks[-1]
+        return content, held, learns, program.outline.index[block.name] > program.outline.lowest, form, fused
+
+    def _compare(self, block: Block, form: Form) -> float:
+        """Return the worst error of a gradient, as a part of its norm; nothing finite to compare counts as none."""
+        failed: list[tuple[Difference | Exception, Attempt]] = []
+        for attempt in _attempts(self._program.dtype):
+            try:
+                found = self._attempt(block, form, attempt)
+            except (RuntimeError, TypeError, ValueError) as error:
+                failed.append((error, attempt))
+                continue
+            if found is not None and found.ratio <= 1:
+                return found.ratio * attempt.bound.own
+            if found is not None:
+                failed.append((found, attempt))
+        if not failed:
+            return 0.0
+        raise _refusal(block, form, *failed[-1])
+
+    def _attempt(self, block: Block, form: Form, attempt: Attempt) -> Difference | None:
+        """Compare the whole block with all ranks of a stage, once."""
+        wide = attempt.dtype if attempt.widened else None
+        parameters = local_parameters(self._program, block, self._program.templates[block.template])
+        whole = self._whole.get(block, Degree())
+        degrees = [Degree(form.tp, i, form.sequence_parallel) for i in range(form.tp)]
+        variants = [self._cut.get(block, degree, form.recompute) for degree in degrees]
+        with torch.no_grad(), default_dtype(wide):
+            given = self._values(block, form, attempt)
+            tangent = _tangent(runner(whole.forward, wide)(*(given[n] for n in whole.inputs))[0], attempt.seed)
+            expected = _run(whole, given, tangent, wide)
+            stage = _Stage(form, parameters, variants, given, wide)
+            ranks = run_ranks(form.tp, lambda collectives: stage.run(collectives, tangent))
+        found: dict[str, Tensor] = {}
+        wanted: dict[str, Tensor] = {}
+        for name, value in expected.items():
+            for i, each in enumerate(stage.whole(name, value, [rank[name] for rank in ranks])):
+                key = f"{name} on rank {i}" if i else name
+                found[key], wanted[key] = each, value
+        nothing = torch.zeros(())  # the loss is compared as an output
+        return compare(Computed(nothing, found), Computed(nothing, wanted), attempt.bound, (tokens_of(given),))
+
+    def _values(self, block: Block, form: Form, attempt: Attempt) -> dict[str, Any]:
+        """Draw a packed batch, a hidden state and weights: every input of a block's template, by its name there."""
+        program, wide = self._program, attempt.dtype if attempt.widened else None
+        template = program.templates[block.template]
+        sequences = draw_sequences(_LENGTHS, ids_read(program), program, None, attempt.seed)
+        batch = pack(sequences, form.tp, several=True)
+        values = Common.of(program, self._buffers, batch, wide).inputs(program, block)
+        values |= {n: self._buffers[b] for n, b in zip(template.buffers, block.buffers, strict=True)}
+        tokens, generator = tokens_of(batch), torch.Generator().manual_seed(attempt.seed + 1)
+        if "hidden" in template.inputs:
+            like = _value(template, "hidden")
+            sizes = [s if isinstance(s, int) else tokens for s in like.shape]
+            values["hidden"] = torch.randn(sizes, generator=generator, dtype=wide or like.dtype)
+        for local, parameter in local_parameters(program, block, template).items():
+            shape = torch.empty(parameter.shape, device="meta")
+            values[local] = drawn(shape, parameter.name, attempt.seed, wide or program.dtype, copied=False)
+        return values
+
+
+def tokens_of(batch: Mapping[str, Tensor]) -> int:
+    """Return how many tokens a packed batch has."""
+    return int(batch["cu_seqlens"][-1])
+
+
+def _value(template: Template, name: str) -> Tensor:
+    """Return the traced value of one of a template's inputs."""
+    nodes = [n for n in template.graph.graph.nodes if n.op == "placeholder"]
+    value: Tensor = value_of(nodes[-len(template.inputs) :][template.inputs.index(name)])
+    return value
+
+
+def _attempts(dtype: torch.dtype) -> Iterator[Attempt]:
+    """Yield how both sides are computed; a router's near tie may fall otherwise in the first."""
+    if dtype is not torch.float64:
+        yield Attempt(torch.float32, copied=False, widened=dtype is not torch.float32, seed=0)
+    yield Attempt(torch.float64, copied=False, widened=True, seed=1)
+
+
+def _tangent(out: Tensor, seed: int) -> Tensor:
+    """Return a gradient of an output: random, or 1 of a loss."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(out.shape, generator=generator, dtype=out.dtype) if out.dim() else torch.ones_like(out)
+
+
+def _run(variant: Variant, given: Mapping[str, Any], tangent: Tensor, wide: torch.dtype | None) -> dict[str, Tensor]:
+    """Run a variant forward and backward; return its output and gradients by local name."""
+    out, *saved = runner(variant.forward, wide)(*(given[n] for n in variant.inputs))
+    sums: dict[str, Tensor] = {}
+    local = {name: name for name in given}
+    before = backward(local, variant, saved, tangent, given, sums, wide)
+    return {_OUT: out, **sums, **({} if before is None else {"hidden": before})}
+
+
+@dataclass(frozen=True)
+class _Stage:
+    """One block on all ranks of a stage.
+
+    Attributes:
+        form: how it runs.
+        parameters: local name -> parameter.
+        variants: by rank.
+        given: the whole block's inputs.
+        wide: the dtype to compute in; None: as captured.
+    """
+
+    form: Form
+    parameters: Mapping[str, Parameter]
+    variants: Sequence[Variant]
+    given: Mapping[str, Any]
+    wide: torch.dtype | None
+
+    def run(self, collectives: EmulatedCollectives, tangent: Tensor) -> dict[str, Tensor]:
+        """Run what one rank does; return its output and gradients by local name."""
+        index, tp = collectives.index, self.form.tp
+        own: dict[str, Any] = {**self.given, COLLECTIVES: collectives}
+        for name, parameter in self.parameters.items():
+            flat = parameter.canonical(self.given[name])
+            own[name] = parameter.natural(torch.cat([flat[a:b] for a, b in parameter.intervals(tp, index)]), tp, index)
+        own |= vocabulary_starts(self.variants[index], self.parameters, Degree(tp, index))
+        if self.form.sequence_parallel:
+            own |= {"hidden": collectives.split(own["hidden"], 1)} if "hidden" in own else {}
+            tangent = collectives.split(tangent, 1) if tangent.dim() else tangent
+        with torch.no_grad():
+            return _run(self.variants[index], own, tangent, self.wide)
+
+    def whole(self, name: str, like: Tensor, parts: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Return what the ranks' values of one name amount to: each of these should be the whole block's value."""
+        if name in (_OUT, "hidden"):
+            split = self.form.sequence_parallel and like.dim() > 0
+            return [torch.cat(list(parts), 1)] if split else parts
+        if self.variants[0].kinds[name] is GradientKind.REPLICA:
+            return parts
+        parameter = self.parameters[name]
+        total = torch.zeros_like(parameter.canonical(like))
+        for index, part in enumerate(parts):  # every rank has a part of it, or a summand
+            flat, at = parameter.canonical(part), 0
+            for a, b in parameter.intervals(self.form.tp, index):
+                total[a:b] += flat[at : at + b - a]
+                at += b - a
+        return [parameter.natural(total)]
+
+
+def _refusal(block: Block, form: Form, found: Difference | Exception, attempt: Attempt) -> Unsupported:
+    where = f"{block.name} under <{form}>"
+    if isinstance(found, Exception):
+        first = (str(found).splitlines() or [""])[0]
+        return Unsupported(f"its graphs do not run ({type(found).__name__}: {first[:200]})", where=where, remedy=REMEDY)
+    kind = str(attempt.dtype).removeprefix("torch.")
+    what = found.parameter if found.parameter.startswith(_OUT) else f"the gradient of {found.parameter}"
+    return Unsupported(
+        f"{what} is {found.relative:.2g} times its norm off what the whole block computes (in {kind})",
+        where=where,
+        remedy=REMEDY,
+    )

@@ -1,0 +1,45 @@
+"""The modes of PyTorch that a caller may be in: what they would change without a word is undone, or refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+import torch
+
+from hydragraph.errors import Unsupported
+
+
+@contextmanager
+def own_modes(where: str) -> Iterator[None]:
+    """Work as if no mode were on: gradients are traced and state stays usable under `no_grad` and `inference_mode`.
+
+    Args:
+        where: the call, for the error.
+
+    Raises:
+        Unsupported: under autocast, or with another default dtype than float32: numbers would be others than asked for.
+    """
+    device = torch.get_default_device()
+    for kind in dict.fromkeys(("cpu", "cuda", device.type)):
+        if kind != "meta" and torch.is_autocast_enabled(kind):
+            raise Unsupported(
+                f"it is called under torch.autocast for {torch.get_autocast_dtype(kind)}",
+                where=where,
+                remedy="leave autocast around it: what the model computes in is said once, by compile's dtype=",
+            )
+    if torch.get_default_dtype() is not torch.float32:
+        raise Unsupported(
+            f"torch's default dtype is {torch.get_default_dtype()}",
+            where=where,
+            remedy="set it back with torch.set_default_dtype(torch.float32) once the model is built: dtype= says what "
+            "is computed in, and the state that is trained is fp32",
+        )
+    with ExitStack() as modes:
+        if torch.is_inference_mode_enabled():
+            modes.enter_context(torch.inference_mode(False))
+        if not torch.is_grad_enabled():
+            modes.enter_context(torch.enable_grad())
+        if device.type != "cpu":
+            modes.enter_context(torch.device("cpu"))
+        yield
