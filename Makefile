@@ -4,13 +4,15 @@ TORCH ?= torch==2.13.0
 
 BIN := .venv/bin
 STAMP := .venv/.complete
+# Bytecode is kept, whatever the environment says: tests start many processes.
+PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint plans tests matrix clean
+.PHONY: help setup demo test lint plans tests thorough matrix clean
 
 help:  ## list the targets
-	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "make %-6s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "make %-8s %s\n", $$1, $$2}'
 
 setup: $(STAMP)  ## create .venv with everything that demo and test need
 
@@ -21,7 +23,7 @@ $(STAMP): pyproject.toml
 	$(PYTHON) -m venv .venv
 	$(PIP) install --no-compile "$(TORCH)"
 	$(PIP) install --no-compile -e ".[dev]"
-	-@$(BIN)/python -m compileall -qq -j 0 .venv/lib
+	@$(BIN)/python -m compileall -qq -j 0 .venv/lib || true  # some packages carry files of other Pythons
 	@touch $@
 
 demo: $(STAMP)  ## train 10 M parameters on the standard library with 4 local processes; writes runs/demo
@@ -36,10 +38,15 @@ plans: $(STAMP)
 	$(BIN)/python -m tests.planner.instances --count 20
 
 tests: plans
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+	$(PYTEST)
 
-test: $(STAMP)  ## lint and all tests
+test: $(STAMP)  ## lint and the tests
 	@$(MAKE) --no-print-directory -j2 lint tests
+
+thorough: plans  ## every test, larger samples, and a thousand drawn modules (hours)
+	$(PYTEST) -m '' --hypothesis-profile=thorough
+	$(BIN)/python -m tests.fuzz --count 200
+	$(BIN)/python -m tests.fuzz --modules --count 1000
 
 matrix: $(STAMP)  ## run the core with every PyTorch that is supported, an environment each; README gets the table
 	$(BIN)/python -m tests.matrix

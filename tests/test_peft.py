@@ -16,6 +16,7 @@ from hydragraph.passes.fit import check_strategy
 from tests import reference
 from tests.models import llama, sequences
 from tests.ready import Ready
+from tests.thorough import first
 
 peft = pytest.importorskip("peft")
 
@@ -79,7 +80,10 @@ def train(prepared: Ready, strategies: list[str], path: str) -> Run:
     return Run(gradients, weights)
 
 
-@pytest.mark.parametrize(("kind", "several"), [*((kind, False) for kind in TRAINED), ("plain", True)])
+@pytest.mark.parametrize(
+    ("kind", "several"),
+    first([("plain", False), ("DoRA", False)], [*((kind, False) for kind in TRAINED), ("plain", True)]),
+)
 def test_lora_trains_as_on_one_device_and_peft_reads_it(kind: str, several: bool, tmp_path: Path) -> None:
     strategies = STRATEGIES if kind == "plain" and not several else STRATEGIES[:1]
     runs = hg.launch(train, 3, strategies, str(tmp_path), prepare=partial(ready, strategies, kind, several))

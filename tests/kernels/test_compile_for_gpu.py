@@ -11,13 +11,14 @@ import pytest
 
 from tests.kernels.compiler import Report, compile_all
 from tests.kernels.interpreter import needs_triton
+from tests.thorough import first
 
 # Bytes of shared memory that one block of threads may have on the GPUs that launch these variants: 227 KB on sm_90.
 # What sm_80 runs also runs on sm_86 and sm_89, which have 99 KB (CUDA C programming guide, "Compute Capabilities").
 SHARED_BYTES = {90: 232_448, 80: 101_376}
 
 
-@pytest.fixture(scope="module", params=[90, 80], ids=["sm_90", "sm_80"])
+@pytest.fixture(scope="module", params=first([90], [90, 80]), ids=["sm_90", "sm_80"])
 def built(request: pytest.FixtureRequest) -> Iterator[tuple[int, list[Report]]]:
     # A process of its own: Triton decides when it is imported whether it interprets.
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), _compiling) as process:

@@ -21,6 +21,7 @@ from hydragraph.private.inductor import missing_compiler
 from hydragraph.runtime.variants import Variants, local_parameters, vocabulary_starts
 from tests import reference
 from tests.models import gpt2, llama, sequences
+from tests.thorough import first
 
 CPU = torch.device("cpu")
 needs_compiler = pytest.mark.skipif(missing_compiler(CPU) is not None, reason="Inductor finds no C++ compiler here")
@@ -91,10 +92,12 @@ def pieces(variant: Variant) -> list[Piece]:
 
 
 CASES = {
-    "llama, two ranks with their tokens": ("llama", Degree(2, 0, True), False, torch.float32, (0, 1, 3)),
+    "llama, two ranks with their tokens": ("llama", Degree(2, 0, True), False, torch.float32, (1,)),
+    "llama, two ranks: embed and head": ("llama", Degree(2, 0, True), False, torch.float32, (0, 3)),
     "gpt2, two ranks": ("gpt2", Degree(2, 0), False, torch.float32, (1,)),
     "llama in bfloat16, recomputed": ("llama", Degree(), True, torch.bfloat16, (1,)),
 }
+KEPT = ("llama, two ranks with their tokens", "llama in bfloat16, recomputed")
 
 
 @functools.cache
@@ -104,7 +107,7 @@ def variants(case: str, backend: str) -> Variants:
 
 
 @needs_compiler
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", first(KEPT, CASES))
 def test_compiled_graphs_compute_the_same_for_any_number_of_tokens(case: str) -> None:
     name, degree, recompute, dtype, blocks = CASES[case]
     program, model = captured(name, dtype)
@@ -122,7 +125,7 @@ def test_compiled_graphs_compute_the_same_for_any_number_of_tokens(case: str) ->
 
 
 @needs_compiler
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", first(KEPT, CASES))
 def test_nothing_is_compiled_again_for_another_number_of_tokens(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     name, degree, recompute, dtype, _ = CASES[case]
     program, model = captured(name, dtype)
@@ -146,7 +149,7 @@ def operators(graph: fx.GraphModule) -> list[object]:
 
 
 @needs_compiler
-@pytest.mark.parametrize("block", [0, 1, 3])
+@pytest.mark.parametrize("block", first([1], [0, 1, 3]))
 def test_collectives_stay_in_their_order_and_unordered_sums_stay_pytorchs(block: int) -> None:
     case = "llama, two ranks with their tokens"
     name, degree, recompute, _, _ = CASES[case]

@@ -10,6 +10,7 @@ import torch
 
 import hydragraph as hg
 from benchmarks.memory import LiveBytes, Measured, Sizes, measure, ready
+from tests.thorough import thorough
 
 LIMIT = timedelta(seconds=120)
 # Activations outweigh messages, whose end depends on other ranks.
@@ -24,7 +25,7 @@ def measured(prepared: tuple[hg.Program, object], texts: list[str]) -> list[Meas
     ("ranks", "texts"),
     [
         (1, ["<tp1,pp1>"]),
-        (2, ["2*<tp1,pp1>", "<tp2,pp1>", "<[1,0]x2s>", "<tp1,pp2>"]),
+        pytest.param(2, ["2*<tp1,pp1>", "<tp2,pp1>", "<[1,0]x2s>", "<tp1,pp2>"], marks=thorough),
         (3, ["<[0,1]x1s,[2]x1>", "<[1,2]x2s> + <[0]x2r>"]),
     ],
 )
