@@ -11,10 +11,10 @@ import copy
 import json
 import logging
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -26,8 +26,9 @@ from hydragraph.runtime.failure.agreement import together, together_own
 from hydragraph.runtime.groups import Groups
 from hydragraph.runtime.sharded import sharded_weights
 from hydragraph.runtime.state import HomeState
+from hydragraph.runtime.weights.assembled import Whole, assemble
 from hydragraph.runtime.weights.other_heads import Family
-from hydragraph.runtime.weights.stored_tensors import Stored, contents, parts, shortened
+from hydragraph.runtime.weights.stored_tensors import Stored, contents, readers, shortened
 
 _LOG = logging.getLogger(__name__)
 _FLOATS = frozenset({"F16", "BF16", "F32", "F64"})  # what safetensors calls the dtypes that fp32 stands for
@@ -69,27 +70,36 @@ class Names:
         conversions = tuple(get_model_conversion_mapping(model))  # type: ignore[arg-type]
         return Names(sources, conversions, str(model.base_model_prefix), pattern, Family.of(model))
 
-    def converted(self, keys: Iterable[str]) -> dict[str, str]:
-        """Return the name in the model of every key of the files, which no key of the model need have.
+    def placed(self, held: Mapping[str, Stored]) -> list[tuple[str, Whole]]:
+        """Return what the files hold, each under its name in the model, which no key of the model need have.
 
         Raises:
             Unsupported: naming a key whose tensor would have to be computed from others.
         """
         if self.prefix is None:
-            return {key: key for key in keys}
+            return [(key, Whole.of(stored)) for key, stored in held.items()]
         from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
         conversions = copy.deepcopy(self.conversions)  # some remember what they have renamed
         renamings = [each for each in conversions if isinstance(each, WeightRenaming)]
         converters = [each for each in conversions if isinstance(each, WeightConverter)]
-        found = {}
-        for key in sorted(keys, key=dot_natural_key):
+        found: list[tuple[str, Whole]] = []
+        pieces: dict[str, tuple[Any, dict[str, list[Stored]]]] = {}  # name -> its converter, and what goes into it
+        for key in sorted(held, key=dot_natural_key):
             name, computed = rename_source_key(key, renamings, converters, self.prefix, self.sources)  # type: ignore[arg-type]
             if name not in self.sources and key in self.sources:
                 name, computed = rename_source_key(key, [], [], self.prefix, self.sources)  # type: ignore[arg-type]
-            if computed is not None:
-                _refuse_computed(key, name, converters, computed)
-            found[key] = name
+            if computed is None:
+                found.append((name, Whole.of(held[key])))
+                continue
+            converter = next(each for each in converters if computed in each.source_patterns)
+            _, several = pieces.setdefault(name, (converter, {}))
+            several.setdefault(computed, []).append(held[key])
+        for name, (converter, several) in pieces.items():
+            whole = assemble(converter, several)
+            if whole is None:
+                _refuse_computed(next(iter(several.values()))[0].key, name, converter)
+            found.append((name, whole))
         return found
 
 
@@ -130,26 +140,25 @@ class _Match:
         unread: the keys that the model has no place for, and need not have.
     """
 
-    stored: Mapping[str, tuple[Stored, ...]]
+    stored: Mapping[str, tuple[Whole, ...]]
     unread: tuple[str, ...]
 
 
 def _matched(path: Path, home: HomeState, buffers: Mapping[str, Tensor], names: Names) -> _Match:
     """Find every parameter and persistent buffer in the files."""
-    held = contents(path)
-    found: dict[str, tuple[Stored, ...]] = {}
+    found: dict[str, tuple[Whole, ...]] = {}
     unplaced: dict[str, str] = {}
-    for key, name in names.converted(held).items():
+    for name, whole in names.placed(contents(path)):
         source = names.sources.get(name)
         if source is not None:
-            found[source] = (*found.get(source, ()), held[key])
+            found[source] = (*found.get(source, ()), whole)
         else:
-            unplaced[key] = name
+            unplaced[whole.key] = name
     shapes = {n: piece.parameter.shape for n, piece in home.pieces.items()}
     shapes |= {n: tuple(b.shape) for n, b in buffers.items() if n in names.sources}
     unknown = _unknown(names, unplaced)
     _refuse_misfit(path, shapes, found, unknown)
-    _refuse_quantised(path, [s for n, several in found.items() if n in home.pieces for s in several])
+    _refuse_quantised(path, [s for n, several in found.items() if n in home.pieces for whole in several for s in whole])
     return _Match(found, tuple(key for key in unplaced if key not in unknown))
 
 
@@ -172,9 +181,8 @@ def _class(path: Path) -> str:
 # What is refused.
 
 
-def _refuse_computed(key: str, name: str, converters: Iterable[Any], pattern: str) -> None:
-    """Refuse a key that matches one of transformers' converters."""
-    converter = next(each for each in converters if pattern in each.source_patterns)
+def _refuse_computed(key: str, name: str, converter: Any) -> NoReturn:
+    """Refuse a key of which one of transformers' converters computes something."""
     operations = ", ".join(type(operation).__name__ for operation in converter.operations)
     raise Unsupported(
         f"{key} is not a tensor of the model but becomes a part of {name} by {operations}",
@@ -187,7 +195,7 @@ def _refuse_computed(key: str, name: str, converters: Iterable[Any], pattern: st
 def _refuse_misfit(
     path: Path,
     shapes: Mapping[str, tuple[int, ...]],
-    found: Mapping[str, tuple[Stored, ...]],
+    found: Mapping[str, tuple[Whole, ...]],
     unknown: Sequence[str],
 ) -> None:
     """Refuse files that lack what the model has, hold what is none of its family's, or hold it in another shape."""
@@ -222,21 +230,32 @@ def _refuse_quantised(path: Path, tensors: Iterable[Stored]) -> None:
 # Reading.
 
 
-def _read(path: Path, stored: Mapping[str, tuple[Stored, ...]], home: HomeState, buffers: Mapping[str, Tensor]) -> None:
+def _read(path: Path, stored: Mapping[str, tuple[Whole, ...]], home: HomeState, buffers: Mapping[str, Tensor]) -> None:
     """Read what this rank owns, and compare what the files hold twice."""
     owned = {name: value.boxes for name, value in sharded_weights(home).items()}
     whole = {name: {torch.Size([0] * b.dim()): b} for name, b in buffers.items()}
     held = {**whole, **owned}
     with torch.no_grad():
-        for name, read in parts((name, several[0]) for name, several in stored.items() if held[name]):
-            for offsets, box in held[name].items():
-                box.copy_(read(offsets, box.shape))
-        again = [(name, each) for name, several in stored.items() for each in several[1:] if held[name]]
-        for name, read in parts(again):
-            for offsets, box in held[name].items():
-                if not torch.equal(box, read(offsets, box.shape).to(box)):
-                    keys = " and ".join(each.key for each in stored[name])
-                    raise ValueError(
-                        f"pretrained {path}: {keys} differ, but the model ties them: set tie_word_embeddings to false"
-                        " in its config"
-                    )
+        for _, there, here in _meetings(held, ((name, several[0]) for name, several in stored.items())):
+            here.copy_(there)
+        again = ((name, each) for name, several in stored.items() for each in several[1:])
+        for name, there, here in _meetings(held, again):
+            if not torch.equal(here, there.to(here)):
+                keys = " and ".join(each.key for each in stored[name])
+                raise ValueError(
+                    f"pretrained {path}: {keys} differ, but the model ties them: set tie_word_embeddings to false"
+                    " in its config"
+                )
+
+
+def _meetings(
+    held: Mapping[str, Mapping[torch.Size, Tensor]], wholes: Iterable[tuple[str, Whole]]
+) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """Yield a name, values that were read, and the part of this rank's boxes of that tensor that they are for."""
+    wanted = (((name, piece), piece.stored) for name, whole in wholes if held[name] for piece in whole.pieces)
+    for (name, piece), read in readers(wanted):
+        for offsets, box in held[name].items():
+            within = piece.within(offsets, box.shape)
+            if within is not None:
+                there = read(*within.source)
+                yield name, there.view(within.sizes), box[within.target]

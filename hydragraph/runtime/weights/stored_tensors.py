@@ -7,9 +7,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-import torch
 from torch import Tensor
 
 from hydragraph.errors import Unsupported
@@ -17,7 +16,8 @@ from hydragraph.errors import Unsupported
 _FILE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 
-Read = Callable[[torch.Size, torch.Size], Tensor]
+T = TypeVar("T")
+Read = Callable[[Sequence[int], Sequence[int]], Tensor]
 
 
 @dataclass(frozen=True)
@@ -93,19 +93,19 @@ def _opened(file: Path) -> Iterator[Any]:
         raise ValueError(f"pretrained {file}: it is damaged or incomplete ({error}): copy it again") from error
 
 
-def parts(wanted: Iterable[tuple[str, Stored]]) -> Iterator[tuple[str, Read]]:
-    """Yield each name with what reads a box (offsets, sizes) of its tensor; each file is opened once."""
-    by_file: dict[Path, list[tuple[str, str]]] = {}
-    for name, stored in wanted:
-        by_file.setdefault(stored.file, []).append((name, stored.key))
+def readers(wanted: Iterable[tuple[T, Stored]]) -> Iterator[tuple[T, Read]]:
+    """Yield each item with what reads a box (offsets, sizes) of its tensor; each file is opened once."""
+    by_file: dict[Path, list[tuple[T, str]]] = {}
+    for item, stored in wanted:
+        by_file.setdefault(stored.file, []).append((item, stored.key))
     for file, entries in by_file.items():
         with _opened(file) as opened:
-            for name, key in entries:
-                yield name, _reader(opened.get_slice(key))
+            for item, key in entries:
+                yield item, _reader(opened.get_slice(key))
 
 
 def _reader(part: Any) -> Read:
-    def read(offsets: torch.Size, sizes: torch.Size) -> Tensor:
+    def read(offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
         found: Tensor = part[tuple(slice(at, at + size) for at, size in zip(offsets, sizes, strict=True))]
         return found
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from hydragraph.runtime.weights.stored_tensors import contents, parts, shortened
+from hydragraph.runtime.weights.stored_tensors import contents, readers, shortened
 
 
 def test_finds_each_tensor_where_the_index_says_it_is(tmp_path: Path) -> None:
@@ -25,7 +25,7 @@ def test_finds_each_tensor_where_the_index_says_it_is(tmp_path: Path) -> None:
     }
     boxes = {
         n: read(torch.Size([1] * len(held[n].shape)), torch.Size([1] * len(held[n].shape)))
-        for n, read in parts(held.items())
+        for n, read in readers(held.items())
     }
     assert boxes["a"].tolist() == [[6.0]]
     assert boxes["b"].tolist() == [1.0]
@@ -34,7 +34,7 @@ def test_finds_each_tensor_where_the_index_says_it_is(tmp_path: Path) -> None:
 def test_a_whole_box_is_the_tensor(tmp_path: Path) -> None:
     tensor = torch.arange(6).view(2, 3)
     save_file({"a": tensor}, tmp_path / "model.safetensors")
-    ((name, read),) = parts([("mine", contents(tmp_path)["a"])])
+    ((name, read),) = readers([("mine", contents(tmp_path)["a"])])
     assert name == "mine"
     assert torch.equal(read(torch.Size([0, 0]), torch.Size([2, 3])), tensor)
 

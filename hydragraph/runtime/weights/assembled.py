@@ -1,0 +1,145 @@
+"""Tensors of a model that files hold in pieces, as original-format directories of the hub hold experts.
+
+transformers makes such a tensor by stacking and concatenating others while it loads. Neither computes anything, so
+here it stays a list of pieces with their places, and whoever owns a box of it reads only what lies within that box.
+
+    gate_up_proj [8 experts, 2 x 14336, 4096]  =  cat(stack(w1 of each expert), stack(w3 of each expert), dim 1)
+    the piece experts.5.w3 [14336, 4096] begins at (5, 14336, 0) and lacks dimension 0
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from hydragraph.runtime.weights.stored_tensors import Stored
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A stored tensor within a whole one.
+
+    Attributes:
+        stored: where it is.
+        at: where it begins, by the dimensions of the whole.
+        lacks: dimensions of the whole that it does not have, and along which it is one index.
+    """
+
+    stored: Stored
+    at: tuple[int, ...]
+    lacks: frozenset[int] = frozenset()
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Its sizes along the dimensions of the whole."""
+        own = iter(self.stored.shape)
+        return tuple(1 if d in self.lacks else next(own) for d in range(len(self.at)))
+
+    def within(self, offsets: Sequence[int], sizes: Sequence[int]) -> Overlap | None:
+        """Return where it meets a box of the whole; None: nowhere. Scalars and empty boxes meet everything."""
+        spans = [
+            (max(a, at), min(a + n, at + own))
+            for a, n, at, own in zip(offsets, sizes, self.at, self.sizes, strict=True)
+        ]
+        if any(lo >= hi for lo, hi in spans):
+            return None
+        kept = [(lo - at, hi - lo) for (lo, hi), at in zip(spans, self.at, strict=True)]
+        kept = [each for dim, each in enumerate(kept) if dim not in self.lacks]
+        return Overlap(
+            ([first for first, _ in kept], [size for _, size in kept]),
+            tuple(slice(lo - a, hi - a) for (lo, hi), a in zip(spans, offsets, strict=True)),
+            [hi - lo for lo, hi in spans],
+        )
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """Where a piece and a box of the whole meet.
+
+    Attributes:
+        source: offsets and sizes within the piece's own tensor.
+        target: the part of the box.
+        sizes: of that part.
+    """
+
+    source: tuple[list[int], list[int]]
+    target: tuple[slice, ...]
+    sizes: list[int]
+
+
+@dataclass(frozen=True)
+class Whole:
+    """A tensor of the model and the pieces that cover it, one of them as a rule."""
+
+    shape: tuple[int, ...]
+    pieces: tuple[Piece, ...]
+
+    @staticmethod
+    def of(stored: Stored) -> Whole:
+        """Return what is stored in one piece."""
+        return Whole(stored.shape, (Piece(stored, (0,) * len(stored.shape)),))
+
+    @property
+    def key(self) -> str:
+        """The name in the files, of the first piece."""
+        return self.pieces[0].stored.key
+
+    @property
+    def file(self) -> Path:
+        """The file of the first piece."""
+        return self.pieces[0].stored.file
+
+    def __iter__(self) -> Iterator[Stored]:
+        """Yield what is stored."""
+        return (piece.stored for piece in self.pieces)
+
+
+def assemble(converter: Any, stored: Mapping[str, Sequence[Stored]]) -> Whole | None:
+    """Return the tensor that one of transformers' converters makes of stored ones; None: it computes something.
+
+    Args:
+        converter: a `transformers.core_model_loading.WeightConverter`.
+        stored: by the converter's pattern, in the order of their names.
+    """
+    from transformers.core_model_loading import Concatenate, MergeModulelist
+
+    groups = [[Whole.of(s) for s in stored[p]] for p in converter.source_patterns if stored.get(p)]
+    for operation in converter.operations:
+        if type(operation) is MergeModulelist:
+            groups = [[_stacked(group, operation.dim)] for group in groups]
+        elif type(operation) is Concatenate:
+            groups = [[_concatenated([whole for group in groups for whole in group], operation.dim)]]
+        else:
+            return None
+    alone = len(groups) == 1 and len(groups[0]) == 1 and len(converter.target_patterns) == 1
+    return groups[0][0] if alone else None
+
+
+def _stacked(wholes: Sequence[Whole], dim: int) -> Whole:
+    """Lay tensors along a new dimension."""
+    dim %= len(wholes[0].shape) + 1
+    shape = (*wholes[0].shape[:dim], len(wholes), *wholes[0].shape[dim:])
+    return Whole(
+        shape,
+        tuple(
+            replace(
+                p,
+                at=(*p.at[:dim], index, *p.at[dim:]),
+                lacks=frozenset({dim, *(d + (d >= dim) for d in p.lacks)}),
+            )
+            for index, whole in enumerate(wholes)
+            for p in whole.pieces
+        ),
+    )
+
+
+def _concatenated(wholes: Sequence[Whole], dim: int) -> Whole:
+    """Lay tensors one after another along a dimension that they have."""
+    first, start, pieces = wholes[0], 0, list[Piece]()
+    dim %= len(first.shape)
+    for whole in wholes:
+        pieces += [replace(p, at=(*p.at[:dim], p.at[dim] + start, *p.at[dim + 1 :])) for p in whole.pieces]
+        start += whole.shape[dim]
+    return Whole((*first.shape[:dim], start, *first.shape[dim + 1 :]), tuple(pieces))

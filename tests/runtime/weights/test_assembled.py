@@ -1,0 +1,72 @@
+"""Tensors in pieces: their places equal what stacking and concatenating the tensors gives."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from hydragraph.runtime.weights.assembled import Whole, assemble
+from hydragraph.runtime.weights.stored_tensors import Stored
+
+loading = pytest.importorskip("transformers.core_model_loading")
+
+
+def converter(patterns: list[str], operations: list[Any], targets: int = 1) -> Any:
+    return loading.WeightConverter(patterns, [f"whole{i}" for i in range(targets)], operations)
+
+
+def stored(tensors: dict[str, list[Tensor]]) -> dict[str, list[Stored]]:
+    named = {p: [(f"{p}.{i}", t) for i, t in enumerate(several)] for p, several in tensors.items()}
+    return {p: [Stored(Path("file"), n, tuple(t.shape), "F32") for n, t in each] for p, each in named.items()}
+
+
+def read(whole: Whole, tensors: dict[str, Tensor], offsets: list[int], box: Tensor) -> None:
+    for piece in whole.pieces:
+        found = piece.within(offsets, box.shape)
+        if found is not None:
+            at, sizes = found.source
+            part = tensors[piece.stored.key][tuple(slice(a, a + n) for a, n in zip(at, sizes, strict=True))]
+            box[found.target] = part.view(found.sizes)
+
+
+@given(st.data(), st.integers(1, 3), st.integers(1, 3), st.integers(-3, 2), st.integers(-3, 2), st.booleans())
+def test_every_box_of_a_whole_is_what_the_operations_make(
+    data: st.DataObject, patterns: int, experts: int, stack: int, cat: int, concatenated: bool
+) -> None:
+    sizes = data.draw(st.tuples(st.integers(1, 4), st.integers(1, 4)))
+    names = [f"pattern{i}" for i in range(patterns if concatenated else 1)]
+    tensors = {p: [torch.rand(sizes) for _ in range(experts)] for p in names}
+    operations = [loading.MergeModulelist(dim=stack)] + [loading.Concatenate(dim=cat)] * concatenated
+    wanted = [torch.stack(each, stack) for each in tensors.values()]
+    expected = torch.cat(wanted, cat) if concatenated else wanted[0]
+
+    whole = assemble(converter(names, operations), stored(tensors))
+    assert whole is not None
+    assert whole.shape == expected.shape
+    by_key = {f"{p}.{i}": t for p, several in tensors.items() for i, t in enumerate(several)}
+    lows = [data.draw(st.integers(0, n)) for n in whole.shape]
+    highs = [data.draw(st.integers(lo, n)) for lo, n in zip(lows, whole.shape, strict=True)]
+    box = torch.full([hi - lo for lo, hi in zip(lows, highs, strict=True)], torch.nan)
+    read(whole, by_key, lows, box)
+    assert box.equal(expected[tuple(slice(lo, hi) for lo, hi in zip(lows, highs, strict=True))])
+
+
+def test_a_scalar_is_read() -> None:
+    box = torch.zeros(())
+    read(Whole.of(Stored(Path("file"), "one", (), "F32")), {"one": torch.tensor(3.0)}, [], box)
+    assert box == 3
+
+
+@pytest.mark.parametrize(
+    ("operations", "targets"),
+    [([loading.Chunk(dim=0)], 2), ([loading.Transpose(0, 1)], 1), ([loading.Chunk(dim=0)], 1)],
+    ids=["several", "transposed", "one"],
+)
+def test_what_computes_or_gives_several_is_none(operations: list[Any], targets: int) -> None:
+    assert assemble(converter(["pattern0"], operations, targets), stored({"pattern0": [torch.rand(2, 2)]})) is None
