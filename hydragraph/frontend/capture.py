@@ -91,10 +91,9 @@ def _captured(
     if is_huggingface:
         huggingface.use_packed_attention(copied)
     path, found = block_list(copied, blocks)
-    named = [(f"layer.{i}", block) for i, block in enumerate(found)]
     keys = {id(block): structure(block) for block in found}
     call = huggingface.caller(copied) if is_huggingface else modules.caller(copied, fields)
-    exported, sites = capture_skeleton(copied, named, outline, call, loss or token_cross_entropy, sizes, fields)
+    exported, sites = capture_skeleton(copied, found, outline, call, loss or token_cross_entropy, sizes, fields)
     pieces = _slice_skeleton(exported, where, tuple(fields), sizes)
     layers = _capture_layers(sites, keys, pieces.sizes)
     _prove_sizes(pieces, layers, where)

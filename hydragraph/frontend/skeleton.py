@@ -133,7 +133,7 @@ def _summed(loss: Any, where: str) -> Tensor:
 
 def capture_skeleton(
     model: nn.Module,
-    blocks: Sequence[tuple[str, nn.Module]],
+    listed: nn.ModuleList,
     alike: Callable[[nn.Module], str],
     call: Callable[..., Any],
     loss: Loss,
@@ -143,42 +143,93 @@ def capture_skeleton(
     """Trace `loss(call(model, batch))` with each block opaque.
 
     Args:
-        model: our meta copy; its blocks' forwards are overridden for good.
-        blocks: names and modules in the order in which the model must call them.
+        model: our meta copy; its blocks' forwards may be overridden for good.
+        listed: its blocks, in the order in which it must call them.
         alike: a key of a block; blocks that share it return outputs of the same form, or are refused when traced.
         example: the sizes "T" and "N+1" of the batch to trace with; both are symbolic in the graph.
         fields: what a packed batch has.
     """
-    sites: list[Site] = []
-    forms: dict[str, tuple[Callable[[Tensor], Any], str]] = {}
-    wide: dict[int, Tensor] = {}
-    for name, block in blocks:
-        block.forward = _opaque(name, block, alike(block), forms, sites, wide)  # type: ignore[method-assign]
     sizes = {"T": torch.export.Dim("T", min=2, max=1 << 24), "N+1": torch.export.Dim("N", min=3, max=1 << 24)}
     batch = {
         name: torch.zeros([example[s] if isinstance(s, str) else s for s in f.shape], dtype=f.dtype, device="meta")
         for name, f in fields.items()
     }
     dynamic = {n: {d: sizes[s] for d, s in enumerate(f.shape) if isinstance(s, str)} for n, f in fields.items()}
-    exported = export(_Traced(model, call, loss), (batch,), (dynamic,), type(model).__name__)
+    trace = functools.partial(
+        export, _Traced(model, call, loss), (batch,), (dynamic,), type(model).__name__
+    )
+    # Every parameter costs a trace about a millisecond, so blocks are traced without theirs, unless the model uses one.
+    light = list[Site]()
+    with contextlib.suppress(Unsupported), _light_blocks(listed, alike, light):
+        exported = trace()
+        if not exported.graph_signature.inputs_to_lifted_tensor_constants:
+            return _in_order(exported, light, listed, type(model).__name__)
+    sites, forms = list[Site](), _Forms()
+    for name, block in _named(listed):
+        block.forward = _opaque(name, block, alike(block), forms, sites)  # type: ignore[method-assign]
+    return _in_order(trace(), sites, listed, type(model).__name__)
+
+
+def _named(listed: nn.ModuleList) -> list[tuple[str, nn.Module]]:
+    return [(f"layer.{i}", block) for i, block in enumerate(listed)]
+
+
+def _in_order(
+    exported: torch.export.ExportedProgram, sites: list[Site], listed: nn.ModuleList, where: str
+) -> tuple[torch.export.ExportedProgram, list[Site]]:
     called = [s.name for s in sites]
-    if called != [n for n, _ in blocks]:
+    if called != [n for n, _ in _named(listed)]:
         raise Unsupported(
             f"blocks run in the order {called[:4]}..., not once each in the order of their list",
-            where=type(model).__name__,
+            where=where,
             remedy="name the nn.ModuleList that the model iterates over with blocks='path.to.list'",
         )
     return exported, sites
 
 
-def _opaque(
-    name: str,
-    block: nn.Module,
-    key: str,
-    forms: dict[str, tuple[Callable[[Tensor], Any], str]],  # key -> how to put a hidden state in, and a text of it
-    sites: list[Site],
-    wide: dict[int, Tensor],  # id of a hidden state [T, H] that a block returned -> it as [1, T, H]
-) -> Callable[..., Any]:
+@contextlib.contextmanager
+def _light_blocks(listed: nn.ModuleList, alike: Callable[[nn.Module], str], sites: list[Site]) -> Iterator[None]:
+    """Put blocks that are opaque, and have no parameters, in the places of a model's own."""
+    own, forms = dict(listed._modules), _Forms()
+    try:
+        for (name, block), place in zip(_named(listed), own, strict=True):
+            listed._modules[place] = _light(block, _opaque(name, block, alike(block), forms, sites))
+        yield
+    finally:
+        listed._modules.update(own)
+
+
+def _light(block: nn.Module, forward: Callable[..., Any]) -> nn.Module:
+    """Return a module of the block's kind with its attributes, whose parts are found in the block itself."""
+    light: nn.Module = object.__new__(_light_kind(type(block)))
+    held = {"_parameters": {}, "_buffers": {}, "_modules": {}, "_non_persistent_buffers_set": set()}
+    vars(light).update({**vars(block), **held, "forward": forward, "_whole": block})
+    return light
+
+
+@functools.cache
+def _light_kind(kind: type[nn.Module]) -> type[nn.Module]:
+    def found(self: nn.Module, name: str) -> Any:  # of what is no attribute of its own
+        return getattr(vars(self)["_whole"], name)
+
+    made: type[nn.Module] = type(kind.__name__, (kind,), {"__getattr__": found, "__module__": kind.__module__})
+    return made
+
+
+@dataclass
+class _Forms:
+    """What is learned of blocks while the model is traced.
+
+    Attributes:
+        of: by kind: how to put a hidden state into what it returns, and a text of that.
+        wide: id of a hidden state [T, H] that a block returned -> it as [1, T, H].
+    """
+
+    of: dict[str, tuple[Callable[[Tensor], Any], str]] = field(default_factory=dict)
+    wide: dict[int, Tensor] = field(default_factory=dict)
+
+
+def _opaque(name: str, block: nn.Module, key: str, forms: _Forms, sites: list[Site]) -> Callable[..., Any]:
     instance = vars(block).get("forward")
     own = block.forward
 
@@ -187,21 +238,21 @@ def _opaque(
         tensors = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         inputs = [leaves[i] for i in tensors]
         constants = [None if i in tensors else leaf for i, leaf in enumerate(leaves)]
-        if key not in forms:  # run one block of each kind to learn what it returns
+        if key not in forms.of:  # run one block of each kind to learn what it returns
             with untraced(), watched(name, block), _unchanged(block, name):
                 output = own(*arguments, **keywords)
             hidden, rebuild = hidden_output(output, name)
-            forms[key] = rebuild, form_of(output)
+            forms.of[key] = rebuild, form_of(output)
             _refuse_other_hidden(hidden, inputs, name)
         flat = inputs[0].dim() == 2
         if flat:
-            inputs[0] = wide.get(id(inputs[0]), inputs[0].unsqueeze(0))
-        sites.append(Site(name, block, spec, constants, tensors, inputs, flat, instance, forms[key][1]))
+            inputs[0] = forms.wide.get(id(inputs[0]), inputs[0].unsqueeze(0))
+        sites.append(Site(name, block, spec, constants, tensors, inputs, flat, instance, forms.of[key][1]))
         result = torch.ops.hydragraph.block(inputs[0], inputs[1:], name)
         if flat:
             made, result = result, result.squeeze(0)
-            wide[id(result)] = made
-        return forms[key][0](result)
+            forms.wide[id(result)] = made
+        return forms.of[key][0](result)
 
     return forward
 

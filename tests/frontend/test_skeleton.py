@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -42,10 +43,10 @@ class Model(nn.Module):
 
 
 def skeleton(model: Model) -> tuple[torch.export.ExportedProgram, list[Site]]:
-    named = [(f"layer.{i}", layer) for i, layer in enumerate(model.to("meta").layers)]
+    model.to("meta")
     return capture_skeleton(
         model,
-        named,
+        model.layers,
         lambda layer: layer.form,  # type: ignore[attr-defined,return-value]
         lambda m, batch: m(batch["input_ids"], batch["position_ids"]),
         lambda logits, batch: logits.sum(),
@@ -104,3 +105,39 @@ def test_the_hidden_state_is_found_and_replaced(wrap: Any) -> None:
     assert hidden is x
     assert type(rebuild(y)) is type(wrap(y))
     assert hidden_output(rebuild(y), "layer.0")[0] is y
+
+
+class Reads(Model):
+    """A model that reads something of its blocks besides calling them."""
+
+    def __init__(self, what: Callable[[Reads], Any], *layers: Layer) -> None:
+        super().__init__(*layers)
+        self.what = what
+
+    def forward(self, ids: Tensor, positions: Tensor) -> Tensor:
+        return super().forward(ids, positions) * self.what(self)
+
+
+@pytest.mark.parametrize(
+    "what",
+    [
+        lambda m: 2.0 if isinstance(m.layers[0], Layer) and m.layers[0].form == "plain" else 1.0,
+        lambda m: 2.0 if type(m.layers[0]).__name__ == "Layer" and len(m.layers) == 2 else 1.0,
+        lambda m: 2.0 if m.layers[0].linear.in_features == 8 and not m.layers[0].training else 1.0,
+    ],
+    ids=["class", "name", "parts"],
+)
+def test_blocks_without_their_parameters_look_like_themselves(what: Callable[[Reads], Any]) -> None:
+    exported, _ = skeleton(Reads(what, Layer("plain"), Layer("plain")).eval())
+    assert set(exported.graph_signature.inputs_to_parameters.values()) == {
+        *("model.embed.weight", "model.head.weight", "model.head.bias")
+    }
+    assert [n.args[1] for n in exported.graph.nodes if n.target is torch.ops.aten.mul.Tensor] == [2.0]
+
+
+def test_a_parameter_of_a_block_that_the_model_uses_stays_a_parameter() -> None:
+    exported, _ = skeleton(Reads(lambda m: m.layers[1].linear.weight.sum(), Layer("plain"), Layer("plain")))
+    used = {n.name for n in exported.graph.nodes if n.op == "placeholder" and n.users}
+    names = exported.graph_signature.inputs_to_parameters
+    assert "model.layers.1.linear.weight" in {names.get(n) for n in used}
+    assert not exported.graph_signature.inputs_to_lifted_tensor_constants
