@@ -23,6 +23,7 @@ from hydragraph.frontend.shards import agree, annotated_template, excluded
 from hydragraph.frontend.skeleton import Site, capture_skeleton, node_inputs
 from hydragraph.frontend.slices import extract, template_of
 from hydragraph.frontend.structure import outline, structure
+from hydragraph.frontend.summed import refuse_mean
 from hydragraph.frontend.templates import capture_template
 from hydragraph.frontend.unseen import refuse_unseen
 from hydragraph.ir.graph_data import value_of
@@ -226,15 +227,18 @@ def _refuse_leaks(pieces: _Pieces, layers: Mapping[str, Template], model: str, o
         own_loss: so is the loss.
     """
     tokens, checked = next(iter(pieces.sizes)), set()
-    before, beside, behind = f"{model} before its first block", f"{model} beside its blocks", f"{model} after its last"
+    before, beside = f"{model} before its first block", f"{model} beside its blocks"
+    behind = f"{model} after its last block"
     refuse = refuse_unproven if own else refuse_mixing
     refuse(pieces.embed.graph, tokens, before)
     refuse_mixing(pieces.aux.graph, None, beside)
     if own:
         refuse_unproven(pieces.aux.graph, tokens, beside)
-    refuse_mixing(pieces.head.graph, None, f"{behind} block")
+    refuse_mixing(pieces.head.graph, None, behind)
+    if own_loss:
+        refuse_mean(pieces.head, behind)
     if own and not own_loss:
-        refuse_unproven(pieces.head.graph, tokens, f"{behind} block")
+        refuse_unproven(pieces.head.graph, tokens, behind)
     for name, template in layers.items():
         if template.name not in checked:
             hidden = next((n for n in template.graph.graph.nodes if n.op == "placeholder" and n.name == "hidden"), None)

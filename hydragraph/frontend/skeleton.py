@@ -155,9 +155,7 @@ def capture_skeleton(
         for name, f in fields.items()
     }
     dynamic = {n: {d: sizes[s] for d, s in enumerate(f.shape) if isinstance(s, str)} for n, f in fields.items()}
-    trace = functools.partial(
-        export, _Traced(model, call, loss), (batch,), (dynamic,), type(model).__name__
-    )
+    trace = functools.partial(export, _Traced(model, call, loss), (batch,), (dynamic,), type(model).__name__)
     # Every parameter costs a trace about a millisecond, so blocks are traced without theirs, unless the model uses one.
     light = list[Site]()
     with contextlib.suppress(Unsupported), _light_blocks(listed, alike, light):
@@ -202,12 +200,11 @@ def _light_blocks(listed: nn.ModuleList, alike: Callable[[nn.Module], str], site
 def _light(block: nn.Module, forward: Callable[..., Any]) -> nn.Module:
     """Return a module of the block's kind with its attributes, whose parts are found in the block itself."""
     light: nn.Module = object.__new__(_light_kind(type(block)))
-    held = {"_parameters": {}, "_buffers": {}, "_modules": {}, "_non_persistent_buffers_set": set()}
-    vars(light).update({**vars(block), **held, "forward": forward, "_whole": block})
+    vars(light).update(vars(block), forward=forward, _whole=block)
+    vars(light).update(_parameters={}, _buffers={}, _modules={}, _non_persistent_buffers_set=set())
     return light
 
 
-@functools.cache
 def _light_kind(kind: type[nn.Module]) -> type[nn.Module]:
     def found(self: nn.Module, name: str) -> Any:  # of what is no attribute of its own
         return getattr(vars(self)["_whole"], name)

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-import torch
 from torch import nn
 
 from hydragraph.errors import Unsupported
@@ -29,8 +28,6 @@ def refuse_unseen(model: nn.Module) -> None:
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         for kind, hook in hooks_of_tensor(tensor):
             raise _hook(kind, hook, name)
-    if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
-        raise Unsupported("torch.autocast is on", where=type(model).__name__, remedy="leave it, and pass dtype=")
 
 
 def _refuse_module(module: nn.Module, where: str) -> None:

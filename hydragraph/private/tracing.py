@@ -141,11 +141,16 @@ def new_symbol(mode: FakeTensorMode, number: int, hint: int) -> torch.SymInt:
 
 @contextlib.contextmanager
 def meta_as_cpu() -> Iterator[None]:
-    """Answer for the CPU where a model asks whether its device casts by itself; meta, where it is traced, cannot say.
+    """Let the meta device, where models are traced, answer as the CPU does.
 
-    transformers asks so in every rotary embedding, and has guarded it in later releases only.
+    transformers asks in every rotary embedding whether its device casts by itself, and has guarded it in later releases
+    only. PyTorch's Python kernel of nll_loss takes its arguments in another order than the operator, so that on meta a
+    loss per token (reduction="none") has the shape of their sum (seen in 2.13).
     """
     asked = torch.is_autocast_enabled
+    loss = torch.ops.aten.nll_loss.default
+    kernel = loss.py_kernels.pop(torch._C.DispatchKey.Meta, None)
+    loss._dispatch_cache.clear()
 
     def enabled(device_type: str | None = None) -> bool:
         return asked() if device_type is None else asked("cpu" if device_type == "meta" else device_type)
@@ -155,6 +160,9 @@ def meta_as_cpu() -> Iterator[None]:
         yield
     finally:
         torch.is_autocast_enabled = asked
+        if kernel is not None:
+            loss.py_kernels[torch._C.DispatchKey.Meta] = kernel
+            loss._dispatch_cache.clear()
 
 
 def _fake_inputs(mode: FakeTensorMode, specs: Sequence[TensorSpec], hints: dict[str, int]) -> list[torch.Tensor]:

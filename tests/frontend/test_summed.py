@@ -1,0 +1,75 @@
+"""Losses that are means are refused by name; sums, however they are written, are not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hydragraph.errors import Unsupported
+from hydragraph.frontend.capture import capture
+from tests.own_models import Own
+
+Batch = dict[str, Tensor]
+
+
+def each(logits: Tensor, batch: Batch) -> Tensor:
+    """The loss of every token, 0 where it does not count."""
+    return F.cross_entropy(logits[0], batch["labels"][0], ignore_index=-100, reduction="none")
+
+
+def counted(batch: Batch) -> Tensor:
+    return batch["labels"] != -100
+
+
+MEANS = {
+    "PyTorch's default": lambda x, b: F.cross_entropy(x[0], b["labels"][0], ignore_index=-100),
+    "mean()": lambda x, b: each(x, b).mean(),
+    "mean of [1, T]": lambda x, b: each(x, b)[None].mean(dim=(0, 1)) * 3,
+    "by targets": lambda x, b: each(x, b).sum() / counted(b).sum(),
+    "by targets, clamped": lambda x, b: each(x, b).sum() / counted(b).sum().clamp(min=1).float(),
+    "by tokens": lambda x, b: each(x, b).sum() / x.shape[1],
+    "times 1 / tokens": lambda x, b: (1.0 / x.shape[1]) * each(x, b).sum(),
+    "mean squared error": lambda x, b: F.mse_loss(x[0].sum(-1), b["labels"][0].float()),
+    "with another term": lambda x, b: each(x, b).sum() + 0.1 * x.logsumexp(-1).pow(2).mean(),
+    "smoothed": lambda x, b: F.cross_entropy(x[0], b["labels"][0], label_smoothing=0.1).reshape(1),
+}
+SUMS = {
+    "sum": lambda x, b: each(x, b).sum(),
+    "reduction='sum'": lambda x, b: F.cross_entropy(x[0], b["labels"][0], ignore_index=-100, reduction="sum"),
+    "scaled": lambda x, b: each(x, b).sum() / 2.5 * 0.3,
+    "weighted by token": lambda x, b: (each(x, b) / (b["position_ids"][0] + 1)).sum(),
+    "mean over classes": lambda x, b: (x[0].pow(2).mean(-1) * counted(b)[0]).sum(),
+    "mean over classes at last": lambda x, b: (x[0].pow(2) * counted(b)[0][:, None]).sum(0).mean(),
+    "by the mean of a constant": lambda x, b: each(x, b).sum() / torch.ones(3).mean(),
+}
+
+
+@pytest.mark.parametrize("name", MEANS)
+def test_a_mean_is_refused(name: str) -> None:
+    with pytest.raises(
+        Unsupported, match=r"Own after its last block: its loss is no sum: it is .*; return the sum over all"
+    ):
+        capture(Own(layers=1), loss=MEANS[name])
+
+
+@pytest.mark.parametrize("name", SUMS)
+def test_a_sum_is_not(name: str) -> None:
+    loss: Any = SUMS[name]
+    assert capture(Own(layers=1), loss=loss).layers == 1
+
+
+def test_a_loss_of_each_token_has_its_shape() -> None:
+    """PyTorch's own shape for it is that of a sum, on the meta device."""
+    shapes = []
+
+    def loss(logits: Tensor, batch: Batch) -> Tensor:
+        found = each(logits, batch)
+        shapes.append(found.dim())
+        return found[:, None].sum()
+
+    capture(Own(layers=1), loss=loss)
+    assert set(shapes) == {1}
