@@ -2,8 +2,9 @@
 
 `python -m tests.frontend.trained [FAMILY ...]` runs these families (default: all, which takes hours) over two
 gloo processes and renews their rows. Every family is compiled for one rank, tensor and sequence parallelism over two
-and a pipeline of two, and its gradients are compared with the model's own at several token counts; and once more as its
-default config has it, with windows, chunks, caps and router losses, on sequences that are longer than the windows.
+and a pipeline of two; what ranks run is compared with whole blocks, and gradients with the model's own at several token
+counts; and once more as its default config has it, with windows, chunks, caps and router losses, on sequences that are
+longer than the windows.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ import transformers
 from torch import Tensor, nn
 
 import hydragraph as hg
+from hydragraph.check.stages import StageCheck
+from hydragraph.frontend.initialise import initial_buffers
 from hydragraph.passes.uncut import refuse_uncut
 from tests import reference
 from tests.frontend.families import DOCS, NAMES, build
@@ -67,6 +70,7 @@ def prepare(family: str, plain: bool) -> Prepared | str:
             strategy = strategy_of(form, program.layers)
             refuse_uncut(program, strategy)
             hg.precompile(program, [strategy])
+            StageCheck(program, initial_buffers(model), fused_head=False).check(strategy)
             chosen.append(strategy)
         except hg.Unsupported as error:
             refused[form] = _why("no", error)
