@@ -293,6 +293,7 @@ def _assemble(
         buckets=_buckets(blocks, described, learning(blocks, templates, described)),
         heads=tuple(sorted(heads)),
         unplaced=huggingface.unplaced_id(model) if huggingface.is_huggingface(model) else None,
+        positions=huggingface.positions(model) if huggingface.is_huggingface(model) else None,
         origin=origin(model),
     )
 

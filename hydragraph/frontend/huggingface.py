@@ -141,6 +141,13 @@ def unplaced_id(model: nn.Module) -> int | None:
     return max((int(i) for i in ids if i is not None), default=None)
 
 
+def positions(model: nn.Module) -> tuple[int, str] | None:
+    """Return how many positions a model's config gives a sequence, and the setting's name; None: it does not say."""
+    config = base_model(model).config
+    said = ((getattr(config, name, None), name) for name in ("max_position_embeddings", "n_positions"))
+    return next(((most, name) for most, name in said if type(most) is int and most > 0), None)
+
+
 def _refuse_pooled(outputs: Any, batch: dict[str, Tensor], where: str) -> None:
     logits = getattr(outputs, "logits", None)
     if isinstance(logits, Tensor) and logits.shape[:2] != batch["input_ids"].shape:

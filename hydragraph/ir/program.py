@@ -105,6 +105,7 @@ class Program:
         heads: query head counts, each of which a tensor-parallel degree must divide.
         unplaced: a token id that takes no position of its own, and after which positions go on as if it were not there:
             RoBERTa's padding id. Its position is -1.
+        positions: how many tokens a sequence may have, by the model's config, and the setting that says so.
         origin: a digest of what the model was: its modules and its config.
     """
 
@@ -118,6 +119,7 @@ class Program:
     buckets: tuple[Bucket, ...] = field(repr=False)
     heads: tuple[int, ...] = ()
     unplaced: int | None = None
+    positions: tuple[int, str] | None = None
     origin: str = ""
 
     def __getstate__(self) -> dict[str, Any]:

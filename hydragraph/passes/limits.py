@@ -55,7 +55,10 @@ Shifted = tuple[str, int]  # a field of the batch, and what was added to it
 
 
 def limits_of(program: Program) -> tuple[Limit, ...]:
-    """Return the limits that a program sets to the fields of its batches; lookups by other values set none."""
+    """Return the limits that a program sets to the fields of its batches; lookups by other values set none.
+
+    Where positions index no table but are computed with (rotary embeddings), the config says how many there are.
+    """
     found: set[Limit] = set()
     aux = program.templates[program.aux.template]
     fields: dict[fx.Node, Shifted] = {}
@@ -73,6 +76,10 @@ def limits_of(program: Program) -> tuple[Limit, ...]:
         given: dict[str, Shifted] = {name: (name, 0) for name in template.inputs if name not in ("hidden", *others)}
         given |= {name: known for name, at in zip(others, block.aux, strict=True) if (known := shared[at])}
         found.update(_lookups(template.graph, given, block, program, {}))
+    placed = any("position_ids" in template.inputs for template in program.templates.values())
+    if program.positions is not None and placed and not any(limit.field == "position_ids" for limit in found):
+        most, setting = program.positions
+        found.add(Limit("position_ids", 0, most, f"the model's config ({setting})"))
     return tuple(sorted(found))
 
 
