@@ -5,8 +5,10 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from itertools import accumulate
+from pathlib import Path
 
 import pytest
 import torch
@@ -128,3 +130,16 @@ def test_gradients_of_a_whole_step_equal_the_cpus(dtype: torch.dtype, bound: flo
         found.append(torch.cat([gradients[name].flatten() for name in sorted(gradients)]))
         exe.close()
     assert error(found[1], found[0]) < bound
+
+
+def test_what_a_device_runs_in_bf16_was_checked(
+    caplog: pytest.LogCaptureFixture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # nothing is known from an earlier run
+    with caplog.at_level(logging.INFO, "hydragraph.check"):
+        strategy = hg.Strategy.parse("<[0]x2r>", layers=2)
+        exe = hg.compile(llama(layers=2), strategy, device=DEVICE, dtype=torch.bfloat16, check="full")
+        exe.gradients(sequences([40, 3, 17]))
+        exe.close()
+    assert [m for m in caplog.messages if m.startswith("checked LlamaForCausalLM: embed, head and 2 of 2 blocks")]
+    assert [m for m in caplog.messages if m.startswith("checked what ranks run under <tp1, recomputed>")]
