@@ -134,7 +134,7 @@ class PlanService:
         package = str(Path(__file__).parents[2])
         paths = [package, *filter(None, [os.environ.get("PYTHONPATH")])]
         process = subprocess.Popen(
-            [sys.executable, "-m", "hydragraph.planner.worker"],
+            [sys.executable, "-P", "-m", "hydragraph.planner.worker"],  # -P: nothing comes from the current directory
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},

@@ -6,7 +6,8 @@ import multiprocessing.connection
 import os
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -69,11 +70,29 @@ def run_crew(
         dismiss(crew)
 
 
+@contextmanager
+def _nothing_from_the_current_directory() -> Iterator[None]:
+    """Let interpreters that start now look for modules elsewhere; multiprocessing's, which run `-c`, look there first.
+
+    They get this process's path before they import anything of the user's. PYTHONSAFEPATH is not theirs to keep: a rank
+    begins with the environment of its launcher.
+    """
+    if os.environ.get("PYTHONSAFEPATH"):
+        yield
+        return
+    os.environ["PYTHONSAFEPATH"] = "1"
+    try:
+        yield
+    finally:
+        del os.environ["PYTHONSAFEPATH"]
+
+
 def start(context: Context, rank: int, function: Callable[..., None], *args: object) -> Member:
     """Start a process, whose function gets the connection to tell its outcome through before its arguments."""
     ours, theirs = context.Pipe()
     process = context.Process(target=function, args=(theirs, *args), name=f"rank {rank}")
-    process.start()
+    with _nothing_from_the_current_directory():
+        process.start()
     theirs.close()  # so that only the process holds its end, and its death shows
     return Member(rank, process, ours)
 

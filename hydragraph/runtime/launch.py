@@ -8,13 +8,14 @@ from __future__ import annotations
 import multiprocessing
 import os
 import pickle
+import socket
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -130,7 +131,7 @@ def launch(
     if ranks < 1:
         raise ValueError(f"launch: ranks={ranks}: give a positive number of ranks")
     work = _pickled(function, args)
-    server = dist.TCPStore(HOST, 0, None, True, wait_for_workers=False)  # type: ignore[attr-defined]
+    server = _store()
     context: Context = multiprocessing.get_context(START_METHOD)  # type: ignore[assignment]
     context.set_forkserver_preload(PRELOAD)
     if prepare is None:
@@ -141,6 +142,15 @@ def launch(
         prepare_for_ranks(context, _pickled(prepare, ()), shared, timeout)
         found = run_crew(context, ranks, server.port, work, left_of(timeout, began), shared)
         return [pickle.loads(value) for value in found]
+
+
+def _store() -> Any:
+    """Return a store that listens on this host alone; TCPStore by itself listens on every interface."""
+    listening = socket.create_server((HOST, 0))
+    port = listening.getsockname()[1]
+    return dist.TCPStore(  # type: ignore[attr-defined]
+        HOST, port, None, True, wait_for_workers=False, master_listen_fd=listening.detach()
+    )
 
 
 def _pickled(function: Callable[..., object], args: Sequence[object]) -> bytes:

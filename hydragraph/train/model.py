@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -42,8 +43,10 @@ def skeleton(config: ModelConfig, vocabulary: int, end_of_text: int = 0) -> nn.M
         else:
             from transformers import AutoConfig, AutoModelForCausalLM
 
-            settings = AutoConfig.from_pretrained(_directory(config))
-            model = AutoModelForCausalLM.from_config(settings).eval()  # as from_pretrained leaves it
+            with _own_code(config):
+                settings = AutoConfig.from_pretrained(_directory(config), trust_remote_code=False)
+                model = AutoModelForCausalLM.from_config(settings, trust_remote_code=False)
+            model = model.eval()  # as from_pretrained leaves it
     return model.float()
 
 
@@ -90,8 +93,25 @@ def _read(config: ModelConfig, vocabulary: int, end_of_text: int) -> nn.Module:
     settings = None
     if config.architecture is not None:
         kind, settings = _model_class(config.architecture), model_config(config, vocabulary, end_of_text)
-    model: nn.Module = kind.from_pretrained(_directory(config), config=settings, dtype=torch.float32)
+    with _own_code(config):
+        model: nn.Module = kind.from_pretrained(
+            _directory(config), config=settings, dtype=torch.float32, trust_remote_code=False
+        )
     return model
+
+
+@contextmanager
+def _own_code(config: ModelConfig) -> Iterator[None]:
+    """Say what to do where a directory would have its own code run."""
+    try:
+        yield
+    except ValueError as error:
+        if "trust_remote_code" not in str(error):
+            raise
+        raise ValueError(
+            f"{_field(config)} {config.directory}: it names code of its own (auto_map in config.json), which is not "
+            "run: use a model of a class that transformers has, or build it in a script with hydragraph.compile"
+        ) from error
 
 
 def _directory(config: ModelConfig) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -16,7 +17,10 @@ import torch
 import torch.distributed as dist
 
 from hydragraph.errors import RankFailure, Unsupported
+from hydragraph.runtime import launch as launch_module
 from hydragraph.runtime.launch import join, launch
+
+ROOT = Path(__file__).parents[2]
 
 
 def alive(pid: int) -> bool:
@@ -206,3 +210,44 @@ def test_ranks_end_with_their_launcher(sign: signal.Signals, how: str, tmp_path:
     finally:
         launcher.kill()
         launcher.wait()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc/net lists what is listened on")
+def test_the_store_listens_on_this_host_alone() -> None:
+    store = launch_module._store()
+    lines = [x.split() for name in ("tcp", "tcp6") for x in Path(f"/proc/net/{name}").read_text().splitlines()[1:]]
+    listening = [fields[1] for fields in lines if fields[3] == "0A" and fields[1].endswith(f":{store.port:04X}")]
+    assert listening == [f"0100007F:{store.port:04X}"]
+
+
+SCRIPT = """
+import hydragraph as hg
+from hydragraph.planner.iteration import IterationPlanner
+from hydragraph.planner.policy import Policy
+from hydragraph.planner.setting import Setting
+from tests.planner.examples import MIXED, PROFILE, lengths
+
+def rank():
+    import pickle
+    return pickle.__file__
+
+if __name__ == "__main__":
+    planner = IterationPlanner(Setting((PROFILE.pipelines(MIXED),), (0.0,)), Policy(patience_s=300.0))
+    planner.announce(tuple(lengths(40, 0, 3000)))
+    print(planner.plan(tuple(lengths(40, 0, 3000))).late)
+    planner.close()
+    print(*hg.launch(rank, 2))
+"""
+
+
+def test_nothing_is_imported_from_the_current_directory(tmp_path: Path) -> None:
+    script, folder = tmp_path / "script.py", tmp_path / "current"
+    script.write_text(SCRIPT)
+    folder.mkdir()
+    for name in ("pickle", "numpy", "socket"):
+        (folder / f"{name}.py").write_text("import os; os._exit(77)")
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, str(script)]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["False", f"{pickle.__file__} {pickle.__file__}"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -64,3 +66,13 @@ def test_errors_name_the_field(config: ModelConfig, sentence: str) -> None:
     with pytest.raises(ValueError, match="model") as caught:
         build_model(config, 50, 7, 0)
     assert sentence in str(caught.value)
+
+
+@pytest.mark.parametrize("how", [build_model, skeleton])
+def test_a_directory_with_code_of_its_own_is_refused(how: Callable[..., object], tmp_path: Path) -> None:
+    mapped = {"model_type": "its_own", "auto_map": {"AutoConfig": "code.Own", "AutoModelForCausalLM": "code.Model"}}
+    (tmp_path / "config.json").write_text(json.dumps(mapped))
+    (tmp_path / "code.py").write_text("raise SystemExit('it ran')")
+    arguments = (0, 0) if how is build_model else (0,)
+    with pytest.raises(ValueError, match=r"model\.path .*code of its own .* is not run"):
+        how(ModelConfig(path=str(tmp_path)), 10, *arguments)

@@ -19,7 +19,7 @@ from typing import Any, cast
 
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
@@ -28,6 +28,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from hydragraph.runtime.checkpoint.entry import decoded, encoded, packed
 from hydragraph.runtime.checkpoint.folder import PathLike, commit, make_scratch, written_files
 from hydragraph.runtime.checkpoint.manifest import FORMAT, Manifest, check_files, check_model, read_manifest, versions
+from hydragraph.runtime.checkpoint.metadata import Reader
 from hydragraph.runtime.checkpoint.optimizer import (
     Plain,
     allocated,
@@ -163,8 +164,9 @@ def load(path: PathLike, home: HomeState, optimizer: torch.optim.Optimizer | Non
     manifest = together(groups, what, lambda: read_manifest(path))[0]
     check_files(path, manifest, groups, what)
     together(groups, what, lambda: check_model(path, manifest, _shapes(home), kind_of(optimizer)))
-    reader = FileSystemReader(path)
-    states = together_own(groups, what, lambda: allocated(reader.read_metadata(), home) if optimizer else {})
+    reader = Reader(path)
+    metadata = together_own(groups, what, reader.read_metadata)
+    states = together_own(groups, what, lambda: allocated(metadata, home) if optimizer else {})
     contents: dict[str, Sharded | bytes] = {_ENTRY: b"", **sharded_weights(home)}
     for name, tensors in states.items():
         contents |= {state_key(state, name): sharded(home.pieces[name], t) for state, t in tensors.items()}
