@@ -122,7 +122,8 @@ def qwen3() -> nn.Module:
 def opt() -> nn.Module:
     """Return an OPT: biases everywhere, learned positions with an offset, tied embeddings.
 
-    In training mode transformers of some releases (seen up to 5.16) draws a number for every layer, to compare it with layerdrop.
+    In training mode some releases of transformers (up to 5.16 at least) draw a number for every layer, and decide by it
+    whether the layer is left out.
     """
     sizes = tiny(ffn_dim=102, word_embed_proj_dim=64, dropout=0.0, pad_token_id=1)
     del sizes["intermediate_size"]

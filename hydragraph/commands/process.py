@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -23,6 +25,18 @@ def leads() -> bool:
 def restarted() -> int:
     """Return how many times torchrun has started all ranks anew."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+
+
+def running_s(pid: int) -> float:
+    """Return how many seconds a process has been running, or up to one more."""
+    try:
+        ticks = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]  # since the machine was started
+        return float(Path("/proc/uptime").read_text().split()[0]) - int(ticks) / os.sysconf("SC_CLK_TCK") + 1.0
+    except OSError:  # no Linux; `ps` tells whole seconds, as [[days-]hours:]mm:ss
+        said = subprocess.run(["ps", "-o", "etime=", "-p", str(pid)], capture_output=True, text=True, check=True).stdout
+        days, _, clock = said.strip().rpartition("-")
+        seconds = sum(int(part) * 60**i for i, part in enumerate(reversed(clock.split(":"))))
+        return float(int(days or 0) * 86400 + seconds + 1)
 
 
 def on_ranks(ranks: int, function: Callable[..., T], *args: object) -> T:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,7 +12,7 @@ import typer
 from rich.console import Console
 
 from hydragraph.commands.options import Config, Debug, Set
-from hydragraph.commands.process import launched, on_ranks, quieten, restarted
+from hydragraph.commands.process import launched, on_ranks, quieten, restarted, running_s
 from hydragraph.train.config import TrainConfig
 
 if TYPE_CHECKING:
@@ -51,9 +53,12 @@ def _train(config: TrainConfig, begin: Begin, trace: bool, restarts: int) -> Out
     """Train on all ranks, again from the last checkpoint where one fails and that may be."""
     from hydragraph.train.folder import RunFolder
 
-    folder = RunFolder(Path(config.output))
+    folder, since = RunFolder(Path(config.output)), time.time()
     if 0 < restarted() <= restarts:  # torchrun has started us anew
-        begin = folder.again()
+        begin = folder.again(begin, since - running_s(os.getppid()))
+    elif not launched():
+        folder.check(config, begin)  # before processes are started
+        folder.refuse_shared()
     while True:
         try:
             return on_ranks(config.ranks, train_rank, config, begin, trace)
@@ -62,7 +67,7 @@ def _train(config: TrainConfig, begin: Begin, trace: bool, restarts: int) -> Out
         except Exception as error:
             if restarts == 0 or launched() or config.ranks == 1:
                 raise
-            restarts, begin = restarts - 1, folder.again()
+            restarts, begin = restarts - 1, folder.again(begin, since)
             last = folder.last()
             where = "the start" if last is None else str(last.path)
             print(f"hydragraph: {error}; continuing from {where}", file=sys.stderr)

@@ -33,6 +33,7 @@ from hydragraph.modes import own_modes
 from hydragraph.passes.cut import operands, varlen
 from hydragraph.passes.cuts import uncut_heads
 from hydragraph.passes.sizes import prove_sizes, with_an_example
+from hydragraph.private.experts import make_traceable
 from hydragraph.private.tracing import TensorSpec, one_pass, symbol_name
 from hydragraph.private.versions import check_torch
 
@@ -90,6 +91,7 @@ def _captured(
     copied = meta_copy(model, dtype)
     is_huggingface = huggingface.is_huggingface(model)
     if is_huggingface:
+        make_traceable()
         huggingface.use_packed_attention(copied)
     path, found = block_list(copied, blocks)
     keys = {id(block): structure(block) for block in found}

@@ -12,6 +12,7 @@ from typing import Any
 import yaml
 
 from hydragraph.spec.record import from_record, load_record, to_record
+from hydragraph.train.whole import write_whole
 
 DECAYS = ("cosine", "linear", "constant")
 DTYPES = ("float32", "bfloat16")
@@ -328,7 +329,7 @@ class TrainConfig:
         """Write every field, defaults included, as the YAML file that `load` reads back as an equal config."""
         data = _plain(asdict(self))
         text = yaml.safe_dump(data, sort_keys=False, default_flow_style=None, width=120)
-        Path(path).write_text(text, encoding="utf-8")
+        write_whole(Path(path), text)
 
 
 def _override(config: TrainConfig, text: str) -> TrainConfig:

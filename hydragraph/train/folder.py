@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import fcntl
+import json
+import os
 import shutil
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from hydragraph.runtime.checkpoint.folder import latest
 from hydragraph.train.config import TrainConfig
+from hydragraph.train.whole import write_whole
 
 Begin = Literal["new", "resume", "overwrite"]
 
@@ -31,6 +39,11 @@ class RunFolder:
     """The places in a run folder."""
 
     path: Path
+
+    @property
+    def owner(self) -> Path:
+        """Whose run it is, and since when it has been that run's folder."""
+        return self.path / "owner.json"
 
     @property
     def config(self) -> Path:
@@ -94,10 +107,49 @@ class RunFolder:
             self._clear()
         self.path.mkdir(parents=True, exist_ok=True)
         config.save(self.config)
+        write_whole(self.owner, json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "began": time.time()}))
         return last
 
-    def again(self) -> Begin:
-        """Return how a run that was interrupted begins again: at its last checkpoint, or at the start without any."""
+    @contextmanager
+    def owned(self) -> Iterator[None]:
+        """Keep other runs out, for as long as this process lives at most.
+
+        Raises:
+            ValueError: another run is under way in the folder; it names its host and process.
+        """
+        self.path.mkdir(parents=True, exist_ok=True)
+        lock = os.open(
+            self.path, os.O_RDONLY | os.O_DIRECTORY
+        )  # the folder itself, which a refused run leaves as it was
+        try:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                owner = _read(self.owner)
+                known = f"process {owner['pid']} on {owner['host']}" if {"pid", "host"} <= owner.keys() else "starting"
+                raise ValueError(
+                    f"output {self.path} belongs to a run that is under way ({known}): stop that one, or choose "
+                    "another output"
+                ) from None
+            yield
+        finally:
+            os.close(lock)
+
+    def refuse_shared(self) -> None:
+        """Raise what `owned` does, and leave the folder as it is."""
+        if self.path.is_dir():
+            with self.owned():
+                pass
+
+    def again(self, how: Begin, since: float) -> Begin:
+        """Return how a run that was interrupted begins again: at its last checkpoint, or at the start without any.
+
+        Args:
+            how: as it was to begin: so it does, if it was refused or ended before it had.
+            since: when it was called, in seconds since the epoch: what began earlier is another run's.
+        """
+        if _read(self.owner).get("began", 0.0) < since:
+            return how
         return "overwrite" if self.last() is None else "resume"
 
     def place(self, step: int) -> Path:
@@ -115,3 +167,12 @@ class RunFolder:
             shutil.rmtree(path, ignore_errors=True)
         for path in (self.metrics, self.picture, self.trace, self.config):
             path.unlink(missing_ok=True)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """Return what a small JSON file holds; nothing where there is none, or a damaged one."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}

@@ -22,7 +22,7 @@ from hydragraph.train.ahead import Ahead
 from hydragraph.train.config import TrainConfig
 from hydragraph.train.data import Tokens, evaluation_batches, mini_batches, open_tokens, prepare, verify
 from hydragraph.train.export import export
-from hydragraph.train.folder import Begin, RunFolder
+from hydragraph.train.folder import Begin, Checkpoint, RunFolder
 from hydragraph.train.metrics import Metrics, MetricsLog, peak_memory, tensorboard_installed
 from hydragraph.train.model import build_model, check_vocabulary, skeleton
 from hydragraph.train.optimizer import learning_rate, optimizer_factory
@@ -144,10 +144,34 @@ def train(
         ValueError: a mistake in the config, the data or the folder.
         FloatingPointError: a loss or gradient is not finite; nothing was updated, and the last checkpoint stays.
     """
-    world = join(config.device)
+    world, folder = join(config.device), RunFolder(Path(config.output))
+    with ExitStack() as owned:
+
+        def own() -> Checkpoint | None:
+            last = folder.check(config, begin)
+            owned.enter_context(folder.owned())
+            return last
+
+        last = _together(world, world.rank == 0, own)[0]  # before the slow part
+        return _session(config, begin, compile, watcher, trace, world, folder, last)
+
+
+def _session(
+    config: TrainConfig,
+    begin: Begin,
+    compile: Callable[..., Any],
+    watcher: Watcher,
+    trace: bool,
+    world: World,
+    folder: RunFolder,
+    last: Checkpoint | None,
+) -> Outcome:
+    """Run a training in a folder that is this run's own; arguments as for `train`.
+
+    Args:
+        last: the checkpoint that it continues from.
+    """
     leader = watcher if world.rank == 0 else None
-    folder = RunFolder(Path(config.output))
-    last = _together(world, world.rank == 0, lambda: folder.check(config, begin))[0]  # before the slow part
     tokens = shared_tokens(config, world, watcher)
     model = _model(config, tokens)
     strategies = () if config.automatic else read_strategies(config.strategies, model, world.ranks)

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from hydragraph.train.whole import write_whole
+
 _SCALARS = (
     *("loss", "grad_norm", "lr", "tokens_per_s", "eval_loss"),
     *(
@@ -94,7 +96,7 @@ class MetricsLog:
 
     def __init__(self, path: Path, events: Path | None, after: int) -> None:
         self.history = [metrics for metrics in read_metrics(path) if metrics.step <= after]
-        path.write_text("".join(map(_line, self.history)), encoding="utf-8")
+        write_whole(path, "".join(map(_line, self.history)))
         self._file = path.open("a", encoding="utf-8")
         self._events: Any = None
         if events is not None:

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
+import pytest
 from typer.testing import Result
 
+from hydragraph.commands.process import running_s
+from hydragraph.train.folder import RunFolder
 from hydragraph.train.metrics import read_metrics
 from tests.commands.tiny import LOPSIDED, computed, run, write
 
@@ -62,3 +68,37 @@ def test_every_rank_stops_when_rank_0_refuses(trained: tuple[Path, Result]) -> N
     assert result.exit_code == 2
     assert result.stderr.startswith("hydragraph: output ")
     assert "already holds a run: continue it with --resume" in result.stderr
+
+
+def test_a_run_that_is_under_way_is_left_alone(trained: tuple[Path, Result]) -> None:
+    folder, _ = trained
+    before = (folder / "run" / "metrics.jsonl").read_bytes()
+    with RunFolder(folder / "run").owned():
+        result = run("train", folder / "config.yaml", "--resume", "--max-restarts", "2")
+    assert result.exit_code == 2
+    assert "under way (process " in " ".join(result.output.split())
+    assert (folder / "run" / "metrics.jsonl").read_bytes() == before
+
+
+def test_what_was_refused_is_refused_when_torchrun_starts_it_anew(
+    trained: tuple[Path, Result], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torchrun gives no --resume; the folder's run is older than this torchrun, which the test says is new."""
+    folder, _ = trained
+    before = (folder / "run" / "metrics.jsonl").read_bytes()
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    monkeypatch.setattr("hydragraph.commands.train.running_s", lambda pid: 0.0)
+    result = run("train", folder / "config.yaml", "--max-restarts", "1", "--set", "ranks=1")
+    assert result.exit_code == 2
+    assert "already holds a run" in " ".join(result.output.split())
+    assert (folder / "run" / "metrics.jsonl").read_bytes() == before
+
+
+def test_how_long_a_process_has_been_running() -> None:
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    try:
+        assert 0 < running_s(process.pid) < 60
+        assert running_s(os.getpid()) > running_s(process.pid)
+    finally:
+        process.kill()
+        process.wait()

@@ -40,9 +40,9 @@ def curve(folder: Path) -> list[dict[str, Any]]:
 
 
 def content(folder: Path) -> dict[str, bytes]:
-    """Return every file that a run leaves, by path, but the config, which is the same but for the place."""
-    files = [path for path in folder.rglob("*") if path.is_file() and path.name != "config.yaml"]
-    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+    """Return every file that a run leaves, by path, but its config and owner, which every call that begins writes."""
+    files = [p for p in folder.rglob("*") if p.is_file() and p.name not in ("config.yaml", "owner.json")]
+    return {str(p.relative_to(folder)): p.read_bytes() for p in files}
 
 
 def flip(file: Path) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import socket
+import time
 from pathlib import Path
 
 import pytest
@@ -49,7 +52,7 @@ def test_overwriting_keeps_data_and_strangers(tmp_path: Path) -> None:
         path.parent.mkdir(exist_ok=True)
         path.write_text("")
     folder.begin(config(tmp_path), "overwrite")
-    assert sorted(p.name for p in folder.path.iterdir()) == ["config.yaml", "data", "notes.txt"]
+    assert sorted(p.name for p in folder.path.iterdir()) == ["config.yaml", "data", "notes.txt", "owner.json"]
     assert folder.last() is None
 
 
@@ -66,3 +69,38 @@ def test_refuses_to_resume_from_nothing_or_beyond_the_end(tmp_path: Path, saved:
 def test_writes_the_resolved_config(tmp_path: Path) -> None:
     RunFolder(tmp_path / "run").begin(config(tmp_path), "new")
     assert TrainConfig.load(tmp_path / "run" / "config.yaml") == config(tmp_path)
+
+
+def test_a_folder_has_one_run_at_a_time(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run")
+    with folder.owned(), pytest.raises(ValueError, match=r"under way \(starting\)"), folder.owned():
+        pass
+    with folder.owned():
+        folder.begin(config(tmp_path), "new")
+        said = rf"belongs to a run that is under way \(process {os.getpid()} on {socket.gethostname()}\): stop that one"
+        with pytest.raises(ValueError, match=said), folder.owned():
+            pass
+        with pytest.raises(ValueError, match="under way"):
+            folder.refuse_shared()
+    folder.refuse_shared()
+    with folder.owned():
+        pass
+
+
+def test_looking_for_another_run_makes_no_folder(tmp_path: Path) -> None:
+    RunFolder(tmp_path / "run").refuse_shared()
+    assert not (tmp_path / "run").exists()
+
+
+def test_only_what_this_call_has_begun_goes_on_by_itself(tmp_path: Path) -> None:
+    folder, called = RunFolder(tmp_path / "run"), time.time()
+    assert folder.again("new", called) == "new"  # it failed before it had begun
+    folder.begin(config(tmp_path), "new")
+    assert folder.again("new", called) == "overwrite"
+    save(folder, 4)
+    assert folder.again("new", called) == "resume"
+    later = time.time()
+    assert folder.again("new", later) == "new"  # that is another call's run
+    assert folder.again("overwrite", later) == "overwrite"
+    folder.owner.write_text("{")
+    assert folder.again("new", called) == "new"

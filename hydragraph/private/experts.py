@@ -1,0 +1,51 @@
+"""The product of many experts where PyTorch has no kernel for it, in releases of transformers that no trace can follow.
+
+transformers computes it by an operator of its own. Until a release after 5.20 that operator's backward is a loop over
+token counts, which a trace cannot enter; later it is an operator as well, which is what is registered here for them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@torch.library.custom_op("hydragraph::grouped_mm_backward", mutates_args=())
+def grouped_mm_backward(rows: Tensor, weight: Tensor, ends: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the gradients of `rows` and `weight`.
+
+    Args:
+        rows: [T, I], those of each expert together.
+        weight: [E, I, O].
+        ends: [E], the row after each expert's last.
+        gradient: [T, O], of rows @ the weight of their expert.
+    """
+    of_rows, of_weight, start = torch.zeros_like(rows), torch.zeros_like(weight), 0
+    for expert, end in enumerate(ends.tolist()):
+        torch.mm(gradient[start:end], weight[expert].T, out=of_rows[start:end])
+        torch.mm(rows[start:end].T, gradient[start:end], out=of_weight[expert])
+        start = end
+    return of_rows, of_weight
+
+
+@grouped_mm_backward.register_fake
+def _(rows: Tensor, weight: Tensor, ends: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(rows), torch.empty_like(weight)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
+    rows, weight, ends = ctx.saved_tensors
+    return *torch.ops.hydragraph.grouped_mm_backward(rows, weight, ends, gradient), None
+
+
+def make_traceable() -> None:
+    """Give transformers' operator a backward that can be traced, where it has none; numbers stay what they are."""
+    ops = torch.ops.transformers
+    if hasattr(ops, "grouped_mm_fallback") and not hasattr(ops, "grouped_mm_fallback_backward"):
+        torch.library.register_autograd("transformers::grouped_mm_fallback", _backward, setup_context=_keep)
