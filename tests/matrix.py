@@ -135,8 +135,8 @@ def find_python(release: str) -> str | None:
 
 def _install(row: Row, interpreter: str, home: Path) -> str | None:
     """Make the environment, unless it was kept; return why it cannot be had."""
-    stamp = home / "complete"
-    if stamp.exists() and stamp.read_text() == repr(row):
+    stamp, wanted = home / "complete", repr(row) + (ROOT / "pyproject.toml").read_text()
+    if stamp.exists() and stamp.read_text() == wanted:
         return None
     shutil.rmtree(home, ignore_errors=True)
     subprocess.run([interpreter, "-m", "venv", home], check=True)
@@ -148,7 +148,7 @@ def _install(row: Row, interpreter: str, home: Path) -> str | None:
             lines = [line for line in said.stderr.splitlines() if line.startswith("ERROR")] or ["pip failed"]
             return f"not run: {lines[-1].removeprefix('ERROR: ')}"
     subprocess.run([home / "bin" / "python", "-m", "compileall", "-qq", "-j", "0", home / "lib"], check=False)
-    stamp.write_text(repr(row))
+    stamp.write_text(wanted)
     return None
 
 

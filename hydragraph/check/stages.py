@@ -86,22 +86,26 @@ class StageCheck:
         Raises:
             Unsupported: a stage computes something else than the block, naming form, block and parameter.
         """
-        began, forms, errors, large = time.perf_counter(), set[Form](), [0.0], dict[str, int]()
+        began, forms, errors, left = time.perf_counter(), set[Form](), [0.0], dict[str, str]()
         for block, form in self._work(strategy):
             key = self._key(block, form)
             if key in self._passed:
                 continue
             size, stored = sum(self._program.parameters[n].size for n in block.parameters), key_of(repr(key))
             if size > LARGEST:
-                large[block.name] = size
+                left[block.name] = f"{size / 1e6:.3g} M parameters, above {LARGEST / 1e6:.3g} M"
             elif recall(stored) is None:
-                errors.append(self._compare(block, form))
-                forms.add(form)
-                remember(stored, f"{block.name} under <{form}>")
+                error = self._compare(block, form)
+                if error is None:
+                    left[block.name] = "loss or gradients are not finite with any weights that were tried"
+                else:
+                    errors.append(error)
+                    forms.add(form)
+                    remember(stored, f"{block.name} under <{form}>")
             self._passed.add(key)
-        if large:
-            named = ", ".join(f"{name} ({size / 1e6:.3g} M parameters)" for name, size in large.items())
-            log.warning("%s: not compared with what ranks run: above %.3g M parameters", named, LARGEST / 1e6)
+        if left:
+            named = "; ".join(f"{name} ({why})" for name, why in left.items())
+            log.warning("not compared with what ranks run: %s", named)
         if forms:
             told, seconds = " and ".join(f"<{form}>" for form in sorted(forms, key=str)), time.perf_counter() - began
             log.info("checked what ranks run under %s: worst error %.1e, %.1f s", told, max(errors), seconds)
@@ -122,10 +126,11 @@ class StageCheck:
         learns = tuple(n in program.learning for n in block.parameters)
         content = program.templates[block.template].content
         fused = self._fused_head and block is program.blocks[-1]
-        return content, held, learns, program.outline.index[block.name] > program.outline.lowest, form, fused
+        passes_on = program.outline.index[block.name] > program.outline.lowest  # what comes before it learns
+        return content, held, learns, passes_on, form, fused, str(program.dtype)
 
-    def _compare(self, block: Block, form: Form) -> float:
-        """Return the worst error of a gradient, as a part of its norm; nothing finite to compare counts as none."""
+    def _compare(self, block: Block, form: Form) -> float | None:
+        """Return the worst error of a gradient, as a part of its norm; None: nothing finite could be compared."""
         failed: list[tuple[Difference | Exception, Attempt]] = []
         for attempt in _attempts(self._program.dtype):
             try:
@@ -138,7 +143,7 @@ class StageCheck:
             if found is not None:
                 failed.append((found, attempt))
         if not failed:
-            return 0.0
+            return None
         raise _refusal(block, form, *failed[-1])
 
     def _attempt(self, block: Block, form: Form, attempt: Attempt) -> Difference | None:

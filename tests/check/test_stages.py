@@ -122,9 +122,17 @@ def test_what_is_too_large_is_named(caplog: pytest.LogCaptureFixture, monkeypatc
     with caplog.at_level(logging.WARNING, "hydragraph.check"):
         stage_check(llama(layers=2)).check(parse("<tp2,pp1>"))
     assert caplog.messages == [
-        "embed (0.00646 M parameters), layer.0 (0.032 M parameters), head (0.00653 M parameters): not compared with "
-        "what ranks run: above 0.001 M parameters"
+        "not compared with what ranks run: embed (0.00646 M parameters, above 0.001 M); "
+        "layer.0 (0.032 M parameters, above 0.001 M); head (0.00653 M parameters, above 0.001 M)"
     ]
+
+
+def test_what_is_never_finite_is_named(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stages, "compare", lambda *_: None)
+    with caplog.at_level(logging.INFO, "hydragraph.check"):
+        stage_check(llama(layers=2)).check(parse("<tp2,pp1>"))
+    (message,) = caplog.messages
+    assert "embed (loss or gradients are not finite with any weights" in message
 
 
 def refused_then_trained() -> tuple[str, float]:
