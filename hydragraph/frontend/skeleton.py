@@ -156,9 +156,10 @@ def capture_skeleton(
     }
     dynamic = {n: {d: sizes[s] for d, s in enumerate(f.shape) if isinstance(s, str)} for n, f in fields.items()}
     trace = functools.partial(export, _Traced(model, call, loss), (batch,), (dynamic,), type(model).__name__)
-    # Every parameter costs a trace about a millisecond, so blocks are traced without theirs, unless the model uses one.
+    # A parameter costs a trace about a millisecond, so blocks are traced without theirs. Where the model uses one of
+    # them, or anything at all goes wrong, the blocks themselves are traced.
     light = list[Site]()
-    with contextlib.suppress(Unsupported), _light_blocks(listed, alike, light):
+    with contextlib.suppress(Exception), _light_blocks(listed, alike, light):
         exported = trace()
         if not exported.graph_signature.inputs_to_lifted_tensor_constants:
             return _in_order(exported, light, listed, type(model).__name__)
@@ -192,7 +193,10 @@ def _light_blocks(listed: nn.ModuleList, alike: Callable[[nn.Module], str], site
     try:
         for (name, block), place in zip(_named(listed), own, strict=True):
             listed._modules[place] = _light(block, _opaque(name, block, alike(block), forms, sites))
+        before = [dict(vars(light)) for light in listed]
         yield
+        if any(vars(light) != held for light, held in zip(listed, before, strict=True)):
+            raise Unsupported("forward sets attributes of blocks", where="blocks", remedy="trace the blocks themselves")
     finally:
         listed._modules.update(own)
 

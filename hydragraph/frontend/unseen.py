@@ -81,9 +81,10 @@ def watched(where: str, module: nn.Module) -> Iterator[None]:
     with noticing(lambda what, remedy: Unsupported(what, where=where, remedy=remedy)):
         yield
     for name, number in _numbers(module).items():
-        if numbers.get(name, number) != number:
+        if numbers.get(name, None if _is_users(module, name) else number) != number:
             raise Unsupported(
-                f"forward changes {name!r} from {numbers[name]} to {number}, and a graph computes with one of them",
+                f"forward changes {name!r} from {numbers.get(name, 'nothing')} to {number}, and a graph computes with "
+                "one of them",
                 where=where,
                 remedy="compute from its arguments alone: keep no state in attributes",
             )
@@ -103,6 +104,12 @@ def _numbers(module: nn.Module) -> dict[str, float]:
         for name, value in vars(each).items()
         if isinstance(value, int | float) and not isinstance(value, bool) and value == value  # no NaN
     }
+
+
+def _is_users(module: nn.Module, name: str) -> bool:
+    """Say whether an attribute's module is of the user's own class; those of libraries note what they like."""
+    owner = module.get_submodule(name.rpartition(".")[0])
+    return type(owner).__module__.partition(".")[0] not in ("torch", "transformers", "peft")
 
 
 def _random_state() -> tuple[Any, ...]:

@@ -195,7 +195,7 @@ def test_positions_that_start_behind_the_padding_id() -> None:
 
 def bart() -> nn.Module:
     sizes = {"vocab_size": 101, "d_model": 64, "decoder_layers": 1, "decoder_ffn_dim": 96, "decoder_attention_heads": 4}
-    return BartForCausalLM(BartConfig(**sizes, dropout=0.0, max_position_embeddings=128))
+    return BartForCausalLM(BartConfig(**sizes, dropout=0.0, max_position_embeddings=128)).eval()
 
 
 def bloom() -> nn.Module:
@@ -232,7 +232,11 @@ def dropping_by_function() -> nn.Module:
         (sinks, r"GptOssAttention: s_aux=a tensor; choose a model without attention sinks"),
         (capped, r"Gemma2Attention: softcap=30.0; set softcap to None"),
         (routed, r"output_router_logits: the auxiliary router loss; set output_router_logits=False"),
-        (dropping_by_function, r"layer.0: .*dropout.* draws random numbers.*; set dropout probabilities to 0"),
+        # Older releases of transformers decide by a random number whether a layer is left out.
+        (
+            dropping_by_function,
+            r"set dropout probabilities to 0|free of Python decisions on tensor",
+        ),
     ],
 )
 def test_what_would_be_left_out_is_refused(build: Callable[[], nn.Module], message: str) -> None:

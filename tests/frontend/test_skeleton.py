@@ -141,3 +141,16 @@ def test_a_parameter_of_a_block_that_the_model_uses_stays_a_parameter() -> None:
     names = exported.graph_signature.inputs_to_parameters
     assert "model.layers.1.linear.weight" in {names.get(n) for n in used}
     assert not exported.graph_signature.inputs_to_lifted_tensor_constants
+
+
+class Registered(Layer):
+    """A block whose subclasses must say something, so that no stand-in of its kind can be made."""
+
+    def __init_subclass__(cls, name: str) -> None:
+        super().__init_subclass__()
+
+
+def test_blocks_that_nothing_can_stand_in_for_are_traced_themselves() -> None:
+    exported, sites = skeleton(Model(Registered(), Registered()))
+    assert [s.name for s in sites] == ["layer.0", "layer.1"]
+    assert "model.layers.0.linear.weight" in exported.graph_signature.inputs_to_parameters.values()

@@ -135,6 +135,11 @@ def cast(block: Any, x: Tensor) -> Tensor:
         return x + block.down(block.up(x))
 
 
+def counted(block: Any, x: Tensor) -> Tensor:
+    block.count = getattr(block, "count", 0) + 1
+    return x * block.count
+
+
 @pytest.mark.parametrize(
     ("does", "message"),
     [
@@ -143,6 +148,7 @@ def cast(block: Any, x: Tensor) -> Tensor:
         (added, r"layer.0: forward changes 'seen'"),
         (added_without_gradient, r"layer.0: forward changes 'seen'"),
         (assigned, r"layer.0: forward changes 'seen'"),
+        (counted, r"layer.0: forward changes 'count' from \w+ to \d"),
         (cast, r"layer.0: a torch.autocast region"),
         (lambda b, x: checkpoint(b.norm2, x, use_reentrant=True), r"layer.0: reentrant checkpointing; pass use_reent"),
         (lambda b, x: x * random.random(), r"draws random numbers of Python or NumPy"),
@@ -262,3 +268,24 @@ def kept(block: Any, x: Tensor) -> Tensor:
 
 def test_regions_without_gradient_or_autocast_and_checkpoints_are_honoured() -> None:
     agrees(own(kept))
+
+
+class Marking(Own):
+    """A model that sets something of its first block in forward."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.what = what
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor, cu_seqlens: Tensor) -> Tensor:
+        if self.what == "a number":
+            self.stack[0].count = getattr(self.stack[0], "count", 0) + 1
+        else:
+            self.stack[0].mode = "other"
+        return super().forward(input_ids, position_ids, cu_seqlens)
+
+
+def test_a_model_that_sets_numbers_of_its_blocks_is_refused_by_name() -> None:
+    with pytest.raises(Unsupported, match=r"Marking: forward changes 'model\.stack\.0\.count' from \w+ to \d"):
+        capture(Marking("a number"))
+    assert capture(Marking("a text")).layers == 2
