@@ -52,7 +52,7 @@ def llama(
         num_key_value_heads=kv,
         vocab_size=vocab,
         num_hidden_layers=layers,
-        max_position_embeddings=256,
+        max_position_embeddings=8192,
         tie_word_embeddings=tied,
     )
     return randomised(LlamaForCausalLM(config))

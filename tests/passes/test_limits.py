@@ -18,7 +18,7 @@ from tests.own_models import Own
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        ("llama", {("input_ids", 0, 101), ("position_ids", 0, 256), ("labels", 0, 101)}),  # by its config
+        ("llama", {("input_ids", 0, 101), ("position_ids", 0, 8192), ("labels", 0, 101)}),  # by its config
         ("gpt2", {("input_ids", 0, 101), ("position_ids", 0, 256), ("labels", 0, 101)}),
         ("opt", {("input_ids", 0, 101), ("position_ids", -2, 256), ("labels", 0, 101)}),
     ],
@@ -30,10 +30,10 @@ def test_limits_of_families(name: str, expected: set[tuple[str, int, int]]) -> N
 
 def test_rotary_models_have_the_positions_that_their_config_says() -> None:
     (limit,) = (limit for limit in limits_of(captured("llama")[0]) if limit.field == "position_ids")
-    MiniBatch.of([torch.zeros(256, dtype=torch.int64)], True, {}, [limit])
-    message = r"sequence 1 has 257 tokens, and the model's config \(max_position_embeddings\) has 256 positions; cut"
+    MiniBatch.of([torch.zeros(8192, dtype=torch.int64)], True, {}, [limit])
+    message = r"sequence 1 has 8193 tokens, and the model's config \(max_position_embeddings\) has 8192 positions; cut"
     with pytest.raises(ValueError, match=message):
-        MiniBatch.of([torch.zeros(n, dtype=torch.int64) for n in (256, 257)], True, {}, [limit])
+        MiniBatch.of([torch.zeros(n, dtype=torch.int64) for n in (8192, 8193)], True, {}, [limit])
 
 
 class Looking(Own):
