@@ -11,6 +11,7 @@ element:
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any, NoReturn
 
 import torch
@@ -35,6 +36,10 @@ def refuse_mean(template: Template, where: str) -> None:
     for node in nodes:
         if any(n in varies for n in node.all_input_nodes):
             varies.add(node)
+    for node in nodes:  # of every token too
+        sizes = [n for n in node.all_input_nodes if isinstance(value_of(n), torch.SymInt | torch.SymFloat)]
+        if node.target in _DIVISIONS and sizes:
+            _refuse(f"it is scaled by {sizes[0].name}, a number of tokens or sequences ({node.target})", where)
     pending = list(next(n for n in nodes if n.op == "output").args[0])
     seen = set(pending)
     while pending:
@@ -45,7 +50,7 @@ def refuse_mean(template: Template, where: str) -> None:
             if any(_counts_tokens(n) for n in node.all_input_nodes):
                 _refuse(f"it is a mean over tokens ({node.target})", where)
         elif node.target in _DIVISIONS:
-            divisor = [n for n in node.all_input_nodes if n in varies and _is_divisor(n, node)]
+            divisor = [n for n in node.all_input_nodes if n in varies and _is_divisor(n, node, varies)]
             if divisor:
                 _refuse(f"it is scaled by {divisor[0].name}, which depends on the batch ({node.target})", where)
         inner = [n for n in node.all_input_nodes if _is_one_number(n) and n not in seen]
@@ -53,12 +58,11 @@ def refuse_mean(template: Template, where: str) -> None:
         seen.update(inner)
 
 
-def _is_divisor(node: fx.Node, by: fx.Node) -> bool:
-    """Say whether a value divides, or is a size; a number of Python's that the batch does not change is none."""
-    value = value_of(node)
-    if isinstance(value, torch.SymInt | torch.SymFloat):
-        return True
-    return "mul" not in str(by.target) and len(by.args) > 1 and by.args[1] is node and _is_one_number(node)
+def _is_divisor(node: fx.Node, by: fx.Node, varies: Collection[fx.Node]) -> bool:
+    """Say whether one of two numbers that depend on the batch scales the other; a product of two is no sum either."""
+    second = len(by.args) > 1 and by.args[1] is node and _is_one_number(node)
+    first = by.args[0]
+    return second and ("mul" not in str(by.target) or (isinstance(first, fx.Node) and first in varies))
 
 
 def _reduction(node: fx.Node) -> int | None:
