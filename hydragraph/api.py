@@ -25,6 +25,7 @@ from hydragraph.modes import own_modes
 from hydragraph.passes.fit import check_strategy
 from hydragraph.passes.pipeline import rank_programs
 from hydragraph.planner.policy import Policy
+from hydragraph.runtime.failure.judge import PROGRESS_S
 from hydragraph.runtime.launch import join
 from hydragraph.runtime.state import OptimizerFactory
 from hydragraph.runtime.variants import Variants
@@ -73,6 +74,7 @@ def compile(
     backend: str | None = None,
     program: Program | None = None,
     check: str | bool = "auto",
+    progress_s: float = PROGRESS_S,
 ) -> Executable:
     """Compile a model for training under a strategy that every step may change.
 
@@ -101,21 +103,26 @@ def compile(
         check: of what is captured here, by one rank of each host; see `hydragraph.capture`. Unless "off", what ranks
             run under a strategy (cut, split by tokens, recomputed) is compared with whole blocks before its first step.
 
+        progress_s: after so many seconds in which no rank has moved on while some wait for others, all raise, and write
+            what they are doing to stderr; give more than any one instruction, or what you do between steps, takes.
+
     Raises:
         ValueError: `program` is that of another model.
         Unsupported: what cannot be captured or trained.
+        RankFailure: another rank failed meanwhile.
 
     Joins the process group from the launcher's environment, uses the one there is, or stays alone.
     """
-    if program is None:
-        program = frontend.capture(model, dtype, example, loss, blocks)
-        subject = Subject(model, program, loss or token_cross_entropy, blocks, example)
-        check_on_hosts(subject, check, join(device))
-    else:
-        _check_origin(program, model, dtype, given=example is not None or loss is not None)
-    planning = Planning(profile, lengths, policy or Policy())
-    mode = mode_of(check)
-    return Executable(model, program, strategy, optimizer, max_grad_norm, device, blocks, planning, backend, mode)
+    mode, world = mode_of(check), join(device)
+    world.watch.progress_s = progress_s
+    with world.watch.calling("compile"):
+        if program is None:
+            program = frontend.capture(model, dtype, example, loss, blocks)
+            check_on_hosts(Subject(model, program, loss or token_cross_entropy, blocks, example), check, world)
+        else:
+            _check_origin(program, model, dtype, given=example is not None or loss is not None)
+        planning = Planning(profile, lengths, policy or Policy())
+        return Executable(model, program, strategy, optimizer, max_grad_norm, world, blocks, planning, backend, mode)
 
 
 def _check_origin(program: Program, model: nn.Module, dtype: torch.dtype, given: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable
 
 
@@ -27,18 +28,20 @@ def _unsupported(what: str, where: str, remedy: str) -> Unsupported:
 
 
 class RankFailure(RuntimeError):  # noqa: N818
-    """Another rank failed, and with it this step; no update was applied.
+    """Another rank failed, and with it the call that all ranks were in; no update was applied.
 
     Args:
         rank: the rank that failed first.
-        instruction: the text of the instruction it was at, or "" when it is not known.
+        instruction: the text of the instruction or of the call it was at, or "" when it is not known.
         error: what it raised, or how it ended.
+        host: the host that it ran on, or "" when it is not known; said where it is another than this one.
     """
 
-    def __init__(self, rank: int, instruction: str, error: str) -> None:
+    def __init__(self, rank: int, instruction: str, error: str, host: str = "") -> None:
+        on = f" on {host}" if host and host != socket.gethostname() else ""
         at = f" at `{instruction}`" if instruction else ""
-        super().__init__(f"rank {rank} failed{at}: {error}")
-        self.rank, self.instruction, self.error = rank, instruction, error
+        super().__init__(f"rank {rank}{on} failed{at}: {error}")
+        self.rank, self.instruction, self.error, self.host = rank, instruction, error, host
 
-    def __reduce__(self) -> tuple[type[RankFailure], tuple[int, str, str]]:
-        return RankFailure, (self.rank, self.instruction, self.error)
+    def __reduce__(self) -> tuple[type[RankFailure], tuple[int, str, str, str]]:
+        return RankFailure, (self.rank, self.instruction, self.error, self.host)

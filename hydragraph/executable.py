@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 import numpy as np
 import torch
@@ -40,9 +42,8 @@ from hydragraph.runtime.checkpoint.saving import Saver
 from hydragraph.runtime.exchange import pull_exchange, start_pull
 from hydragraph.runtime.executor import Executor, Outcome
 from hydragraph.runtime.failure.agreement import together
-from hydragraph.runtime.failure.fault import Watch
 from hydragraph.runtime.groups import Groups, Role
-from hydragraph.runtime.launch import join
+from hydragraph.runtime.launch import World
 from hydragraph.runtime.prepared import Preparer
 from hydragraph.runtime.rounded import rounded
 from hydragraph.runtime.state import HomeState, OptimizerFactory, make_optimizer
@@ -54,6 +55,9 @@ from hydragraph.runtime.weights.directory import check as check_shell
 from hydragraph.spec.padded import Batches
 from hydragraph.spec.strategy import Strategy
 from hydragraph.version import __version__
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 TIMEOUT = timedelta(minutes=30)  # of one communication; a failed rank is noticed long before
 
@@ -107,6 +111,20 @@ class StepReport:
     exposed: Exposed
 
 
+def _call(what: str) -> Callable[[Callable[Concatenate[Executable, P], T]], Callable[Concatenate[Executable, P], T]]:
+    """Make a method a call that all ranks make: in no mode of the caller's, and watched."""
+
+    def wrap(method: Callable[Concatenate[Executable, P], T]) -> Callable[Concatenate[Executable, P], T]:
+        @functools.wraps(method)
+        def call(self: Executable, *args: P.args, **kwargs: P.kwargs) -> T:
+            with own_modes(what), self._watch.calling(what):
+                return method(self, *args, **kwargs)
+
+        return cast(Any, call)
+
+    return wrap
+
+
 class Executable:
     """A model compiled for a strategy, ready to train; made by `compile`, on every rank alike.
 
@@ -124,14 +142,14 @@ class Executable:
         given: Choices,
         optimizer: OptimizerFactory | None,
         max_grad_norm: float | None,
-        device: torch.device | str | None,
+        world: World,
         blocks: str | None = None,
         planning: Planning | None = None,
         backend: str | None = None,
         check: str = "off",
     ) -> None:
         self.program, self._max_grad_norm = program, max_grad_norm
-        self.world, plans = join(device), planning or Planning()
+        self.world, plans = world, planning or Planning()
         backend = choose_backend(backend, self.world.device)
         self.strategies = candidates_of(given, program, self.world.ranks, plans.profile, plans.lengths)
         self._model_tensors = tensor_names(model)
@@ -139,10 +157,8 @@ class Executable:
         self._names = pretrained.Names.of(model, self._model_tensors)
         self._shell, self._adapted = Shell.of(model), is_peft(model)
         self._several = "cu_seqlens" in program.templates[program.blocks[-1].template].inputs
-        self._watch = Watch(self.world.rank, self.world.ranks, self._describe)
-        with self._watch.guarding():
-            self.groups = Groups(self.world, TIMEOUT, watch=self._watch)
-        self._watch.also_abort(self.groups.abort)
+        self._watch = world.watch
+        self.groups = Groups(world, TIMEOUT, watch=world.watch)
         self._saver = Saver(self.world, TIMEOUT)
         self._agree("version of hydragraph or torch", f"hydragraph {__version__}, torch {torch.__version__}")
         self._agree("program", program.fingerprint)
@@ -193,7 +209,7 @@ class Executable:
 
     # What a training script calls.
 
-    @own_modes("step")
+    @_call("step")
     def step(self, sequences: Batches, strategy: Strategy | None = None) -> StepReport:
         """Train on one global mini-batch, the same on every rank.
 
@@ -224,12 +240,12 @@ class Executable:
         if self._planner is not None:
             self._planner.announce(MiniBatch.of(sequences, self.program.causal, self._fields, self._limits).lengths)
 
-    @own_modes("evaluate")
+    @_call("evaluate")
     def evaluate(self, sequences: Batches, strategy: Strategy | None = None) -> StepReport:
         """Return the loss of a mini-batch without changing anything."""
         return self._iterate(sequences, strategy, "evaluate", None)
 
-    @own_modes("gradients")
+    @_call("gradients")
     def gradients(self, sequences: Batches, strategy: Strategy | None = None) -> dict[str, Tensor]:
         """Return the full fp32 gradients by parameter name on rank 0 ({} elsewhere), updating nothing.
 
@@ -238,7 +254,7 @@ class Executable:
         self._iterate(sequences, strategy, "train", None)
         return self._gather(self.home.gradients)
 
-    @own_modes("full_state_dict")
+    @_call("full_state_dict")
     def full_state_dict(self) -> dict[str, Tensor]:
         """Return every key of `model.state_dict()` (tied aliases, persistent buffers) as full CPU tensors on rank 0.
 
@@ -247,7 +263,7 @@ class Executable:
         self._begin()
         return self._state(frozenset(self._model_tensors))
 
-    @own_modes("save_pretrained")
+    @_call("save_pretrained")
     def save_pretrained(self, directory: str | Path, merged: bool = False) -> None:
         """Write a Hugging Face directory on rank 0, in fp32; all ranks call it.
 
@@ -267,7 +283,7 @@ class Executable:
         write = lambda: shell.write(state, Path(directory), merged) if self.world.rank == 0 else None  # noqa: E731
         together(self.groups, what, write)
 
-    @own_modes("save")
+    @_call("save")
     def save(self, path: str | Path, extra: dict[str, Any] | None = None, asynchronous: bool = False) -> None:
         """Write weights and optimizer state as a checkpoint that any strategy and any number of ranks can load.
 
@@ -279,24 +295,25 @@ class Executable:
                 raised by the first of these or by the next step, on every rank.
         """
         self._begin()
-        self.wait_saved()
+        self._saver.wait()
         save = self._saver.start if asynchronous else store.save
         save(Path(path), self.home, self.optimizer, {"steps": self._steps, "user": extra or {}}, self.groups)
 
+    @_call("wait_saved")
     def wait_saved(self) -> None:
         """Return once what an asynchronous `save` is writing is in its place; raise its error, on every rank."""
         self._saver.wait()
 
-    @own_modes("load")
+    @_call("load")
     def load(self, path: str | Path) -> dict[str, Any]:
         """Read a checkpoint that `save` wrote; return what was saved as `extra`."""
-        self.wait_saved()
+        self._saver.wait()
         extra = store.load(Path(path), self.home, self.optimizer, self.groups)
         self._start = None
         self._steps = int(extra["steps"])
         return dict(extra["user"])
 
-    @own_modes("load_pretrained")
+    @_call("load_pretrained")
     def load_pretrained(self, path: str | Path) -> None:
         """Read the weights of a Hugging Face directory of safetensors, every rank only its own; not the optimizer.
 
@@ -313,13 +330,13 @@ class Executable:
         self._start = None
 
     def close(self) -> None:
-        """Wait for what is being saved, stop watching and drop the communicators; all ranks call it."""
+        """Wait for what is being saved, and drop the communicators; all ranks call it, also after a failure."""
         try:
             if self._planner is not None:
                 self._planner.close()
-            self._saver.close()
+            with nullcontext() if self._watch.broken else self._watch.calling("close"):
+                self._saver.close()
         finally:
-            self._watch.close()
             self.groups.close()
 
     @property
@@ -358,7 +375,9 @@ class Executable:
         batch, refused = self._checked(sequences, strategy)
         asked = repr(refused) if refused else repr((str(strategy), mode, update is not None))
         mark, work, outcome = digest(asked, batch), None, None
-        with self._watch.step(self._communications):  # what all ranks refuse together must not count as a failure
+        with self._watch.step(
+            self._communications, self._describe
+        ):  # what all ranks refuse together must not count as a failure
             same, unsaved = self._compare(mark)
             if same and not unsaved and batch is not None:
                 work, refused = self._work(batch, strategy)
@@ -367,7 +386,7 @@ class Executable:
             if batch is not None and work is not None and refused is None:
                 outcome = self._execute(work, batch.tokens, mode, update)
         if unsaved:
-            self.wait_saved()
+            self._saver.wait()
             raise AssertionError("a save in the background fails on all ranks, so waiting for it raises")
         if same and refused is not None:
             raise refused

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch.distributed as dist
-
 from hydragraph.check.check import MODES, Checked, Subject, check, log, report
 from hydragraph.check.memory import fingerprint, recall, remember
 from hydragraph.errors import Unsupported
@@ -64,10 +62,7 @@ def check_on_hosts(subject: Subject, given: str | bool, world: World) -> None:
     if mode_of(given) == "off":
         return
     error = _error(lambda: check_here(subject, given)) if world.local_rank == 0 else None
-    found: list[Exception | None] = [error]
-    if world.ranks > 1:
-        found = [None] * world.ranks
-        dist.all_gather_object(found, error)
+    found = world.gather(error)
     if error is not None:
         raise error
     for other in found:

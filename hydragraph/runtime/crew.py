@@ -19,12 +19,16 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store  # type: ignore[attr-defined]
 
 from hydragraph.errors import RankFailure
+from hydragraph.runtime.failure.board import Progress
+from hydragraph.runtime.failure.judge import Judge, Seen
 from hydragraph.runtime.failure.ledger import Fault, announce_death, last_fault
+from hydragraph.runtime.failure.processes import Process, State
 from hydragraph.runtime.rank_process import HOST, Died, Raised, Readable, Returned, Seat, rebuilt, run_rank
 
 _GRACE_S = 8.0  # for peers to fail by themselves; to agree on a fault takes them up to 3 s, twice that on a busy host
 _CULPRIT_S = 2.0  # for the rank at fault to tell its own error, once all others have told theirs; it may hang
 _EXIT_S = 5.0  # for a rank that is done to end its process
+_LOOK_S = 0.5  # between two looks at whether processes have been stopped
 
 Context = ForkServerContext | SpawnContext
 
@@ -100,7 +104,7 @@ def start(context: Context, rank: int, function: Callable[..., None], *args: obj
 def _collect(crew: Sequence[Member], store: Store, timeout: timedelta | None) -> None:
     """Waits for every rank's outcome; after a failure only as long as peers may need to fail by themselves."""
     deadline = time.monotonic() + timeout.total_seconds() if timeout is not None else float("inf")
-    failed = False
+    failed, stops = False, Stops()
     while waiting := [member for member in crew if member.outcome is None]:
         fault = last_fault(store) if failed else None
         if fault is not None and [member.rank for member in waiting] == [fault.rank]:
@@ -109,14 +113,34 @@ def _collect(crew: Sequence[Member], store: Store, timeout: timedelta | None) ->
         if left <= 0:
             return
         signs: list[Any] = [sign for member in waiting for sign in (member.connection, member.process.sentinel)]
-        ready = set(multiprocessing.connection.wait(signs, None if left == float("inf") else left))
+        ready = set(multiprocessing.connection.wait(signs, min(left, _LOOK_S)))
+        stopped = stops.look(waiting)
         for member in waiting:
             if not ready.isdisjoint((member.connection, member.process.sentinel)):
                 member.outcome = outcome_of(member)
+            elif stopped is not None and stopped[0] == member.rank:
+                member.outcome = Died(time.monotonic(), stopped[1])
             if isinstance(member.outcome, Died):
                 announce_death(store, member.rank, member.outcome.how)
             if isinstance(member.outcome, Died | Raised) and not failed:
                 failed, deadline = True, min(deadline, time.monotonic() + _GRACE_S)
+
+
+class Stops:
+    """Notices which of the processes that a launcher waits for has been stopped: none of its own is there to tell."""
+
+    def __init__(self) -> None:
+        self._judge, self._before = Judge(), time.monotonic()
+
+    def look(self, waiting: Sequence[Member], *, others_run: bool = False) -> tuple[int, str] | None:
+        """Return the rank that has been stopped for too long while others were running, and how it is said."""
+        now = time.monotonic()
+        elapsed, self._before = now - self._before, now
+        states = {member.rank: Process(member.process.pid or 0).state() for member in waiting}
+        nothing = Progress(0, 0, None, "", waiting=False, left=False)
+        seen = {rank: Seen(state, nothing) for rank, state in states.items() if state is not State.ENDED}
+        accused = self._judge.look(elapsed, seen, others_run=others_run)
+        return None if accused is None else (accused.rank, accused.error)
 
 
 def outcome_of(member: Member) -> Returned | Raised | Died:
@@ -141,19 +165,29 @@ def _raise_failure(crew: Sequence[Member], fault: Fault | None, timeout: timedel
     """Raises the error of the rank that failed first, if any did."""
     failed = [member for member in crew if isinstance(member.outcome, Raised | Died)]
     missing = [member.rank for member in crew if member.outcome is None]
+    if not failed and missing and fault is not None:  # nobody has told, though all know
+        raise _failure(fault)
     if not failed and missing:
         seconds = timeout.total_seconds() if timeout is not None else 0.0
         raise TimeoutError(f"launch: ranks {missing} had not returned after {seconds:g} s")
     if not failed:
         return
     if fault is not None and fault.rank in missing:  # it hangs: no process of its own to tell
-        raise RankFailure(fault.rank, fault.instruction, fault.error)
+        raise _failure(fault)
     culprit = min(failed, key=lambda member: _precedence(member, fault))
     if isinstance(culprit.outcome, Died):
         at = fault.instruction if fault is not None and fault.rank == culprit.rank else ""
         raise RankFailure(culprit.rank, at, culprit.outcome.how)
     assert isinstance(culprit.outcome, Raised)
-    raise rebuilt(culprit.rank, culprit.outcome)
+    error = rebuilt(culprit.rank, culprit.outcome)
+    if not isinstance(error, Exception):  # an interrupt or an exit of that rank, not of this process
+        at = fault.instruction if fault is not None and fault.rank == culprit.rank else ""
+        raise RankFailure(culprit.rank, at, culprit.outcome.summary) from error
+    raise error
+
+
+def _failure(fault: Fault) -> RankFailure:
+    return RankFailure(fault.rank, fault.instruction, fault.error, fault.host)
 
 
 def _precedence(member: Member, fault: Fault | None) -> tuple[bool, int, float]:

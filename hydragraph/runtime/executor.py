@@ -19,7 +19,7 @@ from hydragraph.ir.program import Program
 from hydragraph.ir.text import instruction_text
 from hydragraph.runtime.buffers import Buffers
 from hydragraph.runtime.exchange import start_pull, start_push
-from hydragraph.runtime.failure.fault import Watch
+from hydragraph.runtime.failure.watch import Watch
 from hydragraph.runtime.groups import Groups, Role
 from hydragraph.runtime.lanes import Lanes, lanes_of
 from hydragraph.runtime.message import Message
@@ -392,7 +392,8 @@ class Executor:
                 self._end(it, stream, under_way, value)
         for value in list(it.sending):
             self._end_sends(it, value)
-        self.lanes.finish()  # times are known then
+        with self._watch.waiting():
+            self.lanes.finish()  # times are known then
         totals = torch.zeros(5, dtype=torch.float64, device=self._device)
         totals[2:] = torch.tensor(astuple(it.timing.exposed))
         if it.prepared.degree.index == 0:
@@ -403,7 +404,8 @@ class Executor:
             totals[1] += sum(square_sum(gradient) for gradient in self._home.gradients.values())
         self._groups.all_reduce(Role.COMMIT, totals)
         self._watch.check()  # an aborted communicator may have let us through
-        loss, square, *waits = totals.tolist()
+        with self._watch.waiting():  # of a GPU, the numbers come once all ranks have given theirs
+            loss, square, *waits = totals.tolist()
         exposed = Exposed(*(wait / self._groups.world.ranks for wait in waits))
         return Outcome(loss / it.tokens, square**0.5, bool(torch.isfinite(totals).all()), exposed)
 

@@ -26,7 +26,7 @@ from hydragraph.runtime.collectives import (
     all_gather,
     reduce_scatter,
 )
-from hydragraph.runtime.failure.fault import Watch
+from hydragraph.runtime.failure.watch import Watch
 from hydragraph.runtime.launch import World
 from hydragraph.runtime.message import Message, Staging, Work, Works
 
@@ -60,14 +60,14 @@ class Groups:
     Args:
         world: this process's place, from `join`.
         timeout: after how long an operation fails.
-        watch: what tells an error of communication from one of ours, and ends waits; make it first, and then these
-            groups while it is `guarding`. None: waits end with the timeout.
+        watch: what tells an error of communication from one of ours, and ends waits. None: waits end with the timeout.
         capacity: how many tensor-parallel communicators to keep for later strategies.
     """
 
     def __init__(self, world: World, timeout: timedelta, *, watch: Watch | None = None, capacity: int = 64) -> None:
         self.world, self._timeout, self._watch, self._capacity = world, timeout, watch, capacity
         self._guard: Guard = nullcontext if watch is None else watch.communicating
+        self._waiter = None if watch is None else watch.waiter()
         self._staging = Staging(world.device) if world.backend == "gloo" and world.device.type != "cpu" else None
         self._roles: dict[Role, dist.ProcessGroup] = {}
         self._directions: dict[_Direction, dist.ProcessGroup] = {}
@@ -75,12 +75,22 @@ class Groups:
         # order on all ranks, so that they make and drop groups together.
         self._tensor_parallel: OrderedDict[tuple[int, ...], dist.ProcessGroup | None] = OrderedDict()
         if world.ranks > 1:
-            with self._guard():
+            with nullcontext() if watch is None else watch.guarding():
                 self._roles = {role: self._of_all(role.value) for role in Role}
                 self._directions = {direction: self._of_all(direction.value) for direction in _Direction}
                 self._settle()
                 if world.backend == "nccl":
                     self._connect()
+            if watch is not None:
+                watch.also_abort(self.abort)
+
+    def call(self, function: Callable[[], T]) -> T:
+        """Return what a function returns that waits for other ranks, over whatever communicator.
+
+        Raises:
+            RankFailure: inside of a call, where another rank failed meanwhile.
+        """
+        return function() if self._watch is None else self._watch.call(function, self._waiter)
 
     def _of_all(self, name: str) -> dist.ProcessGroup:
         group = self._new(name, tuple(range(self.world.ranks)))
@@ -90,14 +100,16 @@ class Groups:
     def _new(self, name: str, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
         """A communicator of these ranks; None where this rank is not among them."""
         # Never use_local_synchronization: the names it makes differ between ranks when groups are irregular.
-        group = dist.new_group(
-            list(ranks), timeout=self._timeout, backend=self.world.backend, group_desc=f"hydragraph-{name}"
+        group = self.call(
+            lambda: dist.new_group(
+                list(ranks), timeout=self._timeout, backend=self.world.backend, group_desc=f"hydragraph-{name}"
+            )
         )
         return group if isinstance(group, dist.ProcessGroup) else None
 
     def _settle(self) -> None:
         """Waits for all ranks: one that left early would break those that are still connecting."""
-        dist.all_gather_object([None] * self.world.ranks, None, self._object_group)
+        self.gather_objects(None)
 
     def _connect(self) -> None:
         """Lets NCCL's communicators meet: in the first operation of each, all ranks must take part."""
@@ -117,7 +129,7 @@ class Groups:
             with self._guard():
                 message.work.wait()
         else:
-            self._watch.wait(message.work)
+            self._watch.wait(message.work, self._waiter)
         if message.landed is not None:
             message.landed()
 
@@ -183,8 +195,7 @@ class Groups:
         """Every rank's value, by rank; for small picklable objects."""
         values = [value] * self.world.ranks
         if self.world.ranks > 1:
-            with self._guard():
-                dist.all_gather_object(values, value, self._object_group)
+            self.call(lambda: dist.all_gather_object(values, value, self._object_group))
         return values
 
     def same_everywhere(self, what: str, text: str) -> None:
@@ -240,7 +251,7 @@ class Groups:
         wanted = list(dict.fromkeys(tuple(sorted(ranks)) for ranks in rank_sets if len(ranks) > 1))
         missing = [ranks for ranks in wanted if ranks not in self._tensor_parallel]
         if missing:
-            with self._guard(), nullcontext() if self._watch is None else self._watch.guarding():
+            with nullcontext() if self._watch is None else self._watch.guarding():
                 for ranks in missing:
                     self._tensor_parallel[ranks] = self._new("tp-" + "-".join(map(str, ranks)), ranks)
                 self._settle()
@@ -278,6 +289,8 @@ class Groups:
         groups = list(self._all())
         self._roles, self._directions = {}, {}
         self._tensor_parallel.clear()
+        if self._waiter is not None:
+            self._waiter.close()
         for group in groups:
             if self._watch is not None and self._watch.broken:
                 # gloo's destructor waits for operations, and some of them may never end: it must not run.

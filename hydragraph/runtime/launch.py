@@ -13,7 +13,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -22,8 +23,9 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store  # type: ignore[attr-defined]
 
 from hydragraph.runtime.crew import Context, run_crew
+from hydragraph.runtime.failure.watch import Watch, watch_of
 from hydragraph.runtime.preparation import SharedFile, left_of, prepare_for_ranks
-from hydragraph.runtime.rank_process import HOST
+from hydragraph.runtime.rank_process import HOST, meet
 
 T = TypeVar("T")
 
@@ -45,6 +47,7 @@ class World:
         local_rank: which of the ranks of this host.
         device: what it computes on.
         backend: "nccl" where every rank of the host has a GPU of its own, else "gloo".
+        watch: over the ranks, from here until this process ends.
     """
 
     rank: int
@@ -52,6 +55,23 @@ class World:
     local_rank: int
     device: torch.device
     backend: str
+    watch: Watch = field(default_factory=lambda: Watch(None, 0, 1), compare=False, repr=False)
+
+    def gather(self, value: T) -> list[T]:
+        """Return every rank's value, by rank; small picklable objects, over the default process group.
+
+        Raises:
+            RankFailure: within a call that the watch knows of, where another rank failed.
+        """
+        values: list[T] = [value] * self.ranks
+        if self.ranks > 1:
+            gather = lambda: dist.all_gather_object(values, value)  # noqa: E731
+            self.watch.call(gather)
+        return values
+
+    def calling(self, what: str) -> AbstractContextManager[None]:
+        """Let this rank make a call that all make inside; see `Watch.calling`."""
+        return self.watch.calling(what)
 
 
 def join(device: torch.device | str | None = None) -> World:
@@ -59,6 +79,9 @@ def join(device: torch.device | str | None = None) -> World:
 
     Args:
         device: what to compute on; a GPU without an index means this rank's. None: a GPU where there is one.
+
+    Raises:
+        RankFailure: another rank failed meanwhile.
     """
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     launched = {"RANK", "WORLD_SIZE"} <= os.environ.keys()
@@ -71,23 +94,26 @@ def join(device: torch.device | str | None = None) -> World:
     if not dist.is_initialized() and launched:
         # Objects (hashes, host names) travel as CPU tensors, also where weights do not.
         kind = "cpu:gloo,cuda:nccl" if backend == "nccl" else "gloo"
-        attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-        if attempt and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-            store = _store_of_attempt(attempt)
-            dist.init_process_group(
-                kind, store=store, rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"])
-            )
-        else:
-            dist.init_process_group(kind)
+        rank = int(os.environ["RANK"])
+        meet(kind, _store_of_launcher(rank), rank, int(os.environ["WORLD_SIZE"]))
     if not dist.is_initialized():
         return World(0, 1, 0, device, backend)
-    return World(dist.get_rank(), dist.get_world_size(), local_rank, device, backend)
+    rank, ranks, group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
+    assert group is not None
+    return World(rank, ranks, local_rank, device, backend, watch_of(group, group.get_group_store, rank, ranks))
 
 
-def _store_of_attempt(attempt: int) -> Store:
-    """The store that torchrun's agent keeps, with keys of our own: gloo would meet the addresses of ranks that died."""
+def _store_of_launcher(rank: int) -> Store:
+    """Return the store that the launcher's environment names: torchrun's agent keeps it, elsewhere rank 0 does.
+
+    Each attempt has keys of its own: gloo would meet the addresses of ranks that died.
+    """
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    store = dist.TCPStore(address, port, None, False, wait_for_workers=False)  # type: ignore[attr-defined]
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        store = _store(address, port)
+    else:
+        store = dist.TCPStore(address, port, None, False, wait_for_workers=False)  # type: ignore[attr-defined]
     return dist.PrefixStore(f"hydragraph/attempt-{attempt}", store)  # type: ignore[attr-defined, no-any-return]
 
 
@@ -131,7 +157,7 @@ def launch(
     if ranks < 1:
         raise ValueError(f"launch: ranks={ranks}: give a positive number of ranks")
     work = _pickled(function, args)
-    server = _store()
+    server = _store(HOST, 0)
     context: Context = multiprocessing.get_context(START_METHOD)  # type: ignore[assignment]
     context.set_forkserver_preload(PRELOAD)
     if prepare is None:
@@ -144,12 +170,21 @@ def launch(
         return [pickle.loads(value) for value in found]
 
 
-def _store() -> Any:
-    """Return a store that listens on this host alone; TCPStore by itself listens on every interface."""
-    listening = socket.create_server((HOST, 0))
+def _store(address: str, port: int) -> Any:
+    """Return a store that this process keeps, and that listens at one address; TCPStore by itself listens at all.
+
+    Args:
+        address: of this host.
+        port: 0: any that is free.
+    """
+    try:
+        family, _, _, _, where = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
+        listening = socket.create_server(where[:2], family=family)
+    except OSError:  # the address is one that others know this host by
+        return dist.TCPStore(address, port, None, True, wait_for_workers=False)  # type: ignore[attr-defined]
     port = listening.getsockname()[1]
     return dist.TCPStore(  # type: ignore[attr-defined]
-        HOST, port, None, True, wait_for_workers=False, master_listen_fd=listening.detach()
+        address, port, None, True, wait_for_workers=False, master_listen_fd=listening.detach()
     )
 
 

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from hydragraph.runtime.crew import Context, dismiss, outcome_of, start
+from hydragraph.runtime.crew import Context, Stops, dismiss, outcome_of, start
 from hydragraph.runtime.rank_process import Died, Raised, Returned, error_of, raised
 
 
@@ -74,9 +74,15 @@ def prepare_for_ranks(context: Context, prepare: bytes, file: SharedFile, timeou
     """
     member = start(context, 0, _prepare, dict(os.environ), prepare, file)
     try:
-        limit = None if timeout is None else timeout.total_seconds()
-        if not multiprocessing.connection.wait([member.connection, member.process.sentinel], limit):
-            raise TimeoutError(f"launch: preparing had not ended after {limit:g} s")
+        limit = float("inf") if timeout is None else timeout.total_seconds()
+        deadline, stops = time.monotonic() + limit, Stops()
+        signs: list[Any] = [member.connection, member.process.sentinel]
+        while not multiprocessing.connection.wait(signs, min(0.5, max(0.0, deadline - time.monotonic()))):
+            if time.monotonic() >= deadline:
+                raise TimeoutError(f"launch: preparing had not ended after {limit:g} s")
+            stopped = stops.look([member], others_run=True)
+            if stopped is not None:
+                raise RuntimeError(f"launch: of the process that prepares for ranks, {stopped[1]}")
         member.outcome = outcome_of(member)
         if isinstance(member.outcome, Died):
             raise RuntimeError(f"launch: the process that prepares for ranks was {member.outcome.how}")

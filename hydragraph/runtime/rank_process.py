@@ -21,6 +21,8 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from hydragraph.runtime.failure.watch import newest_watch, watch_of
+
 HOST = "127.0.0.1"
 
 
@@ -81,10 +83,15 @@ def run_rank(connection: Connection, seat: Seat, work: bytes, prepared: Readable
             args = (prepared.read(), *args)
         gc.freeze()  # nothing imported or read will go: to look for garbage there takes a second, and copies its pages
         store = dist.TCPStore(HOST, seat.port, None, False, wait_for_workers=False)  # type: ignore[attr-defined]
-        dist.init_process_group("gloo", store=store, rank=seat.rank, world_size=seat.ranks)
+        meet("gloo", store, seat.rank, seat.ranks)
         outcome: Returned | Raised = Returned(pickle.dumps(function(*args)))
     except BaseException as error:
         outcome = raised(error)
+        _tell_the_others(error)
+    else:
+        watch = newest_watch()
+        if watch is not None:
+            watch.close()
     with contextlib.suppress(OSError):
         connection.send(outcome)
     if isinstance(outcome, Raised):
@@ -93,6 +100,22 @@ def run_rank(connection: Connection, seat: Seat, work: bytes, prepared: Readable
         os._exit(1)  # at once, so that peers see the connections close; dropping communicators could block
     with contextlib.suppress(OSError, KeyboardInterrupt):
         connection.poll(None)  # a rank that left now could break those that are still connecting
+
+
+def meet(backend: str, store: Any, rank: int, ranks: int) -> None:
+    """Make the default process group, watched from the start: a rank that fails meanwhile keeps nobody waiting."""
+    make = lambda: dist.init_process_group(backend, store=store, rank=rank, world_size=ranks)  # noqa: E731
+    watch = watch_of(None, lambda: store, rank, ranks)
+    with watch.calling("join"):
+        watch.call(make)
+
+
+def _tell_the_others(error: BaseException) -> None:
+    """Give the other ranks the reason why this one ends, before its connections close."""
+    watch = newest_watch()
+    if watch is not None and not watch.broken and not watch.closed:
+        with contextlib.suppress(Exception):
+            watch.report(error)
 
 
 def _take(seat: Seat) -> None:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 import hydragraph as hg
 from hydragraph.errors import RankFailure
 from hydragraph.runtime import launch as launching
-from hydragraph.runtime.launch import launch
+from hydragraph.runtime.launch import join, launch
 from hydragraph.runtime.preparation import left_of
 from hydragraph.runtime.variants import Variants
 from tests.models import llama, sequences
@@ -70,7 +70,9 @@ def captured() -> tuple[torch.nn.Module, Variants]:
 
 def compiled(prepared: tuple[torch.nn.Module, Variants]) -> float:
     model, variants = prepared
-    executable = hg.Executable(model, variants.program, hg.Strategy.parse("<tp2,pp1>", layers=2), None, None, "cpu")
+    executable = hg.Executable(
+        model, variants.program, hg.Strategy.parse("<tp2,pp1>", layers=2), None, None, join("cpu")
+    )
     with mock.patch.object(Variants, "_compile", side_effect=AssertionError("it was compiled before")):
         loss = executable.evaluate(sequences([9, 4])).loss
     executable.close()

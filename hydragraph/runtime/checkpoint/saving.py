@@ -63,7 +63,8 @@ class Saver:
         """
         self.wait()
         if self._groups is None:
-            self._groups = Groups(replace(self._world, backend="gloo"), self._timeout)  # objects and names only
+            world = replace(self._world, backend="gloo")  # objects and names only
+            self._groups = Groups(world, self._timeout, watch=self._world.watch)
         prepared = store.prepare(path, home, optimizer, extra, groups)
         try:
             copied = together_own(groups, prepared.what, prepared.snapshot)
@@ -99,7 +100,8 @@ class Saver:
     def _write(self, prepared: store.Prepared, groups: Groups) -> None:
         """Write in the thread; an error is kept in the words that every rank uses."""
         try:
-            store.write(prepared, groups)
+            with self._world.calling(prepared.what):
+                store.write(prepared, groups)
         except (ValueError, RankFailure) as error:
             self._error = error
         except Exception as error:

@@ -213,7 +213,7 @@ def _run(action: Callable[..., object], groups: Groups, what: str, **arguments: 
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")  # which is what being alone means
-            action(no_dist=groups.world.ranks == 1, **arguments)
+            groups.call(lambda: action(no_dist=groups.world.ranks == 1, **arguments))
     except CheckpointException as exception:
         raised = {rank: error for rank, (error, _) in exception.failures.items()}
         raise_first({r: Failure.of(e) for r, e in raised.items()}, raised.get(groups.world.rank), what)

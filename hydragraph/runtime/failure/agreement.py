@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TypeVar, cast
 
 from hydragraph.errors import RankFailure
+from hydragraph.runtime.failure.watch import agreed
 from hydragraph.runtime.groups import Groups
 
 T = TypeVar("T")
@@ -48,7 +49,7 @@ def together_own(groups: Groups, what: str, work: Callable[[], T]) -> T:
 def raise_first(failures: Mapping[int, Failure], own: BaseException | None, what: str) -> None:
     """Raise this rank's own error, or the first failure of another: a user's mistake is everybody's."""
     if own is not None:
-        raise own
+        raise agreed(own)
     if failures:
         rank = min(failures)
         if failures[rank].users:

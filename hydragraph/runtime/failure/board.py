@@ -1,12 +1,17 @@
-"""What the ranks of one host are doing, in memory that they share, and for how long each has been silent."""
+"""What the ranks of one host are doing, in memory that they share."""
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
+import shutil
+import stat
 import struct
+import sys
+import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 
 
@@ -15,82 +20,120 @@ class Progress:
     """One rank's line of the board.
 
     Attributes:
-        beats: heartbeats so far; 0 where the rank does not write on this board.
+        moves: how often it has moved on; a rank that stands still writes the same number.
         step: the step it is in, or was in last.
         instruction: the index of the instruction it is at; None outside a step.
+        call: what it is doing outside a step, in words; "" in code that is not ours.
+        waiting: whether it waits for other ranks.
+        left: whether it has said that it needs the others no more.
     """
 
-    beats: int
+    moves: int
     step: int
     instruction: int | None
+    call: str
+    waiting: bool
+    left: bool
 
 
 class Board:
-    """A small file in memory, shared by the ranks of one host, where each writes what it is doing.
+    """Memory shared by the ranks of one host, with a line for each; it has no name in any folder where that can be.
+
+    After the lines of all ranks comes one for what holds for all: `progress_s`.
 
     Args:
-        path: the file; made where it does not exist.
+        descriptor: of a file that is as long as its lines; taken over.
         ranks: how many lines it has.
+        address: where another process of the same user opens it.
+        remove: called when the process that made it lets go of it.
     """
 
-    _BEATS = struct.Struct("q")
-    _PLACE = struct.Struct("qq")  # the step, and the instruction's index + 1
-    _LINE = 64  # bytes: a cache line, so that ranks do not disturb each other
+    _LINE = 256  # bytes: a multiple of a cache line, so that ranks do not disturb each other
+    _PLACE = struct.Struct("qqq")  # moves, the step, the instruction's index + 1
+    _SECONDS = struct.Struct("d")
+    _WAITING, _LEFT, _CALL = 24, 25, 26  # offsets: two flags; the length of a text, and the text
 
-    def __init__(self, path: Path, ranks: int) -> None:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-        try:
-            os.ftruncate(descriptor, ranks * self._LINE)
-            self._memory = mmap.mmap(descriptor, ranks * self._LINE)
-        finally:
+    def __init__(self, descriptor: int, ranks: int, address: str, remove: Callable[[], None] | None = None) -> None:
+        self.ranks, self.address = ranks, address
+        self._descriptor, self._remove = descriptor, remove
+        self._memory = mmap.mmap(descriptor, self._size(ranks))
+        self._moves = 0
+
+    @classmethod
+    def _size(cls, ranks: int) -> int:
+        return (ranks + 1) * cls._LINE
+
+    @classmethod
+    def make(cls, ranks: int) -> Board:
+        """Make one, which lasts as long as a process has it open."""
+        if sys.platform == "linux":
+            descriptor = os.memfd_create("hydragraph-board", os.MFD_CLOEXEC)
+            os.ftruncate(descriptor, cls._size(ranks))
+            return cls(descriptor, ranks, f"/proc/{os.getpid()}/fd/{descriptor}")
+        folder = Path(tempfile.mkdtemp(prefix="hydragraph-"))  # for this user's eyes only
+        path = folder / "board"
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        os.ftruncate(descriptor, cls._size(ranks))
+        return cls(descriptor, ranks, str(path), lambda: shutil.rmtree(folder, ignore_errors=True))
+
+    @classmethod
+    def open(cls, address: str, ranks: int) -> Board:
+        """Open what another process made.
+
+        Raises:
+            OSError: it is not there (that process has ended), or is no board of this user's.
+        """
+        descriptor = os.open(address, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
+        found = os.fstat(descriptor)
+        ours = stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid() and found.st_size == cls._size(ranks)
+        if not ours:
             os.close(descriptor)
-
-    def beat(self, rank: int) -> None:
-        """Adds one to a rank's heartbeat; only that rank may call it."""
-        (beats,) = self._BEATS.unpack_from(self._memory, rank * self._LINE)
-        self._BEATS.pack_into(self._memory, rank * self._LINE, beats + 1)
+            raise OSError(f"{address} is no board of this user's with {ranks} lines")
+        return cls(descriptor, ranks, address)
 
     def place(self, rank: int, step: int, instruction: int | None) -> None:
-        """Notes where a rank is; takes less than a microsecond."""
+        """Note where a rank is, which has moved on; only that rank may call it; takes about a microsecond."""
+        self._moves += 1
         index = 0 if instruction is None else instruction + 1
-        self._PLACE.pack_into(self._memory, rank * self._LINE + self._BEATS.size, step, index)
+        self._PLACE.pack_into(self._memory, rank * self._LINE, self._moves, step, index)
+
+    def call(self, rank: int, what: str) -> None:
+        """Note what a rank does outside a step."""
+        text = what.encode()[: self._LINE - self._CALL - 1]
+        start = rank * self._LINE + self._CALL
+        self._memory[start : start + 1 + len(text)] = bytes((len(text),)) + text
+
+    def waits(self, rank: int, waiting: bool) -> None:
+        """Note whether a rank waits for others."""
+        self._memory[rank * self._LINE + self._WAITING] = waiting
+
+    def leave(self, rank: int) -> None:
+        """Note that a rank needs the others no more."""
+        self._memory[rank * self._LINE + self._LEFT] = True
 
     def read(self, rank: int) -> Progress:
-        """What a rank has written."""
-        (beats,) = self._BEATS.unpack_from(self._memory, rank * self._LINE)
-        step, index = self._PLACE.unpack_from(self._memory, rank * self._LINE + self._BEATS.size)
-        return Progress(beats, step, index - 1 if index else None)
+        """Return what a rank has written."""
+        start = rank * self._LINE
+        moves, step, index = self._PLACE.unpack_from(self._memory, start)
+        length = self._memory[start + self._CALL]
+        text = self._memory[start + self._CALL + 1 : start + self._CALL + 1 + length].decode(errors="replace")
+        flags = bool(self._memory[start + self._WAITING]), bool(self._memory[start + self._LEFT])
+        return Progress(moves, step, index - 1 if index else None, text, *flags)
+
+    @property
+    def progress_s(self) -> float:
+        """After how long without progress of any rank the run has failed, in seconds; 0 where nobody has said so."""
+        (seconds,) = self._SECONDS.unpack_from(self._memory, self.ranks * self._LINE)
+        return float(seconds)
+
+    @progress_s.setter
+    def progress_s(self, seconds: float) -> None:
+        self._SECONDS.pack_into(self._memory, self.ranks * self._LINE, seconds)
 
     def close(self) -> None:
-        """Unmaps the file."""
+        """Let go of it; reading and writing end."""
         self._memory.close()
-
-
-class Pulse:
-    """For how long each rank of this host has not beaten, counted in this process's own polls.
-
-    Own polls and not the clock: when the whole job is suspended and resumed, nobody has missed a beat.
-
-    Args:
-        board: where they beat.
-        ranks: of this host.
-        interval: between two polls, and two beats.
-    """
-
-    def __init__(self, board: Board, ranks: tuple[int, ...], interval: timedelta) -> None:
-        self._board, self._interval = board, interval
-        self._beats = dict.fromkeys(ranks, 0)
-        self._missed = dict.fromkeys(ranks, 0)
-
-    def poll(self) -> None:
-        """Looks which ranks have beaten since the last time."""
-        for rank, before in self._beats.items():
-            beats = self._board.read(rank).beats
-            # A rank that never beat writes on another board (or has none yet): nothing is known of it.
-            self._missed[rank] = self._missed[rank] + 1 if beats == before and beats > 0 else 0
-            self._beats[rank] = beats
-
-    def stopped(self, duration: timedelta) -> int | None:
-        """The rank that has been silent longest, if for so long at least."""
-        rank = max(self._missed, key=self._missed.__getitem__, default=None)
-        return rank if rank is not None and self._missed[rank] * self._interval >= duration else None
+        with contextlib.suppress(OSError):
+            os.close(self._descriptor)
+        if self._remove is not None:
+            self._remove()

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
-import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store  # type: ignore[attr-defined]
 
 _DEATH = "hydragraph/death"
@@ -15,75 +13,63 @@ NAMESPACE = "hydragraph/watch"  # the key of the newest watch's namespace
 
 @dataclass(frozen=True)
 class Fault:
-    """The one failure that all ranks agree on: who, at which step and instruction, and what it raised."""
+    """The one failure that all ranks agree on.
+
+    Attributes:
+        rank: who failed.
+        step: in which step, or after which.
+        instruction: at which instruction, or in which call; "" where that is not known.
+        error: what it raised, or how it ended.
+        host: where it ran; "" where that is not known.
+        stalled: whether it lives, and stands still: what every rank is doing is of interest then.
+        index: of the instruction, where who wrote this cannot put it into words.
+    """
 
     rank: int
     step: int
     instruction: str
     error: str
+    host: str = ""
+    stalled: bool = False
+    index: int | None = None
 
 
 class Ledger:
-    """The fault's place in a store: written once, read by everybody.
-
-    A store that cannot be reached (its host died) reads as "no fault" from then on; heartbeats have to do.
-    """
+    """The fault's place in a store: written once, read by everybody. A store that is gone raises RuntimeError."""
 
     def __init__(self, store: Store, namespace: str) -> None:
         self._store, self._key = store, f"{namespace}/fault"
-        self._lost = False
 
     def read(self) -> Fault | None:
-        """The fault, if one was written."""
-        text = self._get(self._key)
-        return None if text is None else Fault(**json.loads(text))
+        """Return the fault, if one was written."""
+        return Fault(**json.loads(self._store.get(self._key))) if self._store.check([self._key]) else None
 
     def write(self, fault: Fault) -> Fault:
-        """Writes the fault unless there is one; returns the one that stands."""
-        text = self._ask(lambda: self._store.compare_set(self._key, "", json.dumps(asdict(fault))))
-        return fault if text is None else Fault(**json.loads(text))
+        """Write the fault unless there is one; return the one that stands."""
+        return Fault(**json.loads(self._store.compare_set(self._key, "", json.dumps(asdict(fault)))))
 
     def death(self) -> tuple[int, str] | None:
-        """The rank that the launcher saw die, and how."""
-        text = self._get(_DEATH)
-        if text is None:
+        """Return the rank that the launcher saw die, and how."""
+        if not self._store.check([_DEATH]):
             return None
-        rank, how = json.loads(text)
+        rank, how = json.loads(self._store.get(_DEATH))
         return int(rank), str(how)
-
-    def _get(self, key: str) -> bytes | None:
-        return self._ask(lambda: self._store.get(key) if self._store.check([key]) else None)
-
-    def _ask(self, question: Callable[[], bytes | None]) -> bytes | None:
-        # A client never reconnects, and PyTorch logs every try: one is enough.
-        if self._lost:
-            return None
-        try:
-            return question()
-        except RuntimeError:
-            self._lost = True
-            return None
 
 
 def announce_death(store: Store, rank: int, how: str) -> None:
-    """Tells the watches of a launch that a rank died; only the first death counts, others may follow from it."""
+    """Tell the watches of a launch that a rank died; only the first death counts, others may follow from it."""
     store.compare_set(_DEATH, "", json.dumps([rank, how]))
 
 
 def last_fault(store: Store) -> Fault | None:
-    """The fault of the newest watch over a store, for the launcher that hosts it; None where nothing failed."""
+    """Return the fault of the newest watch over a store, for the launcher that hosts it; None where nothing failed."""
     if not store.check([NAMESPACE]):
         return None
     return Ledger(store, store.get(NAMESPACE).decode()).read()
 
 
-def own_client() -> Store:
-    """A connection of our own to the store that the default process group met at.
-
-    The store beneath all prefixes: the launcher that hosts it knows no prefix of torch's.
-    """
-    assert dist.group.WORLD is not None
-    store = dist.group.WORLD.get_group_store()
+def root(store: Store) -> Store:
+    """Return the store beneath all prefixes: the launcher that hosts it knows no prefix of torch's."""
     while isinstance(store, PrefixStore):
         store = store.underlying_store
-    return store.clone()  # type: ignore[attr-defined, no-any-return]
+    return store

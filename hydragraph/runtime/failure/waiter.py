@@ -1,4 +1,4 @@
-"""Waiting for communication that may never end."""
+"""Waiting for what may never end."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ import threading
 from collections.abc import Callable
 from datetime import timedelta
 from queue import Empty, SimpleQueue
+from typing import Any, TypeVar, cast
 
-from hydragraph.runtime.message import Work
+T = TypeVar("T")
+_Request = tuple[Callable[[], Any], "SimpleQueue[tuple[Any, BaseException | None]]"]
 
 
 class Waiter:
-    """Waits for works on a thread of its own, so that a wait can be left behind.
+    """Runs what waits on a thread of its own, so that it can be left behind; for one thread at a time to call.
 
     Args:
         interval: how often to ask whether a wait is abandoned.
@@ -19,34 +21,36 @@ class Waiter:
 
     def __init__(self, interval: timedelta) -> None:
         self._interval = interval
-        self._requests: SimpleQueue[tuple[Work, SimpleQueue[Exception | None]] | None] = SimpleQueue()
-        threading.Thread(target=self._run, name="hydragraph-waiter", daemon=True).start()
+        self._requests: SimpleQueue[_Request | None] = SimpleQueue()
+        self._thread: threading.Thread | None = None
 
     def _run(self) -> None:
         while (request := self._requests.get()) is not None:
-            work, answer = request
+            function, answer = request
             try:
-                work.wait()
-                answer.put(None)
-            except Exception as error:
-                answer.put(error)
-            del request, work, answer  # a buffer must not live until the next wait
+                answer.put((function(), None))
+            except BaseException as error:
+                answer.put((None, error))
+            del request, function, answer  # a buffer must not live until the next wait
 
-    def wait(self, work: Work, abandoned: Callable[[], bool]) -> None:
-        """Waits until the work is done or `abandoned()`; raises the work's error, or RuntimeError."""
-        answer: SimpleQueue[Exception | None] = SimpleQueue()
-        self._requests.put((work, answer))
+    def run(self, function: Callable[[], T], abandoned: Callable[[], bool]) -> T:
+        """Return what a function returns, or raise what it raises; RuntimeError once `abandoned()`."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="hydragraph-waiter", daemon=True)
+            self._thread.start()
+        answer: SimpleQueue[tuple[Any, BaseException | None]] = SimpleQueue()
+        self._requests.put((function, answer))
         while True:
             try:
-                error = answer.get(timeout=self._interval.total_seconds())
+                value, error = answer.get(timeout=self._interval.total_seconds())
             except Empty:
                 if abandoned():
                     raise RuntimeError("communication was ended, but one operation did not end with it") from None
                 continue
             if error is not None:
                 raise error
-            return
+            return cast(T, value)
 
     def close(self) -> None:
-        """Ends the thread, once it waits for nothing."""
+        """End the thread, once it waits for nothing."""
         self._requests.put(None)

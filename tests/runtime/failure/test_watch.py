@@ -17,7 +17,8 @@ import torch
 import torch.distributed as dist
 
 from hydragraph.errors import RankFailure
-from hydragraph.runtime.failure.fault import Watch
+from hydragraph.runtime.failure.judge import Judge
+from hydragraph.runtime.failure.watch import Watch
 from hydragraph.runtime.groups import Groups, Role
 from hydragraph.runtime.launch import join, launch
 
@@ -76,12 +77,12 @@ def misbehave(how: str) -> None:
         raise RuntimeError("own mistake")
 
 
-def loop(victim: int, at: int, how: str, folder: Path, silence_s: float) -> None:
+def loop(victim: int, at: int, how: str, folder: Path, stopped_s: float) -> None:
     """Three steps; in step 1 the victim misbehaves at an instruction. Survivors write what they saw."""
     world = join("cpu")
-    watch = Watch(world.rank, world.ranks, describe, silence=timedelta(seconds=silence_s))
-    with watch.guarding():
-        groups = Groups(world, timedelta(seconds=120), watch=watch)
+    watch = world.watch
+    watch._judge = Judge(stopped_s)
+    groups = Groups(world, timedelta(seconds=120), watch=watch)
     began = 0.0
 
     def hook(index: int) -> None:
@@ -91,7 +92,7 @@ def loop(victim: int, at: int, how: str, folder: Path, silence_s: float) -> None
     try:
         for number in range(3):
             began = time.monotonic()
-            with watch.step(number):
+            with watch.step(number, describe):
                 run_step(groups, watch, hook)
     except RankFailure as failure:
         seen = {"number": number, "failure": [failure.rank, failure.instruction, failure.error]}
@@ -143,26 +144,25 @@ def test_a_raising_rank(victim: int, at: int, how: str, tmp_path: Path) -> None:
 
 
 def test_a_stopped_rank(tmp_path: Path) -> None:
-    with pytest.raises(RankFailure, match="heartbeat has stopped for 2 s") as caught:
+    with pytest.raises(RankFailure, match=r"has been stopped for 2\.\d s") as caught:
         launch(loop, RANKS, 2, 1, "stop", tmp_path, 2.0)
     assert (caught.value.rank, caught.value.instruction) == (2, "receive of 2")
-    check_survivors(tmp_path, 2, 1, "heartbeat")
+    check_survivors(tmp_path, 2, 1, "has been stopped")
 
 
-def test_a_rank_that_nobody_saw_die_is_found_by_its_heartbeat(tmp_path: Path) -> None:
-    with pytest.raises(RankFailure, match=r"heartbeat has stopped for 1\.5 s") as caught:
+def test_a_rank_that_nobody_saw_die_is_found_by_its_state(tmp_path: Path) -> None:
+    with pytest.raises(RankFailure, match=r"has been stopped for 1\.\d s") as caught:
         launch(loop, RANKS, 1, 2, "vanish", tmp_path, 60.0)
     assert (caught.value.rank, caught.value.instruction) == (1, "send of 1")
-    check_survivors(tmp_path, 1, 2, "heartbeat")
+    check_survivors(tmp_path, 1, 2, "has been stopped")
 
 
 def wrong_splits() -> str:
     """Rank 0 makes a mistake in a collective: its own error, though the executor marks it as communication."""
     world = join("cpu")
-    watch = Watch(world.rank, world.ranks, describe)
-    with watch.guarding():
-        groups = Groups(world, timedelta(seconds=120), watch=watch)
-    with watch.step(0):
+    watch = world.watch
+    groups = Groups(world, timedelta(seconds=120), watch=watch)
+    with watch.step(0, describe):
         watch.at(0)
         with watch.communicating():
             splits = [5, 5] if world.rank == 0 else [1, 1]
@@ -174,9 +174,8 @@ def wrong_splits() -> str:
 def break_off(kind: str, folder: Path) -> None:
     """Rank 0 dies while rank 1 has received a part of a large message."""
     world = join("cpu")
-    watch = Watch(world.rank, world.ranks, describe)
-    with watch.guarding():
-        groups = Groups(world, timedelta(seconds=120), watch=watch)
+    watch = world.watch
+    groups = Groups(world, timedelta(seconds=120), watch=watch)
     size = 32 * 1024 * 1024
     inp, out = torch.ones(2 * size), torch.zeros(2 * size)
     dist.barrier()
@@ -185,7 +184,7 @@ def break_off(kind: str, folder: Path) -> None:
     else:
         threading.Thread(target=say_when, args=(folder / "part", out), daemon=True).start()
     try:
-        with watch.step(0):
+        with watch.step(0, describe):
             watch.at(0)
             for _ in range(1000):  # until it dies
                 if kind == "all-to-all":
@@ -231,13 +230,12 @@ def healthy() -> list[object]:
     listener = socket.create_server(("127.0.0.1", 0))
     seen: list[object] = []
     for _ in range(2):
-        watch = Watch(world.rank, world.ranks, describe)
-        with watch.guarding():
-            groups = Groups(world, timedelta(seconds=120), watch=watch)
+        watch = join("cpu").watch
+        groups = Groups(world, timedelta(seconds=120), watch=watch)
         client = socket.create_connection(listener.getsockname())
         server, _ = listener.accept()
         for number in range(3):
-            with watch.step(number):
+            with watch.step(number, describe):
                 run_step(groups, watch, lambda _: None)
         with pytest.raises(RuntimeError, match=r"^plain$"), watch.communicating():
             raise RuntimeError("plain")  # outside of a step errors stay as they are
@@ -249,7 +247,6 @@ def healthy() -> list[object]:
         client.sendall(b"x")
         seen.append(server.recv(1))
         groups.close()
-        watch.close()
     return seen
 
 
@@ -258,7 +255,7 @@ def test_healthy_steps_and_what_a_fault_leaves_alone() -> None:
 
 
 def test_alone_errors_are_ones_own() -> None:
-    watch = Watch(0, 1, describe)
+    watch = Watch(None, 0, 1)
     with watch.guarding(), watch.step(0):
         watch.at(3)
     with pytest.raises(RuntimeError, match=r"^plain$"), watch.step(1), watch.communicating():

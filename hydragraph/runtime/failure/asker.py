@@ -1,0 +1,86 @@
+"""The one thread that speaks with the store, so that nobody else ever waits for a store that does not answer."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from queue import Empty, SimpleQueue
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+class Unanswered(Exception):  # noqa: N818  it reads as a sentence
+    """The store did not answer in time, or is gone."""
+
+
+class Asker:
+    """Asks the same question again and again, and others in between.
+
+    Args:
+        question: called every interval; a RuntimeError means that the store is gone: its client never reconnects.
+        interval: between two.
+
+    Attributes:
+        silent_s: for how long no answer has come, as whoever reads it counts: it is only set to 0 here.
+        gone: whether the store's process has closed the connection.
+    """
+
+    def __init__(self, question: Callable[[], None], interval: timedelta) -> None:
+        self._question, self._interval = question, interval.total_seconds()
+        self._others: SimpleQueue[tuple[Callable[[], Any], SimpleQueue[Any]] | None] = SimpleQueue()
+        self._stopped = threading.Event()
+        self.silent_s, self.gone = 0.0, False
+        self._thread = threading.Thread(target=self._run, name="hydragraph-asker", daemon=True)
+        self._thread.start()
+
+    def ask(self, question: Callable[[], T], patience: timedelta) -> T:
+        """Return the answer to a question of one's own.
+
+        Raises:
+            Unanswered: it took longer, or the store is gone.
+            OSError: the question did.
+        """
+        answer: SimpleQueue[Any] = SimpleQueue()
+        self._others.put((question, answer))
+        try:
+            found = answer.get(timeout=0.0 if self.gone else patience.total_seconds())
+        except Empty:
+            raise Unanswered from None
+        if isinstance(found, Unanswered | OSError):
+            raise found
+        value: T = found
+        return value
+
+    def close(self) -> bool:
+        """End the thread; return whether it has ended: it cannot while the store does not answer."""
+        self._stopped.set()
+        self._others.put(None)
+        self._thread.join(1.0)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        while not self._stopped.is_set():
+            try:
+                other = self._others.get(timeout=self._interval)
+            except Empty:
+                other = None
+            if self._stopped.is_set():
+                return
+            try:
+                if other is not None:
+                    other[1].put(other[0]())
+                else:
+                    self._question()
+                self.silent_s = 0.0
+            except OSError as error:
+                if other is not None:
+                    other[1].put(error)
+            except Exception:  # of the store: PyTorch's own kind, by version
+                self.gone = True
+                if other is not None:
+                    other[1].put(Unanswered())
+                while (late := self._others.get()) is not None:
+                    late[1].put(Unanswered())
+                return

@@ -1,0 +1,90 @@
+"""Whether a process of this host lives, seen from outside: it need not answer, and its interpreter may be busy.
+
+A rank that computes for a minute without letting go of the interpreter lock beats no heart, and is well; one that was
+stopped (SIGSTOP, a debugger) or has ended is not, and the system knows.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+
+_PROC = Path("/proc")
+_STOPPED = frozenset("Tt")  # by a signal; by a debugger
+_ENDED = frozenset("ZXx")  # a zombie has ended, though nobody has asked how
+
+
+class State(Enum):
+    """What the system says of a process."""
+
+    RUNNING = "running"  # or sleeping, or waiting for a disk
+    STOPPED = "stopped"
+    ENDED = "ended"
+
+
+@dataclass(frozen=True)
+class Process:
+    """A process of this machine.
+
+    Attributes:
+        pid: its number.
+        started: when it began, in the system's own ticks, because numbers are used again; 0 where that is not known.
+    """
+
+    pid: int
+    started: int = 0
+
+    @staticmethod
+    def own() -> Process:
+        """Return this process."""
+        return Process.of(os.getpid())
+
+    @staticmethod
+    def of(pid: int) -> Process:
+        """Return the process that has a number now."""
+        status = _status(pid)
+        return Process(pid, 0 if status is None else status[1])
+
+    def state(self) -> State:
+        """Ask the system; about 20 us. Where it has no /proc, a stopped process cannot be told from a running one."""
+        if sys.platform != "linux":
+            return _exists(self.pid)
+        status = _status(self.pid)
+        if status is None or (self.started and status[1] != self.started) or status[0] in _ENDED:
+            return State.ENDED
+        return State.STOPPED if status[0] in _STOPPED else State.RUNNING
+
+
+def _status(pid: int) -> tuple[str, int] | None:
+    """Return the letter of a process's state and when it began; None where there is none."""
+    try:
+        text = (_PROC / str(pid) / "stat").read_text()
+    except OSError:
+        return None
+    fields = text.rpartition(")")[2].split()  # its name, in parentheses, may hold anything
+    return fields[0], int(fields[19])
+
+
+def _exists(pid: int) -> State:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return State.ENDED
+    except PermissionError:
+        pass
+    return State.RUNNING
+
+
+def machine() -> str:
+    """Name what processes share that can see each other and use one network: a host, or a container of it."""
+    parts = [socket.gethostname()]
+    for place in (_PROC / "sys/kernel/random/boot_id", _PROC / "self/ns/pid", _PROC / "self/ns/net"):
+        try:
+            parts.append(os.readlink(place) if place.is_symlink() else place.read_text().strip())
+        except OSError:
+            continue
+    return "|".join(parts)

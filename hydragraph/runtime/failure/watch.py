@@ -1,0 +1,547 @@
+"""One watch over a process's ranks, from the moment they meet until the last needs the others no more.
+
+What is watched, by whom:
+
+| what fails | who notices | how |
+|---|---|---|
+| a rank raises in a call of ours | itself | writes the fault to the store; an exception that ends the process, too |
+| a process ends or is stopped | the ranks of its machine; the launcher; of several machines a sentinel | its state |
+| a machine or the link to it | the sentinels of the others | its sentinel's beat in the store stops |
+| the store, or the link to it | every rank for itself | no answer, counted on a thread of its own |
+| nobody moves on | the ranks of the one machine, or a sentinel | the ranks' boards stand still for `progress_s` |
+
+A rank that is slow is not accused: whether a process lives is asked of the system, not of its interpreter (`judge`).
+
+Then, per process:
+
+1. Whoever learns of a fault cuts the sockets of its communicators (NCCL: aborts them), because gloo has no other way
+   to end a wait on a rank that is alive but will never answer. The cut comes a little later than the news, so that
+   waits on the failed rank itself end by themselves, and before any communicator is dropped, because dropping one
+   with operations pending can block.
+2. Waits that even the cut does not end are left behind: gloo forgets a receive whose connection broke amid its
+   payload, so that it ends with the communicator's timeout only. Hence no wait happens on the caller's own thread.
+3. Every rank but the failed one raises RankFailure(rank, instruction or call, error) of the one agreed fault, then and
+   at every later call. A new `compile` on all ranks meets under a new watch.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import faulthandler
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import TypeVar
+
+import torch
+from torch.distributed.distributed_c10d import Store  # type: ignore[attr-defined]
+
+from hydragraph.errors import RankFailure
+from hydragraph.runtime.failure.asker import Asker, Unanswered
+from hydragraph.runtime.failure.judge import (
+    ENDED,
+    PAUSE_S,
+    PROGRESS_S,
+    STOPPED_S,
+    Accusation,
+    Judge,
+    Seen,
+    Stall,
+)
+from hydragraph.runtime.failure.ledger import NAMESPACE, Fault, Ledger, root
+from hydragraph.runtime.failure.processes import Process, machine
+from hydragraph.runtime.failure.roll import Member, Roll
+from hydragraph.runtime.failure.sentinel import Sentinel, post_of
+from hydragraph.runtime.failure.sockets import open_sockets, shut_down
+from hydragraph.runtime.failure.waiter import Waiter
+from hydragraph.runtime.message import Work
+
+T = TypeVar("T")
+
+UNREACHABLE_S = (
+    7.0  # without an answer of the store; a link that was down for 3 s answers after 6.2 s, as TCP tries again
+)
+
+_REMEDY = "restart all ranks and load the last checkpoint"
+_POLL = timedelta(seconds=0.1)  # a poll of the store costs 30-95 us
+_ROLL_S = 1.0  # between two looks at who else has arrived
+_HEAD_START = timedelta(seconds=0.3)  # waits on a closed peer fail within 0.1 s; those messages are the better ones
+_SUSPECT_S = 1.5  # once communication has failed: a process that has been stopped for so long is the reason
+_PATIENCE = timedelta(seconds=2.5)  # to learn who is at fault; longer than _SUSPECT_S
+_LAST_CHANCE = timedelta(seconds=0.5)  # for waits to end by the cut; it takes effect within 0.1 s where it does
+_MEETING = timedelta(seconds=30)  # for the store's answers when ranks meet
+_TOGETHER = (ValueError, FloatingPointError)  # what ranks refuse, they refuse alike
+_AGREED = "_hydragraph_agreed"
+_STACKS = getattr(signal, "SIGRTMIN", 0) + 9  # asks a process for its threads' stacks, written without its interpreter
+
+
+class _Disconnected(RuntimeError):  # noqa: N818
+    """Marks an error of communication, whose origin may be another rank; its cause is the error itself."""
+
+
+def agreed(error: BaseException) -> BaseException:
+    """Mark an error that all ranks know of and raise together: it is no rank's failure."""
+    setattr(error, _AGREED, True)
+    return error
+
+
+class Watch:
+    """Watches over the ranks that met at a store; every rank makes one, and none waits for another to do so.
+
+    Args:
+        store: where they met; None for a process that is alone.
+        rank, ranks: which of how many; a process that is alone (ranks=1) needs no thread.
+        number: which watch over this store, counted alike by all ranks.
+        stopped_s: after how long a stopped process has failed.
+
+    Raises:
+        RankFailure: the store does not answer.
+    """
+
+    def __init__(
+        self, store: Store | None, rank: int, ranks: int, *, number: int = 0, stopped_s: float = STOPPED_S
+    ) -> None:
+        self.rank, self.ranks = rank, ranks
+        self._describe: Callable[[int, int], str] = lambda _, index: f"instruction {index}"
+        self._fault: Fault | None = None
+        self._step = 0
+        self._inside, self._own = 0, threading.local()  # calls under way, on all threads and on each
+        self._guarded: set[tuple[int, str]] = set()
+        self._aborts: list[Callable[[], None]] = []
+        self._cutting = threading.Lock()
+        self._cut_at: float | None = None
+        self._stopped = threading.Event()
+        self._judge, self._stall = Judge(stopped_s), Stall()
+        self._members: tuple[Member, ...] = ()
+        self._death: tuple[int, str] | None = None
+        self._first = False  # of this machine's ranks
+        self._sentinel: Sentinel | None = None
+        self._waiter = Waiter(_POLL)
+        self._thread: threading.Thread | None = None
+        self._pid = os.getpid()
+        if ranks > 1:
+            assert store is not None, "ranks that are several have met at a store"
+            self._meet(store, number)
+
+    def _meet(self, store: Store, number: int) -> None:
+        """Find the place that the ranks of this watch share, enter the roll, and start watching."""
+        proposed = f"hydragraph/{uuid.uuid4().hex}"
+        name = store.compare_set(f"hydragraph/watch/{number}", "", proposed).decode()
+        self._host = socket.gethostname()
+        client = root(store).clone()  # type: ignore[attr-defined]
+        self._ledger = Ledger(client, name)
+        roll = Roll(client, name, machine())
+        self._asked_roll = 0.0
+
+        def meet() -> bool:
+            if self.rank == 0:
+                client.set(NAMESPACE, name)
+            self._board = roll.board(self.ranks)
+            return roll.enter(Member(self.rank, self._host, Process.own()))
+
+        def question() -> None:
+            self._ask(client, roll, name)
+
+        self._asker = Asker(question, _POLL)
+        try:
+            self._first = self._asker.ask(meet, _MEETING)
+        except Unanswered:
+            raise RankFailure(self.rank, "join", "the store that ranks meet at does not answer", self._host) from None
+        _register_stacks()
+        atexit.register(self._end_of_process)
+        self._thread = threading.Thread(target=self._run, name="hydragraph-watch", daemon=True)
+        self._thread.start()
+
+    # What callers call.
+
+    @property
+    def progress_s(self) -> float:
+        """After how long without progress of any rank, seconds, the run has failed."""
+        return PROGRESS_S if self._thread is None else self._board.progress_s or PROGRESS_S
+
+    @progress_s.setter
+    def progress_s(self, seconds: float) -> None:
+        if self._thread is not None:
+            self._board.progress_s = seconds
+
+    @contextmanager
+    def guarding(self) -> Iterator[None]:
+        """Make the connections opened inside the ones to cut after a fault: create communicators inside."""
+        before = open_sockets()
+        try:
+            yield
+        finally:
+            self._guarded |= open_sockets() - before
+
+    def also_abort(self, abort: Callable[[], None]) -> None:
+        """Call `abort` after a fault too, from any thread; it ends operations that no socket of ours carries."""
+        self._aborts.append(abort)
+
+    @contextmanager
+    def calling(self, what: str) -> Iterator[None]:
+        """Run a call that all ranks make inside, on any thread.
+
+        Args:
+            what: the call, in words, for the others if this rank fails in it.
+
+        Raises:
+            RankFailure: another rank failed in it, or any rank before.
+        """
+        with self._entered(what):
+            try:
+                yield
+            except (*_TOGETHER, RankFailure):
+                raise
+            except Exception as error:
+                if isinstance(error, _Disconnected) or not getattr(error, _AGREED, False):
+                    self._fail(error)
+                raise
+            except BaseException as error:  # an interrupt, or the end of the process
+                self.report(error)
+                raise
+
+    @contextmanager
+    def step(self, number: int, describe: Callable[[int, int], str] | None = None) -> Iterator[None]:
+        """Run one step inside: as `calling`, but whatever is raised is this rank's failure.
+
+        Args:
+            number: of the step.
+            describe: the text of the instruction at (rank, index); also called from the watching thread.
+
+        Raises:
+            RankFailure: another rank failed in it, or any rank before.
+        """
+        self._step, self._describe = number, describe or self._describe
+        with self._entered("step"):
+            try:
+                yield
+            except RankFailure:
+                raise
+            except BaseException as error:
+                self._fail(error)
+                raise
+            finally:
+                self._place(None)
+
+    @contextmanager
+    def _entered(self, what: str) -> Iterator[None]:
+        self.check()
+        depth = getattr(self._own, "depth", 0)
+        self._own.depth = depth + 1
+        with self._cutting:
+            self._inside += 1
+        if self._thread is not None and not depth:
+            self._board.call(self.rank, what)
+            self._place(None)
+        try:
+            yield
+        finally:
+            self._own.depth = depth
+            with self._cutting:
+                self._inside -= 1
+            if self._thread is not None and not depth:
+                self._board.call(self.rank, "")
+                self._place(None)
+
+    def _fail(self, error: BaseException) -> None:
+        """Raise the failure that an error of communication stands for, or report this rank's own error."""
+        if not isinstance(error, _Disconnected):
+            if self._fault is None:
+                self.report(error)
+            return
+        failure = self.explain(error)
+        if failure.rank == self.rank and error.__cause__ is not None:
+            raise error.__cause__ from None  # nobody else failed: the error is our own
+        raise failure from error.__cause__
+
+    def at(self, index: int) -> None:
+        """Note that this rank is at an instruction; about a microsecond."""
+        self._place(index)
+
+    @contextmanager
+    def communicating(self) -> Iterator[None]:
+        """Mark RuntimeErrors from inside as errors of communication, which another rank may have caused.
+
+        Outside of a call it does nothing: nobody would explain them.
+        """
+        try:
+            yield
+        except (_Disconnected, RankFailure, torch.OutOfMemoryError):
+            raise
+        except RuntimeError as error:
+            if not getattr(self._own, "depth", 0):
+                raise
+            raise _Disconnected(str(error)) from error
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Note that this rank waits for others: it is not the one that holds them up."""
+        if self._thread is None:
+            yield
+            return
+        self._board.waits(self.rank, True)
+        try:
+            yield
+        finally:
+            if self._thread is not None:
+                self._board.waits(self.rank, False)
+
+    def wait(self, work: Work, waiter: Waiter | None = None) -> None:
+        """Wait for an operation of gloo's, or until communication has been ended; a waiter serves one thread."""
+        if self.ranks == 1 or work.is_completed():
+            with self.communicating():
+                work.wait()
+        else:
+            self.call(work.wait, waiter)
+
+    def call(self, function: Callable[[], T], waiter: Waiter | None = None) -> T:
+        """Return what a function returns that waits for other ranks, unless communication is ended before."""
+        with self.communicating():
+            if self.ranks == 1:
+                return function()
+            with self.waiting():
+                return (waiter or self._waiter).run(function, self._abandoned)
+
+    def _abandoned(self) -> bool:
+        return self._cut_at is not None and time.monotonic() - self._cut_at > _LAST_CHANCE.total_seconds()
+
+    def waiter(self) -> Waiter:
+        """Return a waiter for another thread than the one that made this watch."""
+        return Waiter(_POLL)
+
+    def check(self) -> None:
+        """Raise the RankFailure of a fault that is known; call it where a device may have been freed by an abort."""
+        if self._fault is not None:
+            raise self._failure(self._fault)
+
+    @property
+    def broken(self) -> bool:
+        """Whether a fault is known; no call runs any more."""
+        return self._fault is not None
+
+    @property
+    def closed(self) -> bool:
+        """Whether it watches no more."""
+        return self._stopped.is_set()
+
+    def report(self, error: BaseException) -> None:
+        """Write this rank's own error as the fault (unless there is one) and end its communication."""
+        if self._thread is not None:
+            self._agree(Fault(self.rank, self._step, self._instruction(self.rank), _text(error), self._host))
+            self._cut()
+
+    def explain(self, error: BaseException) -> RankFailure:
+        """Find which rank caused an error of communication; takes seconds at most.
+
+        Returns:
+            The failure that all ranks agree on. Where no rank is known to have failed it names this one.
+        """
+        cause = error.__cause__ if isinstance(error, _Disconnected) and error.__cause__ else error
+        if self._thread is None:
+            return self._failure(Fault(self.rank, self._step, "", _text(cause)))
+        deadline = time.monotonic() + _PATIENCE.total_seconds()
+        while self._fault is None and time.monotonic() < deadline:
+            accused = self._judge.suspect(_SUSPECT_S)
+            if accused is not None and self._death is None:
+                time.sleep(2 * _POLL.total_seconds())  # the launcher knows better how it ended
+                self._accuse(accused)
+            time.sleep(_POLL.total_seconds() / 2)
+        own = Fault(self.rank, self._step, self._instruction(self.rank), _text(cause), self._host)
+        fault = self._fault or self._agree(own)
+        self._cut()
+        return self._failure(fault)
+
+    def close(self) -> None:
+        """Stop watching: this rank needs the others no more."""
+        if self._thread is None or self._pid != os.getpid():
+            self._stopped.set()
+            return
+        if self._fault is None:
+            self._board.leave(self.rank)
+        self._stopped.set()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+        self._thread = None
+        self._waiter.close()
+        if self._asker.close():  # else it may yet read the board
+            self._board.close()
+        atexit.unregister(self._end_of_process)
+
+    def _end_of_process(self) -> None:
+        """Tell the others how this process ends."""
+        error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+        if error is not None and self._fault is None and self._pid == os.getpid():
+            self.report(error)
+        self.close()
+
+    # What the threads do.
+
+    def _run(self) -> None:
+        before = time.monotonic()
+        while not self._stopped.wait(_POLL.total_seconds()):
+            now = time.monotonic()
+            self._look(now - before)
+            before = now
+            if self._fault is not None:
+                if not self._stopped.wait(_HEAD_START.total_seconds()):
+                    self._cut()
+                    if self._fault.stalled:
+                        self._write_stacks(self._fault)
+                return
+
+    def _ask(self, client: Store, roll: Roll, name: str) -> None:
+        """Ask the store for news, on the thread that may wait for it."""
+        fault, self._death = self._ledger.read(), self._ledger.death()
+        if fault is not None:
+            self._fault = self._fault or fault
+        now = time.monotonic()
+        if len(self._members) < self.ranks and now - self._asked_roll > _ROLL_S:
+            self._asked_roll, self._members = now, roll.members()
+            several = self._first and len(self._members) < self.ranks and len(roll.machines()) > 1
+            post = post_of(client, name, roll.machine, self._board.address, self.ranks)
+            if several and self._sentinel is None and post is not None:
+                self._sentinel = Sentinel(post)
+        if self._sentinel is not None:
+            self._sentinel.keep_up()
+
+    def _look(self, elapsed: float) -> None:
+        """Look whether there is a fault: one written, or one that is seen from here."""
+        seen = {m.rank: Seen(m.process.state(), self._board.read(m.rank)) for m in self._members}
+        accused = self._judge.look(elapsed, seen)
+        if accused is None and len(seen) == self.ranks:
+            accused = self._stall.look(elapsed, seen, self.progress_s)
+        self._asker.silent_s += min(elapsed, PAUSE_S)  # of a pause (this process was stopped) little counts
+        if self._fault is not None:
+            return
+        if self._death is not None:
+            self._accuse(Accusation(*self._death))
+        elif accused is not None and (self._inside or accused.error == ENDED):
+            self._accuse(accused)
+        elif self._inside and self._asker.gone:
+            self._cut_off("has closed the connection: the process that holds it has ended")
+        elif self._inside and self._asker.silent_s >= UNREACHABLE_S:
+            self._cut_off(f"has not answered for {UNREACHABLE_S:g} s: its host is lost, or the link to it is down")
+
+    def _cut_off(self, how: str) -> None:
+        """Fail by oneself: nobody can be told, and each rank that is cut off finds out alone."""
+        where = self._instruction(self.rank)
+        self._fault = Fault(self.rank, self._step, where, f"the store that the ranks met at {how}", self._host)
+
+    def _accuse(self, accused: Accusation) -> None:
+        progress = self._board.read(accused.rank)
+        host = next((m.host for m in self._members if m.rank == accused.rank), "")
+        where = self._instruction(accused.rank)
+        self._agree(Fault(accused.rank, progress.step, where, accused.error, host, accused.stalled))
+
+    def _agree(self, fault: Fault) -> Fault:
+        try:
+            self._fault = self._asker.ask(lambda: self._ledger.write(fault), timedelta(seconds=2))
+        except Unanswered:
+            self._fault = self._fault or fault
+        return self._fault
+
+    def _cut(self) -> None:
+        """End all communication of the guarded connections; later calls find nothing left to do."""
+        with self._cutting:
+            for abort in self._aborts:
+                abort()
+            # Descriptors are reused: only those that are still the same socket.
+            for descriptor, _ in self._guarded & open_sockets():
+                shut_down(descriptor)
+            self._aborts, self._guarded = [], set()
+            self._cut_at = self._cut_at or time.monotonic()
+
+    def _write_stacks(self, fault: Fault) -> None:
+        """Write what every thread of this rank is doing to stderr; for a rank that cannot, one of its machine asks."""
+        line = f"hydragraph: rank {self.rank} of {self.ranks} ({self._host}), as rank {fault.rank} stands still:\n"
+        if fault.rank != self.rank:
+            os.write(2, line.encode())
+            faulthandler.dump_traceback(2)
+        local = [m for m in self._members if m.rank not in (fault.rank,)]
+        if local and local[0].rank == self.rank:
+            for each in self._members:
+                if each.rank == fault.rank:
+                    os.write(2, f"hydragraph: rank {fault.rank} ({each.host}), which stands still:\n".encode())
+                    with contextlib.suppress(OSError):
+                        os.kill(each.process.pid, _STACKS)
+        elif fault.rank == self.rank and len(self._members) == 1:
+            os.write(2, line.encode())
+            faulthandler.dump_traceback(2)
+
+    # Where ranks are.
+
+    def _place(self, index: int | None) -> None:
+        if self._thread is not None:
+            self._board.place(self.rank, self._step, index)
+
+    def _instruction(self, rank: int) -> str:
+        """Return the instruction or the call that a rank is at, or "" where nothing is known of it."""
+        progress = self._board.read(rank)
+        return progress.call if progress.instruction is None else self._described(rank, progress.instruction)
+
+    def _described(self, rank: int, index: int) -> str:
+        try:
+            return self._describe(rank, index)
+        except Exception:  # a bad description must not hide the fault
+            return f"instruction {index}"
+
+    def _failure(self, fault: Fault) -> RankFailure:
+        where = fault.instruction
+        if fault.index is not None:
+            where = self._described(fault.rank, fault.index)
+        return RankFailure(fault.rank, where, f"{fault.error}; {_REMEDY}", fault.host)
+
+
+def _register_stacks() -> None:
+    """Let a signal write this process's stacks, from C: a rank that holds on to its interpreter can be asked too."""
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError, ValueError, RuntimeError):
+            faulthandler.register(_STACKS, file=2, all_threads=True)
+
+
+def _text(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+# The watch of this process.
+
+
+class _Newest:
+    """The last watch of this process, and which of its group's that is."""
+
+    watch: Watch | None = None
+    group: object | None = None
+    number = 0
+
+
+def newest_watch() -> Watch | None:
+    """Return the last watch that this process made."""
+    return _Newest.watch
+
+
+def watch_of(group: object, store: Callable[[], Store], rank: int, ranks: int) -> Watch:
+    """Return this process's watch over a process group; a new one where the last has seen a failure or was closed.
+
+    Args:
+        group: whose; None for one that is about to be made: the next that is named is that one.
+        store: gives the place where its ranks meet.
+    """
+    newest = _Newest
+    if newest.watch is not None and newest.group is None and newest.watch.ranks == ranks:
+        newest.group = group
+    again = newest.group is group and group is not None
+    if again and newest.watch is not None and not (newest.watch.broken or newest.watch.closed):
+        return newest.watch
+    if newest.watch is not None and not newest.watch.closed:
+        newest.watch.close()
+    number = newest.number + 1 if again else 0
+    newest.watch, newest.group, newest.number = Watch(store(), rank, ranks, number=number), group, number
+    return newest.watch
