@@ -115,7 +115,7 @@ def _tell_the_others(error: BaseException) -> None:
     watch = newest_watch()
     if watch is not None and not watch.broken and not watch.closed:
         with contextlib.suppress(Exception):
-            watch.report(error)
+            watch.ended_by(error)
 
 
 def _take(seat: Seat) -> None:

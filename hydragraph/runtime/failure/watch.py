@@ -42,6 +42,7 @@ from datetime import timedelta
 from typing import TypeVar
 
 import torch
+import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store  # type: ignore[attr-defined]
 
 from hydragraph.errors import RankFailure
@@ -338,6 +339,13 @@ class Watch:
             self._agree(Fault(self.rank, self._step, self._instruction(self.rank), _text(error), self._host))
             self._cut()
 
+    def ended_by(self, error: BaseException) -> None:
+        """Report what ends this process, or whom it is to be blamed on: a caller's own collectives fail with others."""
+        if type(error) in (RuntimeError, dist.DistBackendError):
+            self.explain(error)
+        else:
+            self.report(error)
+
     def explain(self, error: BaseException) -> RankFailure:
         """Find which rank caused an error of communication; takes seconds at most.
 
@@ -379,7 +387,7 @@ class Watch:
         """Tell the others how this process ends."""
         error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
         if error is not None and self._fault is None and self._pid == os.getpid():
-            self.report(error)
+            self.ended_by(error)
         self.close()
 
     # What the threads do.
