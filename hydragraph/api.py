@@ -25,7 +25,7 @@ from hydragraph.modes import own_modes
 from hydragraph.passes.fit import check_strategy
 from hydragraph.passes.pipeline import rank_programs
 from hydragraph.planner.policy import Policy
-from hydragraph.runtime.failure.judge import PROGRESS_S
+from hydragraph.runtime.failure.board import PROGRESS_S
 from hydragraph.runtime.launch import join
 from hydragraph.runtime.state import OptimizerFactory
 from hydragraph.runtime.variants import Variants

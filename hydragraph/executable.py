@@ -10,7 +10,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Concatenate, ParamSpec, TypeVar, cast
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 import torch
@@ -115,12 +115,12 @@ def _call(what: str) -> Callable[[Callable[Concatenate[Executable, P], T]], Call
     """Make a method a call that all ranks make: in no mode of the caller's, and watched."""
 
     def wrap(method: Callable[Concatenate[Executable, P], T]) -> Callable[Concatenate[Executable, P], T]:
-        @functools.wraps(method)
-        def call(self: Executable, *args: P.args, **kwargs: P.kwargs) -> T:
+        def call(self: Executable, /, *args: P.args, **kwargs: P.kwargs) -> T:
             with own_modes(what), self._watch.calling(what):
                 return method(self, *args, **kwargs)
 
-        return cast(Any, call)
+        functools.update_wrapper(call, method)
+        return call
 
     return wrap
 

@@ -23,7 +23,8 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store  # type: ignore[attr-defined]
 
 from hydragraph.runtime.crew import Context, run_crew
-from hydragraph.runtime.failure.watch import Watch, watch_of
+from hydragraph.runtime.failure.newest import watch_of
+from hydragraph.runtime.failure.watch import Watch
 from hydragraph.runtime.preparation import SharedFile, left_of, prepare_for_ranks
 from hydragraph.runtime.rank_process import HOST, meet
 

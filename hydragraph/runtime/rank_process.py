@@ -21,7 +21,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from hydragraph.runtime.failure.watch import newest_watch, watch_of
+from hydragraph.runtime.failure.newest import newest_watch, watch_of
 
 HOST = "127.0.0.1"
 

@@ -14,6 +14,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+PROGRESS_S = 600.0  # without progress of any rank: longer than what one instruction takes anywhere
+
 
 @dataclass(frozen=True)
 class Progress:
@@ -69,12 +71,16 @@ class Board:
         if sys.platform == "linux":
             descriptor = os.memfd_create("hydragraph-board", os.MFD_CLOEXEC)
             os.ftruncate(descriptor, cls._size(ranks))
-            return cls(descriptor, ranks, f"/proc/{os.getpid()}/fd/{descriptor}")
+            board = cls(descriptor, ranks, f"/proc/{os.getpid()}/fd/{descriptor}")
+            board.progress_s = PROGRESS_S
+            return board
         folder = Path(tempfile.mkdtemp(prefix="hydragraph-"))  # for this user's eyes only
         path = folder / "board"
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         os.ftruncate(descriptor, cls._size(ranks))
-        return cls(descriptor, ranks, str(path), lambda: shutil.rmtree(folder, ignore_errors=True))
+        board = cls(descriptor, ranks, str(path), lambda: shutil.rmtree(folder, ignore_errors=True))
+        board.progress_s = PROGRESS_S
+        return board
 
     @classmethod
     def open(cls, address: str, ranks: int) -> Board:
@@ -122,7 +128,7 @@ class Board:
 
     @property
     def progress_s(self) -> float:
-        """After how long without progress of any rank the run has failed, in seconds; 0 where nobody has said so."""
+        """After how long without progress of any rank the run has failed, in seconds."""
         (seconds,) = self._SECONDS.unpack_from(self._memory, self.ranks * self._LINE)
         return float(seconds)
 

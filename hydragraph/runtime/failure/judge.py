@@ -18,7 +18,6 @@ from hydragraph.runtime.failure.board import Progress
 from hydragraph.runtime.failure.processes import State
 
 STOPPED_S = 6.0  # a stop of so long is no pause; all ranks raise well within 10 s of it
-PROGRESS_S = 600.0
 PAUSE_S = 0.5
 ENDED = "its process has ended"
 _ENDED_S = 0.5  # for the launcher, which knows how a process ended, to say so first

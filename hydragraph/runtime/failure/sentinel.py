@@ -129,7 +129,7 @@ class _Others:
 
 
 def stand(post: Post) -> None:
-    """Be a sentinel, until the ranks of this machine have left or ended, or the store is gone."""
+    """Be a sentinel, until the ranks of this machine have left, or have ended and all know, or the store is gone."""
     timeout = timedelta(seconds=30)
     store = dist.TCPStore(  # type: ignore[attr-defined]
         post.address, post.port, None, False, timeout=timeout, wait_for_workers=False
@@ -153,7 +153,7 @@ def stand(post: Post) -> None:
         if not written:
             fault = _fault(elapsed, own, others, judge, stall, members, board)
             written = fault is not None and bool(ledger.write(fault))
-        if all(s.state is State.ENDED or s.progress.left for s in own.values()):
+        if all(s.progress.left or (written and s.state is State.ENDED) for s in own.values()):
             return
         time.sleep(_BEAT_S)
 

@@ -27,10 +27,7 @@ Then, per process:
 from __future__ import annotations
 
 import atexit
-import contextlib
-import faulthandler
 import os
-import signal
 import socket
 import sys
 import threading
@@ -46,11 +43,12 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store  # type: ignore[attr-defined]
 
 from hydragraph.errors import RankFailure
+from hydragraph.runtime.failure import stacks
 from hydragraph.runtime.failure.asker import Asker, Unanswered
+from hydragraph.runtime.failure.board import PROGRESS_S
 from hydragraph.runtime.failure.judge import (
     ENDED,
     PAUSE_S,
-    PROGRESS_S,
     STOPPED_S,
     Accusation,
     Judge,
@@ -81,7 +79,6 @@ _LAST_CHANCE = timedelta(seconds=0.5)  # for waits to end by the cut; it takes e
 _MEETING = timedelta(seconds=30)  # for the store's answers when ranks meet
 _TOGETHER = (ValueError, FloatingPointError)  # what ranks refuse, they refuse alike
 _AGREED = "_hydragraph_agreed"
-_STACKS = getattr(signal, "SIGRTMIN", 0) + 9  # asks a process for its threads' stacks, written without its interpreter
 
 
 class _Disconnected(RuntimeError):  # noqa: N818
@@ -156,7 +153,7 @@ class Watch:
             self._first = self._asker.ask(meet, _MEETING)
         except Unanswered:
             raise RankFailure(self.rank, "join", "the store that ranks meet at does not answer", self._host) from None
-        _register_stacks()
+        stacks.answer()
         atexit.register(self._end_of_process)
         self._thread = threading.Thread(target=self._run, name="hydragraph-watch", daemon=True)
         self._thread.start()
@@ -166,7 +163,7 @@ class Watch:
     @property
     def progress_s(self) -> float:
         """After how long without progress of any rank, seconds, the run has failed."""
-        return PROGRESS_S if self._thread is None else self._board.progress_s or PROGRESS_S
+        return PROGRESS_S if self._thread is None else self._board.progress_s
 
     @progress_s.setter
     def progress_s(self, seconds: float) -> None:
@@ -468,21 +465,15 @@ class Watch:
             self._cut_at = self._cut_at or time.monotonic()
 
     def _write_stacks(self, fault: Fault) -> None:
-        """Write what every thread of this rank is doing to stderr; for a rank that cannot, one of its machine asks."""
-        line = f"hydragraph: rank {self.rank} of {self.ranks} ({self._host}), as rank {fault.rank} stands still:\n"
+        """Write what every rank of this machine is doing; for the one that stands still, another asks."""
         if fault.rank != self.rank:
-            os.write(2, line.encode())
-            faulthandler.dump_traceback(2)
-        local = [m for m in self._members if m.rank not in (fault.rank,)]
-        if local and local[0].rank == self.rank:
-            for each in self._members:
-                if each.rank == fault.rank:
-                    os.write(2, f"hydragraph: rank {fault.rank} ({each.host}), which stands still:\n".encode())
-                    with contextlib.suppress(OSError):
-                        os.kill(each.process.pid, _STACKS)
-        elif fault.rank == self.rank and len(self._members) == 1:
-            os.write(2, line.encode())
-            faulthandler.dump_traceback(2)
+            stacks.write(f"rank {self.rank} of {self.ranks} ({self._host}), which waits for rank {fault.rank},")
+        others = [m.rank for m in self._members if m.rank != fault.rank]
+        if self.rank == min(others, default=fault.rank):
+            for member in self._members:
+                if member.rank == fault.rank:
+                    who = f"rank {fault.rank} of {self.ranks} ({member.host}), which stands still,"
+                    stacks.ask(member.process.pid, who)
 
     # Where ranks are.
 
@@ -508,48 +499,5 @@ class Watch:
         return RankFailure(fault.rank, where, f"{fault.error}; {_REMEDY}", fault.host)
 
 
-def _register_stacks() -> None:
-    """Let a signal write this process's stacks, from C: a rank that holds on to its interpreter can be asked too."""
-    if sys.platform == "linux":
-        with contextlib.suppress(OSError, ValueError, RuntimeError):
-            faulthandler.register(_STACKS, file=2, all_threads=True)
-
-
 def _text(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
-
-
-# The watch of this process.
-
-
-class _Newest:
-    """The last watch of this process, and which of its group's that is."""
-
-    watch: Watch | None = None
-    group: object | None = None
-    number = 0
-
-
-def newest_watch() -> Watch | None:
-    """Return the last watch that this process made."""
-    return _Newest.watch
-
-
-def watch_of(group: object, store: Callable[[], Store], rank: int, ranks: int) -> Watch:
-    """Return this process's watch over a process group; a new one where the last has seen a failure or was closed.
-
-    Args:
-        group: whose; None for one that is about to be made: the next that is named is that one.
-        store: gives the place where its ranks meet.
-    """
-    newest = _Newest
-    if newest.watch is not None and newest.group is None and newest.watch.ranks == ranks:
-        newest.group = group
-    again = newest.group is group and group is not None
-    if again and newest.watch is not None and not (newest.watch.broken or newest.watch.closed):
-        return newest.watch
-    if newest.watch is not None and not newest.watch.closed:
-        newest.watch.close()
-    number = newest.number + 1 if again else 0
-    newest.watch, newest.group, newest.number = Watch(store(), rank, ranks, number=number), group, number
-    return newest.watch

@@ -1,42 +1,55 @@
-"""The board keeps ranks apart, and silence is counted in one's own polls."""
+"""The board keeps ranks apart, has no name, and is opened by nobody else."""
 
 from __future__ import annotations
 
-from datetime import timedelta
+import os
+import sys
 from pathlib import Path
 
-from hydragraph.runtime.failure.board import Board, Progress, Pulse
+import pytest
+
+from hydragraph.runtime.failure.board import Board, Progress
+
+NOTHING = Progress(0, 0, None, "", waiting=False, left=False)
 
 
-def test_board_keeps_ranks_apart(tmp_path: Path) -> None:
-    board, other = Board(tmp_path / "board", 3), Board(tmp_path / "board", 3)
-    assert other.read(1) == Progress(0, 0, None)
-    board.beat(1)
+def test_board_keeps_ranks_apart() -> None:
+    board = Board.make(3)
+    other = Board.open(board.address, 3)
+    assert other.read(1) == NOTHING
     board.place(1, 7, 0)
-    board.beat(1)
-    assert other.read(1) == Progress(2, 7, 0)
+    assert other.read(1) == Progress(1, 7, 0, "", waiting=False, left=False)
+    board.call(1, "save")
+    board.waits(1, True)
     board.place(1, 8, None)
-    assert other.read(1) == Progress(2, 8, None)
-    assert other.read(0) == other.read(2) == Progress(0, 0, None)
+    board.leave(1)
+    assert other.read(1) == Progress(2, 8, None, "save", waiting=True, left=True)
+    board.call(1, "x" * 1000)
+    assert set(other.read(1).call) == {"x"}
+    board.waits(1, False)
+    assert not other.read(1).waiting
+    assert other.read(0) == other.read(2) == NOTHING
+    assert other.progress_s == 600.0
+    board.progress_s = 12.5
+    assert other.progress_s == 12.5
     board.close()
+    assert other.read(1).left, "who opened it keeps it"
     other.close()
 
 
-def test_a_rank_that_stops_beating_is_found_by_counting_polls(tmp_path: Path) -> None:
-    board = Board(tmp_path / "board", 3)
-    pulse, second = Pulse(board, (1, 2), timedelta(seconds=0.5)), timedelta(seconds=1)
-    board.beat(1)
-    for _ in range(5):
-        pulse.poll()  # rank 2 has never beaten: it may write on another board
-    assert pulse.stopped(2 * second) == 1
-    board.beat(1)
-    board.beat(2)
-    pulse.poll()
-    assert pulse.stopped(timedelta(seconds=0.1)) is None
-    for _ in range(2):
-        board.beat(1)
-        pulse.poll()
-    assert pulse.stopped(second) == 2
-    assert pulse.stopped(1.1 * second) is None
-    assert Pulse(board, (), second).stopped(timedelta(0)) is None
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere it has a name, in a private folder")
+def test_a_board_is_in_no_folder_and_ends_with_its_maker(tmp_path: Path) -> None:
+    board = Board.make(2)
+    assert "memfd" in os.readlink(board.address)
     board.close()
+    with pytest.raises(OSError, match="No such file"):
+        Board.open(board.address, 2)
+
+
+def test_what_is_no_board_is_not_opened(tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    other.write_bytes(b"0" * 100)
+    os.mkfifo(tmp_path / "pipe")
+    for path in (other, tmp_path / "pipe", tmp_path):
+        with pytest.raises(OSError, match=r"no board of this user's|Is a directory"):
+            Board.open(str(path), 2)

@@ -37,18 +37,19 @@ def waiter() -> Any:
 
 
 def test_a_wait_ends_with_its_work(waiter: Waiter) -> None:
+    assert waiter.run(lambda: 42, lambda: False) == 42
     for _ in range(3):
-        waiter.wait(finished(), lambda: False)
+        waiter.run(finished().wait, lambda: False)
     with pytest.raises(RuntimeError, match=r"^connection reset$"):
-        waiter.wait(finished(RuntimeError("connection reset")), lambda: False)
-    waiter.wait(finished(), lambda: False)
+        waiter.run(finished(RuntimeError("connection reset")).wait, lambda: False)
+    waiter.run(finished().wait, lambda: False)
 
 
 def test_a_wait_goes_on_until_it_is_abandoned(waiter: Waiter) -> None:
     work: Any = Work()
     answers = iter([False, False, True])
     with pytest.raises(RuntimeError, match="one operation did not end with it"):
-        waiter.wait(work, lambda: next(answers))
+        waiter.run(work.wait, lambda: next(answers))
     assert next(answers, None) is None, "it was asked three times"
     work.done.set()
-    waiter.wait(finished(), lambda: False)  # the thread is free again, and the late answer is nobody's
+    waiter.run(finished().wait, lambda: False)  # the thread is free again, and the late answer is nobody's

@@ -1,0 +1,42 @@
+"""The watch of this process: one for as long as its ranks are the same and none has failed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch.distributed.distributed_c10d import Store  # type: ignore[attr-defined]
+
+from hydragraph.runtime.failure.watch import Watch
+
+
+class _Newest:
+    """The last watch of this process, whose it is, and which of theirs."""
+
+    watch: Watch | None = None
+    group: object | None = None
+    number = 0
+
+
+def newest_watch() -> Watch | None:
+    """Return the last watch that this process made."""
+    return _Newest.watch
+
+
+def watch_of(group: object, store: Callable[[], Store], rank: int, ranks: int) -> Watch:
+    """Return this process's watch over a process group; a new one where the last has seen a failure or was closed.
+
+    Args:
+        group: whose; None for one that is about to be made: the next that is named is that one.
+        store: gives the place where its ranks meet.
+    """
+    newest = _Newest
+    if newest.watch is not None and newest.group is None and newest.watch.ranks == ranks:
+        newest.group = group
+    again = newest.group is group and group is not None
+    if again and newest.watch is not None and not (newest.watch.broken or newest.watch.closed):
+        return newest.watch
+    if newest.watch is not None and not newest.watch.closed:
+        newest.watch.close()
+    number = newest.number + 1 if again else 0
+    newest.watch, newest.group, newest.number = Watch(store(), rank, ranks, number=number), group, number
+    return newest.watch

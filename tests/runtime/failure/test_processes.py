@@ -1,0 +1,51 @@
+"""The state of real processes: running, stopped, ended, and a number that is used again."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from hydragraph.runtime.failure.processes import Process, State, machine
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="/proc says what a process does")
+
+
+def eventually(process: Process, state: State) -> bool:
+    for _ in range(500):
+        if process.state() is state:
+            return True
+        time.sleep(0.01)
+    return False
+
+
+def test_a_process_runs_is_stopped_goes_on_and_ends() -> None:
+    child = subprocess.Popen(["sleep", "60"])
+    process = Process.of(child.pid)
+    assert process.state() is State.RUNNING
+    child.send_signal(signal.SIGSTOP)
+    assert eventually(process, State.STOPPED)
+    child.send_signal(signal.SIGCONT)
+    assert eventually(process, State.RUNNING)
+    child.kill()
+    assert eventually(process, State.ENDED), "a zombie has ended"
+    child.wait()
+    assert process.state() is State.ENDED
+
+
+def test_another_process_with_the_same_number_is_another() -> None:
+    own = Process.own()
+    assert own.pid == os.getpid()
+    assert own.state() is State.RUNNING
+    assert Process(own.pid, own.started - 1).state() is State.ENDED
+    assert Process(own.pid).state() is State.RUNNING  # when it began is not known
+
+
+def test_a_machine_is_named_alike_by_its_processes() -> None:
+    code = "from hydragraph.runtime.failure.processes import machine; print(machine())"
+    other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert other.stdout.strip() == machine()
