@@ -21,6 +21,7 @@ from torch.distributed.distributed_c10d import Store  # type: ignore[attr-define
 from hydragraph.errors import RankFailure
 from hydragraph.runtime.failure.ledger import Fault, announce_death, last_fault
 from hydragraph.runtime.rank_process import HOST, Died, Raised, Readable, Returned, Seat, rebuilt, run_rank
+from hydragraph.runtime.stopping import Relay
 
 _GRACE_S = 8.0  # for peers to fail by themselves; to agree on a fault takes them up to 3 s, twice that on a busy host
 _CULPRIT_S = 2.0  # for the rank at fault to tell its own error, once all others have told theirs; it may hang
@@ -40,7 +41,13 @@ class Member:
 
 
 def run_crew(
-    context: Context, ranks: int, port: int, work: bytes, timeout: timedelta | None, prepared: Readable | None = None
+    context: Context,
+    ranks: int,
+    port: int,
+    work: bytes,
+    timeout: timedelta | None,
+    prepared: Readable | None = None,
+    relay: Relay | None = None,
 ) -> list[bytes]:
     """Start ranks, wait for them, and leave none behind.
 
@@ -50,6 +57,7 @@ def run_crew(
         work: a pickled function and its arguments.
         timeout: for the whole run; None: no limit.
         prepared: has what comes before the arguments.
+        relay: told whom to pass requests to stop on to.
 
     Returns:
         What each rank returned, pickled, by rank.
@@ -63,7 +71,8 @@ def run_crew(
             seat = Seat(rank, ranks, port, dict(os.environ))
             crew.append(start(context, rank, run_rank, seat, work, prepared))
         store = dist.TCPStore(HOST, port, None, False, wait_for_workers=False)  # type: ignore[attr-defined]
-        _collect(crew, store, timeout)
+        with (relay or Relay()).to([member.process for member in crew]):
+            _collect(crew, store, timeout)
         _raise_failure(crew, last_fault(store), timeout)
         return [member.outcome.value for member in crew if isinstance(member.outcome, Returned)]
     finally:

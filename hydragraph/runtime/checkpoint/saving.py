@@ -78,7 +78,8 @@ class Saver:
         """Return once the last save is in its place.
 
         Raises:
-            ValueError, RankFailure: it failed; on every rank, and only once. What was at its path is still there.
+            ValueError, OSError, RankFailure: it failed; on every rank, and only once. What was at its path is still
+                there.
         """
         if self._thread is not None:
             self._thread.join()
@@ -100,7 +101,7 @@ class Saver:
         """Write in the thread; an error is kept in the words that every rank uses."""
         try:
             store.write(prepared, groups)
-        except (ValueError, RankFailure) as error:
+        except (ValueError, OSError, RankFailure) as error:
             self._error = error
         except Exception as error:
             failure = RankFailure(self._world.rank, prepared.what, f"{type(error).__name__}: {error}")
