@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store  # type: ignore[attr-defined]
 
+from hydragraph.runtime import fork_server
 from hydragraph.runtime.crew import Context, run_crew
 from hydragraph.runtime.preparation import SharedFile, left_of, prepare_for_ranks
 from hydragraph.runtime.rank_process import HOST
@@ -34,7 +35,15 @@ START_METHOD = "forkserver" if sys.platform == "linux" else "spawn"
 
 # What ranks import; private modules are what the first capture and the first compilation would.
 _LATER = ["torch._dynamo", "torch._inductor.pattern_matcher"]
-PRELOAD = ["torch.distributed", *_LATER, "hydragraph.runtime.launch", "hydragraph.api", "__main__"]
+PRELOAD = [
+    "hydragraph.runtime.fork_server",
+    "tqdm",
+    "torch.distributed",
+    *_LATER,
+    "hydragraph.runtime.launch",
+    "hydragraph.api",
+    "__main__",
+]
 
 
 @dataclass(frozen=True)
@@ -137,6 +146,8 @@ def launch(
     server = _store()
     context: Context = multiprocessing.get_context(START_METHOD)  # type: ignore[assignment]
     context.set_forkserver_preload(PRELOAD)
+    if START_METHOD == "forkserver":
+        fork_server.ensure_running()
     if prepare is None:
         return [pickle.loads(value) for value in run_crew(context, ranks, server.port, work, timeout, relay=relay)]
     began = time.monotonic()

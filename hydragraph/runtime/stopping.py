@@ -90,7 +90,7 @@ class Stopping:
         overdue: Callable[[], str] = lambda: "it was ended",
     ) -> None:
         self.signal = 0
-        self._grace_s = grace_s - min(_RESERVED * grace_s, _RESERVED_AT_MOST_S)
+        self._grace_s, self._work_s = grace_s, grace_s - min(_RESERVED * grace_s, _RESERVED_AT_MOST_S)
         self._relay, self._led, self._overdue = relay, led, overdue
         self._before: dict[int, Any] = {}
         self._in_hand, self._interrupts = False, 0
@@ -135,12 +135,12 @@ class Stopping:
         if self._led:
             return
         if int(os.environ.get("RANK", "0")) == 0:
-            _say(f"stopping after this step, within {self._grace_s:.3g} s; Ctrl-C again ends at once")
+            _say(f"stopping after this step, within {self._grace_s:g} s; Ctrl-C again ends at once")
         if self._relay is not None:
-            signal.setitimer(signal.ITIMER_REAL, self._grace_s)
+            signal.setitimer(signal.ITIMER_REAL, self._work_s)
             return
         # A thread, because the main one may be waiting for another rank in a call that no signal interrupts.
-        self._timer = threading.Timer(self._grace_s, self._end)
+        self._timer = threading.Timer(self._work_s, self._end)
         self._timer.daemon = True
         self._timer.start()
 
