@@ -45,3 +45,18 @@ class RankFailure(RuntimeError):  # noqa: N818
 
     def __reduce__(self) -> tuple[type[RankFailure], tuple[int, str, str, str]]:
         return RankFailure, (self.rank, self.instruction, self.error, self.host)
+
+
+class Stopped(RuntimeError):  # noqa: N818
+    """A rank was to stop (`Executable.stopping`): this step was not begun on any rank, and they can still save.
+
+    Args:
+        reason: the largest number that a rank has set, such as a signal's.
+    """
+
+    def __init__(self, reason: int) -> None:
+        super().__init__(f"a rank was asked to stop ({reason}): save, and load that to go on")
+        self.reason = reason
+
+    def __reduce__(self) -> tuple[type[Stopped], tuple[int]]:
+        return Stopped, (self.reason,)

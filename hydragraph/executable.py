@@ -20,7 +20,7 @@ from torch.distributed import ReduceOp
 from hydragraph.candidates import Choices, candidates_of, planner_of
 from hydragraph.check.stages import StageCheck
 from hydragraph.cost.profile import Profile
-from hydragraph.errors import Unsupported
+from hydragraph.errors import Stopped, Unsupported
 from hydragraph.frontend.adapters import is_peft
 from hydragraph.frontend.initialise import initial_buffers, initial_parameters, is_meta
 from hydragraph.frontend.packed import own_fields
@@ -133,6 +133,7 @@ class Executable:
         decision: on rank 0, a sentence on whether one strategy stays or one is chosen every step; "" where nothing
             was decided.
         spans: set it to a list and every following step adds the times of its instructions (`runtime.trace`).
+        stopping: set it on any rank, to a number above 0, and the next `step` does nothing and raises `Stopped` on all.
     """
 
     def __init__(
@@ -195,6 +196,7 @@ class Executable:
             rounded=rounded(self.home, program.dtype, self.optimizer),
         )
         self._steps, self._communications = 0, 0
+        self.stopping = 0
         self.spans: list[Span] | None = None
         self._running: tuple[Strategy, tuple[int, ...], Mode] | None = None
         self._agreed: set[tuple[Strategy, Mode]] = set()  # what every rank has prepared
@@ -225,6 +227,7 @@ class Executable:
             Unsupported: no optimizer was given, or the strategy cannot cut the model.
             FloatingPointError: the loss or a gradient is not finite; nothing was updated.
             RankFailure: another rank failed; nothing was updated.
+            Stopped: a rank has set `stopping`.
         """
         if self.optimizer is None:
             raise Unsupported("it was compiled without an optimizer", where="step", remedy="pass optimizer= to compile")
@@ -375,11 +378,10 @@ class Executable:
         batch, refused = self._checked(sequences, strategy)
         asked = repr(refused) if refused else repr((str(strategy), mode, update is not None))
         mark, work, outcome = digest(asked, batch), None, None
-        with self._watch.step(
-            self._communications, self._describe
-        ):  # what all ranks refuse together must not count as a failure
-            same, unsaved = self._compare(mark)
-            if same and not unsaved and batch is not None:
+        # What all ranks refuse together must not count as a failure: that is raised outside.
+        with self._watch.step(self._communications, self._describe):
+            same, unsaved, stopping = self._compare(mark, self.stopping if update is not None else 0)
+            if same and not unsaved and not stopping and batch is not None:
                 work, refused = self._work(batch, strategy)
             if work is not None:
                 refused = self._prepare(work, mode)
@@ -390,6 +392,8 @@ class Executable:
             raise AssertionError("a save in the background fails on all ranks, so waiting for it raises")
         if same and refused is not None:
             raise refused
+        if same and stopping:
+            raise Stopped(stopping)
         if batch is None or work is None or outcome is None:
             self._agree("mini-batch, strategy or call", f"{mark:016x}")
             raise refused or AssertionError("digests differ, so the agreement fails")
@@ -524,13 +528,16 @@ class Executable:
         if self.world.ranks > 1:
             self.groups.same_everywhere(what, text)
 
-    def _compare(self, digest: int) -> tuple[bool, bool]:
-        """Say whether all ranks are about to do the same, and whether a save has failed; one small all-reduce."""
+    def _compare(self, digest: int, stopping: int) -> tuple[bool, bool, int]:
+        """Say whether all ranks are about to do the same, whether a save has failed, and whether a rank is to stop.
+
+        One small all-reduce.
+        """
         if self.world.ranks == 1:
-            return True, self._saver.failed
-        most = torch.tensor([digest, -digest, int(self._saver.failed)], device=self.world.device)
+            return True, self._saver.failed, stopping
+        most = torch.tensor([digest, -digest, int(self._saver.failed), stopping], device=self.world.device)
         self.groups.all_reduce(Role.COMMIT, most, ReduceOp.MAX)
-        return bool(most[0] == -most[1]), bool(most[2])
+        return bool(most[0] == -most[1]), bool(most[2]), int(most[3])
 
     def _describe(self, rank: int, index: int) -> str:
         if self._running is None:

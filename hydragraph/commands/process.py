@@ -9,6 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
+from hydragraph.runtime.stopping import Relay
+
 T = TypeVar("T")
 
 
@@ -39,13 +41,17 @@ def running_s(pid: int) -> float:
         return float(int(days or 0) * 86400 + seconds + 1)
 
 
-def on_ranks(ranks: int, function: Callable[..., T], *args: object) -> T:
-    """Run a function on the ranks that a launcher has started, or on new local ones; return this or rank 0's result."""
+def on_ranks(ranks: int, function: Callable[..., T], *args: object, relay: Relay | None = None) -> T:
+    """Run a function on the ranks that a launcher has started, or on new local ones; return this or rank 0's result.
+
+    Args:
+        relay: told of the new ranks' processes.
+    """
     if ranks == 1 or launched():
         return function(*args)
     from hydragraph.runtime.launch import launch
 
-    return launch(function, ranks, *args)[0]
+    return launch(function, ranks, *args, relay=relay)[0]
 
 
 def quieten() -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,7 +14,9 @@ import typer
 from rich.console import Console
 
 from hydragraph.commands.options import Config, Debug, Set
-from hydragraph.commands.process import launched, on_ranks, quieten, restarted, running_s
+from hydragraph.commands.process import launched, leads, on_ranks, quieten, restarted, running_s
+from hydragraph.errors import RankFailure
+from hydragraph.runtime.stopping import Interrupted, Overdue, Relay, Stopping
 from hydragraph.train.config import TrainConfig
 
 if TYPE_CHECKING:
@@ -23,6 +27,14 @@ if TYPE_CHECKING:
 def train_command(
     config: Config,
     resume: Annotated[bool, typer.Option("--resume", help="Continue from the last complete checkpoint.")] = False,
+    resume_from: Annotated[
+        str | None,
+        typer.Option(
+            "--resume-from",
+            metavar="step-N",
+            help="Continue from this checkpoint of the run; later ones are set aside.",
+        ),
+    ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the run that the folder holds.")] = False,
     trace: Annotated[
         bool,
@@ -40,51 +52,118 @@ def train_command(
     debug: Debug = False,
 ) -> None:
     """Train a model; metrics, checkpoints, a picture and the final model go into the run folder."""
-    if resume and overwrite:
+    if (resume or resume_from) and overwrite:
         raise ValueError("--resume continues a run and --overwrite replaces it: give one of them")
     settings = TrainConfig.load(config, overrides or ())
-    begin: Begin = "resume" if resume else "overwrite" if overwrite else "new"
-    outcome = _train(settings, begin, trace, max_restarts)
+    begin: Begin = "resume" if resume or resume_from else "overwrite" if overwrite else "new"
+    step = None if resume_from is None else _step(resume_from)
+    relay = None if launched() or settings.ranks == 1 else Relay()
+    overdue = partial(_overdue, settings)
+    stopping = Stopping(settings.grace_s, relay=relay, overdue=overdue)
+    try:
+        with stopping:
+            outcome = _train(settings, begin, step, trace, max_restarts, stopping, relay)
+    except Interrupted as request:
+        _print("stopped before training went on: nothing has changed since the last checkpoint")
+        raise typer.Exit(_code(request.signal)) from None
+    except Overdue:
+        _print(f"hydragraph: {overdue()}")
+        raise typer.Exit(1) from None
+    if outcome.stopped:
+        _print_stop(outcome, settings)
+        raise typer.Exit(_code(stopping.signal or outcome.stopped))
     if outcome.history:
         _print_outcome(outcome)
 
 
-def _train(config: TrainConfig, begin: Begin, trace: bool, restarts: int) -> Outcome:
+def _step(text: str) -> int:
+    """Read "step-40", as checkpoints are called, or "40"."""
+    number = text.removeprefix("step-")
+    if not number.isdecimal():
+        raise ValueError(f"--resume-from {text!r}: give a checkpoint of the run by its step, such as step-40")
+    return int(number)
+
+
+def _code(number: int) -> int:
+    """Return the exit code of a run that a signal has ended well: Ctrl-C's is that of any interrupted command."""
+    return 128 + signal.SIGINT if number == signal.SIGINT else 0
+
+
+def _train(
+    config: TrainConfig,
+    begin: Begin,
+    step: int | None,
+    trace: bool,
+    restarts: int,
+    stopping: Stopping,
+    relay: Relay | None,
+) -> Outcome:
     """Train on all ranks, again from the last checkpoint where one fails and that may be."""
     from hydragraph.train.folder import RunFolder
 
     folder, since = RunFolder(Path(config.output)), time.time()
     if 0 < restarted() <= restarts:  # torchrun has started us anew
-        begin = folder.again(begin, since - running_s(os.getppid()))
+        begin, step = folder.again(begin, since - running_s(os.getppid()), step)
     elif not launched():
-        folder.check(config, begin)  # before processes are started
+        folder.check(config, begin, step)  # before processes are started
         folder.refuse_shared()
     while True:
         try:
-            return on_ranks(config.ranks, train_rank, config, begin, trace)
+            if relay is None:
+                return train_rank(config, begin, step, trace, stopping)
+            return on_ranks(config.ranks, train_rank, config, begin, step, trace, relay=relay)
         except (ValueError, OSError, ImportError, FloatingPointError):
             raise  # it would fail again
         except Exception as error:
-            if restarts == 0 or launched() or config.ranks == 1:
+            if stopping.signal and isinstance(error, RankFailure) and "SIGTERM" in error.error:
+                raise Interrupted(stopping.signal) from None  # we sent it, before that rank had begun to listen
+            if restarts == 0 or launched() or config.ranks == 1 or stopping.signal:
                 raise
-            restarts, begin = restarts - 1, folder.again(begin, since)
+            restarts -= 1
+            begin, step = folder.again(begin, since, step)
             last = folder.last()
             where = "the start" if last is None else str(last.path)
             print(f"hydragraph: {error}; continuing from {where}", file=sys.stderr)
 
 
-def train_rank(config: TrainConfig, begin: Begin, trace: bool) -> Outcome:
-    """Train on this rank."""
+def train_rank(
+    config: TrainConfig, begin: Begin, step: int | None, trace: bool, stopping: Stopping | None = None
+) -> Outcome:
+    """Train on this rank; without `stopping` it is one of a launcher, which passes requests to stop on to it."""
     from hydragraph import api
     from hydragraph.train.loop import train
     from hydragraph.train.screen import Screen
 
+    if stopping is None:
+        with Stopping(config.grace_s, led=True) as stopping:
+            return train_rank(config, begin, step, trace, stopping)
     quieten()
     with Screen(Console(stderr=True)) as screen:
-        return train(config, begin, api.compile, screen, trace)
+        return train(config, begin, api.compile, screen, trace, step, stopping)
+
+
+def _overdue(config: TrainConfig) -> str:
+    from hydragraph.train.folder import RunFolder
+
+    stays = RunFolder(Path(config.output)).how_to_go_on
+    return f"a step and a save took longer than grace_s: {config.grace_s:g} allows: ended without saving; {stays}"
+
+
+def _print_stop(outcome: Outcome, config: TrainConfig) -> None:
+    """Say where a run was stopped, and how it goes on; on the rank that leads."""
+    if not leads():
+        return
+    last = outcome.folder.last()
+    if last is None:
+        _print("stopped before the first step: nothing had to be saved")
+    else:
+        _print(f"stopped after step {last.step} of {config.steps}, saved in {last.path}: go on with --resume")
 
 
 def _print_outcome(outcome: Outcome) -> None:
     first, last = outcome.history[0], outcome.history[-1]
-    sentence = f"loss {first.loss:.4f} -> {last.loss:.4f} in {last.step} steps; everything is in {outcome.folder.path}"
+    _print(f"loss {first.loss:.4f} -> {last.loss:.4f} in {last.step} steps; everything is in {outcome.folder.path}")
+
+
+def _print(sentence: str) -> None:
     Console(stderr=True).print(sentence, markup=False, highlight=False, soft_wrap=True)

@@ -14,8 +14,9 @@ from __future__ import annotations
 import math
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
+
+from hydragraph.planner.compiled import compiled
 
 BUBBLE, FIXED, QUADRATIC, LINEAR, OVERHEAD, MAX_LEN, UTIL_LEN, MODE = range(8)
 EQ3, FORMED, SINGLE = 0.0, 1.0, 2.0
@@ -25,7 +26,7 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 
-@njit(cache=True, error_model="numpy")
+@compiled
 def finish(shape: Floats, load: float, tokens: float, longest: float) -> float:
     """Return when a pipeline finishes.
 
@@ -57,7 +58,7 @@ def finish(shape: Floats, load: float, tokens: float, longest: float) -> float:
     return result + shape[FIXED]
 
 
-@njit(cache=True, error_model="numpy")
+@compiled
 def state_of(
     placed: Ints, cost: Floats, lengths: Floats, kind: Ints, loads: Floats, tokens: Floats, first: Ints, second: Ints
 ) -> None:
@@ -79,7 +80,7 @@ def state_of(
             second[p] = i
 
 
-@njit(cache=True, error_model="numpy")
+@compiled
 def longest_first(cost: Floats, lengths: Floats, kind: Ints, shape: Floats, start: Ints, fullest: bool) -> Ints:
     """Put each item, longest first, where it finishes first; -1 where it fits nowhere.
 
@@ -122,7 +123,7 @@ def longest_first(cost: Floats, lengths: Floats, kind: Ints, shape: Floats, star
     return placed
 
 
-@njit(cache=True, error_model="numpy")
+@compiled
 def quick_end(cost: Floats, lengths: Floats, kind: Ints, shape: Floats) -> float:
     """Return when the last pipeline finishes if each item, longest first, is put where it finishes first."""
     pipelines, n = len(kind), len(lengths)
@@ -137,7 +138,7 @@ def quick_end(cost: Floats, lengths: Floats, kind: Ints, shape: Floats) -> float
     return last
 
 
-@njit(cache=True, error_model="numpy")
+@compiled
 def greedy(
     orders: Ints, cost: Floats, lengths: Floats, kind: Ints, shape: Floats, least_loaded: bool
 ) -> tuple[float, Ints]:
@@ -174,7 +175,7 @@ def greedy(
     return best_value, best_placed
 
 
-@njit(cache=True, error_model="numpy")
+@compiled
 def earliest(ends: Floats, count: int) -> float:
     """Return the end that `count` pipelines do not exceed."""
     found = -np.inf
@@ -191,7 +192,7 @@ def earliest(ends: Floats, count: int) -> float:
     return found
 
 
-@njit(cache=True, error_model="numpy")
+@compiled
 def descend(placed: Ints, cost: Floats, lengths: Floats, kind: Ints, shape: Floats, extra: Floats) -> float:
     """Improve in place: move one item away from the last pipeline to finish, or swap two, while that helps.
 
@@ -280,7 +281,7 @@ def descend(placed: Ints, cost: Floats, lengths: Floats, kind: Ints, shape: Floa
             ends[q] = extra[q] + finish(shape[kind[q]], loads[q], tokens[q], longest)
 
 
-@njit(cache=True, error_model="numpy")
+@compiled
 def kick(
     placed: Ints,
     cost: Floats,
@@ -326,7 +327,7 @@ def kick(
     return best
 
 
-@njit(cache=True, error_model="numpy")
+@compiled
 def rounded(shares: Floats) -> NDArray[np.bool_]:
     """Return one kind per item, such that neighbours together get what their shares [n, K] say.
 

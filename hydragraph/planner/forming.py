@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 
 import numpy as np
-from numba import njit
 
 from hydragraph.planner.balance import MAX_LEN, MODE, SINGLE, Floats, Ints, descend, kick, longest_first
+from hydragraph.planner.compiled import compiled
 from hydragraph.planner.recurrence import FORWARD, best_order, equal_stages
 
 KICKED = 3  # of the numbers V tried, the best are searched further
@@ -15,7 +15,7 @@ ENOUGH = 1e-3  # above the bound, as a part of it, is as good as the bound
 EQ1, SUM = 0, 1  # (PP - 1 + V) max_j cost_j, or sum_j cost_j + (PP - 1) max_j cost_j
 
 
-@njit(cache=True, error_model="numpy")
+@compiled
 def price(objective: int, largest: float, total: float, count: float, stages: int, c: float) -> float:
     """Return the seconds of `count` micro-batches, of which the largest has this much work."""
     if objective == EQ1:
@@ -23,7 +23,7 @@ def price(objective: int, largest: float, total: float, count: float, stages: in
     return total + c * count + (stages - 1) * (largest + c)
 
 
-@njit(cache=True, error_model="numpy")
+@compiled
 def largest_at_least(work: Floats, count: int) -> float:
     """Return a bound on the largest of `count` micro-batches: the mean, and what must share one by the pigeonhole.
 
@@ -43,7 +43,7 @@ def largest_at_least(work: Floats, count: int) -> float:
     return bound
 
 
-@njit(cache=True, error_model="numpy")
+@compiled
 def spread_evenly(work: Floats, lengths: Floats, count: int, max_len: float) -> Ints:
     """Return a micro-batch for each sequence (longest first), -1 for those that no longer fit."""
     cost, kind, shape = as_pipelines(work, count, max_len)
@@ -56,7 +56,7 @@ def spread_evenly(work: Floats, lengths: Floats, count: int, max_len: float) -> 
     return placed
 
 
-@njit(cache=True, error_model="numpy")
+@compiled
 def kick_evenly(
     placed: Ints, work: Floats, lengths: Floats, count: int, max_len: float, kicks: int, enough: float
 ) -> None:
@@ -65,7 +65,7 @@ def kick_evenly(
     kick(placed, cost, lengths, kind, shape, np.zeros(count), kicks, enough, 1)
 
 
-@njit(cache=True, error_model="numpy")
+@compiled
 def as_pipelines(work: Floats, count: int, max_len: float) -> tuple[Floats, Ints, Floats]:
     """Return micro-batches as pipelines of one kind that take at most MaxLen tokens."""
     shape = np.zeros((1, 8))
@@ -74,7 +74,7 @@ def as_pipelines(work: Floats, count: int, max_len: float) -> tuple[Floats, Ints
     return work.reshape(-1, 1), np.zeros(count, np.int64), shape
 
 
-@njit(cache=True, error_model="numpy")
+@compiled
 def priced(placed: Ints, work: Floats, count: int, objective: int, stages: int, c: float) -> float:
     """Return the seconds of a packing, infinite where a sequence has no micro-batch."""
     if placed.min() < 0:
@@ -85,7 +85,7 @@ def priced(placed: Ints, work: Floats, count: int, objective: int, stages: int, 
     return price(objective, loads.max(), work.sum(), count, stages, c)
 
 
-@njit(cache=True, error_model="numpy")
+@compiled
 def form(
     work: Floats, lengths: Floats, shape: Floats, stages: int, c: float, util_len: float, objective: int, kicks: int
 ) -> tuple[float, float, int, Ints]:
@@ -132,7 +132,7 @@ def form(
     return np.inf, np.inf, 0, tried[0]
 
 
-@njit(cache=True, error_model="numpy")
+@compiled
 def form_in_order(
     work: Floats,
     lengths: Floats,

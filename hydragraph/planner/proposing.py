@@ -17,12 +17,12 @@ from dataclasses import dataclass
 from itertools import product
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
 from hydragraph.cost.profile import Profile, Scheme
 from hydragraph.errors import Unsupported
 from hydragraph.planner.balance import Floats, Ints
+from hydragraph.planner.compiled import compiled
 
 STEP = 128  # tokens per level of length
 PIPELINE_STEPS = 10  # steps per pipeline: d is a multiple of 0.1
@@ -128,7 +128,7 @@ def histogram(profile: Profile, lengths: Sequence[int], devices: int, context: i
     )
 
 
-@njit(cache=True, error_model="numpy")
+@compiled
 def needed(t: float, steps: int, devices: Ints, levels: Ints, work: Floats, units: Ints, by: Ints, below: Ints) -> None:
     """Fill F(l) in steps of 1 / `steps` device, and the scheme and l' that reach it."""
     count, last = len(devices), work.shape[1] - 1

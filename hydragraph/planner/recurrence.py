@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
+
+from hydragraph.planner.compiled import compiled
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -14,7 +15,7 @@ Ints = NDArray[np.int64]
 FORWARD = 1 / 3  # of a micro-batch's time on a stage; backward does twice the work
 
 
-@njit(cache=True, error_model="numpy")
+@compiled
 def one_f_one_b(seconds: Floats, order: Ints, forward: float) -> float:
     """Return when the last backward of the first stage ends.
 
@@ -55,7 +56,7 @@ def one_f_one_b(seconds: Floats, order: Ints, forward: float) -> float:
     return clock.max()
 
 
-@njit(cache=True, error_model="numpy")
+@compiled
 def equal_stages(costs: Floats, stages: int) -> Floats:
     """Return [S, V] of stages that take the same time."""
     result = np.empty((stages, len(costs)))
@@ -65,7 +66,7 @@ def equal_stages(costs: Floats, stages: int) -> Floats:
     return result
 
 
-@njit(cache=True, error_model="numpy")
+@compiled
 def longest_to_shortest(seconds: Floats) -> Ints:
     """Return the micro-batches by their seconds on all stages, descending."""
     stages, count = seconds.shape
@@ -81,7 +82,7 @@ def longest_to_shortest(seconds: Floats) -> Ints:
     return descending
 
 
-@njit(cache=True, error_model="numpy")
+@compiled
 def starting_order(descending: Ints, shape: int) -> Ints:
     """Return one of four orders: descending, ascending, the largest in the middle, the largest at both ends."""
     count = len(descending)
@@ -103,7 +104,7 @@ def starting_order(descending: Ints, shape: int) -> Ints:
     return trial
 
 
-@njit(cache=True, error_model="numpy")
+@compiled
 def climbed(seconds: Floats, order: Ints, end: float, forward: float, rounds: int) -> float:
     """Improve an order in place by swapping two micro-batches, while that helps and `rounds` last."""
     count = len(order)
@@ -122,7 +123,7 @@ def climbed(seconds: Floats, order: Ints, end: float, forward: float, rounds: in
     return end
 
 
-@njit(cache=True, error_model="numpy")
+@compiled
 def best_order(seconds: Floats, forward: float, climb: int) -> tuple[float, Ints]:
     """Return the end and the order of micro-batches that finish first among those tried.
 

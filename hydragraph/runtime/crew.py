@@ -24,6 +24,7 @@ from hydragraph.runtime.failure.judge import Judge, Seen
 from hydragraph.runtime.failure.ledger import Fault, announce_death, last_fault
 from hydragraph.runtime.failure.processes import Process, State
 from hydragraph.runtime.rank_process import HOST, Died, Raised, Readable, Returned, Seat, rebuilt, run_rank
+from hydragraph.runtime.stopping import Relay
 
 _GRACE_S = 8.0  # for peers to fail by themselves; to agree on a fault takes them up to 3 s, twice that on a busy host
 _CULPRIT_S = 2.0  # for the rank at fault to tell its own error, once all others have told theirs; it may hang
@@ -44,7 +45,13 @@ class Member:
 
 
 def run_crew(
-    context: Context, ranks: int, port: int, work: bytes, timeout: timedelta | None, prepared: Readable | None = None
+    context: Context,
+    ranks: int,
+    port: int,
+    work: bytes,
+    timeout: timedelta | None,
+    prepared: Readable | None = None,
+    relay: Relay | None = None,
 ) -> list[bytes]:
     """Start ranks, wait for them, and leave none behind.
 
@@ -54,6 +61,7 @@ def run_crew(
         work: a pickled function and its arguments.
         timeout: for the whole run; None: no limit.
         prepared: has what comes before the arguments.
+        relay: told whom to pass requests to stop on to.
 
     Returns:
         What each rank returned, pickled, by rank.
@@ -67,7 +75,8 @@ def run_crew(
             seat = Seat(rank, ranks, port, dict(os.environ))
             crew.append(start(context, rank, run_rank, seat, work, prepared))
         store = dist.TCPStore(HOST, port, None, False, wait_for_workers=False)  # type: ignore[attr-defined]
-        _collect(crew, store, timeout)
+        with (relay or Relay()).to([member.process for member in crew]):
+            _collect(crew, store, timeout)
         _raise_failure(crew, last_fault(store), timeout)
         return [member.outcome.value for member in crew if isinstance(member.outcome, Returned)]
     finally:
@@ -180,7 +189,7 @@ def _raise_failure(crew: Sequence[Member], fault: Fault | None, timeout: timedel
         raise RankFailure(culprit.rank, at, culprit.outcome.how)
     assert isinstance(culprit.outcome, Raised)
     error = rebuilt(culprit.rank, culprit.outcome)
-    if not isinstance(error, Exception):  # an interrupt or an exit of that rank, not of this process
+    if isinstance(error, KeyboardInterrupt | SystemExit):  # of that rank, not of this process
         at = fault.instruction if fault is not None and fault.rank == culprit.rank else ""
         raise RankFailure(culprit.rank, at, culprit.outcome.summary) from error
     raise error

@@ -22,11 +22,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store  # type: ignore[attr-defined]
 
+from hydragraph.runtime import fork_server
 from hydragraph.runtime.crew import Context, run_crew
 from hydragraph.runtime.failure.newest import watch_of
 from hydragraph.runtime.failure.watch import Watch
 from hydragraph.runtime.preparation import SharedFile, left_of, prepare_for_ranks
 from hydragraph.runtime.rank_process import HOST, meet
+from hydragraph.runtime.stopping import Relay
 
 T = TypeVar("T")
 
@@ -36,7 +38,15 @@ START_METHOD = "forkserver" if sys.platform == "linux" else "spawn"
 
 # What ranks import; private modules are what the first capture and the first compilation would.
 _LATER = ["torch._dynamo", "torch._inductor.pattern_matcher"]
-PRELOAD = ["torch.distributed", *_LATER, "hydragraph.runtime.launch", "hydragraph.api", "__main__"]
+PRELOAD = [
+    "hydragraph.runtime.fork_server",
+    "tqdm",
+    "torch.distributed",
+    *_LATER,
+    "hydragraph.runtime.launch",
+    "hydragraph.api",
+    "__main__",
+]
 
 
 @dataclass(frozen=True)
@@ -131,6 +141,7 @@ def launch(
     *args: object,
     timeout: timedelta | None = None,
     prepare: Callable[[], object] | None = None,
+    relay: Relay | None = None,
 ) -> list[T]:
     """Runs `function(*args)` on ranks that are processes of this host, joined over gloo on the CPU.
 
@@ -145,6 +156,7 @@ def launch(
             arguments, so that a model is captured and compiled once and not on every rank: `prepare` returns the
             model, its program and what `precompile` gave, and ranks call `compile` with that program. It travels as
             one file that each rank maps: weights are in memory once, until a rank changes its own.
+        relay: told of the ranks' processes while they run, so that a signal to this one can be passed on.
 
     Returns:
         What each rank returned, by rank.
@@ -161,13 +173,15 @@ def launch(
     server = _store(HOST, 0)
     context: Context = multiprocessing.get_context(START_METHOD)  # type: ignore[assignment]
     context.set_forkserver_preload(PRELOAD)
+    if START_METHOD == "forkserver":
+        fork_server.ensure_running()
     if prepare is None:
-        return [pickle.loads(value) for value in run_crew(context, ranks, server.port, work, timeout)]
+        return [pickle.loads(value) for value in run_crew(context, ranks, server.port, work, timeout, relay=relay)]
     began = time.monotonic()
     with tempfile.TemporaryFile() as file:
         shared = SharedFile(file.fileno())
         prepare_for_ranks(context, _pickled(prepare, ()), shared, timeout)
-        found = run_crew(context, ranks, server.port, work, left_of(timeout, began), shared)
+        found = run_crew(context, ranks, server.port, work, left_of(timeout, began), shared, relay)
         return [pickle.loads(value) for value in found]
 
 

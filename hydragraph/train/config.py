@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -65,14 +65,18 @@ class ModelConfig:
         path: a local directory that `save_pretrained` wrote, instead of the two above.
         weights: such a directory with safetensors files, of which each rank reads only its own part, so that no
             process ever holds the model; of `architecture`, or else of the model that the directory describes.
+        trust_remote_code: run the code of its own that such a directory may bring; it may do anything that you may.
     """
 
     architecture: str | None = None
     config: Mapping[str, Any] | None = None
     path: str | None = None
     weights: str | None = None
+    trust_remote_code: bool = False
 
     def __post_init__(self) -> None:
+        if not isinstance(self.trust_remote_code, bool):
+            raise ValueError(f"trust_remote_code is {self.trust_remote_code!r}: give true or false")
         _check_text("architecture", self.architecture, optional=True)
         _check_text("path", self.path, optional=True)
         _check_text("weights", self.weights, optional=True)
@@ -255,6 +259,8 @@ class TrainConfig:
         evaluate_batches: how many mini-batches of `data.tokens_per_step` an evaluation reads.
         checkpoint_every: steps between checkpoints, one of which also ends the run; 0: only that one.
         keep: how many of the latest checkpoints stay.
+        grace_s: seconds that a run which is asked to stop (SIGTERM, Ctrl-C) has to finish its step and save; then it
+            ends all the same.
         output: the run folder.
     """
 
@@ -277,6 +283,7 @@ class TrainConfig:
     evaluate_batches: int = 4
     checkpoint_every: int = 0
     keep: int = 2
+    grace_s: float = 30.0
     output: str = "runs/train"
 
     def __post_init__(self) -> None:
@@ -287,6 +294,7 @@ class TrainConfig:
             _check_whole(name, getattr(self, name), 0)
         if self.max_grad_norm is not None:
             _check_number("max_grad_norm", self.max_grad_norm)
+        _check_number("grace_s", self.grace_s, 0.1)
         _check_choice("dtype", self.dtype, DTYPES)
         if self.backend is not None:
             _check_choice("backend", self.backend, BACKENDS)
@@ -330,6 +338,25 @@ class TrainConfig:
         data = _plain(asdict(self))
         text = yaml.safe_dump(data, sort_keys=False, default_flow_style=None, width=120)
         write_whole(Path(path), text)
+
+
+def differences(before: TrainConfig, after: TrainConfig) -> list[str]:
+    """Return every field that differs, such as "optimizer.lr 0.001 -> 0.01"."""
+    old, new = (dict(_fields("", _plain(asdict(config)))) for config in (before, after))
+    names = [*old, *(name for name in new if name not in old)]
+    return [f"{n} {_short(old.get(n))} -> {_short(new.get(n))}" for n in names if old.get(n) != new.get(n)]
+
+
+def _fields(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping):
+        for name, each in value.items():
+            yield from _fields(f"{prefix}.{name}" if prefix else str(name), each)
+    else:
+        yield prefix, value
+
+
+def _short(value: object) -> str:
+    return "none" if value is None else json.dumps(value)
 
 
 def _override(config: TrainConfig, text: str) -> TrainConfig:

@@ -10,6 +10,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from hydragraph.data import tokenizer
+from hydragraph.runtime.checkpoint.disk import file_errors
 
 
 def export(model: Any, state: Mapping[str, Tensor], encoder: Tokenizer, directory: Path) -> None:
@@ -20,8 +21,13 @@ def export(model: Any, state: Mapping[str, Tensor], encoder: Tokenizer, director
         state: every key of its `state_dict`.
         encoder: the tokenizer.
         directory: made if missing.
+
+    Raises:
+        OSError: it cannot be written.
     """
     model.load_state_dict(dict(state), assign=True)  # which gives a model on the meta device memory, too
     model.tie_weights()
-    model.save_pretrained(str(directory))
-    tokenizer.save(encoder, directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    with file_errors(directory, directory):  # safetensors has errors of its own
+        model.save_pretrained(str(directory))
+        tokenizer.save(encoder, directory)

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from hydragraph.runtime.checkpoint.folder import latest
-from hydragraph.train.config import TrainConfig
+from hydragraph.runtime.checkpoint.folder import complete, set_aside
+from hydragraph.train.config import TrainConfig, differences
 from hydragraph.train.whole import write_whole
 
 Begin = Literal["new", "resume", "overwrite"]
@@ -80,31 +80,41 @@ class RunFolder:
         """The directory of all checkpoints."""
         return self.path / "checkpoints"
 
-    def check(self, config: TrainConfig, how: Begin) -> Checkpoint | None:
+    def check(self, config: TrainConfig, how: Begin, step: int | None = None) -> Checkpoint | None:
         """Return the checkpoint that a run continues from, if any, without changing anything.
 
         Args:
             config: of the run.
             how: "new" refuses a folder that holds a run, "overwrite" replaces that run, "resume" continues it.
+            step: resume from the checkpoint after this step; None: from the latest.
 
         Raises:
             ValueError: the folder holds a run although it should not, or none to continue.
+            OSError: nothing can be written there.
         """
+        self._refuse_unwritable()
         holds_run = self.metrics.exists() or self.checkpoints.exists()
         if how == "new" and holds_run:
             raise ValueError(f"output {self.path} already holds a run: continue it with --resume, or use --overwrite")
-        last = self.last() if how == "resume" else None
+        last = self._chosen(step) if how == "resume" else None
         if how == "resume" and last is None:
             raise ValueError(f"output {self.path} holds no complete checkpoint to resume from: use --overwrite")
         if last is not None and last.step > config.steps:
             raise ValueError(f"{last.path} is past the last step: set steps to {last.step} or more")
         return last
 
-    def begin(self, config: TrainConfig, how: Begin) -> Checkpoint | None:
-        """Make the folder ready for a run, write its resolved config, and return what `check` does."""
-        last = self.check(config, how)
+    def begin(self, config: TrainConfig, how: Begin, step: int | None = None) -> Checkpoint | None:
+        """Make the folder ready for a run, write its resolved config, and return what `check` does.
+
+        Checkpoints after `step` are set aside: they belong to a course that this run leaves, and would pass for its
+        latest.
+        """
+        last = self.check(config, how, step)
         if how == "overwrite":
             self._clear()
+        for each in self._all() if step is not None else ():
+            if last is not None and each.step > last.step:
+                set_aside(each.path, "later")
         self.path.mkdir(parents=True, exist_ok=True)
         config.save(self.config)
         write_whole(self.owner, json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "began": time.time()}))
@@ -141,16 +151,16 @@ class RunFolder:
             with self.owned():
                 pass
 
-    def again(self, how: Begin, since: float) -> Begin:
+    def again(self, how: Begin, since: float, step: int | None = None) -> tuple[Begin, int | None]:
         """Return how a run that was interrupted begins again: at its last checkpoint, or at the start without any.
 
         Args:
-            how: as it was to begin: so it does, if it was refused or ended before it had.
+            how, step: as it was to begin: so it does, if it was refused or ended before it had.
             since: when it was called, in seconds since the epoch: what began earlier is another run's.
         """
         if _read(self.owner).get("began", 0.0) < since:
-            return how
-        return "overwrite" if self.last() is None else "resume"
+            return how, step
+        return ("overwrite" if self.last() is None else "resume"), None
 
     def place(self, step: int) -> Path:
         """Return the directory of the checkpoint after a step."""
@@ -158,8 +168,50 @@ class RunFolder:
 
     def last(self) -> Checkpoint | None:
         """Return the latest complete checkpoint."""
-        path = latest(self.checkpoints) if self.checkpoints.is_dir() else None
-        return None if path is None else Checkpoint(path, int(path.name.removeprefix("step-")))
+        return next(reversed(self._all()), None)
+
+    @property
+    def how_to_go_on(self) -> str:
+        """A clause that names the last good checkpoint."""
+        last = self.last()
+        return "there is no checkpoint yet" if last is None else f"{last.path} stays the last checkpoint (--resume)"
+
+    def replace_damaged(self, damaged: Checkpoint) -> Checkpoint | None:
+        """Set a damaged checkpoint aside and return the one before it; without one, leave it and return None."""
+        earlier = [each for each in self._all() if each.step < damaged.step]
+        if not earlier:
+            return None
+        set_aside(damaged.path, "damaged")
+        return earlier[-1]
+
+    def changes(self, config: TrainConfig) -> str:
+        """Return what a config changes of the one that the folder's run began with; "" where nothing."""
+        try:
+            before = TrainConfig.load(self.config)
+        except (ValueError, OSError):
+            return ""  # of another version, say
+        return ", ".join(differences(before, config))
+
+    def _all(self) -> list[Checkpoint]:
+        return [Checkpoint(path, step) for step, path in complete(self.checkpoints)]
+
+    def _chosen(self, step: int | None) -> Checkpoint | None:
+        if step is None:
+            return self.last()
+        there = self._all()
+        for each in there:
+            if each.step == step:
+                return each
+        steps = " or ".join(f"step-{each.step}" for each in there) or "none"
+        raise ValueError(f"output {self.path} holds no complete checkpoint after step {step}: there is {steps}")
+
+    def _refuse_unwritable(self) -> None:
+        """Find out before the slow part whether anything can be written; as root also on a read-only file system."""
+        there = next(each for each in (self.path, *self.path.absolute().parents) if each.exists())
+        if not there.is_dir():
+            raise ValueError(f"output {self.path}: {there} is no directory: choose another output")
+        if not os.access(there, os.W_OK | os.X_OK):
+            raise OSError(f"output {self.path} cannot be written ({there} is read-only here): choose another output")
 
     def _clear(self) -> None:
         """Remove an earlier run, but neither cached data nor files that no run has written."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -13,9 +14,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hydragraph.cost.profile import Profile
+from hydragraph.errors import Stopped
 from hydragraph.planner.policy import Policy
 from hydragraph.runtime.checkpoint.folder import prune
+from hydragraph.runtime.checkpoint.manifest import Damaged
 from hydragraph.runtime.launch import World, join
+from hydragraph.runtime.stopping import Stopping
 from hydragraph.runtime.trace import Exposed, Span, write_trace
 from hydragraph.spec.strategy import Strategy
 from hydragraph.train.ahead import Ahead
@@ -56,12 +60,13 @@ class Executor(Protocol):
     optimizer: torch.optim.Optimizer
     spans: list[Span] | None
     decision: str
+    stopping: int
 
     def announce(self, sequences: Sequence[Tensor]) -> None:
         """Tell what a later step will bring."""
 
     def step(self, sequences: Sequence[Tensor], strategy: Strategy | None = None) -> Any:
-        """Train on one global mini-batch and return a `Report`."""
+        """Train on one global mini-batch and return a `Report`; raise `Stopped` instead if any rank has `stopping`."""
 
     def evaluate(self, sequences: Sequence[Tensor], strategy: Strategy | None = None) -> Any:
         """Return a `Report` without updating anything."""
@@ -108,10 +113,12 @@ class Outcome:
     Attributes:
         folder: of the run.
         history: the metrics of all its steps, earlier sessions included; on rank 0 only.
+        stopped: the signal that ended it early, after saving; 0 where it went to its end.
     """
 
     folder: RunFolder
     history: tuple[Metrics, ...] = ()
+    stopped: int = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -129,7 +136,13 @@ class _Run:
 
 
 def train(
-    config: TrainConfig, begin: Begin, compile: Callable[..., Any], watcher: Watcher, trace: bool = False
+    config: TrainConfig,
+    begin: Begin,
+    compile: Callable[..., Any],
+    watcher: Watcher,
+    trace: bool = False,
+    step: int | None = None,
+    stopping: Stopping | None = None,
 ) -> Outcome:
     """Run a whole training, on every rank of the launched ones or on this process alone.
 
@@ -139,38 +152,47 @@ def train(
         compile: `hydragraph.compile`.
         watcher: told of everything on rank 0.
         trace: record when each rank ran each instruction of the first steps, and write a picture of it for Perfetto.
+        step: resume from the checkpoint after this step; None: from the latest that is whole.
+        stopping: has the requests to stop that reach this process. One of them on any rank makes all save and return.
 
     Raises:
         ValueError: a mistake in the config, the data or the folder.
+        OSError: the disk is full, the folder vanished, ...; the last checkpoint stays, and is named.
         FloatingPointError: a loss or gradient is not finite; nothing was updated, and the last checkpoint stays.
     """
     world, folder = join(config.device), RunFolder(Path(config.output))
     with ExitStack() as owned:
 
         def own() -> Checkpoint | None:
-            last = folder.check(config, begin)
+            last = folder.check(config, begin, step)
             owned.enter_context(folder.owned())
             return last
 
         last = _together(world, world.rank == 0, own)[0]  # before the slow part
-        return _session(config, begin, compile, watcher, trace, world, folder, last)
+        start = _Start(begin, step, last)
+        return _session(config, start, compile, watcher, trace, world, folder, stopping or Stopping(config.grace_s))
+
+
+@dataclass(frozen=True)
+class _Start:
+    """How a run begins: from which checkpoint, and whether that one was asked for by its step."""
+
+    begin: Begin
+    step: int | None
+    last: Checkpoint | None
 
 
 def _session(
     config: TrainConfig,
-    begin: Begin,
+    start: _Start,
     compile: Callable[..., Any],
     watcher: Watcher,
     trace: bool,
     world: World,
     folder: RunFolder,
-    last: Checkpoint | None,
+    stopping: Stopping,
 ) -> Outcome:
-    """Run a training in a folder that is this run's own; arguments as for `train`.
-
-    Args:
-        last: the checkpoint that it continues from.
-    """
+    """Run a training in a folder that is this run's own; arguments as for `train`."""
     leader = watcher if world.rank == 0 else None
     tokens = shared_tokens(config, world, watcher)
     model = _model(config, tokens)
@@ -188,15 +210,22 @@ def _session(
         backend=config.backend,
         check=config.check,
     )
-    if config.model.weights is not None and last is None:
+    if config.model.weights is not None and start.last is None:
         executor.load_pretrained(Path(config.model.weights))
-    # Once nothing else can be refused, because this may remove an earlier run.
-    last = _together(world, world.rank == 0, lambda: folder.begin(config, begin))[0]
-    done = 0
-    if last is not None:
-        batches.load_state_dict(executor.load(last.path)["mini_batches"])
-        done = last.step
     with ExitStack() as stack:
+        stack.enter_context(stopping.working())
+        changed = folder.changes(config) if leader is not None and start.last is not None else ""
+        # Once nothing else can be refused, because this may remove an earlier run.
+        last = _together(world, world.rank == 0, lambda: folder.begin(config, start.begin, start.step))[0]
+        done = 0
+        if last is not None:
+            last, extra = _load(world, folder, executor, last, start.step is None, leader)
+            batches.load_state_dict(extra["mini_batches"])
+            done = last.step
+        if leader is not None and last is not None:
+            since = f"; changed since: {changed}" if changed else ""
+            leader.note(f"continuing after step {done} of {config.steps}, from {last.path}{since}")
+        stack.enter_context(_naming_the_checkpoint(folder))
         log = stack.enter_context(_open_log(folder, done, leader)) if leader is not None else None
         run = _Run(config, world, folder, executor, () if config.plan.choose else strategies, heldout, leader, log)
         if leader is not None:
@@ -205,19 +234,67 @@ def _session(
             leader.started(done, config.steps)
         coming = Ahead(batches, config.plan.ahead if config.plan.choose else 0, executor.announce)
         executor.spans = [] if trace else None
-        for step in range(done + 1, config.steps + 1):
-            if executor.spans is not None and (step == done + 1 + TRACED_STEPS):
-                _write_trace(run)
-            _train_step(run, step, coming.take(last=step + config.plan.ahead > config.steps))
-            if _due(step, config.checkpoint_every, config.steps):
-                _checkpoint(run, step, coming.position)
+        stopped = _steps(run, done, coming, stopping)
         if executor.spans is not None:
             _write_trace(run)
         if config.checkpoint.asynchronous:
             _settle_checkpoints(run)
-        _finish(run, model, tokens)
+        if not stopped:
+            _finish(run, model, tokens)
         executor.close()
-        return Outcome(folder, tuple(log.history) if log is not None else ())
+        return Outcome(folder, tuple(log.history) if log is not None else (), stopped)
+
+
+def _load(
+    world: World, folder: RunFolder, executor: Executor, last: Checkpoint, fall_back: bool, leader: Watcher | None
+) -> tuple[Checkpoint, dict[str, Any]]:
+    """Load a checkpoint, or where it is damaged the newest before it that is not; return which, and its extra."""
+    while True:
+        try:
+            return last, executor.load(last.path)
+        except ValueError as error:  # raised on all ranks, but perhaps as Damaged only where the damage was seen
+            if not any(_gather(world, isinstance(error, Damaged))) or not fall_back:
+                raise
+            reason = error
+        earlier = _together(world, world.rank == 0, partial(folder.replace_damaged, last))[0]
+        if earlier is None:
+            raise reason
+        last = earlier
+        if leader is not None:
+            leader.note(f"DAMAGED, and set aside: {reason}; trying {last.path}")
+
+
+def _steps(run: _Run, done: int, coming: Ahead, stopping: Stopping) -> int:
+    """Train after `done` steps, to the end or until a rank is asked to stop; return what asked, or 0."""
+    config, executor = run.config, run.executor
+    saved = done
+    for step in range(done + 1, config.steps + 1):
+        if executor.spans is not None and (step == done + 1 + TRACED_STEPS):
+            _write_trace(run)
+        position = coming.position
+        sequences = coming.take(last=step + config.plan.ahead > config.steps)
+        executor.stopping = stopping.signal
+        try:
+            _train_step(run, step, sequences)
+        except Stopped as request:
+            if saved < step - 1:
+                _checkpoint(run, step - 1, position)
+            return request.reason
+        if _due(step, config.checkpoint_every, config.steps):
+            _checkpoint(run, step, coming.position)
+            saved = step
+    return 0
+
+
+@contextmanager
+def _naming_the_checkpoint(folder: RunFolder) -> Iterator[None]:
+    """Add to what goes wrong with files how the run can be continued."""
+    try:
+        yield
+    except (ConnectionError, TimeoutError):
+        raise  # OSErrors, but not of files
+    except OSError as error:
+        raise OSError(f"{error}; {folder.how_to_go_on}") from error
 
 
 def _chosen_from(config: TrainConfig, strategies: tuple[Strategy, ...], tokens: Tokens) -> dict[str, Any]:
@@ -292,7 +369,7 @@ def _train_step(run: _Run, step: int, sequences: list[Tensor]) -> None:
     except FloatingPointError as error:
         if config.checkpoint.asynchronous:
             run.executor.wait_saved()  # all ranks are here, and it may be the last checkpoint
-        raise FloatingPointError(_not_finite(run, step, error)) from None
+        raise FloatingPointError(f"step {step}: {error}; {run.folder.how_to_go_on}") from None
     evaluate = config.evaluate_every and _due(step, config.evaluate_every, config.steps)
     eval_loss = _evaluate(run, strategy) if evaluate else None
     if run.log is None or run.watcher is None:
@@ -377,12 +454,6 @@ def _open_log(folder: RunFolder, done: int, watcher: Watcher) -> MetricsLog:
     if not tensorboard_installed():
         watcher.note(f"no TensorBoard events: tensorboard is not installed ({remedy})")
     return MetricsLog(folder.metrics, folder.events if tensorboard_installed() else None, done)
-
-
-def _not_finite(run: _Run, step: int, error: FloatingPointError) -> str:
-    last = run.folder.last()
-    stays = "there is no checkpoint yet" if last is None else f"{last.path} stays the last checkpoint (--resume)"
-    return f"step {step}: {error}; {stays}"
 
 
 def _due(step: int, every: int, steps: int) -> bool:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import resource
 import sys
 from dataclasses import asdict, dataclass, fields
@@ -12,6 +14,7 @@ from typing import Any
 
 import torch
 
+from hydragraph.runtime.checkpoint.disk import file_errors
 from hydragraph.train.whole import write_whole
 
 _SCALARS = (
@@ -97,7 +100,7 @@ class MetricsLog:
     def __init__(self, path: Path, events: Path | None, after: int) -> None:
         self.history = [metrics for metrics in read_metrics(path) if metrics.step <= after]
         write_whole(path, "".join(map(_line, self.history)))
-        self._file = path.open("a", encoding="utf-8")
+        self._path, self._file = path, path.open("a", encoding="utf-8")
         self._events: Any = None
         if events is not None:
             from torch.utils.tensorboard import SummaryWriter
@@ -113,10 +116,17 @@ class MetricsLog:
             self._events.close()
 
     def write(self, metrics: Metrics) -> None:
-        """Add one step's metrics to everything."""
+        """Add one step's metrics to everything.
+
+        Raises:
+            OSError: they cannot be kept: the disk is full, or the file is gone, and the run's folder with it.
+        """
         self.history.append(metrics)
-        self._file.write(_line(metrics))
-        self._file.flush()
+        if not os.path.samestat(self._path.stat(), os.fstat(self._file.fileno())):
+            raise FileNotFoundError(errno.ENOENT, "it was replaced while it was written", str(self._path))
+        with file_errors(self._path.parent, self._path):
+            self._file.write(_line(metrics))
+            self._file.flush()
         if self._events is None:
             return
         for name in _SCALARS:

@@ -44,8 +44,8 @@ def skeleton(config: ModelConfig, vocabulary: int, end_of_text: int = 0) -> nn.M
             from transformers import AutoConfig, AutoModelForCausalLM
 
             with _own_code(config):
-                settings = AutoConfig.from_pretrained(_directory(config), trust_remote_code=False)
-                model = AutoModelForCausalLM.from_config(settings, trust_remote_code=False)
+                settings = AutoConfig.from_pretrained(_directory(config), trust_remote_code=config.trust_remote_code)
+                model = AutoModelForCausalLM.from_config(settings, trust_remote_code=config.trust_remote_code)
             model = model.eval()  # as from_pretrained leaves it
     return model.float()
 
@@ -95,7 +95,7 @@ def _read(config: ModelConfig, vocabulary: int, end_of_text: int) -> nn.Module:
         kind, settings = _model_class(config.architecture), model_config(config, vocabulary, end_of_text)
     with _own_code(config):
         model: nn.Module = kind.from_pretrained(
-            _directory(config), config=settings, dtype=torch.float32, trust_remote_code=False
+            _directory(config), config=settings, dtype=torch.float32, trust_remote_code=config.trust_remote_code
         )
     return model
 
@@ -110,7 +110,7 @@ def _own_code(config: ModelConfig) -> Iterator[None]:
             raise
         raise ValueError(
             f"{_field(config)} {config.directory}: it names code of its own (auto_map in config.json), which is not "
-            "run: use a model of a class that transformers has, or build it in a script with hydragraph.compile"
+            "run: use a model of a class that transformers has, or read that code and set model.trust_remote_code: true"
         ) from error
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hydragraph.errors import Stopped
 from hydragraph.runtime.trace import Exposed, Span
 from hydragraph.spec.strategy import Strategy
 from hydragraph.train.metrics import Metrics
@@ -43,8 +44,11 @@ class PlainExecutor:
         self.announced: list[list[Tensor]] = []
         self.optimizer: torch.optim.Optimizer = optimizer(list(model.named_parameters()))
         self.steps, self.fail_at = 0, fail_at
+        self.stopping = 0
 
     def step(self, sequences: Sequence[Tensor], strategy: Strategy | None = None) -> PlainReport:
+        if self.stopping:
+            raise Stopped(self.stopping)
         self.steps += 1
         if self.steps == self.fail_at:
             raise FloatingPointError("the loss is inf")

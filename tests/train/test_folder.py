@@ -94,13 +94,13 @@ def test_looking_for_another_run_makes_no_folder(tmp_path: Path) -> None:
 
 def test_only_what_this_call_has_begun_goes_on_by_itself(tmp_path: Path) -> None:
     folder, called = RunFolder(tmp_path / "run"), time.time()
-    assert folder.again("new", called) == "new"  # it failed before it had begun
+    assert folder.again("new", called) == ("new", None)  # it failed before it had begun
     folder.begin(config(tmp_path), "new")
-    assert folder.again("new", called) == "overwrite"
+    assert folder.again("new", called) == ("overwrite", None)
     save(folder, 4)
-    assert folder.again("new", called) == "resume"
+    assert folder.again("new", called) == ("resume", None)
     later = time.time()
-    assert folder.again("new", later) == "new"  # that is another call's run
-    assert folder.again("overwrite", later) == "overwrite"
+    assert folder.again("new", later) == ("new", None)  # that is another call's run
+    assert folder.again("overwrite", later) == ("overwrite", None)
     folder.owner.write_text("{")
-    assert folder.again("new", called) == "new"
+    assert folder.again("new", called) == ("new", None)

@@ -20,8 +20,21 @@ _LEFTOVER = re.compile(r"step-(\d+)\.(?:tmp|old)-[0-9a-f]{8}")
 
 def latest(directory: PathLike) -> Path | None:
     """Return the complete checkpoint `step-N` of the highest N in a directory; None where there is none."""
-    found = _complete(Path(directory))
+    found = complete(directory)
     return found[-1][1] if found else None
+
+
+def complete(directory: PathLike) -> list[tuple[int, Path]]:
+    """List the complete checkpoints `step-N` of a directory as (N, path), ascending; nothing is read of them."""
+    folder = Path(directory)
+    paths = folder.iterdir() if folder.is_dir() else ()
+    named = [(match, path) for path in paths if (match := _STEP.fullmatch(path.name))]
+    return sorted((int(match[1]), path) for match, path in named if (path / MARKER).is_file())
+
+
+def set_aside(path: Path, why: str) -> Path:
+    """Rename a checkpoint, so that it counts no more but nothing of it is lost; return its new path."""
+    return path.rename(path.with_name(f"{path.name}.{why}-{uuid.uuid4().hex[:8]}"))
 
 
 def prune(directory: PathLike, keep: int) -> None:
@@ -35,7 +48,7 @@ def prune(directory: PathLike, keep: int) -> None:
     if keep < 1:
         raise ValueError(f"prune {directory}: keep={keep}: keep at least one checkpoint")
     directory = Path(directory)
-    found = _complete(directory)
+    found = complete(directory)
     for _, path in found[:-keep]:
         _discard(path)
     for path in directory.iterdir() if found else ():
@@ -112,10 +125,3 @@ def _sync(directory: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _complete(directory: Path) -> list[tuple[int, Path]]:
-    """List the complete checkpoints `step-N` as (N, path), ascending."""
-    paths = directory.iterdir() if directory.is_dir() else ()
-    named = [(match, path) for path in paths if (match := _STEP.fullmatch(path.name))]
-    return sorted((int(match[1]), path) for match, path in named if (path / MARKER).is_file())

@@ -16,6 +16,11 @@ from hydragraph.version import __version__
 
 FORMAT = 1
 MARKER = "complete.json"
+METADATA = ".metadata"  # DCP's file, which says where in the others everything is
+
+
+class Damaged(ValueError):  # noqa: N818
+    """A checkpoint is not what was written; another one may be."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +67,7 @@ def read_manifest(path: Path) -> Manifest:
     """Read the manifest of a complete checkpoint.
 
     Raises:
+        Damaged: it cannot be read.
         ValueError: no whole checkpoint is there, or one that this version cannot read.
     """
     if not (path / MARKER).is_file():
@@ -75,10 +81,12 @@ def read_manifest(path: Path) -> Manifest:
         version = content["format"]
         if version == FORMAT:
             content["parameters"] = {name: tuple(shape) for name, shape in content["parameters"].items()}
-            content["files"] = {name: File(**file) for name, file in content["files"].items()}
+            content["files"] = {_plain(name): File(**file) for name, file in content["files"].items()}
+            if METADATA not in content["files"]:
+                raise ValueError(f"it does not name {METADATA}")
             return Manifest(**content)
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise ValueError(f"checkpoint {path}: {MARKER} is damaged ({error}): load an earlier checkpoint") from error
+    except (KeyError, TypeError, AttributeError, ValueError, OSError) as error:
+        raise Damaged(f"checkpoint {path}: {MARKER} is damaged ({error}): load an earlier checkpoint") from error
     raise ValueError(
         f"checkpoint {path}: format {version}, but this version reads {FORMAT}: install a newer hydragraph"
     )
@@ -88,15 +96,13 @@ def check_files(path: Path, manifest: Manifest, groups: Groups, what: str) -> No
     """Hash all files, each rank a share of them.
 
     Raises:
-        ValueError: on all ranks: naming every file that is missing or not what was written.
+        Damaged: on all ranks: naming every file that is missing or not what was written.
     """
     mine = sorted(manifest.files)[groups.world.rank :: groups.world.ranks]
     found = together(groups, what, lambda: [text for n in mine if (text := _damage(path / n, manifest.files[n]))])
     damages = [text for part in found for text in part]
     if damages:
-        raise ValueError(
-            f"checkpoint {path}: {'; '.join(damages)}: restore it from a copy, or load an earlier checkpoint"
-        )
+        raise Damaged(f"checkpoint {path}: {'; '.join(damages)}: restore it from a copy, or load an earlier checkpoint")
 
 
 def check_model(path: Path, manifest: Manifest, shapes: Mapping[str, tuple[int, ...]], optimizer: str | None) -> None:
@@ -128,10 +134,20 @@ def check_model(path: Path, manifest: Manifest, shapes: Mapping[str, tuple[int, 
         )
 
 
+def _plain(name: str) -> str:
+    """Return a file's name, if it lies in the checkpoint itself."""
+    if Path(name).name != name or name in (".", ".."):
+        raise ValueError(f"it names {name!r}, which is no file of this checkpoint")
+    return name
+
+
 def _damage(path: Path, expected: File) -> str | None:
     if not path.is_file():
         return f"{path.name} is missing, expected {expected.bytes} bytes with SHA-256 {expected.sha256}"
-    found = File.of(path)
+    try:
+        found = File.of(path)
+    except OSError as error:
+        return f"{path.name} cannot be read ({error.strerror})"
     if found.bytes != expected.bytes:
         return f"{path.name} has {found.bytes} bytes, expected {expected.bytes}"
     if found.sha256 != expected.sha256:

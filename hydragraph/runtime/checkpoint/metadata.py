@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import pickle
+from collections.abc import Collection
 from enum import Enum
 from pathlib import Path
 from typing import Any, cast
@@ -17,19 +18,30 @@ import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
+from hydragraph.runtime.checkpoint.manifest import Damaged
+
 _PLAIN = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem")
 _PATHS = ("pathlib", "pathlib._local")  # the second since Python 3.13
 _NAMED = frozenset({("torch", "Size"), ("torch.serialization", "_get_layout"), ("collections", "OrderedDict")})
 
 
 class Reader(FileSystemReader):
-    """Reads a checkpoint's directory; its metadata by `_Plain`."""
+    """Reads a checkpoint's directory; its metadata by `_Plain`.
+
+    Args:
+        path: of the checkpoint.
+        files: whose content has been checked; no other is read.
+    """
+
+    def __init__(self, path: Path, files: Collection[str]) -> None:
+        super().__init__(path)
+        self._files = files
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Return what the checkpoint holds.
 
         Raises:
-            ValueError: the file is damaged, or names what no checkpoint of PyTorch's names.
+            Damaged: the file is no metadata, or names what no checkpoint of PyTorch's names.
         """
         file = Path(self.path) / ".metadata"
         try:
@@ -38,12 +50,12 @@ class Reader(FileSystemReader):
         except OSError:
             raise
         except Exception as error:  # a damaged pickle may raise anything
-            raise ValueError(f"{file} cannot be read as a checkpoint's metadata ({error}): use another one") from error
+            raise Damaged(f"{file} cannot be read as a checkpoint's metadata ({error}): use another one") from error
         if not isinstance(metadata, Metadata):
-            raise ValueError(f"{file} holds a {type(metadata).__name__}, no checkpoint's metadata: use another one")
+            raise Damaged(f"{file} holds a {type(metadata).__name__}, no checkpoint's metadata: use another one")
         paths = [info.relative_path for info in (metadata.storage_data or {}).values()]
-        if outside := [path for path in paths if Path(path).name != path]:
-            raise ValueError(f"{file} names {outside[0]!r}, which is no file of this checkpoint: use another one")
+        if outside := [path for path in paths if path not in self._files]:
+            raise Damaged(f"{file} names {outside[0]!r}, which is no file of this checkpoint: use another one")
         metadata.storage_meta = metadata.storage_meta or StorageMeta()
         metadata.storage_meta.load_id = self.load_id
         return metadata

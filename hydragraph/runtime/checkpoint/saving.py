@@ -79,7 +79,8 @@ class Saver:
         """Return once the last save is in its place.
 
         Raises:
-            ValueError, RankFailure: it failed; on every rank, and only once. What was at its path is still there.
+            ValueError, OSError, RankFailure: it failed; on every rank, and only once. What was at its path is still
+                there.
         """
         if self._thread is not None:
             self._thread.join()
@@ -102,7 +103,7 @@ class Saver:
         try:
             with self._world.calling(prepared.what):
                 store.write(prepared, groups)
-        except (ValueError, RankFailure) as error:
+        except (ValueError, OSError, RankFailure) as error:
             self._error = error
         except Exception as error:
             failure = RankFailure(self._world.rank, prepared.what, f"{type(error).__name__}: {error}")

@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.storage import WriteResult
 
+from hydragraph.runtime.checkpoint.disk import file_errors
 from hydragraph.runtime.checkpoint.entry import decoded, encoded, packed
 from hydragraph.runtime.checkpoint.folder import PathLike, commit, make_scratch, written_files
 from hydragraph.runtime.checkpoint.manifest import FORMAT, Manifest, check_files, check_model, read_manifest, versions
@@ -65,6 +66,7 @@ def save(
 
     Raises:
         ValueError: on all ranks: `path` is something else, or something cannot be stored.
+        OSError: this rank cannot write there, for want of room, say.
         RankFailure: another rank failed while writing; that rank raises its own error.
     """
     write(prepare(path, home, optimizer, extra, groups), groups)
@@ -128,7 +130,7 @@ def write(prepared: Prepared, groups: Groups) -> None:
     """Write what `prepare` returned and put it in its place; all ranks call it, in any thread that owns the groups.
 
     Raises:
-        ValueError, RankFailure: as for `save`; what was at the path stays as it was.
+        ValueError, OSError, RankFailure: as for `save`; what was at the path stays as it was.
     """
     what, rank, scratch = prepared.what, groups.world.rank, prepared.scratch
     try:
@@ -137,7 +139,13 @@ def write(prepared: Prepared, groups: Groups) -> None:
         manifest = Manifest(
             FORMAT, versions(), groups.world.ranks, dict(prepared.parameters), prepared.optimizer, files
         )
-        together(groups, what, lambda: commit(prepared.path, scratch, manifest) if rank == 0 else None)
+
+        def put_in_place() -> None:
+            if rank == 0:
+                with file_errors(scratch, prepared.path):
+                    commit(prepared.path, scratch, manifest)
+
+        together(groups, what, put_in_place)
     except BaseException:
         if rank == 0:
             prepared.discard()
@@ -158,13 +166,14 @@ def load(path: PathLike, home: HomeState, optimizer: torch.optim.Optimizer | Non
         The `extra` it was saved with, on every rank.
 
     Raises:
+        Damaged: on all ranks, or on some and a ValueError in the same words on others: it is not what was written.
         ValueError: on all ranks: no whole checkpoint is there, or it is of another model or optimizer.
     """
     path, what = Path(path), f"load checkpoint {path}"
     manifest = together(groups, what, lambda: read_manifest(path))[0]
     check_files(path, manifest, groups, what)
     together(groups, what, lambda: check_model(path, manifest, _shapes(home), kind_of(optimizer)))
-    reader = Reader(path)
+    reader = Reader(path, manifest.files)
     metadata = together_own(groups, what, reader.read_metadata)
     states = together_own(groups, what, lambda: allocated(metadata, home) if optimizer else {})
     contents: dict[str, Sharded | bytes] = {_ENTRY: b"", **sharded_weights(home)}
@@ -195,17 +204,19 @@ def _write_entries(prepared: Prepared, groups: Groups) -> None:
         return writer.prepare_global_plan(plans), metadata
 
     def write_own() -> list[WriteResult]:
-        try:
+        with file_errors(prepared.scratch, prepared.path):
             return writer.write_data(planner.finish_plan(plans[groups.world.rank]), planner).wait()
-        except OSError as error:
-            if error.errno is not None and error.filename is None:  # a full disk's does not say where
-                error.filename = str(prepared.path)
-            raise
 
     local = together(groups, what, plan)
     plans, metadata = cast(tuple[list[SavePlan], Metadata], together(groups, what, plan_all)[0])
     results = together(groups, what, write_own)
-    together(groups, what, lambda: writer.finish(metadata, results) if leader else None)
+
+    def finish() -> None:
+        if leader:
+            with file_errors(prepared.scratch, prepared.path):
+                writer.finish(metadata, results)
+
+    together(groups, what, finish)
 
 
 def _run(action: Callable[..., object], groups: Groups, what: str, **arguments: object) -> None:

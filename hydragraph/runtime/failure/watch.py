@@ -42,7 +42,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store  # type: ignore[attr-defined]
 
-from hydragraph.errors import RankFailure
+from hydragraph.errors import RankFailure, Stopped
 from hydragraph.runtime.failure import stacks
 from hydragraph.runtime.failure.asker import Asker, Unanswered
 from hydragraph.runtime.failure.board import PROGRESS_S
@@ -77,7 +77,7 @@ _SUSPECT_S = 1.5  # once communication has failed: a process that has been stopp
 _PATIENCE = timedelta(seconds=2.5)  # to learn who is at fault; longer than _SUSPECT_S
 _LAST_CHANCE = timedelta(seconds=0.5)  # for waits to end by the cut; it takes effect within 0.1 s where it does
 _MEETING = timedelta(seconds=30)  # for the store's answers when ranks meet
-_TOGETHER = (ValueError, FloatingPointError)  # what ranks refuse, they refuse alike
+_TOGETHER = (ValueError, FloatingPointError, Stopped)  # what ranks refuse, they refuse alike
 _AGREED = "_hydragraph_agreed"
 
 

@@ -1,0 +1,165 @@
+"""Being asked to stop, by SIGTERM (a preemption) or Ctrl-C: the work in hand is finished and saved first.
+
+Signals reach processes in different ways, and each role answers them in its own:
+
+- a process that trains by itself, or under torchrun, which hands signals on: notes the first, and ends itself where the
+  work in hand takes longer than the grace; a second Ctrl-C ends it at once.
+- a launcher: passes the first on to its ranks as SIGTERM, waits for them as long, and then, or at a second Ctrl-C,
+  kills them.
+- a rank of a launcher: notes the first and nothing else. A terminal sends Ctrl-C to it too; its launcher decides.
+
+Before there is any work in hand nothing can be lost, and the first signal ends the process by an exception.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any, Protocol
+
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_RESERVED = 0.1  # of the grace, for processes to end
+_RESERVED_AT_MOST_S = 2.0
+_SHOW_CURSOR = "\x1b[?25h"  # a progress bar hides it
+
+
+class Interrupted(BaseException):
+    """A signal came before there was any work in hand."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.signal = number
+
+
+class Overdue(BaseException):
+    """The work in hand took longer than the grace."""
+
+
+class Process(Protocol):
+    """A process that can be asked to end."""
+
+    def terminate(self) -> None:
+        """Send it SIGTERM."""
+
+
+class Relay:
+    """Whom a launcher passes requests on to."""
+
+    def __init__(self) -> None:
+        self._processes: Sequence[Process] = ()
+
+    @contextmanager
+    def to(self, processes: Sequence[Process]) -> Iterator[None]:
+        """Pass requests on to these, inside."""
+        self._processes = processes
+        try:
+            yield
+        finally:
+            self._processes = ()
+
+    def tell(self) -> bool:
+        """Pass a request on; return False where there is nobody."""
+        for process in self._processes:
+            process.terminate()
+        return bool(self._processes)
+
+
+class Stopping:
+    """Listens for requests to stop; a context manager, which outside the main thread does nothing.
+
+    Args:
+        grace_s: seconds from a request until the process has ended, whatever it is doing.
+        relay: of a launcher.
+        led: whether this is a rank of such a launcher.
+        overdue: returns what to say where the grace was not enough.
+
+    Attributes:
+        signal: the first that came; 0 while none has.
+    """
+
+    def __init__(
+        self,
+        grace_s: float,
+        *,
+        relay: Relay | None = None,
+        led: bool = False,
+        overdue: Callable[[], str] = lambda: "it was ended",
+    ) -> None:
+        self.signal = 0
+        self._grace_s, self._work_s = grace_s, grace_s - min(_RESERVED * grace_s, _RESERVED_AT_MOST_S)
+        self._relay, self._led, self._overdue = relay, led, overdue
+        self._before: dict[int, Any] = {}
+        self._in_hand, self._interrupts = False, 0
+        self._timer: threading.Timer | None = None
+
+    def __enter__(self) -> Stopping:
+        if threading.current_thread() is threading.main_thread():
+            for number in _SIGNALS:
+                # Who is to ignore a signal (a shell's background job, nohup) goes on doing so.
+                if signal.getsignal(number) not in (signal.SIG_IGN, None):
+                    self._before[number] = signal.signal(number, self._heard)
+            if self._relay is not None:
+                self._before[signal.SIGALRM] = signal.signal(signal.SIGALRM, self._late)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        if signal.SIGALRM in self._before:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    @contextmanager
+    def working(self) -> Iterator[None]:
+        """Have requests noted only, inside: whoever works there looks at `signal`."""
+        self._in_hand = True
+        try:
+            yield
+        finally:
+            self._in_hand = False
+
+    def _heard(self, number: int, _: object) -> None:
+        self._interrupts += number == signal.SIGINT
+        if self.signal:
+            if self._interrupts > 1 and not self._led:
+                self._at_once()
+            return
+        self.signal = number
+        if not (self._in_hand if self._relay is None else self._relay.tell()):
+            raise Interrupted(number)
+        if self._led:
+            return
+        if int(os.environ.get("RANK", "0")) == 0:
+            _say(f"stopping after this step, within {self._grace_s:g} s; Ctrl-C again ends at once")
+        if self._relay is not None:
+            signal.setitimer(signal.ITIMER_REAL, self._work_s)
+            return
+        # A thread, because the main one may be waiting for another rank in a call that no signal interrupts.
+        self._timer = threading.Timer(self._work_s, self._end)
+        self._timer.daemon = True
+        self._timer.start()
+
+    def _at_once(self) -> None:
+        if self._relay is not None:
+            raise KeyboardInterrupt
+        _say("stopped at once")
+        os._exit(128 + signal.SIGINT)
+
+    def _late(self, _: int, __: object) -> None:
+        raise Overdue
+
+    def _end(self) -> None:
+        _say(self._overdue())
+        os._exit(1)
+
+
+def _say(sentence: str) -> None:
+    """Write a sentence; not by print, which a signal may have interrupted."""
+    shown = _SHOW_CURSOR if sys.stderr.isatty() else ""
+    with suppress(OSError, ValueError):  # nobody reads it
+        os.write(sys.stderr.fileno(), f"{shown}hydragraph: {sentence}\n".encode())
