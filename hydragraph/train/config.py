@@ -261,6 +261,7 @@ class TrainConfig:
         keep: how many of the latest checkpoints stay.
         grace_s: seconds that a run which is asked to stop (SIGTERM, Ctrl-C) has to finish its step and save; then it
             ends all the same.
+        progress_s: seconds in which no rank moves on while some wait; then all fail, and say what they were doing.
         output: the run folder.
     """
 
@@ -284,6 +285,7 @@ class TrainConfig:
     checkpoint_every: int = 0
     keep: int = 2
     grace_s: float = 30.0
+    progress_s: float = 600.0
     output: str = "runs/train"
 
     def __post_init__(self) -> None:
@@ -295,6 +297,7 @@ class TrainConfig:
         if self.max_grad_norm is not None:
             _check_number("max_grad_norm", self.max_grad_norm)
         _check_number("grace_s", self.grace_s, 0.1)
+        _check_number("progress_s", self.progress_s, 1.0)
         _check_choice("dtype", self.dtype, DTYPES)
         if self.backend is not None:
             _check_choice("backend", self.backend, BACKENDS)

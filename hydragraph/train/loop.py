@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from hydragraph.cost.profile import Profile
@@ -18,6 +17,7 @@ from hydragraph.errors import Stopped
 from hydragraph.planner.policy import Policy
 from hydragraph.runtime.checkpoint.folder import prune
 from hydragraph.runtime.checkpoint.manifest import Damaged
+from hydragraph.runtime.failure.watch import agreed
 from hydragraph.runtime.launch import World, join
 from hydragraph.runtime.stopping import Stopping
 from hydragraph.runtime.trace import Exposed, Span, write_trace
@@ -161,7 +161,8 @@ def train(
         FloatingPointError: a loss or gradient is not finite; nothing was updated, and the last checkpoint stays.
     """
     world, folder = join(config.device), RunFolder(Path(config.output))
-    with ExitStack() as owned:
+    world.watch.progress_s = config.progress_s
+    with world.calling("train"), ExitStack() as owned:
 
         def own() -> Checkpoint | None:
             last = folder.check(config, begin, step)
@@ -209,6 +210,7 @@ def _session(
         device=world.device,
         backend=config.backend,
         check=config.check,
+        progress_s=config.progress_s,
     )
     if config.model.weights is not None and start.last is None:
         executor.load_pretrained(Path(config.model.weights))
@@ -253,7 +255,7 @@ def _load(
         try:
             return last, executor.load(last.path)
         except ValueError as error:  # raised on all ranks, but perhaps as Damaged only where the damage was seen
-            if not any(_gather(world, isinstance(error, Damaged))) or not fall_back:
+            if not any(world.gather(isinstance(error, Damaged))) or not fall_back:
                 raise
             reason = error
         earlier = _together(world, world.rank == 0, partial(folder.replace_damaged, last))[0]
@@ -330,7 +332,7 @@ def shared_tokens(config: TrainConfig, world: World, watcher: Watcher) -> Tokens
     watched = watcher.preparing
     _together(world, world.local_rank == 0, lambda: verify(prepare(config, watched), watched))
     tokens = open_tokens(prepare(config))
-    found = _gather(world, tokens.file.fingerprint)
+    found = world.gather(tokens.file.fingerprint)
     if len(set(found)) > 1:
         different = next(rank for rank, each in enumerate(found) if each != found[0])
         raise ValueError(f"data: rank {different} read another corpus than rank 0: give every host the same files")
@@ -432,7 +434,7 @@ def _prune(run: _Run) -> None:
 
 def _write_trace(run: _Run) -> None:
     """Gather the ranks' spans, write them, and record no more."""
-    per_rank = _gather(run.world, run.executor.spans or [])
+    per_rank = run.world.gather(run.executor.spans or [])
     run.executor.spans = None
     if run.watcher is not None:
         write_trace(per_rank, run.folder.trace)
@@ -461,15 +463,6 @@ def _due(step: int, every: int, steps: int) -> bool:
     return step == steps or (every > 0 and step % every == 0)
 
 
-def _gather(world: World, value: T) -> list[T]:
-    """Return every rank's value."""
-    if world.ranks == 1:
-        return [value]
-    found: list[Any] = [None] * world.ranks
-    dist.all_gather_object(found, value)
-    return found
-
-
 def _together(world: World, acts: bool, make: Callable[[], T]) -> list[T | None]:
     """Call a function on the ranks that act, and return every rank's result; an error on one is raised on all."""
     value: T | None = None
@@ -480,9 +473,9 @@ def _together(world: World, acts: bool, make: Callable[[], T]) -> list[T | None]
         except Exception as raised:
             error = raised
     # The error as text: not every exception can be pickled.
-    found = _gather(world, (value, None if error is None else str(error)))
+    found = world.gather((value, None if error is None else str(error)))
     if error is not None:
-        raise error
+        raise agreed(error)
     for _, text in found:
         if text is not None:
             raise ValueError(text)

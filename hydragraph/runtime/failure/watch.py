@@ -111,10 +111,11 @@ class Watch:
         self._describe: Callable[[int, int], str] = lambda _, index: f"instruction {index}"
         self._fault: Fault | None = None
         self._step = 0
-        self._inside, self._own = 0, threading.local()  # calls under way, on all threads and on each
+        self._inside, self._waits = 0, 0  # calls and waits under way, on all threads
+        self._own, self._main = threading.local(), threading.get_ident()
         self._guarded: set[tuple[int, str]] = set()
         self._aborts: list[Callable[[], None]] = []
-        self._cutting = threading.Lock()
+        self._cutting, self._counting = threading.Lock(), threading.Lock()
         self._cut_at: float | None = None
         self._stopped = threading.Event()
         self._judge, self._stall = Judge(stopped_s), Stall()
@@ -232,22 +233,32 @@ class Watch:
     @contextmanager
     def _entered(self, what: str) -> Iterator[None]:
         self.check()
-        depth = getattr(self._own, "depth", 0)
-        self._own.depth = depth + 1
-        with self._cutting:
+        calls = self._calls
+        calls.append(what)
+        with self._counting:
             self._inside += 1
-        if self._thread is not None and not depth:
-            self._board.call(self.rank, what)
-            self._place(None)
+        self._show(what)
         try:
             yield
         finally:
-            self._own.depth = depth
-            with self._cutting:
+            calls.pop()
+            with self._counting:
                 self._inside -= 1
-            if self._thread is not None and not depth:
-                self._board.call(self.rank, "")
-                self._place(None)
+            self._show(calls[-1] if calls else "")
+
+    @property
+    def _calls(self) -> list[str]:
+        """The calls that this thread is in, the innermost last."""
+        if not hasattr(self._own, "calls"):
+            self._own.calls = []
+        calls: list[str] = self._own.calls
+        return calls
+
+    def _show(self, call: str) -> None:
+        """Write the call that this rank is in on its board; what runs beside it (a save) does not count."""
+        if self._thread is not None and threading.get_ident() == self._main:
+            self._board.call(self.rank, call)
+            self._place(None)
 
     def _fail(self, error: BaseException) -> None:
         """Raise the failure that an error of communication stands for, or report this rank's own error."""
@@ -275,7 +286,7 @@ class Watch:
         except (_Disconnected, RankFailure, torch.OutOfMemoryError):
             raise
         except RuntimeError as error:
-            if not getattr(self._own, "depth", 0):
+            if not self._calls:
                 raise
             raise _Disconnected(str(error)) from error
 
@@ -285,12 +296,17 @@ class Watch:
         if self._thread is None:
             yield
             return
-        self._board.waits(self.rank, True)
+        self._waited(1)
         try:
             yield
         finally:
+            self._waited(-1)
+
+    def _waited(self, change: int) -> None:
+        with self._counting:
+            self._waits += change
             if self._thread is not None:
-                self._board.waits(self.rank, False)
+                self._board.waits(self.rank, self._waits > 0)
 
     def wait(self, work: Work, waiter: Waiter | None = None) -> None:
         """Wait for an operation of gloo's, or until communication has been ended; a waiter serves one thread."""
@@ -333,7 +349,7 @@ class Watch:
     def report(self, error: BaseException) -> None:
         """Write this rank's own error as the fault (unless there is one) and end its communication."""
         if self._thread is not None:
-            self._agree(Fault(self.rank, self._step, self._instruction(self.rank), _text(error), self._host))
+            self._agree(Fault(self.rank, self._step, self._here(), _text(error), self._host))
             self._cut()
 
     def ended_by(self, error: BaseException) -> None:
@@ -359,7 +375,7 @@ class Watch:
                 time.sleep(2 * _POLL.total_seconds())  # the launcher knows better how it ended
                 self._accuse(accused)
             time.sleep(_POLL.total_seconds() / 2)
-        own = Fault(self.rank, self._step, self._instruction(self.rank), _text(cause), self._host)
+        own = Fault(self.rank, self._step, self._here(), _text(cause), self._host)
         fault = self._fault or self._agree(own)
         self._cut()
         return self._failure(fault)
@@ -485,6 +501,11 @@ class Watch:
         """Return the instruction or the call that a rank is at, or "" where nothing is known of it."""
         progress = self._board.read(rank)
         return progress.call if progress.instruction is None else self._described(rank, progress.instruction)
+
+    def _here(self) -> str:
+        """Return where this thread is."""
+        beside = threading.get_ident() != self._main and self._calls
+        return self._calls[-1] if beside else self._instruction(self.rank)
 
     def _described(self, rank: int, index: int) -> str:
         try:
