@@ -116,6 +116,6 @@ def test_pickled_weights_run_nothing(tmp_path: Path) -> None:
     build_model(llama(), 50, 7, 0).save_pretrained(tmp_path)  # type: ignore[operator]
     (tmp_path / "model.safetensors").unlink()
     torch.save({"lm_head.weight": Runs()}, tmp_path / "pytorch_model.bin")
-    with pytest.raises(Exception, match="weights_only|WeightsUnpickler|unsafe|load file"):
+    with pytest.raises(Exception, match=r"weights_only|WeightsUnpickler|unsafe|load file"):
         build_model(ModelConfig(path=str(tmp_path)), 50, 7, 0)
     assert not (tmp_path / "ran").exists()

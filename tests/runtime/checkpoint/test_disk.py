@@ -14,9 +14,13 @@ TORCH = "[enforce fail at inline_container.cc:672] . unexpected pos 1408 vs 1302
 
 
 def test_where_is_added_to_an_error_that_lacks_it(tmp_path: Path) -> None:
-    with pytest.raises(OSError, match=r"No space left on device: .*shown"), file_errors(tmp_path, tmp_path / "shown"):
-        with Path("/dev/full").open("w") as file:
-            file.write("x")
+    said = r"No space left on device: .*shown"
+    with (
+        pytest.raises(OSError, match=said),
+        file_errors(tmp_path, tmp_path / "shown"),
+        Path("/dev/full").open("w") as f,
+    ):
+        f.write("x")
     with pytest.raises(FileNotFoundError, match="other"), file_errors(tmp_path, tmp_path / "shown"):
         (tmp_path / "other").read_text()
 
