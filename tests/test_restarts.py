@@ -89,6 +89,42 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]
     return curve(folder)
 
 
+@pytest.mark.parametrize(
+    ("torchrun", "number", "code"),
+    [
+        (False, signal.SIGTERM, 0),
+        pytest.param(False, signal.SIGINT, 130, marks=pytest.mark.thorough),
+        # The agent hands a signal on, waits for its ranks, and ends with an error of its own.
+        pytest.param(True, signal.SIGTERM, 1, marks=pytest.mark.thorough),
+    ],
+    ids=["launch", "Ctrl-C", "torchrun"],
+)
+def test_a_run_that_is_asked_to_stop_saves_and_its_curve_goes_on(
+    torchrun: bool, number: signal.Signals, code: int, undisturbed: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    command = [*TORCHRUN, "-m", "hydragraph.cli"] if torchrun else LOCAL
+    config = configured(tmp_path / "cut", asynchronous=not torchrun)
+    process = subprocess.Popen(
+        [*command, "train", str(config)], cwd=ROOT, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    try:
+        deadline = time.monotonic() + LIMIT_S
+        while not begun(tmp_path / "cut") and process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.005)
+        os.killpg(process.pid, number)  # as a terminal or a cluster's scheduler does: all processes hear of it
+        _, errors = process.communicate(timeout=LIMIT_S)
+    finally:
+        process.kill()
+    assert process.returncode == code, errors[-3000:]
+    done = len(curve(tmp_path / "cut"))
+    assert 15 <= done < STEPS
+    last = tmp_path / "cut" / "run" / "checkpoints" / f"step-{done:08d}"
+    assert f"stopped after step {done} of {STEPS}, saved in {last}: go on with --resume" in errors
+    result = run("train", config, "--resume")
+    assert result.exit_code == 0, result.output
+    assert curve(tmp_path / "cut") == undisturbed
+
+
 @pytest.mark.parametrize("torchrun", [False, True], ids=["launch", "torchrun"])
 def test_a_killed_rank_is_restarted_and_the_curve_is_the_same(
     torchrun: bool, undisturbed: list[dict[str, Any]], tmp_path: Path

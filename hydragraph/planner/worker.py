@@ -1,11 +1,13 @@
 """A process that plans: `python -m hydragraph.planner.worker` reads mini-batches from stdin, writes choices to stdout.
 
-It is started by its module's name, so a training script is never imported again, guarded by `__main__` or not.
+It is started by its module's name, so a training script is never imported again, guarded by `__main__` or not. It ends
+when its input does.
 """
 
 from __future__ import annotations
 
 import pickle
+import signal
 import sys
 from typing import BinaryIO
 
@@ -25,5 +27,7 @@ def serve(source: BinaryIO, target: BinaryIO) -> None:
 
 
 if __name__ == "__main__":
+    for number in (signal.SIGINT, signal.SIGTERM):  # sent to the whole process group; training may finish a step first
+        signal.signal(number, signal.SIG_IGN)
     output, sys.stdout = sys.stdout, sys.stderr  # what a library prints must not come between the answers
     serve(sys.stdin.buffer, output.buffer)

@@ -173,6 +173,8 @@ class RunFolder:
     @property
     def how_to_go_on(self) -> str:
         """A clause that names the last good checkpoint."""
+        if not self.path.is_dir():
+            return f"{self.path} is gone, and its checkpoints with it"
         last = self.last()
         return "there is no checkpoint yet" if last is None else f"{last.path} stays the last checkpoint (--resume)"
 

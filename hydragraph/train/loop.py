@@ -296,7 +296,8 @@ def _naming_the_checkpoint(folder: RunFolder) -> Iterator[None]:
     except (ConnectionError, TimeoutError):
         raise  # OSErrors, but not of files
     except OSError as error:
-        raise OSError(f"{error}; {folder.how_to_go_on}") from error
+        where = "" if error.errno is None or error.filename is not None else f": '{folder.path}'"
+        raise OSError(f"{error}{where}; {folder.how_to_go_on}") from error
 
 
 def _chosen_from(config: TrainConfig, strategies: tuple[Strategy, ...], tokens: Tokens) -> dict[str, Any]:

@@ -52,6 +52,21 @@ def test_a_dead_worker_is_replaced_and_its_mini_batch_planned() -> None:
     assert service.pids == []
 
 
+def test_signals_to_the_whole_process_group_leave_workers_to_their_service() -> None:
+    service = PlanService(SETTING, workers=1, ahead=3)
+    try:
+        assert service.submit(BATCHES[0])
+        assert service.take(BATCHES[0], PATIENCE_S) is not None
+        for number in (signal.SIGINT, signal.SIGTERM):
+            os.kill(service.pids[0], number)
+        assert service.submit(BATCHES[1])
+        assert service.take(BATCHES[1], PATIENCE_S) is not None
+        assert service.replaced == 0
+    finally:
+        service.close()
+    assert service.pids == []
+
+
 def test_the_queue_is_bounded_and_unknown_mini_batches_are_not_waited_for() -> None:
     service = PlanService(SETTING, workers=1, ahead=1)
     try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -218,6 +219,21 @@ def test_the_store_listens_on_this_host_alone() -> None:
     lines = [x.split() for name in ("tcp", "tcp6") for x in Path(f"/proc/net/{name}").read_text().splitlines()[1:]]
     listening = [fields[1] for fields in lines if fields[3] == "0A" and fields[1].endswith(f":{store.port:04X}")]
     assert listening == [f"0100007F:{store.port:04X}"]
+
+
+def meet_a_stranger() -> float:
+    if dist.get_rank() == 0:
+        for said in (b"GET / HTTP/1.1\r\n\r\n", bytes(64), b"\xff" * 4096):
+            with socket.create_connection((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))) as connection:
+                connection.sendall(said)
+    dist.new_group([0, 1])  # gloo's addresses travel through the store
+    found = torch.ones(1)
+    dist.all_reduce(found)
+    return float(found)
+
+
+def test_a_stranger_that_speaks_another_protocol_to_the_store_disturbs_nothing() -> None:
+    assert launch(meet_a_stranger, 2) == [2.0, 2.0]
 
 
 SCRIPT = """

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from hydragraph.errors import Stopped
+from hydragraph.runtime.checkpoint.manifest import Damaged
 from hydragraph.runtime.trace import Exposed, Span
 from hydragraph.spec.strategy import Strategy
 from hydragraph.train.metrics import Metrics
@@ -81,6 +82,8 @@ class PlainExecutor:
         (path / "complete.json").write_text("{}")  # what `runtime.checkpoint` knows a checkpoint by
 
     def load(self, path: Path) -> dict[str, Any]:
+        if (path / "damaged").exists():
+            raise Damaged(f"checkpoint {path}: state.pt is corrupt")
         model, optimizer, extra = torch.load(path / "state.pt")
         self.model.load_state_dict(model)
         self.optimizer.load_state_dict(optimizer)

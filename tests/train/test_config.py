@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from hydragraph.train.config import TrainConfig
+from hydragraph.train.config import TrainConfig, differences
 from tests.train.plain import settings
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo.yaml"
@@ -102,6 +102,23 @@ def test_a_wrong_override_is_named(tmp_path: Path, text: str, sentence: str) -> 
     with pytest.raises(ValueError, match=r"^override") as caught:
         TrainConfig.load(write(tmp_path, {}), [text])
     assert sentence in str(caught.value)
+
+
+def test_differences_name_every_field_that_changed(tmp_path: Path) -> None:
+    before = TrainConfig.load(write(tmp_path, {}))
+    texts = ["steps=7", "model.config.hidden_size=32", "optimizer.eps=1e-6", 'strategies=["<tp1,pp1>"]', "grace_s=5"]
+    after = TrainConfig.load(write(tmp_path, {}), texts)
+    assert differences(before, before) == []
+    found = differences(before, after)
+    assert [text.split(" ")[0] for text in found] == [
+        "model.config.hidden_size",
+        "strategies",
+        "steps",
+        "optimizer.eps",
+        "grace_s",
+    ]
+    assert found[0] == f"model.config.hidden_size {before.model.config['hidden_size']} -> 32"  # type: ignore[index]
+    assert found[3:] == ["optimizer.eps none -> 1e-06", "grace_s 30.0 -> 5"]
 
 
 def test_the_demo_is_a_config_for_four_ranks() -> None:

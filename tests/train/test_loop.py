@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from hydragraph.runtime.stopping import Stopping
 from hydragraph.spec.record import from_record
 from hydragraph.train import loop
 from hydragraph.train.config import TrainConfig
 from hydragraph.train.data import evaluation_batches, open_tokens, prepare
+from hydragraph.train.folder import Checkpoint
 from hydragraph.train.loop import train
 from hydragraph.train.metrics import Metrics, read_metrics
 from tests.train.plain import PlainExecutor, Watched, compile_plain, settings
@@ -154,3 +157,119 @@ def test_refuses_a_folder_that_holds_a_run(tmp_path: Path) -> None:
         train(config(tmp_path), "new", compile_plain, Watched())
     assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before
     train(config(tmp_path), "overwrite", compile_plain, Watched())
+
+
+class StoppingAfter(Watched):
+    """A watcher at whose terminal somebody asks the run to stop."""
+
+    def __init__(self, step: int) -> None:
+        super().__init__()
+        self.step, self.stopping = step, Stopping(30)
+
+    def stepped(self, metrics: Metrics) -> None:
+        super().stepped(metrics)
+        if metrics.step == self.step:
+            self.stopping.signal = 15
+
+
+@pytest.mark.parametrize("step", [3, 4], ids=["between checkpoints", "after one"])
+def test_a_run_that_is_asked_to_stop_saves_and_goes_on_as_if_it_had_not(step: int, tmp_path: Path) -> None:
+    for name in ("whole", "cut"):
+        (tmp_path / name).mkdir()
+    whole = train(config(tmp_path / "whole"), "new", compile_plain, Watched())
+    cut = replace(config(tmp_path / "cut"), data=config(tmp_path / "whole").data)
+    watched = StoppingAfter(step)
+    outcome = train(cut, "new", compile_plain, watched, stopping=watched.stopping)
+    assert outcome.stopped == 15
+    assert [m.step for m in outcome.history] == list(range(1, step + 1))
+    assert outcome.folder.last() == Checkpoint(outcome.folder.place(step), step)
+    assert not outcome.folder.model.exists()
+    resumed = train(cut, "resume", compile_plain, Watched())
+    assert resumed.stopped == 0
+    assert curve(resumed.history) == curve(whole.history)
+
+
+def test_a_run_that_is_asked_to_stop_before_its_first_step_saves_nothing(tmp_path: Path) -> None:
+    stopping = Stopping(30)
+    stopping.signal = 2
+    outcome = train(config(tmp_path), "new", compile_plain, Watched(), stopping=stopping)
+    assert outcome.stopped == 2
+    assert outcome.folder.last() is None
+
+
+def test_resuming_says_where_and_what_the_config_changes(tmp_path: Path) -> None:
+    train(config(tmp_path), "new", compile_plain, Watched())
+    watched = Watched()
+    optimizer = {"lr": 0.02, "weight_decay": 0.0}
+    train(config(tmp_path, steps=7, optimizer=optimizer, max_grad_norm=None), "resume", compile_plain, watched)
+    assert watched.notes == [
+        f"continuing after step 6 of 7, from {tmp_path / 'run' / 'checkpoints' / 'step-00000006'}; changed since: "
+        "steps 6 -> 7, optimizer.lr 0.01 -> 0.02, max_grad_norm 1.0 -> none"
+    ]
+    watched = Watched()
+    train(config(tmp_path, steps=7, optimizer=optimizer, max_grad_norm=None), "resume", compile_plain, watched)
+    assert watched.notes[0].endswith("step-00000007")
+
+
+def test_a_damaged_checkpoint_is_set_aside_for_the_one_before_it(tmp_path: Path) -> None:
+    whole = train(config(tmp_path, keep=3), "new", compile_plain, Watched())
+    places = [whole.folder.place(step) for step in (2, 4, 6)]
+    for place in places[1:]:
+        (place / "damaged").touch()
+    watched = Watched()
+    resumed = train(config(tmp_path, keep=1), "resume", compile_plain, watched)
+    assert watched.notes[0] == (
+        f"DAMAGED, and set aside: checkpoint {places[2]}: state.pt is corrupt; trying {places[1]}"
+    )
+    assert watched.notes[2].startswith(f"continuing after step 2 of 6, from {places[0]}")
+    assert curve(resumed.history) == curve(whole.history)
+    names = sorted(path.name.split("-")[1] for path in whole.folder.checkpoints.iterdir())
+    assert names == ["00000004.damaged", "00000006", "00000006.damaged"]
+
+
+def test_where_every_checkpoint_is_damaged_all_stay_where_they_are(tmp_path: Path) -> None:
+    whole = train(config(tmp_path, keep=1), "new", compile_plain, Watched())
+    (whole.folder.place(6) / "damaged").touch()
+    with pytest.raises(ValueError, match=r"step-00000006: state\.pt is corrupt"):
+        train(config(tmp_path), "resume", compile_plain, Watched())
+    assert whole.folder.place(6).is_dir()
+
+
+def test_resuming_from_an_earlier_step_sets_later_checkpoints_aside(tmp_path: Path) -> None:
+    whole = train(config(tmp_path, keep=3), "new", compile_plain, Watched())
+    with pytest.raises(ValueError, match="after step 3: there is step-2 or step-4 or step-6"):
+        train(config(tmp_path), "resume", compile_plain, Watched(), step=3)
+    (whole.folder.place(4) / "damaged").touch()
+    with pytest.raises(ValueError, match="corrupt"):  # it was asked for, so no other will do
+        train(config(tmp_path, keep=3), "resume", compile_plain, Watched(), step=4)
+    (whole.folder.place(4) / "damaged").unlink()
+    watched = StoppingAfter(5)
+    train(config(tmp_path, keep=1), "resume", compile_plain, watched, step=4, stopping=watched.stopping)
+    assert [m.step for m in watched.steps] == [5]
+    assert whole.folder.last() == Checkpoint(whole.folder.place(5), 5)
+    resumed = train(config(tmp_path), "resume", compile_plain, Watched())
+    assert curve(resumed.history) == curve(whole.history)
+    assert sorted(p.name.split("-")[1] for p in whole.folder.checkpoints.iterdir()) == [
+        "00000005",
+        "00000006",
+        "00000006.later",
+    ]
+
+
+def test_a_folder_that_vanishes_ends_the_run_with_a_sentence(tmp_path: Path) -> None:
+    class Removing(Watched):
+        def stepped(self, metrics: Metrics) -> None:
+            (tmp_path / "run").rename(tmp_path / "moved")
+
+    with pytest.raises(OSError, match=r"No such file.*metrics\.jsonl.*run is gone, and its checkpoints with it"):
+        train(config(tmp_path, checkpoint_every=0), "new", compile_plain, Removing())
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_output_that_cannot_be_written_is_refused_before_anything_is_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "access", lambda *_: False)  # as on a read-only file system; root may write anywhere else
+    with pytest.raises(OSError, match=r"run cannot be written \(.* is read-only here\): choose another output"):
+        train(config(tmp_path), "new", compile_plain, Watched())
+    assert not (tmp_path / "run").exists()

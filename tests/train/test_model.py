@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -74,5 +75,47 @@ def test_a_directory_with_code_of_its_own_is_refused(how: Callable[..., object],
     (tmp_path / "config.json").write_text(json.dumps(mapped))
     (tmp_path / "code.py").write_text("raise SystemExit('it ran')")
     arguments = (0, 0) if how is build_model else (0,)
-    with pytest.raises(ValueError, match=r"model\.path .*code of its own .* is not run"):
+    with pytest.raises(
+        ValueError, match=r"model\.path .*code of its own .* is not run.* model\.trust_remote_code: true"
+    ):
         how(ModelConfig(path=str(tmp_path)), 10, *arguments)
+
+
+@pytest.mark.parametrize("how", [build_model, skeleton])
+def test_code_of_its_own_is_run_where_the_config_says_so(
+    how: Callable[..., object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    mapped = {"model_type": "its_own", "auto_map": {"AutoConfig": "own.Own", "AutoModelForCausalLM": "own.Model"}}
+    (tmp_path / "config.json").write_text(json.dumps(mapped))
+    (tmp_path / "own.py").write_text("raise ArithmeticError('it ran')")
+    arguments = (0, 0) if how is build_model else (0,)
+    with pytest.raises(ArithmeticError, match="it ran"):
+        how(ModelConfig(path=str(tmp_path), trust_remote_code=True), 10, *arguments)
+
+
+@pytest.mark.parametrize("how", [build_model, skeleton])
+def test_code_beside_a_model_that_transformers_has_is_not_run(how: Callable[..., object], tmp_path: Path) -> None:
+    model = build_model(llama(), 50, 7, 0)
+    model.save_pretrained(tmp_path)  # type: ignore[operator]
+    settings = json.loads((tmp_path / "config.json").read_text())
+    settings["auto_map"] = {"AutoConfig": "own.Own", "AutoModelForCausalLM": "own.Model"}
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    for name in ("own", "modeling_llama", "generate"):
+        (tmp_path / f"{name}.py").write_text("import os; os._exit(77)")
+    arguments = (7, 0) if how is build_model else (7,)
+    found = how(ModelConfig(path=str(tmp_path)), 50, *arguments)
+    assert type(found).__module__.startswith("transformers.")
+
+
+def test_pickled_weights_run_nothing(tmp_path: Path) -> None:
+    class Runs:
+        def __reduce__(self) -> tuple[Any, ...]:
+            return os.system, (f"touch {tmp_path / 'ran'}",)
+
+    build_model(llama(), 50, 7, 0).save_pretrained(tmp_path)  # type: ignore[operator]
+    (tmp_path / "model.safetensors").unlink()
+    torch.save({"lm_head.weight": Runs()}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(Exception, match=r"weights_only|WeightsUnpickler|unsafe|load file"):
+        build_model(ModelConfig(path=str(tmp_path)), 50, 7, 0)
+    assert not (tmp_path / "ran").exists()

@@ -103,7 +103,10 @@ class Saver:
         try:
             with self._world.calling(prepared.what):
                 store.write(prepared, groups)
-        except (ValueError, OSError, RankFailure) as error:
+        except (ValueError, RankFailure) as error:
+            self._error = error
+        except OSError as error:  # as of a save that training waits for: a full disk is no bug, and no rank's failure
+            _LOG.error("%s", error)  # in case that nobody asks any more
             self._error = error
         except Exception as error:
             failure = RankFailure(self._world.rank, prepared.what, f"{type(error).__name__}: {error}")

@@ -10,6 +10,7 @@ import torch
 
 from hydragraph.ir.parameter import Bucket, Parameter
 from hydragraph.runtime.checkpoint import store
+from hydragraph.runtime.checkpoint.manifest import Damaged
 from hydragraph.runtime.groups import Groups
 from hydragraph.version import __version__
 from tests.runtime.homes import ALONE, MODEL, Model, make, sgd
@@ -48,6 +49,19 @@ def test_an_incomplete_checkpoint_is_refused(made: Path, groups: Groups) -> None
     (made / "complete.json").write_text('{"format": 99}')
     with pytest.raises(ValueError, match=r"format 99, but this version reads 1"):
         store.load(made, home, optimizer, groups)
+
+
+@pytest.mark.parametrize("name", ["../../secret", "/etc/passwd", "..", "sub/file"])
+def test_a_forged_manifest_names_no_files_elsewhere(name: str, made: Path, groups: Groups) -> None:
+    manifest = json.loads((made / "complete.json").read_text())
+    forged = {**manifest, "files": {**manifest["files"], name: {"bytes": 1, "sha256": ""}}}
+    (made / "complete.json").write_text(json.dumps(forged))
+    with pytest.raises(Damaged, match=r"complete\.json is damaged .*which is no file of this checkpoint"):
+        store.load(made, *make(ALONE), groups)
+    del manifest["files"][".metadata"]
+    (made / "complete.json").write_text(json.dumps(manifest))
+    with pytest.raises(Damaged, match=r"it does not name \.metadata"):
+        store.load(made, *make(ALONE), groups)
 
 
 def test_another_model_or_optimizer_is_refused(made: Path, groups: Groups) -> None:

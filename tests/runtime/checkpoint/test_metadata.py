@@ -12,6 +12,7 @@ import torch
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter, save
 from torch.distributed.checkpoint.metadata import Metadata
 
+from hydragraph.runtime.checkpoint.manifest import Damaged
 from hydragraph.runtime.checkpoint.metadata import Reader
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -22,6 +23,10 @@ def saved(tmp_path: Path) -> Path:
     tensors = {"a": torch.arange(6.0).view(2, 3), "b": torch.ones(2, dtype=torch.bfloat16), "c": b"bytes"}
     save(tensors, storage_writer=FileSystemWriter(tmp_path), no_dist=True)
     return tmp_path
+
+
+def reader(folder: Path) -> Reader:
+    return Reader(folder, [path.name for path in folder.iterdir()])
 
 
 def write(folder: Path, value: Any) -> None:
@@ -39,7 +44,7 @@ class Runs:
 
 
 def test_what_pytorch_wrote_is_read_as_pytorch_reads_it(saved: Path) -> None:
-    found, expected = Reader(saved).read_metadata(), FileSystemReader(saved).read_metadata()
+    found, expected = reader(saved).read_metadata(), FileSystemReader(saved).read_metadata()
     found.storage_meta.load_id = expected.storage_meta.load_id = None  # type: ignore[union-attr]
     assert found == expected
     assert set(found.state_dict_metadata) == {"a", "b", "c"}
@@ -61,7 +66,7 @@ def test_a_file_that_names_anything_else_runs_nothing(saved: Path, call: Any, na
     argument = f"touch {mark}" if call is os.system else f"open({str(mark)!r}, 'w')"
     write(saved, Runs(call, argument))
     with pytest.raises(ValueError, match=rf"\.metadata cannot be read .*it names ({name}), which could run code"):
-        Reader(saved).read_metadata()
+        reader(saved).read_metadata()
     assert not mark.exists()
 
 
@@ -70,7 +75,7 @@ def test_a_name_inside_plain_classes_is_found_too(saved: Path) -> None:
     metadata.planner_data = [Runs(os.getcwd)]
     write(saved, metadata)
     with pytest.raises(ValueError, match="could run code"):
-        Reader(saved).read_metadata()
+        reader(saved).read_metadata()
 
 
 @pytest.mark.parametrize("path", ["../other/__0_0.distcp", "/etc/passwd", "sub/file"])
@@ -79,7 +84,12 @@ def test_files_elsewhere_are_refused(saved: Path, path: str) -> None:
     next(iter(metadata.storage_data.values())).relative_path = path
     write(saved, metadata)
     with pytest.raises(ValueError, match="is no file of this checkpoint"):
-        Reader(saved).read_metadata()
+        reader(saved).read_metadata()
+
+
+def test_a_file_that_nobody_has_checked_is_refused(saved: Path) -> None:
+    with pytest.raises(Damaged, match=r"names '__0_0\.distcp', which is no file of this checkpoint"):
+        Reader(saved, [".metadata"]).read_metadata()
 
 
 def test_damage_is_named(saved: Path) -> None:
@@ -87,6 +97,6 @@ def test_damage_is_named(saved: Path) -> None:
     for data in (b"", whole[: len(whole) // 2], pickle.dumps([1])):
         (saved / ".metadata").write_bytes(data)
         with pytest.raises(ValueError, match=r"\.metadata .*: use another one"):
-            Reader(saved).read_metadata()
+            reader(saved).read_metadata()
     write(saved, Metadata({}))
-    assert Reader(saved).read_metadata().state_dict_metadata == {}
+    assert reader(saved).read_metadata().state_dict_metadata == {}
