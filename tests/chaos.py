@@ -479,6 +479,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--count", type=int, default=100, help="cases")
     parser.add_argument("--seed", type=int, default=0, help="of the first case")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no case after so many")
     parser.add_argument("--fault", help="of this kind only, such as 'killed'")
     parser.add_argument("--keep", type=Path, help="a directory where the folders of failed cases stay")
     chosen = parser.parse_args()
@@ -492,8 +493,10 @@ def main() -> None:
             case = draw_case(seed, laboratory.can_mount)
             cases += [case] if chosen.fault in (None, case.fault.name) else []
             seed += 1
-        results = []
+        results, began = [], time.monotonic()
         for case in track(cases, "cases", console=Console(stderr=True)):
+            if time.monotonic() - began > 60 * chosen.minutes:
+                break
             results.append(laboratory.examine(case))
             for problem in results[-1].problems:
                 print(f"{case}: {problem}", flush=True)
