@@ -47,6 +47,7 @@ thorough: plans  ## every test, larger samples, and a thousand drawn modules (ho
 	$(PYTEST) -m '' --hypothesis-profile=thorough
 	$(BIN)/python -m tests.fuzz --count 200
 	$(BIN)/python -m tests.fuzz --modules --count 1000
+	$(BIN)/python -m tests.chaos --count 100
 
 matrix: $(STAMP)  ## run the core with every PyTorch that is supported, an environment each; README gets the table
 	$(BIN)/python -m tests.matrix

@@ -176,12 +176,11 @@ def one_rank(sizes: Sizes, rounds: int) -> dict[str, list[Timing]]:
 # Several ranks.
 
 
-def on_ranks(sizes: Sizes, rounds: int) -> dict[str, list[Timing]]:
-    """Time FSDP2, DDP and hydragraph's strategies on the ranks that this is called on, all alive together."""
+def rivals(sizes: Sizes) -> dict[str, Step]:
+    """Return FSDP2's and DDP's steps on the ranks that this is called on; a step's losses average to the global one."""
     from torch.distributed.fsdp import fully_shard
     from torch.nn.parallel import DistributedDataParallel
 
-    warnings.filterwarnings("ignore")
     ranks, rank = dist.get_world_size(), dist.get_rank()
 
     def share(turn: int) -> tuple[dict[str, Tensor], float]:
@@ -206,9 +205,14 @@ def on_ranks(sizes: Sizes, rounds: int) -> dict[str, list[Timing]]:
         fully_shard(model, mesh=mesh)
         return model
 
-    sides = {"FSDP2": baseline(sharded), "DDP": baseline(DistributedDataParallel)}
-    executables = []
-    for name, text in STRATEGIES[ranks].items():
+    return {"FSDP2": baseline(sharded), "DDP": baseline(DistributedDataParallel)}
+
+
+def on_ranks(sizes: Sizes, rounds: int) -> dict[str, list[Timing]]:
+    """Time FSDP2, DDP and hydragraph's strategies on the ranks that this is called on, all alive together."""
+    warnings.filterwarnings("ignore")
+    sides, executables = rivals(sizes), []
+    for name, text in STRATEGIES[dist.get_world_size()].items():
         strategy = hg.Strategy.parse(text, sizes.layers)
         exe = hg.compile(sizes.model(), strategy, optimizer=adamw, device="cpu", check="off")
         executables.append(exe)

@@ -17,6 +17,7 @@ from hydragraph.errors import Stopped
 from hydragraph.planner.policy import Policy
 from hydragraph.runtime.checkpoint.folder import prune
 from hydragraph.runtime.checkpoint.manifest import Damaged
+from hydragraph.runtime.checkpoint.sharing import leave_mark, see
 from hydragraph.runtime.failure.watch import agreed
 from hydragraph.runtime.launch import World, join
 from hydragraph.runtime.stopping import Stopping
@@ -170,6 +171,7 @@ def train(
             return last
 
         last = _together(world, world.rank == 0, own)[0]  # before the slow part
+        _refuse_apart(world, folder)
         start = _Start(begin, step, last)
         return _session(config, start, compile, watcher, trace, world, folder, stopping or Stopping(config.grace_s))
 
@@ -181,6 +183,17 @@ class _Start:
     begin: Begin
     step: int | None
     last: Checkpoint | None
+
+
+def _refuse_apart(world: World, folder: RunFolder) -> None:
+    """Refuse hosts that have a folder of their own at the path of the run's, where no checkpoint could be whole."""
+    mark = _together(world, world.rank == 0, lambda: leave_mark(folder.path))[0]
+    assert mark is not None
+    try:
+        _together(world, True, lambda: see(mark, f"output {folder.path}", world.rank))
+    finally:
+        if world.rank == 0:
+            mark.unlink(missing_ok=True)
 
 
 def _session(

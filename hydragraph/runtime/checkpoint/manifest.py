@@ -92,13 +92,20 @@ def read_manifest(path: Path) -> Manifest:
     )
 
 
-def check_files(path: Path, manifest: Manifest, groups: Groups, what: str) -> None:
+def check_files(path: Path, manifest: Manifest, groups: Groups, what: str, sharing: tuple[int, ...]) -> None:
     """Hash all files, each rank a share of them.
+
+    Args:
+        path: of the checkpoint.
+        manifest: its manifest.
+        groups: of all ranks.
+        what: is being done, for errors.
+        sharing: the ranks that read the same copy of it as this one.
 
     Raises:
         Damaged: on all ranks: naming every file that is missing or not what was written.
     """
-    mine = sorted(manifest.files)[groups.world.rank :: groups.world.ranks]
+    mine = sorted(manifest.files)[sharing.index(groups.world.rank) :: len(sharing)]
     found = together(groups, what, lambda: [text for n in mine if (text := _damage(path / n, manifest.files[n]))])
     damages = [text for part in found for text in part]
     if damages:

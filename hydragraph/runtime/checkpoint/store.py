@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from hydragraph.runtime.checkpoint.disk import file_errors
 from hydragraph.runtime.checkpoint.entry import decoded, encoded, packed
 from hydragraph.runtime.checkpoint.folder import PathLike, commit, make_scratch, written_files
-from hydragraph.runtime.checkpoint.manifest import FORMAT, Manifest, check_files, check_model, read_manifest, versions
+from hydragraph.runtime.checkpoint.manifest import FORMAT, Manifest, check_files, check_model, versions
 from hydragraph.runtime.checkpoint.metadata import Reader
 from hydragraph.runtime.checkpoint.optimizer import (
     Plain,
@@ -40,6 +40,7 @@ from hydragraph.runtime.checkpoint.optimizer import (
     state_key,
 )
 from hydragraph.runtime.checkpoint.planners import ShardedLoad, ShardedSave
+from hydragraph.runtime.checkpoint.sharing import read_alike, same_copy, see
 from hydragraph.runtime.failure.agreement import Failure, raise_first, together, together_own
 from hydragraph.runtime.groups import Groups
 from hydragraph.runtime.sharded import Sharded, sharded, sharded_weights
@@ -65,7 +66,7 @@ def save(
         groups: of all ranks.
 
     Raises:
-        ValueError: on all ranks: `path` is something else, or something cannot be stored.
+        ValueError: on all ranks: `path` is something else, not all see it, or something cannot be stored.
         OSError: this rank cannot write there, for want of room, say.
         RankFailure: another rank failed while writing; that rank raises its own error.
     """
@@ -122,6 +123,12 @@ def prepare(
     entry = together_own(groups, what, lambda: packed(extra, parts) if rank == 0 else b"")
     contents = together_own(groups, what, lambda: {**sharded_weights(home), **elementwise_states(home, optimizer)})
     scratch = cast(Path, together(groups, what, lambda: make_scratch(path) if rank == 0 else None)[0])
+    try:
+        together(groups, what, lambda: see(scratch, f"checkpoint {path}", rank))
+    except BaseException:
+        if rank == 0:
+            shutil.rmtree(scratch, ignore_errors=True)
+        raise
     entries: dict[str, Sharded | bytes] = {**contents, **({_ENTRY: entry} if rank == 0 else {})}
     return Prepared(path, scratch, entries, _shapes(home), kind_of(optimizer))
 
@@ -158,7 +165,7 @@ def load(path: PathLike, home: HomeState, optimizer: torch.optim.Optimizer | Non
     Every file is checked before anything is changed. Hyperparameters (learning rates, ...) are restored too.
 
     Args:
-        path: the checkpoint's directory, which all ranks see.
+        path: the checkpoint's directory, which all ranks see, or of which every host has a copy.
         home, optimizer: this rank's; no optimizer: only weights are loaded.
         groups: of all ranks.
 
@@ -170,8 +177,8 @@ def load(path: PathLike, home: HomeState, optimizer: torch.optim.Optimizer | Non
         ValueError: on all ranks: no whole checkpoint is there, or it is of another model or optimizer.
     """
     path, what = Path(path), f"load checkpoint {path}"
-    manifest = together(groups, what, lambda: read_manifest(path))[0]
-    check_files(path, manifest, groups, what)
+    manifest = read_alike(path, groups, what)
+    check_files(path, manifest, groups, what, same_copy(path, groups, what))
     together(groups, what, lambda: check_model(path, manifest, _shapes(home), kind_of(optimizer)))
     reader = Reader(path, manifest.files)
     metadata = together_own(groups, what, reader.read_metadata)

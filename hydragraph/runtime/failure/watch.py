@@ -266,9 +266,10 @@ class Watch:
             if self._fault is None:
                 self.report(error)
             return
-        failure = self.explain(error)
-        if failure.rank == self.rank and error.__cause__ is not None:
-            raise error.__cause__ from None  # nobody else failed: the error is our own
+        failure, cause = self.explain(error), error.__cause__
+        ours = self._fault is None or (self._fault.rank, self._fault.error) == (self.rank, _text(cause or error))
+        if failure.rank == self.rank and ours and cause is not None:
+            raise cause from None  # nobody else failed, and the store was there: the error is our own
         raise failure from error.__cause__
 
     def at(self, index: int) -> None:
