@@ -42,6 +42,7 @@ from hydragraph.runtime.checkpoint.saving import Saver
 from hydragraph.runtime.exchange import pull_exchange, start_pull
 from hydragraph.runtime.executor import Executor, Outcome
 from hydragraph.runtime.failure.agreement import together
+from hydragraph.runtime.failure.watch import CLOSED
 from hydragraph.runtime.groups import Groups, Role
 from hydragraph.runtime.launch import World
 from hydragraph.runtime.prepared import Preparer
@@ -159,6 +160,7 @@ class Executable:
         self._shell, self._adapted = Shell.of(model), is_peft(model)
         self._several = "cu_seqlens" in program.templates[program.blocks[-1].template].inputs
         self._watch = world.watch
+        self._watch.rest("")
         self.groups = Groups(world, TIMEOUT, watch=world.watch)
         self._saver = Saver(self.world, TIMEOUT)
         self._agree("version of hydragraph or torch", f"hydragraph {__version__}, torch {torch.__version__}")
@@ -340,6 +342,7 @@ class Executable:
             with nullcontext() if self._watch.broken else self._watch.calling("close"):
                 self._saver.close()
         finally:
+            self._watch.rest(f"{CLOSED} after step {self._steps}")
             self.groups.close()
 
     @property

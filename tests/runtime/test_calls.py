@@ -189,6 +189,19 @@ def test_a_rank_that_is_stopped_before_it_has_joined(tmp_path: Path) -> None:
     assert time.monotonic() - began < 20.0, "starting included"
 
 
+def ends_early(ready: Ready) -> None:
+    exe = ready.executable(STRATEGY, adamw)
+    for _ in range(2 if exe.rank == 1 else 3):
+        exe.step(batch())
+    exe.close()
+    time.sleep(30)
+
+
+def test_a_rank_whose_data_ends_early_is_named() -> None:
+    with pytest.raises(hg.RankFailure, match=r"rank 1 failed at `close after step 2`: it went no further"):
+        hg.launch(ends_early, RANKS, small_llama(), timeout=LIMIT)
+
+
 # Slow is not dead.
 
 

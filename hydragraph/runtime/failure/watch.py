@@ -69,6 +69,7 @@ UNREACHABLE_S = (
     7.0  # without an answer of the store; a link that was down for 3 s answers after 6.2 s, as TCP tries again
 )
 
+CLOSED = "close"  # what a rank shows that has closed its executable begins so
 _REMEDY = "restart all ranks and load the last checkpoint"
 _POLL = timedelta(seconds=0.1)  # a poll of the store costs 30-95 us
 _ROLL_S = 1.0  # between two looks at who else has arrived
@@ -113,6 +114,7 @@ class Watch:
         self._step = 0
         self._inside, self._waits = 0, 0  # calls and waits under way, on all threads
         self._own, self._main = threading.local(), threading.get_ident()
+        self._resting = ""  # what is shown between calls
         self._guarded: set[tuple[int, str]] = set()
         self._aborts: list[Callable[[], None]] = []
         self._cutting, self._counting = threading.Lock(), threading.Lock()
@@ -244,7 +246,13 @@ class Watch:
             calls.pop()
             with self._counting:
                 self._inside -= 1
-            self._show(calls[-1] if calls else "")
+            self._show(calls[-1] if calls else self._resting)
+
+    def rest(self, after: str) -> None:
+        """Show between calls what this rank did last: others may go on, and wonder why it does not answer."""
+        self._resting = after
+        if not self._calls:
+            self._show(after)
 
     @property
     def _calls(self) -> list[str]:
@@ -376,10 +384,17 @@ class Watch:
                 time.sleep(2 * _POLL.total_seconds())  # the launcher knows better how it ended
                 self._accuse(accused)
             time.sleep(_POLL.total_seconds() / 2)
+        if self._fault is None and (closed := self._closed()) is not None:
+            self._accuse(Accusation(closed, "it went no further, while others did: let every rank make the same calls"))
         own = Fault(self.rank, self._step, self._here(), _text(cause), self._host)
         fault = self._fault or self._agree(own)
         self._cut()
         return self._failure(fault)
+
+    def _closed(self) -> int | None:
+        """Return a rank of this machine that has closed what others still use."""
+        shown = {m.rank: self._board.read(m.rank).call for m in self._members}
+        return next((rank for rank, call in shown.items() if call.startswith(CLOSED)), None)
 
     def close(self) -> None:
         """Stop watching: this rank needs the others no more."""
