@@ -24,8 +24,16 @@ def leads() -> bool:
     return int(os.environ.get("RANK", "0")) == 0
 
 
+def may_be_restarted() -> bool:
+    """Say whether torchrun started this process, perhaps anew."""
+    return "TORCHELASTIC_RUN_ID" in os.environ
+
+
 def restarted() -> int:
-    """Return how many times torchrun has started all ranks anew."""
+    """Return how many times this machine's torchrun has started its ranks anew because one of them failed.
+
+    Where ranks of another machine failed, it starts its own anew too, and does not count that.
+    """
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 

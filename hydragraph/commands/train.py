@@ -14,7 +14,7 @@ import typer
 from rich.console import Console
 
 from hydragraph.commands.options import Config, Debug, Set
-from hydragraph.commands.process import launched, leads, on_ranks, quieten, restarted, running_s
+from hydragraph.commands.process import launched, leads, may_be_restarted, on_ranks, quieten, restarted, running_s
 from hydragraph.errors import RankFailure
 from hydragraph.runtime.stopping import Interrupted, Overdue, Relay, Stopping
 from hydragraph.train.config import TrainConfig
@@ -102,7 +102,7 @@ def _train(
     from hydragraph.train.folder import RunFolder
 
     folder, since = RunFolder(Path(config.output)), time.time()
-    if 0 < restarted() <= restarts:  # torchrun has started us anew
+    if may_be_restarted() and restarted() <= restarts and restarts:
         begin, step = folder.again(begin, since - running_s(os.getppid()), step)
     elif not launched():
         folder.check(config, begin, step)  # before processes are started

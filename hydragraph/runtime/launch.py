@@ -26,11 +26,14 @@ from hydragraph.runtime import fork_server
 from hydragraph.runtime.crew import Context, run_crew
 from hydragraph.runtime.failure.newest import watch_of
 from hydragraph.runtime.failure.watch import Watch
+from hydragraph.runtime.generation import generation
 from hydragraph.runtime.preparation import SharedFile, left_of, prepare_for_ranks
 from hydragraph.runtime.rank_process import HOST, meet
 from hydragraph.runtime.stopping import Relay
 
 T = TypeVar("T")
+
+_ARRIVAL = timedelta(minutes=30)  # of all ranks of all machines
 
 # How processes start. Importing torch takes seconds, forking a process that has imported it 10 ms; but where system
 # libraries have threads of their own (macOS), no process may be forked, and each imports for itself.
@@ -106,7 +109,8 @@ def join(device: torch.device | str | None = None) -> World:
         # Objects (hashes, host names) travel as CPU tensors, also where weights do not.
         kind = "cpu:gloo,cuda:nccl" if backend == "nccl" else "gloo"
         rank = int(os.environ["RANK"])
-        meet(kind, _store_of_launcher(rank), rank, int(os.environ["WORLD_SIZE"]))
+        ranks = int(os.environ["WORLD_SIZE"])
+        meet(kind, _store_of_launcher(rank, ranks), rank, ranks)
     if not dist.is_initialized():
         return World(0, 1, 0, device, backend)
     rank, ranks, group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
@@ -114,18 +118,20 @@ def join(device: torch.device | str | None = None) -> World:
     return World(rank, ranks, local_rank, device, backend, watch_of(group, group.get_group_store, rank, ranks))
 
 
-def _store_of_launcher(rank: int) -> Store:
+def _store_of_launcher(rank: int, ranks: int) -> Store:
     """Return the store that the launcher's environment names: torchrun's agent keeps it, elsewhere rank 0 does.
 
-    Each attempt has keys of its own: gloo would meet the addresses of ranks that died.
+    torchrun's outlives its ranks, so each attempt has keys of its own: gloo would meet the addresses of the dead.
     """
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    if rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+    shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if rank == 0 and not shared:
         store = _store(address, port)
     else:
         store = dist.TCPStore(address, port, None, False, wait_for_workers=False)  # type: ignore[attr-defined]
-    return dist.PrefixStore(f"hydragraph/attempt-{attempt}", store)  # type: ignore[attr-defined, no-any-return]
+    joining = dist.PrefixStore("hydragraph/generations", store)  # type: ignore[attr-defined]
+    name = generation(joining, rank, ranks, _ARRIVAL) if shared else "first"
+    return dist.PrefixStore(f"hydragraph/{name}", store)  # type: ignore[attr-defined, no-any-return]
 
 
 def _backend(device: torch.device) -> str:

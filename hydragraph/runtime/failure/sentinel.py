@@ -130,7 +130,7 @@ class _Others:
 
 def stand(post: Post) -> None:
     """Be a sentinel, until the ranks of this machine have left, or have ended and all know, or the store is gone."""
-    timeout = timedelta(seconds=30)
+    timeout = timedelta(seconds=10)
     store = dist.TCPStore(  # type: ignore[attr-defined]
         post.address, post.port, None, False, timeout=timeout, wait_for_workers=False
     )

@@ -1,0 +1,92 @@
+"""Which ranks start together: a name that all of them agree on, over a store that outlives them.
+
+torchrun's store serves every attempt of a job, so that a rank that is started again finds what the last attempt wrote.
+Counting attempts does not tell them apart: each machine's agent counts its own restarts, and a machine whose ranks are
+restarted because another's failed counts none. So rank 0 proposes, and everybody agrees:
+
+1. Rank r writes a word of its own, drawn anew by every process, at `joining/r`.
+2. Rank 0 writes a proposal: a name for this generation, and the words that it found, one per rank; anew whenever one of
+   them changes, because then that rank was started again.
+3. A rank whose own word is in the proposal agrees to it at `agreed/NAME/r`: the proposal is no older than the rank.
+4. Once all have agreed, rank 0 confirms the name; whoever agreed to it goes on as soon as it is confirmed.
+
+For example, ranks 0 and 1 with words a and b failed and are started again. Rank 0 is quicker: it writes c, proposes
+(c, b) and waits. Rank 1 writes d, finds b in the proposal and waits. Rank 0 sees d and proposes (c, d); both agree.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from datetime import timedelta
+
+from torch.distributed.distributed_c10d import Store  # type: ignore[attr-defined]
+
+_POLL_S = 0.02
+
+
+def generation(store: Store, rank: int, ranks: int, timeout: timedelta) -> str:
+    """Return the name of the generation that starts now, the same on all its ranks; all of them call it.
+
+    Args:
+        store: that they share with generations before them; one in which nobody else writes these keys.
+        rank, ranks: which of how many.
+        timeout: for all to arrive.
+
+    Raises:
+        TimeoutError: some did not arrive, or did not agree.
+    """
+    word = uuid.uuid4().hex
+    store.set(f"joining/{rank}", word)
+    limit = _Limit(timeout)
+    return _propose(store, ranks, limit) if rank == 0 else _follow(store, rank, word, limit)
+
+
+class _Limit:
+    """When to give up."""
+
+    def __init__(self, timeout: timedelta) -> None:
+        self._timeout = timeout
+        self._end = time.monotonic() + timeout.total_seconds()
+
+    def wait(self, missed: str) -> None:
+        """Sleep a little; raise once it is over, saying what has not happened."""
+        if time.monotonic() > self._end:
+            after = f"after {self._timeout.total_seconds():g} s"
+            raise TimeoutError(f"join: {missed} {after}: look at what those ranks wrote, and start all again")
+        time.sleep(_POLL_S)
+
+
+def _propose(store: Store, ranks: int, limit: _Limit) -> str:
+    """Be rank 0."""
+    name, words = "", [""]
+    while True:
+        found = [_get(store, f"joining/{rank}") for rank in range(ranks)]
+        if found != words:
+            name, words = uuid.uuid4().hex, found
+            if all(words):
+                store.set("proposal", json.dumps([name, words]))
+        missing = [rank for rank in range(1, ranks) if not store.check([f"agreed/{name}/{rank}"])]
+        if not missing and all(words):
+            store.set("confirmed", name)
+            return name
+        limit.wait(f"ranks {missing} have not arrived")
+
+
+def _follow(store: Store, rank: int, word: str, limit: _Limit) -> str:
+    """Be any other rank."""
+    agreed = ""
+    while True:
+        name, words = json.loads(_get(store, "proposal") or '["", []]')
+        if name != agreed and rank < len(words) and words[rank] == word:
+            agreed = name
+            store.set(f"agreed/{name}/{rank}", "")
+        if agreed and _get(store, "confirmed") == agreed:
+            return agreed
+        limit.wait("rank 0 has not confirmed that all have arrived" if agreed else "rank 0 has not arrived")
+
+
+def _get(store: Store, key: str) -> str:
+    """Return what is written, "" where nothing is: `get` alone would wait for it."""
+    return store.get(key).decode() if store.check([key]) else ""
