@@ -19,7 +19,7 @@ from hydragraph.frontend.rows import ARANGES, Routing, Rows, viewed
 from hydragraph.ir.graph_data import value_of
 from hydragraph.ir.placeholders import communicate
 from hydragraph.passes.cut import operands, shape, varlen
-from hydragraph.passes.cut_rules import RULES, SPLITS, VIEWS, pointwise, split_dim
+from hydragraph.passes.cut_rules import MOVES, RULES, SPLITS, VIEWS, pointwise, split_dim
 from hydragraph.private.tracing import symbol_name
 
 aten = torch.ops.aten
@@ -66,10 +66,9 @@ _MADE = frozenset(  # from the sizes of what they are given only
     }
 )
 # What moves dimensions: that of size T still holds the same tokens in their order, as no other has that size.
-_MOVES = frozenset(
+_MOVES = MOVES | frozenset(
     {
-        *(aten.transpose.int, aten.permute.default, aten.unsqueeze.default, aten.t.default, aten.expand.default),
-        *(aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.one_hot.default, aten.repeat.default),
+        *(aten.t.default, aten.squeeze.default, aten.squeeze.dims, aten.one_hot.default, aten.repeat.default),
         *(aten.expand_as.default, aten.movedim.int, aten.type_as.default),
     }
 )
@@ -169,6 +168,8 @@ def _keeps(node: fx.Node, given: list[fx.Node], dims: Mapping[fx.Node, int], dim
         return True
     if _is_pointwise(node):
         return all(dims[n] + rank - len(shape(n)) == dim for n in given)
+    if target is aten.einsum.default:
+        return _einsum_keeps(node, given, dims, dim)
     if target in (aten.cat.default, aten.stack.default):
         axis = (arguments[1] if len(arguments) > 1 else 0) % rank
         return axis != dim and len({dims[n] for n in given}) == 1
@@ -213,6 +214,16 @@ def _along_keeps(node: fx.Node, given: list[fx.Node], dims: Mapping[fx.Node, int
         return dims[given[0]] < rank - 2
     axes: list[Any] = [named] if isinstance(named, int) else list(named)
     return bool(axes) and all(axis % rank != dims[given[0]] for axis in axes)
+
+
+def _einsum_keeps(node: fx.Node, given: list[fx.Node], dims: Mapping[fx.Node, int], dim: int) -> bool:
+    """Say whether all tokens go by one letter, and still do so in the result."""
+    equation, parts = operands(node)[:2]
+    left, arrow, right = equation.replace(" ", "").partition("->")
+    if not arrow or "." in equation:
+        return False
+    letters = {terms[dims[part]] for terms, part in zip(left.split(","), parts, strict=True) if part in dims}
+    return len(letters) == 1 and right[dim : dim + 1] in letters
 
 
 def _product_keeps(a: fx.Node, b: fx.Node, dims: Mapping[fx.Node, int]) -> bool:
