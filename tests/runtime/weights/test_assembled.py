@@ -46,8 +46,10 @@ def test_every_box_of_a_whole_is_what_the_operations_make(
     wanted = [torch.stack(each, stack) for each in tensors.values()]
     expected = torch.cat(wanted, cat) if concatenated else wanted[0]
 
-    whole = assemble(converter(names, operations), stored(tensors))
-    assert whole is not None
+    made = assemble(converter(names, operations), stored(tensors), "layers.0.whole0.weight")
+    assert made is not None
+    assert list(made) == ["layers.0.whole0.weight"]
+    (whole,) = made.values()
     assert whole.shape == expected.shape
     by_key = {f"{p}.{i}": t for p, several in tensors.items() for i, t in enumerate(several)}
     lows = [data.draw(st.integers(0, n)) for n in whole.shape]
@@ -63,10 +65,32 @@ def test_a_scalar_is_read() -> None:
     assert box == 3
 
 
+@given(st.data(), st.integers(1, 4), st.integers(-2, 1))
+def test_every_box_of_a_chunk_is_read(data: st.DataObject, count: int, dim: int) -> None:
+    sizes = [data.draw(st.integers(1, 4)), data.draw(st.integers(1, 4))]
+    sizes[dim] *= count
+    tensor = torch.rand(sizes)
+    made = assemble(converter(["fused"], [loading.Chunk(dim=dim)], count), stored({"fused": [tensor]}), "a.whole0.bias")
+    assert made is not None
+    assert list(made) == [f"a.whole{i}.bias" for i in range(count)]
+    for whole, expected in zip(made.values(), tensor.chunk(count, dim), strict=True):
+        assert whole.shape == expected.shape
+        lows = [data.draw(st.integers(0, n)) for n in whole.shape]
+        highs = [data.draw(st.integers(lo, n)) for lo, n in zip(lows, whole.shape, strict=True)]
+        box = torch.full([hi - lo for lo, hi in zip(lows, highs, strict=True)], torch.nan)
+        read(whole, {"fused.0": tensor}, lows, box)
+        assert box.equal(expected[tuple(slice(lo, hi) for lo, hi in zip(lows, highs, strict=True))])
+
+
 @pytest.mark.parametrize(
     ("operations", "targets"),
-    [([loading.Chunk(dim=0)], 2), ([loading.Transpose(0, 1)], 1), ([loading.Chunk(dim=0)], 1)],
-    ids=["several", "transposed", "one"],
+    [
+        ([loading.Chunk(dim=0)], 3),
+        ([loading.Transpose(0, 1)], 1),
+        ([loading.Chunk(dim=0, num_shards_attribute="num_experts")], 1),
+    ],
+    ids=["uneven", "transposed", "by the config"],
 )
-def test_what_computes_or_gives_several_is_none(operations: list[Any], targets: int) -> None:
-    assert assemble(converter(["pattern0"], operations, targets), stored({"pattern0": [torch.rand(2, 2)]})) is None
+def test_what_computes_or_does_not_divide_is_none(operations: list[Any], targets: int) -> None:
+    held = stored({"pattern0": [torch.rand(2, 2)]})
+    assert assemble(converter(["pattern0"], operations, targets), held, "whole0.weight") is None
