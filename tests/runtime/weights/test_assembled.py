@@ -9,9 +9,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import load_file
 from torch import Tensor
 
+from hydragraph.executable import tensor_names
 from hydragraph.runtime.weights.assembled import Whole, assemble
+from hydragraph.runtime.weights.pretrained import Names
 from hydragraph.runtime.weights.stored_tensors import Stored
 
 loading = pytest.importorskip("transformers.core_model_loading")
@@ -94,3 +97,28 @@ def test_every_box_of_a_chunk_is_read(data: st.DataObject, count: int, dim: int)
 def test_what_computes_or_does_not_divide_is_none(operations: list[Any], targets: int) -> None:
     held = stored({"pattern0": [torch.rand(2, 2)]})
     assert assemble(converter(["pattern0"], operations, targets), held, "whole0.weight") is None
+
+
+@pytest.mark.parametrize("family", ["nomic_bert", "gte"])
+def test_a_directory_of_chunks_gives_the_models_tensors(family: str, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    if family not in transformers.CONFIG_MAPPING:
+        pytest.skip(f"this transformers has no {family}")
+    sizes = {
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "intermediate_size": 48,
+        "head_dim": 16,
+    }
+    model = transformers.AutoModelForMaskedLM.from_config(transformers.CONFIG_MAPPING[family](**sizes, vocab_size=101))
+    model.save_pretrained(tmp_path)
+    held = load_file(tmp_path / "model.safetensors")
+    files = {key: Stored(tmp_path / "model.safetensors", key, tuple(t.shape), "F32") for key, t in held.items()}
+    own = dict(model.named_parameters())
+    placed = [each for each in Names.of(model, tensor_names(model)).placed(files) if each[0] in own]
+    assert len(placed) > len(held), "one stored tensor gives several"
+    for name, whole in placed:
+        box = torch.full(whole.shape, torch.nan)
+        read(whole, held, [0] * len(whole.shape), box)
+        assert box.equal(own[name].detach()), name
