@@ -43,11 +43,12 @@ tests: plans
 test: $(STAMP)  ## lint and the tests
 	@$(MAKE) --no-print-directory -j2 lint tests
 
-thorough: plans  ## every test, larger samples, and a thousand drawn modules (hours)
+thorough: plans  ## every test, larger samples, and two thousand drawn modules (hours)
 	$(PYTEST) -m '' --hypothesis-profile=thorough
 	$(BIN)/python -m tests.fuzz --count 200
 	$(BIN)/python -m tests.fuzz --modules --count 1000
 	$(BIN)/python -m tests.chaos --count 100
+	$(BIN)/python -m tests.right --count 1000
 
 matrix: $(STAMP)  ## run the core with every PyTorch that is supported, an environment each; README gets the table
 	$(BIN)/python -m tests.matrix

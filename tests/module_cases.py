@@ -24,7 +24,7 @@ from tests.models import sequences
 WIDTH, HEADS, VOCAB = 16, 2, 29
 
 
-class _Reversed(torch.autograd.Function):
+class Reversed(torch.autograd.Function):
     """Turn a gradient round."""
 
     @staticmethod
@@ -183,7 +183,7 @@ def _products_of_tokens(block: Block, x: Tensor) -> Tensor:
 
 @_habit
 def _reversed_gradient(block: Block, x: Tensor) -> Tensor:
-    return _Reversed.apply(x)
+    return Reversed.apply(x)
 
 
 @_habit

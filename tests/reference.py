@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+import hydragraph as hg
 
 
 @dataclass
@@ -55,3 +57,13 @@ def worst(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> tuple[str, flo
     ratios = {n: float((found[n] - g).norm() / (1e-5 * g.norm() + 1e-7 * everything)) for n, g in wanted.items()}
     name = max(ratios, key=lambda n: ratios[n])
     return name, ratios[name]
+
+
+def refuse_difference(model: nn.Module, batch: Sequence[Tensor | dict[str, Tensor]], layers: int) -> None:
+    """Raise AssertionError where one rank does not give the gradients that a model's parameters have."""
+    expected = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    exe = hg.compile(model, hg.Strategy.parse("<tp1,pp1>", layers), None, device="cpu")
+    found = exe.gradients(batch)
+    exe.close()
+    name, ratio = worst(found, expected)
+    assert ratio <= 1, name

@@ -12,11 +12,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from hydragraph.check.compare import DOUBLE, SINGLE, Bound, Difference, compare
+from hydragraph.check.compare import DOUBLE, SINGLE, Bound, Comparison, Difference
 from hydragraph.check.copies import Forms, reduced
 from hydragraph.check.lengths import Lengths, lengths_of
 from hydragraph.check.sequences import alone, batches, draw_sequences, ids_of
-from hydragraph.check.sides import Computed, add_alone, add_captured
+from hydragraph.check.sides import add_captured, run_alone
+from hydragraph.check.weights import Weights
 from hydragraph.errors import Unsupported
 from hydragraph.frontend.blocks import block_list
 from hydragraph.frontend.packed import Loss, token_cross_entropy
@@ -245,27 +246,34 @@ def _attempt(
     """Compare both batches once; None: the expected values are not finite."""
     program = subject.program
     wide = attempt.dtype if attempt.widened else None
-    model = reduced(subject.model, subject.blocks, group, forms, attempt.seed, attempt.dtype, attempt.copied)
+    weights = Weights(attempt.seed, attempt.dtype, attempt.copied)
+    model = reduced(subject.model, subject.blocks, group, forms, weights)
     tensors = dict([*model.named_parameters(), *model.named_buffers()])
-    ids = ids_of(subject.model, program)
-    sequences = draw_sequences(lengths, ids, program, subject.example, attempt.seed)
+    sequences = draw_sequences(lengths, ids_of(subject.model, program), program, subject.example, attempt.seed)
     packed = batches(sequences)
     times = Counter(i for _, held in packed for i in held)
     sums: dict[str, Tensor] = {}
     loss = torch.zeros((), dtype=torch.float64)
+    failed: _Unrunnable | None = None
+    try:
+        with _side("captured"):
+            ran = [(block, variants.get(block, Degree())) for block in _kept(program, group)]
+            for batch, _ in packed:
+                loss = loss + add_captured(program, ran, tensors, sums, batch, wide).double()
+    except _Unrunnable as error:
+        failed = error  # which says nothing where the model alone does not run either
+    for name in _frozen(program):
+        sums.pop(name, None)
+    comparison = Comparison(sums)
     expected = torch.zeros((), dtype=torch.float64)
     with _side("alone"):
         for i, sequence in enumerate(sequences):
-            expected = expected + add_alone(model, subject.loss, alone(sequence), times[i], wide).double()
-    with _side("captured"):
-        ran = [(block, variants.get(block, Degree())) for block in _kept(program, group)]
-        for batch, _ in packed:
-            loss = loss + add_captured(program, ran, tensors, sums, batch, wide).double()
-    for name in _frozen(program):
-        sums.pop(name, None)
-    gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+            value = run_alone(model, subject.loss, alone(sequence), times[i], wide, comparison.subtract)
+            expected = expected + value.double()
+    if failed is not None:
+        raise failed
     tokens = tuple(int(batch["input_ids"].shape[1]) for batch, _ in packed)
-    return compare(Computed(loss, sums), Computed(expected, gradients), attempt.bound, tokens)
+    return comparison.worst(float(loss), float(expected), attempt.bound, tokens)
 
 
 @contextmanager

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-
-from hydragraph.check.sides import Computed
 
 
 @dataclass(frozen=True)
@@ -28,8 +27,6 @@ class Bound:
 # wrongly differs by 1e-3 and more. What fails the first bound is computed again in fp64, so the first need not be wide.
 SINGLE = Bound(1e-4, 1e-6)
 DOUBLE = Bound(1e-7, 1e-9)
-
-_PIECE = 1 << 20  # elements whose difference stays in a processor's cache
 
 
 @dataclass(frozen=True)
@@ -58,40 +55,64 @@ class Difference:
         return self.error / self.norm if self.norm else math.inf if self.error else 0.0
 
 
-def compare(found: Computed, expected: Computed, bound: Bound, tokens: tuple[int, ...]) -> Difference | None:
-    """Return the worst difference; None where the expected values are not finite, so that nothing can be said.
+class Comparison:
+    """Gradients beside each other: what was found, less what is expected, as that comes.
+
+    So no more than one of both is kept.
 
     Args:
-        found, expected: a gradient that only one of them has is compared with 0.
-        tokens: of the packed batches.
+        found: by name; written to.
+        norms: of what is expected. None: those of what was found; where the two are far apart, the error is no smaller.
     """
-    norms = {name: _norm(g) for name, g in expected.gradients.items()}
-    everything = math.sqrt(sum(norm**2 for norm in norms.values()))
-    loss, wanted = float(found.loss), float(expected.loss)
-    if not math.isfinite(everything) or not math.isfinite(wanted):
-        return None
 
-    def difference(name: str, error: float, norm: float, limit: float) -> Difference:
-        ratio = error / limit if limit else math.inf if error else 0.0
-        ratio = math.inf if math.isnan(ratio) else ratio
-        return Difference(name, error, norm, ratio, loss, wanted, tokens)
+    def __init__(self, found: dict[str, Tensor], norms: Mapping[str, float] | None = None) -> None:
+        self._left = found
+        self._norms = norms if norms is not None else {name: _norm(gradient) for name, gradient in found.items()}
+        self._finite = True
 
-    rows = [difference("", abs(loss - wanted), abs(wanted), bound.own * abs(wanted))]
-    for name in sorted(expected.gradients.keys() | found.gradients.keys()):
-        norm = norms.get(name, 0.0)
-        error = _error(found.gradients.get(name), expected.gradients.get(name))
-        rows.append(difference(name, error, norm, bound.own * norm + bound.all * everything))
-    return max(rows, key=lambda row: (row.ratio, row.parameter != ""))
+    def subtract(self, name: str, expected: Tensor) -> None:
+        """Compare with a gradient, or with a summand of it; one that was not found counts as 0."""
+        self._finite = self._finite and math.isfinite(_norm(expected))
+        left = self._left.get(name)
+        if left is None:
+            self._left[name] = -expected
+        elif left.dtype is expected.dtype:
+            left.sub_(expected)
+        else:
+            self._left[name] = left - expected
+
+    def worst(self, loss: float, expected: float, bound: Bound, tokens: tuple[int, ...]) -> Difference | None:
+        """Return the worst difference; None where the expected values are not finite, so that nothing can be said.
+
+        Args:
+            loss, expected: the losses.
+            tokens: of the packed batches.
+        """
+        if not self._finite or not math.isfinite(expected):
+            return None
+        everything = math.sqrt(sum(norm**2 for norm in self._norms.values()))
+
+        def difference(name: str, error: float, norm: float, limit: float) -> Difference:
+            ratio = error / limit if limit else math.inf if error else 0.0
+            ratio = math.inf if math.isnan(ratio) else ratio
+            return Difference(name, error, norm or error, ratio, loss, expected, tokens)
+
+        rows = [difference("", abs(loss - expected), abs(expected), bound.own * abs(expected))]
+        for name, left in sorted(self._left.items()):
+            norm = self._norms.get(name, 0.0)
+            rows.append(difference(name, _norm(left), norm, bound.own * norm + bound.all * everything))
+        return max(rows, key=lambda row: (row.ratio, row.parameter != ""))
 
 
-def _error(found: Tensor | None, expected: Tensor | None) -> float:
-    if found is None or expected is None:
-        only = expected if found is None else found
-        return 0.0 if only is None else _norm(only)
-    if not (found.is_contiguous() and expected.is_contiguous()):
-        return _norm(found - expected)
-    pairs = zip(found.view(-1).split(_PIECE), expected.view(-1).split(_PIECE), strict=True)
-    return math.sqrt(sum(_norm(one - other) ** 2 for one, other in pairs))
+def compare(
+    found: Mapping[str, Tensor], expected: Mapping[str, Tensor], bound: Bound, tokens: tuple[int, ...]
+) -> Difference | None:
+    """Return the worst difference of tensors by name; see `Comparison`."""
+    norms = {name: _norm(value) for name, value in expected.items()}
+    comparison = Comparison({name: value.clone() for name, value in found.items()}, norms)
+    for name, value in expected.items():
+        comparison.subtract(name, value)
+    return comparison.worst(0.0, 0.0, bound, tokens)
 
 
 def _norm(value: Tensor) -> float:

@@ -14,7 +14,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
-from hydragraph.check.weights import drawn
+from hydragraph.check.weights import Weights
 from hydragraph.check.wide import widened
 from hydragraph.frontend.blocks import block_list
 from hydragraph.frontend.initialise import initial_buffers
@@ -45,9 +45,7 @@ def reduced(
     blocks: str | None,
     kept: Collection[int],
     forms: Forms,
-    seed: int,
-    wide: torch.dtype,
-    copied: bool,
+    weights: Weights,
 ) -> nn.Module:
     """Copy a model, with weights of its own for what is around its blocks and for some of them.
 
@@ -55,7 +53,7 @@ def reduced(
         blocks: the path of its list of blocks; None: as `capture` finds it.
         kept: the indices of the blocks that compute.
         forms: what blocks return; the first one that was ever kept teaches it.
-        seed, wide, copied: of the weights; see `drawn`.
+        weights: what stands for its parameters.
 
     Raises:
         Unsupported: naming a buffer on the meta device that no initialiser sets.
@@ -63,7 +61,7 @@ def reduced(
     path, found = block_list(model, blocks)
     left_out = {f"{path}.{i}." for i in range(len(found)) if i not in kept}
     names = {f"{path}.{i}." for i in range(len(found))}
-    memo = _tensors(model, lambda name: _prefix(name, names) in left_out, seed, wide, copied)
+    memo = _tensors(model, lambda name: _prefix(name, names) in left_out, weights)
     made = copy.deepcopy(model, memo)
     for i, (_, block) in enumerate(made.get_submodule(path).named_children()):
         if i in kept:
@@ -78,22 +76,20 @@ def _prefix(name: str, prefixes: Collection[str]) -> str | None:
     return next((p for p in prefixes if name.startswith(p)), None)
 
 
-def _tensors(
-    model: nn.Module, left_out: Callable[[str], bool], seed: int, wide: torch.dtype, copied: bool
-) -> dict[int, Any]:
+def _tensors(model: nn.Module, left_out: Callable[[str], bool], weights: Weights) -> dict[int, Any]:
     """Return what stands for each parameter and buffer in a copy, as a memo of `copy.deepcopy`."""
     memo: dict[int, Any] = {}
     for name, parameter in model.named_parameters():
         if left_out(name):
             value = torch.empty_like(parameter, device="meta")
         else:
-            value = drawn(parameter, name, seed, wide, copied)
+            value = weights.drawn(parameter, name)
         memo[id(parameter)] = nn.Parameter(value, requires_grad=parameter.requires_grad)
         for hook in (parameter._backward_hooks or {}).values():
             memo[id(parameter)].register_hook(hook)
     values: Mapping[str, Tensor] = initial_buffers(model) if _some_meta(model) else dict(model.named_buffers())
     for name, buffer in model.named_buffers():
-        memo[id(buffer)] = buffer if left_out(name) else widened(values[name], wide)
+        memo[id(buffer)] = buffer if left_out(name) else widened(values[name], weights.wide)
     return memo
 
 

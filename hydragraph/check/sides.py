@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import functools
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from hydragraph.check import pages
 from hydragraph.check.wide import computing, default_dtype, runner
 from hydragraph.frontend import huggingface, modules
 from hydragraph.frontend.packed import Loss
 from hydragraph.ir.program import Block, Program
 from hydragraph.passes.differentiate import Variant
-
-
-@dataclass(frozen=True)
-class Computed:
-    """What one side computes of all batches: the summed loss, and its gradient by parameter."""
-
-    loss: Tensor
-    gradients: Mapping[str, Tensor]
 
 
 def caller(model: nn.Module, fields: Iterable[str]) -> Callable[[nn.Module, dict[str, Tensor]], Any]:
@@ -31,11 +27,19 @@ def caller(model: nn.Module, fields: Iterable[str]) -> Callable[[nn.Module, dict
     return lambda model, batch: model(input_ids=batch["input_ids"], use_cache=False)
 
 
-def add_alone(model: nn.Module, loss: Loss, batch: dict[str, Tensor], times: int, wide: torch.dtype | None) -> Tensor:
-    """Compute the loss of one sequence with a copy of the model, and add its gradient to the copy's `.grad`.
+def run_alone(
+    model: nn.Module,
+    loss: Loss,
+    batch: dict[str, Tensor],
+    times: int,
+    wide: torch.dtype | None,
+    done: Callable[[str, Tensor], None],
+) -> Tensor:
+    """Compute the loss of one sequence with a copy of the model, and its gradients.
 
     Args:
         times: how often the sequence counts.
+        done: gets each parameter's gradient as soon as it is complete; it is dropped afterwards.
 
     Returns:
         the loss, times that.
@@ -44,8 +48,27 @@ def add_alone(model: nn.Module, loss: Loss, batch: dict[str, Tensor], times: int
         given = batch if wide is None else {n: _floating(v, wide) for n, v in batch.items()}
         value = loss(caller(model, given)(model, given), given) * times
     if value.requires_grad:
-        value.backward()  # type: ignore[no-untyped-call]
+        with _taken(model, done):
+            value.backward()  # type: ignore[no-untyped-call]
     return value.detach()
+
+
+@contextmanager
+def _taken(model: nn.Module, done: Callable[[str, Tensor], None]) -> Iterator[None]:
+    """Hand on each gradient of a model's parameters, and keep none."""
+
+    def take(name: str, parameter: Tensor) -> None:
+        gradient, parameter.grad = parameter.grad, None
+        if gradient is not None:
+            done(name, gradient)
+
+    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    handles = [p.register_post_accumulate_grad_hook(functools.partial(take, name)) for name, p in trained]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def _floating(value: Tensor, wide: torch.dtype) -> Tensor:
@@ -88,7 +111,7 @@ def add_captured(
     Args:
         ran: the first and the last block of the program, and those between that are to run, with their variants.
         tensors: parameters and buffers by name.
-        sums: gradients are added to these, by parameter, as those of micro-batches are.
+        sums: gradients are added to these, by parameter, as those of micro-batches are; each has memory of its own.
         wide: the dtype to compute in; None: as captured.
 
     Returns:
@@ -141,12 +164,22 @@ def backward(
     for name in variant.added:
         counts = float(local[name] in sums)  # 0.0: what lies in the new memory does not
         if not counts:
-            sums[local[name]] = torch.empty_like(tensors[local[name]])
+            like = tensors[local[name]]
+            sums[local[name]] = pages.zeros(like.shape, like.dtype)
         arguments += [sums[local[name]], counts]
     before = None
-    for name, gradient in zip(variant.gradients, runner(variant.backward, wide)(*arguments), strict=True):
+    found = runner(variant.backward, wide)(*arguments)
+    known = Counter(map(_place, [*found, *(each for each in arguments if isinstance(each, Tensor))]))
+    for name, gradient in zip(variant.gradients, found, strict=True):
         if name == "hidden":
             before = gradient
-        else:
-            sums[local[name]] = sums[local[name]] + gradient if local[name] in sums else gradient
+        elif local[name] in sums:
+            sums[local[name]].add_(gradient)
+        else:  # what lies in memory of its own can be added to
+            alone = known[_place(gradient)] == 1 and gradient.untyped_storage().nbytes() == gradient.nbytes
+            sums[local[name]] = gradient if alone else gradient.clone(memory_format=torch.contiguous_format)
     return before
+
+
+def _place(value: Tensor) -> int:
+    return value.untyped_storage().data_ptr()

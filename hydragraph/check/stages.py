@@ -21,8 +21,8 @@ from hydragraph.check.emulated import EmulatedCollectives, run_ranks
 from hydragraph.check.lengths import Lengths
 from hydragraph.check.memory import key_of, recall, remember
 from hydragraph.check.sequences import draw_sequences, ids_read
-from hydragraph.check.sides import Common, Computed, backward
-from hydragraph.check.weights import drawn
+from hydragraph.check.sides import Common, backward
+from hydragraph.check.weights import Weights
 from hydragraph.check.wide import default_dtype, runner
 from hydragraph.errors import Unsupported
 from hydragraph.ir.graph_data import value_of
@@ -165,8 +165,7 @@ class StageCheck:
             for i, each in enumerate(stage.whole(name, value, [rank[name] for rank in ranks])):
                 key = f"{name} on rank {i}" if i else name
                 found[key], wanted[key] = each, value
-        nothing = torch.zeros(())  # the loss is compared as an output
-        return compare(Computed(nothing, found), Computed(nothing, wanted), attempt.bound, (tokens_of(given),))
+        return compare(found, wanted, attempt.bound, (tokens_of(given),))  # the loss among them, as an output
 
     def _values(self, block: Block, form: Form, attempt: Attempt) -> dict[str, Any]:
         """Draw a packed batch, a hidden state and weights: every input of a block's template, by its name there."""
@@ -181,9 +180,9 @@ class StageCheck:
             like = _value(template, "hidden")
             sizes = [s if isinstance(s, int) else tokens for s in like.shape]
             values["hidden"] = torch.randn(sizes, generator=generator, dtype=wide or like.dtype)
+        weights = Weights(attempt.seed, wide or program.dtype, copied=False)
         for local, parameter in local_parameters(program, block, template).items():
-            shape = torch.empty(parameter.shape, device="meta")
-            values[local] = drawn(shape, parameter.name, attempt.seed, wide or program.dtype, copied=False)
+            values[local] = weights.drawn(torch.empty(parameter.shape, device="meta"), parameter.name)
         return values
 
 

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import hashlib
 import math
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from hydragraph.check.wide import widened
+from hydragraph.check import pages
 
 _LENGTH = 131_071  # a prime, so that rows of a matrix are no multiples of one another
 _NOISE = 0.3  # of a parameter's own deviation
@@ -21,37 +22,71 @@ _LEAST = 0.05  # of what deviation a new matrix has, or of 1 for vectors
 _VECTOR = 0.1  # deviation of a new vector around 1: most are the weights of norms
 
 
-def drawn(value: Tensor, name: str, seed: int, wide: torch.dtype, copied: bool) -> Tensor:
-    """Return a tensor to compute with instead of a parameter, on the CPU.
+_SHARED = 1 << 22  # elements, from which on matrices that are new lie in memory that they share
 
-    Args:
-        value: the parameter; if it is on the meta device, only its shape counts.
-        name: chooses the numbers, as `seed` does.
-        wide: the dtype of the result, if the parameter is floating.
-        copied: start from its values; otherwise from new ones.
+
+@dataclass(frozen=True)
+class Weights:
+    """Weights of one model, or of one block.
+
+    Large new matrices lie in shared memory, each from another place on: no two are alike, and none may be written to.
+
+    Attributes:
+        seed: chooses the numbers, as each parameter's name does.
+        wide: the dtype of the weights, if the parameter is floating.
+        copied: start from the parameters' values; otherwise from new ones.
     """
-    fan = value.shape[-1] if value.dim() > 1 else 1
-    if value.is_meta or not copied:
-        kind = wide if value.is_floating_point() else value.dtype
-        made = torch.zeros(value.shape, dtype=kind)  # memory that is not touched until noise is added
-        scale = _VECTOR if value.dim() < 2 else 1 / math.sqrt(fan)
-        if value.dim() < 2:
-            made += 1
-    else:
-        made = widened(value, wide)
-        spread = float(made.std(correction=0)) if made.is_floating_point() and made.numel() else 0.0
-        scale = max(_NOISE * spread, _LEAST / math.sqrt(fan))
-    if made.is_floating_point():
-        _add_noise(made, name, seed, scale)
-    return made
+
+    seed: int
+    wide: torch.dtype
+    copied: bool
+    _shared: dict[int, Tensor] = field(default_factory=dict, repr=False)
+
+    def drawn(self, value: Tensor, name: str) -> Tensor:
+        """Return a tensor to compute with instead of a parameter, on the CPU.
+
+        Args:
+            value: the parameter; if it is on the meta device, only its shape counts.
+            name: of the parameter.
+        """
+        kind = self.wide if value.is_floating_point() else value.dtype
+        new = value.is_meta or not self.copied
+        if new and kind.is_floating_point and value.dim() > 1 and value.numel() >= _SHARED:
+            return self._part(value, name)
+        made = pages.zeros(value.shape, kind)
+        if new:
+            scale = _VECTOR if value.dim() < 2 else 1 / math.sqrt(value.shape[-1])
+            if value.dim() < 2:
+                made += 1
+        else:
+            made.copy_(value.detach())
+            spread = float(made.std(correction=0)) if kind.is_floating_point and made.numel() else 0.0
+            scale = max(_NOISE * spread, _LEAST / math.sqrt(value.shape[-1] if value.dim() > 1 else 1))
+        if kind.is_floating_point:
+            _add_noise(made.view(-1), _start(name), self.seed, scale)
+        return made
+
+    def _part(self, value: Tensor, name: str) -> Tensor:
+        """Return a part of the shared memory whose deviation is about that of a new matrix, within a factor of 2."""
+        exponent = round(math.log(value.shape[-1], 16))  # of deviations 1, 1/4, 1/16, ...
+        start, size = _start(name), value.numel()
+        held = self._shared.get(exponent)
+        if held is None or len(held) < start + size:
+            held = pages.zeros(torch.Size([_LENGTH + size]), self.wide)
+            _add_noise(held, 0, self.seed, 0.25**exponent)
+            self._shared[exponent] = held
+        return held[start : start + size].view(value.shape)
 
 
-def _add_noise(made: Tensor, name: str, seed: int, scale: float) -> None:
-    """Add numbers of the given deviation to a contiguous tensor, in place."""
+def _start(name: str) -> int:
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=6).digest()) % _LENGTH
+
+
+def _add_noise(flat: Tensor, start: int, seed: int, scale: float) -> None:
+    """Add numbers of the given deviation to a flat tensor, in place."""
     generator = torch.Generator().manual_seed(seed)
-    noise = torch.randn(_LENGTH, generator=generator, dtype=torch.float32).to(made.dtype) * scale
-    start = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=6).digest()) % _LENGTH
-    noise, flat = noise.roll(start), made.view(-1)
+    noise = torch.randn(_LENGTH, generator=generator, dtype=torch.float32).to(flat.dtype) * scale
+    noise = noise.roll(start)
     whole = len(flat) // _LENGTH * _LENGTH
     flat[:whole].view(-1, _LENGTH).add_(noise)
     flat[whole:].add_(noise[: len(flat) - whole])

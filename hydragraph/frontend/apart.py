@@ -15,10 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from hydragraph.frontend.rows import ARANGES, Routing, Rows, viewed
 from hydragraph.ir.graph_data import value_of
 from hydragraph.ir.placeholders import communicate
 from hydragraph.passes.cut import operands, shape, varlen
-from hydragraph.passes.cut_rules import RULES, SPLITS, VIEWS, pointwise, split_dim
+from hydragraph.passes.cut_rules import MOVES, RULES, SPLITS, VIEWS, pointwise, split_dim
 from hydragraph.private.tracing import symbol_name
 
 aten = torch.ops.aten
@@ -34,6 +35,7 @@ _ALONG = frozenset(
         *(aten.norm.ScalarOpt_dim, aten.index_select.default, aten.gather.default, aten.glu.default),
         *(aten.select.int, aten.slice.Tensor, aten.narrow.default, aten.squeeze.dim, aten.cummax.default),
         *(aten.unbind.int, aten.tril.default, aten.triu.default, aten.renorm.default),
+        *(aten.slice_scatter.default, aten.repeat_interleave.self_int),
     }
 )
 _DIM_AT: Mapping[Any, int] = {  # where they name it, if it is not argument 1
@@ -47,28 +49,41 @@ _DIM_AT: Mapping[Any, int] = {  # where they name it, if it is not argument 1
     aten.scatter.value: 1,
     aten.scatter_add.default: 1,
     aten.index_add.default: 1,
+    aten.slice_scatter.default: 2,
+    aten.repeat_interleave.self_int: 2,
 }
 _DEFAULT_DIM: Mapping[Any, int] = {
     **dict.fromkeys((aten.topk.default, aten.sort.default, aten.argsort.default, aten.glu.default), -1),
-    **dict.fromkeys((aten.unbind.int, aten.slice.Tensor), 0),
+    **dict.fromkeys((aten.unbind.int, aten.slice.Tensor, aten.slice_scatter.default), 0),
 }
 _MATRICES = frozenset({aten.matmul.default, aten.mm.default, aten.bmm.default})
 _MADE = frozenset(  # from the sizes of what they are given only
     {
         *(aten.zeros_like.default, aten.ones_like.default, aten.full_like.default, aten.new_zeros.default),
         *(aten.new_ones.default, aten.new_full.default, aten.zeros.default, aten.ones.default, aten.full.default),
-        *(aten.scalar_tensor.default, aten.empty_like.default, aten.sym_size.int),
+        *(aten.scalar_tensor.default, aten.empty_like.default, aten.new_empty.default, aten.sym_size.int),
+        aten.empty.memory_format,
     }
 )
 # What moves dimensions: that of size T still holds the same tokens in their order, as no other has that size.
-_MOVES = frozenset(
+_MOVES = MOVES | frozenset(
     {
-        *(aten.transpose.int, aten.permute.default, aten.unsqueeze.default, aten.t.default, aten.expand.default),
-        *(aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.one_hot.default, aten.repeat.default),
-        *(aten.expand_as.default, aten.view_as.default, aten.movedim.int, aten.type_as.default),
+        *(aten.t.default, aten.squeeze.default, aten.squeeze.dims, aten.one_hot.default, aten.repeat.default),
+        *(aten.expand_as.default, aten.movedim.int, aten.type_as.default),
+    }
+)
+_RESHAPES = VIEWS | {aten.view_as.default}
+_ELEMENTWISE = frozenset(  # which PyTorch does not tag as such
+    {
+        *(aten.polar.default, aten.complex.default, aten.__or__.Tensor, aten.__and__.Tensor, aten.__xor__.Tensor),
+        *(aten.__or__.Scalar, aten.__and__.Scalar, aten.__xor__.Scalar),
     }
 )
 _LOSSES = frozenset({aten.cross_entropy_loss.default, aten.nll_loss_nd.default})  # behind them nothing has tokens
+_MIXES = "mixes the tokens of packed sequences"
+_COUNTS = "counts through a packed row; use position_ids"
+_ROUTED = "tells where in a packed row tokens are sent, outside of sending them there and back"
+_FIRST = Rows(0, 1)
 _SPATIAL = frozenset({aten.batch_norm.default, aten._native_batch_norm_legit_no_training.default})
 
 
@@ -78,41 +93,64 @@ def mixing(graph: fx.GraphModule, tokens: str) -> tuple[str, str] | None:
     Args:
         tokens: the symbol of the token count; inputs with one dimension of this size have tokens along it.
     """
-    dims: dict[fx.Node, int] = {}
+    rows: dict[fx.Node, Rows] = {}
+    routing = Routing(rows, tokens)
     for node in graph.graph.nodes:
         found = _token_dims(node, tokens)
         if node.op == "placeholder" and len(found) == 1:
-            dims[node] = found[0]
+            rows[node] = Rows(found[0], 1)
+        if node.op == "output" or node.target in _LOSSES:  # what leaves a graph stands in the order of the batch
+            told = next((n for n in node.all_input_nodes if routing.tells(n) or rows.get(n, _FIRST).order != 1), None)
+            if told is not None:
+                return str(told.target), _ROUTED
         if node.op != "call_function" or not isinstance(_first_tensor(node), Tensor) or node.target in _LOSSES:
             continue
-        why = _problem(node, dims, found, tokens)
+        if routing.follow(node):
+            continue
+        why = _problem(node, rows, routing, found, tokens)
         if why is not None:
-            return str(node.target), why
-        if node.target not in _MADE and any(n in dims for n in node.all_input_nodes):
-            dims[node] = 0 if node.target is varlen else found[0]
+            return why if isinstance(why, tuple) else (str(node.target), why)
+        given = [n for n in node.all_input_nodes if n in rows]
+        if node.target not in _MADE and given:
+            rows[node] = Rows(0, 1) if node.target is varlen else _result(node, rows, given[0], found[0], tokens)
     return None
 
 
-def _problem(node: fx.Node, dims: Mapping[fx.Node, int], found: list[int], tokens: str) -> str | None:
-    """Return what an operator does that may mix tokens."""
-    given = [n for n in node.all_input_nodes if n in dims] if node.target not in _MADE else []
+def _result(node: fx.Node, rows: Mapping[fx.Node, Rows], given: fx.Node, dim: int, tokens: str) -> Rows:
+    """Return the rows of a value that is computed from those of others."""
+    seen = viewed(node, rows, dim, tokens) if node.target in _RESHAPES else None
+    return seen or Rows(dim, rows[given].order)
+
+
+def _problem(
+    node: fx.Node, rows: Mapping[fx.Node, Rows], routing: Routing, found: list[int], tokens: str
+) -> str | tuple[str, str] | None:
+    """Return what an operator does that may mix tokens; or an operator before it, and what that does."""
+    made = node.target in _MADE
+    given = [n for n in node.all_input_nodes if n in rows] if not made else []
+    told = next((n for n in node.all_input_nodes if routing.tells(n)), None) if not made else None
+    if told is not None:
+        return (str(told.target), _COUNTS) if told.target in ARANGES else _ROUTED
     scaled = any(_is_size(n, tokens) for n in node.all_input_nodes)
     if scaled and (_is_pointwise(node) or node.target in (aten.full.default, aten.scalar_tensor.default)):
         return "computes with the number of tokens of a packed row"
     if not given:  # values that are the same for all tokens stay so; others count through the row
         sized = bool(found) or any(_token_dims(n, tokens) for n in node.all_input_nodes)
-        uniform = node.target in _MADE or node.target in VIEWS or node.target in _MOVES or _is_pointwise(node)
-        return "counts through a packed row; use position_ids" if sized and not uniform else None
+        uniform = made or node.target in _RESHAPES or node.target in _MOVES or _is_pointwise(node)
+        return _COUNTS if sized and not uniform else None
+    orders = {rows[n].order for n in given}
     if node.target is varlen:
-        return None
-    if len(found) != 1 or not _keeps(node, given, dims, found[0]):
-        return "mixes the tokens of packed sequences"
-    return None
+        return None if orders == {1} else _ROUTED
+    if len(orders) > 1 or len(found) != 1:
+        return _MIXES
+    if node.target in _RESHAPES:
+        return None if viewed(node, rows, found[0], tokens) is not None else _MIXES
+    return None if _keeps(node, given, {n: rows[n].dim for n in given}, found[0]) else _MIXES
 
 
 def _is_pointwise(node: fx.Node) -> bool:
     tagged = isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise in node.target.tags
-    return tagged or RULES.get(node.target) is pointwise
+    return tagged or RULES.get(node.target) is pointwise or node.target in _ELEMENTWISE
 
 
 def _is_size(node: fx.Node, tokens: str) -> bool:
@@ -130,6 +168,8 @@ def _keeps(node: fx.Node, given: list[fx.Node], dims: Mapping[fx.Node, int], dim
         return True
     if _is_pointwise(node):
         return all(dims[n] + rank - len(shape(n)) == dim for n in given)
+    if target is aten.einsum.default:
+        return _einsum_keeps(node, given, dims, dim)
     if target in (aten.cat.default, aten.stack.default):
         axis = (arguments[1] if len(arguments) > 1 else 0) % rank
         return axis != dim and len({dims[n] for n in given}) == 1
@@ -147,13 +187,17 @@ def _keeps(node: fx.Node, given: list[fx.Node], dims: Mapping[fx.Node, int], dim
         )
     if target in (aten.layer_norm.default, aten.rms_norm.default, aten.native_layer_norm.default):
         return given == [first] and dims[first] < len(shape(first)) - len(arguments[1])
-    if target in VIEWS or target in _MOVES:
+    if target in _MOVES:
         return symbol_name(shape(first)[dims[first]]) == symbol_name(shape(node)[dim])
     if target in SPLITS:
         return split_dim(node) != dims[given[0]]
     if target in (aten.constant_pad_nd.default, aten.pad.default):
         padded = {len(shape(first)) - 1 - i // 2 for i, p in enumerate(arguments[1]) if p}
         return dims[first] not in padded
+    if target is aten.gather.default and first not in dims:  # a table, of which tokens choose
+        return bool(arguments[1] % len(shape(first)) == dim)
+    if target in (aten.view_as_complex.default, aten.view_as_real.default):
+        return dims[first] == dim < len(shape(node)) - (target is aten.view_as_real.default)
     if target in _ALONG or target in _DIM_AT:
         return _along_keeps(node, given, dims)
     return False
@@ -172,11 +216,23 @@ def _along_keeps(node: fx.Node, given: list[fx.Node], dims: Mapping[fx.Node, int
     return bool(axes) and all(axis % rank != dims[given[0]] for axis in axes)
 
 
+def _einsum_keeps(node: fx.Node, given: list[fx.Node], dims: Mapping[fx.Node, int], dim: int) -> bool:
+    """Say whether all tokens go by one letter, and still do so in the result."""
+    equation, parts = operands(node)[:2]
+    left, arrow, right = equation.replace(" ", "").partition("->")
+    if not arrow or "." in equation:
+        return False
+    letters = {terms[dims[part]] for terms, part in zip(left.split(","), parts, strict=True) if part in dims}
+    return len(letters) == 1 and right[dim : dim + 1] in letters
+
+
 def _product_keeps(a: fx.Node, b: fx.Node, dims: Mapping[fx.Node, int]) -> bool:
     """Say whether a product sums over no tokens, and pairs no token with another."""
     if a in dims and dims[a] == len(shape(a)) - 1:
         return False
-    if b in dims and (a not in dims or dims[b] >= len(shape(b)) - 2 or len(shape(b)) < 3):
+    if b in dims and a not in dims:
+        return dims[b] != len(shape(b)) - 2 and len(shape(b)) > 1
+    if b in dims and (dims[b] >= len(shape(b)) - 2 or len(shape(b)) < 3):
         return False
     return b not in dims or dims[a] - len(shape(a)) == dims[b] - len(shape(b))
 

@@ -100,7 +100,7 @@ def _captured(
     pieces = _slice_skeleton(exported, where, tuple(fields), sizes)
     layers = _capture_layers(sites, keys, pieces.sizes)
     _prove_sizes(pieces, layers, where)
-    _refuse_leaks(pieces, layers, where, own=not is_huggingface, own_loss=loss is not None)
+    _refuse_leaks(pieces, layers, where, own_loss=loss is not None)
     if is_huggingface:
         huggingface.refuse_uncaptured(where, _used_fields(pieces, layers), layers)
     return _assemble(model, dtype, path, pieces, layers)
@@ -220,32 +220,29 @@ def _prove_sizes(pieces: _Pieces, layers: Mapping[str, Template], model: str) ->
         prove_sizes(template.graph, where, exported=True)
 
 
-def _refuse_leaks(pieces: _Pieces, layers: Mapping[str, Template], model: str, own: bool, own_loss: bool) -> None:
-    """Check that packed sequences cannot see each other; behind the last block a loss may mix tokens as it likes.
+def _refuse_leaks(pieces: _Pieces, layers: Mapping[str, Template], model: str, own_loss: bool) -> None:
+    """Check that packed sequences cannot see each other: every operator must be known to keep tokens apart.
 
     Args:
-        own: the model is the user's: every operator must be known to keep tokens apart. Of transformers' models only
-            what is known to mix them is refused; `docs/support.md` says which were compared.
-        own_loss: so is the loss.
+        own_loss: the loss is the user's; behind the last block it may mix tokens as it likes.
     """
     tokens, checked = next(iter(pieces.sizes)), set()
-    before, beside = f"{model} before its first block", f"{model} beside its blocks"
     behind = f"{model} after its last block"
-    refuse = refuse_unproven if own else refuse_mixing
-    refuse(pieces.embed.graph, tokens, before)
-    refuse_mixing(pieces.aux.graph, None, beside)
-    if own:
-        refuse_unproven(pieces.aux.graph, tokens, beside)
-    refuse_mixing(pieces.head.graph, None, behind)
+    refuse_unproven(pieces.embed.graph, tokens, f"{model} before its first block")
+    refuse_unproven(pieces.aux.graph, tokens, f"{model} beside its blocks")
     if own_loss:
+        refuse_mixing(pieces.head.graph, None, behind)
         refuse_mean(pieces.head, behind)
-    if own and not own_loss:
+    else:
         refuse_unproven(pieces.head.graph, tokens, behind)
     for name, template in layers.items():
         if template.name not in checked:
             hidden = next((n for n in template.graph.graph.nodes if n.op == "placeholder" and n.name == "hidden"), None)
             symbol = symbol_name(value_of(hidden).shape[1]) if hidden else None
-            (refuse if symbol is not None else refuse_mixing)(template.graph, symbol, name)  # type: ignore[arg-type]
+            if symbol is None:
+                refuse_mixing(template.graph, None, name)
+            else:
+                refuse_unproven(template.graph, symbol, name)
             checked.add(template.name)
 
 

@@ -270,9 +270,10 @@ def _unchanged(block: nn.Module, where: str) -> Iterator[None]:
 
 def _refuse_other_hidden(made: Tensor, inputs: Sequence[Tensor], where: str) -> None:
     given = list(inputs[0].shape) if inputs else []
+    kinds = (f" {inputs[0].dtype}", f" {made.dtype}") if inputs and made.dtype != inputs[0].dtype else ("", "")
     if not inputs or made.shape != inputs[0].shape or made.dtype != inputs[0].dtype:
         raise Unsupported(
-            f"the block turns a hidden state of {given} into {list(made.shape)}",
+            f"the block turns a hidden state of {given}{kinds[0]} into {list(made.shape)}{kinds[1]}",
             where=where,
             remedy="blocks must keep shape and dtype of the hidden state, which must be their first tensor argument",
         )

@@ -18,6 +18,9 @@ aten = torch.ops.aten
 
 SIZED_VIEWS = frozenset({aten.view.default, aten.reshape.default, aten._unsafe_view.default})  # they list their sizes
 VIEWS = SIZED_VIEWS | {aten.flatten.using_ints, aten.unflatten.int}
+MOVES = frozenset(  # of dimensions, or of none but one of size 1
+    {aten.transpose.int, aten.permute.default, aten.unsqueeze.default, aten.squeeze.dim, aten.expand.default}
+)
 SPLITS = frozenset({aten.split.Tensor, aten.split_with_sizes.default, aten.chunk.default})
 
 Rule = Callable[[Cuts, fx.Node], Cut | None]

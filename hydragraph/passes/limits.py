@@ -12,6 +12,7 @@ from hydragraph.ir.graph_data import value_of
 from hydragraph.ir.placeholders import communicate
 from hydragraph.ir.program import Block, Program
 from hydragraph.passes.cut import operands
+from hydragraph.passes.cut_rules import MOVES, VIEWS
 from hydragraph.spec.limits import Limit
 from hydragraph.spec.workload import IGNORED
 
@@ -20,30 +21,11 @@ aten = torch.ops.aten
 # Operators whose result holds values of their first operand as they are.
 _SAME = frozenset(
     {
-        aten.view.default,
-        aten.reshape.default,
-        aten._unsafe_view.default,
-        aten.flatten.using_ints,
-        aten.unflatten.int,
-        aten.unsqueeze.default,
-        aten.squeeze.default,
-        aten.squeeze.dim,
-        aten.squeeze.dims,
-        aten.select.int,
-        aten.slice.Tensor,
-        aten.expand.default,
-        aten.permute.default,
-        aten.transpose.int,
-        aten.t.default,
-        aten.clone.default,
-        aten.contiguous.default,
-        aten.detach.default,
-        aten.alias.default,
-        aten.to.dtype,
-        aten.to.device,
-        aten.to.dtype_layout,
-        aten._to_copy.default,
-        communicate,
+        *VIEWS,
+        *MOVES,
+        *(aten.squeeze.default, aten.squeeze.dims, aten.select.int, aten.slice.Tensor, aten.t.default),
+        *(aten.clone.default, aten.contiguous.default, aten.detach.default, aten.alias.default, aten.to.dtype),
+        *(aten.to.device, aten.to.dtype_layout, aten._to_copy.default, communicate),
     }
 )
 _SUMS: Mapping[Any, int] = {aten.add.Tensor: 1, aten.add.Scalar: 1, aten.sub.Tensor: -1, aten.sub.Scalar: -1}

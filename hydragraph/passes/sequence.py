@@ -16,20 +16,11 @@ from torch import fx
 from hydragraph.ir.graph_data import value_of
 from hydragraph.ir.placeholders import communicate
 from hydragraph.passes.cut import Cuts, operands, product, shape
-from hydragraph.passes.cut_rules import RULES, SPLITS, VIEWS, carried, pointwise, split_dim
+from hydragraph.passes.cut_rules import MOVES, RULES, SPLITS, VIEWS, carried, pointwise, split_dim
 from hydragraph.private.tracing import symbol_name
 
 aten = torch.ops.aten
 
-_MOVES = frozenset(
-    {
-        aten.transpose.int,
-        aten.permute.default,
-        aten.unsqueeze.default,
-        aten.squeeze.dim,
-        aten.expand.default,
-    }
-)
 _NORMS = frozenset({aten.layer_norm.default, aten.rms_norm.default})
 _REDUCTIONS = frozenset({aten.mean.dim, aten.sum.dim_IntList, aten.amax.default})
 _SOFTMAX = frozenset({aten.softmax.int, aten._softmax.default})
@@ -102,7 +93,7 @@ def _tokenwise(node: fx.Node, dim: int, parts: Mapping[fx.Node, int]) -> bool:
     if target is aten.slice.Tensor:
         return (operands(node)[1] if len(operands(node)) > 1 else 0) % len(shape(first)) != parts[first]
     # What reduces or moves dimensions and still has its tokens did not reduce over them.
-    return target in _MOVES or target in _REDUCTIONS or getattr(target, "__name__", "") == "getitem"
+    return target in MOVES or target in _REDUCTIONS or getattr(target, "__name__", "") == "getitem"
 
 
 def is_pointwise(node: fx.Node) -> bool:

@@ -89,6 +89,17 @@ def symbol_name(size: int | torch.SymInt) -> str | None:
     return str(size.node.expr) if isinstance(size, torch.SymInt) and not size.node.is_constant() else None
 
 
+def multiple_of(size: int | torch.SymInt, symbol: str) -> int | None:
+    """Return how many times a symbol a size is; None: it is something else."""
+    if symbol_name(size) is None:
+        return None
+    expression = size.node.expr  # type: ignore[union-attr]
+    if [str(each) for each in expression.free_symbols] != [symbol]:
+        return None
+    times = sympy.simplify(expression / next(iter(expression.free_symbols)))
+    return int(times) if times.is_Integer else None
+
+
 @contextlib.contextmanager
 def untraced() -> Iterator[None]:
     """Compute with a trace's fake tensors without recording what is computed, or sizes that depend on values."""

@@ -20,6 +20,7 @@ from hydragraph.check.check import Subject, check
 from hydragraph.frontend.capture import capture
 from hydragraph.ir.program import Program
 from tests.models import MODELS, bert, captured, llama, randomised, tiny
+from tests.module_cases import Reversed
 from tests.own_models import Own, classified, weighted
 
 aten = torch.ops.aten
@@ -111,18 +112,6 @@ def test_a_changed_graph_is_refused(block: str, target: Any, how: Any, by: float
     with pytest.raises(hg.Unsupported, match=where) as error:
         check(Subject(model, wrong))
     assert "weight" in str(error.value)
-
-
-class Reversed(torch.autograd.Function):
-    """Its backward is not that of its forward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        return -gradient
 
 
 class Changed(Own):

@@ -10,6 +10,7 @@ longer than the windows.
 from __future__ import annotations
 
 import argparse
+import copy
 import functools
 import sys
 from collections.abc import Iterable, Sequence
@@ -19,13 +20,14 @@ import torch
 import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
+from transformers import CONFIG_MAPPING
 
 import hydragraph as hg
 from hydragraph.check.stages import StageCheck
 from hydragraph.frontend.initialise import initial_buffers
 from hydragraph.passes.uncut import refuse_uncut
 from tests import reference
-from tests.frontend.families import DOCS, NAMES, build
+from tests.frontend.families import DOCS, NAMES, build, shrink
 from tests.models import sequences
 from tests.ready import Ready
 
@@ -99,17 +101,31 @@ def _batch(lengths: Sequence[int]) -> list[Tensor]:
 
 
 def _compared(model: nn.Module, found: Sequence[dict[str, Tensor]]) -> str:
+    """Compare with the model alone; where rounding alone may be the cause, both with the model in float64.
+
+    Gradients in which large terms cancel have no five right digits in anyone's fp32: what is not four times as far from
+    the truth as the model's own is right.
+    """
     for lengths, gradients in zip(LENGTHS, found, strict=True):
         batch = _batch(lengths)
-        model.zero_grad()
-        logits = [model(input_ids=s[None], use_cache=False).logits[0] for s in batch]
-        sums = [F.cross_entropy(one[:-1], s[1:], reduction="sum") for one, s in zip(logits, batch, strict=True)]
-        (torch.stack(sums).sum() / sum(len(s) - 1 for s in batch)).backward()
-        expected = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in model.named_parameters()}
-        worst, ratio = reference.worst(gradients, {n: g for n, g in expected.items() if n in gradients})
+        expected = {n: g for n, g in _alone(model, batch).items() if n in gradients}
+        worst, ratio = reference.worst(gradients, expected)
+        if not ratio <= 1:
+            exact = {n: g for n, g in _alone(copy.deepcopy(model).double(), batch).items() if n in gradients}
+            worst, off = reference.worst(gradients, exact)
+            ratio = off / max(1.0, 4 * reference.worst(expected, exact)[1])
         if not ratio <= 1:
             return f"WRONG: the gradient of {worst} at {sum(lengths)} tokens, {ratio:.1f} times the tolerance"
     return "yes"
+
+
+def _alone(model: nn.Module, batch: Sequence[Tensor]) -> dict[str, Tensor]:
+    """Return the gradients of a mini-batch, one sequence at a time, on one device."""
+    model.zero_grad()
+    logits = [model(input_ids=s[None], use_cache=False).logits[0] for s in batch]
+    sums = [F.cross_entropy(one[:-1], s[1:], reduction="sum") for one, s in zip(logits, batch, strict=True)]
+    (torch.stack(sums).sum() / sum(len(s) - 1 for s in batch)).backward()
+    return {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in model.named_parameters()}
 
 
 def row(family: str) -> str:
@@ -118,8 +134,20 @@ def row(family: str) -> str:
     cells = [plain.get("captured", plain.get(form, "")) for form in FORMS]
     if "captured" in plain:
         cells = [plain["captured"], *[""] * (len(FORMS) - 1)]
-    given = _run(family, False)
-    return f"| {family} | {' | '.join(cells)} | {given.get('captured', given.get(FORMS[0], ''))} |"
+    given = cells[0]
+    if not _is_plain(family):
+        found = _run(family, False)
+        given = found.get("captured", found.get(FORMS[0], ""))
+    return f"| {family} | {' | '.join(cells)} | {given} |"
+
+
+def _is_plain(family: str) -> bool:
+    """Say whether a family's default config has no windows, chunks, caps and router losses to begin with."""
+    try:
+        plain, given = (shrink(CONFIG_MAPPING[family], kind)[0].to_dict() for kind in (True, False))
+    except Exception:  # a config's own checks may raise anything
+        return False
+    return bool(plain == given)
 
 
 def _run(family: str, plain: bool) -> dict[str, str]:

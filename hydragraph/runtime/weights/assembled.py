@@ -1,10 +1,13 @@
-"""Tensors of a model that files hold in pieces, as original-format directories of the hub hold experts.
+"""Tensors of a model that files hold in pieces, or several in one, as original-format directories of the hub do.
 
-transformers makes such a tensor by stacking and concatenating others while it loads. Neither computes anything, so
-here it stays a list of pieces with their places, and whoever owns a box of it reads only what lies within that box.
+transformers makes such tensors by stacking, concatenating and chunking others while it loads. None of these computes
+anything, so here a tensor stays a list of pieces with their places, and whoever owns a box of it reads only what lies
+within that box.
 
     gate_up_proj [8 experts, 2 x 14336, 4096]  =  cat(stack(w1 of each expert), stack(w3 of each expert), dim 1)
     the piece experts.5.w3 [14336, 4096] begins at (5, 14336, 0) and lacks dimension 0
+
+    k_proj [768, 768]  =  the second of the three chunks of qkv_proj [2304, 768], which begins at (-768, 0) of it
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ class Piece:
 
     Attributes:
         stored: where it is.
-        at: where it begins, by the dimensions of the whole.
+        at: where it begins, by the dimensions of the whole; before 0 where the whole is a later part of it.
         lacks: dimensions of the whole that it does not have, and along which it is one index.
     """
 
@@ -96,25 +99,50 @@ class Whole:
         return (piece.stored for piece in self.pieces)
 
 
-def assemble(converter: Any, stored: Mapping[str, Sequence[Stored]]) -> Whole | None:
-    """Return the tensor that one of transformers' converters makes of stored ones; None: it computes something.
+def assemble(converter: Any, stored: Mapping[str, Sequence[Stored]], name: str) -> dict[str, Whole] | None:
+    """Return the tensors that one of transformers' converters makes of stored ones; None: it computes something.
 
     Args:
         converter: a `transformers.core_model_loading.WeightConverter`.
         stored: by the converter's pattern, in the order of their names.
+        name: of the first of the tensors.
     """
-    from transformers.core_model_loading import Concatenate, MergeModulelist
+    from transformers.core_model_loading import Chunk, Concatenate, MergeModulelist
 
+    targets = list(converter.target_patterns)
     groups = [[Whole.of(s) for s in stored[p]] for p in converter.source_patterns if stored.get(p)]
     for operation in converter.operations:
         if type(operation) is MergeModulelist:
             groups = [[_stacked(group, operation.dim)] for group in groups]
         elif type(operation) is Concatenate:
             groups = [[_concatenated([whole for group in groups for whole in group], operation.dim)]]
+        elif type(operation) is Chunk and not operation.num_shards_attribute and [len(g) for g in groups] == [1]:
+            groups = [[chunk] for chunk in _chunks(groups[0][0], operation.dim, len(targets))]
         else:
             return None
-    alone = len(groups) == 1 and len(groups[0]) == 1 and len(converter.target_patterns) == 1
-    return groups[0][0] if alone else None
+    if len(groups) != len(targets) or any(len(group) != 1 for group in groups):
+        return None
+    if len(targets) == 1:
+        return {name: groups[0][0]}
+    before, found, after = name.partition(targets[0])
+    made = {before + target + after: whole for target, (whole,) in zip(targets, groups, strict=True)}
+    return made if found else None
+
+
+def _chunks(whole: Whole, dim: int, count: int) -> list[Whole]:
+    """Return the equal parts of a tensor along a dimension; none where they are not equal."""
+    dim %= len(whole.shape)
+    size = whole.shape[dim] // count
+    shape = (*whole.shape[:dim], size, *whole.shape[dim + 1 :])
+    if size * count != whole.shape[dim]:
+        return []
+    return [
+        Whole(
+            shape,
+            tuple(replace(p, at=(*p.at[:dim], p.at[dim] - i * size, *p.at[dim + 1 :])) for p in whole.pieces),
+        )
+        for i in range(count)
+    ]
 
 
 def _stacked(wholes: Sequence[Whole], dim: int) -> Whole:

@@ -96,10 +96,10 @@ class Names:
             _, several = pieces.setdefault(name, (converter, {}))
             several.setdefault(computed, []).append(held[key])
         for name, (converter, several) in pieces.items():
-            whole = assemble(converter, several)
-            if whole is None:
+            wholes = assemble(converter, several, name)
+            if wholes is None:
                 _refuse_computed(next(iter(several.values()))[0].key, name, converter)
-            found.append((name, whole))
+            found += wholes.items()
         return found
 
 

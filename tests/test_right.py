@@ -1,0 +1,17 @@
+"""A few right models a day, of which the check refuses none; `python -m tests.right --count 1000` draws many."""
+
+from __future__ import annotations
+
+import datetime
+
+import pytest
+
+from tests.right import draw, outcome
+
+MODELS = 3  # a day
+
+
+@pytest.mark.parametrize("number", range(MODELS))
+def test_todays_right_models_are_accepted(number: int) -> None:
+    seed = datetime.date.today().toordinal() * MODELS + number
+    assert not (found := outcome(draw(seed))).startswith("REFUSED"), f"seed {seed}: {found}"
