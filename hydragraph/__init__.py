@@ -4,7 +4,7 @@ from hydragraph.lazy import attributes
 from hydragraph.version import __version__ as __version__
 
 # Imported when first used, so that `import hydragraph.spec` costs no torch; type checkers read __init__.pyi.
-__all__, __getattr__ = attributes(
+__all__, __getattr__, __dir__ = attributes(
     "hydragraph",
     {
         "AdamW": "hydragraph.kernels.adamw",

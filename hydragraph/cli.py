@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 
@@ -21,6 +21,7 @@ from hydragraph.bench.command import bench_app
 from hydragraph.commands import compile, plan, profile, show, simulate, train, verify
 from hydragraph.commands.process import launched
 from hydragraph.errors import RankFailure
+from hydragraph.version import __version__
 
 # A mistake of the user's, which can be corrected, and a run that did not end well.
 _MISTAKE, _FAILED = 2, 1
@@ -36,6 +37,12 @@ _VERBS: tuple[tuple[str, Callable[..., None], str | None], ...] = (
 )
 
 
+def _print_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"hydragraph {__version__}")
+        raise typer.Exit
+
+
 def main() -> None:
     """Run the command line; the entry point of `hydragraph`."""
     app()
@@ -46,10 +53,19 @@ def _app() -> typer.Typer:
     found = typer.Typer(
         help="Train one PyTorch model on many uneven devices.", no_args_is_help=True, pretty_exceptions_enable=False
     )
+    found.callback()(_options)
     for name, function, example in _VERBS:
         found.command(name, epilog=example)(_in_sentences(function))
     found.add_typer(bench_app(_sentences), name="bench")
     return found
+
+
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and end.")
+    ] = False,
+) -> None:
+    """Train one PyTorch model on many uneven devices."""
 
 
 def _in_sentences(function: Callable[..., None]) -> Callable[..., None]:

@@ -8,8 +8,10 @@ from importlib import import_module
 from typing import Any
 
 
-def attributes(package: str, where: Mapping[str, str]) -> tuple[list[str], Callable[[str], Any]]:
-    """Return a package's `__all__` and `__getattr__` (PEP 562).
+def attributes(
+    package: str, where: Mapping[str, str]
+) -> tuple[list[str], Callable[[str], Any], Callable[[], list[str]]]:
+    """Return a package's `__all__`, `__getattr__` and `__dir__` (PEP 562), so that all names can be completed.
 
     Args:
         where: name -> the module that it comes from.
@@ -22,4 +24,7 @@ def attributes(package: str, where: Mapping[str, str]) -> tuple[list[str], Calla
         setattr(sys.modules[package], name, value)
         return value
 
-    return sorted(where), find
+    def names() -> list[str]:
+        return sorted({*where, *(n for n in vars(sys.modules[package]) if n.startswith("__"))})
+
+    return sorted(where), find, names

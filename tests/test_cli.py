@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from hydragraph.version import __version__
 from tests.commands.tiny import run, write
 
 
@@ -15,6 +16,11 @@ def test_help_lists_the_verbs() -> None:
     words = run("--help").stdout.split()
     verbs = {"train", "verify", "show", "compile", "simulate", "profile", "plan", "bench"}
     assert verbs <= set(words)
+
+
+def test_as_a_module_it_is_the_same_and_tells_its_version() -> None:
+    done = subprocess.run([sys.executable, "-m", "hydragraph", "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == f"hydragraph {__version__}"
 
 
 def test_help_imports_nothing_that_is_slow() -> None:

@@ -22,6 +22,12 @@ def test_every_name_comes_from_where_the_stub_says(package: str) -> None:
         assert getattr(module, name) is getattr(import_module(str(source)), name)
 
 
+def test_all_names_can_be_completed() -> None:
+    code = "import hydragraph as hg, sys; print({'compile', 'launch', 'Strategy', '__version__'} <= set(dir(hg)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "True"
+
+
 def test_an_unknown_name_is_an_attribute_error() -> None:
     import hydragraph
 

@@ -7,7 +7,7 @@ installation.
 from hydragraph.lazy import attributes
 
 # Imported when first used, so that a rank that does not plan needs neither numba nor scipy.
-__all__, __getattr__ = attributes(
+__all__, __getattr__, __dir__ = attributes(
     "hydragraph.planner",
     {
         "Choice": "hydragraph.planner.choosing",
