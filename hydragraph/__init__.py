@@ -10,6 +10,7 @@ __all__, __getattr__ = attributes(
         "AdamW": "hydragraph.kernels.adamw",
         "Cluster": "hydragraph.spec.cluster",
         "Executable": "hydragraph.executable",
+        "Health": "hydragraph.spec.health",
         "Pipeline": "hydragraph.spec.strategy",
         "Policy": "hydragraph.planner.policy",
         "Profile": "hydragraph.cost.profile",

@@ -17,6 +17,7 @@ from hydragraph.kernels.varlen_attention import varlen_attention as varlen_atten
 from hydragraph.planner.policy import Policy as Policy
 from hydragraph.runtime.launch import launch as launch
 from hydragraph.spec.cluster import Cluster as Cluster
+from hydragraph.spec.health import Health as Health
 from hydragraph.spec.strategy import Pipeline as Pipeline
 from hydragraph.spec.strategy import Stage as Stage
 from hydragraph.spec.strategy import Strategy as Strategy

@@ -162,8 +162,8 @@ def _measured(settings: Settings, legs: Sequence[_Leg], ranks: int) -> list[tupl
 
 def _notes(settings: Settings, program: Program, cluster: Cluster, ranks: int) -> tuple[str, ...]:
     name = str(program.dtype).removeprefix("torch.")
-    device = cluster.devices[0]
-    what = f"{ranks} devices of {device.flops_per_s / 1e12:.3g} TFLOP/s, {cluster.within_node.bytes_per_s / 1e9:g} GB/s"
+    device, inner = cluster.devices[0], cluster.node(cluster.node_of(0)).inner
+    what = f"{ranks} devices of {device.flops_per_s / 1e12:.3g} TFLOP/s, {inner.bytes_per_s / 1e9:g} GB/s"
     return (
         f"Bytes are exact, from the link: weights are pulled in {name}, gradients pushed in fp32. With each strategy's "
         "own layouts, a rank takes what it holds from itself.",
