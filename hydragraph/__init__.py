@@ -8,7 +8,9 @@ __all__, __getattr__ = attributes(
     "hydragraph",
     {
         "AdamW": "hydragraph.kernels.adamw",
+        "Assignment": "hydragraph.spec.assignment",
         "Cluster": "hydragraph.spec.cluster",
+        "Costs": "hydragraph.cost.costs",
         "Executable": "hydragraph.executable",
         "Health": "hydragraph.spec.health",
         "Pipeline": "hydragraph.spec.strategy",
@@ -27,6 +29,7 @@ __all__, __getattr__ = attributes(
         "launch": "hydragraph.runtime.launch",
         "lower": "hydragraph.api",
         "precompile": "hydragraph.api",
+        "simulate": "hydragraph.api",
         "varlen_attention": "hydragraph.kernels.varlen_attention",
     },
 )

@@ -202,7 +202,7 @@ class Engine:
         message, _ = actor.program.messages[i]
         assert actor.pipeline is not None, "a rank without a stage sends nothing"
         size = self._work.message_bytes(actor.pipeline, message.micro_batch)
-        seconds, used = self._roads.message(actor.pairs(i), size)
+        seconds, used = self._roads.message(actor.pairs(i), size) if size is not None else (0.0, ())
         self._begin(a, i, ready, (a, cause), seconds, used)
 
     def _begin(

@@ -69,8 +69,8 @@ class Piece:
         fixed: bytes that they make and drop again whatever the tokens.
         frozen: elements of its weights that get no gradient.
         forward, backward: apart; None: the forward is a third of `seconds`, a quarter where it is computed again.
-        reduced: bytes per token that its tensor-parallel ranks add up forward, and backward, where these seconds leave
-            that out; what was measured includes it.
+        reduced: how many hidden states its tensor-parallel ranks add up forward, and backward, where these seconds
+            leave that out; what was measured includes it.
         held: what it holds, in more detail; None: only the sums above are known.
     """
 
@@ -82,7 +82,7 @@ class Piece:
     frozen: int = 0
     forward: Curve | None = None
     backward: Curve | None = None
-    reduced: tuple[float, float] = (0.0, 0.0)
+    reduced: tuple[int, int] = (0, 0)
     held: Held | None = None
 
     @classmethod

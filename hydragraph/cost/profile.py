@@ -16,6 +16,7 @@ from hydragraph.cost.memory_model import MemoryModel
 from hydragraph.cost.model import ModelSizes
 from hydragraph.cost.pieces import AUX, HOME_BYTES, Constants, Device, Kind, Piece, PricedStage
 from hydragraph.cost.pieces import Scheme as Scheme
+from hydragraph.cost.stages import StageCost, stages_end
 from hydragraph.errors import Unsupported
 from hydragraph.spec.cluster import Link
 from hydragraph.spec.strategy import Pipeline
@@ -32,6 +33,8 @@ class PipelineCost:
         max_len: tokens that a micro-batch may have.
         util_len: tokens from which a micro-batch uses the device well.
         devices: how many it occupies.
+        parts: its stages one by one; empty where they are only known to be alike.
+        schedule: "1f1b" or "gpipe".
     """
 
     a: float
@@ -41,6 +44,21 @@ class PipelineCost:
     max_len: int
     util_len: int
     devices: int
+    parts: tuple[StageCost, ...] = ()
+    schedule: str = "1f1b"
+
+    @property
+    def envelope(self) -> Constants:
+        """The constants of its slowest stage, which search goes by."""
+        return Constants(self.a, self.b, self.c)
+
+    def seconds(self, micro_batches: Sequence[Sequence[int]]) -> float:
+        """Return when it ends, exactly, for micro-batches of these lengths in this order.
+
+        Where its stages are only known to be alike, a forward is a third of a micro-batch's time.
+        """
+        parts = self.parts or (_alike(self.envelope),) * self.stages
+        return stages_end(parts, micro_batches, self.schedule)
 
     def work(self, lengths: ArrayLike) -> NDArray[np.float64]:
         """Return a l^2 + b l [s] of each sequence."""
@@ -332,6 +350,10 @@ class Profile:
         devices = sum(tp * pp for tp, pp in schemes)
         known = {scheme: self.pipeline(scheme, devices) for scheme in dict.fromkeys(schemes)}
         return tuple(known[scheme] for scheme in schemes)
+
+
+def _alike(k: Constants) -> StageCost:
+    return StageCost((((1 / 3, k),),), (((2 / 3, k),),))
 
 
 def _regular(scheme: Scheme, layers: int) -> list[tuple[Kind, int]]:

@@ -86,7 +86,7 @@ def _read_piece(data: Mapping[str, Any]) -> Piece:
             k: tuple(v) if isinstance(v, list) else v for k, v in held.items()
         }
     )
-    rest = {"seconds": Constants(**data["seconds"]), "reduced": tuple(data.get("reduced", (0.0, 0.0))), "held": details}
+    rest = {"seconds": Constants(**data["seconds"]), "reduced": tuple(data.get("reduced", (0, 0))), "held": details}
     return Piece(**{**data, **rest, **curves})
 
 

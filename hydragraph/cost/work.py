@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 
@@ -25,8 +25,8 @@ class Priced(Protocol):
         """Return what a pull or a push moves between ranks."""
         ...
 
-    def message_bytes(self, pipeline: int, micro_batch: int) -> float:
-        """Return the bytes of a micro-batch's hidden state."""
+    def message_bytes(self, pipeline: int, micro_batch: int) -> float | None:
+        """Return the bytes of a micro-batch's hidden state; None: messages take no time at all."""
         ...
 
     def update_s(self, rank: int) -> float:
@@ -81,3 +81,35 @@ class Work:
     def commit_s(self) -> float:
         """See `Priced`."""
         return self.commit
+
+
+Part = Literal["computing", "pull", "push", "messages", "ending"]
+
+
+class Without:
+    """Work of which some parts cost nothing; "ending" is commit and update."""
+
+    def __init__(self, work: Priced, *parts: Part) -> None:
+        self._work, self._parts = work, frozenset(parts)
+
+    def computing(self, op: Op, block: str, ranks: Sequence[int], micro_batches: int) -> Sequence[float]:
+        """See `Priced`."""
+        if "computing" in self._parts:
+            return [0.0] * micro_batches
+        return self._work.computing(op, block, ranks, micro_batches)
+
+    def moved(self, op: Op, bucket: str) -> Transfers:
+        """See `Priced`."""
+        return NOTHING if op.value in self._parts else self._work.moved(op, bucket)
+
+    def message_bytes(self, pipeline: int, micro_batch: int) -> float | None:
+        """See `Priced`."""
+        return None if "messages" in self._parts else self._work.message_bytes(pipeline, micro_batch)
+
+    def update_s(self, rank: int) -> float:
+        """See `Priced`."""
+        return 0.0 if "ending" in self._parts else self._work.update_s(rank)
+
+    def commit_s(self) -> float:
+        """See `Priced`."""
+        return 0.0 if "ending" in self._parts else self._work.commit_s()

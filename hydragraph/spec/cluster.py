@@ -248,11 +248,22 @@ class Cluster:
     @cached_property
     def types(self) -> Mapping[str, DeviceType]:
         """The types of its devices by name."""
-        return {d.type: DeviceType(d.flops_per_s, d.memory_bytes, d.memory_bytes_per_s) for d in self.devices}
+        every = zip(self._names, self.devices, strict=True)
+        return {name: DeviceType(d.flops_per_s, d.memory_bytes, d.memory_bytes_per_s) for name, d in every}
 
     def type_of(self, rank: int) -> str:
-        """Return the name of a rank's type of device."""
-        return self._device(rank).type
+        """Return the name of a rank's type of device; different devices without one are "", "other 1", ..."""
+        self._device(rank)
+        return self._names[rank]
+
+    @cached_property
+    def _names(self) -> tuple[str, ...]:
+        plain: dict[Device, str] = {}
+        for device in self.devices:
+            if not device.type:
+                kind = replace(device, node=0)
+                plain.setdefault(kind, f"other {len(plain)}" if plain else "")
+        return tuple(d.type or plain[replace(d, node=0)] for d in self.devices)
 
     def node_of(self, rank: int) -> int:
         """Return the number of a rank's node."""

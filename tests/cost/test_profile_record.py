@@ -44,9 +44,7 @@ def test_a_measured_profile_is_saved_whole(tmp_path: Path) -> None:
 
 
 def test_types_sizes_and_curves_are_saved_too(tmp_path: Path) -> None:
-    piece = Piece.apart(
-        Table(((1, 10, 1.0),)), Constants(1e-9, 1e-6, 1e-3), parameters=7, held=HELD, reduced=(8.0, 4.0)
-    )
+    piece = Piece.apart(Table(((1, 10, 1.0),)), Constants(1e-9, 1e-6, 1e-3), parameters=7, held=HELD, reduced=(2, 3))
     sizes = ModelSizes.of(captured("llama")[0])
     one = measured(
         type="a", pieces={Kind(1): {**PIECES, "layer": piece}}, sizes=sizes, update=(1e-5, 1e-9), commit_s=1e-4
