@@ -18,7 +18,7 @@ from typing import Protocol
 import numpy as np
 
 from hydragraph.cost.actors import stage_actors
-from hydragraph.cost.curves import Curve
+from hydragraph.cost.curves import Constants, Curve, Table
 from hydragraph.cost.footprint import Footprint, MicroBatch
 from hydragraph.cost.memory import Blocks, Memory, MemoryCurve, Walk
 from hydragraph.cost.messages import GRADIENT_BYTES
@@ -137,6 +137,7 @@ class Costs:
         stages = self.stages(pipeline)
         util = max(self.piece_profile(rank).util.get(s.tp, 1) for s in pipeline.stages for rank in s.devices)
         slowest = max((s.constants for s in stages), key=lambda k: (k.a * util + k.b) * util + k.c)
+        self._check_fit(stages, slowest)
         limit = self.max_len(pipeline)
         return PipelineCost(
             slowest.a,
@@ -149,6 +150,16 @@ class Costs:
             stages,
             schedule,
         )
+
+    def _check_fit(self, stages: Sequence[StageCost], slowest: Constants) -> None:
+        """Refuse constants that were fitted to noise: no real attention has a = 0, and no real stage b = 0."""
+        curves = [curve for stage in stages for parts in (*stage.forward, *stage.backward) for _, curve in parts]
+        if self.measured and slowest.failed and not any(isinstance(curve, Table) for curve in curves):
+            raise Unsupported(
+                f"a stage's fit failed (a = {slowest.a:g}, b = {slowest.b:g}, c = {slowest.c:g})",
+                where=f"profile {self.profile.name}",
+                remedy="measure it again, on a quieter machine or with longer sequences: hydragraph profile --longest",
+            )
 
     def stages(self, pipeline: Pipeline) -> tuple[StageCost, ...]:
         """Return what each stage of a pipeline takes for a micro-batch."""
@@ -208,6 +219,10 @@ class Costs:
 
     def max_len(self, pipeline: Pipeline) -> int:
         """Return how many tokens a micro-batch of a pipeline may have under 1F1B, by the memory of each rank."""
+        profile = self.piece_profile(pipeline.devices[0])
+        measured = profile.limits.get((pipeline.stages[0].tp, len(pipeline.stages)))
+        if measured is not None and all(kind_of(s) == Kind(pipeline.stages[0].tp) for s in pipeline.stages):
+            return int(measured)
         strategy = Strategy((pipeline,))
         limits = []
         for stage in pipeline.stages:

@@ -18,9 +18,12 @@ from hydragraph.cost.pieces import AUX, HOME_BYTES, Constants, Device, Kind, Pie
 from hydragraph.cost.pieces import Scheme as Scheme
 from hydragraph.cost.stages import StageCost, stages_end
 from hydragraph.errors import Unsupported
-from hydragraph.spec.cluster import Link
+from hydragraph.spec.cluster import Cluster, Link
+from hydragraph.spec.cluster import Device as SpecDevice
 from hydragraph.spec.strategy import Pipeline
 from hydragraph.spec.strategy_text import regular_pipeline
+
+INSTANT = Link(1e300, 0.0)  # where none was measured: one rank has none
 
 
 @dataclass(frozen=True)
@@ -163,6 +166,21 @@ class Profile:
             remedy=f"use {', '.join(repr(each.type) for each in (self, *self.others))} in the cluster, or measure it: "
             f"hydragraph profile --type {type_} there, and hg.Profile.merge",
         )
+
+    def cluster(self, ranks: int) -> Cluster:
+        """Return as many ranks as there are here, where it was measured: one node, joined by the measured link.
+
+        Raises:
+            Unsupported: it does not say what its device's memory is.
+        """
+        if self.device is None:
+            raise Unsupported(
+                "the memory of its device is not known",
+                where=f"profile {self.name}",
+                remedy="measure the model with hydragraph profile, or give a cluster",
+            )
+        device = SpecDevice(1.0, max(1, int(self.device.memory)), 1.0, type=self.type)
+        return Cluster.homogeneous(ranks, device=device, within_node=self.link or INSTANT)
 
     @property
     def model_sizes(self) -> ModelSizes | None:

@@ -91,7 +91,8 @@ class IterationPlanner:
         assignment = Assignment(choice.assignment.micro_batches, choice.assignment.lengths)
         waited = time.perf_counter() - began
         hidden = max(0.0, found.seconds - waited)
-        return IterationPlan(self._last, assignment, choice.seconds, hidden, waited)
+        seconds = 0.0 if self._setting.guessed else self._setting.seconds(self._last, assignment)
+        return IterationPlan(self._last, assignment, seconds, hidden, waited)
 
     def _quick(self, lengths: tuple[int, ...], began: float) -> IterationPlan:
         """Return the quick plan: the last candidate, or the one that takes the longest sequences."""
