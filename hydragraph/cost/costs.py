@@ -26,6 +26,7 @@ from hydragraph.cost.model import ModelSizes
 from hydragraph.cost.pieces import AUX, Kind, Piece
 from hydragraph.cost.profile import PipelineCost, Profile
 from hydragraph.cost.simulate import Timeline, run
+from hydragraph.cost.stack import Stack
 from hydragraph.cost.stages import Hop, Ring, StageCost
 from hydragraph.cost.traffic import Transfers
 from hydragraph.cost.work import NOTHING, Priced, Without, Work
@@ -42,6 +43,7 @@ from hydragraph.spec.cluster import Cluster
 from hydragraph.spec.health import Health
 from hydragraph.spec.strategy import Pipeline, Stage, Strategy
 
+OWN = Stack()
 FILLED = 2  # micro-batches per stage of the iteration by which `fixed` is judged
 
 
@@ -68,6 +70,7 @@ class Costs:
         health: rates of ranks; None: all are healthy.
         home: where weights and optimizer state live; None: evenly over all ranks.
         blocks: tells exactly what compiled graphs hold; None: the profile's lines.
+        stack: the runtime; another than hydragraph's own is priced by `seconds` only, and has no simulation.
 
     Raises:
         Unsupported: the profile lacks a type of the cluster, or knows no blocks.
@@ -81,7 +84,9 @@ class Costs:
         *,
         home: HomeShares | None = None,
         blocks: Blocks | None = None,
+        stack: Stack = OWN,
     ) -> None:
+        self.stack = stack
         self.profile, self.cluster, self.health, self.home = profile, cluster, health or Health(), home
         for rank in self.health:
             if rank >= len(cluster.devices):
@@ -118,7 +123,7 @@ class Costs:
 
     def changed(self, *, cluster: Cluster | None = None, health: Health | None = None) -> Costs:
         """Return the costs with another cluster or health."""
-        return Costs(self.profile, cluster or self.cluster, health or self.health, home=self.home)
+        return Costs(self.profile, cluster or self.cluster, health or self.health, home=self.home, stack=self.stack)
 
     # Pipelines.
 
@@ -215,7 +220,8 @@ class Costs:
         for a, b in pairs:
             for resource in self.cluster.resources(a, b):
                 uses[resource] = uses.get(resource, 0) + 1
-        return Hop(link, turns, self.sizes.hidden_bytes, max(uses.values()))
+        part = 1 / stage.tp if self.stack.parts else 1.0
+        return Hop(link, turns, self.sizes.hidden_bytes, max(uses.values()), part, self.stack.blocking)
 
     def max_len(self, pipeline: Pipeline) -> int:
         """Return how many tokens a micro-batch of a pipeline may have under 1F1B, by the memory of each rank."""
@@ -337,6 +343,8 @@ class Costs:
         many tokens as use a device well, beside which part of the traffic hides.
         """
         key = (strategy.pipelines, strategy.schedule)
+        if key not in self._fixed and self.stack.all_reduce:
+            self._fixed[key] = self._all_reduced(strategy)
         if key not in self._fixed:
             counts = [FILLED * len(p.stages) for p in strategy.pipelines]
             tokens = [
@@ -349,6 +357,46 @@ class Costs:
                 0.0, whole - self._timeline(strategy, counts, Without(work, "pull", "push", "ending")).seconds
             )
         return self._fixed[key]
+
+    def _all_reduced(self, strategy: Strategy) -> float:
+        """Return what a ring over the replicas of every block and the update of a whole stage take, all at once.
+
+        A ring of d replicas moves 2 (d - 1) / d of the gradients through each of them; ranks that share a network card
+        share it.
+        """
+        worst = 0.0
+        places = [self._blocks_of(p) for p in strategy.pipelines]
+        for pipeline, mine in zip(strategy.pipelines, places, strict=True):
+            for stage, span in zip(pipeline.stages, mine, strict=True):
+                pieces = self.pieces(self.cluster.type_of(stage.devices[0]), kind_of(stage))
+                elements = sum(pieces[t].parameters - pieces[t].frozen for t in self.profile.blocks[slice(*span)])
+                update = max(self._update_s(rank, elements) for rank in stage.devices)
+                others = [
+                    s
+                    for p, at in zip(strategy.pipelines, places, strict=True)
+                    if p is not pipeline
+                    for s, there in zip(p.stages, at, strict=True)
+                    if there[0] < span[1] and span[0] < there[1]
+                ]
+                ring = 0.0
+                if others:
+                    replicas = len(strategy.pipelines)
+                    hop = self._hop(stage, others[0])
+                    size = 2 * (replicas - 1) / replicas * elements * GRADIENT_BYTES
+                    ring = hop.link.latency_s + hop.sharing * size / hop.link.bytes_per_s
+                worst = max(worst, ring + update)
+        return worst
+
+    def _blocks_of(self, pipeline: Pipeline) -> list[tuple[int, int]]:
+        found, first = [], 0
+        for stage in pipeline.stages:
+            found.append(self.outline.span(first, first + stage.layers))
+            first += stage.layers
+        return found
+
+    def _update_s(self, rank: int, elements: int) -> float:
+        update = self.piece_profile(rank).update
+        return self.rate(rank) * (update[0] + update[1] * elements) if update is not None else 0.0
 
     @cached_property
     def _fixed(self) -> dict[object, float]:
@@ -379,6 +427,12 @@ class Costs:
             ValueError: when these do not fit one another or the cluster.
             Unsupported: something was not measured, or a rank is lost.
         """
+        if not self.stack.own:
+            raise Unsupported(
+                f"the instructions of another runtime ({self.stack})",
+                where="costs",
+                remedy="use costs.seconds(strategy, assignment), or costs of hydragraph's own stack",
+            )
         strategy.check(self.outline.layers, self.ranks, self.sizes.heads)
         return CostedWork(self, strategy, assignment)
 

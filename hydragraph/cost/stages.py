@@ -44,16 +44,20 @@ class Hop:
         turns: how many each sends, one after another.
         token_bytes: of one token's hidden state.
         sharing: the most that go through one network card together.
+        part: of a hidden state that each message is.
+        blocking: it holds up its sender.
     """
 
     link: Link
     turns: int
     token_bytes: int
     sharing: int = 1
+    part: float = 1.0
+    blocking: bool = False
 
     def seconds(self, tokens: int) -> float:
         """Return the seconds for a micro-batch."""
-        size = tokens * self.token_bytes
+        size = tokens * self.token_bytes * self.part
         together = self.link.latency_s + self.sharing * size / max(self.link.bytes_per_s, self.link.bandwidth(size))
         return self.turns * max(self.link.seconds(size), together)
 
@@ -127,4 +131,10 @@ def stages_end(stages: Sequence[StageCost], micro_batches: Sequence[Sequence[int
     early, forward, backward, ahead, back = (
         [[known[tuple(m)][s][part] for m in micro_batches] for s in range(len(stages))] for part in range(5)
     )
+    if any(stage.ahead is not None and stage.ahead.blocking for stage in stages):
+        nothing = [0.0] * len(micro_batches)
+        forward = [[a + b for a, b in zip(*rows, strict=True)] for rows in zip(forward, ahead, strict=True)]
+        sent = [nothing, *back[:-1]]
+        backward = [[a + b for a, b in zip(*rows, strict=True)] for rows in zip(backward, sent, strict=True)]
+        ahead = back = [nothing] * len(stages)
     return pipeline_end(early, forward, backward, ahead, back, schedule)

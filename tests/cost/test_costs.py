@@ -13,6 +13,7 @@ from hydragraph.cost.costs import Costs
 from hydragraph.cost.curves import Table
 from hydragraph.cost.pieces import Constants, Kind, Piece
 from hydragraph.cost.profile import Profile
+from hydragraph.cost.stack import Stack
 from hydragraph.cost.what_if import what_if
 from hydragraph.cost.work import Without
 from hydragraph.errors import Unsupported
@@ -230,3 +231,24 @@ def test_a_hidden_state_of_a_message_is_the_models() -> None:
     found = costs(4, cluster(2))
     work = found.work(Strategy.parse("<tp1,pp2>", 4), assigned([[10, 20], [5]]))
     assert [work.message_bytes(0, m) for m in (0, 1)] == [30 * HIDDEN, 5 * HIDDEN]
+
+
+def test_another_runtime_is_priced_by_hand() -> None:
+    """Two replicas of two stages: messages in parts that hold up their senders, and a ring over the replicas."""
+    where = cluster(4, per_node=1, outer=Link(1e6, 0.0))
+    each = profile(4, "fast", elements=10**6)
+    found = Costs(each, where, stack=Stack(blocking=True, all_reduce=True))
+    strategy, assignment = Strategy.parse("2*<tp1,pp2>", 4), Assignment.even([1, 1], 100)
+    hop = 100 * HIDDEN / 1e6
+    first, last = found.stages(strategy.pipelines[0])
+    computing = sum(first.apart([100])) + sum(last.apart([100])[1:])
+    ring = 4 * (4 + 2) * 10**6 * 2 * (1 / 2) / 1e6  # 2 (d - 1) / d of a stage's gradients
+    update = 1e-5 + 1e-9 * 6 * 10**6
+    assert found.seconds(strategy, assignment) == pytest.approx(computing + 2 * hop + ring + update)
+    halved = Costs(each, where, stack=Stack(parts=True, blocking=True))
+    both = Strategy.parse("<tp2,pp2>", 4)
+    whole = Costs(each, where, stack=Stack(blocking=True))
+    saved = whole.pipeline(both.pipelines[0]).seconds([[100]]) - halved.pipeline(both.pipelines[0]).seconds([[100]])
+    assert saved == pytest.approx(hop)
+    with pytest.raises(Unsupported, match="the instructions of another runtime"):
+        found.work(strategy, assignment)
