@@ -8,8 +8,11 @@ __all__, __getattr__, __dir__ = attributes(
     "hydragraph",
     {
         "AdamW": "hydragraph.kernels.adamw",
+        "Assignment": "hydragraph.spec.assignment",
         "Cluster": "hydragraph.spec.cluster",
+        "Costs": "hydragraph.cost.costs",
         "Executable": "hydragraph.executable",
+        "Health": "hydragraph.spec.health",
         "Pipeline": "hydragraph.spec.strategy",
         "Policy": "hydragraph.planner.policy",
         "Profile": "hydragraph.cost.profile",
@@ -26,6 +29,7 @@ __all__, __getattr__, __dir__ = attributes(
         "launch": "hydragraph.runtime.launch",
         "lower": "hydragraph.api",
         "precompile": "hydragraph.api",
+        "simulate": "hydragraph.api",
         "varlen_attention": "hydragraph.kernels.varlen_attention",
     },
 )

@@ -5,6 +5,8 @@ from hydragraph.api import capture as capture
 from hydragraph.api import compile as compile
 from hydragraph.api import lower as lower
 from hydragraph.api import precompile as precompile
+from hydragraph.api import simulate as simulate
+from hydragraph.cost.costs import Costs as Costs
 from hydragraph.cost.profile import Profile as Profile
 from hydragraph.errors import RankFailure as RankFailure
 from hydragraph.errors import Unsupported as Unsupported
@@ -16,7 +18,9 @@ from hydragraph.kernels.attention_backends import attention_backend as attention
 from hydragraph.kernels.varlen_attention import varlen_attention as varlen_attention
 from hydragraph.planner.policy import Policy as Policy
 from hydragraph.runtime.launch import launch as launch
+from hydragraph.spec.assignment import Assignment as Assignment
 from hydragraph.spec.cluster import Cluster as Cluster
+from hydragraph.spec.health import Health as Health
 from hydragraph.spec.strategy import Pipeline as Pipeline
 from hydragraph.spec.strategy import Stage as Stage
 from hydragraph.spec.strategy import Strategy as Strategy

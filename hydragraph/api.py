@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from hydragraph.candidates import Choices
 from hydragraph.check.check import Subject
 from hydragraph.check.run import check_here, check_on_hosts, mode_of
+from hydragraph.cost.costs import Costs
 from hydragraph.cost.profile import Profile
-from hydragraph.cost.simulate import Timeline, simulate
-from hydragraph.cost.work import work_of
+from hydragraph.cost.simulate import Timeline
+from hydragraph.cost.simulate import simulate as simulate_programs
 from hydragraph.executable import Executable, Planning
 from hydragraph.frontend import capture as frontend
 from hydragraph.frontend.packed import Loss, token_cross_entropy
@@ -29,6 +30,7 @@ from hydragraph.runtime.failure.board import PROGRESS_S
 from hydragraph.runtime.launch import join
 from hydragraph.runtime.state import OptimizerFactory
 from hydragraph.runtime.variants import Variants
+from hydragraph.spec.assignment import Assignment
 from hydragraph.spec.cluster import Cluster
 from hydragraph.spec.strategy import Strategy
 
@@ -169,17 +171,26 @@ class RankPrograms(Sequence[RankProgram]):
 
         verify(self.programs, self.program.outline, self.mode)
 
-    def simulate(self, cluster: Cluster, tokens: int | Sequence[int] = 2048) -> Timeline:
+    def simulate(
+        self, cluster: Cluster | Costs, tokens: int | Sequence[int] = 2048, efficiency: float | None = None
+    ) -> Timeline:
         """Price the programs: an event simulation of every stream of every rank.
 
         Args:
-            cluster: devices and links.
-            tokens: of one micro-batch, the same for all pipelines or one number for each.
+            cluster: devices and links, priced from their datasheet; or costs.
+            tokens: of one micro-batch, one sequence, the same for all pipelines or one number for each.
+            efficiency: of the datasheet, the part of its FLOP/s that computation reaches; default:
+                `cost.datasheet.EFFICIENCY`.
         """
-        each = [tokens] * len(self.strategy.pipelines) if isinstance(tokens, int) else list(tokens)
-        busy = {p.pipeline for p in self.programs}
-        each = [n if i in busy else 0 for i, n in enumerate(each)]
-        return simulate(self.programs, cluster, work_of(self.program, self.strategy, each, cluster))
+        from hydragraph.cost.datasheet import EFFICIENCY, datasheet
+
+        costs = cluster
+        if isinstance(costs, Cluster):
+            costs = Costs(datasheet(self.program, costs, efficiency or EFFICIENCY), costs)
+        busy = {p.pipeline: p.micro_batches for p in self.programs if p.pipeline is not None}
+        counts = [busy.get(i, 0) for i in range(len(self.strategy.pipelines))]
+        work = costs.work(self.strategy, Assignment.even(counts, tokens))
+        return simulate_programs(self.programs, costs.cluster, work)
 
 
 def lower(
@@ -200,3 +211,18 @@ def lower(
     return RankPrograms(
         rank_programs(program.outline, strategy, micro_batches, mode, ranks=world), program, strategy, mode
     )
+
+
+def simulate(costs: Costs, strategy: Strategy, assignment: Assignment) -> Timeline:
+    """Simulate one iteration of a strategy: when every rank runs what, and holds how much.
+
+    Args:
+        costs: of the model on a cluster.
+        strategy: on ranks that the cluster has.
+        assignment: which pipeline computes which sequences in which micro-batch; with their lengths.
+
+    Raises:
+        ValueError: these do not fit one another.
+        Unsupported: something was not measured, or a rank is lost.
+    """
+    return costs.simulate(strategy, assignment)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal
 
+from hydragraph.cost.costs import Costs
 from hydragraph.cost.profile import Profile, Scheme
 from hydragraph.errors import Unsupported
 from hydragraph.ir.program import Program
@@ -96,11 +97,15 @@ def _fits(program: Program, scheme: Scheme) -> bool:
 def setting_of(strategies: Sequence[Strategy], profile: Profile | None, ranks: int, seed: int) -> Setting:
     """Return what the planner needs of the candidates: measured costs, or rough ones without a profile."""
     if profile is None:
-        costs = tuple(tuple(rough_cost(p) for p in s.pipelines) for s in strategies)
-        return Setting(costs, (0.0,) * len(costs), seed, guessed=True)
-    costs = tuple(tuple(profile.pipeline_of(p, ranks) for p in s.pipelines) for s in strategies)
-    charges = tuple(profile.hetero_sync_s if len(set(c)) > 1 else 0.0 for c in costs)
-    return Setting(costs, charges, seed)
+        rough = tuple(tuple(rough_cost(p) for p in s.pipelines) for s in strategies)
+        return Setting(rough, (0.0,) * len(rough), seed, guessed=True)
+    if not profile.blocks:  # published constants of whole schemes
+        priced = tuple(tuple(profile.pipeline_of(p, ranks) for p in s.pipelines) for s in strategies)
+        charges = tuple(profile.hetero_sync_s if len(set(c)) > 1 else 0.0 for c in priced)
+        return Setting(priced, charges, seed)
+    costs = Costs(profile, profile.cluster(ranks))
+    every = tuple(tuple(costs.pipeline(p, s.schedule) for p in s.pipelines) for s in strategies)
+    return Setting(every, tuple(costs.fixed(s) for s in strategies), seed)
 
 
 def planner_of(

@@ -93,7 +93,7 @@ class StepReport:
         padding: tokens added to micro-batches, so that they divide for sequence parallelism.
         planning_s: seconds this step waited for a choice of which pipeline computes what.
         planning_hidden_s: seconds of planning that it did not wait for.
-        expected_s: seconds of computing that the plan expected, by the profile; 0 without one.
+        expected_s: seconds that the plan expected, traffic and update included, by the profile; 0 without one.
         exposed: seconds that ranks waited for communication, on average.
     """
 

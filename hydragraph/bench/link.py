@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
+from hydragraph.cost.costs import Costs
+from hydragraph.cost.datasheet import datasheet
+from hydragraph.cost.messages import GRADIENT_BYTES
 from hydragraph.cost.simulate import simulate
-from hydragraph.cost.work import GRADIENT_BYTES, work_of
+from hydragraph.cost.work import Without
 from hydragraph.ir.layout import GradientKind, Layout, home, propagation
 from hydragraph.ir.link import Slices, copy, reduce
 from hydragraph.ir.parameter import Bucket
@@ -17,6 +20,7 @@ from hydragraph.passes.pipeline import rank_programs
 from hydragraph.passes.place import PlacedStage, place
 from hydragraph.passes.shard import Degree
 from hydragraph.runtime.variants import Variants
+from hydragraph.spec.assignment import Assignment
 from hydragraph.spec.cluster import Cluster, Device, Link
 from hydragraph.spec.strategy import Strategy
 
@@ -141,12 +145,12 @@ def simulated(
     """
     counts = [micro_batches] * len(strategy.pipelines)
     programs = rank_programs(program.outline, strategy, counts, "train", ranks=len(cluster.devices))
-    work = work_of(program, strategy, [tokens] * len(counts), cluster)
-    idle = replace(work, seconds={}, activation_bytes={}, pull_bytes={}, push_bytes={})
-    if direction == "pull":
-        without, alone = replace(work, pull_bytes={}), replace(idle, pull_bytes=work.pull_bytes)
-    else:
-        without, alone = replace(work, push_bytes={}), replace(idle, push_bytes=work.push_bytes)
+    degrees = sorted({stage.tp for pipeline in strategy.pipelines for stage in pipeline.stages})
+    costs = Costs(datasheet(program, cluster, degrees=degrees), cluster)
+    work = costs.work(strategy, Assignment.even(counts, tokens))
+    other: Direction = "push" if direction == "pull" else "pull"
+    without, alone = Without(work, direction), Without(work, "computing", "messages", "ending", other)
+    idle = Without(work, "computing", "messages", "ending", "pull", "push")
     whole, less, by_itself, nothing = (
         simulate(programs, cluster, each).seconds for each in (work, without, alone, idle)
     )
@@ -156,13 +160,13 @@ def simulated(
 
 
 def default_cluster(ranks: int) -> Cluster:
-    """Return H200s, eight in a node, that compute at 45 % of their 989 TFLOP/s, with NVLink and 400 Gb/s between nodes.
+    """Return H200s of 989 TFLOP/s, eight in a node, with NVLink and 400 Gb/s between nodes.
 
     NVLink 4 carries 450 GB/s in each direction; a node's eight network cards of 400 Gb/s give each GPU 50 GB/s.
     """
     return Cluster.homogeneous(
         ranks,
-        device=Device(0.45 * 989e12, int(141e9), 4.8e12),
+        device=Device(989e12, int(141e9), 4.8e12),
         within_node=Link(450e9, 5e-6),
         between_nodes=Link(50e9, 10e-6),
         ranks_per_node=8,

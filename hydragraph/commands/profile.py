@@ -43,6 +43,9 @@ def profile_command(
         int | None, typer.Option(min=64, help="Tokens of the longest micro-batch; longer ones show attention better.")
     ] = None,
     repeats: Annotated[int, typer.Option(min=1, help="Of every measurement; the median counts.")] = 5,
+    type_: Annotated[
+        str | None, typer.Option("--type", help="What clusters call this type of device; default: its own name.")
+    ] = None,
     overrides: Set = None,
     debug: Debug = False,
 ) -> None:
@@ -55,7 +58,7 @@ def profile_command(
         raise ValueError(f"--out {out}: the folder {out.parent} does not exist: make it, or name another")
     wanted = None if schemes is None else _read_schemes(schemes)
     flags = (sequence_parallel, recompute)
-    profile, ranks = on_ranks(settings.ranks, profile_rank, settings, wanted, flags, longest, repeats)
+    profile, ranks = on_ranks(settings.ranks, profile_rank, settings, wanted, flags, longest, repeats, type_ or "")
     if leads():
         profile.save(out)
         _print_profile(profile, ranks, out)
@@ -69,6 +72,7 @@ def profile_rank(
     flags: tuple[bool, bool],
     longest: int | None,
     repeats: int,
+    type_: str = "",
 ) -> tuple[Profile, int]:
     """Measure on this rank; return the profile and how many ranks there are."""
     from datetime import timedelta
@@ -94,7 +98,7 @@ def profile_rank(
     settings = Settings(wanted, kinds, tokens, repeats)
     sizes = model.config
     vocabulary, positions = int(sizes.vocab_size), getattr(sizes, "max_position_embeddings", None)  # type: ignore
-    subject = Subject(program, initial_buffers(model), vocabulary, positions, config.backend)
+    subject = Subject(program, initial_buffers(model), vocabulary, positions, config.backend, type_)
     console = Console(stderr=True)
     with Progress(console=console, disable=world.rank != 0 or not console.is_terminal) as bar:
         task = bar.add_task("measuring", total=None)
@@ -153,6 +157,12 @@ def _print_profile(profile: Profile, ranks: int, path: Path) -> None:
     if profile.link is not None:
         link = profile.link
         print(f"link between ranks 0 and 1: {link.bytes_per_s / 1e9:.3g} GB/s, latency {1e6 * link.latency_s:.3g} us")
+    if profile.update is not None:
+        constant, each = profile.update
+        print(
+            f"device type {profile.type}: an update takes {1e6 * constant:.3g} us + {1e9 * each:.3g} ns per element of "
+            f"a rank's shard, a commit {1e6 * profile.commit_s:.3g} us"
+        )
     for note in profile.notes:
         print(f"note: {note}")
     print(f"{path}: load it with hg.Profile.load")

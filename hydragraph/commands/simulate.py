@@ -20,7 +20,10 @@ from hydragraph.train.config import TrainConfig
 
 if TYPE_CHECKING:
     from hydragraph.commands.simulate_price import Priced
+    from hydragraph.cost.costs import Costs
+    from hydragraph.spec.assignment import Assignment
     from hydragraph.spec.cluster import Cluster
+    from hydragraph.spec.strategy import Strategy
 
 EXAMPLE = (
     "Example: hydragraph simulate examples/demo.yaml --devices 4 --picture simulated.png --trace simulated.json, where "
@@ -48,6 +51,28 @@ def simulate_command(
     tokens: Annotated[
         int | None, typer.Option(min=1, help="Of one micro-batch, taken as one sequence; default: data.max_length.")
     ] = None,
+    lengths: Annotated[
+        Path | None,
+        typer.Option(
+            help="Instead of equal micro-batches: a mini-batch drawn from these sequence lengths (one number per line, "
+            "or a tokens.bin), assigned as a run would."
+        ),
+    ] = None,
+    profile: Annotated[
+        str | None, typer.Option(help="What hydragraph profile measured; default: floating-point operations.")
+    ] = None,
+    efficiency: Annotated[
+        float | None, typer.Option(help="Without a profile: the part of the FLOP/s that computation reaches (0.45).")
+    ] = None,
+    changes: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--what-if", help='Also simulate with one number changed: "device 3 x2.57", "between_nodes x0.5".'
+        ),
+    ] = None,
+    critical: Annotated[
+        bool, typer.Option("--critical-path", help="Tell what the best strategy's end waited for.")
+    ] = False,
     trace: Annotated[Path | None, typer.Option(help="Write the best strategy's timeline to this file.")] = None,
     picture: Annotated[Path | None, typer.Option(help="Draw what every rank does to this PNG file.")] = None,
     overrides: Set = None,
@@ -55,22 +80,31 @@ def simulate_command(
 ) -> None:
     """Price the programs of all ranks under every strategy by event simulation; the best strategy comes first.
 
-    Computation is priced by floating-point operations, traffic by the exact bytes of every link. Busy is the part of
+    Computation is priced by the profile, or by floating-point operations, and traffic by the exact bytes of every
+    link; transfers share ports and network cards. Busy is the part of
     the iteration in which ranks compute, tensor-parallel traffic included; exposed is how long their computation waits
     for weights (pull), gradients (push) and activations (p2p), on average over ranks, as a run's metrics count it.
-    Whether a strategy fits into memory is not asked here.
     """
     settings = TrainConfig.load(config, overrides or ())
     where = _cluster(cluster, devices, settings.ranks)
     given = chosen_strategies(strategies, settings.strategies)
-    found = _priced(settings, where, given, micro_batches, tokens or settings.data.max_length)
+    if lengths is not None and (micro_batches or tokens):
+        raise ValueError("--lengths draws micro-batches; leave out --micro-batches and --tokens")
+    parsed, costs = _costs(settings, where, given, profile, efficiency)
+    found = _priced(settings, parsed, costs, micro_batches, tokens, lengths)
+    print(costs.source)
     _print_table(found, where)
+    for change in changes or ():
+        _print_change(found, costs, change)
+    if critical:
+        print(found[0][0].timeline.critical_path)
     if trace is not None:
-        _write_trace(found[0], trace)
+        found[0][0].timeline.save_trace(trace)
+        print(f"{trace}: the timeline of {found[0][0].strategy.name}; https://ui.perfetto.dev opens it")
     if picture is not None:
         from hydragraph.commands.simulate_picture import write_timelines
 
-        write_timelines(found, picture)
+        write_timelines([each for each, _ in found], picture)
 
 
 def _cluster(path: Path | None, devices: int | None, ranks: int) -> Cluster:
@@ -82,36 +116,99 @@ def _cluster(path: Path | None, devices: int | None, ranks: int) -> Cluster:
     return default_cluster(devices or ranks) if path is None else Cluster.load(path)
 
 
-def _priced(
-    config: TrainConfig, cluster: Cluster, texts: Sequence[str], micro_batches: str | None, tokens: int
-) -> list[Priced]:
-    """Return the strategies, the one with the most tokens per second first."""
+def _costs(
+    config: TrainConfig, cluster: Cluster, texts: Sequence[str], profile: str | None, efficiency: float | None
+) -> tuple[tuple[Strategy, ...], Costs]:
+    """Return the strategies and what prices them."""
     import torch
 
-    from hydragraph.commands.simulate_price import price, share
+    from hydragraph.cost.costs import Costs
+    from hydragraph.cost.datasheet import EFFICIENCY, datasheet
     from hydragraph.frontend.capture import capture
     from hydragraph.train.loop import read_strategies
     from hydragraph.train.model import skeleton
+    from hydragraph.train.plan_input import read_profile
 
+    if profile is not None and efficiency is not None:
+        raise ValueError("--profile has measured seconds and --efficiency prices a datasheet: give one of them")
     quieten()
     model = skeleton(config.model, config.data.vocab_size)
     strategies = read_strategies(texts, model, len(cluster.devices))
+    if profile is not None:
+        return strategies, Costs(read_profile(profile), cluster)
+    screen = Console(stderr=True)
+    with screen.status("capturing the model"):
+        program = capture(model, dtype=getattr(torch, config.dtype))
+        degrees = sorted({stage.tp for s in strategies for p in s.pipelines for stage in p.stages})
+        return strategies, Costs(datasheet(program, cluster, efficiency or EFFICIENCY, degrees), cluster)
+
+
+def _priced(
+    config: TrainConfig,
+    strategies: Sequence[Strategy],
+    costs: Costs,
+    micro_batches: str | None,
+    tokens: int | None,
+    lengths: Path | None,
+) -> list[tuple[Priced, Assignment]]:
+    """Return the strategies, the one with the most tokens per second first, and what each ran."""
+    from hydragraph.commands.simulate_price import price
+
     screen = Console(stderr=True)
     with Progress(console=screen, disable=not screen.is_terminal, transient=True) as bar:
-        task = bar.add_task("capturing the model", total=1 + len(strategies))
-        program = capture(model, dtype=getattr(torch, config.dtype))
-        found, in_all = [], -(-config.data.tokens_per_step // tokens)
+        task = bar.add_task("simulating", total=len(strategies))
+        found = []
         for strategy in strategies:
             bar.update(task, advance=1, description=escape(f"simulating {strategy.name}"))
-            if micro_batches is None:
-                counts = share(program, strategy, cluster, tokens, in_all)
-            else:
-                counts = read_counts(micro_batches, len(strategy.pipelines))
-            found.append(price(program, strategy, cluster, tokens, counts))
-    return sorted(found, key=lambda each: -each.tokens_per_s)
+            assignment = _assignment(config, costs, strategy, micro_batches, tokens, lengths)
+            found.append((price(costs, strategy, assignment), assignment))
+    return sorted(found, key=lambda each: -each[0].tokens_per_s)
 
 
-def _print_table(found: Sequence[Priced], cluster: Cluster) -> None:
+def _assignment(
+    config: TrainConfig,
+    costs: Costs,
+    strategy: Strategy,
+    micro_batches: str | None,
+    tokens: int | None,
+    lengths: Path | None,
+) -> Assignment:
+    """Return what a strategy runs: equal micro-batches, or a mini-batch drawn from lengths as a run would assign it."""
+    from hydragraph.commands.simulate_price import share
+    from hydragraph.spec.assignment import Assignment
+
+    if lengths is not None:
+        from hydragraph.planner.assigning import assign_pipelines
+        from hydragraph.planner.explain import mini_batches
+        from hydragraph.train.plan_input import read_lengths
+
+        data = [min(n, config.data.max_length) for n in read_lengths(lengths) if n]
+        (batch,) = mini_batches(data, config.data.tokens_per_step, 1, 0)
+        return assign_pipelines([costs.pipeline(p, strategy.schedule) for p in strategy.pipelines], batch)
+    each = tokens or config.data.max_length
+    if micro_batches is not None:
+        return Assignment.even(read_counts(micro_batches, len(strategy.pipelines)), each)
+    return Assignment.even(share(costs, strategy, each, -(-config.data.tokens_per_step // each)), each)
+
+
+def _print_change(found: Sequence[tuple[Priced, Assignment]], costs: Costs, change: str) -> None:
+    """Print what one changed number does to each strategy, the assignment being the same."""
+    from hydragraph.commands.simulate_price import price
+    from hydragraph.cost.what_if import what_if
+
+    changed = what_if(costs, change)
+    table = Table(title=f"what if {escape(change)}", title_justify="left")
+    table.add_column("strategy", overflow="fold")
+    for heading in ("iteration", "then", "change"):
+        table.add_column(heading, justify="right", overflow="fold")
+    for before, assignment in found:
+        after = price(changed, before.strategy, assignment)
+        more = f"{after.seconds / before.seconds - 1:+.1%}"
+        table.add_row(escape(before.strategy.name), seconds_text(before.seconds), seconds_text(after.seconds), more)
+    console().print(table)
+
+
+def _print_table(found: Sequence[tuple[Priced, Assignment]], cluster: Cluster) -> None:
     """Print a row per strategy."""
     from hydragraph.ir.instruction import Stream
 
@@ -122,14 +219,14 @@ def _print_table(found: Sequence[Priced], cluster: Cluster) -> None:
     for heading in headings:
         table.add_column(heading, justify="right", overflow="fold")
     table.add_column("ranks busy", overflow="fold")
-    for each in found:
+    for each, _ in found:
         counts, rate = counts_text(each.micro_batches), f"{each.tokens_per_s:,.0f}"
         waits = (seconds_text(each.exposed_s(stream)) for stream in exposed)
         table.add_row(
             escape(each.strategy.name), counts, seconds_text(each.seconds), rate, *waits, _busy_text(each.busy())
         )
     console().print(table)
-    tokens = {each.tokens for each in found}
+    tokens = {each.tokens for each, _ in found}
     if len(tokens) > 1:
         print("note: strategies run different numbers of tokens here, so compare tokens/s, not seconds")
 
@@ -141,20 +238,3 @@ def _busy_text(busy: Sequence[float]) -> str:
         ranks = [rank for rank, _ in group]
         parts.append(f"{ranks[0]}-{ranks[-1]} {text}" if len(ranks) > 1 else f"{ranks[0]} {text}")
     return ", ".join(parts)
-
-
-def _write_trace(priced: Priced, path: Path) -> None:
-    """Write a timeline in the form of a run's trace."""
-    from hydragraph.ir.text import instruction_text
-    from hydragraph.runtime.trace import Span, write_trace
-
-    spans = (
-        [
-            Span(0, s.instruction.stream.value, " ".join(instruction_text(s.instruction).split()), s.start_s, s.end_s)
-            for s in rank
-            if s.seconds > 0
-        ]
-        for rank in priced.timeline.ranks
-    )
-    write_trace(spans, path)
-    print(f"{path}: the timeline of {priced.strategy.name}; https://ui.perfetto.dev opens it")

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import heapq
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from hydragraph.api import lower
+from hydragraph.cost.costs import Costs
 from hydragraph.cost.simulate import Timeline
-from hydragraph.cost.work import work_of
-from hydragraph.ir.instruction import Op, Stream
-from hydragraph.ir.program import Program
-from hydragraph.spec.cluster import Cluster
+from hydragraph.ir.instruction import Stream
+from hydragraph.spec.assignment import Assignment
 from hydragraph.spec.strategy import Strategy
 
 
@@ -53,27 +50,20 @@ class Priced:
         return sum(self.timeline.exposed_s(rank, stream) for rank in ranks) / len(ranks)
 
 
-def price(program: Program, strategy: Strategy, cluster: Cluster, tokens: int, micro_batches: Sequence[int]) -> Priced:
+def price(costs: Costs, strategy: Strategy, assignment: Assignment) -> Priced:
     """Simulate one iteration.
-
-    Args:
-        program: the model.
-        strategy: on ranks that the cluster has.
-        tokens: of one micro-batch, taken as one sequence.
-        micro_batches: of each pipeline.
 
     Raises:
         ValueError: when these do not fit one another, or there are no micro-batches.
     """
-    if not any(micro_batches):
-        raise ValueError(f"micro-batches {list(micro_batches)}: give at least one pipeline something to do")
-    programs = lower(program, strategy, micro_batches, ranks=len(cluster.devices))
-    programs.verify()
-    timeline = programs.simulate(cluster, tokens)
-    return Priced(strategy, tuple(micro_batches), tokens * sum(micro_batches), timeline)
+    counts = assignment.counts
+    if not any(counts):
+        raise ValueError(f"micro-batches {list(counts)}: give at least one pipeline something to do")
+    tokens = sum(n for pipeline in assignment.tokens for lengths in pipeline for n in lengths)
+    return Priced(strategy, counts, tokens, costs.simulate(strategy, assignment))
 
 
-def share(program: Program, strategy: Strategy, cluster: Cluster, tokens: int, micro_batches: int) -> list[int]:
+def share(costs: Costs, strategy: Strategy, tokens: int, micro_batches: int) -> list[int]:
     """Give equal micro-batches to the pipelines of a strategy, see `spread`.
 
     Args:
@@ -83,12 +73,8 @@ def share(program: Program, strategy: Strategy, cluster: Cluster, tokens: int, m
     Returns:
         The micro-batches of each pipeline; 0 for one that would only hold the others up.
     """
-    seconds: dict[int, float] = defaultdict(float)
-    work = work_of(program, strategy, [tokens] * len(strategy.pipelines), cluster)
-    for (op, _, rank), each in work.seconds.items():
-        if op in (Op.FORWARD, Op.BACKWARD):
-            seconds[rank] += each
-    slowest = [max(seconds[rank] for rank in pipeline.devices) for pipeline in strategy.pipelines]
+    strategy.check(costs.outline.layers, costs.ranks, costs.sizes.heads)
+    slowest = [max(sum(stage.seconds([tokens])) for stage in costs.stages(p)) for p in strategy.pipelines]
     return spread([len(pipeline.stages) for pipeline in strategy.pipelines], slowest, micro_batches)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -147,11 +148,13 @@ class Measured:
         piece: its sizes; the seconds are still to be fitted.
         seconds: of each micro-batch.
         attention: whether its time can be quadratic.
+        forward: the forward's part of `seconds`; empty where they were not measured apart.
     """
 
     piece: Piece
     seconds: tuple[float, ...]
     attention: bool
+    forward: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -174,6 +177,7 @@ def fit_profile(
     device: Device,
     found: Mapping[Kind, Measurements],
     messages: Sequence[tuple[int, float]],
+    **more: Any,
 ) -> Profile:
     """Fit what was measured; what cannot be fitted is recorded as failed, with the reason.
 
@@ -184,6 +188,7 @@ def fit_profile(
         device: where it was measured.
         found: by kind of stage, plain stages of every scheme's degree among them.
         messages: bytes and seconds; none where there is one rank.
+        more: other fields of the profile.
     """
     unfit, util, pieces = {}, {}, {}
     for kind, each in found.items():
@@ -215,12 +220,20 @@ def fit_profile(
         messages=tuple(messages),
         residuals={s: fit.residual for s, fit in fits.items()},
         notes=tuple(_notes({s: fit for s, fit in fits.items() if s not in failed}, messages, link)),
+        **more,
     )
 
 
 def _fitted(measured: Measured, rows: Sequence[Lengths]) -> Piece:
-    fit = fit_work(rows, measured.seconds, quadratic=measured.attention)
-    return replace(measured.piece, seconds=Constants(fit.a, fit.b, fit.c))
+    """Fit a piece's seconds; those of forward and backward apart add up to them."""
+    if not measured.forward:
+        fit = fit_work(rows, measured.seconds, quadratic=measured.attention)
+        return replace(measured.piece, seconds=Constants(fit.a, fit.b, fit.c))
+    rest = [max(whole - part, 1e-9) for whole, part in zip(measured.seconds, measured.forward, strict=True)]
+    fits = [fit_work(rows, seconds, quadratic=measured.attention) for seconds in (measured.forward, rest)]
+    forward, backward = (Constants(fit.a, fit.b, fit.c) for fit in fits)
+    together = Constants(forward.a + backward.a, forward.b + backward.b, forward.c + backward.c)
+    return replace(measured.piece, seconds=together, forward=forward, backward=backward)
 
 
 def _slowest(blocks: Sequence[str], scheme: Scheme, measured: Measurements, useful: int) -> Fit:

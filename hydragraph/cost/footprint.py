@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from hydragraph.cost.pieces import Held
 from hydragraph.ir.graph_data import storages_of, value_of
 from hydragraph.kernels.linear_cross_entropy import working_bytes
 from hydragraph.passes.collectives import METHODS
@@ -65,6 +66,28 @@ def footprint(variant: Variant, degree: Degree, micro_batch: MicroBatch) -> Foot
         most_alive(variant.forward, sizes),
         most_alive(variant.backward, sizes),
         sum(sum(sizes.storages(node).values()) for name, node in found.items() if name != "hidden"),
+    )
+
+
+def held_by(variant: Variant, degree: Degree) -> Held:
+    """Return a block's footprint as lines over its tokens, which go through those of 1,024 and of 2,048 per rank.
+
+    One sequence is assumed: more of them add 4 bytes each to the bounds that an attention keeps.
+    """
+    small, large = 1024 * degree.tp, 2048 * degree.tp
+    one, two = (footprint(variant, degree, MicroBatch(tokens, 1)) for tokens in (small, large))
+
+    def line(first: int, second: int) -> tuple[float, float]:
+        slope = (second - first) / (large - small)
+        return first - slope * small, slope
+
+    return Held(
+        line(one.output, two.output),
+        line(one.saved, two.saved),
+        line(one.forward, two.forward),
+        line(one.backward, two.backward),
+        tuple(sorted(one.keeps)),
+        bool(variant.added),
     )
 
 

@@ -10,12 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from hydragraph.cost.alive import Alive
 from hydragraph.cost.footprint import Footprint, MicroBatch, footprint, made_bytes, token_bytes
 from hydragraph.cost.messages import GRADIENT_BYTES, WEIGHT_BYTES, pulled, pushed
 from hydragraph.ir.instruction import Instruction, Op
 from hydragraph.ir.layout import GradientKind, Layout, home, propagation
+from hydragraph.ir.outline import Outline
+from hydragraph.ir.parameter import Bucket
 from hydragraph.ir.program import Block, Program
 from hydragraph.passes.differentiate import Variant
 from hydragraph.passes.pipeline import rank_program
@@ -57,6 +60,98 @@ class Memory:
         return held + self.activations + self.working + self.messages
 
 
+@dataclass(frozen=True)
+class MemoryCurve:
+    """What one rank holds over an iteration.
+
+    Attributes:
+        peak: in its parts, when it is most.
+        peak_s: when that is, in seconds from the start.
+        points: (seconds, bytes): it holds so many from then on; short peaks within an instruction are in `peak` only.
+    """
+
+    peak: Memory
+    peak_s: float
+    points: tuple[tuple[float, int], ...]
+
+    def at(self, seconds: float) -> int:
+        """Return the bytes that it holds at a time."""
+        found = self.points[0][1] if self.points else self.peak.total
+        for begin, size in self.points:
+            if begin > seconds:
+                break
+            found = size
+        return found
+
+
+class Blocks(Protocol):
+    """What a walk needs to know of a model: compiled graphs tell it exactly, a profile's lines nearly so."""
+
+    @property
+    def outline(self) -> Outline:
+        """The names that programs are built from."""
+        ...
+
+    @property
+    def buckets(self) -> Sequence[Bucket]:
+        """What is pulled and pushed together."""
+        ...
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element as it is pulled."""
+        ...
+
+    @property
+    def hidden_bytes(self) -> int:
+        """Bytes of one token's hidden state."""
+        ...
+
+    def footprint(self, block: str, degree: Degree, recompute: bool, batch: MicroBatch) -> Footprint:
+        """Return what a block holds."""
+        ...
+
+    def adds(self, block: str, degree: Degree, recompute: bool) -> bool:
+        """Say whether products of a block add gradients up where they are kept."""
+        ...
+
+    def aux_bytes(self, batch: MicroBatch) -> int:
+        """Return the bytes of a micro-batch's auxiliary values."""
+        ...
+
+
+class CompiledBlocks:
+    """A captured model and its compiled graphs.
+
+    Args:
+        compiled: gives a block's graphs, as `runtime.variants.Variants.get` does.
+    """
+
+    def __init__(self, program: Program, compiled: Compiled) -> None:
+        self._program, self._compiled = program, compiled
+        self._blocks = {b.name: b for b in program.blocks}
+        self._known: dict[tuple[object, MicroBatch], Footprint] = {}
+        self.outline, self.buckets = program.outline, program.buckets
+        self.itemsize = program.dtype.itemsize
+        self.hidden_bytes = token_bytes(program.templates[program.blocks[0].template].graph)
+
+    def footprint(self, block: str, degree: Degree, recompute: bool, batch: MicroBatch) -> Footprint:
+        """See `Blocks`."""
+        variant = self._compiled(self._blocks[block], degree, recompute)
+        key = (variant, batch)
+        if key not in self._known:
+            self._known[key] = footprint(variant, degree, batch)
+        return self._known[key]
+
+    def adds(self, block: str, degree: Degree, recompute: bool) -> bool:
+        """See `Blocks`."""
+        return bool(self._compiled(self._blocks[block], degree, recompute).added)
+
+    def aux_bytes(self, batch: MicroBatch) -> int:
+        """See `Blocks`."""
+        return made_bytes(self._program.templates[self._program.aux.template].graph, batch)
+
+
 def rank_memory(
     program: Program,
     strategy: Strategy,
@@ -79,55 +174,75 @@ def rank_memory(
     Raises:
         ValueError: when these do not fit one another.
     """
-    owned = {b.name: home(b.size, range(ranks)).local_size(rank) for b in program.buckets}
-    learning = sum(owned[b.name] for b in program.buckets if b.learns)
-    frozen = sum(owned.values()) - learning
-    at_home = Memory(STATE_BYTES * learning + WEIGHT_BYTES * frozen, GRADIENT_BYTES * learning)
-    walk = _Walk(program, strategy, micro_batches, rank, ranks, compiled, messages)
-    return walk.peak(at_home)
+    blocks = CompiledBlocks(program, compiled)
+    return Walk(blocks, strategy, micro_batches, rank, ranks, messages=messages).peak()
 
 
-class _Walk:
-    """One rank's iteration, instruction by instruction, as `runtime.executor` runs it."""
+HomeOf = Callable[[int], Layout]  # elements of a bucket -> who owns them
+
+
+class Walk:
+    """One rank's iteration, instruction by instruction, as `runtime.executor` runs it.
+
+    Args:
+        blocks: the model.
+        strategy, micro_batches, rank, ranks, messages: as of `rank_memory`.
+        home_of: where state lives; default: evenly over all ranks.
+    """
 
     def __init__(
         self,
-        program: Program,
+        blocks: Blocks,
         strategy: Strategy,
         micro_batches: Sequence[Sequence[MicroBatch]],
         rank: int,
         ranks: int,
-        compiled: Compiled,
-        messages: bool,
+        *,
+        messages: bool = True,
+        home_of: HomeOf | None = None,
     ) -> None:
         counts = [len(each) for each in micro_batches]
-        placement = place(program.outline, strategy, counts)
-        self._program, self._rank, self._ranks, self._messages = program, rank, ranks, messages
-        self._instructions = rank_program(program.outline, strategy, counts, rank, ranks=ranks).instructions
+        placement = place(blocks.outline, strategy, counts)
+        self._model, self._rank, self._ranks, self._messages = blocks, rank, ranks, messages
+        self._home_of: HomeOf = home_of or (lambda size: home(size, range(ranks)))
+        self._instructions = rank_program(blocks.outline, strategy, counts, rank, ranks=ranks).instructions
         self._holders = dict(placement.holders)
         self._stages = placement.stage_of
         self._stage = placement.stage_of.get(rank)
         self._degree = Degree.of(self._stage, rank) if self._stage else Degree()
         self._batches = micro_batches[self._stage.pipeline] if self._stage else ()
         self._everyones = sum(m.tokens for each in micro_batches for m in each)
-        self._blocks = {b.name: b for b in program.blocks}
-        self._buckets = {b.name: b for b in program.buckets}
-        self._compiled = compiled
-        self._known: dict[tuple[object, MicroBatch], Footprint] = {}
+        self._buckets = {b.name: b for b in blocks.buckets}
+        self._known_layouts: dict[str, tuple[Layout, Layout]] = {}
         self._in_flight: list[str] = []
         self._alive = Alive()
 
-    def peak(self, at_home: Memory) -> Memory:
+    def at_home(self) -> Memory:
+        """Return what the rank holds in any case."""
+        owned = {b.name: self._home_of(b.size).local_size(self._rank) for b in self._model.buckets}
+        learning = sum(owned[b.name] for b in self._model.buckets if b.learns)
+        frozen = sum(owned.values()) - learning
+        return Memory(STATE_BYTES * learning + WEIGHT_BYTES * frozen, GRADIENT_BYTES * learning)
+
+    def peak(self) -> Memory:
         """Return the largest sum, in its parts."""
+        return self.curve()[0]
+
+    def curve(self) -> tuple[Memory, int, list[int]]:
+        """Return the largest sum, the instruction in which it is reached, and the sum after each instruction."""
+        at_home = self.at_home()
+        home_bytes = at_home.state + at_home.shard
         own = sum(m.tokens for m in self._batches)  # ids, positions and labels; of all others the shifted labels
         self._alive.add("batch", "activations", INTEGER_BYTES * (3 * own + self._everyones))
-        best, most = at_home, -1
-        for instruction in self._instructions:
+        best, most, at, after = at_home, -1, -1, []
+        for i, instruction in enumerate(self._instructions):
             for working in self._run(instruction):
                 now = sum(self._alive.sums.values()) + working
                 if now > most:
-                    most, best = now, Memory(at_home.state, at_home.shard, working=working, **self._alive.sums)
-        return best
+                    most, at = now, i
+                    best = Memory(at_home.state, at_home.shard, working=working, **self._alive.sums)
+            after.append(home_bytes + sum(self._alive.sums.values()))
+        return best, at, after
 
     def _run(self, instruction: Instruction) -> Iterator[int]:
         """Follow one instruction; yield passing bytes wherever the sum may be largest."""
@@ -168,7 +283,7 @@ class _Walk:
 
     def _pull(self, bucket: str, held: bool) -> None:
         owners, users = self._layouts(bucket)
-        link = pulled(owners, users, self._rank, self._ranks, self._program.dtype.itemsize)
+        link = pulled(owners, users, self._rank, self._ranks, self._model.itemsize)
         self._fly(f"pull {bucket}", link.outgoing)
         if held:
             self._alive.add(f"W.{bucket}", "weights", link.incoming)
@@ -181,9 +296,12 @@ class _Walk:
 
     def _layouts(self, name: str) -> tuple[Layout, Layout]:
         """Return a bucket's home layout, and that of the stages which use it."""
-        bucket = self._buckets[name]
-        kinds = {p.name: GradientKind.REPLICA for p in bucket.parameters}  # sizes do not depend on them
-        return home(bucket.size, range(self._ranks)), propagation(bucket, self._holders[name], kinds)
+        if name not in self._known_layouts:
+            bucket = self._buckets[name]
+            kinds = {p.name: GradientKind.REPLICA for p in bucket.parameters}  # sizes do not depend on them
+            used = propagation(bucket, self._holders[name], kinds)
+            self._known_layouts[name] = self._home_of(bucket.size), used
+        return self._known_layouts[name]
 
     # Activations.
 
@@ -191,11 +309,7 @@ class _Walk:
         m = instruction.micro_batch
         assert m is not None
         if instruction.target == "aux":
-            self._alive.add(
-                f"a.{m}",
-                "activations",
-                made_bytes(self._program.templates[self._program.aux.template].graph, self._batches[m]),
-            )
+            self._alive.add(f"a.{m}", "activations", self._model.aux_bytes(self._batches[m]))
             return
         found, (enters, leaves) = self._footprint(instruction.target, m), self._borders(instruction.target)
         part = self._hidden_bytes(m) // self._degree.tp if enters else 0  # its own part of what came whole
@@ -212,7 +326,8 @@ class _Walk:
         assert instruction.micro_batch is not None
         found = self._footprint(instruction.target, instruction.micro_batch)
         sums = [value for value in instruction.writes if value[0] == "G" and value not in self._alive]
-        if self._variant(instruction.target).added:  # while it runs
+        assert self._stage is not None
+        if self._model.adds(instruction.target, self._degree, self._stage.recompute):  # while it runs
             self._begin_sums(sums)
         yield found.backward
         self._alive.drop(instruction.reads[0])
@@ -232,24 +347,16 @@ class _Walk:
         self._alive.add(value, "activations", size if whole else size // self._degree.tp)
 
     def _hidden_bytes(self, m: int) -> int:
-        first = self._program.templates[self._program.blocks[0].template].graph
-        return self._batches[m].tokens * token_bytes(first)
+        return self._batches[m].tokens * self._model.hidden_bytes
 
     def _borders(self, block: str) -> tuple[bool, bool]:
         """Say whether sequence-parallel ranks take a block's input, or give its output, as a whole: between stages."""
-        stage, index = self._stage, self._program.outline.index[block]
+        stage, index = self._stage, self._model.outline.index[block]
         assert stage is not None
         first, last = stage.blocks[0], stage.blocks[1] - 1
         split = self._degree.sequence_parallel
         return split and index == first and bool(stage.previous), split and index == last and bool(stage.following)
 
     def _footprint(self, block: str, m: int) -> Footprint:
-        variant = self._variant(block)
-        key = (variant, self._batches[m])
-        if key not in self._known:
-            self._known[key] = footprint(variant, self._degree, self._batches[m])
-        return self._known[key]
-
-    def _variant(self, block: str) -> Variant:
         assert self._stage is not None
-        return self._compiled(self._blocks[block], self._degree, self._stage.recompute)
+        return self._model.footprint(block, self._degree, self._stage.recompute, self._batches[m])

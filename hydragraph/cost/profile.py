@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, overload
 
@@ -13,12 +13,17 @@ from numpy.typing import ArrayLike, NDArray
 
 from hydragraph.cost import profile_record
 from hydragraph.cost.memory_model import MemoryModel
-from hydragraph.cost.pieces import AUX, Constants, Device, Kind, Piece, PricedStage
+from hydragraph.cost.model import ModelSizes
+from hydragraph.cost.pieces import AUX, HOME_BYTES, Constants, Device, Kind, Piece, PricedStage
 from hydragraph.cost.pieces import Scheme as Scheme
+from hydragraph.cost.stages import StageCost, stages_end
 from hydragraph.errors import Unsupported
-from hydragraph.spec.cluster import Link
+from hydragraph.spec.cluster import Cluster, Link
+from hydragraph.spec.cluster import Device as SpecDevice
 from hydragraph.spec.strategy import Pipeline
 from hydragraph.spec.strategy_text import regular_pipeline
+
+INSTANT = Link(1e300, 0.0)  # where none was measured: one rank has none
 
 
 @dataclass(frozen=True)
@@ -31,6 +36,8 @@ class PipelineCost:
         max_len: tokens that a micro-batch may have.
         util_len: tokens from which a micro-batch uses the device well.
         devices: how many it occupies.
+        parts: its stages one by one; empty where they are only known to be alike.
+        schedule: "1f1b" or "gpipe".
     """
 
     a: float
@@ -40,6 +47,21 @@ class PipelineCost:
     max_len: int
     util_len: int
     devices: int
+    parts: tuple[StageCost, ...] = ()
+    schedule: str = "1f1b"
+
+    @property
+    def envelope(self) -> Constants:
+        """The constants of its slowest stage, which search goes by."""
+        return Constants(self.a, self.b, self.c)
+
+    def seconds(self, micro_batches: Sequence[Sequence[int]]) -> float:
+        """Return when it ends, exactly, for micro-batches of these lengths in this order.
+
+        Where its stages are only known to be alike, a forward is a third of a micro-batch's time.
+        """
+        parts = self.parts or (_alike(self.envelope),) * self.stages
+        return stages_end(parts, micro_batches, self.schedule)
 
     def work(self, lengths: ArrayLike) -> NDArray[np.float64]:
         """Return a l^2 + b l [s] of each sequence."""
@@ -72,6 +94,12 @@ class Profile:
         messages: bytes of a message between two ranks, and the seconds it took.
         residuals: root mean square relative error of each scheme's constants over what was measured.
         notes: what else a reader of these numbers has to know.
+        type: the type of device that it was measured on, as clusters name it; "": any.
+        sizes: of the model; None: as far as the pieces tell (`model_sizes`).
+        update: seconds of an optimizer's step, and per element of a rank's home shard.
+        commit_s: of what ranks agree on before it.
+        efficiency: the part of a datasheet's FLOP/s that it was computed with; None: it was measured.
+        others: what was measured on other types of device (`merge`).
     """
 
     name: str
@@ -89,6 +117,86 @@ class Profile:
     messages: tuple[tuple[int, float], ...] = ()
     residuals: Mapping[Scheme, float] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    type: str = ""
+    sizes: ModelSizes | None = None
+    update: tuple[float, float] | None = None
+    commit_s: float = 0.0
+    efficiency: float | None = None
+    others: tuple[Profile, ...] = ()
+
+    @classmethod
+    def merge(cls, profiles: Sequence[Profile]) -> Profile:
+        """Return one profile of a model on several types of device; the first one's link and notes count.
+
+        Raises:
+            ValueError: they are of different models, or two of them of one type.
+        """
+        every = [replace(each, others=()) for p in profiles for each in (p, *p.others)]
+        if not every:
+            raise ValueError("no profiles: give at least one to merge")
+        first = every[0]
+        for each in every[1:]:
+            if each.blocks != first.blocks:
+                raise ValueError(
+                    f"profiles {first.name} and {each.name} are of different models ({len(first.blocks)} and "
+                    f"{len(each.blocks)} blocks, or others): measure one model on every type of device"
+                )
+        types = [each.type for each in every]
+        for name in types:
+            if types.count(name) > 1:
+                raise ValueError(
+                    f"two profiles of device type {name!r}: name the types (hydragraph profile --type), each once"
+                )
+        return replace(first, others=tuple(every[1:]))
+
+    def of(self, type_: str) -> Profile:
+        """Return what was measured on a type of device.
+
+        Raises:
+            Unsupported: nothing was.
+        """
+        for each in (self, *self.others):
+            if each.type == type_:
+                return each
+        if not self.others and not (self.type and type_):  # one of the two has no types
+            return self
+        raise Unsupported(
+            f"device type {type_!r} was not measured",
+            where=f"profile {self.name}",
+            remedy=f"use {', '.join(repr(each.type) for each in (self, *self.others))} in the cluster, or measure it: "
+            f"hydragraph profile --type {type_} there, and hg.Profile.merge",
+        )
+
+    def cluster(self, ranks: int) -> Cluster:
+        """Return as many ranks as there are here, where it was measured: one node, joined by the measured link.
+
+        Raises:
+            Unsupported: it does not say what its device's memory is.
+        """
+        if self.device is None:
+            raise Unsupported(
+                "the memory of its device is not known",
+                where=f"profile {self.name}",
+                remedy="measure the model with hydragraph profile, or give a cluster",
+            )
+        device = SpecDevice(1.0, max(1, int(self.device.memory)), 1.0, type=self.type)
+        return Cluster.homogeneous(ranks, device=device, within_node=self.link or INSTANT)
+
+    @property
+    def model_sizes(self) -> ModelSizes | None:
+        """The model's sizes; rough ones where only the elements of blocks are known; None where nothing is."""
+        if self.sizes is not None:
+            return self.sizes
+        if self.blocks and self.pieces and self.device is not None:
+            kind = min(self.pieces)
+            each = tuple(self.pieces[kind][t].parameters * kind.tp for t in self.blocks)
+            return ModelSizes.rough(each, 0, self.device.itemsize)
+        if self.memory is not None:
+            hidden = self.memory.hidden
+            layer = round(hidden**2 * self.memory.states / HOME_BYTES)
+            sizes = (hidden * self.memory.vocab, *[layer] * self.memory.layers, hidden * self.memory.vocab)
+            return ModelSizes.rough(sizes, 2 * hidden, 2)
+        return None
 
     @classmethod
     def from_constants(cls, entry: Mapping[str, Any]) -> Profile:
@@ -100,7 +208,8 @@ class Profile:
         """Read what `save` wrote."""
         data = json.loads(Path(path).read_text(encoding="utf-8"))
         try:
-            return cls(**profile_record.loaded(data))
+            others = tuple(cls(**profile_record.loaded(each)) for each in data.get("others", ()))
+            return cls(**profile_record.loaded(data), others=others)
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{path}: no profile ({error!r}); write one with hydragraph profile") from error
 
@@ -259,6 +368,10 @@ class Profile:
         devices = sum(tp * pp for tp, pp in schemes)
         known = {scheme: self.pipeline(scheme, devices) for scheme in dict.fromkeys(schemes)}
         return tuple(known[scheme] for scheme in schemes)
+
+
+def _alike(k: Constants) -> StageCost:
+    return StageCost((((1 / 3, k),),), (((2 / 3, k),),))
 
 
 def _regular(scheme: Scheme, layers: int) -> list[tuple[Kind, int]]:

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict
+from dataclasses import fields as dataclass_fields
 from typing import Any
 
+from hydragraph.cost.curves import Constants, curve_record, read_curve
 from hydragraph.cost.memory_model import MemoryModel
-from hydragraph.cost.pieces import Constants, Device, Kind, Piece, Scheme
+from hydragraph.cost.model import ModelSizes
+from hydragraph.cost.pieces import Device, Held, Kind, Piece, Scheme
 from hydragraph.spec.cluster import Link
 
 
 def saved(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Return a profile's fields as what JSON can hold."""
     memory, device, link = fields["memory"], fields["device"], fields["link"]
-    pieces = fields["pieces"].items()
+    pieces, others = fields["pieces"].items(), fields["others"]
     return {
         **fields,
         "schemes": {_text(s): asdict(k) for s, k in fields["schemes"].items()},
@@ -23,13 +26,18 @@ def saved(fields: Mapping[str, Any]) -> dict[str, Any]:
         "limits": {_text(s): tokens for s, tokens in fields["limits"].items()},
         "failed": {_text(s): why for s, why in fields["failed"].items()},
         "blocks": list(fields["blocks"]),
-        "pieces": {kind.text: {t: asdict(piece) for t, piece in each.items()} for kind, each in pieces},
+        "pieces": {kind.text: {t: _piece_record(piece) for t, piece in each.items()} for kind, each in pieces},
         "unfit": {kind.text: why for kind, why in fields["unfit"].items()},
         "device": asdict(device) if device else None,
         "link": asdict(link) if link else None,
         "messages": [list(row) for row in fields["messages"]],
         "residuals": {_text(s): value for s, value in fields["residuals"].items()},
         "notes": list(fields["notes"]),
+        "sizes": fields["sizes"] and fields["sizes"].to_record(),
+        "update": fields["update"] and list(fields["update"]),
+        "others": [
+            saved({each.name: getattr(other, each.name) for each in dataclass_fields(other)}) for other in others
+        ],
     }
 
 
@@ -46,16 +54,40 @@ def loaded(data: Mapping[str, Any]) -> dict[str, Any]:
         "failed": {_scheme(s): why for s, why in data["failed"].items()},
         "blocks": tuple(data.get("blocks", ())),
         "pieces": {
-            Kind.parse(kind): {t: Piece(**{**p, "seconds": Constants(**p["seconds"])}) for t, p in each.items()}
+            Kind.parse(kind): {t: _read_piece(p) for t, p in each.items()}
             for kind, each in data.get("pieces", {}).items()
         },
         "unfit": {Kind.parse(kind): why for kind, why in data.get("unfit", {}).items()},
         "device": device and Device(**device),
-        "link": link and Link(**link),
+        "link": link and Link(**{**link, "points": [tuple(p) for p in link.get("points", ())]}),
         "messages": tuple((int(size), float(seconds)) for size, seconds in data.get("messages", ())),
         "residuals": {_scheme(s): float(value) for s, value in data.get("residuals", {}).items()},
         "notes": tuple(data.get("notes", ())),
+        "type": data.get("type", ""),
+        "sizes": data.get("sizes") and ModelSizes.from_record(data["sizes"]),
+        "update": tuple(data["update"]) if data.get("update") else None,
+        "commit_s": data.get("commit_s", 0.0),
+        "efficiency": data.get("efficiency"),
     }
+
+
+def _piece_record(piece: Piece) -> dict[str, Any]:
+    curves = {name: curve_record(each) for name in ("forward", "backward") if (each := getattr(piece, name))}
+    kept = {f.name: getattr(piece, f.name) for f in dataclass_fields(piece) if f.name not in ("forward", "backward")}
+    return {**kept, "seconds": curve_record(piece.seconds), "held": piece.held and asdict(piece.held), **curves}
+
+
+def _read_piece(data: Mapping[str, Any]) -> Piece:
+    """Read a piece; those of older files have neither curves of their own nor details of what they hold."""
+    curves = {name: read_curve(data[name]) for name in ("forward", "backward") if data.get(name)}
+    held = data.get("held")
+    details = held and Held(
+        **{  # type: ignore[arg-type]
+            k: tuple(v) if isinstance(v, list) else v for k, v in held.items()
+        }
+    )
+    rest = {"seconds": Constants(**data["seconds"]), "reduced": tuple(data.get("reduced", (0, 0))), "held": details}
+    return Piece(**{**data, **rest, **curves})
 
 
 def published(entry: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,21 +1,29 @@
 """Simulate: price the rank programs of one iteration, instruction by instruction.
 
-Every rank has one queue per stream. An instruction starts when the one before it in its queue has ended, the values it
+Every stage has one queue per stream. An instruction starts when the one before it in its queue has ended, the values it
 waits for are made, and whoever takes part is there too: a stage's ranks for a computation, the ranks it exchanges with
-for a pull or push, all ranks for the commit. Nothing depends on which of two events comes first, so no clock is needed:
-each time is a maximum of earlier times plus a duration. Streams share no bandwidth here; within one, a rank's incoming
-and outgoing messages each go one after another.
+for a pull or push, all ranks for the commit. A receive holds up nothing but the computation that reads it. Transfers
+share ports and network cards, those of other streams and of other ranks (`cost.flows`); a rank's tensor-parallel
+traffic is part of its computation.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-from hydragraph.cost.work import Work
+from hydragraph.cost.actors import Actor, rank_actors
+from hydragraph.cost.critical_path import CriticalPath, critical_path
+from hydragraph.cost.engine import Engine, Times
+from hydragraph.cost.work import Priced
 from hydragraph.ir.instruction import Instruction, Op, RankProgram, Stream
 from hydragraph.spec.cluster import Cluster
+
+if TYPE_CHECKING:
+    from hydragraph.cost.memory import MemoryCurve
 
 
 @dataclass(frozen=True)
@@ -33,24 +41,104 @@ class Span:
         return self.end_s - self.start_s
 
 
-@dataclass(frozen=True)
+class _Ranks(Sequence[tuple[Span, ...]]):
+    """Each rank's spans, made when they are asked for: a thousand ranks have millions."""
+
+    def __init__(self, timeline: Timeline) -> None:
+        self._timeline = timeline
+
+    def __len__(self) -> int:
+        return len(self._timeline.actor_of)
+
+    def __getitem__(self, rank: int) -> tuple[Span, ...]:  # type: ignore[override]
+        if not 0 <= rank < len(self):
+            raise IndexError(rank)
+        a = self._timeline.actor_of[rank]
+        times = self._timeline.times[a]
+        instructions = self._timeline.actors[a].of(rank)
+        first = self._timeline.actors[a].program.instructions
+        if len(instructions) == len(first):
+            rows = zip(instructions, times.begin, times.end, strict=True)
+            return tuple(Span(i, each, begin, end) for i, (each, begin, end) in enumerate(rows))
+        return tuple(_aligned(instructions, first, times))
+
+
+def _aligned(instructions: Sequence[Instruction], first: Sequence[Instruction], times: Times) -> Iterator[Span]:
+    """Give a rank that sends less often than the first of its stage the times of what it shares with it."""
+    at, end = 0, 0.0
+    for i, each in enumerate(instructions):
+        if each.op is Op.FREE:
+            yield Span(i, each, end, end)
+            continue
+        while first[at].op is Op.FREE or (first[at].op is Op.SEND and each.op is not Op.SEND):
+            at += 1
+        yield Span(i, each, times.begin[at], times.end[at])
+        if each.stream is Stream.COMPUTE:
+            end = times.end[at]
+        at += 1
+
+
+@dataclass(frozen=True, eq=False)
 class Timeline:
     """When every rank runs what, in seconds from the start of the iteration.
 
     Attributes:
-        ranks: each rank's spans, in the order of its instructions.
+        actors: who acted: ranks of a stage as one.
+        times: of each of them.
+        curves: gives what each rank holds over time.
     """
 
-    ranks: tuple[tuple[Span, ...], ...]
+    actors: tuple[Actor, ...]
+    times: tuple[Times, ...] = field(repr=False)
+    curves: Callable[[Timeline], Sequence[MemoryCurve]] | None = field(default=None, repr=False)
+
+    @cached_property
+    def actor_of(self) -> dict[int, int]:
+        """The number of the actor that each rank belongs to."""
+        return {
+            rank: a for a, actor in sorted(enumerate(self.actors), key=lambda p: p[1].ranks) for rank in actor.ranks
+        }
 
     @property
+    def ranks(self) -> Sequence[tuple[Span, ...]]:
+        """Each rank's spans, in the order of its instructions."""
+        return _Ranks(self)
+
+    @cached_property
     def seconds(self) -> float:
         """When the last instruction ends."""
-        return max((span.end_s for spans in self.ranks for span in spans), default=0.0)
+        return max((max(each.end, default=0.0) for each in self.times), default=0.0)
+
+    @cached_property
+    def critical_path(self) -> CriticalPath:
+        """What the end waited for; `str` tells it in words."""
+        return critical_path(self.actors, self.times)
+
+    @cached_property
+    def memory(self) -> Sequence[MemoryCurve]:
+        """What each rank holds over time.
+
+        Raises:
+            ValueError: this timeline was not made from costs, which know the sizes.
+        """
+        if self.curves is None:
+            raise ValueError("this timeline knows no sizes: simulate with hg.simulate(costs, strategy, assignment)")
+        return self.curves(self)
 
     def busy_s(self, rank: int, stream: Stream) -> float:
         """Return how long a rank's stream is at work."""
-        return sum(span.seconds for span in self.ranks[rank] if span.instruction.stream is stream)
+        return self._busy[self.actor_of[rank]].get(stream, 0.0)
+
+    @cached_property
+    def _busy(self) -> list[dict[Stream, float]]:
+        found = []
+        for actor, times in zip(self.actors, self.times, strict=True):
+            busy: dict[Stream, float] = {}
+            for each, begin, end in zip(actor.program.instructions, times.begin, times.end, strict=True):
+                if end > begin:
+                    busy[each.stream] = busy.get(each.stream, 0.0) + end - begin
+            found.append(busy)
+        return found
 
     def exposed_s(self, rank: int, stream: Stream) -> float:
         """Return how long a rank's computation, or its commit, waits for what a stream brings.
@@ -58,49 +146,74 @@ class Timeline:
         Waits count as in a run (`runtime.trace.Exposed`): values are waited for one after another, and what is waited
         for may itself not have begun, as for an activation that another stage has yet to compute.
         """
-        return sum(seconds for source, seconds in _waits(self.ranks[rank]) if source is stream)
+        return self._exposed(self.actor_of[rank]).get(stream, 0.0)
+
+    def _exposed(self, a: int) -> dict[Stream, float]:
+        known: dict[int, dict[Stream, float]] = self.__dict__.setdefault("_waited", {})
+        if a not in known:
+            waited: dict[Stream, float] = {}
+            for stream, seconds in _waits(self.actors[a].program.instructions, self.times[a]):
+                waited[stream] = waited.get(stream, 0.0) + seconds
+            known[a] = waited
+        return known[a]
 
     @property
     def bubble(self) -> float:
         """The share of time, from 0 to 1, in which ranks that compute anything do not; 0 when there are none."""
-        working = [rank for rank in range(len(self.ranks)) if self.busy_s(rank, Stream.COMPUTE) > 0]
+        working = [rank for rank in self.actor_of if self.busy_s(rank, Stream.COMPUTE) > 0]
         if not working:
             return 0.0
         return 1 - sum(self.busy_s(rank, Stream.COMPUTE) for rank in working) / (len(working) * self.seconds)
+
+    def save_trace(self, path: str | Path) -> None:
+        """Write it in the Trace Event Format, which https://ui.perfetto.dev opens: a process per rank."""
+        from hydragraph.cost.trace_file import Event, write_events
+        from hydragraph.ir.text import instruction_text
+
+        def events(rank: int) -> Iterator[Event]:
+            for span in self.ranks[rank]:
+                if span.seconds > 0:
+                    name = " ".join(instruction_text(span.instruction).split())
+                    yield Event(0, span.instruction.stream.value, name, span.start_s, span.end_s)
+
+        write_events((events(rank) for rank in range(len(self.actor_of))), Path(path))
 
     def __str__(self) -> str:
         """One line per rank: milliseconds that each stream is at work, and how much of the time is no computation."""
         names = "".join(f"{stream.value:>12}" for stream in Stream)
         lines = [f"rank{names}        idle"]
-        for rank in range(len(self.ranks)):
+        for rank in range(len(self.actor_of)):
             busy = "".join(f"{1e3 * self.busy_s(rank, stream):>9.3f} ms" for stream in Stream)
             idle = 1 - self.busy_s(rank, Stream.COMPUTE) / self.seconds if self.seconds else 0.0
             lines.append(f"{rank:>4}{busy}{idle:>11.1%}")
         return "\n".join([*lines, f"iteration {1e3 * self.seconds:.3f} ms, bubble {self.bubble:.1%}"])
 
 
-def _waits(spans: Sequence[Span]) -> Iterator[tuple[Stream, float]]:
+def _waits(instructions: Sequence[Instruction], times: Times) -> Iterator[tuple[Stream, float]]:
     """Yield each wait of a rank's computation: for which stream, and its seconds."""
-    made: dict[str, Span] = {}
-    latest: dict[Stream, Span] = {}
+    made: dict[str, int] = {}
+    latest: dict[Stream, int] = {}
     free = 0.0  # when computation could go on
-    for span in spans:
-        each = span.instruction
+    for i, each in enumerate(instructions):
+        if each.op is Op.FREE:
+            continue
         if each.stream is Stream.COMPUTE:
             needed = [made[value] for value in each.after]
             if each.op is Op.COMMIT:
                 needed = [latest[stream] for stream in (Stream.PULL, Stream.PUSH, Stream.P2P) if stream in latest]
             for other in needed:
-                if other.end_s > free:
-                    yield other.instruction.stream, other.end_s - free
-                    free = other.end_s
-            free = max(free, span.end_s)
-        latest[each.stream] = span
-        made.update(dict.fromkeys(each.writes, span))
+                if times.end[other] > free:
+                    yield instructions[other].stream, times.end[other] - free
+                    free = times.end[other]
+            free = max(free, times.end[i])
+        if each.stream not in latest or times.end[i] >= times.end[latest[each.stream]]:
+            latest[each.stream] = i
+        for value in each.writes:
+            made[value] = i
 
 
-def simulate(programs: Sequence[RankProgram], cluster: Cluster, work: Work) -> Timeline:
-    """Price one iteration.
+def simulate(programs: Sequence[RankProgram], cluster: Cluster, work: Priced) -> Timeline:
+    """Price programs that were lowered one by one.
 
     Args:
         programs: one per rank, in the order of the ranks; verified (`hydragraph.ir.verify`).
@@ -108,136 +221,19 @@ def simulate(programs: Sequence[RankProgram], cluster: Cluster, work: Work) -> T
         work: what their instructions cost.
 
     Raises:
-        ValueError: when ranks and devices differ in number, or the programs never end.
+        ValueError: when ranks and devices differ in number, ranks of a stage in their programs, or the programs never
+            end.
     """
     if len(programs) != len(cluster.devices):
         raise ValueError(f"{len(programs)} rank programs on {len(cluster.devices)} devices: give one device per rank")
-    return _Run(programs, cluster, work).run()
+    return run(rank_actors(programs), cluster, work)
 
 
-@dataclass
-class _Exchange:
-    """One rank's part in a pull or push: with whom, and how long its messages in and out take."""
-
-    partners: set[int]
-    incoming_s: float = 0.0
-    outgoing_s: float = 0.0
-
-
-def _exchanges(cluster: Cluster, pairs: Mapping[tuple[int, int], float]) -> dict[int, _Exchange]:
-    found: dict[int, _Exchange] = {}
-    for (source, target), size in pairs.items():
-        link = cluster.link(source, target)
-        seconds = link.latency_s + size / link.bytes_per_s
-        sender, receiver = (found.setdefault(rank, _Exchange({rank})) for rank in (source, target))
-        sender.partners.add(target)
-        sender.outgoing_s += seconds
-        receiver.partners.add(source)
-        receiver.incoming_s += seconds
-    return found
-
-
-class _Run:
-    """What is known so far: when instructions could start (entered), and when they started and ended."""
-
-    def __init__(self, programs: Sequence[RankProgram], cluster: Cluster, work: Work) -> None:
-        self.programs, self.cluster, self.work = programs, cluster, work
-        self.needs = [_needs(program) for program in programs]
-        self.queues = [_queues(program) for program in programs]
-        self.spans: list[dict[int, Span]] = [{} for _ in programs]
-        self.entered: dict[tuple[Op, str, int | None], dict[int, float]] = defaultdict(dict)
-        self.arrivals: dict[tuple[int, int], deque[float]] = defaultdict(deque)  # (from, to), not yet received
-        self.exchanges = {
-            (op, bucket): _exchanges(cluster, pairs)
-            for op, sizes in ((Op.PULL, work.pull_bytes), (Op.PUSH, work.push_bytes))
-            for bucket, pairs in sizes.items()
-        }
-
-    def run(self) -> Timeline:
-        """Run every queue as far as it gets, until nothing moves."""
-        waiting = deque(range(len(self.programs)))
-        while waiting:
-            rank = waiting.popleft()
-            woken = {other for queue in self.queues[rank] for other in self._advance(rank, queue)}
-            waiting.extend(sorted(woken - set(waiting)))
-        for rank, program in enumerate(self.programs):
-            if len(self.spans[rank]) < len(program.instructions):
-                raise ValueError(f"rank {rank} never ends: verify() these programs, it names who waits for whom")
-        return Timeline(tuple(tuple(spans[i] for i in sorted(spans)) for spans in self.spans))
-
-    def _advance(self, rank: int, queue: deque[int]) -> Iterator[int]:
-        """Run the head of a queue for as long as it can; yield the ranks that may go on because of it."""
-        while queue:
-            index, spans = queue[0], self.spans[rank]
-            if any(need not in spans for need in self.needs[rank][index]):
-                return
-            each = self.programs[rank].instructions[index]
-            ready = max((spans[need].end_s for need in self.needs[rank][index]), default=0.0)
-            entered, partners = self.entered[each.op, each.target, each.micro_batch], self._partners(rank, each)
-            if len(partners) > 1 and rank not in entered:
-                yield from partners
-            entered[rank] = ready
-            if any(partner not in entered for partner in partners):
-                return
-            if each.op is Op.RECEIVE and not self.arrivals[_peer(each), rank]:
-                return
-            start = max((entered[partner] for partner in partners), default=ready)
-            spans[queue.popleft()] = Span(index, each, *self._times(rank, each, start, partners))
-            yield rank
-            if each.op is Op.SEND:
-                self.arrivals[rank, _peer(each)].append(spans[index].end_s)
-                yield _peer(each)
-
-    def _partners(self, rank: int, each: Instruction) -> Collection[int]:
-        """Return the ranks that must be at the same instruction; none where a rank acts alone."""
-        if each.op in (Op.FORWARD, Op.BACKWARD):
-            return self.programs[rank].tp
-        if each.op is Op.COMMIT:
-            return range(len(self.programs))
-        exchange = self.exchanges.get((each.op, each.target), {}).get(rank)
-        return exchange.partners if exchange else ()
-
-    def _times(self, rank: int, each: Instruction, start: float, partners: Collection[int]) -> tuple[float, float]:
-        """Return when an instruction that can start at `start` starts and ends."""
-        if each.op in (Op.FORWARD, Op.BACKWARD):
-            return start, start + max(self.work.seconds.get((each.op, each.target, p), 0.0) for p in partners)
-        if each.op in (Op.PULL, Op.PUSH) and partners:
-            exchange = self.exchanges[each.op, each.target][rank]
-            return start, start + max(exchange.incoming_s, exchange.outgoing_s)
-        if each.op is Op.SEND:
-            link, pipeline = self.cluster.link(rank, _peer(each)), self.programs[rank].pipeline
-            assert pipeline is not None, "a rank without a stage sends nothing"
-            return start, start + link.latency_s + self.work.activation_bytes.get(pipeline, 0.0) / link.bytes_per_s
-        if each.op is Op.RECEIVE:  # the time is the send's
-            end = max(start, self.arrivals[_peer(each), rank].popleft())
-            return end, end
-        return start, start + self.work.seconds.get((each.op, each.target, rank), 0.0)
-
-
-def _queues(program: RankProgram) -> tuple[deque[int], ...]:
-    """Return the indices of a program's instructions, by stream."""
-    return tuple(deque(i for i, each in enumerate(program.instructions) if each.stream is stream) for stream in Stream)
-
-
-def _needs(program: RankProgram) -> list[tuple[int, ...]]:
-    """Return, for each instruction, those that must have ended: the one before it in its stream, and its `after`.
-
-    The commit waits for everything before it, pushes included.
-    """
-    found: list[tuple[int, ...]] = []
-    latest: dict[Stream, int] = {}
-    maker: dict[str, int] = {}
-    for index, each in enumerate(program.instructions):
-        if each.op is Op.COMMIT:
-            needs = set(latest.values())
-        else:
-            needs = {maker[value] for value in each.after} | ({latest[each.stream]} if each.stream in latest else set())
-        found.append(tuple(sorted(needs)))
-        latest[each.stream] = index
-        maker.update(dict.fromkeys(each.writes, index))
-    return found
-
-
-def _peer(instruction: Instruction) -> int:
-    assert instruction.peer is not None, "a send or receive has a peer"
-    return instruction.peer
+def run(
+    actors: Sequence[Actor],
+    cluster: Cluster,
+    work: Priced,
+    curves: Callable[[Timeline], Sequence[MemoryCurve]] | None = None,
+) -> Timeline:
+    """Simulate actors that together are all ranks of a cluster."""
+    return Timeline(tuple(actors), tuple(Engine(actors, cluster, work).run()), curves)

@@ -84,17 +84,17 @@ def assign_pipelines(
     chosen = QUICK if deadline_s is not None and deadline_s <= 0 else effort or EFFORT
     given = problem(pipelines, lengths, formed=True)
     if not len(given.lengths):
-        return _together([Packing((), 0.0, 0.0, 0.0) for _ in pipelines], 0.0)
+        return _together([Packing((), 0.0, 0.0, 0.0) for _ in pipelines], 0.0, lengths)
     placed = longest_first(given)
     relaxed = bounded(given, _least_cost(given), formed_room(given), placed)
     if not _late(until):
         placed = search(given, relaxed, chosen, seed)
-    best = last = formed(given, placed, relaxed.seconds)
+    best = last = formed(given, placed, relaxed.seconds, lengths)
     for round_ in range(1, chosen.rounds):
         if _late(until) or best.gap <= chosen.enough:
             break
         placed = kicked(given, placed, np.array(last.estimates) - ends(given, placed), relaxed, chosen, seed + round_)
-        last = formed(given, placed, relaxed.seconds)
+        last = formed(given, placed, relaxed.seconds, lengths)
         best = min(best, last, key=lambda a: a.seconds)
     return best
 
@@ -141,7 +141,7 @@ def _late(until: float | None) -> bool:
     return until is not None and time.monotonic() >= until
 
 
-def formed(given: Problem, placed: Ints, bound: float) -> PlannedAssignment:
+def formed(given: Problem, placed: Ints, bound: float, sequences: Sequence[int]) -> PlannedAssignment:
     """Cut each pipeline's share into micro-batches."""
     packings = []
     for p, (pipeline, t) in enumerate(zip(given.pipelines, given.kind.tolist(), strict=True)):
@@ -152,18 +152,19 @@ def formed(given: Problem, placed: Ints, bound: float) -> PlannedAssignment:
             if len(mine)
             else Packing((), 0.0, 0.0, 0.0)
         )
-    return _together(packings, bound)
+    return _together(packings, bound, sequences)
 
 
-def _together(packings: Sequence[Packing], bound: float) -> PlannedAssignment:
+def _together(packings: Sequence[Packing], bound: float, lengths: Sequence[int]) -> PlannedAssignment:
     by_pipeline = tuple(p.seconds_1f1b for p in packings)
     return PlannedAssignment(
         tuple(p.micro_batches for p in packings),
-        max(p.seconds for p in packings),
-        max(by_pipeline),
-        bound,
-        tuple(p.seconds for p in packings),
-        by_pipeline,
+        tuple(map(int, lengths)),
+        seconds=max(p.seconds for p in packings),
+        seconds_1f1b=max(by_pipeline),
+        bound=bound,
+        estimates=tuple(p.seconds for p in packings),
+        by_pipeline=by_pipeline,
     )
 
 

@@ -88,9 +88,11 @@ class IterationPlanner:
             raise found.error or AssertionError("an answer is a choice or an error")
         choice = found.choice
         self._last = choice.index if static is None else static
+        assignment = Assignment(choice.assignment.micro_batches, choice.assignment.lengths)
         waited = time.perf_counter() - began
         hidden = max(0.0, found.seconds - waited)
-        return IterationPlan(self._last, Assignment(choice.assignment.micro_batches), choice.seconds, hidden, waited)
+        seconds = 0.0 if self._setting.guessed else self._setting.seconds(self._last, assignment)
+        return IterationPlan(self._last, assignment, seconds, hidden, waited)
 
     def _quick(self, lengths: tuple[int, ...], began: float) -> IterationPlan:
         """Return the quick plan: the last candidate, or the one that takes the longest sequences."""

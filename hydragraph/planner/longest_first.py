@@ -64,7 +64,8 @@ def assign_pipelines(pipelines: Sequence[PipelineCost], lengths: Sequence[int]) 
         best = min(fitting, key=lambda p: (loads[p] + _work(pipelines[p], lengths[i]), loads[p], p))
         loads[best] += _work(pipelines[best], lengths[i])
         shares[best].append(i)
-    return Assignment(tuple(_micro_batches(p, s, lengths) for p, s in zip(pipelines, shares, strict=True)))
+    found = tuple(_micro_batches(p, s, lengths) for p, s in zip(pipelines, shares, strict=True))
+    return Assignment(found, tuple(map(int, lengths)))
 
 
 def _work(pipeline: PipelineCost, length: int) -> float:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from hydragraph.cost.profile import PipelineCost
+from hydragraph.spec.assignment import Assignment
 
 if TYPE_CHECKING:
     from hydragraph.planner.choosing import Choice
@@ -42,6 +43,11 @@ class Setting:
     def only(self, candidate: int) -> Setting:
         """Return the setting with one candidate."""
         return replace(self, candidates=(self.candidates[candidate],), charges=(self.charges[candidate],))
+
+    def seconds(self, candidate: int, assignment: Assignment) -> float:
+        """Return what an iteration is expected to take: its slowest pipeline, exactly, and the charge."""
+        tokens = zip(self.candidates[candidate], assignment.tokens, strict=True)
+        return max((p.seconds(batches) for p, batches in tokens if batches), default=0.0) + self.charges[candidate]
 
     def choose(self, lengths: tuple[int, ...]) -> Choice:
         """Return the best candidate for a mini-batch."""

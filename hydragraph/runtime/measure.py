@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import os
 import platform
+import re
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -24,7 +25,8 @@ from torch import Tensor
 
 from hydragraph.cost import fitting
 from hydragraph.cost.fitting import Lengths, Measured, Measurements
-from hydragraph.cost.footprint import MicroBatch, footprint
+from hydragraph.cost.footprint import MicroBatch, footprint, held_by
+from hydragraph.cost.model import ModelSizes
 from hydragraph.cost.pieces import AUX, Constants, Device, Kind, Piece
 from hydragraph.cost.profile import Profile, Scheme
 from hydragraph.frontend.packed import own_fields
@@ -39,10 +41,12 @@ from hydragraph.runtime.variants import Variants, local_parameters, vocabulary_s
 from hydragraph.spec import workload
 
 MESSAGES = tuple(4**n for n in range(5, 13))  # bytes: 1 KiB to 16 MiB
+UPDATED = (1 << 16, 1 << 21)  # elements of home shards whose update is timed
 CHAIN = 4  # runs per measurement on a GPU: in a stage, blocks are enqueued one after another without waiting
 USABLE = 0.9  # of a device's memory; fragmentation takes some
 
 Progress = Callable[[int, int, str], None]  # done, of how many, what comes next
+_Run = Callable[[dict[str, Tensor], Sequence[Tensor]], Callable[[], None]]  # a forward, which returns its backward
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,6 +60,7 @@ class Subject:
         positions: position ids are below it; None: any will do. Sequences may be longer than that, as times do not
             depend on the values of positions.
         backend: what runs its graphs, as in `hydragraph.compile`.
+        type: what clusters call this type of device; "": what it calls itself.
     """
 
     program: Program
@@ -63,6 +68,7 @@ class Subject:
     vocabulary: int
     positions: int | None = None
     backend: str | None = None
+    type: str = ""
 
 
 @dataclass(frozen=True)
@@ -130,7 +136,7 @@ def measure(subject: Subject, settings: Settings, groups: Groups, progress: Prog
     device = _device(subject, groups)
     kinds, told = settings.every_kind, progress or (lambda done, total, what: None)
     representatives = {block.template: block for block in program.blocks}
-    total, done = len(kinds) * (len(representatives) + 1) + 1, 0
+    total, done = len(kinds) * (len(representatives) + 1) + 2, 0
     found: dict[Kind, Measurements] = {}
     for kind in kinds:
         bench = _Bench(subject, kind, groups)
@@ -143,6 +149,8 @@ def measure(subject: Subject, settings: Settings, groups: Groups, progress: Prog
         found[kind] = Measurements(rows, times)
     told(done, total, "messages")
     messages = _messages(groups, settings.repeats)
+    told(total - 1, total, "update")
+    update, commit = _update(groups, settings.repeats), _commit(groups, settings.repeats)
     told(total, total, "")
     # Again: by now there is a communicator of every role and tensor-parallel degree, and what they hold is gone.
     device = replace(device, memory=_memory(groups))
@@ -153,6 +161,10 @@ def measure(subject: Subject, settings: Settings, groups: Groups, progress: Prog
         device,
         found,
         messages,
+        type=subject.type or type_name(world.device),
+        sizes=ModelSizes.of(program),
+        update=update,
+        commit_s=commit,
     )
 
 
@@ -162,10 +174,19 @@ def measure(subject: Subject, settings: Settings, groups: Groups, progress: Prog
 def _device(subject: Subject, groups: Groups) -> Device:
     """Describe what the ranks compute on."""
     device = groups.world.device
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
+    name = _name(device)
     elements = sum(bucket.size for bucket in subject.program.buckets)
     frozen = sum(bucket.size for bucket in subject.program.buckets if not bucket.learns)
     return Device(f"{groups.world.ranks} x {name}", _memory(groups), elements, subject.program.dtype.itemsize, frozen)
+
+
+def _name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
+
+
+def type_name(device: torch.device) -> str:
+    """Return a name for a type of device, such as nvidia-h100-80gb-hbm3 or x86-64: letters, digits and dashes."""
+    return re.sub(r"[^a-z0-9]+", "-", _name(device).lower()).strip("-") or device.type
 
 
 def _memory(groups: Groups) -> float:
@@ -224,6 +245,39 @@ def _messages(groups: Groups, repeats: int) -> list[tuple[int, float]]:
     return groups.gather_objects(found)[0]
 
 
+def _update(groups: Groups, repeats: int) -> tuple[float, float]:
+    """Time AdamW on home shards of two sizes, all ranks at once; return its constant, and seconds per element."""
+    device, taken = groups.world.device, []
+    for elements in UPDATED:
+        parameter = torch.nn.Parameter(torch.zeros(elements, device=device))
+        parameter.grad = torch.ones_like(parameter)
+        optimizer = torch.optim.AdamW([parameter])
+        times = []
+        for _ in range(repeats + 1):
+            groups.all_reduce(Role.COMMIT, torch.zeros(1, device=device))
+            _synchronise(device)
+            began = time.perf_counter()
+            optimizer.step()
+            _synchronise(device)
+            times.append(time.perf_counter() - began)
+        taken.append(max(groups.gather_objects(median(times[1:]))))
+    slope = max(0.0, (taken[1] - taken[0]) / (UPDATED[1] - UPDATED[0]))
+    return max(0.0, taken[0] - slope * UPDATED[0]), slope
+
+
+def _commit(groups: Groups, repeats: int) -> float:
+    """Time the all-reduce that ends an iteration: the slowest rank's median."""
+    device, times = groups.world.device, []
+    for _ in range(repeats + 1):
+        groups.all_reduce(Role.COMMIT, torch.zeros(1, device=device))
+        _synchronise(device)
+        began = time.perf_counter()
+        groups.all_reduce(Role.COMMIT, torch.zeros(5, dtype=torch.float64, device=device))
+        _synchronise(device)
+        times.append(time.perf_counter() - began)
+    return max(groups.gather_objects(median(times[1:])))
+
+
 # Templates.
 
 
@@ -265,12 +319,16 @@ class _Bench:
         times = [[self._time(run, row) for row in rows] for _ in range(repeats + 1)][1:]
         piece = self._aux_sizes() if aux else self._sizes(block)
         everyone = self._groups.gather_objects((times, piece))
-        seconds = tuple(
-            median(
-                max(everyone[rank][0][turn][row] for rank in stage) for stage in self._stages for turn in range(repeats)
+
+        def of(row: int, part: Callable[[tuple[float, float]], float]) -> float:
+            return median(
+                max(part(everyone[rank][0][turn][row]) for rank in stage)
+                for stage in self._stages
+                for turn in range(repeats)
             )
-            for row in range(len(rows))
-        )
+
+        seconds = tuple(of(row, sum) for row in range(len(rows)))
+        forward = tuple(of(row, lambda both: both[0]) for row in range(len(rows)))
         sizes = [everyone[rank][1] for stage in self._stages for rank in stage]
         largest = Piece(
             Constants(0.0, 0.0, 0.0),
@@ -279,23 +337,28 @@ class _Bench:
             max(p.working for p in sizes),
             max(p.fixed for p in sizes),
             min(p.frozen for p in sizes),
+            held=next((p.held for p in sizes if p.held), None),
         )
         template = self._program.templates[block.template]
-        return Measured(largest, seconds, not aux and _attends(template))
+        return Measured(largest, seconds, not aux and _attends(template), forward if max(forward) > 0 else ())
 
-    def _time(self, run: Callable[[dict[str, Tensor], Sequence[Tensor]], None], row: Lengths) -> float:
-        """Time one run; all ranks begin together."""
+    def _time(self, run: _Run, row: Lengths) -> tuple[float, float]:
+        """Time one forward and one backward; all ranks begin together."""
         batch = self._batch(row)
         aux = self._aux_values(batch)
         self._groups.all_reduce(Role.COMMIT, torch.zeros(1, device=self._device))
         _synchronise(self._device)
         chain = CHAIN if self._device.type == "cuda" else 1
-        began = time.perf_counter()
+        began = between = time.perf_counter()
         if self._collectives is not None or self._kind.tp == 1:
             for _ in range(chain):
-                run(batch, aux)
+                backward = run(batch, aux)
+            _synchronise(self._device)
+            between = time.perf_counter()
+            for _ in range(chain):
+                backward()
         _synchronise(self._device)
-        return (time.perf_counter() - began) / chain
+        return (between - began) / chain, (time.perf_counter() - between) / chain
 
     def _batch(self, row: Lengths) -> dict[str, Tensor]:
         if row not in self._batches:
@@ -324,9 +387,10 @@ class _Bench:
             values: Sequence[Tensor] = template.graph(*given)
         return values
 
-    def _aux_run(self) -> Callable[[dict[str, Tensor], Sequence[Tensor]], None]:
-        def run(batch: dict[str, Tensor], aux: Sequence[Tensor]) -> None:
+    def _aux_run(self) -> _Run:
+        def run(batch: dict[str, Tensor], aux: Sequence[Tensor]) -> Callable[[], None]:
             self._aux_values(batch)
+            return lambda: None
 
         return run
 
@@ -359,10 +423,11 @@ class _Bench:
             max(0.0, forward[0], backward[0]),
             max(0.0, constant, forward[1], backward[1]),
             sum(size for name, size in sizes.items() if name not in self._program.learning),
+            held=held_by(variant, self._degree),
         )
 
-    def _block_run(self, block: Block) -> Callable[[dict[str, Tensor], Sequence[Tensor]], None]:
-        """Return a function that runs a block forward and backward and adds its gradients up."""
+    def _block_run(self, block: Block) -> _Run:
+        """Return a function that runs a block forward, and returns one that runs it backward and adds gradients up."""
         template = self._program.templates[block.template]
         parameters = local_parameters(self._program, block, template)
         variant = self._run.get(block, self._degree, self._kind.recompute)
@@ -390,7 +455,7 @@ class _Bench:
             return fixed[name] if name in fixed else batch[name]
 
         @torch.no_grad()
-        def run(batch: dict[str, Tensor], aux: Sequence[Tensor]) -> None:
+        def run(batch: dict[str, Tensor], aux: Sequence[Tensor]) -> Callable[[], None]:
             out, *saved = variant.forward(*(given(name, batch, aux) for name in variant.inputs))
             if last:
                 tangent = torch.full((), 1e-3, dtype=loss_dtype(self._program), device=device)
@@ -399,10 +464,15 @@ class _Bench:
             values = {f"saved.{i}": value for i, value in enumerate(saved)}
             values |= {"tangent": tangent, COLLECTIVES: self._collectives, **weights}
             totals = [each for name in variant.added for each in (sums[name], 1.0)]
-            gradients = variant.backward(*(values[name] for name in variant.needs), *totals)
-            for name, gradient in zip(variant.gradients, gradients, strict=True):
-                if name in sums:
-                    sums[name].add_(gradient)
+
+            @torch.no_grad()
+            def backward() -> None:
+                gradients = variant.backward(*(values[name] for name in variant.needs), *totals)
+                for name, gradient in zip(variant.gradients, gradients, strict=True):
+                    if name in sums:
+                        sums[name].add_(gradient)
+
+            return backward
 
         return run
 

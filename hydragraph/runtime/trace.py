@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+from hydragraph.cost.trace_file import Event, write_events
 from hydragraph.ir.instruction import Stream
 from hydragraph.runtime.lanes import Clock, HostClock, Reading
 
@@ -111,24 +110,4 @@ def write_trace(per_rank: Iterable[Iterable[Span]], path: Path) -> None:
         per_rank: spans by rank.
         path: a .json file.
     """
-    streams = [stream.value for stream in Stream]
-    events: list[dict[str, Any]] = []
-    every = [list(spans) for spans in per_rank]
-    first = min((span.begin for spans in every for span in spans), default=0.0)
-    for rank, spans in enumerate(every):
-        events.append({"ph": "M", "pid": rank, "name": "process_name", "args": {"name": f"rank {rank}"}})
-        for thread, stream in enumerate(streams):
-            events.append({"ph": "M", "pid": rank, "tid": thread, "name": "thread_name", "args": {"name": stream}})
-        for span in spans:
-            events.append(
-                {
-                    "ph": "X",
-                    "pid": rank,
-                    "tid": streams.index(span.stream),
-                    "name": span.name,
-                    "ts": (span.begin - first) * 1e6,  # microseconds
-                    "dur": (span.end - span.begin) * 1e6,
-                    "args": {"step": span.step},
-                }
-            )
-    path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}), encoding="utf-8")
+    write_events(((Event(s.step, s.stream, s.name, s.begin, s.end) for s in spans) for spans in per_rank), path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -11,9 +12,42 @@ class Assignment:
 
     Attributes:
         micro_batches: per pipeline, per micro-batch, the indices of its sequences. A pipeline may get none.
+        lengths: tokens of each sequence, by index; what prices an assignment needs them.
     """
 
     micro_batches: tuple[tuple[tuple[int, ...], ...], ...]
+    lengths: tuple[int, ...] = ()
+
+    @classmethod
+    def even(cls, counts: Sequence[int], tokens: int | Sequence[int]) -> Assignment:
+        """Return micro-batches of one sequence each.
+
+        Args:
+            counts: micro-batches of each pipeline.
+            tokens: of every sequence; or of those of each pipeline.
+        """
+        each = [tokens] * len(counts) if isinstance(tokens, int) else list(tokens)
+        found, first = [], 0
+        for count in counts:
+            found.append(tuple((i,) for i in range(first, first + count)))
+            first += count
+        lengths = tuple(n for count, n in zip(counts, each, strict=True) for _ in range(count))
+        return cls(tuple(found), lengths)
+
+    @property
+    def tokens(self) -> tuple[tuple[tuple[int, ...], ...], ...]:
+        """Per pipeline, per micro-batch, the tokens of its sequences.
+
+        Raises:
+            ValueError: the lengths are missing.
+        """
+        most = max((i for p in self.micro_batches for m in p for i in m), default=-1)
+        if most >= len(self.lengths):
+            raise ValueError(
+                f"the assignment names sequence {most}, but has {len(self.lengths)} lengths: give "
+                "Assignment(micro_batches, lengths) one for each sequence"
+            )
+        return tuple(tuple(tuple(self.lengths[i] for i in m) for m in p) for p in self.micro_batches)
 
     @property
     def counts(self) -> tuple[int, ...]:

@@ -1,6 +1,15 @@
-"""The devices and links that a plan is priced on, as frozen data and YAML.
+"""The devices and links that a plan is priced on, as frozen data and YAML: types of devices in nodes, or a list.
 
-devices:
+types:
+  h100: {flops_per_s: 9.89e14, memory_bytes: 80e9, memory_bytes_per_s: 3.35e12}
+  l4: {flops_per_s: 1.2e14, memory_bytes: 24e9, memory_bytes_per_s: 3e11}
+nodes:                                  # ranks count through them in order
+  - {type: h100, devices: 8, inner: {bytes_per_s: 450e9, latency_s: 5e-6}, outer: {bytes_per_s: 50e9, latency_s: 1e-5}}
+  - {type: l4, devices: 4, count: 2, inner: {bytes_per_s: 16e9, latency_s: 1e-5},
+     outer: {bytes_per_s: 3e9, latency_s: 2e-5, points: [[1e6, 1e9], [1e8, 3e9]]}}
+pairs: [{types: [h100, l4], bytes_per_s: 2e9, latency_s: 3e-5}]     # optional
+
+devices:                                # or: one entry per rank, and two links that each rank has for itself
   - {flops_per_s: 9.89e14, memory_bytes: 80e9, memory_bytes_per_s: 3.35e12}
   - {flops_per_s: 3.12e14, memory_bytes: 40e9, memory_bytes_per_s: 1.55e12, node: 1}
 within_node: {bytes_per_s: 450e9, latency_s: 5e-6}
@@ -10,10 +19,15 @@ between_nodes: {bytes_per_s: 50e9, latency_s: 10e-6}
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import groupby, pairwise
 from pathlib import Path
 
-from hydragraph.spec.record import flow_yaml, load_record, to_record
+from hydragraph.spec.record import flow_yaml, from_record, load_yaml, to_record
 
 
 @dataclass(frozen=True)
@@ -23,14 +37,39 @@ class Link:
     Attributes:
         bytes_per_s: more than 0.
         latency_s: 0 or more.
+        points: the bandwidth by message size, where it was measured: (bytes, bytes/s), ascending. Between points it is
+            interpolated over the logarithm of the size; outside, the nearest counts. `bytes_per_s` is then what
+            several messages together cannot exceed.
     """
 
     bytes_per_s: float
     latency_s: float
+    points: tuple[tuple[float, float], ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "bytes_per_s", float(_positive("bytes_per_s", self.bytes_per_s)))
         object.__setattr__(self, "latency_s", float(_number("latency_s", self.latency_s)))
+        object.__setattr__(self, "points", _points(self.points))
+
+    def bandwidth(self, size: float) -> float:
+        """Return the bytes/s of one message of so many bytes."""
+        if not self.points:
+            return self.bytes_per_s
+        sizes = [at for at, _ in self.points]
+        i = bisect_left(sizes, size)
+        if i == 0 or i == len(sizes):
+            return self.points[min(i, len(sizes) - 1)][1]
+        (low, slow), (high, fast) = self.points[i - 1], self.points[i]
+        return slow + (fast - slow) * math.log(size / low) / math.log(high / low)
+
+    def seconds(self, size: float) -> float:
+        """Return what one message of so many bytes takes; one of 0 bytes takes the latency."""
+        return self.latency_s + size / self.bandwidth(size)
+
+    def times(self, factor: float) -> Link:
+        """Return a link with this many times the bandwidth."""
+        points = tuple((size, speed * factor) for size, speed in self.points)
+        return Link(self.bytes_per_s * factor, self.latency_s, points)
 
 
 @dataclass(frozen=True)
@@ -43,40 +82,145 @@ class Device:
         memory_bytes: capacity in bytes; a whole number, which may be written 80e9.
         memory_bytes_per_s: bandwidth of that memory.
         node: the machine it is in; devices of one node are joined by the faster link.
+        type: what profiles call it; "": they are all of one type.
     """
 
     flops_per_s: float
     memory_bytes: int
     memory_bytes_per_s: float
     node: int = 0
+    type: str = ""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "flops_per_s", float(_positive("flops_per_s", self.flops_per_s)))
         object.__setattr__(self, "memory_bytes", _whole("memory_bytes", _positive("memory_bytes", self.memory_bytes)))
         object.__setattr__(self, "memory_bytes_per_s", float(_positive("memory_bytes_per_s", self.memory_bytes_per_s)))
         object.__setattr__(self, "node", _whole("node", _number("node", self.node)))
+        if not isinstance(self.type, str):
+            raise ValueError(f"type is {self.type!r}: give the name of a type of device")
+
+
+@dataclass(frozen=True)
+class DeviceType:
+    """A type of device: the fields of `Device` that are the same for all of them."""
+
+    flops_per_s: float
+    memory_bytes: int
+    memory_bytes_per_s: float
+
+    def __post_init__(self) -> None:
+        self.device(0, "")
+
+    def device(self, node: int, name: str) -> Device:
+        """Return a device of this type in a node."""
+        return Device(self.flops_per_s, self.memory_bytes, self.memory_bytes_per_s, node, name)
+
+
+@dataclass(frozen=True)
+class Node:
+    """A machine: devices of one type, how they reach each other, and how they reach other machines.
+
+    Attributes:
+        type: of its devices.
+        devices: how many.
+        inner: between two of them; each has it for itself.
+        outer: of one of its network cards, which the ranks that use it share.
+        count: how many such nodes follow each other.
+        cards: network cards; neighbouring devices share one.
+    """
+
+    type: str
+    devices: int
+    inner: Link
+    outer: Link
+    count: int = 1
+    cards: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("devices", "count", "cards"):
+            object.__setattr__(self, name, _whole(name, _positive(name, getattr(self, name))))
+        if self.cards > self.devices:
+            raise ValueError(f"cards is {self.cards}, devices is {self.devices}: a node has at most a card per device")
+        for name in ("inner", "outer"):
+            if not isinstance(getattr(self, name), Link):
+                raise ValueError(f"{name} is {getattr(self, name)!r}: use Link(...)")
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A link of its own between nodes of two types, where it is not just the slower of their cards.
+
+    Attributes:
+        types: the two types.
+        bytes_per_s, latency_s, points: as of a Link.
+    """
+
+    types: tuple[str, str]
+    bytes_per_s: float
+    latency_s: float
+    points: tuple[tuple[float, float], ...] = ()
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.types, list | tuple) or len(self.types) != 2:
+            raise ValueError(f"types is {self.types!r}: name two types of devices")
+        object.__setattr__(self, "types", (str(self.types[0]), str(self.types[1])))
+        object.__setattr__(self, "points", self.link.points)
+
+    @property
+    def link(self) -> Link:
+        """The link."""
+        return Link(self.bytes_per_s, self.latency_s, self.points)
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """Devices, one per rank in rank order, and the two kinds of link between them."""
+    """Devices, one per rank in rank order, and the links between them.
+
+    Attributes:
+        devices: of each rank.
+        within_node, between_nodes: of every rank, for itself; None where `nodes` say.
+        nodes: by number, where they have links of their own; `of` builds such a cluster.
+        pairs: links between types of devices, in either direction.
+    """
 
     devices: tuple[Device, ...]
-    within_node: Link
-    between_nodes: Link
+    within_node: Link | None
+    between_nodes: Link | None
+    nodes: tuple[Node, ...] = ()
+    pairs: tuple[Pair, ...] = ()
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "devices", tuple(self.devices))
+        for name in ("devices", "nodes", "pairs"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
         if not self.devices:
             raise ValueError("devices is empty: a cluster needs at least one device")
-        for name, kind, values in (("devices", Device, self.devices), ("links", Link, self._links)):
+        links = () if self.nodes else (self.within_node, self.between_nodes)
+        for name, kind, values in (("devices", Device, self.devices), ("links", Link, links)):
             for value in values:
                 if not isinstance(value, kind):
                     raise ValueError(f"{name} has {value!r}: use {kind.__name__}(...)")
+        if self.nodes and max(d.node for d in self.devices) >= len(self.nodes):
+            raise ValueError(f"a device is in node {max(d.node for d in self.devices)} of {len(self.nodes)} (from 0)")
+        for pair in self.pairs:
+            for each in pair.types:
+                if each not in self.types:
+                    raise ValueError(f"pairs: unknown device type {each!r}: use {', '.join(sorted(self.types))}")
 
-    @property
-    def _links(self) -> tuple[Link, Link]:
-        return self.within_node, self.between_nodes
+    @classmethod
+    def of(cls, types: Mapping[str, DeviceType], nodes: tuple[Node, ...], pairs: tuple[Pair, ...] = ()) -> Cluster:
+        """Return the cluster of some nodes; ranks count through them in order.
+
+        Raises:
+            ValueError: a node has an unknown type.
+        """
+        every = [replace(node, count=1) for node in nodes for _ in range(node.count)]
+        for i, node in enumerate(nodes):
+            if node.type not in types:
+                raise ValueError(
+                    f"nodes[{i}]: unknown device type {node.type!r}: use {', '.join(sorted(types)) or 'types: first'}"
+                )
+        devices = [types[node.type].device(i, node.type) for i, node in enumerate(every) for _ in range(node.devices)]
+        return cls(tuple(devices), None, None, tuple(every), tuple(pairs))
 
     @classmethod
     def homogeneous(
@@ -101,26 +245,192 @@ class Cluster:
         devices = tuple(replace(device, node=rank // per_node) for rank in range(ranks))
         return cls(devices, within_node, between_nodes or within_node)
 
+    @cached_property
+    def types(self) -> Mapping[str, DeviceType]:
+        """The types of its devices by name."""
+        every = zip(self._names, self.devices, strict=True)
+        return {name: DeviceType(d.flops_per_s, d.memory_bytes, d.memory_bytes_per_s) for name, d in every}
+
+    def type_of(self, rank: int) -> str:
+        """Return the name of a rank's type of device; different devices without one are "", "other 1", ..."""
+        self._device(rank)
+        return self._names[rank]
+
+    @cached_property
+    def _names(self) -> tuple[str, ...]:
+        plain: dict[Device, str] = {}
+        for device in self.devices:
+            if not device.type:
+                kind = replace(device, node=0)
+                plain.setdefault(kind, f"other {len(plain)}" if plain else "")
+        return tuple(d.type or plain[replace(d, node=0)] for d in self.devices)
+
+    def node_of(self, rank: int) -> int:
+        """Return the number of a rank's node."""
+        return self._device(rank).node
+
+    def node(self, number: int) -> Node:
+        """Return a node; where all have the same links, with a card for each of its devices."""
+        return self._machines[number]
+
+    def card_of(self, rank: int) -> int:
+        """Return which network card of its node a rank uses."""
+        return self._cards[rank]
+
     def link(self, a: int, b: int) -> Link:
-        """Return the link between two different devices, given by rank."""
-        for rank in (a, b):
-            if not 0 <= rank < len(self.devices):
-                raise ValueError(f"device {rank} is unknown: the cluster has {len(self.devices)} devices (from 0)")
+        """Return the link between two different devices, given by rank, as if nothing else used it."""
+        one, other = self._device(a), self._device(b)
         if a == b:
             raise ValueError(f"device {a} has no link to itself: price a local copy by its memory_bytes_per_s")
-        return self.within_node if self.devices[a].node == self.devices[b].node else self.between_nodes
+        return self.link_between(one.node, other.node)
+
+    def link_between(self, one: int, other: int) -> Link:
+        """Return the link between devices of two nodes, or within one."""
+        a, b = self._machines[one], self._machines[other]
+        if one == other:
+            return a.inner
+        pair = self._pairs.get((a.type, b.type))
+        if pair is not None:
+            return pair
+        return a.outer if a.outer == b.outer else _slower(a.outer, b.outer)
+
+    def resources(self, a: int, b: int) -> tuple[tuple[str, int, int], ...]:
+        """Return what a message between two ranks occupies: ports of ranks, and cards of nodes.
+
+        Each is ("port out" | "port in", rank, 0) or ("card out" | "card in", node, card).
+        """
+        ports = (("port out", a, 0), ("port in", b, 0))
+        one, other = self.node_of(a), self.node_of(b)
+        if one == other:
+            return ports
+        return (*ports, ("card out", one, self.card_of(a)), ("card in", other, self.card_of(b)))
+
+    def interchangeable(self) -> tuple[tuple[int, ...], ...]:
+        """Return the nodes in groups of equal ones: of the same type, number of devices and links."""
+        groups: dict[Node, list[int]] = {}
+        for number, node in self._machines.items():
+            groups.setdefault(node, []).append(number)
+        return tuple(map(tuple, groups.values()))
+
+    def scaled(self, what: str, factor: float) -> Cluster:
+        """Return it with `within_node` or `between_nodes` links this many times as fast."""
+        if what not in ("within_node", "between_nodes"):
+            raise ValueError(f"{what!r} is no link: scale within_node or between_nodes")
+        if self.nodes:
+            name = "inner" if what == "within_node" else "outer"
+            nodes = tuple(replace(n, **{name: getattr(n, name).times(factor)}) for n in self.nodes)
+            pairs = self.pairs
+            if what == "between_nodes":
+                pairs = tuple(
+                    Pair(p.types, each.bytes_per_s, each.latency_s, each.points)
+                    for p, each in ((p, p.link.times(factor)) for p in self.pairs)
+                )
+            return replace(self, nodes=nodes, pairs=pairs)
+        link = self.within_node if what == "within_node" else self.between_nodes
+        assert link is not None, "without nodes there are two links"
+        if what == "within_node":
+            return replace(self, within_node=link.times(factor))
+        return replace(self, between_nodes=link.times(factor))
+
+    def _device(self, rank: int) -> Device:
+        if not 0 <= rank < len(self.devices):
+            raise ValueError(f"device {rank} is unknown: the cluster has {len(self.devices)} devices (from 0)")
+        return self.devices[rank]
+
+    @cached_property
+    def _machines(self) -> Mapping[int, Node]:
+        if self.nodes:
+            return dict(enumerate(self.nodes))
+        assert self.within_node is not None, "without nodes there are two links"
+        assert self.between_nodes is not None, "without nodes there are two links"
+        sizes = Counter(d.node for d in self.devices)
+        types = {d.node: d.type for d in self.devices}
+        return {
+            number: Node(types[number], size, self.within_node, self.between_nodes, cards=size)
+            for number, size in sorted(sizes.items())
+        }
+
+    @cached_property
+    def _cards(self) -> tuple[int, ...]:
+        seen: Counter[int] = Counter()
+        found = []
+        for device in self.devices:
+            node = self._machines[device.node]
+            found.append(seen[device.node] * node.cards // node.devices)
+            seen[device.node] += 1
+        return tuple(found)
+
+    @cached_property
+    def _pairs(self) -> Mapping[tuple[str, str], Link]:
+        found = {}
+        for pair in self.pairs:
+            found[pair.types] = found[pair.types[::-1]] = pair.link
+        return found
 
     @classmethod
     def load(cls, path: str | Path) -> Cluster:
         """Read a YAML file; a ValueError names the file and the field."""
-        return load_record(cls, path)
+        data = load_yaml(path)
+        try:
+            if not isinstance(data, dict) or not {"nodes", "types", "pairs"} & set(data):
+                found = from_record(_Devices, data, name="cluster")
+                return cls(found.devices, found.within_node, found.between_nodes)
+            nodes = from_record(_Nodes, data, name="cluster")
+            return cls.of(nodes.types, nodes.nodes, nodes.pairs)
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from None
 
     def save(self, path: str | Path) -> None:
         """Write the YAML file that `load` reads back as an equal cluster; defaults are left out."""
-        data = to_record(self)
-        lines = ["devices:", *(f"  - {flow_yaml(device)}" for device in data.pop("devices"))]
-        lines += [f"{name}: {flow_yaml(value)}" for name, value in data.items()]
+        if self.nodes:
+            grouped = [(node, len(list(same))) for node, same in groupby(self.nodes)]
+            nodes = [to_record(replace(node, count=count)) for node, count in grouped]
+            lines = ["types:", *(f"  {name}: {flow_yaml(to_record(each))}" for name, each in self.types.items())]
+            lines += ["nodes:", *(f"  - {flow_yaml(node)}" for node in nodes)]
+            lines += ["pairs:", *(f"  - {flow_yaml(to_record(p))}" for p in self.pairs)] if self.pairs else []
+        else:
+            lines = ["devices:", *(f"  - {flow_yaml(to_record(device))}" for device in self.devices)]
+            links = (("within_node", self.within_node), ("between_nodes", self.between_nodes))
+            lines += [f"{name}: {flow_yaml(to_record(value))}" for name, value in links]
         Path(path).write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+@dataclass(frozen=True)
+class _Devices:
+    """The file with an entry per rank."""
+
+    devices: tuple[Device, ...]
+    within_node: Link
+    between_nodes: Link
+
+
+@dataclass(frozen=True)
+class _Nodes:
+    """The file with types and nodes."""
+
+    types: Mapping[str, DeviceType]
+    nodes: tuple[Node, ...]
+    pairs: tuple[Pair, ...] = ()
+
+
+def _slower(one: Link, other: Link) -> Link:
+    """Return the link through two different cards: at every size the slower of them."""
+    sizes = sorted({size for link in (one, other) for size, _ in link.points})
+    points = tuple((size, min(one.bandwidth(size), other.bandwidth(size))) for size in sizes)
+    return Link(min(one.bytes_per_s, other.bytes_per_s), max(one.latency_s, other.latency_s), points)
+
+
+def _points(given: object) -> tuple[tuple[float, float], ...]:
+    if not isinstance(given, list | tuple):
+        raise ValueError(f"points is {given!r}: give a list of [bytes, bytes_per_s]")
+    found = []
+    for point in given:
+        if not isinstance(point, list | tuple) or len(point) != 2:
+            raise ValueError(f"points has {point!r}: give [bytes, bytes_per_s]")
+        found.append((float(_positive("bytes", point[0])), float(_positive("bytes_per_s", point[1]))))
+    if any(a[0] >= b[0] for a, b in pairwise(found)):
+        raise ValueError("points: give them by ascending bytes, each once")
+    return tuple(found)
 
 
 def _number(name: str, value: object) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -16,27 +17,36 @@ if TYPE_CHECKING:
     Record = TypeVar("Record", bound=DataclassInstance)
 
 
-def load_record(cls: type[Record], path: str | Path) -> Record:
-    """Read a YAML file into a frozen dataclass whose fields it mirrors; a ValueError names the file and the field."""
+def load_yaml(path: str | Path) -> object:
+    """Read a YAML file; a ValueError names it."""
     text = Path(path).read_text(encoding="utf-8")
     try:
-        return from_record(cls, yaml.load(text, Loader=_Loader))
+        found: object = yaml.load(text, Loader=_Loader)
     except yaml.YAMLError as error:
         raise ValueError(f"{path}: not readable as YAML: {error}") from None
+    return found
+
+
+def load_record(cls: type[Record], path: str | Path) -> Record:
+    """Read a YAML file into a frozen dataclass whose fields it mirrors; a ValueError names the file and the field."""
+    data = load_yaml(path)
+    try:
+        return from_record(cls, data)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
 
 
-def from_record(cls: type[Record], data: object, path: str = "") -> Record:
-    """Build a dataclass, and those nested in it (also in tuples), from mappings and lists.
+def from_record(cls: type[Record], data: object, path: str = "", name: str = "") -> Record:
+    """Build a dataclass, and those nested in it (also in tuples and mappings by name), from mappings and lists.
 
     Args:
         path: where `data` is in the whole, such as "pipelines[0].stages[1]"; "" for the whole.
+        name: what the whole is called; default: the class.
 
     Raises:
         ValueError: naming the path of a field that is unknown, missing or wrong.
     """
-    where = path or cls.__name__.lower()
+    where = path or name or cls.__name__.lower()
     names = [field.name for field in fields(cls)]
     if not isinstance(data, dict):
         raise ValueError(f"{where}: expected a mapping with {', '.join(names)}, but it is {data!r}")
@@ -46,7 +56,7 @@ def from_record(cls: type[Record], data: object, path: str = "") -> Record:
             hint = f"did you mean {close[0]!r}?" if close else f"known fields are {', '.join(names)}"
             raise ValueError(f"{where}: unknown field {name!r}: {hint}")
     for field in fields(cls):
-        if field.name not in data and field.default is MISSING:
+        if field.name not in data and field.default is MISSING and field.default_factory is MISSING:
             raise ValueError(f"{where}: missing field {field.name!r}")
     hints = get_type_hints(cls)
     prefix = f"{path}." if path else ""
@@ -61,6 +71,10 @@ def _from_value(hint: Any, value: object, path: str) -> object:
     """Build what a field's type says; scalars are left to the dataclass, which checks them anyway."""
     if is_dataclass(hint) and isinstance(hint, type):
         return from_record(hint, value, path)
+    if get_origin(hint) is Mapping and is_dataclass(item := get_args(hint)[1]) and isinstance(item, type):
+        if not isinstance(value, dict):
+            raise ValueError(f"{path}: expected a mapping of names, but it is {value!r}")
+        return {str(key): from_record(item, each, f"{path}.{key}") for key, each in value.items()}
     item = get_args(hint)[0] if get_origin(hint) is tuple else None
     if not (is_dataclass(item) and isinstance(item, type)):
         return value

@@ -13,11 +13,14 @@ from hypothesis import strategies as st
 import hydragraph as hg
 from hydragraph.commands.simulate_price import Priced, price, share, spread
 from hydragraph.commands.text import bytes_text, counts_text, seconds_text
+from hydragraph.cost.costs import Costs
+from hydragraph.cost.datasheet import datasheet
 from hydragraph.cost.simulate import simulate
-from hydragraph.cost.work import Work, work_of
+from hydragraph.cost.work import Work
 from hydragraph.ir.instruction import Op, Stream
 from hydragraph.ir.program import Program
 from hydragraph.passes.pipeline import rank_programs
+from hydragraph.spec.assignment import Assignment
 from hydragraph.spec.cluster import Cluster, Device, Link
 from hydragraph.spec.strategy import Strategy
 from hydragraph.train.config import ModelConfig
@@ -46,8 +49,12 @@ def cluster(*speeds: float) -> Cluster:
     return Cluster(tuple(Device(each, int(1e12), 1e300) for each in speeds), INSTANT, INSTANT)
 
 
+def costs(program: Program, where: Cluster) -> Costs:
+    return Costs(datasheet(program, where, efficiency=1.0), where)
+
+
 def priced(program: Program, text: str, counts: list[int], where: Cluster) -> Priced:
-    return price(program, Strategy.parse(text, 2), where, TOKENS, counts)
+    return price(costs(program, where), Strategy.parse(text, 2), Assignment.even(counts, TOKENS))
 
 
 def test_times_by_hand(program: Program) -> None:
@@ -67,12 +74,12 @@ def test_times_by_hand(program: Program) -> None:
 
 def test_the_split_follows_the_speed(program: Program) -> None:
     strategy = Strategy.parse("2*<tp1,pp1>", 2)
-    assert share(program, strategy, cluster(3e6, 1e6), TOKENS, 4) == [3, 1]
-    assert share(program, strategy, cluster(1e6, 1e6), TOKENS, 4) == [2, 2]
-    assert share(program, strategy, cluster(9e6, 1e6), TOKENS, 4) == [4, 0]
+    assert share(costs(program, cluster(3e6, 1e6)), strategy, TOKENS, 4) == [3, 1]
+    assert share(costs(program, cluster(1e6, 1e6)), strategy, TOKENS, 4) == [2, 2]
+    assert share(costs(program, cluster(9e6, 1e6)), strategy, TOKENS, 4) == [4, 0]
     lopsided = priced(program, "2*<tp1,pp1>", [4, 0], cluster(9e6, 1e6))
-    work = work_of(program, strategy, [TOKENS, 0], cluster(9e6, 1e6))
-    per = sum(seconds for (op, _, rank), seconds in work.seconds.items() if op is not Op.UPDATE and rank == 0)
+    work = costs(program, cluster(9e6, 1e6)).work(strategy, Assignment.even([1, 0], TOKENS)).as_work()
+    per = sum(seconds for (op, _, rank, *_), seconds in work.seconds.items() if op is not Op.UPDATE and rank == 0)
     assert lopsided.seconds == pytest.approx(4 * per)
 
 

@@ -11,6 +11,7 @@ import pytest
 import hydragraph as hg
 from hydragraph.cost.pieces import Kind
 from hydragraph.cost.profile import Profile
+from hydragraph.errors import Unsupported
 from tests.cost.measured import PIECES, measured, pipeline
 from tests.planner.examples import ENTRY, PROFILE
 
@@ -108,3 +109,25 @@ def test_pieces_whose_fit_failed_are_refused() -> None:
     flat = {name: replace(p, seconds=replace(p.seconds, a=0.0)) for name, p in PIECES.items()}
     with pytest.raises(hg.Unsupported, match="a stage's fit failed"):
         measured(pieces={Kind(1): flat}).pipeline_of(pipeline((1, 1), (1, 3)), 2)
+
+
+def test_profiles_of_several_types_merge() -> None:
+    fast, slow = measured(type="fast"), measured(type="slow", name="there")
+    both = Profile.merge([fast, slow])
+    assert both.of("slow") == slow
+    assert both.of("fast").pieces == fast.pieces
+    assert Profile.merge([both, measured(type="third")]).of("third").type == "third"
+    with pytest.raises(Unsupported, match="device type 'l4' was not measured"):
+        both.of("l4")
+    with pytest.raises(Unsupported, match="device type 'l4' was not measured"):
+        fast.of("l4")
+    assert measured().of("l4") == measured()  # a file from before types
+
+
+def test_profiles_of_other_models_or_of_one_type_do_not_merge() -> None:
+    with pytest.raises(ValueError, match="are of different models"):
+        Profile.merge([measured(type="a"), measured(type="b", blocks=("embed", "layer", "head"))])
+    with pytest.raises(ValueError, match="two profiles of device type 'a'"):
+        Profile.merge([measured(type="a"), measured(type="a")])
+    with pytest.raises(ValueError, match="no profiles"):
+        Profile.merge([])

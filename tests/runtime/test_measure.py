@@ -60,8 +60,8 @@ def test_everything_asked_for_is_measured_or_failed(ranks: list[tuple[Profile, l
     assert len(profile.blocks) == LAYERS + 2
     for pieces in profile.pieces.values():
         assert set(pieces) == {*profile.blocks, AUX}
-    assert told[0].startswith("0/17 tp1 embed")
-    assert told[-2:] == ["16/17 messages", "17/17 "]
+    assert told[0].startswith("0/18 tp1 embed")
+    assert told[-2:] == ["17/18 update", "18/18 "]
 
 
 def test_only_layers_have_a_quadratic_part(ranks: list[tuple[Profile, list[str]]]) -> None:

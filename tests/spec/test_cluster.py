@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hydragraph.spec.cluster import Cluster, Device, Link
+from hydragraph.spec.cluster import Cluster, Device, DeviceType, Link, Node
 
 FAST, SLOW = Link(450e9, 5e-6), Link(50e9, 1e-5)
 DEVICE = Device(flops_per_s=9.89e14, memory_bytes=80_000_000_000, memory_bytes_per_s=3.35e12)
@@ -125,3 +125,83 @@ def test_yaml_errors_name_the_file_and_the_field(old: str, new: str, message: st
     path.write_text(good.replace(old, new))
     with pytest.raises(ValueError, match=re.escape(f"{path}: {message}")):
         Cluster.load(path)
+
+
+NODES = """\
+types:
+  h100: {flops_per_s: 9.89e14, memory_bytes: 80e9, memory_bytes_per_s: 3.35e12}
+  l4: {flops_per_s: 1.2e14, memory_bytes: 24e9, memory_bytes_per_s: 3e11}
+nodes:
+  - {type: h100, devices: 4, inner: {bytes_per_s: 450e9, latency_s: 5e-6}, outer: {bytes_per_s: 50e9, latency_s: 1e-5}}
+  - {type: l4, devices: 2, count: 2, inner: {bytes_per_s: 16e9, latency_s: 1e-5}, cards: 2,
+     outer: {bytes_per_s: 3e9, latency_s: 2e-5, points: [[1e3, 1e8], [1e6, 3e9]]}}
+pairs: [{types: [h100, l4], bytes_per_s: 2e9, latency_s: 3e-5}]
+"""
+
+
+def nodes(tmp_path: Path, text: str = NODES) -> Cluster:
+    (tmp_path / "c.yaml").write_text(text)
+    return Cluster.load(tmp_path / "c.yaml")
+
+
+def test_ranks_count_through_nodes_of_types(tmp_path: Path) -> None:
+    cluster = nodes(tmp_path)
+    assert [cluster.type_of(rank) for rank in range(8)] == ["h100"] * 4 + ["l4"] * 4
+    assert [cluster.node_of(rank) for rank in range(8)] == [0, 0, 0, 0, 1, 1, 2, 2]
+    assert cluster.devices[5].memory_bytes == 24_000_000_000
+    assert cluster.link(0, 3) == Link(450e9, 5e-6)
+    assert cluster.link(2, 7) == cluster.link(7, 2) == Link(2e9, 3e-5)  # the pair's own
+    assert cluster.link(4, 6).latency_s == 2e-5
+    assert cluster.interchangeable() == ((0,), (1, 2))
+    cluster.save(tmp_path / "again.yaml")
+    assert Cluster.load(tmp_path / "again.yaml") == cluster
+
+
+def test_ranks_of_a_node_share_its_cards(tmp_path: Path) -> None:
+    cluster = nodes(tmp_path)
+    assert [cluster.card_of(rank) for rank in range(8)] == [0, 0, 0, 0, 0, 1, 0, 1]
+    assert cluster.resources(0, 1) == (("port out", 0, 0), ("port in", 1, 0))
+    assert cluster.resources(1, 5)[2:] == (("card out", 0, 0), ("card in", 1, 1))
+    alike = Cluster.homogeneous(4, device=DEVICE, within_node=FAST, between_nodes=SLOW, ranks_per_node=2)
+    assert [alike.card_of(rank) for rank in range(4)] == [0, 1, 0, 1]  # a card each, where links are every rank's own
+
+
+def test_bandwidth_by_message_size_is_interpolated_over_the_logarithm() -> None:
+    link = Link(4e9, 0.5, ((1e2, 1e8), (1e6, 3e8)))
+    assert [link.bandwidth(size) for size in (1, 1e2, 1e4, 1e6, 1e9)] == pytest.approx([1e8, 1e8, 2e8, 3e8, 3e8])
+    assert link.seconds(1e6) == pytest.approx(0.5 + 1e6 / 3e8)
+    assert link.times(2).bandwidth(1e4) == pytest.approx(4e8)
+    mixed = Cluster.of({"t": DeviceType(1, 1, 1)}, (Node("t", 1, FAST, link), Node("t", 1, FAST, Link(2e8, 0.7)))).link(
+        0, 1
+    )
+    assert mixed.latency_s == 0.7
+    assert mixed.bandwidth(1e2) == pytest.approx(1e8)
+    assert mixed.bandwidth(1e6) == pytest.approx(2e8)
+
+
+def test_links_can_be_scaled(tmp_path: Path) -> None:
+    cluster = nodes(tmp_path).scaled("between_nodes", 0.5)
+    assert cluster.link(0, 7).bytes_per_s == 1e9
+    assert cluster.link(0, 1) == Link(450e9, 5e-6)
+    both = Cluster.homogeneous(4, device=DEVICE, within_node=FAST, between_nodes=SLOW, ranks_per_node=2)
+    assert both.scaled("within_node", 2).link(0, 1).bytes_per_s == 900e9
+    with pytest.raises(ValueError, match="scale within_node or between_nodes"):
+        both.scaled("nvlink", 2)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("{type: l4,", "{type: l40,", "nodes[1]: unknown device type 'l40': use h100, l4"),
+        ("[h100, l4]", "[h100, a100]", "pairs: unknown device type 'a100'"),
+        ("[h100, l4]", "[h100]", "pairs[0]: types is ['h100']: name two types"),
+        ("cards: 2", "cards: 3", "nodes[1]: cards is 3, devices is 2"),
+        ("[1e6, 3e9]", "[1e2, 3e9]", "nodes[1].outer: points: give them by ascending bytes"),
+        ("  l4: {flops_per_s: 1.2e14, ", "  l4: {", "types.l4: missing field 'flops_per_s'"),
+        ("devices: 4", "device: 4", "nodes[0]: unknown field 'device': did you mean 'devices'?"),
+    ],
+)
+def test_errors_of_nodes_name_the_field(old: str, new: str, message: str, tmp_path: Path) -> None:
+    assert old in NODES
+    with pytest.raises(ValueError, match=re.escape(message)):
+        nodes(tmp_path, NODES.replace(old, new))

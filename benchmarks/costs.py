@@ -1,0 +1,251 @@
+"""How near prices are: to measured runs of real clusters, and how quickly large ones are simulated.
+
+    python benchmarks/costs.py                    # the whole table
+    python benchmarks/costs.py --only clusters    # a part of it
+    python benchmarks/costs.py --data DIR         # where the folder `sailor` is
+
+`clusters` prices runs that the authors of Sailor measured (GH200 nodes; nodes of RTX 3090, RTX 2080 and Titan RTX),
+from their measured blocks and links, through `hg.Profile`, `hg.Cluster` and `hg.Costs` alone. Those runs were
+DeepSpeed's, so they are priced with that runtime's way of moving data (`cost.stack.DEEPSPEED`: from its source, not
+from these runs), and beside it with hydragraph's own. Constants that are not in the data: sequences have 2,048 tokens
+and numbers 4 bytes, as the sizes in `model_memory.json` say; a node has as many network cards as its whole bandwidth is
+a multiple of one sender's in `network.json`. `sizes` simulates large strategies, lowering and pricing included.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import resource
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table as Printed
+
+import hydragraph as hg
+from hydragraph.cost.curves import Constants, Table
+from hydragraph.cost.model import ModelSizes
+from hydragraph.cost.pieces import AUX, Device, Kind, Piece
+from hydragraph.cost.profile import Profile
+from hydragraph.cost.stack import DEEPSPEED, Stack
+from hydragraph.spec.cluster import Cluster, DeviceType, Link, Node
+
+SEQUENCE = 2048  # tokens: act_output_floats of model_memory.json over the hidden size
+FLOAT = 4  # bytes
+OTHERS = {("clariden", "OPT-350"): 0.089, ("clariden", "GPT-Neo-2.7"): 0.101, ("mit", "OPT-350"): 0.103}  # Sailor's own
+PARTS = ("clusters", "sizes")
+SIZES = (  # strategy, ranks, layers, micro-batches of each pipeline, seconds that it may take
+    ("8*<tp2,pp4>", 64, 32, 16, 1),
+    ("16*<tp8,pp8>", 1024, 80, 64, 20),
+    ("8*<tp8,pp8> + 64*<tp1,pp8>", 1024, 80, 64, 60),
+)
+
+
+class Sailor:
+    """The published profiles, networks and runs.
+
+    Args:
+        folder: of profile_*.json, network.json, model_memory.json and measured_runs.json.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.runs: list[dict[str, Any]] = self._read("measured_runs.json")["runs"]
+        self._network, self._memory = self._read("network.json"), self._read("model_memory.json")["models"]
+
+    def _read(self, name: str) -> Any:
+        return json.loads((self._folder / name).read_text(encoding="utf-8"))
+
+    @cache  # noqa: B019
+    def profile(self, gpu: str, model: str) -> Profile:
+        """Return what was measured of a model on a type of device: tables by micro-batch size."""
+        tables = self._read(f"profile_{gpu}.json")["models"][model]
+        memory = {int(tp): _expanded(rows) for tp, rows in self._memory[model].items()}
+        pieces, update = {}, 0.0
+        for tp in sorted({int(tp) for each in tables.values() for tp in each}):
+            rows = {int(n): _expanded(each[str(tp)]) for n, each in tables.items() if str(tp) in each}
+            sizes = [int(row[0]) for row in memory[tp]] if tp in memory else [int(row[0]) // tp for row in memory[1]]
+            pieces[Kind(tp)] = {
+                f"block {i}": Piece.apart(
+                    Table(tuple((n, n * SEQUENCE, each[i][0]) for n, each in rows.items())),
+                    Table(tuple((n, n * SEQUENCE, each[i][1]) for n, each in rows.items())),
+                    parameters=size,
+                )
+                for i, size in enumerate(sizes)
+            }
+            update = fmean(sum(row[2] for row in each) for each in rows.values()) / sum(sizes)
+        whole = [int(row[0]) for row in memory[1]]
+        hidden = FLOAT * int(memory[1][0][1]) // SEQUENCE
+        return Profile(
+            f"{model} on {gpu}",
+            {},
+            {kind.tp: SEQUENCE for kind in pieces},
+            blocks=tuple(f"block {i}" for i in range(len(whole))),
+            pieces=pieces,
+            device=Device(gpu, 1e15, sum(whole), FLOAT),
+            type=gpu,
+            sizes=ModelSizes.rough(tuple(whole), hidden, FLOAT),
+            update=(0.0, update),
+        )
+
+    def node(self, gpu: str, devices: int) -> Node:
+        """Return a node with so many devices in use."""
+        inner = self._network["intra_node"][gpu]
+        between = self._network["inter_node_same_zone"][gpu]
+        one = _link(*between["1"][gpu]["1"])
+        most = str(max(int(n) for n in between if int(n) <= devices))
+        cards = max(1, min(devices, round(between[most][gpu][most][1] / one.bytes_per_s)))
+        near = _link(*inner[str(max((int(n) for n in inner if int(n) <= devices), default=min(map(int, inner))))])
+        return Node(gpu, devices, near, one, cards=cards)
+
+    def priced(self, run: dict[str, Any], stack: Stack) -> float:
+        """Return the seconds of an iteration of a measured run."""
+        pipelines, nodes, first, last = [], [], 0, run["pp"] - 1
+        for replica in range(run["dp"][0]):
+            stages = []
+            for s in range(run["pp"]):
+                tp, gpu = (_of(run[name][s], replica) for name in ("tp_per_stage", "types_per_stage"))
+                layers = run["layers_per_stage"][s] - (s == 0) - (s == last)
+                stages.append(hg.Stage(devices=tuple(range(first, first + tp)), layers=layers))
+                nodes.append(self.node(gpu, tp))
+                first += tp
+            pipelines.append(hg.Pipeline(stages=tuple(stages)))
+        types = {node.type: DeviceType(1e12, 10**15, 1e12) for node in nodes}  # nothing here depends on these
+        profile = Profile.merge([self.profile(gpu, run["model"]) for gpu in types])
+        costs = hg.Costs(profile, Cluster.of(types, tuple(nodes)), stack=stack)
+        count, size = run["gbs"] // (run["mbs"] * len(pipelines)), run["mbs"]
+        at = iter(range(run["gbs"]))
+        micro_batches = tuple(tuple(tuple(next(at) for _ in range(size)) for _ in range(count)) for _ in pipelines)
+        assignment = hg.Assignment(micro_batches, (SEQUENCE,) * (count * size * len(pipelines)))
+        strategy = hg.Strategy(pipelines=tuple(pipelines))
+        return costs.simulate(strategy, assignment).seconds if stack.own else costs.seconds(strategy, assignment)
+
+
+def _of(given: Sequence[Any], replica: int) -> Any:
+    return given[replica] if len(given) > replica else given[0]
+
+
+def _expanded(rows: Sequence[Sequence[Any]]) -> list[tuple[float, ...]]:
+    """Return a run-length list as one row per block."""
+    return [tuple(row[1:]) for row in rows for _ in range(row[0])]
+
+
+def _link(polynomial: Sequence[float], most: float) -> Link:
+    """Return a link from its bandwidth in GB/s as a polynomial of log2(MB), from 1/4 MB to 1 GB."""
+    low, mid, high = polynomial
+    speeds = ((2.0**x * 1e6, 1e9 * (low * x * x + mid * x + high)) for x in range(-2, 11))
+    return Link(most, 0.0, tuple((size, speed) for size, speed in speeds if speed > 0))
+
+
+def print_clusters(folder: Path) -> None:
+    """Print measured against priced seconds, run by run, and the mean absolute errors."""
+    data = Sailor(folder)
+    table = Printed(title="measured runs of real clusters (Sailor's)", title_justify="left")
+    for heading in ("run", "measured s", "as DeepSpeed", "error", "as hydragraph"):
+        table.add_column(heading, justify="left" if heading == "run" else "right")
+    errors: dict[tuple[str, str], list[float]] = {}
+    for run in data.runs:
+        theirs, ours = (data.priced(run, stack) for stack in (DEEPSPEED, Stack()))
+        error = theirs / run["real_s"] - 1
+        errors.setdefault((run["cluster"], run["model"]), []).append(error)
+        name = f"{run['cluster']} {run['model']} {run['file'].removeprefix('plan_config_').removesuffix('.json')}"
+        table.add_row(name, f"{run['real_s']:.3f}", f"{theirs:.3f}", f"{error:+.1%}", f"{ours:.3f}")
+    Console().print(table)
+    for key, found in errors.items():
+        other = f", Sailor's own {OTHERS[key]:.1%}" if key in OTHERS else ""
+        print(f"{' '.join(key)}: mean absolute error {fmean(map(abs, found)):.1%} of {len(found)} runs{other}")
+
+
+@dataclass(frozen=True)
+class Sized:
+    """What a large simulation took: the wall clock and this process's CPU, in seconds, and the most memory, in MB."""
+
+    wall: float
+    cpu: float
+    megabytes: float
+    simulated: float
+
+
+def big_profile(layers: int, hidden: int = 8192) -> Profile:
+    """Return a made-up profile of a large model; what it says does not matter here."""
+
+    def pieces(tp: int) -> dict[str, Piece]:
+        forward = Constants(1e-11 / tp, 1e-6 / tp, 1e-5)
+        vocabulary, layer = 128_000 * hidden // tp, 12 * hidden * hidden // tp
+        return {
+            AUX: Piece.apart(Constants(0.0, 0.0, 1e-6), Constants(0.0, 0.0, 0.0)),
+            "embed": Piece.apart(Constants(0.0, 1e-9, 1e-5), Constants(0.0, 1e-9, 1e-5), parameters=vocabulary),
+            "layer": Piece.apart(forward, forward.times(2), parameters=layer),
+            "head": Piece.apart(forward, forward.times(2), parameters=vocabulary),
+        }
+
+    sizes = ModelSizes.rough((128_000 * hidden, *[12 * hidden * hidden] * layers, 128_000 * hidden), 2 * hidden, 2)
+    return Profile(
+        "large",
+        {},
+        dict.fromkeys((1, 2, 8), 2048),
+        blocks=("embed", *["layer"] * layers, "head"),
+        pieces={Kind(tp): pieces(tp) for tp in (1, 2, 8)},
+        device=Device("large", 80e9, sum(12 * hidden * hidden for _ in range(layers)), 2),
+        sizes=sizes,
+        update=(1e-5, 1e-11),
+        commit_s=1e-4,
+    )
+
+
+def simulated(text: str, ranks: int, layers: int, count: int) -> Sized:
+    """Simulate an iteration of micro-batches of drawn lengths."""
+    node = Node("gpu", 8, Link(450e9, 5e-6), Link(50e9, 1e-5), count=ranks // 8, cards=8)
+    costs = hg.Costs(big_profile(layers), Cluster.of({"gpu": DeviceType(1e15, 80 * 10**9, 3e12)}, (node,)))
+    strategy = hg.Strategy.parse(text, layers=layers)
+    draw, pipelines = random.Random(0), len(strategy.pipelines)
+    lengths = tuple(draw.randint(500, 4000) for _ in range(count * pipelines))
+    micro_batches = tuple(tuple((p * count + m,) for m in range(count)) for p in range(pipelines))
+    began, cpu = time.perf_counter(), time.process_time()
+    timeline = hg.simulate(costs, strategy, hg.Assignment(micro_batches, lengths))
+    seconds = timeline.seconds
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    return Sized(time.perf_counter() - began, time.process_time() - cpu, most, seconds)
+
+
+def print_sizes() -> None:
+    """Print what large simulations take."""
+    table = Printed(title="simulations, lowering and pricing included", title_justify="left")
+    for heading in ("strategy", "ranks x layers x micro-batches", "wall s", "CPU s", "target s", "memory MB"):
+        table.add_column(heading, justify="left" if heading == "strategy" else "right")
+    simulated(*SIZES[0][:4])  # what is imported and cached first is not counted
+    for text, ranks, layers, count, target in SIZES:
+        found = simulated(text, ranks, layers, count)
+        sizes = f"{ranks} x {layers} x {count}"
+        table.add_row(text, sizes, f"{found.wall:.2f}", f"{found.cpu:.2f}", str(target), f"{found.megabytes:.0f}")
+    Console().print(table)
+
+
+def main() -> None:
+    """Print the parts that are asked for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, default=Path("../shared/data"), help="where the folder sailor is")
+    parser.add_argument("--only", choices=PARTS, help="one part")
+    chosen = parser.parse_args()
+    parts: dict[str, Callable[[], None]] = {"clusters": lambda: _clusters(chosen.data / "sailor"), "sizes": print_sizes}
+    for name in PARTS:
+        if chosen.only in (None, name):
+            parts[name]()
+
+
+def _clusters(folder: Path) -> None:
+    if (folder / "measured_runs.json").exists():
+        print_clusters(folder)
+    else:
+        print(f"clusters skipped: {folder} has no measured_runs.json; give the folder above it with --data")
+
+
+if __name__ == "__main__":
+    main()

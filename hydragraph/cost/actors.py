@@ -1,0 +1,223 @@
+"""Actors: the ranks of a stage, which run the same instructions, as one; each different program is looked at once.
+
+Ranks of a stage differ in whom they send to and receive from alone, and stages of equal pipelines in nothing else: a
+thousand ranks have a few dozen different programs. `Compiled` is such a program as lists of indices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from hydragraph.ir.instruction import Instruction, Op, RankProgram, Stream
+from hydragraph.ir.outline import Mode, Outline
+from hydragraph.passes.pipeline import PASSES
+from hydragraph.passes.place import PlacedStage, Placement, place
+from hydragraph.spec.strategy import Strategy
+
+Pair = tuple[int, int]
+
+
+class Message(NamedTuple):
+    """What a send or a receive moves, as both ends know it: a hidden state (ahead) or its gradient (back)."""
+
+    ahead: bool
+    micro_batch: int
+
+
+def message_of(instruction: Instruction) -> Message:
+    """Read it from the value's name: h{block}.{micro-batch} or d{block}.{micro-batch}."""
+    (value,) = instruction.reads or instruction.writes
+    return Message(value[0] == "h", int(value.rpartition(".")[2]))
+
+
+@dataclass(frozen=True, eq=False)
+class Compiled:
+    """What a simulation needs of a rank's instructions, by their indices.
+
+    Attributes:
+        instructions: of one of the ranks that run it.
+        needs: of each instruction, those of other queues that must have ended.
+        compute, pulls, pushes, sends, receives: the queues, in order; what only frees is in none.
+        messages: of each send: what, and how many sends of it came before.
+        before: of an instruction that frees, the computation before it; -1: there is none.
+    """
+
+    instructions: tuple[Instruction, ...]
+    needs: tuple[tuple[int, ...], ...]
+    compute: tuple[int, ...]
+    pulls: tuple[int, ...]
+    pushes: tuple[int, ...]
+    sends: tuple[int, ...]
+    receives: tuple[int, ...]
+    messages: dict[int, tuple[Message, int]]
+    before: dict[int, int]
+
+    @classmethod
+    def of(cls, instructions: Sequence[Instruction]) -> Compiled:
+        """Sort instructions into queues and find what each waits for; what nobody makes is waited for in vain."""
+        queues: dict[str, list[int]] = {name: [] for name in ("compute", "pulls", "pushes", "sends", "receives")}
+        needs: list[tuple[int, ...]] = []
+        maker: dict[str, int] = {}
+        sent: dict[Message, int] = {}
+        before, messages, latest = {}, {}, -1
+        for i, each in enumerate(instructions):
+            if each.op is Op.FREE:
+                needs.append(())
+                before[i] = latest
+                continue
+            needs.append(tuple(sorted({maker.get(value, i) for value in each.after})) if each.after else ())
+            queues[_QUEUES.get(each.op, "compute")].append(i)
+            if each.op is Op.SEND:
+                what = message_of(each)
+                messages[i] = what, sent.get(what, 0)
+                sent[what] = messages[i][1] + 1
+            if each.stream is Stream.COMPUTE:
+                latest = i
+            for value in each.writes:
+                maker[value] = i
+        return cls(
+            tuple(instructions),
+            tuple(needs),
+            **{k: tuple(v) for k, v in queues.items()},
+            messages=messages,
+            before=before,
+        )
+
+
+_QUEUES = {Op.PULL: "pulls", Op.PUSH: "pushes", Op.SEND: "sends", Op.RECEIVE: "receives"}
+
+
+@dataclass(frozen=True, eq=False)
+class Actor:
+    """Ranks that act as one.
+
+    Attributes:
+        ranks: in tensor-parallel order; a rank without work is alone.
+        pipeline, stage: where it works; None where it only takes part in exchanges.
+        layers: the half-open range that it computes.
+        micro_batches: how many it runs.
+        previous, following: the ranks of the neighbouring stages; empty at the ends.
+        program: of one of its equals' ranks.
+        of: gives the instructions of each of its ranks.
+    """
+
+    ranks: tuple[int, ...]
+    pipeline: int | None
+    stage: int | None
+    layers: tuple[int, int]
+    micro_batches: int
+    previous: tuple[int, ...]
+    following: tuple[int, ...]
+    program: Compiled
+    of: Callable[[int], Sequence[Instruction]] = field(repr=False)
+
+    @property
+    def name(self) -> str:
+        """Its ranks, for people: "rank 3", "ranks 0-7"."""
+        ranks = self.ranks
+        if len(ranks) == 1:
+            return f"rank {ranks[0]}"
+        if ranks == tuple(range(ranks[0], ranks[0] + len(ranks))):
+            return f"ranks {ranks[0]}-{ranks[-1]}"
+        return f"ranks {', '.join(map(str, ranks))}"
+
+    def pairs(self, index: int) -> tuple[Pair, ...]:
+        """Return which ranks send to which by a send and its equals: rank i of t serves receivers i, i + t, ..."""
+        message, turn = self.program.messages[index]
+        receivers = (self.following if message.ahead else self.previous)[turn * len(self.ranks) :]
+        return tuple(zip(self.ranks, receivers, strict=False))
+
+
+def stage_actors(
+    outline: Outline, strategy: Strategy, micro_batches: Sequence[int], ranks: int, mode: Mode = "train"
+) -> tuple[Actor, ...]:
+    """Lower a strategy to one actor per stage with work, and one per rank without.
+
+    Raises:
+        ValueError: when these do not fit one another.
+    """
+    strategy.check(outline.layers, ranks)
+    placement = place(outline, strategy, micro_batches)
+    compiled: dict[object, Compiled] = {}
+    found = [_actor(placement, mode, ranks, stage, stage.ranks, compiled) for stage in placement.stages]
+    idle = sorted(set(range(ranks)) - set(placement.stage_of))
+    return (*found, *(_actor(placement, mode, ranks, None, (rank,), compiled) for rank in idle))
+
+
+def _actor(
+    placement: Placement,
+    mode: Mode,
+    ranks: int,
+    stage: PlacedStage | None,
+    members: tuple[int, ...],
+    compiled: dict[object, Compiled],
+) -> Actor:
+    def of(rank: int) -> tuple[Instruction, ...]:
+        where = (None, None, (), (0, 0), 0)
+        if stage is not None:
+            where = (stage.pipeline, stage.stage, stage.ranks, stage.layers, stage.micro_batches)  # type: ignore[assignment]
+        program = RankProgram(rank, ranks, "", *where, ())
+        for _, run in PASSES:
+            program = run(placement, mode, program)
+        return program.instructions
+
+    key: object = None
+    if stage is not None:
+        fans = (len(stage.ranks), len(stage.previous), len(stage.following))
+        key = (stage.blocks, stage.depth, stage.stage, stage.micro_batches, fans)
+    if key not in compiled:
+        compiled[key] = Compiled.of(of(members[0]))
+    if stage is None:
+        return Actor(members, None, None, (0, 0), 0, (), (), compiled[key], of)
+    at = (stage.pipeline, stage.stage, stage.layers, stage.micro_batches, stage.previous, stage.following)
+    return Actor(members, *at, compiled[key], of)
+
+
+def rank_actors(programs: Sequence[RankProgram]) -> tuple[Actor, ...]:
+    """Return the actors of programs that were lowered one by one.
+
+    Raises:
+        ValueError: ranks of a stage do not run the same instructions; named with the first difference.
+    """
+    stages: dict[object, list[RankProgram]] = {}
+    key: object
+    for program in programs:
+        key = ("idle", program.rank) if program.pipeline is None else (program.pipeline, program.stage)
+        stages.setdefault(key, []).append(program)
+    members = {key: each[0].tp or (each[0].rank,) for key, each in stages.items()}
+    found = []
+    for key, each in stages.items():
+        _check_alike(each)
+        first = each[0]
+        by_rank = {program.rank: program.instructions for program in each}
+        previous: tuple[int, ...] = ()
+        following: tuple[int, ...] = ()
+        if first.pipeline is not None and first.stage is not None:
+            previous = members.get((first.pipeline, first.stage - 1), ())
+            following = members.get((first.pipeline, first.stage + 1), ())
+        leader = by_rank.get(members[key][0], first.instructions)
+        at = (first.pipeline, first.stage, first.layers, first.micro_batches, previous, following)
+        found.append(Actor(members[key], *at, Compiled.of(leader), by_rank.__getitem__))
+    return tuple(found)
+
+
+def _check_alike(programs: Sequence[RankProgram]) -> None:
+    def shape(program: RankProgram) -> list[tuple[object, ...]]:
+        kept = (i for i in program.instructions if i.op not in (Op.FREE, Op.SEND))
+        return [(i.op.value, i.target, i.micro_batch, i.reads, i.writes) for i in kept]
+
+    first = shape(programs[0])
+    for other in programs[1:]:
+        for at, (one, two) in enumerate(zip(first, shape(other), strict=False)):
+            if one != two:
+                raise ValueError(
+                    f"ranks {programs[0].rank} and {other.rank} share a stage, but instruction {at} (sends and frees "
+                    f"left out) is {one[0]} {one[1]} on one and {two[0]} {two[1]} on the other: verify() these programs"
+                )
+        if len(first) != len(shape(other)):
+            raise ValueError(
+                f"ranks {programs[0].rank} and {other.rank} share a stage, but one runs {len(first)} instructions and "
+                f"the other {len(shape(other))} (sends and frees left out): verify() these programs"
+            )

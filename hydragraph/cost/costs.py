@@ -1,0 +1,665 @@
+"""Costs: the one place that says what a strategy takes and holds, for whoever plans, simulates, compares or explains.
+
+    profile   what blocks take and hold, by type of device         -> `pipeline`, `work`, `memory`
+    cluster   which rank is of which type, and the links            -> messages, tensor-parallel sums, pull and push
+    health    how much slower a rank is                             -> every computation of its stage
+
+A strategy's seconds are those of its slowest pipeline (`PipelineCost.seconds`, the exact recurrence) and what pulling
+weights, pushing gradients, agreeing and updating add (`fixed`). The simulator goes by the same `work`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from typing import Protocol
+
+import numpy as np
+
+from hydragraph.cost.actors import stage_actors
+from hydragraph.cost.curves import Constants, Curve, Table
+from hydragraph.cost.footprint import Footprint, MicroBatch
+from hydragraph.cost.memory import Blocks, Memory, MemoryCurve, Walk
+from hydragraph.cost.messages import GRADIENT_BYTES
+from hydragraph.cost.model import ModelSizes
+from hydragraph.cost.pieces import AUX, Kind, Piece
+from hydragraph.cost.profile import PipelineCost, Profile
+from hydragraph.cost.simulate import Timeline, run
+from hydragraph.cost.stack import Stack
+from hydragraph.cost.stages import Hop, Ring, StageCost
+from hydragraph.cost.traffic import Transfers
+from hydragraph.cost.work import NOTHING, Priced, Without, Work
+from hydragraph.errors import Unsupported
+from hydragraph.ir.instruction import Op
+from hydragraph.ir.layout import GradientKind, Layout, home, propagation
+from hydragraph.ir.link import Slices, copy, reduce
+from hydragraph.ir.outline import Outline
+from hydragraph.ir.parameter import Bucket
+from hydragraph.passes.place import Placement, place
+from hydragraph.passes.shard import Degree
+from hydragraph.spec.assignment import Assignment
+from hydragraph.spec.cluster import Cluster
+from hydragraph.spec.health import Health
+from hydragraph.spec.strategy import Pipeline, Stage, Strategy
+
+OWN = Stack()
+FILLED = 2  # micro-batches per stage of the iteration by which `fixed` is judged
+
+
+class HomeShares(Protocol):
+    """Where state lives: relative shares by rank, and one or two copies."""
+
+    @property
+    def shares(self) -> Sequence[float] | None:
+        """Of each rank; None: equal ones."""
+        ...
+
+    @property
+    def copies(self) -> int:
+        """1 or 2."""
+        ...
+
+
+class Costs:
+    """What strategies cost on a cluster.
+
+    Args:
+        profile: of the model, for every type of device of the cluster.
+        cluster: one device per rank.
+        health: rates of ranks; None: all are healthy.
+        home: where weights and optimizer state live; None: evenly over all ranks.
+        blocks: tells exactly what compiled graphs hold; None: the profile's lines.
+        stack: the runtime; another than hydragraph's own is priced by `seconds` only, and has no simulation.
+
+    Raises:
+        Unsupported: the profile lacks a type of the cluster, or knows no blocks.
+    """
+
+    def __init__(
+        self,
+        profile: Profile,
+        cluster: Cluster,
+        health: Health | None = None,
+        *,
+        home: HomeShares | None = None,
+        blocks: Blocks | None = None,
+        stack: Stack = OWN,
+    ) -> None:
+        self.stack = stack
+        self.profile, self.cluster, self.health, self.home = profile, cluster, health or Health(), home
+        for rank in self.health:
+            if rank >= len(cluster.devices):
+                raise ValueError(f"health names rank {rank}: the cluster has {len(cluster.devices)} devices (from 0)")
+        if not profile.blocks or profile.model_sizes is None:
+            raise Unsupported(
+                "it has constants of whole schemes only, not of blocks",
+                where=f"profile {profile.name}",
+                remedy="measure the model with hydragraph profile, or price it from a datasheet (hydragraph simulate)",
+            )
+        self._of_type = {name: profile.of(name) for name in cluster.types}
+        self.sizes: ModelSizes = profile.model_sizes
+        self.outline: Outline = self.sizes.outline()
+        self.buckets: tuple[Bucket, ...] = self.sizes.buckets()
+        self.blocks: Blocks = blocks or ProfileBlocks(self)
+        self._layouts: dict[object, Layout] = {}
+
+    @property
+    def ranks(self) -> int:
+        """How many there are."""
+        return len(self.cluster.devices)
+
+    @property
+    def measured(self) -> bool:
+        """Whether computation was measured, or else comes from a datasheet."""
+        return all(each.efficiency is None for each in self._of_type.values())
+
+    @property
+    def source(self) -> str:
+        """A sentence on where the seconds of computation come from."""
+        if self.measured:
+            return f"computation as measured: {', '.join(each.name for each in self._of_type.values())}"
+        return "computation is not measured: " + ", ".join(each.name for each in self._of_type.values())
+
+    def changed(self, *, cluster: Cluster | None = None, health: Health | None = None) -> Costs:
+        """Return the costs with another cluster or health."""
+        return Costs(self.profile, cluster or self.cluster, health or self.health, home=self.home, stack=self.stack)
+
+    # Pipelines.
+
+    def pipeline(self, pipeline: Pipeline, schedule: str = "1f1b") -> PipelineCost:
+        """Return what a pipeline costs: constants of its slowest stage for search, and its stages for exact seconds.
+
+        Raises:
+            Unsupported: a stage is of a kind that was not measured, or has a lost rank.
+            ValueError: it has another number of layers than the model.
+        """
+        if pipeline.layers != self.outline.layers:
+            raise ValueError(
+                f"profile {self.profile.name}: a pipeline of {pipeline.layers} layers, but it was measured on a model "
+                f"of {self.outline.layers}: measure this model with hydragraph profile"
+            )
+        stages = self.stages(pipeline)
+        util = max(self.piece_profile(rank).util.get(s.tp, 1) for s in pipeline.stages for rank in s.devices)
+        slowest = max((s.constants for s in stages), key=lambda k: (k.a * util + k.b) * util + k.c)
+        self._check_fit(stages, slowest)
+        limit = self.max_len(pipeline)
+        return PipelineCost(
+            slowest.a,
+            slowest.b,
+            slowest.c,
+            len(stages),
+            limit,
+            min(util, max(limit, 1)),
+            len(pipeline.devices),
+            stages,
+            schedule,
+        )
+
+    def _check_fit(self, stages: Sequence[StageCost], slowest: Constants) -> None:
+        """Refuse constants that were fitted to noise: no real attention has a = 0, and no real stage b = 0."""
+        curves = [curve for stage in stages for parts in (*stage.forward, *stage.backward) for _, curve in parts]
+        if self.measured and slowest.failed and not any(isinstance(curve, Table) for curve in curves):
+            raise Unsupported(
+                f"a stage's fit failed (a = {slowest.a:g}, b = {slowest.b:g}, c = {slowest.c:g})",
+                where=f"profile {self.profile.name}",
+                remedy="measure it again, on a quieter machine or with longer sequences: hydragraph profile --longest",
+            )
+
+    def stages(self, pipeline: Pipeline) -> tuple[StageCost, ...]:
+        """Return what each stage of a pipeline takes for a micro-batch."""
+        found, first = [], 0
+        for i, stage in enumerate(pipeline.stages):
+            span = self.outline.span(first, first + stage.layers)
+            first += stage.layers
+            following = pipeline.stages[i + 1] if i + 1 < len(pipeline.stages) else None
+            found.append(self._stage(stage, span, following))
+        return tuple(found)
+
+    def _stage(self, stage: Stage, span: tuple[int, int], following: Stage | None) -> StageCost:
+        kind = kind_of(stage)
+        forwards, backwards, aux = [], [], []
+        for name, rate in dict.fromkeys((self.cluster.type_of(r), self.rate(r)) for r in stage.devices):
+            pieces = self.pieces(name, kind)
+            templates = self.profile.blocks[slice(*span)]
+            counts = {t: templates.count(t) for t in dict.fromkeys(templates)}
+            each = {t: pieces[t].parts(kind.recompute) for t in counts}
+            forward: list[tuple[float, Curve]] = [(rate * n, each[t][0]) for t, n in counts.items()]
+            aux.append(((rate, _aux(pieces[AUX])),) if AUX in pieces else ())
+            forwards.append(tuple(forward))
+            backwards.append(tuple((rate * n, each[t][1]) for t, n in counts.items() if self._learns(t)))
+        hops: tuple[Hop | None, Hop | None] = (None, None)
+        if following is not None:
+            hops = self._hop(stage, following), self._hop(following, stage)
+        return StageCost(tuple(forwards), tuple(backwards), tuple(aux), self._rings(stage, kind, span), *hops)
+
+    def _learns(self, template: str) -> bool:
+        """Say whether any block of a template runs a backward: those below the lowest that learns do not."""
+        lowest = self.outline.lowest
+        return template in self.profile.blocks[lowest:]
+
+    def _rings(self, stage: Stage, kind: Kind, span: tuple[int, int]) -> tuple[Ring, Ring] | None:
+        if stage.tp == 1:
+            return None
+        pieces = self.pieces(self.cluster.type_of(stage.devices[0]), kind)
+        times = [sum(pieces[t].reduced[way] for t in self.profile.blocks[slice(*span)]) for way in (0, 1)]
+        if not any(times):
+            return None
+        around = zip(stage.devices, (*stage.devices[1:], stage.devices[0]), strict=True)
+        part = self.sizes.hidden_bytes * 2048 / stage.tp
+        link = max((self.cluster.link(a, b) for a, b in around), key=lambda each: each.seconds(part))
+        one, two = (Ring(stage.tp, n, self.sizes.hidden_bytes, link) for n in times)
+        return one, two
+
+    def _hop(self, stage: Stage, other: Stage) -> Hop:
+        senders, receivers = stage.devices, other.devices
+        turns = -(-len(receivers) // len(senders))
+        pairs = list(zip(senders, receivers, strict=False))
+        link = max((self.cluster.link(a, b) for a, b in pairs), key=lambda each: each.seconds(1 << 20))
+        uses: dict[object, int] = {}
+        for a, b in pairs:
+            for resource in self.cluster.resources(a, b):
+                uses[resource] = uses.get(resource, 0) + 1
+        part = 1 / stage.tp if self.stack.parts else 1.0
+        return Hop(link, turns, self.sizes.hidden_bytes, max(uses.values()), part, self.stack.blocking)
+
+    def max_len(self, pipeline: Pipeline) -> int:
+        """Return how many tokens a micro-batch of a pipeline may have under 1F1B, by the memory of each rank."""
+        profile = self.piece_profile(pipeline.devices[0])
+        measured = profile.limits.get((pipeline.stages[0].tp, len(pipeline.stages)))
+        if measured is not None and all(kind_of(s) == Kind(pipeline.stages[0].tp) for s in pipeline.stages):
+            return int(measured)
+        strategy = Strategy((pipeline,))
+        limits = []
+        for stage in pipeline.stages:
+            rank = stage.devices[0]
+            key = (pipeline.stages, self.cluster.type_of(rank), self.ranks, stage)
+            if key not in self._limits:
+                self._limits[key] = self._most_tokens(strategy, len(pipeline.stages), rank)
+            limits.append(self._limits[key])
+        return min(limits)
+
+    def _most_tokens(self, strategy: Strategy, count: int, rank: int) -> int:
+        """Solve peak(tokens) = memory by Newton's method from above: the peak is the largest of lines, so convex."""
+        limit = self._memory_of(rank)
+        held = lambda tokens: self._peak(strategy, count, tokens, rank)  # noqa: E731
+        step = 64 * max(s.tp for s in strategy.pipelines[0].stages)
+        if held(step) > limit:
+            return 0
+        tokens = float(step)
+        for _ in range(8):
+            at = max(step, math.floor(tokens / step) * step)
+            here = held(at)
+            slope = (held(at + step) - here) / step
+            if slope <= 0:
+                return 0
+            found = at + (limit - here) / slope
+            if abs(found - tokens) < 1:
+                break
+            tokens = found
+        return max(0, math.floor(tokens))
+
+    @cached_property
+    def _limits(self) -> dict[object, int]:
+        return {}
+
+    def _memory_of(self, rank: int) -> float:
+        """Return the bytes that a rank may use: as measured, what others leave; else the device's."""
+        device = self.piece_profile(rank).device
+        size = float(self.cluster.devices[rank].memory_bytes)
+        return min(size, device.memory) if device is not None and self.measured else size
+
+    def _peak(self, strategy: Strategy, count: int, tokens: int, rank: int) -> int:
+        batches = [[MicroBatch(tokens, 1)] * count]
+        return Walk(self.blocks, strategy, batches, rank, self.ranks, messages=False, home_of=self.home_of).peak().total
+
+    # What pieces say.
+
+    def rate(self, rank: int) -> float:
+        """Return a rank's rate.
+
+        Raises:
+            Unsupported: it is lost.
+        """
+        rate = self.health.rate(rank)
+        if math.isinf(rate):
+            raise Unsupported(
+                f"rank {rank} is lost", where="costs", remedy="give a strategy that does not name it, or another health"
+            )
+        return rate
+
+    def piece_profile(self, rank: int) -> Profile:
+        """Return what was measured on a rank's type of device."""
+        return self._of_type[self.cluster.type_of(rank)]
+
+    def pieces(self, type_: str, kind: Kind) -> Mapping[str, Piece]:
+        """Return what every template costs in a kind of stage on a type of device.
+
+        Raises:
+            Unsupported: that was not measured, or could not be fitted.
+        """
+        found = self._of_type[type_]
+        if kind not in found.pieces:
+            why = found.unfit.get(kind, "they were not measured")
+            flags = " --sequence-parallel" * kind.sequence_parallel + " --recompute" * kind.recompute
+            where = f" on device type {type_}" if type_ else ""
+            raise Unsupported(
+                f"stages of kind {kind.text}{where}: {why}",
+                where=f"profile {found.name}",
+                remedy=f"measure it: hydragraph profile --schemes tp{kind.tp}pp1{flags}",
+            )
+        return found.pieces[kind]
+
+    # Strategies.
+
+    def home_of(self, size: int) -> Layout:
+        """Return where a bucket of so many elements lives."""
+        if size not in self._layouts:
+            given = self.home
+            ranks = range(self.ranks)
+            self._layouts[size] = home(size, ranks, given.shares, given.copies) if given else home(size, ranks)
+        return self._layouts[size]
+
+    def owned(self, rank: int, learning: bool | None = None) -> int:
+        """Return how many elements a rank owns; of those that learn or not, if that is asked."""
+        return sum(
+            self.home_of(b.size).local_size(rank) for b in self.buckets if learning is None or b.learns == learning
+        )
+
+    def seconds(self, strategy: Strategy, assignment: Assignment) -> float:
+        """Return the seconds of an iteration: its slowest pipeline, and what is fixed."""
+        tokens = assignment.tokens
+        ends = [
+            self.pipeline(p, strategy.schedule).seconds(batches)
+            for p, batches in zip(strategy.pipelines, tokens, strict=True)
+            if batches
+        ]
+        return max(ends, default=0.0) + self.fixed(strategy)
+
+    def fixed(self, strategy: Strategy) -> float:
+        """Return what pull, push, commit and update add to a strategy's iterations, in seconds.
+
+        It is what a simulated iteration takes longer for them: each pipeline runs two micro-batches per stage of as
+        many tokens as use a device well, beside which part of the traffic hides.
+        """
+        key = (strategy.pipelines, strategy.schedule)
+        if key not in self._fixed and self.stack.all_reduce:
+            self._fixed[key] = self._all_reduced(strategy)
+        if key not in self._fixed:
+            counts = [FILLED * len(p.stages) for p in strategy.pipelines]
+            tokens = [
+                max(self.piece_profile(r).util.get(s.tp, 1) for s in p.stages for r in s.devices)
+                for p in strategy.pipelines
+            ]
+            work = self.work(strategy, Assignment.even(counts, [max(256, n) for n in tokens]))
+            whole = self._timeline(strategy, counts, work).seconds
+            self._fixed[key] = max(
+                0.0, whole - self._timeline(strategy, counts, Without(work, "pull", "push", "ending")).seconds
+            )
+        return self._fixed[key]
+
+    def _all_reduced(self, strategy: Strategy) -> float:
+        """Return what a ring over the replicas of every block and the update of a whole stage take, all at once.
+
+        A ring of d replicas moves 2 (d - 1) / d of the gradients through each of them; ranks that share a network card
+        share it.
+        """
+        worst = 0.0
+        places = [self._blocks_of(p) for p in strategy.pipelines]
+        for pipeline, mine in zip(strategy.pipelines, places, strict=True):
+            for stage, span in zip(pipeline.stages, mine, strict=True):
+                pieces = self.pieces(self.cluster.type_of(stage.devices[0]), kind_of(stage))
+                elements = sum(pieces[t].parameters - pieces[t].frozen for t in self.profile.blocks[slice(*span)])
+                update = max(self._update_s(rank, elements) for rank in stage.devices)
+                others = [
+                    s
+                    for p, at in zip(strategy.pipelines, places, strict=True)
+                    if p is not pipeline
+                    for s, there in zip(p.stages, at, strict=True)
+                    if there[0] < span[1] and span[0] < there[1]
+                ]
+                ring = 0.0
+                if others:
+                    replicas = len(strategy.pipelines)
+                    hop = self._hop(stage, others[0])
+                    size = 2 * (replicas - 1) / replicas * elements * GRADIENT_BYTES
+                    ring = hop.link.latency_s + hop.sharing * size / hop.link.bytes_per_s
+                worst = max(worst, ring + update)
+        return worst
+
+    def _blocks_of(self, pipeline: Pipeline) -> list[tuple[int, int]]:
+        found, first = [], 0
+        for stage in pipeline.stages:
+            found.append(self.outline.span(first, first + stage.layers))
+            first += stage.layers
+        return found
+
+    def _update_s(self, rank: int, elements: int) -> float:
+        update = self.piece_profile(rank).update
+        return self.rate(rank) * (update[0] + update[1] * elements) if update is not None else 0.0
+
+    @cached_property
+    def _fixed(self) -> dict[object, float]:
+        return {}
+
+    def _timeline(
+        self,
+        strategy: Strategy,
+        counts: Sequence[int],
+        work: Priced,
+        curves: Callable[[Timeline], Sequence[MemoryCurve]] | None = None,
+    ) -> Timeline:
+        return run(stage_actors(self.outline, strategy, counts, self.ranks), self.cluster, work, curves)
+
+    def simulate(self, strategy: Strategy, assignment: Assignment) -> Timeline:
+        """Simulate one iteration, as `hg.simulate`."""
+        work = self.work(strategy, assignment)
+
+        def curves(timeline: Timeline) -> Sequence[MemoryCurve]:
+            return _Curves(self, strategy, assignment, timeline)
+
+        return self._timeline(strategy, assignment.counts, work, curves)
+
+    def work(self, strategy: Strategy, assignment: Assignment) -> CostedWork:
+        """Return what each instruction of an iteration costs.
+
+        Raises:
+            ValueError: when these do not fit one another or the cluster.
+            Unsupported: something was not measured, or a rank is lost.
+        """
+        if not self.stack.own:
+            raise Unsupported(
+                f"the instructions of another runtime ({self.stack})",
+                where="costs",
+                remedy="use costs.seconds(strategy, assignment), or costs of hydragraph's own stack",
+            )
+        strategy.check(self.outline.layers, self.ranks, self.sizes.heads)
+        return CostedWork(self, strategy, assignment)
+
+    def memory(self, strategy: Strategy, assignment: Assignment | None = None) -> tuple[Memory, ...]:
+        """Return what every rank holds when it holds most.
+
+        Args:
+            assignment: of an iteration; default: two micro-batches per stage, of as many tokens as use a device well.
+        """
+        if assignment is None:
+            counts = [FILLED * len(p.stages) for p in strategy.pipelines]
+            tokens = [
+                max(self.piece_profile(r).util.get(s.tp, 1) for s in p.stages for r in s.devices)
+                for p in strategy.pipelines
+            ]
+            assignment = Assignment.even(counts, tokens)
+        return tuple(walk.peak() for walk in self.walks(strategy, assignment))
+
+    def walks(self, strategy: Strategy, assignment: Assignment) -> list[Walk]:
+        """Return the walk through every rank's program."""
+        batches = micro_batches_of(strategy, assignment)
+        return [
+            Walk(self.blocks, strategy, batches, rank, self.ranks, home_of=self.home_of) for rank in range(self.ranks)
+        ]
+
+
+def kind_of(stage: Stage) -> Kind:
+    """Return how a stage's ranks compute; a single rank has no tokens to split."""
+    return Kind(stage.tp, stage.sequence_parallel and stage.tp > 1, stage.recompute)
+
+
+def micro_batches_of(strategy: Strategy, assignment: Assignment) -> list[list[MicroBatch]]:
+    """Return the packed micro-batches of every pipeline, padded where tokens must divide."""
+    found = []
+    for pipeline, batches in zip(strategy.pipelines, assignment.tokens, strict=True):
+        parts = math.lcm(*(s.tp for s in pipeline.stages if kind_of(s).sequence_parallel), 1)
+        each = []
+        for lengths in batches:
+            padding = -sum(lengths) % parts
+            each.append(MicroBatch(sum(lengths) + padding, len(lengths) + bool(padding)))
+        found.append(each)
+    return found
+
+
+def _aux(piece: Piece) -> Curve:
+    """Return what auxiliary values take, which have no backward."""
+    return piece.forward if piece.forward is not None else piece.seconds
+
+
+class CostedWork:
+    """What every instruction of one iteration costs; see `cost.work.Priced`."""
+
+    def __init__(self, costs: Costs, strategy: Strategy, assignment: Assignment) -> None:
+        self._costs = costs
+        tokens = assignment.tokens
+        if len(tokens) != len(strategy.pipelines):
+            raise ValueError(
+                f"the assignment has {len(tokens)} pipelines, the strategy {len(strategy.pipelines)}: give one list of "
+                "micro-batches for each"
+            )
+        self._lengths, self._strategy = tokens, strategy
+        self._packed = [[m.tokens for m in each] for each in micro_batches_of(strategy, assignment)]
+        self._placement: Placement = place(costs.outline, strategy, assignment.counts)
+        self._holders = dict(self._placement.holders)
+        self._where = {stage.ranks[0]: stage for stage in self._placement.stages}
+        self._buckets = {b.name: b for b in costs.buckets}
+        self._templates = dict(zip(costs.outline.blocks, costs.profile.blocks, strict=True))
+        self._known: dict[object, float] = {}
+        self._moved: dict[object, Transfers] = {}
+
+    def computing(self, op: Op, block: str, ranks: Sequence[int], micro_batches: int) -> Sequence[float]:
+        """See `Priced`."""
+        stage = self._where[ranks[0]]
+        kind = kind_of(self._strategy.pipelines[stage.pipeline].stages[stage.stage])
+        costs, template = self._costs, AUX if block == "aux" else self._templates[block]
+        kinds = dict.fromkeys((costs.cluster.type_of(r), costs.rate(r)) for r in ranks)
+        every = self._lengths[stage.pipeline]
+        found = [0.0] * micro_batches
+        for name, rate in kinds:
+            for m in range(micro_batches):
+                found[m] = max(found[m], rate * self._seconds(name, kind, template, op, every[m]))
+        if len(ranks) > 1 and block != "aux":
+            at = costs.outline.index[block]
+            rings = costs._rings(self._strategy.pipelines[stage.pipeline].stages[stage.stage], kind, (at, at + 1))
+            if rings is not None:
+                ring = rings[op is Op.BACKWARD]
+                found = [each + ring.seconds(sum(m)) for each, m in zip(found, every, strict=True)]
+        return found
+
+    def _seconds(self, type_: str, kind: Kind, template: str, op: Op, lengths: tuple[int, ...]) -> float:
+        key = (type_, kind, template, op, lengths)
+        if key not in self._known:
+            pieces = self._costs.pieces(type_, kind)
+            if template == AUX:
+                curve = _aux(pieces[AUX]) if AUX in pieces else None
+            else:
+                curve = pieces[template].parts(kind.recompute)[op is Op.BACKWARD]
+            self._known[key] = curve.seconds(lengths) if curve is not None else 0.0
+        return self._known[key]
+
+    def moved(self, op: Op, bucket: str) -> Transfers:
+        """See `Priced`; equal buckets that the same stages hold get the same object."""
+        stages = self._holders.get(bucket, ())
+        each = self._buckets[bucket]
+        if op is Op.PUSH and not each.learns:
+            return NOTHING
+        key = (op, each.form, stages)
+        if key not in self._moved:
+            owners = self._costs.home_of(each.size)
+            sums = GradientKind.PARTIAL if self._splits_tokens(stages) else GradientKind.REPLICA
+            users = propagation(each, stages, {p.name: sums for p in each.parameters})
+            slices = copy(owners, users) if op is Op.PULL else reduce(users, owners)
+            size = self._costs.sizes.itemsize if op is Op.PULL else GRADIENT_BYTES
+            self._moved[key] = _transfers(slices, size, self._costs.ranks)
+        return self._moved[key]
+
+    def _splits_tokens(self, stages: Sequence[tuple[int, ...]]) -> bool:
+        return any(self._where[ranks[0]].sequence_parallel for ranks in stages)
+
+    def message_bytes(self, pipeline: int, micro_batch: int) -> float:
+        """See `Priced`."""
+        return float(self._packed[pipeline][micro_batch] * self._costs.sizes.hidden_bytes)
+
+    def update_s(self, rank: int) -> float:
+        """See `Priced`."""
+        costs = self._costs
+        update = costs.piece_profile(rank).update
+        if update is None:
+            return 0.0
+        rate = costs.health.rate(rank)
+        if math.isinf(rate):
+            return 0.0
+        key = ("owned", rank)
+        if key not in self._known:
+            self._known[key] = costs.owned(rank, learning=True)
+        return rate * (update[0] + update[1] * self._known[key])
+
+    def commit_s(self) -> float:
+        """See `Priced`."""
+        return max(self._costs.piece_profile(rank).commit_s for rank in range(self._costs.ranks))
+
+    def as_work(self) -> Work:
+        """Return it spelled out, for small programs: instruction by instruction, and pair by pair."""
+        seconds: dict[tuple[Op, str, int] | tuple[Op, str, int, int], float] = {}
+        for stage in self._placement.stages:
+            for block in self._costs.outline.blocks[slice(*stage.blocks)]:
+                for op in (Op.FORWARD, Op.BACKWARD):
+                    for m, each in enumerate(self.computing(op, block, stage.ranks, stage.micro_batches)):
+                        seconds |= {(op, block, rank, m): each for rank in stage.ranks}
+        seconds |= {(Op.UPDATE, "", rank): self.update_s(rank) for rank in range(self._costs.ranks)}
+        pulls, pushes = ({n: dict(self.moved(op, n).pairs) for n in self._holders} for op in (Op.PULL, Op.PUSH))
+        return Work(seconds, pulls, pushes, {}, self.commit_s())
+
+
+class ProfileBlocks:
+    """What blocks hold, as a profile's lines over the tokens say; see `cost.memory.Blocks`."""
+
+    def __init__(self, costs: Costs) -> None:
+        self.outline, self.buckets = costs.outline, costs.buckets
+        self.itemsize, self.hidden_bytes = costs.sizes.itemsize, costs.sizes.hidden_bytes
+        self._templates = dict(zip(costs.outline.blocks, costs.profile.blocks, strict=True))
+        self._first = next(iter(costs.cluster.types))
+        self._pieces = costs.pieces
+        known = costs.profile.of(self._first).pieces.values()
+        self._aux_bytes = next((each[AUX].kept for each in known if AUX in each), 0.0)
+
+    def _piece(self, template: str, degree: Degree, recompute: bool) -> Piece:
+        return self._pieces(self._first, Kind(degree.tp, degree.sequence_parallel, recompute))[template]
+
+    def footprint(self, block: str, degree: Degree, recompute: bool, batch: MicroBatch) -> Footprint:
+        """See `Blocks`."""
+        piece = self._piece(self._templates[block], degree, recompute)
+        tokens = batch.tokens
+        added = piece.held.added if piece.held else False
+        gradients = 0 if added else GRADIENT_BYTES * (piece.parameters - piece.frozen)
+        if piece.held is None:  # an older profile knows the sums only
+            output = self.hidden_bytes * tokens
+            kept = max(0, round(piece.kept * tokens) - output)
+            working = round(piece.fixed + piece.working * tokens)
+            return Footprint(output, kept, frozenset(), output + kept + working, working, gradients)
+        held = piece.held
+        output, saved, forward, backward = (
+            max(0, round(fixed + each * tokens))
+            for fixed, each in (held.output, held.saved, held.forward, held.backward)
+        )
+        return Footprint(output, saved, frozenset(held.keeps), forward, backward, gradients)
+
+    def adds(self, block: str, degree: Degree, recompute: bool) -> bool:
+        """See `Blocks`."""
+        held = self._piece(self._templates[block], degree, recompute).held
+        return held is not None and held.added
+
+    def aux_bytes(self, batch: MicroBatch) -> int:
+        """See `Blocks`."""
+        return round(self._aux_bytes * batch.tokens)
+
+
+class _Curves(Sequence[MemoryCurve]):
+    """Every rank's memory over time, walked when it is asked for."""
+
+    def __init__(self, costs: Costs, strategy: Strategy, assignment: Assignment, timeline: Timeline) -> None:
+        self._costs, self._strategy, self._timeline = costs, strategy, timeline
+        self._batches = micro_batches_of(strategy, assignment)
+
+    def __len__(self) -> int:
+        return self._costs.ranks
+
+    def __getitem__(self, rank: int) -> MemoryCurve:  # type: ignore[override]
+        if not 0 <= rank < len(self):
+            raise IndexError(rank)
+        costs = self._costs
+        walk = Walk(costs.blocks, self._strategy, self._batches, rank, costs.ranks, home_of=costs.home_of)
+        peak, at, after = walk.curve()
+        spans = self._timeline.ranks[rank]
+        points: list[tuple[float, int]] = []
+        now = 0.0
+        for span, size in zip(spans, after, strict=True):
+            now = max(now, span.start_s if span.instruction.op is not Op.FREE else span.end_s)
+            if points and points[-1][0] == now:
+                points[-1] = (now, size)
+            elif not points or points[-1][1] != size:
+                points.append((now, size))
+        return MemoryCurve(peak, spans[at].start_s if at >= 0 else 0.0, tuple(points))
+
+
+def _transfers(slices: Slices, itemsize: int, ranks: int) -> Transfers:
+    there = slices.travelling
+    codes, place = np.unique(there.src * ranks + there.dst, return_inverse=True)
+    size = np.bincount(place, (there.hi - there.lo) * float(itemsize), len(codes)).astype(np.float64)
+    return Transfers(codes // ranks, codes % ranks, size)

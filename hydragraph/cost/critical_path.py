@@ -1,0 +1,142 @@
+"""The critical path of a simulated iteration: what its end waited for, step by step back to the beginning, in words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from hydragraph.cost.actors import Actor
+from hydragraph.cost.engine import Times
+from hydragraph.ir.instruction import Instruction, Op
+
+_KINDS = {
+    Op.FORWARD: "computing",
+    Op.BACKWARD: "computing",
+    Op.PULL: "pulling weights",
+    Op.PUSH: "pushing gradients",
+    Op.SEND: "sending between stages",
+    Op.RECEIVE: "sending between stages",
+    Op.COMMIT: "agreeing",
+    Op.UPDATE: "updating",
+}
+SHOWN = 12  # steps that are printed; the shortest of longer paths are left out
+
+
+@dataclass(frozen=True)
+class Step:
+    """What the iteration's end waited for during some time.
+
+    Attributes:
+        kind: "computing", "pulling weights", ...
+        what: a sentence without its seconds.
+        begin_s, end_s: when.
+    """
+
+    kind: str
+    what: str
+    begin_s: float
+    end_s: float
+
+    @property
+    def seconds(self) -> float:
+        """How long."""
+        return self.end_s - self.begin_s
+
+
+@dataclass(frozen=True)
+class CriticalPath:
+    """Steps in order of time; they fill the iteration without a gap."""
+
+    steps: tuple[Step, ...]
+
+    @property
+    def by_kind(self) -> dict[str, float]:
+        """Seconds of each kind, the largest first."""
+        found: dict[str, float] = {}
+        for step in self.steps:
+            found[step.kind] = found.get(step.kind, 0.0) + step.seconds
+        return dict(sorted(found.items(), key=lambda item: -item[1]))
+
+    def __str__(self) -> str:
+        total = sum(step.seconds for step in self.steps)
+        if not total:
+            return "the critical path is empty: nothing takes time"
+        shares = ", ".join(f"{seconds / total:.0%} {kind}" for kind, seconds in self.by_kind.items() if seconds > 0)
+        least = sorted((step.seconds for step in self.steps), reverse=True)[:SHOWN][-1]
+        lines = [f"the critical path of {total:.4g} s: {shares}"]
+        left_out = 0
+        for step in self.steps:
+            if step.seconds < least or len(lines) > SHOWN:
+                left_out += 1
+                continue
+            lines.append(f"  {step.begin_s:10.4f} s  {step.seconds:9.4f} s  {step.what}")
+        if left_out:
+            lines.append(f"  and {left_out} shorter steps")
+        return "\n".join(lines)
+
+
+def critical_path(actors: Sequence[Actor], times: Sequence[Times]) -> CriticalPath:
+    """Follow what ended last back to the beginning."""
+    chain = list(_chain(times))
+    chain.reverse()
+    steps: list[Step] = []
+    run: list[tuple[int, int]] = []
+    for a, i in chain:
+        if run and not _together(actors, run[-1], (a, i)):
+            steps.append(_step(actors, times, run))
+            run = []
+        run.append((a, i))
+    if run:
+        steps.append(_step(actors, times, run))
+    return CriticalPath(tuple(step for step in steps if step.seconds > 0))
+
+
+def _chain(times: Sequence[Times]) -> Iterator[tuple[int, int]]:
+    """Yield (actor, instruction) from the last end back."""
+    ends = [(max(each.end), a) for a, each in enumerate(times) if len(each.end)]
+    if not ends:
+        return
+    end, a = max(ends, key=lambda pair: (pair[0], -pair[1]))
+    order = range(len(times[a].end))
+    i = max((j for j in order if times[a].end[j] == end), key=lambda j: (times[a].actor[j] >= 0, j))
+    while i >= 0:
+        yield a, i
+        a, i = times[a].actor[i], times[a].index[i]
+
+
+def _together(actors: Sequence[Actor], one: tuple[int, int], two: tuple[int, int]) -> bool:
+    """Say whether two neighbours are told as one: computations of a stage, or pulls of it."""
+    first, second = (actors[a].program.instructions[i] for a, i in (one, two))
+    return one[0] == two[0] and _KINDS.get(first.op) == _KINDS.get(second.op) and first.op is not Op.RECEIVE
+
+
+def _step(actors: Sequence[Actor], times: Sequence[Times], run: Sequence[tuple[int, int]]) -> Step:
+    (a, first), (b, last) = run[0], run[-1]
+    each = [actors[x].program.instructions[i] for x, i in run]
+    begin, end = times[a].begin[first], times[b].end[last]
+    # What slower transfers of others cost is told where it is more than a rounding.
+    alone = sum(times[x].alone.get(i, 0.0) for x, i in run)
+    taken = sum(times[x].end[i] - times[x].begin[i] for x, i in run)
+    shared = f", {taken / alone:.2f} x as long as alone, for sharing links" if alone and taken > 1.01 * alone else ""
+    return Step(_KINDS.get(each[0].op, each[0].op.value), _words(actors[a], each) + shared, begin, end)
+
+
+def _words(actor: Actor, each: Sequence[Instruction]) -> str:
+    op, where = each[0].op, actor.name
+    if actor.pipeline is not None:
+        where = f"{where} (pipeline {actor.pipeline}, stage {actor.stage})"
+    if op in (Op.FORWARD, Op.BACKWARD):
+        forwards = {i.micro_batch for i in each if i.op is Op.FORWARD}
+        backwards = {i.micro_batch for i in each if i.op is Op.BACKWARD}
+        parts = [
+            f"{len(s)} {name}{'s' * (len(s) != 1)}" for s, name in ((forwards, "forward"), (backwards, "backward")) if s
+        ]
+        layers = f" of layers {actor.layers[0]}-{actor.layers[1] - 1}" if actor.layers[1] > actor.layers[0] else ""
+        return f"{where} computes {' and '.join(parts)}{layers}"
+    if op in (Op.PULL, Op.PUSH):
+        names = f"{each[0].target}" if len(each) == 1 else f"{len(each)} buckets, {each[0].target} to {each[-1].target}"
+        return f"{where} {'pulls' if op is Op.PULL else 'pushes'} {names}"
+    if op is Op.SEND:
+        what = "hidden states" if each[0].reads[0][0] == "h" else "gradients"
+        return f"{where} sends {what} of {len(each)} micro-batch{'es' * (len(each) != 1)} to the next stage"
+    return f"{where}: {op.value}"

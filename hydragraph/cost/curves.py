@@ -1,0 +1,139 @@
+"""Curves: the seconds of a piece of work for one micro-batch, as constants or as a table of what was measured."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from hydragraph.errors import Unsupported
+
+BEYOND = 2.0  # how far past its largest micro-batch a table may be read, as a multiple of its tokens
+
+
+@dataclass(frozen=True)
+class Constants:
+    """Seconds for one micro-batch: a l^2 + b l per sequence, plus c.
+
+    Attributes:
+        a, b, c: s / token^2, s / token and s.
+    """
+
+    a: float
+    b: float
+    c: float
+
+    @property
+    def failed(self) -> bool:
+        """Say whether the fit failed: no real attention has a = 0, and no real stage b = 0."""
+        return not (self.a > 0 and self.b > 0 and self.c >= 0)
+
+    def seconds(self, lengths: Sequence[int]) -> float:
+        """Return the seconds of a micro-batch of sequences of these lengths."""
+        return sum((self.a * n + self.b) * n for n in lengths) + self.c
+
+    def times(self, factor: float) -> Constants:
+        """Return it this many times as long."""
+        return Constants(self.a * factor, self.b * factor, self.c * factor)
+
+
+@dataclass(frozen=True)
+class Table:
+    """Seconds as they were measured, by (sequences, tokens in all).
+
+    A micro-batch is placed by its tokens T and its length sum l^2 / sum l, which is the length of its sequences where
+    they are equal. Measurements of one length are joined by straight lines over T, and those of neighbouring lengths
+    over the length. Below its smallest micro-batch a line goes on as it comes in, but to no less than 0; above its
+    largest one to twice as many tokens.
+
+    Attributes:
+        rows: (sequences, tokens, seconds).
+    """
+
+    rows: tuple[tuple[int, int, float], ...]
+
+    def __post_init__(self) -> None:
+        rows = tuple(sorted((int(s), int(t), float(x)) for s, t, x in self.rows))
+        object.__setattr__(self, "rows", rows)
+        if not rows or len({row[:2] for row in rows}) != len(rows):
+            raise ValueError(f"a table of {len(rows)} rows: give at least one, and each (sequences, tokens) once")
+        for sequences, tokens, seconds in rows:
+            if sequences < 1 or tokens < sequences or not seconds >= 0:
+                raise ValueError(f"a table has {seconds} s for {sequences} sequences of {tokens} tokens in all")
+
+    @cached_property
+    def _lines(self) -> tuple[tuple[float, tuple[tuple[float, float], ...]], ...]:
+        """(length, ((tokens, seconds), ...)), both ascending."""
+        found: dict[float, list[tuple[float, float]]] = {}
+        for sequences, tokens, seconds in self.rows:
+            found.setdefault(tokens / sequences, []).append((float(tokens), seconds))
+        return tuple((length, tuple(sorted(points))) for length, points in sorted(found.items()))
+
+    def seconds(self, lengths: Sequence[int]) -> float:
+        """Return the seconds of a micro-batch of sequences of these lengths.
+
+        Raises:
+            Unsupported: it is more than twice as large as what was measured.
+        """
+        tokens = float(sum(lengths))
+        if tokens <= 0:
+            return 0.0
+        most = max(row[1] for row in self.rows)
+        if tokens > BEYOND * most:
+            raise Unsupported(
+                f"a micro-batch of {tokens:.0f} tokens, where at most {most} were measured",
+                where="profile",
+                remedy="measure larger micro-batches, or cut this one",
+            )
+        length = sum(n * n for n in lengths) / tokens
+        at = bisect_left([each for each, _ in self._lines], length)
+        if at == 0 or at == len(self._lines):
+            return _on_line(self._lines[min(at, len(self._lines) - 1)][1], tokens)
+        (low, below), (high, above) = self._lines[at - 1], self._lines[at]
+        one, two = _on_line(below, tokens), _on_line(above, tokens)
+        return one + (two - one) * (length - low) / (high - low)
+
+    def constants(self) -> Constants:
+        """Return constants that come near it, which search goes by; tables of one length show no quadratic part."""
+        import numpy as np
+        from scipy.optimize import nnls  # which only fitting needs
+
+        rows = np.array([[tokens * tokens / n, tokens, 1.0] for n, tokens, x in self.rows if x > 0])
+        if not len(rows):
+            return Constants(0.0, 0.0, 0.0)
+        rows /= np.array([x for _, _, x in self.rows if x > 0])[:, None]  # so that short ones count as much
+        used = [1, 2] if len(self._lines) == 1 else [0, 1, 2]
+        scale = np.linalg.norm(rows[:, used], axis=0)
+        found = np.zeros(3)
+        found[used] = nnls(rows[:, used] / scale, np.ones(len(rows)))[0] / scale
+        a, b, c = found.tolist()
+        return Constants(a, b, c)
+
+    def times(self, factor: float) -> Table:
+        """Return it this many times as long."""
+        return Table(tuple((s, t, x * factor) for s, t, x in self.rows))
+
+
+Curve = Constants | Table
+
+
+def curve_record(curve: Curve) -> Any:
+    """Return what JSON can hold: {a, b, c} or a list of [sequences, tokens, seconds]."""
+    if isinstance(curve, Constants):
+        return {"a": curve.a, "b": curve.b, "c": curve.c}
+    return [list(row) for row in curve.rows]
+
+
+def read_curve(data: Any) -> Curve:
+    """Read what `curve_record` returned."""
+    return Constants(**data) if isinstance(data, dict) else Table(tuple(tuple(row) for row in data))
+
+
+def _on_line(points: tuple[tuple[float, float], ...], tokens: float) -> float:
+    if len(points) == 1:
+        return points[0][1] * tokens / points[0][0]
+    i = min(max(1, bisect_left([at for at, _ in points], tokens)), len(points) - 1)
+    (low, early), (high, late) = points[i - 1], points[i]
+    return max(0.0, early + (late - early) * (tokens - low) / (high - low))

@@ -1,0 +1,129 @@
+"""A profile of what nobody measured: a model's floating-point operations at a stated part of a datasheet's rate.
+
+A product with a weight of P elements over T tokens is 2 P T operations forward and 4 P T backward (6 P T in all);
+attention over H heads of size D adds 4 L^2 H D forward for a sequence of L tokens, half of it where it is causal, and
+twice that backward. What a block recomputes, its backward computes once more. Tensor-parallel sums are priced apart,
+by the links of the ranks that make them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import fx
+
+from hydragraph.cost.curves import Constants
+from hydragraph.cost.model import ModelSizes
+from hydragraph.cost.pieces import AUX, Device, Kind, Piece
+from hydragraph.cost.profile import Profile
+from hydragraph.errors import Unsupported
+from hydragraph.ir.graph_data import value_of
+from hydragraph.ir.placeholders import communicate
+from hydragraph.ir.program import Block, Program
+from hydragraph.spec.cluster import Cluster
+
+EFFICIENCY = 0.45  # of a datasheet's FLOP/s: what well-tuned training of dense models reaches (Megatron-LM, 2021)
+UPDATE_BYTES = 28  # AdamW per element: reads weight, gradient and two moments, writes weight and two moments, in fp32
+
+
+def datasheet(
+    program: Program, cluster: Cluster, efficiency: float = EFFICIENCY, degrees: Sequence[int] | None = None
+) -> Profile:
+    """Return a profile for every type of device of a cluster.
+
+    Args:
+        efficiency: the part of `flops_per_s` that computation reaches, above 0.
+        degrees: the tensor-parallel degrees to price; default: all that divide the heads, up to the cluster's size.
+    """
+    if not 0 < efficiency <= 1:
+        raise ValueError(f"efficiency is {efficiency}: give a part of the datasheet's FLOP/s, above 0, at most 1")
+    every = tuple(_of_type(program, cluster, name, efficiency, degrees) for name in cluster.types)
+    return Profile.merge(every)
+
+
+def _of_type(
+    program: Program, cluster: Cluster, name: str, efficiency: float, degrees: Sequence[int] | None
+) -> Profile:
+    kind = cluster.types[name]
+    rate = kind.flops_per_s * efficiency
+    representatives = {block.template: block for block in program.blocks}
+    pieces = {
+        each: {
+            AUX: Piece.apart(Constants(0.0, 0.0, 0.0), Constants(0.0, 0.0, 0.0)),
+            **{template: _piece(program, block, each, rate) for template, block in representatives.items()},
+        }
+        for each in _kinds(program, len(cluster.devices), degrees)
+    }
+    elements = sum(bucket.size for bucket in program.buckets)
+    frozen = sum(bucket.size for bucket in program.buckets if not bucket.learns)
+    return Profile(
+        name=f"datasheet of {name or 'the devices'} at {efficiency:.0%} of {kind.flops_per_s / 1e12:.4g} TFLOP/s",
+        schemes={},
+        util={each.tp: 1 for each in pieces},
+        blocks=tuple(block.template for block in program.blocks),
+        pieces=pieces,
+        device=Device(name, float(kind.memory_bytes), elements, program.dtype.itemsize, frozen),
+        type=name,
+        sizes=ModelSizes.of(program),
+        update=(0.0, UPDATE_BYTES / kind.memory_bytes_per_s),
+        efficiency=efficiency,
+        notes=(f"nothing was measured: computation takes its FLOPs at {efficiency:.0%} of the datasheet's rate",),
+    )
+
+
+def _kinds(program: Program, ranks: int, degrees: Sequence[int] | None) -> Iterator[Kind]:
+    for tp in degrees or range(1, ranks + 1):
+        if all(heads % tp == 0 for heads in program.heads):
+            for sequence_parallel in (False, True) if tp > 1 else (False,):
+                for recompute in (False, True):
+                    yield Kind(tp, sequence_parallel, recompute)
+
+
+def _piece(program: Program, block: Block, kind: Kind, rate: float) -> Piece:
+    try:
+        a, b, parameters, frozen = _operations(program, block, kind.tp)
+    except Unsupported:  # this degree does not cut this block; who asks for it is told when it is lowered
+        a, b, parameters, frozen = _operations(program, block, 1)
+        a, b, parameters, frozen = a / kind.tp, b / kind.tp, parameters // kind.tp, frozen // kind.tp
+    forward = Constants(a / rate, b / rate, 0.0)
+    again = forward.times(1.0) if kind.recompute else Constants(0.0, 0.0, 0.0)
+    backward = Constants(2 * forward.a + again.a, 2 * forward.b + again.b, 0.0)
+    return Piece.apart(
+        forward,
+        backward,
+        parameters=parameters,
+        frozen=frozen,
+        reduced=_sums(program, block) if kind.tp > 1 else (0, 0),
+    )
+
+
+def _operations(program: Program, block: Block, tp: int) -> tuple[float, float, int, int]:
+    """Return the first rank's operations per token^2 and per token, and its elements of weights, and of frozen ones."""
+    graph = program.templates[block.template].graph.graph
+    looked_up = {n.args[0].name for n in graph.nodes if n.target is torch.ops.aten.embedding.default}  # type: ignore[union-attr]
+    nodes = [n.name for n in graph.nodes if n.op == "placeholder"]
+    linear, parameters, frozen = 0.0, 0, 0
+    for node, name in zip(nodes, block.parameters, strict=False):
+        shape = program.parameters[name].local_shape(tp, tp - 1)  # the last rank holds the larger part
+        parameters += math.prod(shape)
+        frozen += 0 if name in program.learning else math.prod(shape)
+        if len(shape) > 1 and node not in looked_up:
+            linear += 2 * math.prod(shape)
+    return sum(_attention(node) for node in graph.nodes) / tp, linear, parameters, frozen
+
+
+def _attention(node: fx.Node) -> float:
+    """Return the operations per token^2."""
+    if node.target is not torch.ops.hydragraph.varlen_attention.default:
+        return 0.0
+    query, causal = node.args[0], node.args[5]
+    heads, size = value_of(query).shape[1:]  # type: ignore[arg-type]
+    return 4.0 * int(heads) * int(size) / (2 if causal else 1)
+
+
+def _sums(program: Program, block: Block) -> tuple[int, int]:
+    """Return how many hidden states the ranks of a stage add up, forward and backward."""
+    where = [n.args[1] for n in program.templates[block.template].graph.graph.nodes if n.target is communicate]
+    return where.count("exit"), where.count("enter")

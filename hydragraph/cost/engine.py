@@ -1,0 +1,302 @@
+"""The event simulation itself: when every instruction of every actor begins and ends.
+
+Computation is a chain: an actor runs ahead for as long as all that it waits for has a known end. Transfers share
+ports and cards, so their ends are known only when the clock reaches them (`cost.flows`). Nothing begins before the
+clock: what becomes known at some time was made then or later.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from hydragraph.cost.actors import Actor, Message, message_of
+from hydragraph.cost.flows import Flow, Flows
+from hydragraph.cost.traffic import Passage, Roads, Transfers
+from hydragraph.cost.work import Priced
+from hydragraph.ir.instruction import Op
+from hydragraph.ir.text import instruction_text
+from hydragraph.spec.cluster import Cluster
+
+UNKNOWN = -1.0
+_PULL, _PUSH, _SEND = range(3)
+
+
+@dataclass(frozen=True, eq=False)
+class Times:
+    """When an actor's instructions begin and end, in seconds, and what each began after: an actor's instruction.
+
+    Attributes:
+        begin, end: by index.
+        actor, index: what the beginning waited for last; -1: for nothing.
+        alone: of a transfer: what it would have taken alone; of others 0.
+    """
+
+    begin: array[float]
+    end: array[float]
+    actor: array[int]
+    index: array[int]
+    alone: dict[int, float]
+
+
+@dataclass(eq=False)
+class _Meeting:
+    """One exchange: who is still missing for each actor, when the last of them came, and which it was."""
+
+    passage: Passage
+    left: np.ndarray
+    latest: np.ndarray
+    last: np.ndarray
+    entered: dict[int, tuple[int, int, int]]  # actor -> its instruction, and what let it enter
+
+
+class Engine:
+    """One run."""
+
+    def __init__(self, actors: Sequence[Actor], cluster: Cluster, work: Priced) -> None:
+        self.actors, self._work = actors, work
+        group = np.zeros(len(cluster.devices), dtype=np.int64)
+        for a, actor in enumerate(actors):
+            group[list(actor.ranks)] = a
+        self._roads, self._flows = Roads(cluster, group), Flows()
+        self._group = group.tolist()
+        self._passages: dict[Transfers, Passage] = {}
+        sizes = [len(actor.program.instructions) for actor in actors]
+        self.times = [
+            Times(array("d", [0.0]) * n, array("d", [UNKNOWN]) * n, array("i", [-1]) * n, array("i", [-1]) * n, {})
+            for n in sizes
+        ]
+        self._durations = [_durations(actor, work) for actor in actors]
+        self._arriving = [{} if actor.pipeline is None else _receives(actor) for actor in actors]
+        self._meetings: dict[tuple[Op, str], _Meeting] = {}
+        self._at = [0] * len(actors)  # in the compute queue
+        self._clock, self._latest = [0.0] * len(actors), [-1] * len(actors)
+        self._queues = [(actor.program.pulls, actor.program.pushes, actor.program.sends) for actor in actors]
+        self._next = [[0, 0, 0] for _ in actors]
+        self._free: list[list[float]] = [[0.0, 0.0, 0.0] for _ in actors]  # UNKNOWN while one is under way
+        self._before = [[-1, -1, -1] for _ in actors]
+        self._open = [
+            len(p.pulls) + len(p.pushes) + len(p.sends) + len(p.receives) for p in (a.program for a in actors)
+        ]
+        self._other: list[tuple[float, int]] = [(0.0, -1)] * len(actors)  # the last of these to end
+        self._committing: dict[int, tuple[float, int, int, int]] = {}
+        self._committers = sum(
+            any(a.program.instructions[i].op is Op.COMMIT for i in a.program.compute) for a in actors
+        )
+        self._dirty: deque[int] = deque()
+
+    def run(self) -> list[Times]:
+        """Return the times of every actor.
+
+        Raises:
+            ValueError: the programs never end.
+        """
+        self._dirty.extend(range(len(self.actors)))
+        self._settle()
+        for now, flow in self._flows.ended():
+            self._finish(flow.actor, flow.index, now)
+            self._settle()
+        for a, actor in enumerate(self.actors):
+            if self._at[a] < len(actor.program.compute) or self._open[a]:
+                raise ValueError(self._stuck(a, actor))
+            end = self.times[a].end
+            for i, before in actor.program.before.items():
+                self.times[a].begin[i] = end[i] = end[before] if before >= 0 else 0.0
+        return self.times
+
+    def _stuck(self, a: int, actor: Actor) -> str:
+        program = actor.program
+        at = program.compute[self._at[a]] if self._at[a] < len(program.compute) else None
+        if at is None:
+            at = next(i for i, end in enumerate(self.times[a].end) if end < 0 and i not in program.before)
+        where = " ".join(instruction_text(program.instructions[at]).split())
+        return (
+            f"rank {actor.ranks[0]} never ends: verify() these programs, it names who waits for whom; "
+            f"instruction {at}, {where!r}, has not begun"
+        )
+
+    def _settle(self) -> None:
+        while self._dirty:
+            a = self._dirty.popleft()
+            self._compute(a)
+            for queue in (_PULL, _PUSH, _SEND):
+                self._transfer(a, queue)
+
+    def _compute(self, a: int) -> None:
+        program, times, durations = self.actors[a].program, self.times[a], self._durations[a]
+        queue, needs, begin, end = program.compute, program.needs, times.begin, times.end
+        by_actor, by_index = times.actor, times.index
+        at, clock, latest = self._at[a], self._clock[a], self._latest[a]
+        while at < len(queue):
+            i = queue[at]
+            ready, cause = clock, latest
+            for need in needs[i]:
+                known = end[need]
+                if known < 0:
+                    ready = UNKNOWN
+                    break
+                if known > ready:
+                    ready, cause = known, need
+            if ready < 0:
+                break
+            seconds = durations[i]
+            if seconds < 0:
+                if not self._commit(a, i, ready, cause):
+                    break
+                at, clock, latest = self._at[a], self._clock[a], self._latest[a]
+                continue
+            begin[i] = ready
+            clock = end[i] = ready + seconds
+            by_actor[i], by_index[i] = (a, cause) if cause >= 0 else (-1, -1)
+            latest = i
+            at += 1
+        self._at[a], self._clock[a], self._latest[a] = at, clock, latest
+
+    def _commit(self, a: int, i: int, ready: float, cause: int) -> bool:
+        """Let an actor come to the commit, which waits for its transfers; say whether all are there."""
+        if self._open[a] or a in self._committing:
+            return False
+        other, index = self._other[a]
+        if other > ready:
+            ready, cause = other, index
+        self._committing[a] = (ready, i, a, cause)
+        if len(self._committing) < self._committers:
+            return False
+        last = max(self._committing.values(), key=lambda each: each[0])
+        over = last[0] + self._work.commit_s()
+        for b, (_, j, _, _) in self._committing.items():
+            times = self.times[b]
+            times.begin[j], times.end[j] = last[0], over
+            times.actor[j], times.index[j] = (last[2], last[3]) if last[3] >= 0 else (-1, -1)
+            self._at[b] += 1 if b != a else 0
+            self._clock[b], self._latest[b] = over, j
+            if b != a:
+                self._dirty.append(b)
+        self._at[a] = self.actors[a].program.compute.index(i) + 1
+        return True
+
+    def _transfer(self, a: int, queue: int) -> None:
+        """Begin the next transfer of a queue, if the one before it has ended and what it waits for is made."""
+        while self._next[a][queue] < len(self._queues[a][queue]) and self._free[a][queue] >= 0:
+            i = self._queues[a][queue][self._next[a][queue]]
+            ready, cause = self._free[a][queue], self._before[a][queue]
+            end = self.times[a].end
+            for need in self.actors[a].program.needs[i]:
+                if end[need] < 0:
+                    return
+                if end[need] > ready:
+                    ready, cause = end[need], need
+            self._free[a][queue] = UNKNOWN
+            self._next[a][queue] += 1
+            if queue == _SEND:
+                self._send(a, i, ready, cause)
+            else:
+                self._enter(a, i, ready, cause)
+
+    def _send(self, a: int, i: int, ready: float, cause: int) -> None:
+        actor = self.actors[a]
+        message, _ = actor.program.messages[i]
+        assert actor.pipeline is not None, "a rank without a stage sends nothing"
+        size = self._work.message_bytes(actor.pipeline, message.micro_batch)
+        seconds, used = self._roads.message(actor.pairs(i), size) if size is not None else (0.0, ())
+        self._begin(a, i, ready, (a, cause), seconds, used)
+
+    def _begin(
+        self, a: int, i: int, ready: float, cause: tuple[int, int], seconds: float, used: tuple[tuple[int, float], ...]
+    ) -> None:
+        times = self.times[a]
+        times.begin[i], times.alone[i] = ready, seconds
+        times.actor[i], times.index[i] = cause if cause[1] >= 0 else (-1, -1)
+        self._flows.begin(ready, Flow(a, i, seconds, used))
+
+    def _enter(self, a: int, i: int, ready: float, cause: int) -> None:
+        """Let an actor enter an exchange; whoever has all its partners there begins."""
+        each = self.actors[a].program.instructions[i]
+        meeting = self._meeting(each.op, each.target)
+        row = meeting.passage.partners[a]
+        if not row[a]:
+            self._begin(a, i, ready, (a, cause), 0.0, ())
+            return
+        meeting.entered[a] = (i, a, cause)
+        later = row & (meeting.latest < ready)
+        meeting.latest[later], meeting.last[later] = ready, a
+        meeting.left[row] -= 1
+        for b in np.flatnonzero(row & (meeting.left == 0)).tolist():
+            last = int(meeting.last[b])
+            own = meeting.entered[b][0]
+            passage = meeting.passage
+            cause_of = meeting.entered[last][1:]
+            self._begin(b, own, float(meeting.latest[b]), cause_of, float(passage.seconds[b]), passage.occupied[b])
+
+    def _meeting(self, op: Op, bucket: str) -> _Meeting:
+        if (op, bucket) not in self._meetings:
+            moved = self._work.moved(op, bucket)
+            if moved not in self._passages:  # equal buckets have the same transfers
+                self._passages[moved] = self._roads.passage(moved)
+            passage = self._passages[moved]
+            count = len(self.actors)
+            self._meetings[op, bucket] = _Meeting(
+                passage, passage.partners.sum(1), np.full(count, -1.0), np.full(count, -1), {}
+            )
+        return self._meetings[op, bucket]
+
+    def _finish(self, a: int, i: int, now: float) -> None:
+        times, actor = self.times[a], self.actors[a]
+        op = actor.program.instructions[i].op
+        queue = {Op.PULL: _PULL, Op.PUSH: _PUSH, Op.SEND: _SEND}[op]
+        times.end[i] = now
+        self._free[a][queue], self._before[a][queue] = now, i
+        self._close(a, i, now)
+        if op is Op.SEND:
+            self._arrive(a, i, now)
+
+    def _close(self, a: int, i: int, now: float) -> None:
+        self._open[a] -= 1
+        if now >= self._other[a][0]:
+            self._other[a] = now, i
+        self._dirty.append(a)
+
+    def _arrive(self, a: int, i: int, now: float) -> None:
+        """Let a message be there once all ranks of the other stage have it."""
+        actor = self.actors[a]
+        message, turn = actor.program.messages[i]
+        target = actor.following if message.ahead else actor.previous
+        if (turn + 1) * len(actor.ranks) < len(target):
+            return
+        b = self._group[target[0]]
+        index = self._arriving[b].get(message)
+        if index is None:
+            return
+        times = self.times[b]
+        times.begin[index] = times.end[index] = now
+        times.actor[index], times.index[index] = a, i
+        self._close(b, index, now)
+
+
+def _receives(actor: Actor) -> dict[Message, int]:
+    program = actor.program
+    return {message_of(program.instructions[i]): i for i in program.receives}
+
+
+def _durations(actor: Actor, work: Priced) -> list[float]:
+    """Return the seconds of every instruction of the compute queue; -1 for the commit, which all come to."""
+    program, count = actor.program, actor.micro_batches
+    found = [0.0] * len(program.instructions)
+    tables: dict[tuple[Op, str], Sequence[float]] = {}
+    for i in program.compute:
+        each = program.instructions[i]
+        if each.op is Op.COMMIT:
+            found[i] = -1.0
+        elif each.op is Op.UPDATE:
+            found[i] = max(work.update_s(rank) for rank in actor.ranks)
+        elif each.op in (Op.FORWARD, Op.BACKWARD):
+            assert each.micro_batch is not None, "a computation has a micro-batch"
+            key = (each.op, each.target)
+            if key not in tables:
+                tables[key] = work.computing(each.op, each.target, actor.ranks, count)
+            found[i] = tables[key][each.micro_batch]
+    return found

@@ -1,0 +1,55 @@
+"""When a pipeline ends whose stages take different times and send each other messages that take time, exactly."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+Rows = Sequence[Sequence[float]]  # [stages, micro-batches]
+
+
+def pipeline_end(early: Rows, forward: Rows, backward: Rows, ahead: Rows, back: Rows, schedule: str = "1f1b") -> float:
+    """Return when the last backward ends.
+
+    A stage s of S runs min(S - 1 - s, V) forwards, then a forward and a backward in turn, then what backwards remain;
+    under GPipe all forwards come first. A forward waits for its own on the stage before, a backward for its own on the
+    stage after, and for the message from there.
+
+    Args:
+        early: seconds of what a stage computes before a forward without waiting for its message [S][V].
+        forward, backward: seconds of each micro-batch on each stage, in the order in which they run [S][V].
+        ahead: seconds of a hidden state from each stage to the next [S - 1][V].
+        back: seconds of its gradient, from stage s + 1 to s [S - 1][V].
+        schedule: "1f1b" or "gpipe".
+    """
+    stages, count = len(forward), len(forward[0]) if forward else 0
+    if not count:
+        return 0.0
+    ends_f: list[list[float]] = [[] for _ in range(stages)]
+    ends_b: list[list[float]] = [[] for _ in range(stages)]
+    clock = [0.0] * stages
+    left = 2 * stages * count
+    while left:
+        for s in range(stages):
+            most = count if schedule == "gpipe" else min(stages - s, count)
+            mine_f, mine_b, now = ends_f[s], ends_b[s], clock[s]
+            while len(mine_b) < count:
+                m = len(mine_f)
+                if m < count and m - len(mine_b) < most:
+                    if s and len(ends_f[s - 1]) <= m:
+                        break
+                    now += early[s][m]
+                    if s:
+                        now = max(now, ends_f[s - 1][m] + ahead[s - 1][m])
+                    now += forward[s][m]
+                    mine_f.append(now)
+                else:
+                    m = len(mine_b)
+                    if s < stages - 1:
+                        if len(ends_b[s + 1]) <= m:
+                            break
+                        now = max(now, ends_b[s + 1][m] + back[s][m])
+                    now += backward[s][m]
+                    mine_b.append(now)
+                left -= 1
+            clock[s] = now
+    return max(clock)

@@ -1,0 +1,140 @@
+"""What a stage of a pipeline takes for a micro-batch: its blocks' curves, on the slowest of its ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hydragraph.cost.curves import Constants, Curve, Table
+from hydragraph.cost.schedule import pipeline_end
+from hydragraph.spec.cluster import Link
+
+Parts = tuple[tuple[float, Curve], ...]  # (how many times, of what)
+
+
+@dataclass(frozen=True)
+class Ring:
+    """What tensor-parallel ranks add up, where their curves leave it out: a ring of 2 (t - 1) messages each time.
+
+    Attributes:
+        ranks: t.
+        times: how many hidden states they add up for one micro-batch.
+        token_bytes: of one token's hidden state.
+        link: the slowest between neighbours.
+    """
+
+    ranks: int
+    times: int
+    token_bytes: int
+    link: Link
+
+    def seconds(self, tokens: int) -> float:
+        """Return the seconds for a micro-batch."""
+        if not self.times:
+            return 0.0
+        return self.times * 2 * (self.ranks - 1) * self.link.seconds(tokens * self.token_bytes / self.ranks)
+
+
+@dataclass(frozen=True)
+class Hop:
+    """Messages from one stage to the next, which its ranks send at once.
+
+    Attributes:
+        link: the slowest.
+        turns: how many each sends, one after another.
+        token_bytes: of one token's hidden state.
+        sharing: the most that go through one network card together.
+        part: of a hidden state that each message is.
+        blocking: it holds up its sender.
+    """
+
+    link: Link
+    turns: int
+    token_bytes: int
+    sharing: int = 1
+    part: float = 1.0
+    blocking: bool = False
+
+    def seconds(self, tokens: int) -> float:
+        """Return the seconds for a micro-batch."""
+        size = tokens * self.token_bytes * self.part
+        together = self.link.latency_s + self.sharing * size / max(self.link.bytes_per_s, self.link.bandwidth(size))
+        return self.turns * max(self.link.seconds(size), together)
+
+
+@dataclass(frozen=True)
+class StageCost:
+    """One stage.
+
+    Attributes:
+        forward, backward: of each different kind of rank in it (a type of device at some rate), what it computes.
+        aux: of each, what it computes first, whether or not its message is there.
+        rings: forward and backward.
+        ahead, back: messages to the next stage, and the gradients from there; None behind the last.
+    """
+
+    forward: tuple[Parts, ...]
+    backward: tuple[Parts, ...]
+    aux: tuple[Parts, ...] = ()
+    rings: tuple[Ring, Ring] | None = None
+    ahead: Hop | None = None
+    back: Hop | None = None
+
+    def seconds(self, lengths: Sequence[int]) -> tuple[float, float]:
+        """Return the seconds of forward, aux included, and backward for a micro-batch of sequences of these lengths."""
+        early, one, two = self.apart(lengths)
+        return early + one, two
+
+    def apart(self, lengths: Sequence[int]) -> tuple[float, float, float]:
+        """Return the seconds of aux, forward and backward."""
+        early, one, two = (
+            max((sum(n * curve.seconds(lengths) for n, curve in parts) for parts in every), default=0.0)
+            for every in (self.aux, self.forward, self.backward)
+        )
+        if self.rings is None:
+            return early, one, two
+        tokens = sum(lengths)
+        return early, one + self.rings[0].seconds(tokens), two + self.rings[1].seconds(tokens)
+
+    @property
+    def constants(self) -> Constants:
+        """Constants of forward and backward together, for search: of the kind of rank with the largest b."""
+        found = []
+        for i, (one, two) in enumerate(zip(self.forward, self.backward, strict=True)):
+            a = b = c = 0.0
+            for times, curve in (*one, *two, *(self.aux[i] if self.aux else ())):
+                k = curve.constants() if isinstance(curve, Table) else curve
+                a, b, c = a + times * k.a, b + times * k.b, c + times * k.c
+            for ring in self.rings or ():
+                each = ring.times * 2 * (ring.ranks - 1)
+                b += each * ring.token_bytes / ring.ranks / ring.link.bytes_per_s
+                c += each * ring.link.latency_s
+            found.append(Constants(a, b, c))
+        return max(found, key=lambda k: (k.b, k.a, k.c))
+
+
+def stages_end(stages: Sequence[StageCost], micro_batches: Sequence[Sequence[int]], schedule: str = "1f1b") -> float:
+    """Return when a pipeline ends, whose micro-batches have sequences of these lengths and run in this order."""
+    if not micro_batches:
+        return 0.0
+    known: dict[tuple[int, ...], list[tuple[float, float, float, float, float]]] = {}
+    for m in dict.fromkeys(map(tuple, micro_batches)):
+        tokens = sum(m)
+        known[m] = [
+            (
+                *stage.apart(m),
+                stage.ahead.seconds(tokens) if stage.ahead else 0.0,
+                stage.back.seconds(tokens) if stage.back else 0.0,
+            )
+            for stage in stages
+        ]
+    early, forward, backward, ahead, back = (
+        [[known[tuple(m)][s][part] for m in micro_batches] for s in range(len(stages))] for part in range(5)
+    )
+    if any(stage.ahead is not None and stage.ahead.blocking for stage in stages):
+        nothing = [0.0] * len(micro_batches)
+        forward = [[a + b for a, b in zip(*rows, strict=True)] for rows in zip(forward, ahead, strict=True)]
+        sent = [nothing, *back[:-1]]
+        backward = [[a + b for a, b in zip(*rows, strict=True)] for rows in zip(backward, sent, strict=True)]
+        ahead = back = [nothing] * len(stages)
+    return pipeline_end(early, forward, backward, ahead, back, schedule)

@@ -1,0 +1,193 @@
+"""What messages take on a cluster when they go together, and which ports and cards they occupy meanwhile.
+
+A rank's messages in, and its messages out, each go one after another, both directions at once. Ranks that share a
+network card share its bandwidth: whatever crosses nodes through it cannot take less than all its bytes over the card's
+bandwidth. Everything is per *group* of ranks that act as one, such as a stage's: the slowest of them counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hydragraph.spec.cluster import Cluster, Link
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+Pair = tuple[int, int]  # (sending rank, receiving rank)
+
+
+@dataclass(frozen=True, eq=False)
+class Transfers:
+    """Bytes between pairs of different ranks, each pair once: 1-D arrays of equal length."""
+
+    src: Ints
+    dst: Ints
+    size: Floats
+
+    @classmethod
+    def of(cls, pairs: Mapping[Pair, float]) -> Transfers:
+        """Return them from a mapping."""
+        ranks = np.array(list(pairs), dtype=np.int64).reshape(-1, 2)
+        return cls(ranks[:, 0], ranks[:, 1], np.array(list(pairs.values()), dtype=np.float64))
+
+    def __len__(self) -> int:
+        return len(self.src)
+
+    @cached_property
+    def pairs(self) -> Mapping[Pair, float]:
+        """(sending rank, receiving rank) -> bytes."""
+        return dict(zip(zip(self.src.tolist(), self.dst.tolist(), strict=True), self.size.tolist(), strict=True))
+
+    @property
+    def total(self) -> float:
+        """All bytes."""
+        return float(self.size.sum())
+
+
+@dataclass(frozen=True, eq=False)
+class Passage:
+    """How groups of ranks make an exchange together.
+
+    Attributes:
+        seconds: of each group, alone on the cluster; 0 for one that takes no part [G].
+        partners: which groups exchange anything with which; each with itself, if it takes part [G, G].
+        occupied: for each group, (resource, part of its seconds in which it uses it).
+    """
+
+    seconds: Floats
+    partners: NDArray[np.bool_]
+    occupied: tuple[tuple[tuple[int, float], ...], ...]
+
+
+class Roads:
+    """A cluster's links as arrays, for groups of ranks.
+
+    A resource is a number: ports of groups out (0 .. G-1) and in (G .. 2G-1), then cards out, then cards in.
+
+    Args:
+        cluster: of all ranks.
+        group: which group each rank is in [R].
+    """
+
+    def __init__(self, cluster: Cluster, group: Ints) -> None:
+        self._cluster, self._group = cluster, group
+        self._groups = int(group.max(initial=-1)) + 1
+        nodes = np.array([device.node for device in cluster.devices], dtype=np.int64)
+        self._node = nodes
+        cards = {
+            key: i
+            for i, key in enumerate(
+                dict.fromkeys(zip(nodes.tolist(), map(cluster.card_of, range(len(nodes))), strict=True))
+            )
+        }
+        self._card = np.array([cards[int(n), cluster.card_of(r)] for r, n in enumerate(nodes)], dtype=np.int64)
+        self._cards = len(cards)
+        kinds: dict[object, int] = {}
+        numbers = {
+            number: kinds.setdefault(cluster.node(number), len(kinds)) for number in dict.fromkeys(nodes.tolist())
+        }
+        self._kind = np.array([numbers[int(n)] for n in nodes], dtype=np.int64)
+        self._kinds = len(kinds)
+        first: dict[int, list[int]] = {}
+        for number, kind in numbers.items():
+            first.setdefault(kind, []).append(number)
+        self._of_kind = first
+        self._links: dict[tuple[int, int, bool], Link] = {}
+        self._known: dict[tuple[Pair, ...], tuple[tuple[Link, tuple[int, ...], tuple[int, ...]], ...]] = {}
+
+    def link_seconds(self, src: Ints, dst: Ints, size: Floats) -> tuple[Floats, Floats, Floats]:
+        """Return, of every message, its seconds alone, those of them in which it travels, and those it fills a card."""
+        across = self._node[src] != self._node[dst]
+        code = (self._kind[src] * self._kinds + self._kind[dst]) * 2 + across
+        alone, moving, filling = (np.zeros(len(src)) for _ in range(3))
+        for each in np.unique(code):
+            link = self._link(*divmod(int(each) // 2, self._kinds), across=bool(each % 2))
+            at = code == each
+            if link.points:
+                speed = np.interp(np.log(size[at]), *np.array([(np.log(s), v) for s, v in link.points]).T)
+            else:
+                speed = np.full(int(at.sum()), link.bytes_per_s)
+            moving[at] = size[at] / speed
+            filling[at] = size[at] / max(link.bytes_per_s, float(speed.max(initial=0.0)))
+            alone[at] = link.latency_s + moving[at]
+        return alone, moving, filling
+
+    def _link(self, a: int, b: int, across: bool) -> Link:
+        key = (a, b, across)
+        if key not in self._links:
+            one = self._of_kind[a][0]
+            other = one if not across else next(n for n in self._of_kind[b] if n != one)
+            self._links[key] = self._cluster.link_between(one, other)
+        return self._links[key]
+
+    def passage(self, moved: Transfers) -> Passage:
+        """Return what an exchange takes, whose messages all begin together."""
+        groups, ranks = self._groups, len(self._node)
+        kept = moved.size > 0
+        src, dst, size = moved.src[kept], moved.dst[kept], moved.size[kept]
+        alone, moving, filling = self.link_seconds(src, dst, size)
+        across = self._node[src] != self._node[dst]
+        leave = np.bincount(self._card[src[across]], filling[across], self._cards)
+        enter = np.bincount(self._card[dst[across]], filling[across], self._cards)
+        rank_s = np.maximum(np.bincount(src, alone, ranks), np.bincount(dst, alone, ranks))
+        latency = (alone - moving)[across]
+        shared = np.maximum(leave[self._card[src[across]]], enter[self._card[dst[across]]]) + latency
+        np.maximum.at(rank_s, src[across], shared)
+        np.maximum.at(rank_s, dst[across], shared)
+        seconds = np.zeros(groups)
+        np.maximum.at(seconds, self._group, rank_s)
+        partners = np.zeros((groups, groups), dtype=np.bool_)
+        one, other = self._group[src], self._group[dst]
+        partners[one, other] = partners[other, one] = True
+        taking = partners.any(1)
+        partners[taking, taking] = True
+        return Passage(seconds, partners, self._occupied(src, dst, moving, filling, across, seconds))
+
+    def _occupied(
+        self, src: Ints, dst: Ints, moving: Floats, filling: Floats, across: NDArray[np.bool_], seconds: Floats
+    ) -> tuple[tuple[tuple[int, float], ...], ...]:
+        groups, ranks = self._groups, len(self._node)
+        found: list[list[tuple[int, float]]] = [[] for _ in range(groups)]
+        for base, at in ((0, src), (groups, dst)):  # the busiest port of a group stands for all
+            busiest = np.zeros(groups)
+            np.maximum.at(busiest, self._group, np.bincount(at, moving, ranks))
+            for g in np.flatnonzero(busiest):
+                found[g].append((base + int(g), float(busiest[g] / seconds[g])))
+        for base, at in ((2 * groups, src), (2 * groups + self._cards, dst)):
+            code, place = np.unique(self._group[at[across]] * self._cards + self._card[at[across]], return_inverse=True)
+            for each, used in zip(code.tolist(), np.bincount(place, filling[across], len(code)).tolist(), strict=True):
+                g, card = divmod(each, self._cards)
+                found[g].append((base + card, used / float(seconds[g])))
+        return tuple(map(tuple, found))
+
+    def message(self, pairs: tuple[Pair, ...], size: float) -> tuple[float, tuple[tuple[int, float], ...]]:
+        """Return what messages of one size, each between ranks of its own, take together, and what they occupy."""
+        if pairs not in self._known:
+            self._known[pairs] = self._ways(pairs)
+        seconds, used = 0.0, dict[int, float]()
+        for link, ports, cards in self._known[pairs]:
+            moving = size / link.bandwidth(size) if size > 0 else 0.0
+            seconds = max(seconds, link.latency_s + moving)
+            for port in ports:
+                used[port] = max(used.get(port, 0.0), moving)
+            for card in cards:
+                used[card] = used.get(card, 0.0) + size / max(link.bytes_per_s, link.bandwidth(size))
+                seconds = max(seconds, link.latency_s + used[card])
+        return seconds, tuple((port, each / seconds) for port, each in used.items() if each > 0)
+
+    def _ways(self, pairs: tuple[Pair, ...]) -> tuple[tuple[Link, tuple[int, ...], tuple[int, ...]], ...]:
+        """Return, for every pair, its link, and the ports and cards that it goes through."""
+        found = []
+        for a, b in pairs:
+            link, groups = self._cluster.link(a, b), self._groups
+            ports = (int(self._group[a]), groups + int(self._group[b]))
+            cards: tuple[int, ...] = ()
+            if self._node[a] != self._node[b]:
+                cards = (2 * groups + int(self._card[a]), 2 * groups + self._cards + int(self._card[b]))
+            found.append((link, ports, cards))
+        return tuple(found)

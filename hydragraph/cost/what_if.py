@@ -1,0 +1,47 @@
+"""What if one number were another: costs with a slower device, or with other links."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+from hydragraph.cost.costs import Costs
+
+FORMS = '"device 3 x2.57" (it takes 2.57 times as long), "type l4 x2", "between_nodes x0.5" or "within_node x2"'
+
+_FORM = re.compile(r"(?:(?P<kind>device|rank|type)\s+(?P<name>\S+)|(?P<link>\w+))\s+x\s*(?P<factor>[\d.eE+-]+)")
+
+
+def what_if(costs: Costs, text: str) -> Costs:
+    """Return the costs with one number changed.
+
+    Args:
+        text: "device 3 x2.57": that rank takes so many times as long; "type l4 x2": all ranks of a type do;
+            "between_nodes x0.5", "within_node x2": links have so many times the bandwidth.
+
+    Raises:
+        ValueError: it is none of these, or names what is not there.
+    """
+    found = _FORM.fullmatch(text.strip())
+    try:
+        factor = float(found["factor"]) if found else 0.0
+    except ValueError:
+        factor = 0.0
+    if found is None or not factor > 0:
+        raise ValueError(f"{text!r} changes nothing that is known: write {FORMS}")
+    if found["link"]:
+        return costs.changed(cluster=costs.cluster.scaled(found["link"], factor))
+    if found["kind"] == "type":
+        if found["name"] not in costs.cluster.types:
+            raise ValueError(f"{text!r}: the cluster has types {', '.join(sorted(costs.cluster.types))}")
+        ranks = [r for r in range(costs.ranks) if costs.cluster.type_of(r) == found["name"]]
+    else:
+        if not found["name"].isdecimal() or int(found["name"]) >= costs.ranks:
+            raise ValueError(f"{text!r}: the cluster has ranks 0 to {costs.ranks - 1}")
+        ranks = [int(found["name"])]
+    if factor < 1:
+        raise ValueError(f"{text!r}: a device is at most as fast as a healthy one: give a factor of at least 1")
+    rates = dict(costs.health.rates)
+    return costs.changed(
+        health=replace(costs.health, rates={**rates, **{r: rates.get(r, 1.0) * factor for r in ranks}})
+    )

@@ -1,0 +1,45 @@
+"""How healthy devices are: how many times as long as a healthy one each takes, and which are lost."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Health:
+    """Straggling rates of ranks (Malleus): the time of a rank over that of a healthy device for the same work.
+
+    Attributes:
+        rates: by rank, at least 1; infinite where the rank is lost. Ranks that it does not name are healthy.
+    """
+
+    rates: Mapping[int, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for rank, rate in self.rates.items():
+            if isinstance(rank, bool) or not isinstance(rank, int) or rank < 0:
+                raise ValueError(f"rates has rank {rank!r}: ranks are integers from 0")
+            if isinstance(rate, bool) or not isinstance(rate, int | float) or not rate >= 1:
+                raise ValueError(f"rates: rank {rank} has {rate!r}: give a rate of at least 1 (math.inf: it is lost)")
+        object.__setattr__(self, "rates", {r: float(x) for r, x in sorted(self.rates.items()) if x != 1})
+
+    def __hash__(self) -> int:
+        return hash(tuple(self.rates.items()))
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.rates)
+
+    def rate(self, rank: int) -> float:
+        """Return a rank's rate; 1: it is healthy."""
+        return self.rates.get(rank, 1.0)
+
+    @property
+    def lost(self) -> tuple[int, ...]:
+        """The ranks that are lost."""
+        return tuple(rank for rank, rate in self.rates.items() if math.isinf(rate))
+
+    def with_rate(self, rank: int, rate: float) -> Health:
+        """Return it with one rank's rate changed."""
+        return Health({**self.rates, rank: rate})

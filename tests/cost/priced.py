@@ -1,0 +1,63 @@
+"""A profile of a made-up model, on clusters of two types of devices, that costs are computed from."""
+
+from __future__ import annotations
+
+from hydragraph.cost.costs import Costs
+from hydragraph.cost.model import ModelSizes
+from hydragraph.cost.pieces import AUX, Constants, Device, Held, Kind, Piece
+from hydragraph.cost.profile import Profile
+from hydragraph.spec.cluster import Cluster, DeviceType, Link, Node
+from hydragraph.spec.health import Health
+
+HIDDEN = 512  # bytes of a token's hidden state
+FAST, SLOW = Link(1e12, 1e-7), Link(1e11, 1e-6)
+
+
+def profile(layers: int, type_: str = "", slower: float = 1.0, elements: int = 1000) -> Profile:
+    """Return a profile whose backward is 2.2 times its forward, and 1.7 times in the head."""
+
+    def pieces(tp: int, recompute: bool) -> dict[str, Piece]:
+        def piece(a: float, b: float, c: float, back: float, count: int) -> Piece:
+            forward = Constants(a / tp, b / tp, c).times(slower)
+            backward = forward.times(back + recompute)
+            held = Held((0.0, HIDDEN), (64.0, 900.0 / tp), (0.0, 2000.0 / tp), (0.0, 2500.0 / tp))
+            return Piece.apart(forward, backward, parameters=count // tp, kept=HIDDEN + 900.0 / tp, held=held)
+
+        return {
+            AUX: Piece.apart(Constants(0.0, 1e-9, 1e-6), Constants(0.0, 0.0, 0.0)),
+            "embed": piece(0.0, 1e-7, 1e-5, 2.2, 4 * elements),
+            "layer": piece(2e-9, 3e-6, 2e-4, 2.2, elements),
+            "head": piece(0.0, 4e-6, 1e-4, 1.7, 4 * elements),
+        }
+
+    return Profile(
+        f"made up for {type_ or 'all'}",
+        {},
+        {1: 1000, 2: 1500},
+        blocks=("embed", *["layer"] * layers, "head"),
+        pieces={Kind(tp, False, again): pieces(tp, again) for tp in (1, 2, 4) for again in (False, True)},
+        device=Device(type_, 1e9, elements * (layers + 8), 4),
+        type=type_,
+        sizes=ModelSizes.rough((4 * elements, *[elements] * layers, 4 * elements), HIDDEN, 4),
+        update=(1e-5, 1e-9),
+        commit_s=5e-5,
+    )
+
+
+def cluster(ranks: int, per_node: int | None = None, cards: int | None = None, outer: Link = SLOW) -> Cluster:
+    size = per_node or ranks
+    node = Node("fast", size, FAST, outer, count=ranks // size, cards=cards or size)
+    return Cluster.of({"fast": DeviceType(1e15, 10**9, 1e12)}, (node,))
+
+
+def mixed(outer: Link = SLOW) -> Cluster:
+    """Return a node of two fast devices and one of two slow ones."""
+    types = {"fast": DeviceType(1e15, 10**9, 1e12), "slow": DeviceType(4e14, 10**9, 1e12)}
+    nodes = tuple(Node(name, 2, FAST, outer, cards=2) for name in types)
+    return Cluster.of(types, nodes)
+
+
+def costs(layers: int, where: Cluster, health: Health | None = None, elements: int = 1000) -> Costs:
+    every = {"fast": 1.0, "slow": 2.5}
+    found = [profile(layers, name, every[name], elements) for name in where.types]
+    return Costs(Profile.merge(found), where, health)
