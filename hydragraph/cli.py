@@ -18,7 +18,7 @@ from typing import Annotated, Any
 import typer
 
 from hydragraph.bench.command import bench_app
-from hydragraph.commands import compile, plan, profile, show, simulate, train, verify
+from hydragraph.commands import check, compile, plan, profile, show, simulate, train, verify
 from hydragraph.commands.process import launched
 from hydragraph.errors import RankFailure
 from hydragraph.version import __version__
@@ -28,6 +28,7 @@ _MISTAKE, _FAILED = 2, 1
 
 _VERBS: tuple[tuple[str, Callable[..., None], str | None], ...] = (
     ("train", train.train_command, None),
+    ("check", check.check_command, check.EXAMPLE),
     ("verify", verify.verify_command, None),
     ("show", show.show_command, None),
     ("compile", compile.compile_command, compile.EXAMPLE),

@@ -14,7 +14,7 @@ from tests.commands.tiny import run, write
 
 def test_help_lists_the_verbs() -> None:
     words = run("--help").stdout.split()
-    verbs = {"train", "verify", "show", "compile", "simulate", "profile", "plan", "bench"}
+    verbs = {"train", "check", "verify", "show", "compile", "simulate", "profile", "plan", "bench"}
     assert verbs <= set(words)
 
 

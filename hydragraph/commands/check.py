@@ -1,0 +1,130 @@
+"""`hydragraph check`: will a run fit, and what will a step take; without weights, data or devices."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from hydragraph.commands.options import Config, Debug, Set, Strategies, chosen_strategies
+from hydragraph.commands.process import quieten
+from hydragraph.commands.text import bytes_text, console, seconds_text
+from hydragraph.train.config import TrainConfig
+
+if TYPE_CHECKING:
+    from hydragraph.cost.costs import Costs
+    from hydragraph.cost.fit import Fit
+    from hydragraph.spec.assignment import Assignment
+    from hydragraph.spec.strategy import Strategy
+
+EXAMPLE = (
+    "Example: hydragraph check examples/demo.yaml --memory 2e9, or --cluster cluster.yaml for devices of your own. "
+    "With --profile profile.json seconds are measured ones."
+)
+
+
+def check_command(
+    config: Config,
+    strategies: Strategies = None,
+    cluster: Annotated[
+        Path | None, typer.Option(help="The YAML file of the devices and links; default: H200s, one per rank.")
+    ] = None,
+    memory: Annotated[float | None, typer.Option(min=1, help="Instead: bytes of each rank, such as 16e9.")] = None,
+    lengths: Annotated[
+        Path | None,
+        typer.Option(
+            help="Sequence lengths to draw a step from; default: sequences of data.max_length, the worst case."
+        ),
+    ] = None,
+    profile: Annotated[str | None, typer.Option(help="What hydragraph profile measured, for the seconds.")] = None,
+    overrides: Set = None,
+    debug: Debug = False,
+) -> None:
+    """Say, strategy by strategy, whether a run fits into memory, what takes most of it, and what a step takes.
+
+    Memory is walked through every rank's program with the sizes of its compiled graphs. The exit code is 1 where a
+    strategy does not fit.
+    """
+    from hydragraph.cost.fit import advice, fit
+
+    if cluster is not None and memory is not None:
+        raise ValueError("--cluster says what memory devices have, and so does --memory: give one of them")
+    settings = TrainConfig.load(config, overrides or ())
+    given = chosen_strategies(strategies, settings.strategies)
+    parsed, costs = _costs(settings, given, cluster, memory, profile)
+    screen, found = Console(stderr=True), []
+    for strategy in parsed:
+        with screen.status(escape(f"checking {strategy.name}")):
+            assignment = _step(settings, strategy, lengths)
+            each = fit(costs, strategy, assignment)
+            found.append((each, advice(costs, each, assignment)))
+    print(costs.source)
+    _print(found)
+    if not all(each.fits for each, _ in found):
+        raise typer.Exit(1)
+
+
+def _costs(
+    config: TrainConfig, texts: tuple[str, ...], cluster: Path | None, memory: float | None, profile: str | None
+) -> tuple[tuple[Strategy, ...], Costs]:
+    """Return the strategies, and what prices them by the compiled graphs."""
+    from dataclasses import replace
+
+    import torch
+
+    from hydragraph.bench.link import default_cluster
+    from hydragraph.cost.costs import Costs
+    from hydragraph.cost.datasheet import datasheet
+    from hydragraph.cost.memory import CompiledBlocks
+    from hydragraph.frontend.capture import capture
+    from hydragraph.passes.compiled import choose_backend
+    from hydragraph.runtime.variants import Variants
+    from hydragraph.spec.cluster import Cluster
+    from hydragraph.train.loop import read_strategies
+    from hydragraph.train.model import skeleton
+    from hydragraph.train.plan_input import read_profile
+
+    quieten()
+    where = default_cluster(config.ranks) if cluster is None else Cluster.load(cluster)
+    if memory is not None:
+        where = replace(where, devices=tuple(replace(d, memory_bytes=int(memory)) for d in where.devices))
+    with Console(stderr=True).status("capturing the model"):
+        model = skeleton(config.model, config.data.vocab_size)
+        program = capture(model, dtype=getattr(torch, config.dtype))
+        strategies = read_strategies(texts, model, len(where.devices))
+    inductor = choose_backend(config.backend, torch.device(config.device or "cpu")) == "inductor"
+    blocks = CompiledBlocks(program, Variants(program, fused_head=inductor, added=not inductor).get)
+    degrees = sorted({stage.tp for s in strategies for p in s.pipelines for stage in p.stages})
+    priced = datasheet(program, where, degrees=degrees) if profile is None else read_profile(profile)
+    return strategies, Costs(priced, where, blocks=blocks)
+
+
+def _step(config: TrainConfig, strategy: Strategy, lengths: Path | None) -> Assignment:
+    """Return a step as a run without a profile assigns it."""
+    from hydragraph.planner.longest_first import assign
+
+    longest, tokens = config.data.max_length, config.data.tokens_per_step
+    if lengths is None:
+        return assign(strategy, [longest] * -(-tokens // longest))
+    from hydragraph.planner.explain import mini_batches
+    from hydragraph.train.plan_input import read_lengths
+
+    data = [min(n, longest) for n in read_lengths(lengths) if n]
+    return assign(strategy, mini_batches(data, tokens, 1, 0)[0])
+
+
+def _print(found: list[tuple[Fit, str]]) -> None:
+    table = Table(title="will it fit", title_justify="left")
+    table.add_column("strategy", overflow="fold")
+    for heading in ("", "peak", "of", "rank", "mostly", "a step takes", "change first"):
+        table.add_column(heading, justify="right" if heading in ("peak", "of", "rank") else "left", overflow="fold")
+    for each, what in found:
+        rank = each.tightest
+        sizes = (bytes_text(each.memory[rank].total), bytes_text(each.limits[rank]), str(rank))
+        state = "fits" if each.fits else "DOES NOT FIT"
+        table.add_row(escape(each.strategy.name), state, *sizes, each.largest, seconds_text(each.seconds), escape(what))
+    console().print(table)

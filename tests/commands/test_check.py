@@ -1,0 +1,41 @@
+"""`hydragraph check`: what fits, what does not and why, and mistakes in sentences."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.commands.tiny import LOPSIDED, run, write
+
+
+def test_a_run_that_fits(tmp_path: Path) -> None:
+    result = run("check", write(tmp_path, strategies=LOPSIDED, ranks=2))
+    assert result.exit_code == 0, result.output
+    assert "fits" in result.stdout
+    assert "DOES NOT" not in result.stdout
+    assert "computation is not measured: datasheet of the devices at 45%" in result.stdout
+
+
+def test_a_run_that_does_not_fit_says_what_to_change(tmp_path: Path) -> None:
+    config = write(tmp_path, strategies=["<tp1,pp1>"])
+    enough = run("check", config, "--memory", "1e9")
+    assert enough.exit_code == 0, enough.output
+    little = run("check", config, "--memory", "1000")
+    assert little.exit_code == 1, little.output
+    assert "DOES NOT FIT" in little.stdout
+    assert "more ranks" in " ".join(little.stdout.split()) or "more" in little.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (("--cluster", "c.yaml", "--memory", "5"), "give one of them"),
+        (("--strategy", "<tp1"), "strategies[0]: strategy text"),
+        (("--lengths", "nowhere.txt"), "nowhere.txt"),
+    ],
+)
+def test_a_mistake_is_a_sentence(tmp_path: Path, arguments: tuple[str, ...], sentence: str) -> None:
+    result = run("check", write(tmp_path), *arguments)
+    assert result.exit_code == 2
+    assert sentence in result.stderr
