@@ -7,6 +7,8 @@ import os
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # read when transformers is imported, so before the tests are
 
 import multiprocessing
+import signal
+import threading
 from multiprocessing import forkserver
 from pathlib import Path
 
@@ -17,6 +19,11 @@ from hydragraph.check import run
 from hydragraph.runtime import launch
 
 run.AUTO = "off"  # these tests compare by themselves; those of the check ask for it. tests/warm.py does so for ranks
+
+# A shell's background job ignores these, and so would all that the tests start; some of them send these signals.
+for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+    if signal.getsignal(number) is signal.SIG_IGN and threading.current_thread() is threading.main_thread():
+        signal.signal(number, handler)
 
 # Tests share a machine, so a slow example says nothing; CI must not fail on an example that a change did not cause.
 # `pytest --hypothesis-profile=thorough` looks much further.

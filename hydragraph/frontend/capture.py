@@ -100,6 +100,8 @@ def _captured(
     pieces = _slice_skeleton(exported, where, tuple(fields), sizes)
     layers = _capture_layers(sites, keys, pieces.sizes)
     _prove_sizes(pieces, layers, where)
+    if is_huggingface and any(n.target is torch.ops.aten.arange.default for n in pieces.embed.graph.graph.nodes):
+        huggingface.refuse_own_positions(where, _used_fields(pieces, layers))  # better said so than by the operator
     _refuse_leaks(pieces, layers, where, own_loss=loss is not None)
     if is_huggingface:
         huggingface.refuse_uncaptured(where, _used_fields(pieces, layers), layers)

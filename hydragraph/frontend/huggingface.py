@@ -181,6 +181,11 @@ def refuse_uncaptured(model: str, fields: Collection[str], layers: Mapping[str, 
                 where=f"{model}, {name}",
                 remedy="choose a model whose attention goes through ALL_ATTENTION_FUNCTIONS in every layer",
             )
+    refuse_own_positions(model, fields)
+
+
+def refuse_own_positions(model: str, fields: Collection[str]) -> None:
+    """Raise Unsupported where a model uses no positions but those that it counts itself."""
     if "position_ids" not in fields:
         raise Unsupported(
             "it takes no position_ids, so positions would run on through packed sequences",

@@ -287,3 +287,4 @@ class Unwatched:
         """Do nothing."""
 
     communicating: Callable[[], AbstractContextManager[None]] = staticmethod(nullcontext)
+    waiting: Callable[[], AbstractContextManager[None]] = staticmethod(nullcontext)

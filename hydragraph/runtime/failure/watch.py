@@ -114,7 +114,7 @@ class Watch:
         self._step = 0
         self._inside, self._waits = 0, 0  # calls and waits under way, on all threads
         self._own, self._main = threading.local(), threading.get_ident()
-        self._resting = ""  # what is shown between calls
+        self._resting = self._shown = self._beside = ""  # between calls; now; of a thread that runs beside them
         self._guarded: set[tuple[int, str]] = set()
         self._aborts: list[Callable[[], None]] = []
         self._cutting, self._counting = threading.Lock(), threading.Lock()
@@ -246,7 +246,8 @@ class Watch:
             calls.pop()
             with self._counting:
                 self._inside -= 1
-            self._show(calls[-1] if calls else self._resting)
+            beside = threading.get_ident() != self._main
+            self._show(calls[-1] if calls else "" if beside else self._resting)
 
     def rest(self, after: str) -> None:
         """Show between calls what this rank did last: others may go on, and wonder why it does not answer."""
@@ -263,10 +264,14 @@ class Watch:
         return calls
 
     def _show(self, call: str) -> None:
-        """Write the call that this rank is in on its board; what runs beside it (a save) does not count."""
-        if self._thread is not None and threading.get_ident() == self._main:
-            self._board.call(self.rank, call)
+        """Write the call that this rank is in on its board: the main thread's, or else one that runs beside it."""
+        if threading.get_ident() != self._main:
+            self._beside = call
+        else:
+            self._shown = call
             self._place(None)
+        if self._thread is not None:
+            self._board.call(self.rank, self._shown or self._beside)
 
     def _fail(self, error: BaseException) -> None:
         """Raise the failure that an error of communication stands for, or report this rank's own error."""
