@@ -33,10 +33,11 @@ import sys
 import threading
 import time
 import uuid
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -64,6 +65,7 @@ from hydragraph.runtime.failure.waiter import Waiter
 from hydragraph.runtime.message import Work
 
 T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., Any])
 
 UNREACHABLE_S = (
     7.0  # without an answer of the store; a link that was down for 3 s answers after 6.2 s, as TCP tries again
@@ -109,14 +111,15 @@ class Watch:
         self, store: Store | None, rank: int, ranks: int, *, number: int = 0, stopped_s: float = STOPPED_S
     ) -> None:
         self.rank, self.ranks = rank, ranks
-        self._describe: Callable[[int, int], str] = lambda _, index: f"instruction {index}"
+        # An executable that nobody uses any more must not live on because it was watched.
+        self._describe: Callable[[], Callable[[int, int], str] | None] = lambda: None
         self._fault: Fault | None = None
         self._step = 0
         self._inside, self._waits = 0, 0  # calls and waits under way, on all threads
         self._own, self._main = threading.local(), threading.get_ident()
         self._resting = self._shown = self._beside = ""  # between calls; now; of a thread that runs beside them
         self._guarded: set[tuple[int, str]] = set()
-        self._aborts: list[Callable[[], None]] = []
+        self._aborts: list[Callable[[], Callable[[], None] | None]] = []
         self._cutting, self._counting = threading.Lock(), threading.Lock()
         self._cut_at: float | None = None
         self._stopped = threading.Event()
@@ -184,7 +187,7 @@ class Watch:
 
     def also_abort(self, abort: Callable[[], None]) -> None:
         """Call `abort` after a fault too, from any thread; it ends operations that no socket of ours carries."""
-        self._aborts.append(abort)
+        self._aborts = [*(kept for kept in self._aborts if kept() is not None), _weakly(abort)]
 
     @contextmanager
     def calling(self, what: str) -> Iterator[None]:
@@ -220,7 +223,9 @@ class Watch:
         Raises:
             RankFailure: another rank failed in it, or any rank before.
         """
-        self._step, self._describe = number, describe or self._describe
+        self._step = number
+        if describe is not None:
+            self._describe = _weakly(describe)
         with self._entered("step"):
             try:
                 yield
@@ -493,8 +498,9 @@ class Watch:
     def _cut(self) -> None:
         """End all communication of the guarded connections; later calls find nothing left to do."""
         with self._cutting:
-            for abort in self._aborts:
-                abort()
+            for kept in self._aborts:
+                if (abort := kept()) is not None:
+                    abort()
             # Descriptors are reused: only those that are still the same socket.
             for descriptor, _ in self._guarded & open_sockets():
                 shut_down(descriptor)
@@ -529,8 +535,9 @@ class Watch:
         return self._calls[-1] if beside else self._instruction(self.rank)
 
     def _described(self, rank: int, index: int) -> str:
+        describe = self._describe()
         try:
-            return self._describe(rank, index)
+            return f"instruction {index}" if describe is None else describe(rank, index)
         except Exception:  # a bad description must not hide the fault
             return f"instruction {index}"
 
@@ -539,6 +546,11 @@ class Watch:
         if fault.index is not None:
             where = self._described(fault.rank, fault.index)
         return RankFailure(fault.rank, where, f"{fault.error}; {_REMEDY}", fault.host)
+
+
+def _weakly(function: F) -> Callable[[], F | None]:
+    """Return what gives a function, or None once the object whose method it is has gone."""
+    return weakref.WeakMethod(function) if hasattr(function, "__self__") else lambda: function  # type: ignore[return-value]
 
 
 def _text(error: BaseException) -> str:
