@@ -7,7 +7,9 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -33,12 +35,18 @@ if __name__ == "__main__":
 """
 
 
-def launcher(folder: Path) -> subprocess.Popen[str]:
+@pytest.fixture
+def temporary() -> Iterator[Path]:
+    """A directory whose name is short: that of a socket in it may have 107 characters."""
+    with tempfile.TemporaryDirectory(prefix="hg-", dir="/tmp") as path:
+        yield Path(path)
+
+
+def launcher(folder: Path, temporary: Path) -> subprocess.Popen[str]:
     (folder / "script.py").write_text(SCRIPT)
-    (folder / "tmp").mkdir()
     process = subprocess.Popen(
         [sys.executable, str(folder / "script.py"), str(folder)],
-        env={**os.environ, "TMPDIR": str(folder / "tmp")},
+        env={**os.environ, "TMPDIR": str(temporary)},
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
@@ -57,11 +65,14 @@ def alive(pid: int) -> bool:
 
 
 @pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGHUP], ids=["kill", "hang up"])
-def test_nothing_is_left_behind_by_a_launcher_that_is_killed(sign: signal.Signals, tmp_path: Path) -> None:
-    process = launcher(tmp_path)
+def test_nothing_is_left_behind_by_a_launcher_that_is_killed(
+    sign: signal.Signals, tmp_path: Path, temporary: Path
+) -> None:
+    process = launcher(tmp_path, temporary)
     noted = [path for path in tmp_path.glob("rank-*") if path.stat().st_size]
     pids = [int(path.name.removeprefix("rank-")) for path in noted]
     try:
+        assert len(noted) == 2
         assert all(json.loads(path.read_text()) == [True, True] for path in noted)
         # A terminal hangs up on its whole group; SIGTERM to the group must not have ended ranks before that.
         os.killpg(process.pid, signal.SIGTERM)
@@ -77,6 +88,6 @@ def test_nothing_is_left_behind_by_a_launcher_that_is_killed(sign: signal.Signal
     assert not any(map(alive, pids))
     assert "leaked" not in errors
     deadline = time.monotonic() + 10
-    while any((tmp_path / "tmp").iterdir()) and time.monotonic() < deadline:
+    while any(temporary.iterdir()) and time.monotonic() < deadline:
         time.sleep(0.02)
-    assert list((tmp_path / "tmp").iterdir()) == []
+    assert list(temporary.iterdir()) == []
