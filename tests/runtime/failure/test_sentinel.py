@@ -77,6 +77,7 @@ def world() -> Iterator[World]:
         machine.sentinel._process.wait(30)  # it ends with its ranks
 
 
+@pytest.mark.thorough  # the suite has two nodes, each with a sentinel
 def test_a_rank_that_ends_is_named_with_its_host_and_where_it_was(world: World) -> None:
     machine = world.machines[1]
     machine.process.kill()
