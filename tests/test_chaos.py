@@ -15,7 +15,7 @@ from tests.struck import ACTS, Order
 from tests.thorough import thorough
 
 ROOT = Path(__file__).parent.parent
-A_DAY, THOROUGHLY = 2, 3 * len(FAULTS)
+A_DAY, THOROUGHLY = 1, 3 * len(FAULTS)
 
 
 @pytest.mark.parametrize("count", [A_DAY, pytest.param(THOROUGHLY, marks=thorough)])

@@ -438,10 +438,10 @@ class Watch:
             self._look(now - before)
             before = now
             if self._fault is not None:
+                if self._fault.stalled:
+                    self._write_stacks(self._fault)  # before the cut: it lets this process end
                 if not self._stopped.wait(_HEAD_START.total_seconds()):
                     self._cut()
-                    if self._fault.stalled:
-                        self._write_stacks(self._fault)
                 return
 
     def _ask(self, client: Store, roll: Roll, name: str) -> None:
