@@ -63,13 +63,13 @@ class CriticalPath:
             return "the critical path is empty: nothing takes time"
         shares = ", ".join(f"{seconds / total:.0%} {kind}" for kind, seconds in self.by_kind.items() if seconds > 0)
         least = sorted((step.seconds for step in self.steps), reverse=True)[:SHOWN][-1]
-        lines = [f"the critical path of {total:.4g} s: {shares}"]
+        lines = [f"the critical path of {1e3 * total:.4g} ms: {shares}"]
         left_out = 0
         for step in self.steps:
             if step.seconds < least or len(lines) > SHOWN:
                 left_out += 1
                 continue
-            lines.append(f"  {step.begin_s:10.4f} s  {step.seconds:9.4f} s  {step.what}")
+            lines.append(f"  {1e3 * step.begin_s:10.3f} ms {1e3 * step.seconds:9.3f} ms  {step.what}")
         if left_out:
             lines.append(f"  and {left_out} shorter steps")
         return "\n".join(lines)
