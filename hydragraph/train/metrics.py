@@ -110,10 +110,15 @@ class MetricsLog:
     def __enter__(self) -> MetricsLog:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._file.close()
-        if self._events is not None:
-            self._events.close()
+        if self._events is None:
+            return
+        try:
+            self._events.close()  # writes what is left, and cannot where the run's folder is gone
+        except OSError:
+            if kind is None:
+                raise  # else what ended the run is what is told
 
     def write(self, metrics: Metrics) -> None:
         """Add one step's metrics to everything.

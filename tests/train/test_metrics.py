@@ -63,3 +63,20 @@ def test_tensorboard_shows_each_step_once_after_resuming(tmp_path: Path) -> None
     assert [step for step, _ in losses] == [1, 2, 3, 4, 5, 6, 7]
     assert [value for _, value in losses] == pytest.approx([1 / step for step, _ in losses])
     assert [e.step for e in events.Scalars("eval_loss")] == [1, 3, 5, 7]
+
+
+def test_what_ended_a_run_is_told_though_its_events_cannot_be_closed(tmp_path: Path) -> None:
+    class Gone:
+        def close(self) -> None:
+            raise FileNotFoundError("events")
+
+    def end_by(error: type[Exception] | None) -> None:
+        with MetricsLog(tmp_path / "metrics.jsonl", None, after=0) as log:
+            log._events = Gone()
+            if error is not None:
+                raise error("first")
+
+    with pytest.raises(ArithmeticError, match="first"):
+        end_by(ArithmeticError)
+    with pytest.raises(FileNotFoundError, match="events"):
+        end_by(None)
