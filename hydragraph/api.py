@@ -19,9 +19,9 @@ from hydragraph.cost.simulate import simulate as simulate_programs
 from hydragraph.executable import Executable, Planning
 from hydragraph.frontend import capture as frontend
 from hydragraph.frontend.packed import Loss, token_cross_entropy
-from hydragraph.ir.instruction import RankProgram
 from hydragraph.ir.outline import Mode
 from hydragraph.ir.program import Program
+from hydragraph.ir.rank_program import RankProgram
 from hydragraph.modes import own_modes
 from hydragraph.passes.fit import check_strategy
 from hydragraph.passes.pipeline import rank_programs

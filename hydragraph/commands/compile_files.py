@@ -18,8 +18,7 @@ from hydragraph.commands.compile_result import (
     StrategyRecord,
     VariantRecord,
 )
-from hydragraph.ir.program import Program
-from hydragraph.ir.program_text import template_text
+from hydragraph.ir.program import Program, template_text
 from hydragraph.spec.record import from_record
 from hydragraph.version import __version__
 

@@ -37,7 +37,7 @@ def _show(config: TrainConfig, strategies: Sequence[str], micro_batches: str, ra
 
     from hydragraph import api
     from hydragraph.frontend.capture import capture
-    from hydragraph.ir.text import to_text
+    from hydragraph.ir.rank_program import to_text
     from hydragraph.train.loop import read_strategies
     from hydragraph.train.model import skeleton
 

@@ -10,8 +10,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from hydragraph.ir.instruction import Instruction, Op, RankProgram, Stream
+from hydragraph.ir.instruction import Instruction, Op, Stream
 from hydragraph.ir.outline import Mode, Outline
+from hydragraph.ir.rank_program import RankProgram
+from hydragraph.ir.value import Kind, Value
 from hydragraph.passes.pipeline import PASSES
 from hydragraph.passes.place import PlacedStage, Placement, place
 from hydragraph.spec.strategy import Strategy
@@ -27,9 +29,9 @@ class Message(NamedTuple):
 
 
 def message_of(instruction: Instruction) -> Message:
-    """Read it from the value's name: h{block}.{micro-batch} or d{block}.{micro-batch}."""
+    """Return what a send or a receive moves."""
     (value,) = instruction.reads or instruction.writes
-    return Message(value[0] == "h", int(value.rpartition(".")[2]))
+    return Message(value.kind is Kind.ACTIVATION, value.micro_batch)
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,7 +61,7 @@ class Compiled:
         """Sort instructions into queues and find what each waits for; what nobody makes is waited for in vain."""
         queues: dict[str, list[int]] = {name: [] for name in ("compute", "pulls", "pushes", "sends", "receives")}
         needs: list[tuple[int, ...]] = []
-        maker: dict[str, int] = {}
+        maker: dict[Value, int] = {}
         sent: dict[Message, int] = {}
         before, messages, latest = {}, {}, -1
         for i, each in enumerate(instructions):

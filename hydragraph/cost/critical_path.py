@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from hydragraph.cost.actors import Actor
 from hydragraph.cost.engine import Times
 from hydragraph.ir.instruction import Instruction, Op
+from hydragraph.ir.value import Kind
 
 _KINDS = {
     Op.FORWARD: "computing",
@@ -137,6 +138,6 @@ def _words(actor: Actor, each: Sequence[Instruction]) -> str:
         names = f"{each[0].target}" if len(each) == 1 else f"{len(each)} buckets, {each[0].target} to {each[-1].target}"
         return f"{where} {'pulls' if op is Op.PULL else 'pushes'} {names}"
     if op is Op.SEND:
-        what = "hidden states" if each[0].reads[0][0] == "h" else "gradients"
+        what = "hidden states" if each[0].reads[0].kind is Kind.ACTIVATION else "gradients"
         return f"{where} sends {what} of {len(each)} micro-batch{'es' * (len(each) != 1)} to the next stage"
     return f"{where}: {op.value}"

@@ -20,6 +20,7 @@ from hydragraph.ir.layout import GradientKind, Layout, home, propagation
 from hydragraph.ir.outline import Outline
 from hydragraph.ir.parameter import Bucket
 from hydragraph.ir.program import Block, Program
+from hydragraph.ir.value import Kind, Value, aux, gradients, weights
 from hydragraph.passes.differentiate import Variant
 from hydragraph.passes.pipeline import rank_program
 from hydragraph.passes.place import place
@@ -246,8 +247,9 @@ class Walk:
 
     def _run(self, instruction: Instruction) -> Iterator[int]:
         """Follow one instruction; yield passing bytes wherever the sum may be largest."""
-        for value in instruction.after:  # weights that arrive were sent, and so was what a gradient was made from
-            self._alive.drop(f"pull {value[2:]}" if value[0] == "W" else f"send h{value[1:]}")
+        for value in instruction.after:
+            if value.kind is Kind.WEIGHTS:  # an exchange is over for both sides: what this rank gave has left, too
+                self._alive.drop(f"pull {value.bucket}")
         if instruction.op is Op.PULL:
             self._pull(instruction.target, held=bool(instruction.writes))
         elif instruction.op is Op.FORWARD:
@@ -257,7 +259,7 @@ class Walk:
         elif instruction.op is Op.RECEIVE:
             self._hidden(instruction.writes[0])
         elif instruction.op is Op.SEND:
-            self._send(instruction.reads[0])
+            self._send(instruction)
         elif instruction.op is Op.PUSH:
             self._push(instruction.target)
         yield 0
@@ -266,12 +268,10 @@ class Walk:
         elif instruction.op is Op.FREE:
             self._alive.drop(*instruction.reads)
 
-    def _send(self, value: str) -> None:
-        kind, _, micro_batch = value.rpartition(".")
-        if value[0] == "d":
-            self._alive.drop(f"send {kind}.{int(micro_batch) - 2}")
-        if f"send {value}" not in self._alive:  # else it goes to several ranks
-            self._fly(f"send {value}", 0, value)
+    def _send(self, instruction: Instruction) -> None:
+        if self._messages:  # the message keeps what it sends until the program frees it
+            (message,) = instruction.writes
+            self._alive.add(message, "messages", 0, *instruction.reads)
 
     def _fly(self, message: str, size: int, *shared: str) -> None:
         """Keep what a message needs until it has arrived, at the commit at the latest."""
@@ -286,13 +286,14 @@ class Walk:
         link = pulled(owners, users, self._rank, self._ranks, self._model.itemsize)
         self._fly(f"pull {bucket}", link.outgoing)
         if held:
-            self._alive.add(f"W.{bucket}", "weights", link.incoming)
+            self._alive.add(weights(bucket), "weights", link.incoming)
 
     def _push(self, bucket: str) -> None:
         link = pushed(*self._layouts(bucket), self._rank, self._ranks)
-        kept = () if link.outgoing else (f"G.{bucket}",)  # what is not copied is itself the message
+        total = gradients(bucket)
+        kept = () if link.outgoing else (total,)  # what is not copied is itself the message
         self._fly(f"push {bucket}", link.outgoing + link.incoming, *kept)
-        self._alive.drop(f"G.{bucket}")
+        self._alive.drop(total)
 
     def _layouts(self, name: str) -> tuple[Layout, Layout]:
         """Return a bucket's home layout, and that of the stages which use it."""
@@ -309,15 +310,15 @@ class Walk:
         m = instruction.micro_batch
         assert m is not None
         if instruction.target == "aux":
-            self._alive.add(f"a.{m}", "activations", self._model.aux_bytes(self._batches[m]))
+            self._alive.add(aux(m), "activations", self._model.aux_bytes(self._batches[m]))
             return
         found, (enters, leaves) = self._footprint(instruction.target, m), self._borders(instruction.target)
         part = self._hidden_bytes(m) // self._degree.tp if enters else 0  # its own part of what came whole
         yield found.forward + part
         self._alive.add(instruction.writes[0], "activations", self._hidden_bytes(m) if leaves else found.output)
         if len(instruction.writes) > 1:
-            hidden = next((v for v in instruction.reads if v[0] == "h"), "")
-            names = {"hidden": "" if enters else hidden, "aux": f"a.{m}", "output": instruction.writes[0]}
+            hidden = next((v for v in instruction.reads if v.kind is Kind.ACTIVATION), "")
+            names = {"hidden": "" if enters else hidden, "aux": aux(m), "output": instruction.writes[0]}
             shared = (names[keep] for keep in found.keeps)
             own = found.saved + (part if "hidden" in found.keeps else 0)
             self._alive.add(instruction.writes[1], "activations", own, *shared)
@@ -325,25 +326,25 @@ class Walk:
     def _backward(self, instruction: Instruction) -> Iterator[int]:
         assert instruction.micro_batch is not None
         found = self._footprint(instruction.target, instruction.micro_batch)
-        sums = [value for value in instruction.writes if value[0] == "G" and value not in self._alive]
+        sums = [v for v in instruction.writes if v.kind is Kind.GRADIENTS and v not in self._alive]
         assert self._stage is not None
         if self._model.adds(instruction.target, self._degree, self._stage.recompute):  # while it runs
             self._begin_sums(sums)
         yield found.backward
         self._alive.drop(instruction.reads[0])
         for value in instruction.writes:
-            if value[0] == "d":
+            if value.kind is Kind.ACTIVATION_GRADIENT:
                 self._hidden(value, whole=not self._degree.sequence_parallel or self._borders(instruction.target)[0])
         self._begin_sums([value for value in sums if value not in self._alive])
         yield found.gradients
 
-    def _begin_sums(self, values: Sequence[str]) -> None:
+    def _begin_sums(self, values: Sequence[Value]) -> None:
         for value in values:
-            size = self._layouts(value[2:])[1].local_size(self._rank)
+            size = self._layouts(value.bucket)[1].local_size(self._rank)
             self._alive.add(value, "gradients", GRADIENT_BYTES * size if self._ranks > 1 else 0)
 
-    def _hidden(self, value: str, whole: bool = True) -> None:
-        size = self._hidden_bytes(int(value.rpartition(".")[2]))
+    def _hidden(self, value: Value, whole: bool = True) -> None:
+        size = self._hidden_bytes(value.micro_batch)
         self._alive.add(value, "activations", size if whole else size // self._degree.tp)
 
     def _hidden_bytes(self, m: int) -> int:

@@ -19,7 +19,9 @@ from hydragraph.cost.actors import Actor, rank_actors
 from hydragraph.cost.critical_path import CriticalPath, critical_path
 from hydragraph.cost.engine import Engine, Times
 from hydragraph.cost.work import Priced
-from hydragraph.ir.instruction import Instruction, Op, RankProgram, Stream
+from hydragraph.ir.instruction import Instruction, Op, Stream
+from hydragraph.ir.rank_program import RankProgram
+from hydragraph.ir.value import Value
 from hydragraph.spec.cluster import Cluster
 
 if TYPE_CHECKING:
@@ -191,7 +193,7 @@ class Timeline:
 
 def _waits(instructions: Sequence[Instruction], times: Times) -> Iterator[tuple[Stream, float]]:
     """Yield each wait of a rank's computation: for which stream, and its seconds."""
-    made: dict[str, int] = {}
+    made: dict[Value, int] = {}
     latest: dict[Stream, int] = {}
     free = 0.0  # when computation could go on
     for i, each in enumerate(instructions):

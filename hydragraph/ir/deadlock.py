@@ -6,7 +6,9 @@ from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from hydragraph.ir.instruction import Instruction, Op, RankProgram
+from hydragraph.ir.instruction import Instruction, Op
+from hydragraph.ir.rank_program import RankProgram
+from hydragraph.ir.value import Kind, Value
 
 
 @dataclass(frozen=True)
@@ -33,9 +35,10 @@ class Deadlock:
 def find_deadlock(programs: Sequence[RankProgram]) -> Deadlock | None:
     """Run all programs together; return None when all of them end.
 
-    Sends are buffered, and everything else that could wait, waits: a receive for its message, a computation for its
-    tensor-parallel peers to be at the same one and for every rank to have entered the pulls of its weights, the commit
-    for all ranks. Programs that end here end whatever runs ahead in reality, since running ahead only takes waits away.
+    Sends are buffered, and everything else that could wait, waits: a receive for its message, whoever frees a message
+    for its receiver to have it, a computation for its tensor-parallel peers to be at the same one and for every rank to
+    have entered the pulls of its weights, the commit for all ranks. Programs that end here end whatever runs ahead in
+    reality, since running ahead only takes waits away.
 
     Args:
         programs: one per rank, in the order of the ranks.
@@ -57,7 +60,9 @@ class _Run:
     def __init__(self, programs: Sequence[RankProgram]) -> None:
         self.programs = programs
         self.at = [0] * len(programs)
-        self.messages: Counter[tuple[int, int]] = Counter()
+        self.sent: Counter[tuple[int, int]] = Counter()  # (from, to) -> messages, which arrive in order
+        self.received: Counter[tuple[int, int]] = Counter()
+        self.turn: dict[tuple[int, Value], int] = {}  # (from, message) -> how many must have been received
         self.pulled: Counter[str] = Counter()
 
     def run(self) -> None:
@@ -90,11 +95,15 @@ class _Run:
     def _blockers(self, rank: int, each: Instruction) -> tuple[int, ...]:
         """Return the ranks that an instruction waits for; none when it can run."""
         if each.op is Op.RECEIVE:
-            return () if self.messages[_peer(each), rank] else (_peer(each),)
+            pair = (_peer(each), rank)
+            return () if self.received[pair] < self.sent[pair] else (_peer(each),)
+        if each.op is Op.FREE:
+            messages = [value for value in each.reads if value.kind is Kind.MESSAGE]
+            return tuple(m.peer for m in messages if self.received[rank, m.peer] < self.turn.get((rank, m), 0))
         if each.op not in (Op.FORWARD, Op.BACKWARD, Op.COMMIT):
             return ()
         late = tuple(r for r in self._together(rank, each) if r != rank and not self._same(each, self._current(r)))
-        buckets = {value[2:] for value in each.reads if value.startswith("W.")}
+        buckets = {value.bucket for value in each.reads if value.kind is Kind.WEIGHTS}
         unpulled = {bucket for bucket in buckets if self.pulled[bucket] < len(self.programs)}
         if not unpulled:
             return late
@@ -114,15 +123,17 @@ class _Run:
         each = self.programs[rank].instructions[self.at[rank]]
         self.at[rank] += 1
         if each.op is Op.SEND:
-            self.messages[rank, _peer(each)] += 1
+            self.sent[rank, _peer(each)] += 1
+            for message in each.writes:
+                self.turn[rank, message] = self.sent[rank, _peer(each)]
         elif each.op is Op.RECEIVE:
-            self.messages[_peer(each), rank] -= 1
+            self.received[_peer(each), rank] += 1
         elif each.op is Op.PULL:
             self.pulled[each.target] += 1
 
     def _woken(self, each: Instruction) -> Sequence[int]:
         """Return the ranks that may have waited for what has just run."""
-        if each.op is Op.SEND:
+        if each.op in (Op.SEND, Op.RECEIVE):
             return (_peer(each),)
         complete = each.op is Op.PULL and self.pulled[each.target] == len(self.programs)
         return range(len(self.programs)) if complete else ()

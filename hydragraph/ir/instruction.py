@@ -1,14 +1,16 @@
-"""What one rank does in one iteration: a short list of instructions over named values.
+"""The instruction set: what one rank does in one iteration is a short list of these, over values (`ir.value`).
 
-Values: `h{k}.{m}` the output of block k for micro-batch m, `d{k}.{m}` its gradient, `s.{block}.{m}` what the forward of
-a block saves for its backward, `a.{m}` a micro-batch's positions and rotary tables, `W.{bucket}` a bucket's pulled
-weights, `G.{bucket}` its accumulated gradients, `loss.{m}` a micro-batch's summed loss.
+Everything that is fixed by an operation stands in `RULES`: the stream that it runs on, and which kinds of values it
+reads and makes. `ir.text` prints by it, `ir.verify` checks by it, and the runtime and the simulator queue by it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
+
+from hydragraph.ir.value import Kind, Value
 
 
 class Op(Enum):
@@ -20,7 +22,7 @@ class Op(Enum):
     SEND = "send"  # one value to one rank
     RECEIVE = "receive"  # one value from one rank
     PUSH = "push"  # link G.bucket -> home, summed at the owner
-    FREE = "free"  # drop values
+    FREE = "free"  # drop values; of a message, once it has left
     COMMIT = "commit"  # agree with all ranks that the gradients are finite; nothing communicates after it
     UPDATE = "update"  # optimizer step on the home shard
 
@@ -35,66 +37,82 @@ class Stream(Enum):
 
 
 @dataclass(frozen=True)
+class Rule:
+    """What is the same for all instructions of an operation.
+
+    Attributes:
+        stream: where they run.
+        reads: the kinds of values that they may read.
+        writes: the kinds of values that they may make or, of `GRADIENTS`, add to.
+    """
+
+    stream: Stream
+    reads: frozenset[Kind] = frozenset()
+    writes: frozenset[Kind] = frozenset()
+
+
+def _rule(stream: Stream, reads: tuple[Kind, ...] = (), writes: tuple[Kind, ...] = ()) -> Rule:
+    return Rule(stream, frozenset(reads), frozenset(writes))
+
+
+_MOVED = (Kind.ACTIVATION, Kind.ACTIVATION_GRADIENT)  # what stages hand to one another
+
+RULES: Mapping[Op, Rule] = {
+    Op.PULL: _rule(Stream.PULL, writes=(Kind.WEIGHTS,)),
+    Op.FORWARD: _rule(
+        Stream.COMPUTE,
+        reads=(Kind.WEIGHTS, Kind.ACTIVATION, Kind.AUX),
+        writes=(Kind.ACTIVATION, Kind.LOSS, Kind.SAVED, Kind.AUX),
+    ),
+    Op.BACKWARD: _rule(
+        Stream.COMPUTE,
+        reads=(Kind.SAVED, Kind.ACTIVATION_GRADIENT, Kind.WEIGHTS),
+        writes=(Kind.ACTIVATION_GRADIENT, Kind.GRADIENTS),
+    ),
+    Op.SEND: _rule(Stream.P2P, reads=_MOVED, writes=(Kind.MESSAGE,)),
+    Op.RECEIVE: _rule(Stream.P2P, writes=_MOVED),
+    Op.PUSH: _rule(Stream.PUSH, reads=(Kind.GRADIENTS,)),
+    Op.FREE: _rule(Stream.COMPUTE, reads=tuple(Kind)),
+    Op.COMMIT: _rule(Stream.COMPUTE, reads=(Kind.LOSS, Kind.GRADIENTS)),
+    Op.UPDATE: _rule(Stream.COMPUTE),
+}
+
+
+@dataclass(frozen=True)
 class Instruction:
     """One step of one rank.
 
     Attributes:
         op: what it does.
-        stream: where it runs.
         target: the bucket of a pull or push, the block of a forward or backward, else "".
         micro_batch: the micro-batch of a forward or backward, counted within the pipeline; else None.
         peer: the other rank of a send or receive; else None.
         reads: the values it needs.
         writes: the values it makes, or (G.*) adds to.
-        after: those of its reads that another stream makes, and that it therefore waits for.
+        after: those of its reads that another stream makes, and that it therefore waits for. Of a free, messages alone:
+            it lets go of a message once that has left, and of other values at once.
     """
 
     op: Op
-    stream: Stream
     target: str = ""
     micro_batch: int | None = None
     peer: int | None = None
-    reads: tuple[str, ...] = ()
-    writes: tuple[str, ...] = ()
-    after: tuple[str, ...] = ()
+    reads: tuple[Value, ...] = ()
+    writes: tuple[Value, ...] = ()
+    after: tuple[Value, ...] = ()
+
+    @property
+    def stream(self) -> Stream:
+        """Where it runs."""
+        return RULES[self.op].stream
 
 
-@dataclass(frozen=True)
-class RankProgram:
-    """Everything one rank does in one iteration.
-
-    Attributes:
-        rank, ranks: which rank of how many.
-        strategy: the strategy's text with its fingerprint, for people and for comparing ranks.
-        pipeline, stage: where the rank works; None where the strategy leaves it idle or its pipeline has nothing to do.
-        tp: the stage's ranks, in tensor-parallel order; empty where it has no stage.
-        layers: the half-open range of layers it computes.
-        micro_batches: how many micro-batches its pipeline runs.
-        instructions: in issue order.
-    """
-
-    rank: int
-    ranks: int
-    strategy: str
-    pipeline: int | None
-    stage: int | None
-    tp: tuple[int, ...]
-    layers: tuple[int, int]
-    micro_batches: int
-    instructions: tuple[Instruction, ...]
-
-    def __str__(self) -> str:
-        from hydragraph.ir.text import to_text  # the text module reads this one
-
-        return to_text(self)
-
-    @classmethod
-    def parse(cls, text: str) -> RankProgram:
-        """Read what `str` printed; comments behind # are ignored.
-
-        Raises:
-            ValueError: naming the line and what was expected.
-        """
-        from hydragraph.ir.text import parse
-
-        return parse(text)
+def waits(instruction: Instruction, stream_of: Mapping[Value, Stream]) -> tuple[Value, ...]:
+    """Return what an instruction must wait for, given which stream has made each value that it reads."""
+    stream = instruction.stream
+    free = instruction.op is Op.FREE
+    return tuple(
+        value
+        for value in instruction.reads
+        if stream_of[value] is not stream and (not free or value.kind is Kind.MESSAGE)
+    )

@@ -13,11 +13,22 @@ from dataclasses import dataclass
 from itertools import zip_longest
 
 from hydragraph.ir.deadlock import find_deadlock
-from hydragraph.ir.instruction import Instruction, Op, RankProgram, Stream
+from hydragraph.ir.instruction import RULES, Instruction, Op, waits
 from hydragraph.ir.outline import Mode, Outline
+from hydragraph.ir.rank_program import RankProgram
 from hydragraph.ir.text import instruction_text
-
-_STREAM = {Op.PULL: Stream.PULL, Op.PUSH: Stream.PUSH, Op.SEND: Stream.P2P, Op.RECEIVE: Stream.P2P}
+from hydragraph.ir.value import (
+    Kind,
+    Value,
+    activation,
+    activation_gradient,
+    aux,
+    gradients,
+    loss,
+    message,
+    saved,
+    weights,
+)
 
 
 class VerificationError(ValueError):
@@ -146,8 +157,11 @@ def _check_work(program: RankProgram, site: _Site, outline: Outline, mode: Mode)
         key: values for m in range(program.micro_batches) for key, values in _work(site.blocks, m, outline, mode)
     }
     for index, each in enumerate(program.instructions):
-        if each.stream is not _STREAM.get(each.op, Stream.COMPUTE):
-            raise _fail(program, index, f"{each.op.value} does not run on stream {each.stream.value}")
+        rule = RULES[each.op]
+        strangers = [value for value in each.reads if value.kind not in rule.reads]
+        strangers += [value for value in each.writes if value.kind not in rule.writes]
+        if strangers:
+            raise _fail(program, index, f"{each.op.value} neither reads nor makes {', '.join(strangers)} like this")
         if each.op not in (Op.FORWARD, Op.BACKWARD):
             continue
         values = missing.pop((each.op, each.target, each.micro_batch), None)
@@ -161,26 +175,26 @@ def _check_work(program: RankProgram, site: _Site, outline: Outline, mode: Mode)
 
 
 _Key = tuple[Op, str, int | None]
-_Values = tuple[frozenset[str], frozenset[str]]
+_Values = tuple[frozenset[Value], frozenset[Value]]
 
 
 def _work(blocks: range, m: int, outline: Outline, mode: Mode) -> Iterator[tuple[_Key, _Values]]:
     """Yield a stage's computations on micro-batch m, each with what it reads and writes."""
     if blocks:
-        yield (Op.FORWARD, "aux", m), (frozenset(), frozenset({f"a.{m}"}))
+        yield (Op.FORWARD, "aux", m), (frozenset(), frozenset({aux(m)}))
     for k in blocks:
         block, final = outline.blocks[k], len(outline.blocks) - 1
-        weights = {f"W.{bucket}" for bucket in outline.weights[block]}
-        gradients = {f"G.{bucket}" for bucket in outline.gradients[block]}
+        pulled = {weights(bucket) for bucket in outline.weights[block]}
+        summed = {gradients(bucket) for bucket in outline.gradients[block]}
         learns = mode == "train" and k >= outline.lowest
-        saved = {f"s.{block}.{m}"} if learns else set()
-        below = {f"h{k - 1}.{m}"} if k > 0 else set()
-        output = {f"h{k}.{m}" if k < final else f"loss.{m}"}
-        yield (Op.FORWARD, block, m), (frozenset(weights | below | {f"a.{m}"}), frozenset(output | saved))
+        kept = {saved(block, m)} if learns else set()
+        below = {activation(k - 1, m)} if k > 0 else set()
+        output = {activation(k, m) if k < final else loss(m)}
+        yield (Op.FORWARD, block, m), (frozenset(pulled | below | {aux(m)}), frozenset(output | kept))
         if learns:
-            gradient = {f"d{k}.{m}"} if k < final else set()
-            passed = {f"d{k - 1}.{m}"} if k > outline.lowest else set()
-            yield (Op.BACKWARD, block, m), (frozenset(saved | gradient | weights), frozenset(passed | gradients))
+            gradient = {activation_gradient(k, m)} if k < final else set()
+            passed = {activation_gradient(k - 1, m)} if k > outline.lowest else set()
+            yield (Op.BACKWARD, block, m), (frozenset(kept | gradient | pulled), frozenset(passed | summed))
 
 
 # --- values live from their making to their last use ------------------------------------------------------------------
@@ -188,25 +202,25 @@ def _work(blocks: range, m: int, outline: Outline, mode: Mode) -> Iterator[tuple
 
 def _check_values(program: RankProgram) -> None:
     """Check that values are made before use, freed once and after their last use, and waited for across streams."""
-    alive: dict[str, Instruction] = {}
-    freed: dict[str, int] = {}
-    last: dict[str, int] = {}
+    alive: dict[Value, Instruction] = {}
+    freed: dict[Value, int] = {}
+    last: dict[Value, int] = {}
     for index, each in enumerate(program.instructions):
         for value in each.reads:
             if value not in alive:
                 why = f"instruction {freed[value]} freed it" if value in freed else "nothing here has made it"
                 raise _fail(program, index, f"{value} is {'freed' if each.op is Op.FREE else 'read'}, but {why}")
             last[value] = index
-        waits = {value for value in each.reads if alive[value].stream is not each.stream and each.op is not Op.FREE}
-        if set(each.after) != waits or len(each.after) != len(waits):
-            expected = ", ".join(sorted(waits)) or "nothing"
+        needed = waits(each, {value: alive[value].stream for value in each.reads})
+        if set(each.after) != set(needed) or len(each.after) != len(needed):
+            expected = ", ".join(sorted(needed)) or "nothing"
             raise _fail(program, index, f"it should wait for what other streams make of its reads: {expected}")
         if each.op is Op.FREE:
             freed.update(dict.fromkeys(each.reads, index))
             for value in each.reads:
                 del alive[value]
         for value in each.writes:
-            if value in freed or (value in alive and not (each.op is Op.BACKWARD and value.startswith("G."))):
+            if value in freed or (value in alive and not (each.op is Op.BACKWARD and value.kind is Kind.GRADIENTS)):
                 raise _fail(program, index, f"{value} is made a second time")
             alive[value] = each
             last[value] = index
@@ -244,8 +258,8 @@ def _check_exchange(program: RankProgram, site: _Site, op: Op, buckets: frozense
             raise _fail(program, index, f"the {op.value} of {each.target} is repeated, or no rank needs it")
         missing.remove(each.target)
         mine = each.target in site.buckets
-        reads = (f"G.{each.target}",) if op is Op.PUSH and mine else ()
-        writes = (f"W.{each.target}",) if op is Op.PULL and mine else ()
+        reads = (gradients(each.target),) if op is Op.PUSH and mine else ()
+        writes = (weights(each.target),) if op is Op.PULL and mine else ()
         if (each.reads, each.writes) != (reads, writes):
             raise _fail(program, index, f"this rank {'holds' if mine else 'does not hold'} {each.target}")
     for bucket in sorted(missing):
@@ -254,7 +268,7 @@ def _check_exchange(program: RankProgram, site: _Site, op: Op, buckets: frozense
 
 def _check_pushed_values(program: RankProgram) -> None:
     """Check that nothing adds to a gradient once its push is issued."""
-    pushed: dict[str, int] = {}
+    pushed: dict[Value, int] = {}
     for index, each in enumerate(program.instructions):
         if each.op is Op.PUSH:
             pushed.update(dict.fromkeys(each.reads, index))
@@ -264,7 +278,10 @@ def _check_pushed_values(program: RankProgram) -> None:
 
 
 def _check_end(program: RankProgram, mode: Mode) -> None:
-    """Check that one commit, which takes all losses and gradients, ends communication and precedes the update."""
+    """Check that one commit, which takes all losses and gradients, ends communication and precedes the update.
+
+    No message is on its way any more when it comes.
+    """
     ops = [each.op for each in program.instructions]
     update = 1 if mode == "train" else 0
     if ops.count(Op.COMMIT) != 1 or ops.count(Op.UPDATE) != update:
@@ -278,10 +295,11 @@ def _check_end(program: RankProgram, mode: Mode) -> None:
             raise _fail(
                 program, commit, f"instruction {index} `{_line(program.instructions[index])}` follows the commit"
             )
+        if index > commit and any(value.kind is Kind.MESSAGE for value in program.instructions[index].reads):
+            raise _fail(program, index, "messages are freed before the commit")
         if index < commit and op is Op.UPDATE:
             raise _fail(program, index, "the update precedes the commit")
-    made = (value for each in program.instructions for value in each.writes)
-    results = {value for value in made if value.startswith(("G.", "loss."))}
+    results = {value for each in program.instructions for value in each.writes if value.kind in RULES[Op.COMMIT].reads}
     if set(program.instructions[commit].reads) != results:
         raise _fail(program, commit, f"it should read ({', '.join(sorted(results))})")
 
@@ -291,8 +309,8 @@ def _check_end(program: RankProgram, mode: Mode) -> None:
 
 def _check_messages(programs: Sequence[RankProgram], sites: Sequence[_Site]) -> None:
     """Check that each pair of ranks sends and receives the same values in the same order, between neighbours only."""
-    sends: dict[tuple[int, int], list[tuple[int, str]]] = defaultdict(list)
-    receives: dict[tuple[int, int], list[tuple[int, str]]] = defaultdict(list)
+    sends: dict[tuple[int, int], list[tuple[int, Value]]] = defaultdict(list)
+    receives: dict[tuple[int, int], list[tuple[int, Value]]] = defaultdict(list)
     for program, site in zip(programs, sites, strict=True):
         for index, each in enumerate(program.instructions):
             if each.op not in (Op.SEND, Op.RECEIVE):
@@ -313,24 +331,28 @@ def _check_messages(programs: Sequence[RankProgram], sites: Sequence[_Site]) -> 
                 raise _fail(programs[target], received[0], what)
 
 
-def _checked_value(program: RankProgram, index: int, site: _Site) -> str:
+def _checked_value(program: RankProgram, index: int, site: _Site) -> Value:
     """Return the value a send or receive moves, having checked that it is its stage's and goes to a neighbour."""
     each = program.instructions[index]
     values = each.reads if each.op is Op.SEND else each.writes
-    if len(each.reads) + len(each.writes) != 1 or len(values) != 1:
+    if len(values) != 1 or (each.op is Op.RECEIVE and each.reads):
         raise _fail(program, index, f"a {each.op.value} moves one value")
-    entry, exit_ = (site.blocks.start - 1, site.blocks.stop - 1) if site.blocks else (None, None)
+    (value,) = values
+    before = site.blocks.start - 1  # the position whose output enters the stage
+    last = site.blocks.stop - 1  # the position whose output leaves it
     routes = {
-        (Op.RECEIVE, f"h{entry}"): site.previous,
-        (Op.SEND, f"h{exit_}"): site.following,
-        (Op.RECEIVE, f"d{exit_}"): site.following,
-        (Op.SEND, f"d{entry}"): site.previous,
+        (Op.RECEIVE, Kind.ACTIVATION, before): site.previous,
+        (Op.SEND, Kind.ACTIVATION, last): site.following,
+        (Op.RECEIVE, Kind.ACTIVATION_GRADIENT, last): site.following,
+        (Op.SEND, Kind.ACTIVATION_GRADIENT, before): site.previous,
     }
-    peers = routes.get((each.op, values[0].partition(".")[0]), ())
-    if each.peer not in peers:
+    peers = routes.get((each.op, value.kind, value.position), ()) if site.blocks else ()
+    if each.peer is None or each.peer not in peers:
         allowed = f"ranks {peers}" if peers else "nowhere"
         raise _fail(program, index, f"rank {each.peer} is the wrong peer: this value moves between it and {allowed}")
-    return values[0]
+    if each.op is Op.SEND and each.writes != (message(value, each.peer),):
+        raise _fail(program, index, f"it should make {message(value, each.peer)}, and nothing else")
+    return value
 
 
 # --- all programs, run together, come to their end --------------------------------------------------------------------

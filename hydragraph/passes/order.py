@@ -11,8 +11,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from hydragraph.ir.instruction import Instruction, Op, RankProgram, Stream
+from hydragraph.ir.instruction import Instruction, Op
 from hydragraph.ir.outline import Mode, Outline
+from hydragraph.ir.rank_program import RankProgram
+from hydragraph.ir.value import Value, activation, activation_gradient, aux, gradients, loss, message, saved, weights
 from hydragraph.passes.place import PlacedStage, Placement
 
 Task = tuple[Op, int]
@@ -51,16 +53,16 @@ def tasks(schedule: str, stage: PlacedStage, mode: Mode) -> tuple[Task, ...]:
 def _forward(outline: Outline, stage: PlacedStage, rank: int, m: int, mode: Mode) -> Iterator[Instruction]:
     """Run the stage's blocks in order on micro-batch m; the received value is asked for before all else."""
     first, last = stage.blocks
-    yield from _receive(f"h{first - 1}.{m}", stage.previous, stage, rank)
-    yield Instruction(Op.FORWARD, Stream.COMPUTE, "aux", m, writes=(f"a.{m}",))
+    yield from _receive(activation(first - 1, m), stage.previous, stage, rank)
+    yield Instruction(Op.FORWARD, "aux", m, writes=(aux(m),))
     for k in range(first, last):
         block = outline.blocks[k]
-        hidden = (f"h{k - 1}.{m}",) if k > 0 else ()
-        output = f"h{k}.{m}" if k + 1 < len(outline.blocks) else f"loss.{m}"
-        saved = (f"s.{block}.{m}",) if mode == "train" and k >= outline.lowest else ()
-        reads = (*_weights(outline, block), *hidden, f"a.{m}")
-        yield Instruction(Op.FORWARD, Stream.COMPUTE, block, m, reads=reads, writes=(output, *saved))
-    yield from _send(f"h{last - 1}.{m}", stage.following, stage, rank)
+        hidden = (activation(k - 1, m),) if k > 0 else ()
+        output = activation(k, m) if k + 1 < len(outline.blocks) else loss(m)
+        kept = (saved(block, m),) if mode == "train" and k >= outline.lowest else ()
+        reads = (*_weights(outline, block), *hidden, aux(m))
+        yield Instruction(Op.FORWARD, block, m, reads=reads, writes=(output, *kept))
+    yield from _send(activation(last - 1, m), stage.following, stage, rank)
 
 
 def _backward(outline: Outline, stage: PlacedStage, rank: int, m: int, mode: Mode) -> Iterator[Instruction]:
@@ -68,28 +70,28 @@ def _backward(outline: Outline, stage: PlacedStage, rank: int, m: int, mode: Mod
     first, last = stage.blocks
     if last <= outline.lowest:
         return
-    yield from _receive(f"d{last - 1}.{m}", stage.following, stage, rank)
+    yield from _receive(activation_gradient(last - 1, m), stage.following, stage, rank)
     for k in reversed(range(max(first, outline.lowest), last)):
         block = outline.blocks[k]
-        gradient = (f"d{k}.{m}",) if k + 1 < len(outline.blocks) else ()
-        reads = (f"s.{block}.{m}", *gradient, *_weights(outline, block))
-        below = (f"d{k - 1}.{m}",) if k > outline.lowest else ()
-        writes = (*below, *(f"G.{bucket}" for bucket in outline.gradients[block]))
-        yield Instruction(Op.BACKWARD, Stream.COMPUTE, block, m, reads=reads, writes=writes)
+        gradient = (activation_gradient(k, m),) if k + 1 < len(outline.blocks) else ()
+        reads = (saved(block, m), *gradient, *_weights(outline, block))
+        below = (activation_gradient(k - 1, m),) if k > outline.lowest else ()
+        writes = (*below, *(gradients(bucket) for bucket in outline.gradients[block]))
+        yield Instruction(Op.BACKWARD, block, m, reads=reads, writes=writes)
     if first > outline.lowest:
-        yield from _send(f"d{first - 1}.{m}", stage.previous, stage, rank)
+        yield from _send(activation_gradient(first - 1, m), stage.previous, stage, rank)
 
 
-def _weights(outline: Outline, block: str) -> tuple[str, ...]:
-    return tuple(f"W.{bucket}" for bucket in outline.weights[block])
+def _weights(outline: Outline, block: str) -> tuple[Value, ...]:
+    return tuple(weights(bucket) for bucket in outline.weights[block])
 
 
-def _receive(value: str, senders: tuple[int, ...], stage: PlacedStage, rank: int) -> Iterator[Instruction]:
+def _receive(value: Value, senders: tuple[int, ...], stage: PlacedStage, rank: int) -> Iterator[Instruction]:
     if senders:
         peer = senders[stage.ranks.index(rank) % len(senders)]
-        yield Instruction(Op.RECEIVE, Stream.P2P, peer=peer, writes=(value,))
+        yield Instruction(Op.RECEIVE, peer=peer, writes=(value,))
 
 
-def _send(value: str, receivers: tuple[int, ...], stage: PlacedStage, rank: int) -> Iterator[Instruction]:
+def _send(value: Value, receivers: tuple[int, ...], stage: PlacedStage, rank: int) -> Iterator[Instruction]:
     for peer in receivers[stage.ranks.index(rank) :: len(stage.ranks)]:
-        yield Instruction(Op.SEND, Stream.P2P, peer=peer, reads=(value,))
+        yield Instruction(Op.SEND, peer=peer, reads=(value,), writes=(message(value, peer),))

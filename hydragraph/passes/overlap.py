@@ -1,4 +1,4 @@
-"""Overlap: weights in, gradients out and receives, placed so that they run while the rank computes.
+"""Overlap: weights in, gradients out, receives and the ends of sends, placed so that they run while the rank computes.
 
 Exchanges of weights and of gradients are grouped operations: every rank enters all of them, in one order, also for
 buckets it does not hold, because its home shard takes part. Entering one does not block.
@@ -6,11 +6,14 @@ buckets it does not hold, because its home shard takes part. Entering one does n
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 
-from hydragraph.ir.instruction import Instruction, Op, RankProgram, Stream
+from hydragraph.ir.instruction import Instruction, Op, Stream, waits
 from hydragraph.ir.outline import Mode
+from hydragraph.ir.rank_program import RankProgram
+from hydragraph.ir.value import Kind, Value, activation, activation_gradient, gradients, weights
 from hydragraph.passes.place import Placement
 
 
@@ -18,30 +21,25 @@ def overlap(placement: Placement, mode: Mode, program: RankProgram) -> RankProgr
     """Add pulls, pushes (to train), commit and update (to train), post receives early, and set what waits for what.
 
     Pulls come first, in block order. Pushes of what is not frozen follow in reverse. The commit reads what it ends: the
-    losses, which it sums, and the gradients, whose pushes it waits for.
+    losses, which it sums, and the gradients, whose pushes it waits for. What is then on its way to other stages is
+    freed before it.
     """
-    held = placement.held(program.rank)
+    mine = placement.held(program.rank)
     buckets = tuple(bucket for bucket, _ in placement.holders)
     work = _post_early(program.instructions)
-    pulls = [
-        Instruction(Op.PULL, Stream.PULL, bucket, writes=(f"W.{bucket}",) if bucket in held else ())
-        for bucket in buckets
-    ]
-    losses = tuple(value for each in work for value in each.writes if value.startswith("loss."))
+    pulls = [Instruction(Op.PULL, bucket, writes=(weights(bucket),) if bucket in mine else ()) for bucket in buckets]
+    losses = tuple(value for instruction in work for value in instruction.writes if value.kind is Kind.LOSS)
     if mode == "evaluate":
-        return replace(program, instructions=_with_waits([*pulls, *work, _commit(losses)]))
+        commit = Instruction(Op.COMMIT, reads=losses)
+        return replace(program, instructions=_with_waits([*pulls, *_with_ends(work), commit]))
     pushes = [
-        Instruction(Op.PUSH, Stream.PUSH, bucket, reads=(f"G.{bucket}",) if bucket in held else ())
+        Instruction(Op.PUSH, bucket, reads=(gradients(bucket),) if bucket in mine else ())
         for bucket in reversed(buckets)
         if bucket not in placement.outline.frozen
     ]
-    gradients = tuple(value for push in pushes for value in push.reads)
-    end = (_commit(losses + gradients), Instruction(Op.UPDATE, Stream.COMPUTE))
-    return replace(program, instructions=_with_waits([*pulls, *_with_pushes(work, pushes), *end]))
-
-
-def _commit(reads: tuple[str, ...]) -> Instruction:
-    return Instruction(Op.COMMIT, Stream.COMPUTE, reads=reads)
+    totals = tuple(value for push in pushes for value in push.reads)
+    end = (Instruction(Op.COMMIT, reads=(*losses, *totals)), Instruction(Op.UPDATE))
+    return replace(program, instructions=_with_waits([*pulls, *_with_ends(_with_pushes(work, pushes)), *end]))
 
 
 def _post_early(work: Sequence[Instruction]) -> list[Instruction]:
@@ -60,7 +58,7 @@ def _post_early(work: Sequence[Instruction]) -> list[Instruction]:
             sends = at
             while at > 0 and early[at - 1].op is Op.BACKWARD:
                 at -= 1
-            if at == sends or not instruction.writes[0].startswith("h"):
+            if at == sends or instruction.writes[0].kind is not Kind.ACTIVATION:
                 at = len(early)
         early.insert(at, instruction)
     return early
@@ -72,8 +70,10 @@ def _with_pushes(work: Sequence[Instruction], pushes: Sequence[Instruction]) -> 
     They go before the next computation, not right behind the last one, because a send that another stage waits for
     should leave first. Pushes of others' buckets wait for the rank's last forward: no gradient is complete earlier.
     """
-    complete = {value: i for i, each in enumerate(work) if each.op is Op.BACKWARD for value in each.writes}
-    last_forward = max((i for i, each in enumerate(work) if each.op is Op.FORWARD), default=-1)
+    complete = {
+        value: i for i, instruction in enumerate(work) if instruction.op is Op.BACKWARD for value in instruction.writes
+    }
+    last_forward = max((i for i, instruction in enumerate(work) if instruction.op is Op.FORWARD), default=-1)
     placed: list[Instruction] = []
     issued = 0
     for i, instruction in enumerate(work):
@@ -85,12 +85,47 @@ def _with_pushes(work: Sequence[Instruction], pushes: Sequence[Instruction]) -> 
     return [*placed, *pushes[issued:]]
 
 
+def _with_ends(work: Sequence[Instruction]) -> list[Instruction]:
+    """Free every message as soon as it has surely left, so that nobody is held up by waiting for that.
+
+    gloo says that a message has left to those only that wait for it, so the program says when to ask:
+    - h{k}.{m}, before the backward that waits for d{k}.{m}: the next stage has made this gradient from it.
+    - d{k}.{m}, before d{k}.{m + 2} is sent: the previous stage, which runs one forward further ahead, has run the
+      backward of m before the forward that the last computation here came from.
+
+        p2p      send h1.0 -> rank 2           makes h1.0>2
+        ...
+        compute  free h1.0>2                   d1.0 is waited for next, and rank 2 made it from h1.0
+        compute  ... += backward layer.0 [0] (s.layer.0.0, d1.0, W.layer.0)
+
+    What then is left, is freed at the end.
+    """
+    ended: list[Instruction] = []
+    sent: defaultdict[Value, list[Value]] = defaultdict(list)  # what was sent -> its messages, one per receiver
+    for instruction in work:
+        before: list[Value] = []
+        if instruction.op is Op.BACKWARD:
+            for value in instruction.reads:
+                if value.kind is Kind.ACTIVATION_GRADIENT:
+                    before += sent.pop(activation(value.position, value.micro_batch), [])
+        elif instruction.op is Op.SEND and instruction.reads[0].kind is Kind.ACTIVATION_GRADIENT:
+            (value,) = instruction.reads
+            before += sent.pop(activation_gradient(value.position, value.micro_batch - 2), [])
+        if before:
+            ended.append(Instruction(Op.FREE, reads=tuple(before)))
+        if instruction.op is Op.SEND:
+            sent[instruction.reads[0]] += instruction.writes
+        ended.append(instruction)
+    left = tuple(message for messages in sent.values() for message in messages)
+    return [*ended, Instruction(Op.FREE, reads=left)] if left else ended
+
+
 def _with_waits(instructions: Sequence[Instruction]) -> tuple[Instruction, ...]:
-    """Set each instruction's `after`: those of its reads that another stream made."""
-    maker: dict[str, Stream] = {}
+    """Set each instruction's `after`."""
+    stream_of: dict[Value, Stream] = {}
     waiting: list[Instruction] = []
-    for each in instructions:
-        after = tuple(value for value in each.reads if maker[value] is not each.stream)
-        waiting.append(replace(each, after=after) if after else each)
-        maker.update(dict.fromkeys(each.writes, each.stream))
+    for instruction in instructions:
+        after = waits(instruction, stream_of)
+        waiting.append(replace(instruction, after=after) if after else instruction)
+        stream_of.update(dict.fromkeys(instruction.writes, instruction.stream))
     return tuple(waiting)

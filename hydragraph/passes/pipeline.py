@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import get_args
 
-from hydragraph.ir.instruction import RankProgram
 from hydragraph.ir.outline import Mode, Outline
+from hydragraph.ir.rank_program import RankProgram
 from hydragraph.passes.order import order
 from hydragraph.passes.overlap import overlap
 from hydragraph.passes.place import Placement, place

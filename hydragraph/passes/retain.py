@@ -1,27 +1,39 @@
-"""Retain: keep every value until its last use and no longer."""
+"""Retain: keep every value until its last use and no longer.
+
+p2p      send d2.0 -> rank 0
+p2p      send d2.0 -> rank 1        the last that names d2.0
+compute  free d2.0                  what is still in flight, the message d2.0>1 keeps
+"""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from hydragraph.ir.instruction import Instruction, Op, RankProgram, Stream
+from hydragraph.ir.instruction import Instruction, Op
 from hydragraph.ir.outline import Mode
+from hydragraph.ir.rank_program import RankProgram
+from hydragraph.ir.value import Value
 from hydragraph.passes.place import Placement
 
 
 def retain(placement: Placement, mode: Mode, program: RankProgram) -> RankProgram:
     """Add one `free` behind every instruction that is the last to use some values.
 
-    A free waits for nothing (its `after` is empty): it tells the runtime that no later instruction names the values.
-    What a send still has in flight, the runtime keeps until it has left. Gradients live until the commit, which waits
-    for their pushes. At the end nothing is alive but the home state.
+    Such a free waits for nothing (its `after` is empty): it tells the runtime that no later instruction names the
+    values. `overlap` has freed the messages. Gradients live until the commit, which waits for their pushes. At the end
+    nothing is alive but the home state.
     """
     del placement, mode  # every pass has the same signature; this one needs only the program
-    last = {value: i for i, each in enumerate(program.instructions) for value in (*each.reads, *each.writes)}
+    last_use: dict[Value, int] = {}
+    for i, instruction in enumerate(program.instructions):
+        last_use.update(dict.fromkeys((*instruction.reads, *instruction.writes), i))
     kept: list[Instruction] = []
-    for i, each in enumerate(program.instructions):
-        kept.append(each)
-        dead = tuple(value for value in dict.fromkeys((*each.reads, *each.writes)) if last[value] == i)
+    for i, instruction in enumerate(program.instructions):
+        kept.append(instruction)
+        if instruction.op is Op.FREE:
+            continue
+        used = dict.fromkeys((*instruction.reads, *instruction.writes))
+        dead = tuple(value for value in used if last_use[value] == i)
         if dead:
-            kept.append(Instruction(Op.FREE, Stream.COMPUTE, reads=dead))
+            kept.append(Instruction(Op.FREE, reads=dead))
     return replace(program, instructions=tuple(kept))

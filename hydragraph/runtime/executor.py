@@ -17,6 +17,7 @@ from hydragraph.ir.graph_data import value_of
 from hydragraph.ir.instruction import Instruction, Op, Stream
 from hydragraph.ir.program import Program
 from hydragraph.ir.text import instruction_text
+from hydragraph.ir.value import Kind, Value, aux, gradients, weights
 from hydragraph.runtime.buffers import Buffers
 from hydragraph.runtime.exchange import start_pull, start_push
 from hydragraph.runtime.failure.watch import Watch
@@ -58,13 +59,13 @@ class _Iteration:
     tokens: int
     collectives: Any
     timing: Timing
-    values: dict[str, Any] = field(default_factory=dict)
-    arriving: dict[str, Underway] = field(default_factory=dict)
-    serving: dict[str, Underway] = field(default_factory=dict)  # pulls that bring this rank nothing
-    pushing: dict[str, Underway] = field(default_factory=dict)
+    aux_buffers: Mapping[str, Tensor]
+    values: dict[Value, Any] = field(default_factory=dict)
+    arriving: dict[Value, Underway] = field(default_factory=dict)  # also messages, on their way out
+    serving: dict[Value, Underway] = field(default_factory=dict)  # pulls that bring this rank nothing
+    pushing: dict[Value, Underway] = field(default_factory=dict)
     pushed: bool = False
-    sending: dict[str, list[tuple[Message, Tensor]]] = field(default_factory=dict)  # one per receiver
-    views: dict[str, dict[str, Tensor]] = field(default_factory=dict)  # W.* and G.* -> parameter -> shard
+    views: dict[Value, dict[str, Tensor]] = field(default_factory=dict)  # W.* and G.* -> parameter -> shard
     added: set[str] = field(default_factory=set)  # parameters that have a gradient already
 
 
@@ -134,8 +135,7 @@ class Executor:
         self._buffers.begin()
         collectives = self._groups.tensor_parallel(prepared.stages)
         mine = next(iter(collectives.values()), None)
-        iteration = _Iteration(prepared, batches, tokens, mine, timing)
-        iteration.values |= {f"buffers.{name}": value for name, value in aux_buffers.items()}
+        iteration = _Iteration(prepared, batches, tokens, mine, timing, aux_buffers)
         outcome: Outcome | None = None
         self._after_last_step()
         for index, instruction in enumerate(prepared.program.instructions):
@@ -167,29 +167,27 @@ class Executor:
             with self.lanes.on(stream):
                 self.lanes.wait(start)
 
-    def _arrive(self, it: _Iteration, value: str) -> None:
-        """Wait for a value that another stream makes."""
+    def _arrive(self, it: _Iteration, value: Value) -> None:
+        """Wait for a value that another stream makes; for a message, until it has left."""
         underway = it.arriving.pop(value, None)
         if underway is not None:
-            with it.timing.waiting(Stream.PULL if value.startswith("W.") else Stream.P2P, value):
+            with it.timing.waiting(Stream.PULL if value.kind is Kind.WEIGHTS else Stream.P2P, value):
                 it.values[value] = underway()
-            if value[0] == "d":  # the next stage has what it made this from
-                self._end_sends(it, f"h{value[1:]}")
 
     def _pull(self, it: _Iteration, instruction: Instruction) -> None:
         name = instruction.target
         exchange = it.prepared.pulls[name]
         with self.lanes.on(Stream.PULL):
             home = self._home.weights[name] if self._rounded is None else self._rounded.of(name)
-            it.timing.started(f"W.{name}")
+            it.timing.started(weights(name))
             finish = start_pull(exchange, home, self._program.dtype, self._groups, self._buffers)
         under_way = it.arriving if instruction.writes else it.serving
-        under_way[f"W.{name}"] = Underway(self.lanes, Stream.PULL, finish)
+        under_way[weights(name)] = Underway(self.lanes, Stream.PULL, finish)
 
-    def _shards(self, it: _Iteration, value: str) -> dict[str, Tensor]:
-        """Return a bucket's shards in their natural shapes, by parameter name."""
+    def _shards(self, it: _Iteration, value: Value) -> dict[str, Tensor]:
+        """Return a bucket's shards, of its weights or gradients, in their natural shapes, by parameter name."""
         if value not in it.views:
-            flat, places = it.values[value], it.prepared.shards[value[2:]]
+            flat, places = it.values[value], it.prepared.shards[value.bucket]
             it.views[value] = {
                 name: shard_view(self._parameters[name], flat, place, it.prepared.degree)
                 for name, place in places.items()
@@ -203,47 +201,48 @@ class Executor:
         self._buffers.trim()
         batch = it.batches[micro_batch]
         if instruction.target == "aux":
-            given = [it.values[f"buffers.{b}"] for b in self._aux.buffers] + [batch[i] for i in self._aux.inputs]
-            it.values[instruction.writes[0]] = self._aux.graph(*given)
+            buffers = [it.aux_buffers[name] for name in self._aux.buffers]
+            fields = [batch[name] for name in self._aux.inputs]
+            it.values[instruction.writes[0]] = self._aux.graph(*buffers, *fields)
             return
         block = it.prepared.blocks[instruction.target]
-        weights = self._weights(it, instruction)
-        hidden = next((it.values[v] for v in instruction.reads if v[0] == "h"), None)
+        shards = self._weights(it, instruction)
+        hidden = next((it.values[value] for value in instruction.reads if value.kind is Kind.ACTIVATION), None)
         if block.enters and hidden is not None:
             hidden = it.collectives.split(hidden, 1)
-        aux = it.values.get(f"a.{micro_batch}")
-        arguments = [self._argument(name, it, block, weights, hidden, aux, batch) for name in block.variant.inputs]
-        out, *saved = block.variant.forward(*arguments)
+        extras = it.values.get(aux(micro_batch))
+        arguments = [self._argument(name, it, block, shards, hidden, extras, batch) for name in block.variant.inputs]
+        out, *kept = block.variant.forward(*arguments)
         if block.leaves:
             out = it.collectives.all_gather(out, 1)
         it.values[instruction.writes[0]] = out
         if len(instruction.writes) > 1:
-            it.values[instruction.writes[1]] = saved
+            it.values[instruction.writes[1]] = kept
 
     def _weights(self, it: _Iteration, instruction: Instruction) -> dict[str, Tensor]:
-        found: dict[str, Tensor] = {}
+        shards: dict[str, Tensor] = {}
         for value in instruction.reads:
-            if value.startswith("W."):
-                found |= self._shards(it, value)
-        return found
+            if value.kind is Kind.WEIGHTS:
+                shards |= self._shards(it, value)
+        return shards
 
     @staticmethod
     def _argument(
         name: str,
         it: _Iteration,
         block: BoundBlock,
-        weights: Mapping[str, Tensor],
+        shards: Mapping[str, Tensor],
         hidden: Tensor | None,
-        aux: Sequence[Tensor] | None,
+        extras: Sequence[Tensor] | None,
         batch: Mapping[str, Tensor],
     ) -> Any:
         if name in block.names:
-            return weights[block.names[name]]
+            return shards[block.names[name]]
         if name == "hidden":
             return hidden
         if name in block.aux:
-            assert aux is not None
-            return aux[block.aux[name]]
+            assert extras is not None
+            return extras[block.aux[name]]
         if name in block.buffers:
             return block.buffers[name]
         if name in batch:
@@ -255,9 +254,10 @@ class Executor:
         block = it.prepared.blocks[instruction.target]
         if block.recompute:
             self._buffers.trim()
-        saved = it.values[instruction.reads[0]]
-        weights = self._weights(it, instruction)
-        tangent = next((it.values[v] for v in instruction.reads if v[0] == "d"), None)
+        kept = it.values[instruction.reads[0]]
+        shards = self._weights(it, instruction)
+        gradients_in = (value for value in instruction.reads if value.kind is Kind.ACTIVATION_GRADIENT)
+        tangent = next((it.values[value] for value in gradients_in), None)
         if tangent is None:  # the last block: d loss / d (summed loss)
             tangent = torch.full((), 1.0 / it.tokens, dtype=loss_dtype(self._program), device=self._device)
         elif block.leaves:
@@ -265,17 +265,18 @@ class Executor:
         arguments = []
         for name in block.variant.needs:
             if name.startswith("saved."):
-                arguments.append(saved[int(name[6:])])
+                arguments.append(kept[int(name[6:])])
             elif name in ("tangent", "collectives"):
                 arguments.append(tangent if name == "tangent" else it.collectives)
             else:
-                arguments.append(weights[block.names[name]])
+                arguments.append(shards[block.names[name]])
         for name in block.variant.added:
             arguments += self._total(it, block.names[name])
-        gradients = block.variant.backward(*arguments)
-        it.values[instruction.reads[0]] = saved = None
+        results = block.variant.backward(*arguments)
+        # Nothing may keep alive what the forward saved while gradients are added up: here memory is at its highest.
+        it.values[instruction.reads[0]] = kept = None
         arguments.clear()
-        for name, gradient in zip(block.variant.gradients, gradients, strict=True):
+        for name, gradient in zip(block.variant.gradients, results, strict=True):
             if name == "hidden":
                 whole = it.collectives.all_gather(gradient, 1) if block.enters else gradient
                 it.values[instruction.writes[0]] = whole
@@ -283,8 +284,9 @@ class Executor:
                 total, beta = self._total(it, block.names[name])
                 total.add_(gradient) if beta else total.copy_(gradient)
         passed = instruction.writes[0]
-        if passed[0] == "d" and passed not in it.values:  # the loss reaches what is below by a tied weight only
-            tokens = it.batches[int(passed.rpartition(".")[2])]["input_ids"].shape[1]
+        if passed.kind is Kind.ACTIVATION_GRADIENT and passed not in it.values:
+            # The loss reaches what is below by a tied weight only.
+            tokens = it.batches[passed.micro_batch]["input_ids"].shape[1]
             split = 1 if block.enters or not it.prepared.degree.sequence_parallel else it.prepared.degree.tp
             shape = (1, tokens // split, self._hidden)
             it.values[passed] = torch.zeros(shape, dtype=self._program.dtype, device=self._device)
@@ -292,7 +294,7 @@ class Executor:
     def _total(self, it: _Iteration, name: str) -> tuple[Tensor, float]:
         """Return where a parameter's gradient is summed, and whether what is there counts: 0.0 the first time."""
         bucket = self._home.pieces[name].bucket
-        value = f"G.{bucket}"
+        value = gradients(bucket)
         if value not in it.values:
             it.values[value] = self._gradient_buffer(it, bucket)
         beta = float(name in it.added)
@@ -307,66 +309,64 @@ class Executor:
 
     def _send(self, it: _Iteration, instruction: Instruction) -> None:
         assert instruction.peer is not None
-        value = instruction.reads[0]
-        kind, _, micro_batch = value.rpartition(".")
-        if value[0] == "d":  # the previous stage has it: what this rank did last came after it there
-            self._end_sends(it, f"{kind}.{int(micro_batch) - 2}")
+        (value,) = instruction.reads
+        (on_its_way,) = instruction.writes
         tensor = it.values[value].contiguous()
         made = self.lanes.mark()
         with self.lanes.on(Stream.P2P), self._watch.communicating():
             self.lanes.wait(made)
-            it.timing.started(f"send {value}")
+            it.timing.started(on_its_way)
             message = self._groups.send(tensor, instruction.peer, message_tag(value))
-        it.sending.setdefault(value, []).append((message, tensor))
+        it.arriving[on_its_way] = self._underway(message, tensor)
 
-    def _end_sends(self, it: _Iteration, value: str) -> None:
-        """Let go of what was sent; gloo says that a message has left to those only that wait for it."""
-        for message, _ in it.sending.pop(value, ()):
-            with it.timing.waiting(Stream.P2P, f"send {value}"):
-                self._groups.wait(message)
-
-    def _receive(self, it: _Iteration, instruction: Instruction) -> None:
-        assert instruction.peer is not None
-        value = instruction.writes[0]
-        tokens = it.batches[int(value.rpartition(".")[2])]["input_ids"].shape[1]
-        with self.lanes.on(Stream.P2P), self._watch.communicating():
-            tensor = torch.empty((1, tokens, self._hidden), dtype=self._hidden_dtype, device=self._device)
-            it.timing.started(value)
-            message = self._groups.receive(tensor, instruction.peer, message_tag(value))
+    def _underway(self, message: Message, tensor: Tensor) -> Underway:
+        """Return a message's end: waiting for it gives the tensor, which it keeps alive until then."""
 
         def finish() -> Tensor:
             self._groups.wait(message)
             return tensor
 
         # The stream of messages must not wait for this one: what it sends next may be what the peer needs first.
-        it.arriving[value] = Underway(self.lanes, Stream.COMPUTE, Finish(finish, message), at_once=False)
+        return Underway(self.lanes, Stream.COMPUTE, Finish(finish, message), at_once=False)
+
+    def _receive(self, it: _Iteration, instruction: Instruction) -> None:
+        assert instruction.peer is not None
+        (value,) = instruction.writes
+        tokens = it.batches[value.micro_batch]["input_ids"].shape[1]
+        with self.lanes.on(Stream.P2P), self._watch.communicating():
+            tensor = torch.empty((1, tokens, self._hidden), dtype=self._hidden_dtype, device=self._device)
+            it.timing.started(value)
+            message = self._groups.receive(tensor, instruction.peer, message_tag(value))
+        it.arriving[value] = self._underway(message, tensor)
 
     def _push(self, it: _Iteration, instruction: Instruction) -> None:
         name = instruction.target
-        gradients = it.values.get(f"G.{name}")
-        if gradients is None and f"G.{name}" in instruction.reads:
-            gradients = self._gradient_buffer(it, name)
-        if gradients is None:
-            gradients = self._home.gradients[name].new_empty(0)
+        value = gradients(name)
+        total = it.values.get(value)
+        if total is None and value in instruction.reads:
+            total = self._gradient_buffer(it, name)
+        if total is None:
+            total = self._home.gradients[name].new_empty(0)
         else:
-            it.values[f"G.{name}"] = gradients
-            for parameter, shard in self._shards(it, f"G.{name}").items():
+            it.values[value] = total
+            for parameter, shard in self._shards(it, value).items():
                 if parameter not in it.added:  # no block that used it gave it a gradient
                     shard.zero_()
-        exchange, home = it.prepared.pushes[name], self._home.gradients[name]
-        it.values.pop(f"G.{name}", None)  # it is the message's now, which gives its memory back
-        it.views.pop(f"G.{name}", None)
+        exchange = it.prepared.pushes[name]
+        home = self._home.gradients[name]
+        it.values.pop(value, None)  # it is the message's now, which gives its memory back
+        it.views.pop(value, None)
         self._end_ready(it, Stream.PUSH, it.pushing)
         made = self.lanes.mark()
         with self.lanes.on(Stream.PUSH), self._watch.communicating():
             self.lanes.wait(made)
-            self.lanes.hold(gradients)
-            it.timing.started(f"G.{name}")
-            finish = start_push(exchange, gradients, home, self._groups, self._buffers)
-            it.pushing[f"G.{name}"] = Underway(self.lanes, Stream.PUSH, finish)
+            self.lanes.hold(total)
+            it.timing.started(value)
+            finish = start_push(exchange, total, home, self._groups, self._buffers)
+            it.pushing[value] = Underway(self.lanes, Stream.PUSH, finish)
             it.pushed = True
 
-    def _end_ready(self, it: _Iteration, stream: Stream, under_way: dict[str, Underway]) -> None:
+    def _end_ready(self, it: _Iteration, stream: Stream, under_way: dict[Value, Underway]) -> None:
         """End what need not be waited for, so that its memory serves what comes."""
         for value in list(under_way):
             if not under_way[value].ready:
@@ -374,7 +374,7 @@ class Executor:
             self._end(it, stream, under_way, value)
 
     @staticmethod
-    def _end(it: _Iteration, stream: Stream, under_way: dict[str, Underway], value: str) -> None:
+    def _end(it: _Iteration, stream: Stream, under_way: dict[Value, Underway], value: Value) -> None:
         with it.timing.waiting(stream, value):
             under_way.pop(value)()
 
@@ -382,7 +382,7 @@ class Executor:
         for value in instruction.reads:
             freed = it.values.pop(value, None)
             it.views.pop(value, None)
-            if value.startswith("W."):
+            if value.kind is Kind.WEIGHTS:
                 self._buffers.give(freed)
 
     def _commit(self, it: _Iteration) -> Outcome:
@@ -390,15 +390,13 @@ class Executor:
         for stream, under_way in ((Stream.PULL, it.serving), (Stream.PUSH, it.pushing)):
             for value in list(under_way):
                 self._end(it, stream, under_way, value)
-        for value in list(it.sending):
-            self._end_sends(it, value)
         with self._watch.waiting():
             self.lanes.finish()  # times are known then
         totals = torch.zeros(5, dtype=torch.float64, device=self._device)
         totals[2:] = torch.tensor(astuple(it.timing.exposed))
         if it.prepared.degree.index == 0:
             for value, loss in it.values.items():
-                if value.startswith("loss."):
+                if value.kind is Kind.LOSS:
                     totals[0] += loss.double()
         if it.pushed:
             totals[1] += sum(square_sum(gradient) for gradient in self._home.gradients.values())
@@ -422,9 +420,9 @@ def square_sum(values: Tensor) -> Tensor:
     return total
 
 
-def message_tag(value: str) -> int:
-    """Return the tag of an activation (h) or gradient (d) message: both ends derive it from the value's name."""
-    return 2 * int(value.rpartition(".")[2]) + (value[0] == "d")
+def message_tag(value: Value) -> int:
+    """Return the tag of the message that carries an activation or its gradient: both ends derive it from the value."""
+    return 2 * value.micro_batch + (value.kind is Kind.ACTIVATION_GRADIENT)
 
 
 def hidden_size(program: Program) -> int:

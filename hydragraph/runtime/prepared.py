@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from hydragraph.errors import Unsupported
-from hydragraph.ir.instruction import RankProgram
 from hydragraph.ir.layout import GradientKind, Layout, propagation
 from hydragraph.ir.outline import Mode
 from hydragraph.ir.parameter import Bucket, Parameter
 from hydragraph.ir.program import Block, Program
+from hydragraph.ir.rank_program import RankProgram
 from hydragraph.passes.differentiate import Variant
 from hydragraph.passes.pipeline import rank_program
 from hydragraph.passes.place import PlacedStage, Placement, place

@@ -12,8 +12,8 @@ from typer.testing import Result
 import hydragraph as hg
 from hydragraph.commands import compile_result
 from hydragraph.commands.compile_files import Summary
-from hydragraph.ir.instruction import RankProgram
 from hydragraph.ir.program import Program
+from hydragraph.ir.rank_program import RankProgram
 from hydragraph.passes.differentiate import Variant
 from hydragraph.passes.shard import Degree
 from hydragraph.runtime.variants import Variants

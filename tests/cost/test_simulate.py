@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 from hydragraph.cost.simulate import Timeline, simulate
 from hydragraph.cost.work import Work
-from hydragraph.ir.instruction import Op, RankProgram, Stream
+from hydragraph.ir.instruction import Op, Stream
 from hydragraph.ir.outline import Outline
+from hydragraph.ir.rank_program import RankProgram
 from hydragraph.passes.pipeline import rank_programs
 from hydragraph.spec.cluster import Cluster, Device, Link
 from hydragraph.spec.strategy import Pipeline, Stage, Strategy

@@ -3,26 +3,33 @@
 from __future__ import annotations
 
 from hydragraph.ir.deadlock import Deadlock, find_deadlock
-from hydragraph.ir.instruction import Instruction, Op, RankProgram, Stream
+from hydragraph.ir.instruction import Instruction, Op
+from hydragraph.ir.rank_program import RankProgram
+from hydragraph.ir.value import Value, activation, message, weights
 
 
 def send(peer: int) -> Instruction:
-    return Instruction(Op.SEND, Stream.P2P, peer=peer, reads=("h1.0",))
+    return Instruction(Op.SEND, peer=peer, reads=(activation(1, 0),), writes=(message(activation(1, 0), peer),))
 
 
 def receive(peer: int) -> Instruction:
-    return Instruction(Op.RECEIVE, Stream.P2P, peer=peer, writes=("h1.0",))
+    return Instruction(Op.RECEIVE, peer=peer, writes=(activation(1, 0),))
 
 
-def forward(block: str, *reads: str) -> Instruction:
-    return Instruction(Op.FORWARD, Stream.COMPUTE, block, 0, reads=reads)
+def free(peer: int) -> Instruction:
+    sent = message(activation(1, 0), peer)
+    return Instruction(Op.FREE, reads=(sent,), after=(sent,))
+
+
+def forward(block: str, *reads: Value) -> Instruction:
+    return Instruction(Op.FORWARD, block, 0, reads=reads)
 
 
 def pull(bucket: str) -> Instruction:
-    return Instruction(Op.PULL, Stream.PULL, bucket)
+    return Instruction(Op.PULL, bucket)
 
 
-COMMIT = Instruction(Op.COMMIT, Stream.COMPUTE)
+COMMIT = Instruction(Op.COMMIT)
 
 
 def run(*instructions: list[Instruction], tp: tuple[int, ...] = ()) -> Deadlock | None:
@@ -50,6 +57,12 @@ def test_a_receive_from_a_rank_that_has_ended() -> None:
     assert found.chain == (1, 0)
 
 
+def test_whoever_frees_a_message_waits_until_it_is_received() -> None:
+    assert run([send(1), free(1), receive(1)], [receive(0), send(0)]) is None
+    found = run([send(1), free(1), receive(1)], [send(0), free(0), receive(0)])
+    assert found == Deadlock({0: 1, 1: 1}, {0: (1,), 1: (0,)})
+
+
 def test_tensor_parallel_ranks_compute_together() -> None:
     one, other = forward("layer.0"), forward("layer.1")
     assert run([one, other], [one, other], tp=(0, 1)) is None
@@ -58,7 +71,7 @@ def test_tensor_parallel_ranks_compute_together() -> None:
 
 
 def test_a_pull_needs_every_rank_before_its_weights_are_read() -> None:
-    use = forward("layer.0", "W.layer.0")
+    use = forward("layer.0", weights("layer.0"))
     assert run([pull("layer.0"), use], [pull("layer.0")]) is None
     found = run([pull("layer.0"), use, send(1)], [receive(0), pull("layer.0")])
     assert found == Deadlock({0: 1, 1: 0}, {0: (1,), 1: (0,)})

@@ -4,8 +4,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hydragraph.ir.instruction import Instruction, Op, RankProgram, Stream
-from hydragraph.ir.text import instruction_text, parse, to_text
+from hydragraph.ir.instruction import Instruction, Op
+from hydragraph.ir.rank_program import RankProgram, parse, to_text
+from hydragraph.ir.text import instruction_text
+from hydragraph.ir.value import activation, activation_gradient, aux, gradients, loss, message, saved, weights
 
 EXAMPLE = """\
 rank 2 of 4  strategy <tp2,pp1> + <tp1,pp2>@7c1e00  pipeline 1, stage 0: layers 0-1, tp 1 (ranks 2), micro-batches 3
@@ -19,6 +21,7 @@ compute  d1.0, G.layer.1 += backward layer.1 [0] (s.layer.1.0, d2.0, W.layer.1) 
 push     link G.layer.1 -> home                               after G.layer.1
 push     link G.head others -> home
 compute  free s.layer.1.0, d2.0
+compute  free h2.0>3                                          after h2.0>3
 compute  commit (loss.0, G.layer.1)
 compute  update
 """
@@ -34,16 +37,17 @@ def test_fields_of_a_parsed_program():
         RankProgram(2, 4, "<tp2,pp1> + <tp1,pp2>@7c1e00", 1, 0, (2,), (0, 2), 3, ()),
         instructions=program.instructions,
     )
-    assert program.instructions[0] == Instruction(Op.PULL, Stream.PULL, "layer.0", writes=("W.layer.0",))
-    assert program.instructions[4] == Instruction(Op.SEND, Stream.P2P, peer=3, reads=("h2.0",), after=("h2.0",))
+    assert program.instructions[0] == Instruction(Op.PULL, "layer.0", writes=(weights("layer.0"),))
+    assert program.instructions[4] == Instruction(
+        Op.SEND, peer=3, reads=(activation(2, 0),), writes=(message(activation(2, 0), 3),), after=(activation(2, 0),)
+    )
     assert program.instructions[6] == Instruction(
         Op.BACKWARD,
-        Stream.COMPUTE,
         "layer.1",
         0,
-        reads=("s.layer.1.0", "d2.0", "W.layer.1"),
-        writes=("d1.0", "G.layer.1"),
-        after=("d2.0", "W.layer.1"),
+        reads=(saved("layer.1", 0), activation_gradient(2, 0), weights("layer.1")),
+        writes=(activation_gradient(1, 0), gradients("layer.1")),
+        after=(activation_gradient(2, 0), weights("layer.1")),
     )
 
 
@@ -58,20 +62,33 @@ def test_comments_and_spacing_are_ignored():
 
 
 names = st.text("abz09._-", min_size=1, max_size=6)
-values = st.lists(names, max_size=3).map(tuple)
 numbers = st.integers(0, 99)
+moved = st.builds(activation, numbers, numbers) | st.builds(activation_gradient, numbers, numbers)
+value = (
+    moved
+    | st.builds(saved, names, numbers)
+    | st.builds(aux, numbers)
+    | st.builds(loss, numbers)
+    | st.builds(weights, names)
+    | st.builds(gradients, names)
+    | st.builds(message, moved, numbers)
+)
+values = st.lists(value, max_size=3).map(tuple)
 
 
 @st.composite
 def instructions(draw):
-    op, stream, after = draw(st.sampled_from(Op)), draw(st.sampled_from(Stream)), draw(values)
-    target, one = draw(names), (draw(names),)
+    op = draw(st.sampled_from(Op))
+    after = draw(values)
+    target = draw(names)
+    peer = draw(numbers)
+    one = (draw(moved),)
     here = draw(st.booleans())
     fields = {
-        Op.PULL: lambda: {"target": target, "writes": (f"W.{target}",) if here else ()},
-        Op.PUSH: lambda: {"target": target, "reads": (f"G.{target}",) if here else ()},
-        Op.SEND: lambda: {"peer": draw(numbers), "reads": one},
-        Op.RECEIVE: lambda: {"peer": draw(numbers), "writes": one},
+        Op.PULL: lambda: {"target": target, "writes": (weights(target),) if here else ()},
+        Op.PUSH: lambda: {"target": target, "reads": (gradients(target),) if here else ()},
+        Op.SEND: lambda: {"peer": peer, "reads": one, "writes": (message(one[0], peer),)},
+        Op.RECEIVE: lambda: {"peer": peer, "writes": one},
         Op.FREE: lambda: {"reads": one + draw(values)},
         Op.COMMIT: lambda: {"reads": draw(values)},
         Op.UPDATE: dict,
@@ -79,7 +96,7 @@ def instructions(draw):
         op,
         lambda: {"target": target, "micro_batch": draw(numbers), "reads": draw(values), "writes": draw(values)},
     )()
-    return Instruction(op, stream, after=after, **fields)
+    return Instruction(op, after=after, **fields)
 
 
 @st.composite
@@ -106,11 +123,13 @@ def test_round_trip(program, comments):
         ("rank 2 of 4", "rank two of 4", r"line 1: expected the header 'rank R of N .* found 'rank two"),
         ("tp 1 (ranks 2)", "tp 2 (ranks 2)", r"line 1: expected 2 ranks behind 'tp 2', found 1"),
         ("p2p      send", "net      send", r"line 6: expected a stream \(pull, compute, p2p, push\), found 'net'"),
+        ("p2p      send", "push     send", r"line 6: expected stream p2p for send, found 'push'"),
+        ("(s.layer.1.0, d2.0", "(s.layer.1.0, x2.0", r"line 8: 'x2.0' is no value: write h2.0 or d2.0 \(block"),
         ("send h2.0 ->", "send h2.0 to", r"line 6: expected 'send VALUE -> rank RANK', found 'send h2.0 to rank 3'"),
         ("+= backward", "= backward", r"line 8: expected 'VALUES \+= backward BLOCK"),
         ("link W.head home ->", "link W.head ->", r"line 3: expected 'W.BUCKET = link home -> here' or 'link W"),
         ("  after h2.0", "  after (h2.0)", r"line 6: expected values behind 'after'.* found '\(h2.0\)'"),
-        ("compute  update", "compute  rest", r"line 13: expected .*'update', found 'rest'"),
+        ("compute  update", "compute  rest", r"line 14: expected .*'update', found 'rest'"),
         (EXAMPLE, "# nothing\n", r"line 2: expected a header .* found the end"),
     ],
 )
@@ -129,4 +148,4 @@ def test_text_that_would_not_parse_back_is_refused():
 
 
 def test_instruction_text_never_fails():
-    assert instruction_text(Instruction(Op.SEND, Stream.P2P)) == "p2p      send  -> rank None"
+    assert instruction_text(Instruction(Op.SEND)) == "p2p      send  -> rank None"

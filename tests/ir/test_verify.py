@@ -3,9 +3,10 @@ from dataclasses import replace
 
 import pytest
 
-from hydragraph.ir.instruction import Op, Stream
+from hydragraph.ir.instruction import Op
 from hydragraph.ir.outline import Outline
 from hydragraph.ir.text import instruction_text
+from hydragraph.ir.value import activation, aux, weights
 from hydragraph.ir.verify import VerificationError, verify
 from hydragraph.passes.pipeline import rank_programs
 from hydragraph.spec.strategy import Pipeline, Stage, Strategy
@@ -21,8 +22,9 @@ def programs(strategy=STRATEGY, counts=(3, 2), mode="train", ranks=5):
 
 
 def find(program, text):
-    """Return the index of the only instruction whose line has `text` in it."""
-    (index,) = (i for i, each in enumerate(program.instructions) if text in instruction_text(each))
+    """Return the index of the only instruction whose line has `text` in it; messages count where `text` names one."""
+    lines = map(instruction_text, program.instructions)
+    (index,) = (i for i, line in enumerate(lines) if text in line and (">" in line) <= (">" in text or "->" in line))
     return index
 
 
@@ -47,6 +49,17 @@ def refused(tampered, message, mode="train"):
 
 def dropped(text):
     return lambda body, at: body.pop(at(text))
+
+
+def unsent(message):
+    """Drop a send, and the free of its message."""
+
+    def edit(body, at):
+        del body[at(f"free {message}")]
+        value, _, peer = message.partition(">")
+        del body[at(f"send {value} -> rank {peer}")]
+
+    return edit
 
 
 def moved(text, before):
@@ -81,8 +94,8 @@ def test_untouched_programs_verify(mode):
     ("rank", "edit", "message"),
     [
         # Messages.
-        (0, dropped("send h1.2"), r"rank 2, .*`p2p h1.2 = receive <- rank 0`: rank 0 has no send for it"),
-        (0, dropped("send h1.1"), r"rank 2, .*`p2p h1.1 = receive <- rank 0`: rank 0 sends h1.2 at this point"),
+        (0, unsent("h1.2>2"), r"rank 2, .*`p2p h1.2 = receive <- rank 0`: rank 0 has no send for it"),
+        (0, unsent("h1.1>2"), r"rank 2, .*`p2p h1.1 = receive <- rank 0`: rank 0 sends h1.2 at this point"),
         (0, swapped("h1.0 -> rank", "h1.1 -> rank"), r"rank 0, .*h1\.1"),
         (0, swapped("d1.1 = receive", "d1.2 = receive"), r"rank 0, .*`compute .*backward layer.0 \[1\].*d1.1 is read"),
         (2, swapped("h1.0 = receive", "h1.1 = receive"), r"rank 2, .*`compute .*forward layer.1 \[0\].*h1.0 is read"),
@@ -97,13 +110,21 @@ def test_untouched_programs_verify(mode):
         # Values.
         (0, dropped("free h1.0"), r"rank 0, .*`p2p send h1.0 -> rank 2 after h1.0`: h1.0 is used last here and never"),
         (0, moved("free h1.0", "send h1.0"), r"rank 0, .*`p2p send h1.0 .*`: h1.0 is read, but instruction \d+ freed"),
-        (0, changed("free h1.1", reads=("h1.0",)), r"rank 0, .*`compute free h1.0`: h1.0 is freed, but instruction"),
-        (0, moved("d1.0 = receive", "commit"), r"rank 0, .*backward layer.0 \[0\].*d1.0 is read, but nothing"),
-        (0, changed("send h1.0", after=()), r"rank 0, .*`p2p send h1.0 -> rank 2`: it should wait .*: h1.0"),
-        (0, changed("forward embed [0]", after=("W.word", "a.0")), r"rank 0, .*forward embed \[0\].*reads: W.word"),
         (
             0,
-            changed("forward aux [1]", writes=("a.0",)),
+            changed("free h1.1", reads=(activation(1, 0),)),
+            r"rank 0, .*`compute free h1.0`: h1.0 is freed, but",
+        ),
+        (0, moved("d1.0 = receive", "commit"), r"rank 0, .*backward layer.0 \[0\].*d1.0 is read, but nothing"),
+        (0, changed("send h1.0", after=()), r"rank 0, .*`p2p send h1.0 -> rank 2`: it should wait .*: h1.0"),
+        (
+            0,
+            changed("forward embed [0]", after=(weights("word"), aux(0))),
+            r"rank 0, .*embed \[0\].*reads: W.word",
+        ),
+        (
+            0,
+            changed("forward aux [1]", writes=(aux(0),)),
             r"rank 0, .*forward aux \[1\]`: it should read \(\) and write",
         ),
         # Computation.
@@ -114,8 +135,12 @@ def test_untouched_programs_verify(mode):
             changed("forward aux [1]", micro_batch=0),
             r"rank 3, .*forward aux \[0\]`: this rank should not run it, or",
         ),
-        (0, changed("forward embed [0]", reads=("W.head", "a.0")), r"rank 0, .*it should read \(W.word, a.0\)"),
-        (0, changed("forward embed [0]", stream=Stream.PULL), r"rank 0, .*forward does not run on stream pull"),
+        (0, changed("forward embed [0]", reads=(weights("head"), aux(0))), r"rank 0, .*it should read \(W.word, a.0\)"),
+        (0, changed("send h1.0", op=Op.PULL), r"rank 0, .*pull neither reads nor makes h1.0, h1.0>2 like this"),
+        (0, dropped("free h1.0>2"), r"rank 0, .*send h1.0 .*h1.0>2 is used last here and never freed"),
+        (2, moved("free d1.1>0", "update"), r"rank 2, .*free d1.1>0.*messages are freed before the commit"),
+        (2, moved("free d1.0>0", "send d1.0 -> rank 0"), r"rank 2, .*free d1.0>0.*d1.0>0 is freed, but nothing"),
+        (0, changed("free h1.0>2", after=()), r"rank 0, .*it should wait for what other streams make .*: h1.0>2"),
         # Exchanges.
         (
             4,

@@ -2,8 +2,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hydragraph.ir.instruction import Op, RankProgram
+from hydragraph.ir.instruction import Op
 from hydragraph.ir.outline import Outline
+from hydragraph.ir.rank_program import RankProgram
 from hydragraph.passes.order import order, tasks
 from hydragraph.passes.place import PlacedStage, place
 from hydragraph.spec.strategy import Pipeline, Stage, Strategy

@@ -1,7 +1,8 @@
 import pytest
 
-from hydragraph.ir.instruction import Op, RankProgram, Stream
+from hydragraph.ir.instruction import Op, Stream
 from hydragraph.ir.outline import Outline
+from hydragraph.ir.rank_program import RankProgram
 from hydragraph.ir.text import instruction_text
 from hydragraph.passes.order import order
 from hydragraph.passes.overlap import overlap
@@ -71,7 +72,7 @@ def test_own_gradients_leave_when_complete_and_behind_a_waiting_send(rank):
 
 def test_tied_gradient_of_the_last_stage_waits_for_its_turn():
     run = overlapped("<tp1,pp2>", [2], 1)
-    assert [(i.target, i.reads) for i in run[-4:-2]] == [("layer.0", ()), ("word", ("G.word",))]
+    assert [(i.target, i.reads) for i in run if i.op is Op.PUSH][-2:] == [("layer.0", ()), ("word", ("G.word",))]
 
 
 def test_pushes_of_others_wait_for_the_last_forward_only():
@@ -96,9 +97,36 @@ def test_commit_ends_losses_and_gradients():
     assert overlapped("<tp1,pp2>", [2], 1, "evaluate")[-1].reads == ("loss.0", "loss.1")
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+@pytest.mark.parametrize("mode", ["train", "evaluate"])
+@pytest.mark.parametrize("rank", range(6))
+def test_every_message_is_freed_once_behind_its_send_and_before_the_commit(rank, mode, schedule):
+    run = overlapped("<[0,1]x1,[2]x1,[3,4,5]x1>", [5], rank, mode, schedule)
+    sent = [value for i in run if i.op is Op.SEND for value in i.writes]
+    freed = [value for i in run if i.op is Op.FREE for value in i.reads]
+    assert sorted(sent) == sorted(freed) == sorted(set(sent))
+    for i in (i for i in run if i.op is Op.FREE):
+        assert i.after == i.reads
+        assert all(run.index(i) > n for n, other in enumerate(run) if set(other.writes) & set(i.reads))
+    ends = [i.op for i in run if i.op in (Op.FREE, Op.COMMIT)]
+    assert ends[-1] is Op.COMMIT
+
+
+def test_messages_are_freed_when_the_peer_has_them():
+    def word(instruction):
+        return f"{instruction.op.value}:{(*instruction.reads, *instruction.writes)[0]}"
+
+    first = [word(i) for i in overlapped("<tp1,pp2>", [4], 0) if i.op in (Op.FREE, Op.RECEIVE)]
+    assert first == [
+        f"{op}:h1.{m}>1" if op == "free" else f"{op}:d1.{m}" for m in range(4) for op in ("receive", "free")
+    ]
+    second = [word(i) for i in overlapped("<tp1,pp2>", [4], 1) if i.op in (Op.FREE, Op.SEND)]
+    assert second == ["send:d1.0", "send:d1.1", "free:d1.0>0", "send:d1.2", "free:d1.1>0", "send:d1.3", "free:d1.2>0"]
+
+
 def test_evaluation_neither_pushes_nor_updates():
     ops = {i.op for i in overlapped("<tp1,pp2>", [2], 0, "evaluate")}
-    assert ops == {Op.PULL, Op.FORWARD, Op.SEND, Op.COMMIT}
+    assert ops == {Op.PULL, Op.FORWARD, Op.SEND, Op.FREE, Op.COMMIT}
 
 
 def test_waits_are_for_other_streams_only():

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hydragraph.ir.instruction import Op, RankProgram
+from hydragraph.ir.instruction import Op
 from hydragraph.ir.outline import Outline
-from hydragraph.ir.text import parse, to_text
+from hydragraph.ir.rank_program import RankProgram, parse, to_text
 from hydragraph.ir.verify import verify
 from hydragraph.passes.pipeline import PASSES, rank_program, rank_programs
 from hydragraph.passes.place import place

@@ -1,0 +1,167 @@
+"""The values that a rank's instructions read and write.
+
+A value is its text, and knows what the text says:
+
+    text         kind                  the rest
+    h{k}.{m}     ACTIVATION            output of the block at position k, of micro-batch m
+    d{k}.{m}     ACTIVATION_GRADIENT   the loss's gradient with respect to h{k}.{m}
+    s.{block}.{m}  SAVED               what a block's forward keeps for its backward
+    a.{m}        AUX                   a micro-batch's positions and rotary tables
+    loss.{m}     LOSS                  a micro-batch's summed loss
+    W.{bucket}   WEIGHTS               a bucket's pulled weights
+    G.{bucket}   GRADIENTS             a bucket's gradients, summed over the rank's micro-batches
+    {value}>{r}  MESSAGE               an h or d on its way to rank r: made by the send, over once it has left
+
+So `h2.0` has position 2 and micro-batch 0, `W.layer.0` has bucket "layer.0", and `h2.0>3` is `h2.0` with peer 3.
+Values are made here and nowhere else, and nobody takes their text apart.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from enum import Enum
+from functools import lru_cache
+
+NONE = -1  # a number that a value of its kind does not have
+
+
+class Kind(Enum):
+    """What a value is."""
+
+    ACTIVATION = "h"
+    ACTIVATION_GRADIENT = "d"
+    SAVED = "s"
+    AUX = "a"
+    LOSS = "loss"
+    WEIGHTS = "W"
+    GRADIENTS = "G"
+    MESSAGE = ">"
+
+
+class Value(str):
+    """A value: equal to its text, with what the text says as attributes.
+
+    It is a string so that programs print, compare, sort and hash as fast as their texts do: an iteration of a large
+    cluster names millions. The functions below make it.
+
+    Attributes:
+        kind: what it is.
+        position: k of an activation and its gradient; else -1.
+        block: of a saved value; else "".
+        bucket: of weights and gradients; else "".
+        micro_batch: counted within the pipeline; -1 for weights and gradients, which belong to all.
+        peer: the rank that a message goes to; else -1.
+    """
+
+    __slots__ = ("block", "bucket", "kind", "micro_batch", "peer", "position")
+    kind: Kind
+    position: int
+    block: str
+    bucket: str
+    micro_batch: int
+    peer: int
+
+    def __new__(
+        cls,
+        text: str,
+        kind: Kind,
+        position: int = NONE,
+        block: str = "",
+        bucket: str = "",
+        micro_batch: int = NONE,
+        peer: int = NONE,
+    ) -> Value:
+        self = super().__new__(cls, text)
+        self.kind = kind
+        self.position = position
+        self.block = block
+        self.bucket = bucket
+        self.micro_batch = micro_batch
+        self.peer = peer
+        return self
+
+    def __reduce__(self) -> tuple[Callable[[str], Value], tuple[str]]:
+        return parse_value, (str(self),)
+
+
+# A program names each value several times, and equal stages name the same ones: they are made once.
+_once = lru_cache(maxsize=1 << 16)
+
+
+@_once
+def activation(position: int, micro_batch: int) -> Value:
+    """Return h{position}.{micro_batch}."""
+    return Value(f"h{position}.{micro_batch}", Kind.ACTIVATION, position=position, micro_batch=micro_batch)
+
+
+@_once
+def activation_gradient(position: int, micro_batch: int) -> Value:
+    """Return d{position}.{micro_batch}."""
+    return Value(f"d{position}.{micro_batch}", Kind.ACTIVATION_GRADIENT, position=position, micro_batch=micro_batch)
+
+
+@_once
+def saved(block: str, micro_batch: int) -> Value:
+    """Return s.{block}.{micro_batch}."""
+    return Value(f"s.{block}.{micro_batch}", Kind.SAVED, block=block, micro_batch=micro_batch)
+
+
+@_once
+def aux(micro_batch: int) -> Value:
+    """Return a.{micro_batch}."""
+    return Value(f"a.{micro_batch}", Kind.AUX, micro_batch=micro_batch)
+
+
+@_once
+def loss(micro_batch: int) -> Value:
+    """Return loss.{micro_batch}."""
+    return Value(f"loss.{micro_batch}", Kind.LOSS, micro_batch=micro_batch)
+
+
+@_once
+def weights(bucket: str) -> Value:
+    """Return W.{bucket}."""
+    return Value(f"W.{bucket}", Kind.WEIGHTS, bucket=bucket)
+
+
+@_once
+def gradients(bucket: str) -> Value:
+    """Return G.{bucket}."""
+    return Value(f"G.{bucket}", Kind.GRADIENTS, bucket=bucket)
+
+
+@_once
+def message(sent: Value, peer: int) -> Value:
+    """Return {sent}>{peer}: an activation or its gradient on its way to a rank."""
+    return Value(f"{sent}>{peer}", Kind.MESSAGE, position=sent.position, micro_batch=sent.micro_batch, peer=peer)
+
+
+_NUMBER = r"(0|[1-9]\d*)"
+_NAME = r"([\w.\-/:]+)"
+_READERS: tuple[tuple[re.Pattern[str], Callable[..., Value]], ...] = (
+    (re.compile(rf"h{_NUMBER}\.{_NUMBER}"), lambda k, m: activation(int(k), int(m))),
+    (re.compile(rf"d{_NUMBER}\.{_NUMBER}"), lambda k, m: activation_gradient(int(k), int(m))),
+    (re.compile(rf"s\.{_NAME}\.{_NUMBER}"), lambda block, m: saved(block, int(m))),
+    (re.compile(rf"a\.{_NUMBER}"), lambda m: aux(int(m))),
+    (re.compile(rf"loss\.{_NUMBER}"), lambda m: loss(int(m))),
+    (re.compile(rf"W\.{_NAME}"), weights),
+    (re.compile(rf"G\.{_NAME}"), gradients),
+    (re.compile(rf"([hd]\d+\.\d+)>{_NUMBER}"), lambda sent, peer: message(parse_value(sent), int(peer))),
+)
+
+
+def parse_value(text: str) -> Value:
+    """Read a value's text.
+
+    Raises:
+        ValueError: it is none; with the forms that there are.
+    """
+    for pattern, make in _READERS:
+        match = pattern.fullmatch(text)
+        if match is not None:
+            return make(*match.groups())
+    raise ValueError(
+        f"{text!r} is no value: write h2.0 or d2.0 (block, micro-batch), s.layer.0.0, a.0, loss.0, W.layer.0, "
+        "G.layer.0, or h2.0>3 (on its way to rank 3)"
+    )
