@@ -131,7 +131,7 @@ def _cuts(size: int, weights: npt.NDArray[np.float64], align: int) -> Ints:
         return np.arange(n + 1, dtype=np.int64) * (size // n)
     ideal = size * (np.concatenate(([0.0], np.cumsum(weights))) / weights.sum())
     cuts: Ints = np.minimum(np.rint(ideal / align).astype(np.int64) * align, size)
-    cuts[-1] = size
+    cuts[np.flatnonzero(weights)[-1] + 1 :] = size  # what rounding leaves goes to the last rank with a share
     return cuts
 
 
