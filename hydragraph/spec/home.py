@@ -25,7 +25,8 @@ class Home:
             and `save` like all others); None: equal shares of all ranks.
         copies: 1; or 2: every element has a second owner on another node, who updates it as well, so that the loss of
             one node loses nothing. A rank's share then is of both copies together.
-        buckets: bucket name (a block's, or a tied parameter's) -> its shares by rank, instead of `shares`.
+        buckets: bucket name (a block's, what is frozen of it, or a tied parameter's) -> its shares by rank, instead of
+            `shares`.
         nodes: which node each rank is on, for copies; None: the hosts that ranks run on, or each rank by itself where
             all run on one.
 
@@ -166,7 +167,7 @@ def _shares(name: str, given: object) -> Shares:
             raise ValueError(
                 f"{name}: rank {rank} has {share!r}: give a finite number of at least 0 (0: it owns nothing)"
             )
-    total = math.fsum(given)
+    total = sum(given)
     if not 0 < total < math.inf:
         raise ValueError(f"{name} is {list(given)}, whose sum is {total:g}: give at least one rank a share above 0")
     return tuple(map(float, given))
