@@ -13,6 +13,7 @@ __all__, __getattr__, __dir__ = attributes(
         "Costs": "hydragraph.cost.costs",
         "Executable": "hydragraph.executable",
         "Health": "hydragraph.spec.health",
+        "Home": "hydragraph.spec.home",
         "Pipeline": "hydragraph.spec.strategy",
         "Policy": "hydragraph.planner.policy",
         "Profile": "hydragraph.cost.profile",

@@ -21,6 +21,7 @@ from hydragraph.runtime.launch import launch as launch
 from hydragraph.spec.assignment import Assignment as Assignment
 from hydragraph.spec.cluster import Cluster as Cluster
 from hydragraph.spec.health import Health as Health
+from hydragraph.spec.home import Home as Home
 from hydragraph.spec.strategy import Pipeline as Pipeline
 from hydragraph.spec.strategy import Stage as Stage
 from hydragraph.spec.strategy import Strategy as Strategy

@@ -32,6 +32,7 @@ from hydragraph.runtime.state import OptimizerFactory
 from hydragraph.runtime.variants import Variants
 from hydragraph.spec.assignment import Assignment
 from hydragraph.spec.cluster import Cluster
+from hydragraph.spec.home import Home
 from hydragraph.spec.strategy import Strategy
 
 
@@ -77,6 +78,7 @@ def compile(
     program: Program | None = None,
     check: str | bool = "auto",
     progress_s: float = PROGRESS_S,
+    home: Home | None = None,
 ) -> Executable:
     """Compile a model for training under a strategy that every step may change.
 
@@ -104,12 +106,13 @@ def compile(
             `example` and `loss` were capture's, and so were `dtype` and the check against the model.
         check: of what is captured here, by one rank of each host; see `hydragraph.capture`. Unless "off", what ranks
             run under a strategy (cut, split by tokens, recomputed) is compared with whole blocks before its first step.
-
         progress_s: after so many seconds in which no rank has moved on while some wait for others, all raise, and write
             what they are doing to stderr; give more than any one instruction, or what you do between steps, takes.
+        home: which rank owns how much of the weights and the optimizer's state, and whether a second one owns it too;
+            None: equal shares of all ranks.
 
     Raises:
-        ValueError: `program` is that of another model.
+        ValueError: `program` is that of another model, or `home` does not fit the ranks or the model.
         Unsupported: what cannot be captured or trained.
         RankFailure: another rank failed meanwhile.
 
@@ -124,7 +127,9 @@ def compile(
         else:
             _check_origin(program, model, dtype, given=example is not None or loss is not None)
         planning = Planning(profile, lengths, policy or Policy())
-        return Executable(model, program, strategy, optimizer, max_grad_norm, world, blocks, planning, backend, mode)
+        return Executable(
+            model, program, strategy, optimizer, max_grad_norm, world, blocks, planning, backend, mode, home
+        )
 
 
 def _check_origin(program: Program, model: nn.Module, dtype: torch.dtype, given: bool) -> None:

@@ -16,6 +16,7 @@ from hydragraph.planner.iteration import IterationPlanner
 from hydragraph.planner.longest_first import rough_cost
 from hydragraph.planner.policy import Policy, Settled, settle
 from hydragraph.planner.setting import Setting
+from hydragraph.spec.home import Home
 from hydragraph.spec.strategy import Strategy
 
 Choices = Strategy | Sequence[Strategy] | Literal["auto"]
@@ -94,7 +95,9 @@ def _fits(program: Program, scheme: Scheme) -> bool:
     return True
 
 
-def setting_of(strategies: Sequence[Strategy], profile: Profile | None, ranks: int, seed: int) -> Setting:
+def setting_of(
+    strategies: Sequence[Strategy], profile: Profile | None, ranks: int, seed: int, home: Home | None = None
+) -> Setting:
     """Return what the planner needs of the candidates: measured costs, or rough ones without a profile."""
     if profile is None:
         rough = tuple(tuple(rough_cost(p) for p in s.pipelines) for s in strategies)
@@ -103,7 +106,7 @@ def setting_of(strategies: Sequence[Strategy], profile: Profile | None, ranks: i
         priced = tuple(tuple(profile.pipeline_of(p, ranks) for p in s.pipelines) for s in strategies)
         charges = tuple(profile.hetero_sync_s if len(set(c)) > 1 else 0.0 for c in priced)
         return Setting(priced, charges, seed)
-    costs = Costs(profile, profile.cluster(ranks))
+    costs = Costs(profile, profile.cluster(ranks), home=home)
     every = tuple(tuple(costs.pipeline(p, s.schedule) for p in s.pipelines) for s in strategies)
     return Setting(every, tuple(costs.fixed(s) for s in strategies), seed)
 
@@ -114,9 +117,10 @@ def planner_of(
     ranks: int,
     policy: Policy,
     batches: Sequence[Sequence[int]] | None,
+    home: Home | None = None,
 ) -> tuple[IterationPlanner, str]:
     """Return what plans every iteration, and a sentence about what was decided from the sample."""
-    setting = setting_of(strategies, profile, ranks, policy.seed)
+    setting = setting_of(strategies, profile, ranks, policy.seed, home)
     if len(strategies) == 1 or not batches:
         return IterationPlanner(setting, policy), ""
     settled: Settled = settle(setting.candidates, setting.charges, batches, policy)

@@ -24,6 +24,7 @@ from hydragraph.errors import Stopped, Unsupported
 from hydragraph.frontend.adapters import is_peft
 from hydragraph.frontend.initialise import initial_buffers, initial_parameters, is_meta
 from hydragraph.frontend.packed import own_fields
+from hydragraph.ir.home import HomeLayouts
 from hydragraph.ir.layout import whole
 from hydragraph.ir.outline import Mode
 from hydragraph.ir.program import Program
@@ -53,6 +54,7 @@ from hydragraph.runtime.variants import Variants
 from hydragraph.runtime.weights import pretrained
 from hydragraph.runtime.weights.directory import Shell
 from hydragraph.runtime.weights.directory import check as check_shell
+from hydragraph.spec.home import Home
 from hydragraph.spec.padded import Batches
 from hydragraph.spec.strategy import Strategy
 from hydragraph.version import __version__
@@ -149,6 +151,7 @@ class Executable:
         planning: Planning | None = None,
         backend: str | None = None,
         check: str = "off",
+        home: Home | None = None,
     ) -> None:
         self.program, self._max_grad_norm = program, max_grad_norm
         self.world, plans = world, planning or Planning()
@@ -166,11 +169,12 @@ class Executable:
         self._agree("version of hydragraph or torch", f"hydragraph {__version__}, torch {torch.__version__}")
         self._agree("program", program.fingerprint)
         self._agree("strategies", str(list(map(str, self.strategies))))
+        owners = self._placed(home or Home())
         buffers = initial_buffers(model)
         self._buffers = {n: b.to(self.world.device) for n, b in buffers.items()}
         inductor = backend == "inductor"
         self._check = StageCheck(program, buffers, inductor) if check != "off" and not self.world.local_rank else None
-        self.home = HomeState.allocate(program, self.world.ranks, self.world.rank, self.world.device)
+        self.home = HomeState.allocate(program, owners.by_name(program.buckets), self.world.rank, self.world.device)
         seed = torch.initial_seed()
         self._start: Callable[[], Iterable[Mapping[str, Tensor]]] | None = None
         if is_meta(model):
@@ -208,7 +212,7 @@ class Executable:
         self.decision = ""
         if self._planned and self.world.rank == 0:
             self._planner, self.decision = planner_of(
-                self.strategies, plans.profile, self.world.ranks, plans.policy, plans.lengths
+                self.strategies, plans.profile, self.world.ranks, plans.policy, plans.lengths, owners.home
             )
 
     # What a training script calls.
@@ -361,6 +365,17 @@ class Executable:
         return self.world.ranks
 
     # How it is done.
+
+    def _placed(self, home: Home) -> HomeLayouts:
+        """Return where state lives, with every rank's node; all ranks call it.
+
+        Raises:
+            ValueError: on every rank: it differs between ranks, or fits neither the ranks nor the model.
+        """
+        self._agree("home", str(home))
+        home.check(self.world.ranks, [bucket.name for bucket in self.program.buckets])
+        hosts = self.groups.gather_objects(self.world.node)
+        return HomeLayouts(home.on([hosts.index(host) for host in hosts]), self.world.ranks)
 
     def _begin(self) -> None:
         """Give a model that was built on the meta device its initial weights, unless some were loaded."""

@@ -80,6 +80,9 @@ def link_command(
     cluster: Annotated[
         Path | None, typer.Option(help="The YAML file of the devices to simulate; default: H200s, eight in a node.")
     ] = None,
+    home: Annotated[
+        str, typer.Option(help='The share of the state by rank, as in "3,3,1,0 copies=2"; equal: equal shares.')
+    ] = "equal",
     tokens: Annotated[int, typer.Option(min=1, help="Of one simulated micro-batch.")] = 4096,
     micro_batches: Annotated[int, typer.Option(min=1, help="Of every pipeline in the simulation.")] = 4,
     measure: Annotated[
@@ -103,6 +106,7 @@ def link_command(
     from hydragraph.bench.link_report import Settings, bench_link
     from hydragraph.bench.shapes import SHAPES
     from hydragraph.spec.cluster import Cluster
+    from hydragraph.spec.home import Home
 
     if dtype not in ("bfloat16", "float32"):
         raise ValueError(f"--dtype {dtype}: use bfloat16 or float32")
@@ -111,7 +115,9 @@ def link_command(
         dtype = "float32"
         _tell("local CPU ranks compute in float32, so weights are pulled in that (--no-measure keeps bfloat16)")
     devices = None if cluster is None else Cluster.load(cluster)
-    settings = Settings(model, source, target, getattr(torch, dtype), devices, tokens, micro_batches, run)
+    settings = Settings(
+        model, source, target, getattr(torch, dtype), devices, tokens, micro_batches, run, home=Home.parse(home)
+    )
     _show(bench_link(settings, _tell), csv, picture, json, markdown)
 
 

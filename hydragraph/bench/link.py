@@ -12,7 +12,7 @@ from hydragraph.cost.datasheet import datasheet
 from hydragraph.cost.messages import GRADIENT_BYTES
 from hydragraph.cost.simulate import simulate
 from hydragraph.cost.work import Without
-from hydragraph.ir.layout import GradientKind, Layout, home, propagation
+from hydragraph.ir.layout import GradientKind, Layout, propagation
 from hydragraph.ir.link import Slices, copy, reduce
 from hydragraph.ir.parameter import Bucket
 from hydragraph.ir.program import Program
@@ -22,6 +22,7 @@ from hydragraph.passes.shard import Degree
 from hydragraph.runtime.variants import Variants
 from hydragraph.spec.assignment import Assignment
 from hydragraph.spec.cluster import Cluster, Device, Link
+from hydragraph.spec.home import Home
 from hydragraph.spec.strategy import Strategy
 
 Direction = Literal["pull", "push"]
@@ -86,15 +87,19 @@ class BucketLayouts:
     used: Layout
 
 
-def layouts(program: Program, strategy: Strategy, ranks: int) -> list[BucketLayouts]:
-    """Return the layouts of every bucket when all pipelines of a strategy have work."""
+def layouts(program: Program, strategy: Strategy, homes: Mapping[str, Layout]) -> list[BucketLayouts]:
+    """Return the layouts of every bucket when all pipelines of a strategy have work.
+
+    Args:
+        homes: bucket name -> home layout (`ir.home.HomeLayouts`).
+    """
     placement = place(program.outline, strategy, [1] * len(strategy.pipelines))
     holders, variants = dict(placement.holders), Variants(program)
     found = []
     for bucket in program.buckets:
         stages = holders.get(bucket.name, ())
         kinds = [_kinds(program, variants, bucket, placement.stage_of[members[0]]) for members in stages]
-        found.append(BucketLayouts(bucket, home(bucket.size, range(ranks)), propagation(bucket, stages, kinds)))
+        found.append(BucketLayouts(bucket, homes[bucket.name], propagation(bucket, stages, kinds)))
     return found
 
 
@@ -135,6 +140,7 @@ def simulated(
     micro_batches: int,
     direction: Direction,
     moved: Traffic,
+    home: Home | None = None,
 ) -> Overlap:
     """Simulate a step with and without one direction's traffic, and that traffic with nothing beside it.
 
@@ -142,11 +148,12 @@ def simulated(
         tokens: of a micro-batch, one sequence.
         micro_batches: of every pipeline.
         moved: the traffic; where there is none, nothing is alone or exposed.
+        home: who owns state; None: equal shares of all ranks.
     """
     counts = [micro_batches] * len(strategy.pipelines)
     programs = rank_programs(program.outline, strategy, counts, "train", ranks=len(cluster.devices))
     degrees = sorted({stage.tp for pipeline in strategy.pipelines for stage in pipeline.stages})
-    costs = Costs(datasheet(program, cluster, degrees=degrees), cluster)
+    costs = Costs(datasheet(program, cluster, degrees=degrees), cluster, home=home)
     work = costs.work(strategy, Assignment.even(counts, tokens))
     other: Direction = "push" if direction == "pull" else "pull"
     without, alone = Without(work, direction), Without(work, "computing", "messages", "ending", other)

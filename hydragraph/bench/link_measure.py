@@ -22,6 +22,7 @@ from hydragraph.runtime.buffers import Buffers
 from hydragraph.runtime.exchange import pull_exchange, push_exchange, start_pull, start_push
 from hydragraph.runtime.groups import Role
 from hydragraph.runtime.underway import Finish
+from hydragraph.spec.home import Home
 from hydragraph.spec.strategy import Strategy
 
 
@@ -39,7 +40,7 @@ class Measured:
 
 
 def measure_rank(
-    model: str, strategies: tuple[Strategy, ...], tokens: int, rounds: int
+    model: str, strategies: tuple[Strategy, ...], tokens: int, rounds: int, home: Home | None = None
 ) -> list[dict[Direction, Measured]]:
     """Measure on this rank, which all ranks call together; return a dict for each strategy.
 
@@ -48,10 +49,16 @@ def measure_rank(
         strategies: steps run under them in turn, so that each pull and push follows a switch.
         tokens: of a mini-batch.
         rounds: that count.
+        home: who owns state.
     """
     skeleton = meta_model(model)
     exe = api.compile(
-        skeleton, strategies[0], lambda named: torch.optim.AdamW(named, lr=1e-4), device="cpu", check="off"
+        skeleton,
+        strategies[0],
+        lambda named: torch.optim.AdamW(named, lr=1e-4),
+        device="cpu",
+        check="off",
+        home=home,
     )
     sent = _count_bytes(exe)
     config: Any = skeleton.config
@@ -66,7 +73,7 @@ def measure_rank(
             seen[i].append(_Step({"pull": sent[Role.PULL], "push": sent[Role.PUSH]}, waits, report.seconds))
     found = []
     for strategy, steps in zip(strategies, seen, strict=True):
-        placed = layouts(exe.program, strategy, exe.ranks)
+        placed = layouts(exe.program, strategy, exe.home.layouts)
         alone = {direction: _alone(exe, placed, direction, rounds) for direction in DIRECTIONS}
         found.append({direction: _joined(direction, steps[WARM_UP:], alone[direction]) for direction in DIRECTIONS})
     exe.close()

@@ -15,9 +15,11 @@ from hydragraph.bench.link_measure import measure_rank, over_ranks
 from hydragraph.bench.report import Bar, Cell, Report
 from hydragraph.bench.shapes import meta_model
 from hydragraph.frontend.capture import capture
+from hydragraph.ir.home import HomeLayouts
 from hydragraph.ir.program import Program
 from hydragraph.runtime.launch import launch
 from hydragraph.spec.cluster import Cluster
+from hydragraph.spec.home import EQUAL, Home
 from hydragraph.spec.strategy import Strategy
 
 COLUMNS = (
@@ -49,6 +51,7 @@ class Settings:
         tokens: of one simulated micro-batch; micro_batches: of every pipeline.
         measure: also run it, on local ranks over gloo.
         measured_tokens, rounds: of that.
+        home: who owns state.
     """
 
     model: str
@@ -61,6 +64,7 @@ class Settings:
     measure: bool = False
     measured_tokens: int = 512
     rounds: int = 5
+    home: Home = EQUAL
 
 
 @dataclass(frozen=True)
@@ -90,15 +94,20 @@ def bench_link(settings: Settings, told: Callable[[str], None] = lambda what: No
         raise ValueError("--from home --to home moves nothing: name a strategy, such as --to '<tp2,pp1>'")
     told("capturing the model")
     program = capture(meta_model(settings.model), dtype=settings.dtype)
-    legs = _legs(settings, program)
-    ranks = _ranks(settings, legs)
+    strategies = _strategies(settings, program)
+    ranks = _ranks(settings, [strategy for _, strategy in strategies])
     cluster = settings.cluster or default_cluster(ranks)
+    settings.home.check(ranks, [bucket.name for bucket in program.buckets])
+    owners = HomeLayouts(settings.home.on([device.node for device in cluster.devices]), ranks)
+    homes = owners.by_name(program.buckets)
+    placed = {strategy: layouts(program, strategy, homes) for _, strategy in strategies}
+    legs = [_Leg(way, strategy, traffic(program, placed[strategy], way)) for way, strategy in strategies]
     rows: list[tuple[Cell, ...]] = []
     bars: list[Bar] = []
     for leg in legs:
         told(f"simulating {leg.name}")
         sizes = (settings.tokens, settings.micro_batches)
-        found = simulated(program, leg.strategy, cluster, *sizes, leg.direction, leg.traffic)
+        found = simulated(program, leg.strategy, cluster, *sizes, leg.direction, leg.traffic, settings.home)
         rows.append(_row(leg, "simulated", leg.traffic.total, found))
         bars += [Bar(leg.name, "alone", 1e3 * found.alone_s), Bar(leg.name, "exposed", 1e3 * found.exposed_s)]
     notes = list(_notes(settings, program, cluster, ranks))
@@ -116,22 +125,21 @@ def bench_link(settings: Settings, told: Callable[[str], None] = lambda what: No
     return Report(title, COLUMNS, tuple(rows), tuple(notes), blocks, (), tuple(bars), "ms (simulated)")
 
 
-def _legs(settings: Settings, program: Program) -> list[_Leg]:
+def _strategies(settings: Settings, program: Program) -> list[tuple[Direction, Strategy]]:
     ends: tuple[tuple[Direction, str], ...] = (("push", settings.source), ("pull", settings.target))
     chosen = [(d, _strategy(text, program.layers)) for d, text in ends if text != HOME]
     ranks = 1 + max(device for _, strategy in chosen for device in strategy.devices)
     for _, strategy in chosen:
         strategy.check(program.layers, ranks, program.heads)
-    placed = {strategy: layouts(program, strategy, ranks) for _, strategy in chosen}
-    return [_Leg(d, strategy, traffic(program, placed[strategy], d)) for d, strategy in chosen]
+    return chosen
 
 
 def _strategy(text: str, layers: int) -> Strategy:
     return Strategy.load(text) if Path(text).is_file() else Strategy.parse(text, layers)
 
 
-def _ranks(settings: Settings, legs: Sequence[_Leg]) -> int:
-    ranks = 1 + max(device for leg in legs for device in leg.strategy.devices)
+def _ranks(settings: Settings, strategies: Sequence[Strategy]) -> int:
+    ranks = 1 + max(device for strategy in strategies for device in strategy.devices)
     if settings.cluster is not None and len(settings.cluster.devices) != ranks:
         has = len(settings.cluster.devices)
         raise ValueError(f"--cluster has {has} devices, but the strategies are of {ranks} ranks: give one for each")
@@ -148,7 +156,7 @@ def _row(leg: _Leg, how: str, total: int, found: Overlap) -> tuple[Cell, ...]:
 
 def _measured(settings: Settings, legs: Sequence[_Leg], ranks: int) -> list[tuple[Cell, ...]]:
     strategies = tuple(leg.strategy for leg in legs)
-    args: tuple[Any, ...] = (settings.model, strategies, settings.measured_tokens, settings.rounds)
+    args: tuple[Any, ...] = (settings.model, strategies, settings.measured_tokens, settings.rounds, settings.home)
     if ranks == 1:
         per_rank = [measure_rank(*args)]
     else:

@@ -100,7 +100,7 @@ def _costs(
     blocks = CompiledBlocks(program, Variants(program, fused_head=inductor, added=not inductor).get)
     degrees = sorted({stage.tp for s in strategies for p in s.pipelines for stage in p.stages})
     priced = datasheet(program, where, degrees=degrees) if profile is None else read_profile(profile)
-    return strategies, Costs(priced, where, blocks=blocks)
+    return strategies, Costs(priced, where, home=config.home, blocks=blocks)
 
 
 def _step(config: TrainConfig, strategy: Strategy, lengths: Path | None) -> Assignment:

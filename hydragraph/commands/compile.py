@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,7 +14,16 @@ from rich.markup import escape
 from rich.progress import Progress
 from rich.table import Table
 
-from hydragraph.commands.options import Config, Debug, Set, Strategies, chosen_strategies, read_counts
+from hydragraph.commands.options import (
+    Config,
+    Debug,
+    HomeText,
+    Set,
+    Strategies,
+    chosen_home,
+    chosen_strategies,
+    read_counts,
+)
 from hydragraph.commands.process import quieten
 from hydragraph.commands.text import bytes_text, console, counts_text, seconds_text
 from hydragraph.train.config import TrainConfig
@@ -34,6 +43,7 @@ EXAMPLE = (
 def compile_command(
     config: Config,
     strategies: Strategies = None,
+    home: HomeText = None,
     micro_batches: Annotated[str, typer.Option(help="Of each pipeline, as in 4,2; one number is for all.")] = "2",
     output: Annotated[Path, typer.Option(help="The folder to write; an earlier compile's is replaced.")] = Path(
         "compiled"
@@ -55,8 +65,15 @@ def compile_command(
 
     settings = TrainConfig.load(config, overrides or ())
     check_folder(output)
-    given = chosen_strategies(strategies, settings.strategies)
-    summary = _compile(settings, given, micro_batches, output, ranks or settings.ranks, backend or settings.backend)
+    settings = replace(
+        settings,
+        strategies=chosen_strategies(strategies, settings.strategies),
+        home=chosen_home(home, settings.home),
+        ranks=ranks or settings.ranks,
+        backend=backend or settings.backend,
+    )
+    settings.home.check(settings.ranks)
+    summary = _compile(settings, micro_batches, output)
     _print_variants(summary)
     _print_strategies(summary)
     print(f"{output}: program.txt, graphs, strategies, summary.json")
@@ -66,21 +83,20 @@ def compile_command(
         raise typer.Exit(1)
 
 
-def _compile(
-    config: TrainConfig, texts: Sequence[str], micro_batches: str, output: Path, ranks: int, backend: str | None
-) -> Summary:
+def _compile(config: TrainConfig, micro_batches: str, output: Path) -> Summary:
     """Compile and write; show how far that is."""
     import torch
 
     from hydragraph.api import capture
     from hydragraph.commands.compile_files import summarise, write_folder
     from hydragraph.commands.compile_result import CompiledStrategy, Compiler
+    from hydragraph.ir.home import HomeLayouts
     from hydragraph.passes.compiled import choose_backend
     from hydragraph.train.model import skeleton
 
     quieten()
     device = torch.device(config.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    chosen = choose_backend(backend, device)
+    chosen = choose_backend(config.backend, device)
     screen = Console(stderr=True)
     with Progress(console=screen, disable=not screen.is_terminal, transient=True) as bar:
         task = bar.add_task("capturing the model", total=None)
@@ -88,10 +104,12 @@ def _compile(
         began = time.perf_counter()
         program = capture(model, dtype=getattr(torch, config.dtype), check=config.check)
         seconds = time.perf_counter() - began
+        config.home.check(config.ranks, [bucket.name for bucket in program.buckets])
+        owners = HomeLayouts(config.home.on([0] * config.ranks), config.ranks)
         compiler = Compiler(
-            program, ranks, chosen, device, lambda what: bar.update(task, advance=1, description=escape(what))
+            program, owners, chosen, device, lambda what: bar.update(task, advance=1, description=escape(what))
         )
-        parsed = [_parsed(text, program.layers) for text in texts]
+        parsed = [_parsed(text, program.layers) for text in config.strategies]
         bar.update(task, total=compiler.steps([each for each in parsed if not isinstance(each, CompiledStrategy)]))
         found = [_compiled(compiler, each, micro_batches) for each in parsed]
         summary = summarise(program, compiler, found, seconds)

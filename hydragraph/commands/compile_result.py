@@ -15,6 +15,7 @@ from hydragraph.api import RankPrograms, lower
 from hydragraph.bench.link import layouts, traffic
 from hydragraph.cost.footprint import MicroBatch, footprint
 from hydragraph.cost.pieces import Kind
+from hydragraph.ir.home import HomeLayouts
 from hydragraph.ir.program import Block, Program, short
 from hydragraph.passes.differentiate import Variant
 from hydragraph.passes.place import place
@@ -120,14 +121,15 @@ class Compiler:
 
     Args:
         program: the captured model.
-        ranks: the world size.
+        owners: where state lives, over all ranks of the world.
         backend: "eager", or "inductor", whose cache on disk is filled.
         device: for which Inductor compiles.
         tell: called with what comes next.
     """
 
-    def __init__(self, program: Program, ranks: int, backend: str, device: torch.device, tell: Tell) -> None:
-        self.ranks, self.backend, self.device = ranks, backend, device
+    def __init__(self, program: Program, owners: HomeLayouts, backend: str, device: torch.device, tell: Tell) -> None:
+        self.ranks, self.backend, self.device = owners.ranks, backend, device
+        self._homes = owners.by_name(program.buckets)
         self._program, self._tell = program, tell
         inductor = backend == "inductor"
         # Those whose graphs can be read.
@@ -158,7 +160,7 @@ class Compiler:
         self._tell(strategy.name)
         programs = lower(self._program, strategy, micro_batches, ranks=self.ranks)
         programs.verify()
-        placed = layouts(self._program, strategy, self.ranks)  # the link refuses what does not reach every owner
+        placed = layouts(self._program, strategy, self._homes)  # the link refuses what does not reach every owner
         moved = [traffic(self._program, placed, direction).total for direction in ("pull", "push")]
         variants = [each.record.name for need in self._needs(strategy) for each in self._variants(need)]
         record = StrategyRecord(

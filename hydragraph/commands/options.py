@@ -8,10 +8,19 @@ from typing import Annotated
 
 import typer
 
+from hydragraph.spec.home import Home
+
 Config = Annotated[Path, typer.Argument(help="The run's YAML file, such as examples/demo.yaml.")]
 Set = Annotated[list[str] | None, typer.Option("--set", help="section.field=value replaces a field of the config.")]
 Strategies = Annotated[
     list[str] | None, typer.Option("--strategy", help="Instead of the config's strategies: a text or a YAML file.")
+]
+HomeText = Annotated[
+    str | None,
+    typer.Option(
+        "--home",
+        help='Instead of the config\'s: the share of the state by rank, as in "3,3,1,0 copies=2"; equal: equal.',
+    ),
 ]
 Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks.")]
 
@@ -28,6 +37,15 @@ def read_counts(text: str, pipelines: int) -> list[int]:
             f"--micro-batches {text!r}: give one number, or one for each of the {pipelines} pipelines: 4,2"
         )
     return [int(part) for part in parts] * (pipelines if len(parts) == 1 else 1)
+
+
+def chosen_home(text: str | None, configured: Home) -> Home:
+    """Return the home that was given, or else the config's.
+
+    Raises:
+        ValueError: showing the piece of the text that is wrong.
+    """
+    return configured if text is None else Home.parse(text)
 
 
 def chosen_strategies(given: Sequence[str] | None, configured: Sequence[str]) -> tuple[str, ...]:

@@ -13,7 +13,16 @@ from rich.markup import escape
 from rich.progress import Progress
 from rich.table import Table
 
-from hydragraph.commands.options import Config, Debug, Set, Strategies, chosen_strategies, read_counts
+from hydragraph.commands.options import (
+    Config,
+    Debug,
+    HomeText,
+    Set,
+    Strategies,
+    chosen_home,
+    chosen_strategies,
+    read_counts,
+)
 from hydragraph.commands.process import quieten
 from hydragraph.commands.text import console, counts_text, seconds_text
 from hydragraph.train.config import TrainConfig
@@ -23,6 +32,7 @@ if TYPE_CHECKING:
     from hydragraph.cost.costs import Costs
     from hydragraph.spec.assignment import Assignment
     from hydragraph.spec.cluster import Cluster
+    from hydragraph.spec.home import Home
     from hydragraph.spec.strategy import Strategy
 
 EXAMPLE = (
@@ -41,6 +51,7 @@ def simulate_command(
         int | None, typer.Option(min=1, help="Instead, so many H200s, eight in a node; default: the config's ranks.")
     ] = None,
     strategies: Strategies = None,
+    home: HomeText = None,
     micro_batches: Annotated[
         str | None,
         typer.Option(
@@ -90,7 +101,7 @@ def simulate_command(
     given = chosen_strategies(strategies, settings.strategies)
     if lengths is not None and (micro_batches or tokens):
         raise ValueError("--lengths draws micro-batches; leave out --micro-batches and --tokens")
-    parsed, costs = _costs(settings, where, given, profile, efficiency)
+    parsed, costs = _costs(settings, where, given, profile, efficiency, chosen_home(home, settings.home))
     found = _priced(settings, parsed, costs, micro_batches, tokens, lengths)
     print(costs.source)
     _print_table(found, where)
@@ -117,7 +128,12 @@ def _cluster(path: Path | None, devices: int | None, ranks: int) -> Cluster:
 
 
 def _costs(
-    config: TrainConfig, cluster: Cluster, texts: Sequence[str], profile: str | None, efficiency: float | None
+    config: TrainConfig,
+    cluster: Cluster,
+    texts: Sequence[str],
+    profile: str | None,
+    efficiency: float | None,
+    home: Home,
 ) -> tuple[tuple[Strategy, ...], Costs]:
     """Return the strategies and what prices them."""
     import torch
@@ -135,12 +151,13 @@ def _costs(
     model = skeleton(config.model, config.data.vocab_size)
     strategies = read_strategies(texts, model, len(cluster.devices))
     if profile is not None:
-        return strategies, Costs(read_profile(profile), cluster)
+        return strategies, Costs(read_profile(profile), cluster, home=home)
     screen = Console(stderr=True)
     with screen.status("capturing the model"):
         program = capture(model, dtype=getattr(torch, config.dtype))
         degrees = sorted({stage.tp for s in strategies for p in s.pipelines for stage in p.stages})
-        return strategies, Costs(datasheet(program, cluster, efficiency or EFFICIENCY, degrees), cluster)
+        priced = datasheet(program, cluster, efficiency or EFFICIENCY, degrees)
+        return strategies, Costs(priced, cluster, home=home)
 
 
 def _priced(

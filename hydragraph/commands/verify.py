@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from hydragraph.commands.options import Config, Debug, Set, Strategies
+from hydragraph.commands.options import Config, Debug, HomeText, Set, Strategies, chosen_home
 from hydragraph.commands.process import on_ranks, quieten
 from hydragraph.train.config import TrainConfig
 
@@ -22,12 +22,14 @@ if TYPE_CHECKING:
 def verify_command(
     config: Config,
     strategies: Strategies = None,
+    home: HomeText = None,
     overrides: Set = None,
     debug: Debug = False,
 ) -> None:
     """Compare every strategy's loss and gradients with one device, on the CPU; the exit code is 1 beyond tolerance."""
     settings = TrainConfig.load(config, overrides or ())
     settings = replace(settings, strategies=tuple(strategies or settings.strategies), device="cpu", dtype="float32")
+    settings = replace(settings, home=chosen_home(home, settings.home))
     rows = on_ranks(settings.ranks, verify_rank, settings)
     if rows:
         _print_rows(rows)
@@ -54,7 +56,7 @@ def verify_rank(config: TrainConfig) -> list[Row]:
         strategies = read_strategies(config.strategies, model, world.ranks)
         factory = optimizer_factory(config.optimizer, model)
         # No check: what follows compares more.
-        executor = api.compile(model, strategies[0], optimizer=factory, device="cpu", check="off")
+        executor = api.compile(model, strategies[0], optimizer=factory, device="cpu", check="off", home=config.home)
         rows = verify(model, executor, strategies, next(mini_batches(config, tokens.file)), world.rank)
         executor.close()
         return rows

@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from typing import Protocol
 
 import numpy as np
 
@@ -31,8 +30,9 @@ from hydragraph.cost.stages import Hop, Ring, StageCost
 from hydragraph.cost.traffic import Transfers
 from hydragraph.cost.work import NOTHING, Priced, Without, Work
 from hydragraph.errors import Unsupported
+from hydragraph.ir.home import HomeLayouts
 from hydragraph.ir.instruction import Op
-from hydragraph.ir.layout import GradientKind, Layout, home, propagation
+from hydragraph.ir.layout import GradientKind, Layout, propagation
 from hydragraph.ir.link import Slices, copy, reduce
 from hydragraph.ir.outline import Outline
 from hydragraph.ir.parameter import Bucket
@@ -41,24 +41,11 @@ from hydragraph.passes.shard import Degree
 from hydragraph.spec.assignment import Assignment
 from hydragraph.spec.cluster import Cluster
 from hydragraph.spec.health import Health
+from hydragraph.spec.home import Home
 from hydragraph.spec.strategy import Pipeline, Stage, Strategy
 
 OWN = Stack()
 FILLED = 2  # micro-batches per stage of the iteration by which `fixed` is judged
-
-
-class HomeShares(Protocol):
-    """Where state lives: relative shares by rank, and one or two copies."""
-
-    @property
-    def shares(self) -> Sequence[float] | None:
-        """Of each rank; None: equal ones."""
-        ...
-
-    @property
-    def copies(self) -> int:
-        """1 or 2."""
-        ...
 
 
 class Costs:
@@ -68,12 +55,14 @@ class Costs:
         profile: of the model, for every type of device of the cluster.
         cluster: one device per rank.
         health: rates of ranks; None: all are healthy.
-        home: where weights and optimizer state live; None: evenly over all ranks.
+        home: who owns weights and optimizer state; None: equal shares of all ranks. Without nodes of its own, copies
+            go by those of the cluster.
         blocks: tells exactly what compiled graphs hold; None: the profile's lines.
         stack: the runtime; another than hydragraph's own is priced by `seconds` only, and has no simulation.
 
     Raises:
         Unsupported: the profile lacks a type of the cluster, or knows no blocks.
+        ValueError: the home or the health is for other ranks.
     """
 
     def __init__(
@@ -82,12 +71,12 @@ class Costs:
         cluster: Cluster,
         health: Health | None = None,
         *,
-        home: HomeShares | None = None,
+        home: Home | None = None,
         blocks: Blocks | None = None,
         stack: Stack = OWN,
     ) -> None:
         self.stack = stack
-        self.profile, self.cluster, self.health, self.home = profile, cluster, health or Health(), home
+        self.profile, self.cluster, self.health, self.home = profile, cluster, health or Health(), home or Home()
         for rank in self.health:
             if rank >= len(cluster.devices):
                 raise ValueError(f"health names rank {rank}: the cluster has {len(cluster.devices)} devices (from 0)")
@@ -102,7 +91,8 @@ class Costs:
         self.outline: Outline = self.sizes.outline()
         self.buckets: tuple[Bucket, ...] = self.sizes.buckets()
         self.blocks: Blocks = blocks or ProfileBlocks(self)
-        self._layouts: dict[object, Layout] = {}
+        self.home.check(self.ranks, [bucket.name for bucket in self.buckets])
+        self._owners = HomeLayouts(self.home.on([device.node for device in cluster.devices]), self.ranks)
 
     @property
     def ranks(self) -> int:
@@ -232,11 +222,13 @@ class Costs:
         strategy = Strategy((pipeline,))
         limits = []
         for stage in pipeline.stages:
-            rank = stage.devices[0]
-            key = (pipeline.stages, self.cluster.type_of(rank), self.ranks, stage)
-            if key not in self._limits:
-                self._limits[key] = self._most_tokens(strategy, len(pipeline.stages), rank)
-            limits.append(self._limits[key])
+            # Of the ranks of a stage, those of one type that own as much are alike.
+            alike = {(self.cluster.type_of(rank), self.owned(rank)): rank for rank in reversed(stage.devices)}
+            for (name, owned), rank in alike.items():
+                key = (pipeline.stages, name, owned, stage)
+                if key not in self._limits:
+                    self._limits[key] = self._most_tokens(strategy, len(pipeline.stages), rank)
+                limits.append(self._limits[key])
         return min(limits)
 
     def _most_tokens(self, strategy: Strategy, count: int, rank: int) -> int:
@@ -258,6 +250,10 @@ class Costs:
                 break
             tokens = found
         return max(0, math.floor(tokens))
+
+    @cached_property
+    def _owned(self) -> dict[tuple[int, bool | None], int]:
+        return {}
 
     @cached_property
     def _limits(self) -> dict[object, int]:
@@ -312,19 +308,16 @@ class Costs:
 
     # Strategies.
 
-    def home_of(self, size: int) -> Layout:
-        """Return where a bucket of so many elements lives."""
-        if size not in self._layouts:
-            given = self.home
-            ranks = range(self.ranks)
-            self._layouts[size] = home(size, ranks, given.shares, given.copies) if given else home(size, ranks)
-        return self._layouts[size]
+    def home_of(self, bucket: Bucket) -> Layout:
+        """Return where a bucket lives."""
+        return self._owners.of(bucket)
 
     def owned(self, rank: int, learning: bool | None = None) -> int:
         """Return how many elements a rank owns; of those that learn or not, if that is asked."""
-        return sum(
-            self.home_of(b.size).local_size(rank) for b in self.buckets if learning is None or b.learns == learning
-        )
+        if (rank, learning) not in self._owned:
+            chosen = [b for b in self.buckets if learning is None or b.learns == learning]
+            self._owned[rank, learning] = sum(self.home_of(b).local_size(rank) for b in chosen)
+        return self._owned[rank, learning]
 
     def seconds(self, strategy: Strategy, assignment: Assignment) -> float:
         """Return the seconds of an iteration: its slowest pipeline, and what is fixed."""
@@ -539,9 +532,9 @@ class CostedWork:
         each = self._buckets[bucket]
         if op is Op.PUSH and not each.learns:
             return NOTHING
-        key = (op, each.form, stages)
+        owners = self._costs.home_of(each)
+        key = (op, each.form, owners, stages)
         if key not in self._moved:
-            owners = self._costs.home_of(each.size)
             sums = GradientKind.PARTIAL if self._splits_tokens(stages) else GradientKind.REPLICA
             users = propagation(each, stages, {p.name: sums for p in each.parameters})
             slices = copy(owners, users) if op is Op.PULL else reduce(users, owners)

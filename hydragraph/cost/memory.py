@@ -15,8 +15,9 @@ from typing import Protocol
 from hydragraph.cost.alive import Alive
 from hydragraph.cost.footprint import Footprint, MicroBatch, footprint, made_bytes, token_bytes
 from hydragraph.cost.messages import GRADIENT_BYTES, WEIGHT_BYTES, pulled, pushed
+from hydragraph.ir.home import HomeLayouts
 from hydragraph.ir.instruction import Instruction, Op
-from hydragraph.ir.layout import GradientKind, Layout, home, propagation
+from hydragraph.ir.layout import GradientKind, Layout, propagation
 from hydragraph.ir.outline import Outline
 from hydragraph.ir.parameter import Bucket
 from hydragraph.ir.program import Block, Program
@@ -25,6 +26,7 @@ from hydragraph.passes.differentiate import Variant
 from hydragraph.passes.pipeline import rank_program
 from hydragraph.passes.place import place
 from hydragraph.passes.shard import Degree
+from hydragraph.spec.home import Home
 from hydragraph.spec.strategy import Strategy
 
 STATE_BYTES = 3 * WEIGHT_BYTES  # per element at home: the weight and AdamW's two moments
@@ -161,6 +163,7 @@ def rank_memory(
     ranks: int,
     compiled: Compiled,
     messages: bool = True,
+    home: Home | None = None,
 ) -> Memory:
     """Estimate a rank's peak in one training iteration.
 
@@ -171,15 +174,17 @@ def rank_memory(
         compiled: gives a block's graphs, as `runtime.variants.Variants.get` does.
         messages: count what messages need too, as if all were under way until they must have arrived; False: what
             the strategy itself needs.
+        home: who owns state; None: equal shares of all ranks. Without nodes, each rank counts as one.
 
     Raises:
         ValueError: when these do not fit one another.
     """
     blocks = CompiledBlocks(program, compiled)
-    return Walk(blocks, strategy, micro_batches, rank, ranks, messages=messages).peak()
+    owners = HomeLayouts(home or Home(), ranks)
+    return Walk(blocks, strategy, micro_batches, rank, ranks, messages=messages, home_of=owners.of).peak()
 
 
-HomeOf = Callable[[int], Layout]  # elements of a bucket -> who owns them
+HomeOf = Callable[[Bucket], Layout]  # who owns a bucket
 
 
 class Walk:
@@ -188,7 +193,7 @@ class Walk:
     Args:
         blocks: the model.
         strategy, micro_batches, rank, ranks, messages: as of `rank_memory`.
-        home_of: where state lives; default: evenly over all ranks.
+        home_of: who owns state; default: equal shares of all ranks.
     """
 
     def __init__(
@@ -205,7 +210,7 @@ class Walk:
         counts = [len(each) for each in micro_batches]
         placement = place(blocks.outline, strategy, counts)
         self._model, self._rank, self._ranks, self._messages = blocks, rank, ranks, messages
-        self._home_of: HomeOf = home_of or (lambda size: home(size, range(ranks)))
+        self._home_of: HomeOf = home_of or HomeLayouts(Home(), ranks).of
         self._instructions = rank_program(blocks.outline, strategy, counts, rank, ranks=ranks).instructions
         self._holders = dict(placement.holders)
         self._stages = placement.stage_of
@@ -220,7 +225,7 @@ class Walk:
 
     def at_home(self) -> Memory:
         """Return what the rank holds in any case."""
-        owned = {b.name: self._home_of(b.size).local_size(self._rank) for b in self._model.buckets}
+        owned = {b.name: self._home_of(b).local_size(self._rank) for b in self._model.buckets}
         learning = sum(owned[b.name] for b in self._model.buckets if b.learns)
         frozen = sum(owned.values()) - learning
         return Memory(STATE_BYTES * learning + WEIGHT_BYTES * frozen, GRADIENT_BYTES * learning)
@@ -301,7 +306,7 @@ class Walk:
             bucket = self._buckets[name]
             kinds = {p.name: GradientKind.REPLICA for p in bucket.parameters}  # sizes do not depend on them
             used = propagation(bucket, self._holders[name], kinds)
-            self._known_layouts[name] = self._home_of(bucket.size), used
+            self._known_layouts[name] = self._home_of(bucket), used
         return self._known_layouts[name]
 
     # Activations.

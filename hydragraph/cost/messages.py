@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hydragraph.ir.layout import Ints, Layout
-from hydragraph.ir.link import copy, is_all_gather, reduce
+from hydragraph.ir.link import copy, has_copies, is_all_gather, reduce
 
 WEIGHT_BYTES = 4  # of home weights, fp32
 GRADIENT_BYTES = 4  # gradients are accumulated and pushed in fp32
@@ -44,7 +44,7 @@ def pushed(owners: Layout, users: Layout, rank: int, ranks: int) -> MessageBytes
         return MessageBytes(0, 0)  # gradients are added up at home
     sends, receives = reduce(users, owners, rank).of(rank)
     as_it_is = _in_order(sends.src_at, sends.hi - sends.lo, users.local_size(rank))
-    straight = _in_order(receives.dst_at, receives.hi - receives.lo, owners.local_size(rank))
+    straight = not has_copies(owners) and _in_order(receives.dst_at, receives.hi - receives.lo, owners.local_size(rank))
     return MessageBytes(
         0 if as_it_is else sends.elements * GRADIENT_BYTES, 0 if straight else receives.elements * GRADIENT_BYTES
     )

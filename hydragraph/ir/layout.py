@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from fractions import Fraction
 
 import numpy as np
 import numpy.typing as npt
@@ -39,7 +40,8 @@ class Layout:
         lo, hi: int64, the interval [lo, hi) of the bucket.
         at: int64, where the interval starts in the rank's local buffer.
         copy: int64, which copy of the state the interval belongs to: the index of the stage in a propagation layout,
-            0 or 1 in a home layout. Within one copy every element of the bucket is held at least once.
+            0 or 1 in a home layout. Within one copy every element of the bucket is held at least once. Of a home
+            layout, copy 0 is what counts where an element must count once: in norms, and in files.
         partial: bool, whether its gradient is PARTIAL, not REPLICA, among the holders in the same copy.
         size: elements of the whole bucket.
     """
@@ -80,35 +82,92 @@ class Layout:
 
 
 def home(
-    size: int, ranks: Sequence[int], shares: Sequence[float] | None = None, copies: int = 1, align: int = 8
+    size: int,
+    ranks: Sequence[int],
+    shares: Sequence[float] | None = None,
+    copies: int = 1,
+    align: int = 8,
+    nodes: Sequence[int] | None = None,
 ) -> Layout:
-    """Cut a bucket into one interval per rank, in the order given: where its state lives whatever the strategy.
+    """Lay out where a bucket's state lives whatever the strategy: every rank owns its share of the bucket.
 
-    Equal shares of a divisible size are exactly equal, which is what the native collectives need. All other cuts are
-    rounded to multiples of `align` elements, so a small bucket may leave ranks with nothing.
+    One copy is cut into one interval per rank, in the order given; equal shares of a divisible size are exactly equal,
+    which is what the native collectives need. Two copies are one line of twice the size, which is cut node by node, so
+    that a rank owns one interval of it, or two where the second copy begins inside. All cuts but those of exactly equal
+    shares are rounded to multiples of `align` elements, so a small bucket may leave ranks with nothing.
 
     Args:
         size: elements of the bucket.
         ranks: distinct ranks, in any order and with any gaps.
-        shares: relative weights, one per rank, not negative; None: equal.
-        copies: 1, or 2 for a second copy, rotated by half of the ranks, so that the loss of one rank loses nothing.
+        shares: relative weights, one per rank, not negative, 0: it owns nothing; None: equal. Of two copies, a node
+            with more than half of all shares owns the whole bucket once, and the others share the other copy.
+        copies: 1, or 2: every element has a second owner, on another node.
         align: elements; 8 fp32 values are 32 bytes, a full vector register.
+        nodes: which node each rank is on, in the order of `ranks`; None: each on one of its own.
 
     Raises:
-        ValueError: repeated or missing ranks, unusable shares, or a second copy with nobody to hold it.
+        ValueError: repeated or missing ranks, unusable shares, or a second copy with no other node to hold it.
     """
     n = len(ranks)
     weights = np.ones(n) if shares is None else np.asarray(shares, float)
-    _check_home(size, ranks, weights, copies, align)
+    places = list(range(n)) if nodes is None else list(nodes)
+    _check_home(size, ranks, weights, copies, align, places)
+    order, cuts = (np.arange(n), _cuts(size, weights, align)) if copies == 1 else _twice(size, weights, places, align)
+    rank = np.tile(np.asarray(ranks, np.int64)[order], copies)
+    # Copy c is what lies on the c-th part of the line.
+    lo, hi = (
+        np.concatenate([np.clip(end - c * size, 0, size) for c in range(copies)]) for end in (cuts[:-1], cuts[1:])
+    )
+    copy = np.repeat(np.arange(copies), n)
+    # By element within a rank: then what it owns of one parameter is contiguous, also where it has two intervals.
+    row = np.lexsort((lo, rank))
+    return _layout(rank[row], lo[row], hi[row], copy[row], np.ones(n * copies, bool), size)
+
+
+def _cuts(size: int, weights: npt.NDArray[np.float64], align: int) -> Ints:
+    """Return where each rank's interval begins, and the end of the last."""
+    n = len(weights)
     if size % n == 0 and (weights == weights[0]).all():
-        cuts = np.arange(n + 1, dtype=np.int64) * (size // n)
-    else:
-        ideal = size * (np.concatenate(([0.0], np.cumsum(weights))) / weights.sum())
-        cuts = np.minimum(np.rint(ideal / align).astype(np.int64) * align, size)
-        cuts[-1] = size
-    shard = np.concatenate([(np.arange(n) + c * (n // 2)) % n for c in range(copies)])
-    rank, copy = np.tile(np.asarray(ranks, np.int64), copies), np.repeat(np.arange(copies), n)
-    return _layout(rank, cuts[shard], cuts[shard + 1], copy, np.ones(n * copies, bool), size)
+        return np.arange(n + 1, dtype=np.int64) * (size // n)
+    ideal = size * (np.concatenate(([0.0], np.cumsum(weights))) / weights.sum())
+    cuts: Ints = np.minimum(np.rint(ideal / align).astype(np.int64) * align, size)
+    cuts[np.flatnonzero(weights)[-1] + 1 :] = size  # what rounding leaves goes to the last rank with a share
+    return cuts
+
+
+def _twice(size: int, weights: npt.NDArray[np.float64], nodes: Sequence[int], align: int) -> tuple[Ints, Ints]:
+    """Cut two copies, one after the other on a line of 2 * size, so that no node owns an element twice.
+
+    Element e is at e and at size + e, so a node whose ranks follow one another and reach over at most `size` never has
+    both (McNaughton's wrap-around rule). Three equal ranks, each a node, own a bucket of 6 like this:
+
+        line     0 1 2 3 4 5 | 6 7 8 9 10 11
+        element  0 1 2 3 4 5 | 0 1 2 3  4  5
+        rank     0 0 0 0 1 1 | 1 1 2 2  2  2
+
+    Returns:
+        The ranks' indices in the order of the line, and where each one's part of it begins, then the end.
+    """
+    first = {node: i for i, node in reversed(list(enumerate(nodes)))}
+    order = sorted(range(len(nodes)), key=lambda i: first[nodes[i]])
+    exact = [Fraction(float(weights[i])) for i in order]  # a rounded sum could let a node reach beyond `size`
+    total = sum(exact)
+    of_node: dict[int, Fraction] = {}
+    for i, weight in zip(order, exact, strict=True):
+        of_node[nodes[i]] = of_node.get(nodes[i], Fraction(0)) + weight
+    largest = max(of_node, key=lambda node: of_node[node])
+    cuts, at = [0], Fraction(0)  # of the line, in buckets: from 0 to 2
+    for i, weight in zip(order, exact, strict=True):
+        if 2 * of_node[largest] <= total:
+            at += 2 * weight / total
+        elif nodes[i] == largest:
+            at += weight / of_node[largest]
+        else:
+            at += weight / (total - of_node[largest])
+        copy, part = divmod(at, 1)
+        # Rounded alike in both copies, so that a node which reaches over one bucket at most still does.
+        cuts.append(int(copy) * size + min(round(part * size / align) * align, size))
+    return np.array(order, np.int64), np.array(cuts, np.int64)
 
 
 def propagation(
@@ -151,7 +210,14 @@ def whole(size: int, rank: int) -> Layout:
     return home(size, (rank,))
 
 
-def _check_home(size: int, ranks: Sequence[int], weights: npt.NDArray[np.float64], copies: int, align: int) -> None:
+def _check_home(
+    size: int,
+    ranks: Sequence[int],
+    weights: npt.NDArray[np.float64],
+    copies: int,
+    align: int,
+    nodes: Sequence[int],
+) -> None:
     if size < 0 or align < 1:
         raise ValueError(f"home layout: size {size} and align {align} must be at least 0 and 1")
     if not ranks or len(set(ranks)) != len(ranks):
@@ -161,10 +227,13 @@ def _check_home(size: int, ranks: Sequence[int], weights: npt.NDArray[np.float64
             f"home layout: shares {weights.tolist()} for {len(ranks)} ranks: give each rank one finite share, none"
             " below 0, and some above"
         )
-    if copies not in (1, 2) or copies > len(ranks):
+    if len(nodes) != len(ranks):
+        raise ValueError(f"home layout: nodes {list(nodes)} for {len(ranks)} ranks: say of each which node it is on")
+    owning = {node for node, weight in zip(nodes, weights.tolist(), strict=True) if weight}
+    if copies not in (1, 2) or copies > len(owning):
         raise ValueError(
-            f"home layout: {copies} copies over {len(ranks)} ranks: use 1 copy, or 2 over at least 2 ranks, so that no"
-            " rank holds an element twice"
+            f"home layout: {copies} copies over {len(ranks)} ranks, of which those with a share are on {len(owning)}"
+            " node(s): use 1 copy, or 2 over ranks with shares on at least 2 nodes"
         )
 
 

@@ -79,7 +79,7 @@ def copy(source: Layout, target: Layout, rank: int | None = None) -> Slices:
     Raises:
         ValueError: the sizes differ, or no rank of the source holds what the target needs.
     """
-    pairs = _pairs(source, target, np.zeros_like(source.copy), rank)
+    pairs = _pairs(source, target, np.zeros_like(source.copy), rank, target.rank)
     return _slices(pairs, _one(pairs, np.abs(pairs.src - pairs.dst)), rank)
 
 
@@ -87,8 +87,8 @@ def reduce(source: Layout, target: Layout, rank: int | None = None) -> Slices:
     """Link gradients: what the owners in the target must add up, element by element.
 
     Every copy in the source contributes its gradient once: from PARTIAL intervals every holder sends, from REPLICA
-    intervals one does: the owner itself if it is a holder, otherwise holders take turns. A target of two copies
-    receives everything in both.
+    intervals one does: the owner itself if it is a holder, otherwise holders take turns. Where the target has two
+    copies, both owners of an element receive the same contributions from the same ranks, and so come to the same bits.
 
     Args:
         source: where gradients were computed (`layout.propagation`).
@@ -99,8 +99,17 @@ def reduce(source: Layout, target: Layout, rank: int | None = None) -> Slices:
         ValueError: the sizes differ, or a copy of the source lacks elements that the target needs.
     """
     # Each copy gets a line of its own, so that cells, and with them the choice of a holder, are per copy.
-    pairs = _pairs(source, target, np.unique(source.copy, return_inverse=True)[1], rank)
+    lines = np.unique(source.copy, return_inverse=True)[1]
+    if has_copies(target):  # the choice of a holder may not depend on which owner it is for
+        pairs = _pairs(source, target, lines, rank, np.zeros_like(target.rank))
+        return _slices(pairs, pairs.partial | _one(pairs, np.zeros_like(pairs.src)), rank)
+    pairs = _pairs(source, target, lines, rank, target.rank)
     return _slices(pairs, pairs.partial | _one(pairs, (pairs.src != pairs.dst).astype(np.int64)), rank)
+
+
+def has_copies(owners: Layout) -> bool:
+    """Say whether a home layout has a second owner of anything."""
+    return bool((owners.copy != 0).any())
 
 
 def is_all_gather(source: Layout, target: Layout) -> bool:
@@ -182,10 +191,11 @@ def _cells(lo: Ints, hi: Ints, end: int) -> _Cells:
     return _Cells(ends, first, row[np.argsort(cell, kind="stable")])
 
 
-def _pairs(source: Layout, target: Layout, line: Ints, rank: int | None) -> _Pairs:
+def _pairs(source: Layout, target: Layout, line: Ints, rank: int | None, turns: Ints) -> _Pairs:
     """Intersect the target with the cells of the source, whose row i lies on line `line[i]` (0, 1, ...) of cells.
 
-    Every line must cover the target. With a `rank`, slices that it neither needs nor could send may be missing.
+    Every line must cover the target. With a `rank`, slices that it neither needs nor could send may be missing. Where
+    several could send, whose turn it is depends on the cell and on `turns` of the target's row.
     """
     size, lines = source.size, int(line.max(initial=0)) + 1
     if size != target.size:
@@ -203,7 +213,7 @@ def _pairs(source: Layout, target: Layout, line: Ints, rank: int | None) -> _Pai
             f"link: elements [{lo[i] % size}, {(hi[i] - 1) % size + 1}), which rank {target.rank[row[i]]} needs, are"
             " missing from the source layout: add a rank that holds them, keep two home copies, or load a checkpoint"
         )
-    turn = target.rank[row] + cell
+    turn = turns[row] + cell
     piece, place = _ragged(holders)
     held, row = cells.rows[cells.first[cell[piece]] + place], row[piece]
     lo, hi = lo[piece] - line[held] * size, hi[piece] - line[held] * size

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hydragraph.ir.layout import Layout
-from hydragraph.ir.link import Slices, copy, is_all_gather, is_reduce_scatter, reduce
+from hydragraph.ir.link import Slices, copy, has_copies, is_all_gather, is_reduce_scatter, reduce
 from hydragraph.kernels.slice_copy import SliceTable, slice_copy
 from hydragraph.runtime.buffers import Buffers
 from hydragraph.runtime.groups import Groups, Role
@@ -31,6 +31,8 @@ class Exchange:
         sent, received: elements per peer.
         source, target: elements of this rank's local buffers.
         native: the collective that does the same, where there is one.
+        alike: the target has second owners, which must come to the same bits as the first: contributions are added up
+            in one way on all ranks, even where there is one only.
         device: of the buffers.
     """
 
@@ -41,6 +43,7 @@ class Exchange:
     source: int
     target: int
     native: str | None = None
+    alike: bool = False
     device: torch.device = field(default=torch.device("cpu"), compare=False)
 
     @cached_property
@@ -59,7 +62,7 @@ class Exchange:
     def whole(self) -> int:
         """How many peers send the whole target buffer, if every one that sends does; else 0."""
         peers = sum(map(bool, self.received))
-        if any(length not in (0, self.target) for length in self.received):
+        if self.alike or any(length not in (0, self.target) for length in self.received):
             return 0
         at = 0
         for offset, length in self.receives:  # peer after peer
@@ -82,7 +85,7 @@ class Exchange:
     @property
     def in_order(self) -> bool:
         """Whether what is received, in order, is the target buffer, each element once, so that it needs no staging."""
-        return _is_whole(self.receives, self.target)
+        return not self.alike and _is_whole(self.receives, self.target)
 
 
 def pull_exchange(
@@ -90,7 +93,7 @@ def pull_exchange(
 ) -> Exchange:
     """Lower a link of values for one rank, whose buffers are on a device (default: the CPU)."""
     native = "all_gather" if is_all_gather(source, target) and len(source.ranks) == ranks > 1 else None
-    return _lower(copy(source, target, rank), source, target, rank, ranks, native, device)
+    return _lower(copy(source, target, rank), source, target, rank, ranks, native, False, device)
 
 
 def push_exchange(
@@ -98,7 +101,7 @@ def push_exchange(
 ) -> Exchange:
     """Lower a link of gradients for one rank, whose buffers are on a device (default: the CPU)."""
     native = "reduce_scatter" if is_reduce_scatter(source, target) and len(target.ranks) == ranks > 1 else None
-    return _lower(reduce(source, target, rank), source, target, rank, ranks, native, device)
+    return _lower(reduce(source, target, rank), source, target, rank, ranks, native, has_copies(target), device)
 
 
 def _lower(
@@ -108,6 +111,7 @@ def _lower(
     rank: int,
     ranks: int,
     native: str | None,
+    alike: bool,
     device: torch.device | None,
 ) -> Exchange:
     sends, receives = slices.of(rank)
@@ -119,6 +123,7 @@ def _lower(
         source.local_size(rank),
         target.local_size(rank),
         native,
+        alike,
         device or torch.device("cpu"),
     )
 

@@ -62,6 +62,7 @@ class World:
         device: what it computes on.
         backend: "nccl" where every rank of the host has a GPU of its own, else "gloo".
         watch: over the ranks, from here until this process ends.
+        node: where it runs: ranks of the same one may be lost together.
     """
 
     rank: int
@@ -70,6 +71,7 @@ class World:
     device: torch.device
     backend: str
     watch: Watch = field(default_factory=lambda: Watch(None, 0, 1), compare=False, repr=False)
+    node: str = ""
 
     def gather(self, value: T) -> list[T]:
         """Return every rank's value, by rank; small picklable objects, over the default process group.
@@ -115,7 +117,9 @@ def join(device: torch.device | str | None = None) -> World:
         return World(0, 1, 0, device, backend)
     rank, ranks, group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
     assert group is not None
-    return World(rank, ranks, local_rank, device, backend, watch_of(group, group.get_group_store, rank, ranks))
+    watch = watch_of(group, group.get_group_store, rank, ranks)
+    node = f"{socket.gethostname()} {os.environ.get('GROUP_RANK', '')}"  # torchrun may start two on one host
+    return World(rank, ranks, local_rank, device, backend, watch, node)
 
 
 def _store_of_launcher(rank: int, ranks: int) -> Store:

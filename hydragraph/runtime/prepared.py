@@ -154,10 +154,11 @@ class Preparer:
     def _link(self, bucket: Bucket, placement: Placement) -> tuple[Exchange, Exchange | None]:
         stages = dict(placement.holders).get(bucket.name, ())
         kinds = [self._kinds(bucket, Degree.of(placement.stage_of[ranks[0]], ranks[0])) for ranks in stages]
-        key = (bucket.form, bucket.learns, stages, tuple(tuple(k.values()) for k in kinds))
+        source = self._homes[bucket.name]  # one object for all buckets that live alike
+        key = (bucket.form, bucket.learns, source, stages, tuple(tuple(k.values()) for k in kinds))
 
         def make() -> tuple[Exchange, Exchange | None]:
-            source, target = self._homes[bucket.name], propagation(bucket, stages, kinds)
+            target = propagation(bucket, stages, kinds)
             return (
                 pull_exchange(source, target, self._rank, self._ranks, self._device),
                 push_exchange(target, source, self._rank, self._ranks, self._device) if bucket.learns else None,

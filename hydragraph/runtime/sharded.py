@@ -31,19 +31,28 @@ class Sharded:
         return Sharded(self.shape, self.dtype, held)
 
 
-def sharded(piece: Piece, flat: Tensor) -> Sharded:
-    """View this rank's canonical elements of a parameter, 1-D, as boxes of its natural shape."""
+def sharded(piece: Piece, flat: Tensor, once: bool = False) -> Sharded:
+    """View this rank's canonical elements of a parameter, 1-D, as boxes of its natural shape.
+
+    Args:
+        piece: what the rank owns.
+        flat: its elements.
+        once: leave out those that count with their other owner.
+    """
     shape, rule = piece.parameter.shape, piece.parameter.rule
     dim = rule.dim if rule is not None else 0
     canonical = (*shape[dim : dim + 1], *shape[:dim], *shape[dim + 1 :])
     views = {}
-    for box in boxes(piece.lo, piece.hi, canonical):
-        view = flat.detach()[box.at : box.at + box.size].view(box.sizes)
-        offsets = box.moved(dim).offsets if shape else ()
-        views[torch.Size(offsets)] = view.movedim(0, dim) if shape else view
+    for ((lo, hi), part), counted in zip(piece.cut(flat.detach()), piece.counted, strict=True):
+        if once and not counted:
+            continue
+        for box in boxes(lo, hi, canonical):
+            view = part[box.at : box.at + box.size].view(box.sizes)
+            offsets = box.moved(dim).offsets if shape else ()
+            views[torch.Size(offsets)] = view.movedim(0, dim) if shape else view
     return Sharded(torch.Size(shape), flat.dtype, views)
 
 
-def sharded_weights(home: HomeState) -> dict[str, Sharded]:
-    """Return this rank's part of all master weights, by parameter name."""
-    return {name: sharded(piece, home.parameters[name]) for name, piece in home.pieces.items() if piece.parameter.size}
+def sharded_weights(home: HomeState, once: bool = False) -> dict[str, Sharded]:
+    """Return this rank's part of all master weights, by parameter name; `once` as for `sharded`."""
+    return {name: sharded(piece, home.parameters[name], once) for name, piece in home.pieces.items()}

@@ -1,11 +1,11 @@
-"""The home state of one rank: its shard of the fp32 master weights, and the optimizer over it.
+"""The home state of one rank: its shards of the fp32 master weights, and the optimizer over them.
 
 It never depends on the strategy: switching strategies moves none of it (Hydraulis, section 5.2).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from hydragraph.errors import Unsupported
-from hydragraph.ir.layout import Layout, home
+from hydragraph.ir.layout import Layout
 from hydragraph.ir.parameter import Bucket, Parameter
 from hydragraph.ir.program import Program
 
@@ -36,17 +36,38 @@ OptimizerFactory = Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimi
 
 @dataclass(frozen=True)
 class Piece:
-    """The part of one parameter that a rank owns: canonical elements [lo, hi), at offset `at` of its bucket's shard."""
+    """The part of one parameter that a rank owns, contiguous in its shard of the bucket, whatever intervals it has.
+
+    Attributes:
+        parameter: whose.
+        bucket: the parameter's.
+        intervals: of canonical elements [lo, hi), ascending and disjoint, none empty: at most one of each copy.
+        counted: of each interval, whether it is here, and not with its other owner, that its elements count where they
+            must count once: in norms, and in files.
+        at: the offset in the bucket's shard.
+    """
 
     parameter: Parameter
     bucket: str
-    lo: int
-    hi: int
+    intervals: tuple[tuple[int, int], ...]
+    counted: tuple[bool, ...]
     at: int
+
+    @property
+    def size(self) -> int:
+        """Elements that the rank owns."""
+        return sum(hi - lo for lo, hi in self.intervals)
 
     def of(self, shards: Mapping[str, Tensor]) -> Tensor:
         """Return this part, 1-D, of the shards by bucket."""
-        return shards[self.bucket][self.at : self.at + self.hi - self.lo]
+        return shards[self.bucket][self.at : self.at + self.size]
+
+    def cut(self, flat: Tensor) -> Iterator[tuple[tuple[int, int], Tensor]]:
+        """Yield each interval with its elements, of a tensor [size] of this part."""
+        at = 0
+        for lo, hi in self.intervals:
+            yield (lo, hi), flat[at : at + hi - lo]
+            at += hi - lo
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,7 +76,7 @@ class HomeState:
 
     Attributes:
         rank: whose.
-        layouts: bucket name -> home layout over all ranks.
+        layouts: bucket name -> home layout.
         weights, gradients: bucket name -> 1-D fp32 tensor of this rank's shard; gradients of the buckets that learn.
         pieces: parameter name -> what this rank owns of it (perhaps nothing), in model order.
         parameters: parameter name -> 1-D fp32 view into `weights`, whose `.grad` is a view into `gradients`, or None
@@ -70,9 +91,10 @@ class HomeState:
     parameters: Mapping[str, nn.Parameter]
 
     @staticmethod
-    def allocate(program: Program, ranks: int, rank: int, device: torch.device | None = None) -> HomeState:
-        """Return the uninitialised home state of one rank, every bucket sharded equally over all ranks."""
-        layouts = {b.name: home(b.size, range(ranks)) for b in program.buckets}
+    def allocate(
+        program: Program, layouts: Mapping[str, Layout], rank: int, device: torch.device | None = None
+    ) -> HomeState:
+        """Return the uninitialised home state of one rank, under home layouts by bucket (`ir.home.HomeLayouts`)."""
         sizes = {name: layout.local_size(rank) for name, layout in layouts.items()}
         weights = {n: torch.empty(s, dtype=torch.float32, device=device) for n, s in sizes.items()}
         learning = {b.name for b in program.buckets if b.learns}
@@ -95,7 +117,17 @@ class HomeState:
         """Copy this rank's part out of some full natural tensors, by canonical parameter name."""
         for name, tensor in tensors.items():
             piece = self.pieces[name]
-            self.parameters[name].copy_(piece.parameter.canonical(tensor.detach())[piece.lo : piece.hi])
+            canonical = piece.parameter.canonical(tensor.detach())
+            for (lo, hi), owned in piece.cut(self.parameters[name]):
+                owned.copy_(canonical[lo:hi])
+
+    def counted_gradients(self) -> Iterator[Tensor]:
+        """Yield the gradients that count here, 1-D: over all ranks every element once, however many own it."""
+        for name, shard in self.gradients.items():
+            mine = self.layouts[name].of(self.rank)
+            counted = mine.copy == 0
+            for at, size in zip(mine.at[counted].tolist(), (mine.hi - mine.lo)[counted].tolist(), strict=True):
+                yield shard[at : at + size]
 
     def named(self) -> list[tuple[str, nn.Parameter]]:
         """Return (name, 1-D fp32 tensor) of every trainable parameter in model order; perhaps without any elements."""
@@ -103,15 +135,19 @@ class HomeState:
 
 
 def _owned(bucket: Bucket, layout: Layout, rank: int) -> Sequence[Piece]:
+    """Return what a rank owns of each parameter of a bucket, perhaps nothing."""
     mine = layout.of(rank)
-    rows = list(zip(mine.lo.tolist(), mine.hi.tolist(), mine.at.tolist(), strict=True))
-    lo, hi, at = rows[0] if rows else (0, 0, 0)
-    pieces = []
+    rows = list(zip(mine.lo.tolist(), mine.hi.tolist(), mine.copy.tolist(), strict=True))
+    pieces, at, start = [], 0, 0
     for parameter in bucket.parameters:
-        start = bucket.offsets()[parameter.name]
-        a, b = max(lo, start), min(hi, start + parameter.size)
-        a, b = (a, b) if a < b else (start, start)
-        pieces.append(Piece(parameter, bucket.name, a - start, b - start, at + a - lo if a < b else 0))
+        end = start + parameter.size
+        parts = [(max(lo, start), min(hi, end), copy == 0) for lo, hi, copy in rows]
+        parts = [(lo - start, hi - start, first) for lo, hi, first in parts if lo < hi]
+        intervals, counted = tuple((lo, hi) for lo, hi, _ in parts), tuple(first for *_, first in parts)
+        # A home layout's rows are ordered by element, so the parameters follow one another in the shard.
+        pieces.append(Piece(parameter, bucket.name, intervals, counted, at))
+        at += pieces[-1].size
+        start = end
     return pieces
 
 

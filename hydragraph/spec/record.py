@@ -70,6 +70,9 @@ def from_record(cls: type[Record], data: object, path: str = "", name: str = "")
 def _from_value(hint: Any, value: object, path: str) -> object:
     """Build what a field's type says; scalars are left to the dataclass, which checks them anyway."""
     if is_dataclass(hint) and isinstance(hint, type):
+        if isinstance(value, str) and hasattr(hint, "parse"):  # it can also be written as a text
+            found: object = hint.parse(value)
+            return found
         return from_record(hint, value, path)
     if get_origin(hint) is Mapping and is_dataclass(item := get_args(hint)[1]) and isinstance(item, type):
         if not isinstance(value, dict):

@@ -11,6 +11,7 @@ from typing import Any
 
 import yaml
 
+from hydragraph.spec.home import EQUAL, Home
 from hydragraph.spec.record import from_record, load_record, to_record
 from hydragraph.train.whole import write_whole
 
@@ -245,6 +246,8 @@ class TrainConfig:
         model, data, optimizer, schedule, checkpoint, plan: see their classes.
         strategies: texts such as "<tp2,pp1> + <tp1,pp2>", or paths of YAML files; steps take them in turn, or the best
             for each (`plan.choose`); "auto" alone proposes them for the data (`plan.profile`).
+        home: which rank owns how much of the weights and the optimizer's state: a text such as "3,3,1,0 copies=2", or
+            {shares: [3, 3, 1, 0], copies: 2}; default: equal shares.
         steps: how many mini-batches to train on.
         ranks: local processes to start, where no launcher such as torchrun has started any.
         max_grad_norm: gradients with a larger global norm are scaled down to it; None: never.
@@ -270,6 +273,7 @@ class TrainConfig:
     strategies: tuple[str, ...]
     steps: int
     ranks: int = 1
+    home: Home = EQUAL
     optimizer: OptimizerConfig = OptimizerConfig()
     schedule: ScheduleConfig = ScheduleConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()

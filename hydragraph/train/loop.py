@@ -224,6 +224,7 @@ def _session(
         backend=config.backend,
         check=config.check,
         progress_s=config.progress_s,
+        home=config.home,
     )
     if config.model.weights is not None and start.last is None:
         executor.load_pretrained(Path(config.model.weights))

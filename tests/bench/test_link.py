@@ -9,14 +9,22 @@ import torch
 
 from hydragraph.bench.link import Overlap, Traffic, default_cluster, layouts, simulated, traffic
 from hydragraph.frontend.capture import capture
-from hydragraph.ir.layout import GradientKind
+from hydragraph.ir.home import HomeLayouts
+from hydragraph.ir.layout import GradientKind, Layout
 from hydragraph.ir.program import Program
 from hydragraph.passes.shard import Degree
 from hydragraph.runtime.variants import Variants
+from hydragraph.spec.home import EQUAL, Home
 from hydragraph.spec.strategy import Strategy
 from tests.models import llama
 
 STRATEGIES = ["<tp1,pp1>", "<tp2,pp2>", "<tp4,pp1>", "2*<tp1,pp2>", "<[0,1]x3s,[2]x1> + <[3]x4>"]
+
+HOMES = [EQUAL, Home([3, 0, 2, 1])]
+
+
+def homes(program: Program, ranks: int, home: Home = EQUAL) -> dict[str, Layout]:
+    return HomeLayouts(home, ranks).by_name(program.buckets)
 
 
 @pytest.fixture(scope="module")
@@ -46,9 +54,10 @@ def held(program: Program, strategy: Strategy) -> dict[str, list[tuple[int, int,
 
 
 @pytest.mark.parametrize("text", STRATEGIES)
-def test_a_pull_brings_each_rank_what_it_lacks(program: Program, text: str) -> None:
+@pytest.mark.parametrize("home", HOMES, ids=str)
+def test_a_pull_brings_each_rank_what_it_lacks(program: Program, text: str, home: Home) -> None:
     strategy, ranks = Strategy.parse(text, program.layers), 4
-    placed = layouts(program, strategy, ranks)
+    placed = layouts(program, strategy, homes(program, ranks, home))
     expected: Counter[tuple[int, int]] = Counter()
     needed = held(program, strategy)
     for each in placed:
@@ -62,10 +71,11 @@ def test_a_pull_brings_each_rank_what_it_lacks(program: Program, text: str) -> N
 
 
 @pytest.mark.parametrize("text", STRATEGIES)
-def test_a_push_brings_each_owner_all_contributions_once(program: Program, text: str) -> None:
+@pytest.mark.parametrize("home", HOMES, ids=str)
+def test_a_push_brings_each_owner_all_contributions_once(program: Program, text: str, home: Home) -> None:
     """Of a replica one holder sends, the owner itself where it is one; of a partial gradient all do."""
     strategy, ranks = Strategy.parse(text, program.layers), 4
-    placed, users = layouts(program, strategy, ranks), held(program, strategy)
+    placed, users = layouts(program, strategy, homes(program, ranks, home)), held(program, strategy)
     incoming: Counter[int] = Counter()
     for each in placed:
         kinds = replicas(program, strategy, each.bucket.name)
@@ -116,7 +126,7 @@ def test_percent_overlapped(alone: float, exposed: float, percent: float) -> Non
 
 def test_simulation(program: Program) -> None:
     strategy, cluster = Strategy.parse("2*<tp1,pp2>", program.layers), default_cluster(4)
-    placed = layouts(program, strategy, 4)
+    placed = layouts(program, strategy, homes(program, 4))
     for direction in ("pull", "push"):
         moved = traffic(program, placed, direction)  # type: ignore[arg-type]
         found = simulated(program, strategy, cluster, 4096, 2, direction, moved)  # type: ignore[arg-type]
@@ -127,7 +137,7 @@ def test_simulation(program: Program) -> None:
 
 def test_one_rank_sends_nothing(program: Program) -> None:
     strategy = Strategy.parse("<tp1,pp1>", program.layers)
-    moved = traffic(program, layouts(program, strategy, 1), "pull")
+    moved = traffic(program, layouts(program, strategy, homes(program, 1)), "pull")
     assert moved.total == 0
     assert moved.local == 2 * sum(b.size for b in program.buckets)
     assert simulated(program, strategy, default_cluster(1), 64, 1, "pull", moved).percent == 100

@@ -9,7 +9,9 @@ from hydragraph.bench.link import Overlap, layouts, traffic
 from hydragraph.bench.link_measure import Measured, measure_rank, over_ranks
 from hydragraph.bench.shapes import meta_model
 from hydragraph.frontend.capture import capture
+from hydragraph.ir.home import HomeLayouts
 from hydragraph.runtime.launch import launch
+from hydragraph.spec.home import EQUAL
 from hydragraph.spec.strategy import Strategy
 
 
@@ -17,9 +19,10 @@ def test_what_ranks_send_is_what_the_link_says() -> None:
     strategies = tuple(Strategy.parse(text, 2) for text in ("<tp2,pp1>", "<tp1,pp2>"))
     per_rank = launch(measure_rank, 2, "tiny", strategies, 64, 1)
     program = capture(meta_model("tiny"), dtype=torch.float32)
+    homes = HomeLayouts(EQUAL, 2).by_name(program.buckets)
     for i, strategy in enumerate(strategies):
         for direction in ("pull", "push"):
-            expected = traffic(program, layouts(program, strategy, 2), direction)  # type: ignore[arg-type]
+            expected = traffic(program, layouts(program, strategy, homes), direction)  # type: ignore[arg-type]
             found = over_ranks([rank[i][direction] for rank in per_rank])  # type: ignore[index]
             assert found.sent == expected.total > 0
             assert found.overlap.alone_s > 0

@@ -125,11 +125,8 @@ def found_traffic(found: Costs, strategy: Strategy) -> float:
 
 
 def test_unequal_home_shares_move_what_others_own() -> None:
-    class Home:
-        shares, copies = (3.0, 1.0), 1
-
     where = cluster(2)
-    found = Costs(Profile.merge([profile(2, "fast", elements=10**6)]), where, home=Home())
+    found = Costs(Profile.merge([profile(2, "fast", elements=10**6)]), where, home=hg.Home([3, 1]))
     assert found.owned(0) == pytest.approx(3 * found.owned(1), rel=1e-3)
     assert found_traffic(found, Strategy.parse("2*<tp1,pp1>", 2)) == pytest.approx(4 * 7.5e6, rel=1e-3)
 

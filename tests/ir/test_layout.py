@@ -43,20 +43,48 @@ ranks_of_any_kind = st.lists(st.integers(0, 40), min_size=1, max_size=9, unique=
 @given(st.integers(0, 200), ranks_of_any_kind, st.sampled_from((1, 4, 8)), st.data())
 def test_home_partitions_the_bucket(size: int, ranks: list[int], align: int, data: st.DataObject) -> None:
     n = len(ranks)
-    copies = data.draw(st.sampled_from((1, 2) if n > 1 else (1,)))
-    shares = data.draw(st.none() | st.lists(st.floats(0, 9), min_size=n, max_size=n).filter(lambda w: sum(w) > 0))
-    layout = home(size, ranks, shares, copies, align)
+    weights = st.lists(st.just(0.0) | st.floats(0, 9), min_size=n, max_size=n)
+    shares = data.draw(st.none() | weights.filter(lambda w: sum(w) > 0))
+    nodes = data.draw(st.none() | st.lists(st.integers(0, 3), min_size=n, max_size=n))
+    on = dict(zip(ranks, nodes or range(n), strict=True))
+    owning = {on[rank] for rank, share in zip(ranks, shares or [1.0] * n, strict=True) if share}
+    copies = data.draw(st.sampled_from((1, 2) if len(owning) > 1 else (1,)))
+    layout = home(size, ranks, shares, copies, align, nodes)
     assert (owned(layout, ranks) == copies).all()
     for rank in ranks:
         assert len(np.unique(elements(layout, rank))) == layout.local_size(rank)  # nothing twice on one rank
     for copy in range(copies):
         covered = [element for _, lo, hi, _, c, _ in rows(layout) if c == copy for element in range(lo, hi)]
         assert sorted(covered) == list(range(size))
+    assert all(layout.local_size(r) == 0 for r, share in zip(ranks, shares or [1.0] * n, strict=True) if not share)
+    for rank in ranks:  # what it owns of a parameter is contiguous in its buffer
+        assert (np.diff(elements(layout, rank)) > 0).all()
     if copies == 2:
-        for rank in ranks:
-            left = layout.without([rank])
-            assert rank not in left.ranks
+        for lost in owning:
+            there = [rank for rank in ranks if on[rank] == lost]
+            left = layout.without(there)
+            assert not set(there) & set(left.ranks)
             assert (owned(left, ranks) >= 1).all()
+
+
+@given(st.integers(1, 5000), st.lists(st.integers(0, 3), min_size=2, max_size=9), st.data())
+def test_two_copies_meet_shares_unless_a_node_has_more_than_half(
+    size: int, nodes: list[int], data: st.DataObject
+) -> None:
+    n = len(nodes)
+    shares = data.draw(st.lists(st.floats(0.1, 9), min_size=n, max_size=n))
+    of_node = {node: sum(s for s, at in zip(shares, nodes, strict=True) if at == node) for node in nodes}
+    if len(of_node) == 1:
+        with pytest.raises(ValueError, match="at least 2 nodes"):
+            home(size, range(n), shares, 2, nodes=nodes)
+        return
+    layout, most = home(size, range(n), shares, 2, nodes=nodes), max(of_node, key=lambda node: of_node[node])
+    capped = of_node[most] > sum(shares) / 2
+    for rank, (share, node) in enumerate(zip(shares, nodes, strict=True)):
+        ideal = 2 * share / sum(shares)
+        if capped:
+            ideal = share / of_node[most] if node == most else share / (sum(shares) - of_node[most])
+        assert abs(layout.local_size(rank) - size * ideal) <= 16 + 1e-6
 
 
 @given(st.integers(1, 30), ranks_of_any_kind, st.booleans())
@@ -81,15 +109,17 @@ def test_home_by_hand() -> None:
     assert rows(tiny) == [(1, 0, 8, 0, 0, True), (4, 8, 10, 0, 0, True)]
     assert tiny.ranks == (1, 4)
     assert tiny.local_size(5) == 0
-    twice = home(9, [7, 3, 5], copies=2)
+    twice = home(9, [7, 3, 5], copies=2, align=1)
     assert [row[:5] for row in rows(twice)] == [
-        (3, 3, 6, 0, 0),
-        (3, 6, 9, 3, 1),
-        (5, 6, 9, 0, 0),
-        (5, 0, 3, 3, 1),
-        (7, 0, 3, 0, 0),
-        (7, 3, 6, 3, 1),
+        (3, 0, 3, 0, 1),
+        (3, 6, 9, 3, 0),
+        (5, 3, 9, 0, 1),
+        (7, 0, 6, 0, 0),
     ]
+    pair_and_one = home(12, [0, 1, 2], copies=2, align=1, nodes=[0, 0, 1])  # node 0 has more than half of the shares
+    assert [row[:5] for row in rows(pair_and_one)] == [(0, 0, 6, 0, 0), (1, 6, 12, 0, 0), (2, 0, 12, 0, 1)]
+    apart = home(12, [0, 1, 2, 3], copies=2, align=1, nodes=[0, 1, 0, 1])  # node by node on the line
+    assert [row[:3] for row in rows(apart)] == [(0, 0, 6), (1, 0, 6), (2, 6, 12), (3, 6, 12)]
     assert rows(whole(12, 3)) == [(3, 0, 12, 0, 0, True)]
     with pytest.raises(ValueError, match="read-only"):
         twice.lo[0] = 1
@@ -104,8 +134,9 @@ def test_home_by_hand() -> None:
         ([1, 2], [1.0, -1.0], 1, "below 0"),
         ([1, 2], [0.0, 0.0], 1, "some above"),
         ([1, 2], [1.0, float("nan")], 1, "finite"),
-        ([1], None, 2, "2 copies over 1 ranks"),
+        ([1], None, 2, "2 copies over 1 ranks, of which those with a share are on 1 node"),
         ([1, 2, 3], None, 3, "3 copies"),
+        ([1, 2, 3], [1.0, 0.0, 0.0], 2, "at least 2 nodes"),
     ],
 )
 def test_unusable_homes_are_refused(ranks: list[int], shares: list[float] | None, copies: int, message: str) -> None:

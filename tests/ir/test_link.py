@@ -58,8 +58,9 @@ def homes(draw: st.DrawFn, size: int, copies: int | None = None) -> Layout:
     """Draw a home over any ranks (some idle, some not in any stage) with even or uneven shares."""
     ranks = draw(st.lists(st.integers(0, 24), min_size=2, max_size=10, unique=True))
     weights = st.lists(st.sampled_from((0.0, 0.5, 1.0, 3.0)), min_size=len(ranks), max_size=len(ranks))
-    shares = draw(st.none() | weights.filter(any))
-    return home(size, ranks, shares, copies or draw(st.sampled_from((1, 2))), draw(st.sampled_from((1, 8))))
+    copies = copies or draw(st.sampled_from((1, 2)))
+    shares = draw(st.none() | weights.filter(lambda w: sum(map(bool, w)) >= copies))
+    return home(size, ranks, shares, copies, draw(st.sampled_from((1, 8))))
 
 
 def elements(layout: Layout, rank: int) -> Ints:
@@ -223,7 +224,7 @@ def test_push_equals_scatter_and_sum(case: Case, data: st.DataObject) -> None:
 
 @given(cases(), st.data())
 def test_a_replica_is_taken_from_the_owner_itself_where_it_holds_one(case: Case, data: st.DataObject) -> None:
-    target, source = data.draw(homes(case.bucket.size)), case.layout
+    target, source = data.draw(homes(case.bucket.size, copies=1)), case.layout
     slices = link.reduce(source, target)
     copy_of = {rank: copy for copy, stage in enumerate(case.stages) for rank in stage}
     for rank in set(target.ranks) & set(copy_of):
@@ -240,9 +241,23 @@ def test_holders_of_a_replica_take_turns() -> None:
     source = propagation(norm, [(10, 11, 12, 13)], {"norm": REPLICA})
     slices = link.reduce(source, home(64, range(8)))
     assert np.bincount(slices.src)[10:].tolist() == [2, 2, 2, 2]
-    near = link.copy(home(8, [0, 4], copies=2), propagation(norm_of(8), [(2, 6)], {"norm": REPLICA}))
-    assert near.where(near.dst == 2).src.tolist() == [0, 4]  # equally near, so each sends one of the two cells
-    assert near.where(near.dst == 6).src.tolist() == [4, 4]
+    owners = home(16, [0, 1, 4, 5], copies=2, nodes=[0, 0, 1, 1])
+    near = link.copy(owners, propagation(norm_of(16), [(2, 7)], {"norm": REPLICA}))
+    assert near.where(near.dst == 2).src.tolist() == [0, 1]  # 4 is as near as 0 to the first cell, 5 not as 1
+    assert near.where(near.dst == 7).src.tolist() == [4, 5]
+
+
+@given(cases(), st.data())
+def test_both_owners_of_an_element_add_up_the_same_in_the_same_order(case: Case, data: st.DataObject) -> None:
+    owners = data.draw(homes(case.bucket.size, copies=2))
+    slices = link.reduce(case.layout, owners)
+    sources: dict[tuple[int, int], list[int]] = {}  # (owner, element) -> who sends, in the order of adding up
+    for src, dst, lo, hi in zip(slices.src.tolist(), slices.dst.tolist(), slices.lo, slices.hi, strict=True):
+        for element in range(lo, hi):
+            sources.setdefault((dst, element), []).append(src)
+    for element in range(case.bucket.size):
+        one, other = (heard for (_, e), heard in sources.items() if e == element)
+        assert one == other
 
 
 def norm_of(size: int) -> Bucket:

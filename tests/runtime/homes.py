@@ -10,11 +10,13 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from hydragraph.ir.home import HomeLayouts
 from hydragraph.ir.parameter import Bucket, Parameter, ShardRule
 from hydragraph.ir.program import Program
 from hydragraph.runtime.groups import Groups
 from hydragraph.runtime.launch import World
 from hydragraph.runtime.state import HomeState, make_optimizer
+from hydragraph.spec.home import EQUAL, Home
 
 ALONE = World(0, 1, 0, torch.device("cpu"), "gloo")
 Named = list[tuple[str, nn.Parameter]]
@@ -66,9 +68,14 @@ def tensors(seed: int, model: Model = MODEL) -> dict[str, Tensor]:
 
 
 def make(
-    world: World, factory: Callable[[Named], torch.optim.Optimizer] = adamw, model: Model = MODEL, seed: int = 0
+    world: World,
+    factory: Callable[[Named], torch.optim.Optimizer] = adamw,
+    model: Model = MODEL,
+    seed: int = 0,
+    owners: Home = EQUAL,
 ) -> tuple[HomeState, torch.optim.Optimizer]:
-    home = HomeState.allocate(cast(Program, model), world.ranks, world.rank)
+    layouts = HomeLayouts(owners, world.ranks).by_name(model.buckets)
+    home = HomeState.allocate(cast(Program, model), layouts, world.rank)
     home.fill(tensors(seed, model))
     return home, make_optimizer(factory, home)
 
@@ -78,12 +85,13 @@ def step(home: HomeState, optimizer: torch.optim.Optimizer, seed: int) -> None:
     for name, piece in home.pieces.items():
         whole = piece.parameter.canonical(gradients[name])
         # A rank without elements has no gradient either, so the optimizer has no state there.
-        home.parameters[name].grad = whole[piece.lo : piece.hi].clone() if piece.hi > piece.lo else None
+        owned = [whole[lo:hi] for lo, hi in piece.intervals]
+        home.parameters[name].grad = torch.cat(owned) if owned else None
     optimizer.step()
 
 
-def trained(world: World, kind: str) -> tuple[HomeState, torch.optim.Optimizer]:
-    home, optimizer = make(world, KINDS[kind])
+def trained(world: World, kind: str, owners: Home = EQUAL) -> tuple[HomeState, torch.optim.Optimizer]:
+    home, optimizer = make(world, KINDS[kind], owners=owners)
     for seed in () if kind == "unstepped" else (1, 2):
         step(home, optimizer, seed)
     optimizer.param_groups[0]["lr"] = 0.05  # as a scheduler would
@@ -92,9 +100,9 @@ def trained(world: World, kind: str) -> tuple[HomeState, torch.optim.Optimizer]:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What one rank holds: key -> (start in canonical order, elements), and what is not sharded."""
+    """What one rank holds: key -> (intervals in canonical order, their elements), and what is not sharded."""
 
-    shards: dict[str, tuple[int, Tensor]]
+    shards: dict[str, tuple[tuple[tuple[int, int], ...], Tensor]]
     scalars: dict[str, Any]
     groups: list[dict[str, Any]]
 
@@ -102,10 +110,10 @@ class Snapshot:
     def of(home: HomeState, optimizer: torch.optim.Optimizer) -> Snapshot:
         shards, scalars = {}, {}
         for name, parameter in home.parameters.items():
-            shards[name] = (home.pieces[name].lo, parameter.detach().clone())
+            shards[name] = (home.pieces[name].intervals, parameter.detach().clone())
             for state, value in optimizer.state.get(parameter, {}).items():
                 if isinstance(value, Tensor) and value.dim():
-                    shards[f"optimizer.{state}.{name}"] = (home.pieces[name].lo, value.clone())
+                    shards[f"optimizer.{state}.{name}"] = (home.pieces[name].intervals, value.clone())
                 else:
                     scalars[f"{state}.{name}"] = float(value)
         groups = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
@@ -113,12 +121,19 @@ class Snapshot:
 
 
 def whole(snapshots: list[Snapshot]) -> dict[str, Tensor]:
-    """Put the ranks' shards together, as natural tensors."""
+    """Put the ranks' shards together, as natural tensors; owners of the same element must have the same bits."""
     found = {}
     for key in sorted({key for s in snapshots for key in s.shards}):
         name = next(name for name in MODEL.parameters if key == name or key.endswith(f".{name}"))
-        shards = sorted((s.shards[key] for s in snapshots if key in s.shards), key=lambda shard: shard[0])
-        found[key] = MODEL.parameters[name].natural(torch.cat([flat for _, flat in shards]))
+        canonical = torch.full((MODEL.parameters[name].size,), torch.nan)
+        for intervals, flat in (s.shards[key] for s in snapshots if key in s.shards):
+            parts = flat.split([hi - lo for lo, hi in intervals]) if intervals else ()
+            for (lo, hi), part in zip(intervals, parts, strict=True):
+                there = canonical[lo:hi]
+                assert ((there == part) | there.isnan()).all(), f"{key}: its owners differ"
+                there.copy_(part)
+        assert not canonical.isnan().any(), f"{key}: elements without an owner"
+        found[key] = MODEL.parameters[name].natural(canonical)
     return found
 
 

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import hydragraph as hg
+from hydragraph.ir.home import HomeLayouts
 from hydragraph.ir.instruction import Stream
 from hydragraph.runtime.batch import pack
 from hydragraph.runtime.buffers import Buffers
@@ -20,6 +21,7 @@ from hydragraph.runtime.state import HomeState
 from hydragraph.runtime.trace import Timing
 from hydragraph.runtime.variants import Variants
 from hydragraph.spec import workload
+from hydragraph.spec.home import EQUAL
 from hydragraph.spec.strategy import Strategy
 from tests.fuzz import RANKS, ModelCase, draw_case
 from tests.models import llama, sequences
@@ -36,7 +38,7 @@ VARIANTS = [Variants(program) for program in PROGRAMS]
 def run(strategy: Strategy, rank: int, seed: int, lanes: type[RecordingLanes] = RecordingLanes, steps: int = 2) -> int:
     """Run steps of one rank that hears only zeros; return how many accesses were ordered."""
     program, variants = PROGRAMS[seed % 2], VARIANTS[seed % 2]
-    home = HomeState.allocate(program, RANKS, rank)
+    home = HomeState.allocate(program, HomeLayouts(EQUAL, RANKS).by_name(program.buckets), rank)
     for weights in home.weights.values():
         weights.zero_()
     preparer = Preparer(program, variants, BUFFERS, home.layouts, rank, RANKS)

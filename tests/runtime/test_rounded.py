@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 
 import hydragraph as hg
+from hydragraph.ir.home import HomeLayouts
 from hydragraph.runtime.rounded import rounded
 from hydragraph.runtime.state import HomeState, make_optimizer
+from hydragraph.spec.home import EQUAL
 from tests.models import llama, sequences
 
 LAYERS = 2
@@ -41,8 +43,12 @@ def test_losses_are_those_of_rounding_at_every_pull(tmp_path: Path) -> None:
     assert with_copies.evaluate(batch(3)).loss == without.evaluate(batch(3)).loss
 
 
+def allocated(program: hg.Program, ranks: int, rank: int) -> HomeState:
+    return HomeState.allocate(program, HomeLayouts(EQUAL, ranks).by_name(program.buckets), rank)
+
+
 def test_every_copy_is_its_weight_rounded_also_after_a_step() -> None:
-    home = HomeState.allocate(hg.capture(llama(LAYERS), dtype=torch.bfloat16), 3, 1)
+    home = allocated(hg.capture(llama(LAYERS), dtype=torch.bfloat16), 3, 1)
     optimizer = make_optimizer(lambda named: hg.AdamW(named, lr=0.1), home)
     for weights in home.weights.values():
         weights.normal_(generator=torch.Generator().manual_seed(0))
@@ -58,7 +64,7 @@ def test_every_copy_is_its_weight_rounded_also_after_a_step() -> None:
 
 
 def test_models_that_compute_in_fp32_need_none() -> None:
-    home = HomeState.allocate(hg.capture(llama(LAYERS)), 1, 0)
+    home = allocated(hg.capture(llama(LAYERS)), 1, 0)
     optimizer = make_optimizer(lambda named: hg.AdamW(named), home)
     assert rounded(home, torch.float32, optimizer) is None
     assert rounded(home, torch.bfloat16, torch.optim.SGD(home.named())) is None

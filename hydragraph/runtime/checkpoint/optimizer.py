@@ -53,7 +53,7 @@ def plain_state(home: HomeState, optimizer: torch.optim.Optimizer | None) -> dic
 
 
 def elementwise_states(home: HomeState, optimizer: torch.optim.Optimizer | None) -> dict[str, Sharded]:
-    """Return this rank's part of the states that have a value per element, by their names in the checkpoint.
+    """Return what this rank writes of the states that have a value per element, by their names in the checkpoint.
 
     Raises:
         Unsupported: a state has another shape than its parameter.
@@ -61,7 +61,7 @@ def elementwise_states(home: HomeState, optimizer: torch.optim.Optimizer | None)
     found = {}
     for name, state, value in _states(home, optimizer) if optimizer is not None else ():
         if isinstance(value, Tensor) and value.dim():
-            found[state_key(state, name)] = sharded(home.pieces[name], value)
+            found[state_key(state, name)] = sharded(home.pieces[name], value, once=True)
     return found
 
 

@@ -121,7 +121,9 @@ def prepare(
     path, what, rank = Path(path), f"save checkpoint {path}", groups.world.rank
     parts = together(groups, what, lambda: encoded("the optimizer", plain_state(home, optimizer)))
     entry = together_own(groups, what, lambda: packed(extra, parts) if rank == 0 else b"")
-    contents = together_own(groups, what, lambda: {**sharded_weights(home), **elementwise_states(home, optimizer)})
+    contents = together_own(
+        groups, what, lambda: {**sharded_weights(home, once=True), **elementwise_states(home, optimizer)}
+    )
     scratch = cast(Path, together(groups, what, lambda: make_scratch(path) if rank == 0 else None)[0])
     try:
         together(groups, what, lambda: see(scratch, f"checkpoint {path}", rank))

@@ -24,12 +24,14 @@ from transformers import BertForMaskedLM, BertForNextSentencePrediction, BertFor
 import hydragraph as hg
 from hydragraph.frontend.capture import capture
 from hydragraph.frontend.initialise import initial_buffers
+from hydragraph.ir.home import HomeLayouts
 from hydragraph.ir.program import Program
 from hydragraph.runtime.groups import Groups
 from hydragraph.runtime.launch import join
 from hydragraph.runtime.state import HomeState
 from hydragraph.runtime.weights import pretrained
 from hydragraph.runtime.weights.pretrained import Names
+from hydragraph.spec.home import EQUAL
 from tests.models import MODELS, bert
 from tests.runtime.homes import Model
 
@@ -142,7 +144,8 @@ def load_all(given: list[Given]) -> list[Loaded]:
     world, found = join("cpu"), []
     groups = Groups(world, timedelta(seconds=60))
     for path, buckets, names, buffers in given:
-        home = HomeState.allocate(cast(Program, buckets), world.ranks, world.rank)
+        layouts = HomeLayouts(EQUAL, world.ranks).by_name(buckets.buckets)
+        home = HomeState.allocate(cast(Program, buckets), layouts, world.rank)
         with counting() as counts:
             pretrained.load(path, home, buffers, names, groups)
         found.append(Loaded({n: p.detach().clone() for n, p in home.parameters.items()}, buffers, sum(counts)))

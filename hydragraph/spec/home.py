@@ -1,0 +1,204 @@
+"""Home: which rank owns how much of the model's state, whatever the strategy, and whether a second rank owns it too.
+
+As text, shares by rank, then what is not the default: "3,3,1,0 copies=2 embed=1,1,0,0", "8*1,8*0.5", "equal".
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import groupby
+from typing import Any
+
+Shares = tuple[float, ...]
+
+_EQUAL_TEXT = "equal"
+
+
+@dataclass(frozen=True)
+class Home:
+    """Who owns the state (fp32 weights and optimizer state): it is updated there, and forwards pull weights from there.
+
+    Attributes:
+        shares: relative share of every bucket by rank, 0: the rank owns nothing (it still computes, and calls `step`
+            and `save` like all others); None: equal shares of all ranks.
+        copies: 1; or 2: every element has a second owner on another node, who updates it as well, so that the loss of
+            one node loses nothing. A rank's share then is of both copies together.
+        buckets: bucket name (a block's, what is frozen of it, or a tied parameter's) -> its shares by rank, instead of
+            `shares`.
+        nodes: which node each rank is on, for copies; None: the hosts that ranks run on, or each rank by itself where
+            all run on one.
+
+    Raises:
+        ValueError: naming the shares that are not numbers of at least 0, or all 0, or not as many as others.
+    """
+
+    shares: Shares | None = None
+    copies: int = 1
+    buckets: Mapping[str, Shares] = field(default_factory=dict)
+    nodes: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if self.shares is not None:
+            object.__setattr__(self, "shares", _shares("shares", self.shares))
+        if not isinstance(self.buckets, Mapping):
+            raise ValueError(f"buckets is {self.buckets!r}: give a mapping of bucket names to shares by rank")
+        buckets = {str(name): _shares(f"buckets.{name}", each) for name, each in sorted(self.buckets.items())}
+        object.__setattr__(self, "buckets", buckets)
+        if isinstance(self.copies, bool) or self.copies not in (1, 2):
+            raise ValueError(f"copies is {self.copies!r}: use 1, or 2 for a second owner of everything")
+        if self.nodes is not None:
+            object.__setattr__(self, "nodes", _nodes(self.nodes))
+        counts = {len(each) for _, each in self._lists()}
+        if len(counts) > 1:
+            lengths = ", ".join(f"{name} is for {len(each)} ranks" for name, each in self._lists())
+            raise ValueError(f"{lengths}: give every list one number per rank")
+
+    def __hash__(self) -> int:
+        return hash((self.shares, self.copies, tuple(self.buckets.items()), self.nodes))
+
+    def _lists(self) -> list[tuple[str, Sequence[float]]]:
+        """Return what has one entry per rank, by name."""
+        own = [("shares", self.shares), ("nodes", self.nodes)]
+        return [
+            *((name, each) for name, each in own if each is not None),
+            *((f"buckets.{name}", each) for name, each in self.buckets.items()),
+        ]
+
+    def shares_of(self, bucket: str) -> Shares | None:
+        """Return a bucket's shares by rank; None: equal ones."""
+        return self.buckets.get(bucket, self.shares)
+
+    def check(self, ranks: int, buckets: Sequence[str] | None = None) -> None:
+        """Check that it is for so many ranks and for a model of these buckets.
+
+        Raises:
+            ValueError: it has shares for other ranks, or for a bucket that the model does not have.
+        """
+        for name, each in self._lists():
+            if len(each) != ranks:
+                extra = f"knows no rank {ranks}" if len(each) > ranks else f"says nothing of rank {len(each)}"
+                fault = f"the world of {ranks} ranks {extra}" if len(each) > ranks else f"it {extra}"
+                raise ValueError(
+                    f"home {self}: {name} is for {len(each)} ranks, but {fault}: give one number for each of the"
+                    f" {ranks} ranks (0: a rank owns nothing)"
+                )
+        unknown = [] if buckets is None else [name for name in self.buckets if name not in buckets]
+        if unknown:
+            assert buckets is not None
+            shown = ", ".join(buckets[:4]) + (f" and {len(buckets) - 4} more" if len(buckets) > 4 else "")
+            raise ValueError(f"home {self}: the model has no bucket {unknown[0]!r}: use one of {shown}")
+        if self.copies > ranks:
+            raise ValueError(f"home {self}: two copies on {ranks} rank: start more ranks, or use copies 1")
+
+    def on(self, nodes: Sequence[int]) -> Home:
+        """Return it with the nodes of all ranks, those that it names itself or else these.
+
+        Where all ranks are on one node, each counts as a node of its own: a copy then survives the loss of a process.
+
+        Args:
+            nodes: of each rank.
+
+        Raises:
+            ValueError: it is for another number of ranks, or asks for copies where all owners are on one node.
+        """
+        self.check(len(nodes))
+        if self.copies == 1:
+            return self
+        alone = len(set(nodes)) == 1
+        placed = replace(self, nodes=self.nodes or tuple(range(len(nodes)) if alone else _nodes(nodes)))
+        assert placed.nodes is not None
+        for name, shares in (("shares", placed.shares or (1.0,) * len(nodes)), *placed.buckets.items()):
+            owning = {node for node, share in zip(placed.nodes, shares, strict=True) if share}
+            if len(owning) < placed.copies:
+                raise ValueError(
+                    f"home {self}: {name}: all owners are on node {owning.pop()}, so a second one on another node"
+                    " cannot be: give ranks of another node a share, or use copies 1"
+                )
+        return placed
+
+    # Text.
+
+    def __str__(self) -> str:
+        parts = [_EQUAL_TEXT if self.shares is None else _text(self.shares)]
+        if self.copies != 1:
+            parts.append(f"copies={self.copies}")
+        if self.nodes is not None:
+            parts.append(f"nodes={_text(self.nodes)}")
+        return " ".join([*parts, *(f"{name}={_text(each)}" for name, each in self.buckets.items())])
+
+    @classmethod
+    def parse(cls, text: str) -> Home:
+        """Read a text such as "3,3,1,0 copies=2 embed=1,1,0,0", "8*1,8*0.5" or "equal"; `str` writes it.
+
+        Raises:
+            ValueError: showing the piece of the text that is wrong.
+        """
+        first, *others = text.split() or [""]
+        values: dict[str, Any] = {} if first == _EQUAL_TEXT else {"shares": _numbers(text, first)}
+        buckets: dict[str, Shares] = {}
+        for part in others:
+            name, equals, value = part.partition("=")
+            if not equals or not name or not value or name in values or name in buckets:
+                raise ValueError(
+                    f"home {text!r}: {part!r}: write copies=2, nodes=0,0,1, or a bucket's shares, embed=1,0"
+                )
+            if name == "copies":
+                values[name] = int(value) if value.isdecimal() else value
+            elif name == "nodes":
+                values[name] = _numbers(text, value)
+            else:
+                buckets[name] = _numbers(text, value)
+        try:
+            return cls(**values, buckets=buckets)
+        except ValueError as error:
+            raise ValueError(f"home {text!r}: {error}") from None
+
+
+EQUAL = Home()
+
+
+def _shares(name: str, given: object) -> Shares:
+    if isinstance(given, str | Mapping) or not isinstance(given, Sequence) or not given:
+        raise ValueError(f"{name} is {given!r}: give a list of one share per rank, such as [3, 3, 1, 0]")
+    for rank, share in enumerate(given):
+        if isinstance(share, bool) or not isinstance(share, int | float) or not math.isfinite(share) or share < 0:
+            raise ValueError(
+                f"{name}: rank {rank} has {share!r}: give a finite number of at least 0 (0: it owns nothing)"
+            )
+    total = sum(given)
+    if not 0 < total < math.inf:
+        raise ValueError(f"{name} is {list(given)}, whose sum is {total:g}: give at least one rank a share above 0")
+    return tuple(map(float, given))
+
+
+def _nodes(given: object) -> tuple[int, ...]:
+    if isinstance(given, str | Mapping) or not isinstance(given, Sequence):
+        raise ValueError(f"nodes is {given!r}: give a list of the node of each rank, such as [0, 0, 1]")
+    for rank, node in enumerate(given):
+        if isinstance(node, bool) or not isinstance(node, int | float) or node < 0 or node != int(node):
+            raise ValueError(f"nodes: rank {rank} is on node {node!r}: nodes are whole numbers from 0")
+    return tuple(map(int, given))
+
+
+def _text(values: Sequence[float]) -> str:
+    """Write numbers, many equal neighbours as one: "8*1,8*0.5"; each reads back as the same number."""
+    parts = []
+    for value, run in groupby(values):
+        count, number = len(list(run)), repr(int(value)) if value == int(value) else repr(value)
+        parts += [f"{count}*{number}"] if count > 3 else [number] * count
+    return ",".join(parts)
+
+
+def _numbers(text: str, part: str) -> tuple[float, ...]:
+    values: list[float] = []
+    for each in part.split(","):
+        count, times, number = each.rpartition("*")
+        try:
+            values += [float(number)] * (int(count) if times else 1)
+        except ValueError:
+            raise ValueError(
+                f"home {text!r}: {each!r} is no share: write one number per rank, as in 3,3,1,0 or 4*1,2*0.5"
+            ) from None
+    return tuple(values)
