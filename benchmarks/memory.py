@@ -177,14 +177,14 @@ def measure(prepared: tuple[hg.Program, object], sizes: Sizes, text: str) -> Mea
     with live:
         for turn in range(STEPS):
             exe.step(sizes.sequences(turn))
-    compiled, batches = exe._preparer._variants.get, micro_batches(strategy, sizes.lengths)  # compiled already
+    compiled, batches = exe._session.preparer._variants.get, micro_batches(strategy, sizes.lengths)  # compiled already
     expected, at_most = (
         rank_memory(exe.program, strategy, batches, exe.rank, exe.ranks, compiled, messages)
         for messages in (False, True)
     )
     exe.close()
     assert exe._running is not None
-    links = exe._preparer.get(*exe._running)
+    links = exe._session.preparer.get(*exe._running)
     pulled, pushed = (sum(sent(each, exe.rank) for each in both.values()) for both in (links.pulls, links.pushes))
     return Measured(live.peak, expected, at_most, pulled * exe.program.dtype.itemsize, pushed * 4)
 

@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hydragraph.candidates import Choices
+from hydragraph.candidates import Choices, Planning
 from hydragraph.check.check import Subject
 from hydragraph.check.run import check_here, check_on_hosts, mode_of
 from hydragraph.cost.costs import Costs
 from hydragraph.cost.profile import Profile
 from hydragraph.cost.simulate import Timeline
 from hydragraph.cost.simulate import simulate as simulate_programs
-from hydragraph.executable import Executable, Planning
+from hydragraph.executable import Executable
 from hydragraph.frontend import capture as frontend
 from hydragraph.frontend.packed import Loss, token_cross_entropy
 from hydragraph.ir.outline import Mode

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from hydragraph.cost.costs import Costs
 from hydragraph.cost.profile import Profile, Scheme
 from hydragraph.errors import Unsupported
 from hydragraph.ir.program import Program
+from hydragraph.mini_batch import Planned
 from hydragraph.passes.fit import check_strategy
-from hydragraph.planner.iteration import IterationPlanner
-from hydragraph.planner.longest_first import rough_cost
+from hydragraph.planner.iteration import IterationPlan, IterationPlanner
+from hydragraph.planner.longest_first import assign, rough_cost
 from hydragraph.planner.policy import Policy, Settled, settle
 from hydragraph.planner.setting import Setting
+from hydragraph.runtime.failure.watch import agreed
+from hydragraph.runtime.groups import Groups
+from hydragraph.spec.assignment import Assignment
 from hydragraph.spec.home import Home
 from hydragraph.spec.strategy import Strategy
 
@@ -25,6 +30,126 @@ AUTO_CANDIDATES = 8  # that "auto" keeps
 SAMPLE = 16  # mini-batches that they are improved and compared on
 
 _log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Planning:
+    """What choosing strategies goes by.
+
+    Attributes:
+        profile: measured costs; None: rough ones.
+        lengths: sequence lengths of sample mini-batches.
+        policy: how iterations are planned.
+    """
+
+    profile: Profile | None = None
+    lengths: Sequence[Sequence[int]] | None = None
+    policy: Policy = field(default_factory=Policy)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What an iteration runs.
+
+    Attributes:
+        strategy: of the iteration.
+        assignment: which pipeline computes which sequence.
+        planned: how long choosing took, and what was expected of it.
+    """
+
+    strategy: Strategy
+    assignment: Assignment
+    planned: Planned
+
+
+class Chooser:
+    """Chooses every iteration's strategy and assignment: rank 0 plans, and tells the others.
+
+    Args:
+        strategies: to choose from.
+        groups: of this process; only rank 0 has a planner.
+        planner: rank 0's; None: the first strategy is taken, or what the caller asks for.
+        decision: on rank 0, in a sentence, whether one strategy stays; "" where nothing was decided.
+        planned: whether rank 0 plans.
+        measured: whether it plans by measured costs, so that what it expects are seconds.
+    """
+
+    def __init__(
+        self,
+        strategies: tuple[Strategy, ...],
+        groups: Groups,
+        planner: IterationPlanner | None,
+        decision: str,
+        planned: bool,
+        measured: bool,
+    ) -> None:
+        self.decision = decision
+        self._strategies = strategies
+        self._groups = groups
+        self._planner = planner
+        self._planned = planned
+        self._measured = measured
+
+    @staticmethod
+    def of(strategies: tuple[Strategy, ...], groups: Groups, planning: Planning, home: Home) -> Chooser:
+        """Return one for this rank, with a planner on rank 0 if there is anything to plan."""
+        measured = planning.profile is not None
+        planned = measured or len(strategies) > 1
+        planner: IterationPlanner | None = None
+        decision = ""
+        if planned and groups.world.rank == 0:
+            ranks = groups.world.ranks
+            planner, decision = planner_of(strategies, planning.profile, ranks, planning.policy, planning.lengths, home)
+        return Chooser(strategies, groups, planner, decision, planned, measured)
+
+    @property
+    def plans(self) -> bool:
+        """Whether it is this rank that plans."""
+        return self._planner is not None
+
+    def announce(self, lengths: tuple[int, ...]) -> None:
+        """Plan a later mini-batch, of sequences of these lengths, while earlier ones run."""
+        if self._planner is not None:
+            self._planner.announce(lengths)
+
+    def choose(self, lengths: tuple[int, ...], strategy: Strategy | None) -> Choice:
+        """Return what runs a mini-batch; all ranks call it.
+
+        Args:
+            lengths: of its sequences, in tokens.
+            strategy: the one to run; None: the best.
+
+        Raises:
+            ValueError: agreed, on every rank: there is no plan.
+        """
+        began = time.perf_counter()
+        if strategy is not None or not self._planned:
+            strategy = strategy or self._strategies[0]
+            assignment = assign(strategy, lengths)
+            return Choice(strategy, assignment, Planned(time.perf_counter() - began))
+        plan = self._plan(lengths)
+        if isinstance(plan, ValueError):
+            raise agreed(plan)
+        expected = plan.seconds if self._measured else 0.0
+        planned = Planned(time.perf_counter() - began, plan.hidden_s, expected)
+        return Choice(self._strategies[plan.candidate], plan.assignment, planned)
+
+    def close(self) -> None:
+        """End the planner's worker."""
+        if self._planner is not None:
+            self._planner.close()
+
+    def _plan(self, lengths: tuple[int, ...]) -> IterationPlan | ValueError:
+        """Return rank 0's plan, or why there is none, on every rank."""
+        plan: IterationPlan | ValueError | None = None
+        if self._planner is not None:
+            try:
+                plan = self._planner.plan(lengths)
+            except ValueError as error:
+                plan = error
+        plan = self._groups.gather_objects(plan)[0]
+        assert plan is not None, "rank 0 plans"
+        return plan
 
 
 def candidates_of(

@@ -65,13 +65,13 @@ def switched(prepared: Ready) -> tuple[str, str, list[float]]:
     """Step under a strategy that one rank cannot prepare, then under others; then under that one, mended."""
     good, bad = (hg.Strategy.parse(s, layers=2) for s in ("2*<tp1,pp1>", "<[0,1]x2>"))
     exe = prepared.executable(good, lambda named: torch.optim.SGD(named, lr=0.0))
-    batch, kept = sequences([5, 3]), exe._preparer._prepare
+    batch, kept = sequences([5, 3]), exe._session.preparer._prepare
     losses = [exe.step(batch).loss]
     if exe.rank == 1:
-        exe._preparer._prepare = failing  # type: ignore[assignment,method-assign]
+        exe._session.preparer._prepare = failing  # type: ignore[assignment,method-assign]
     with pytest.raises(hg.Unsupported) as caught:
         exe.step(batch, strategy=bad)
-    exe._preparer._prepare = kept  # type: ignore[method-assign]
+    exe._session.preparer._prepare = kept  # type: ignore[method-assign]
     with pytest.raises(ValueError, match="rank") as unknown:
         exe.step(batch, strategy=hg.Strategy.parse("<[0,7]x2>", layers=2))
     losses += [exe.step(batch).loss, exe.step(batch, strategy=bad).loss]

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-Mode = Literal["train", "evaluate"]
+# "train" updates the weights, "gradients" ends with gradients at home, "evaluate" runs forwards alone.
+Mode = Literal["train", "evaluate", "gradients"]
 
 # Names become parts of value names and of the printed form, whose punctuation they must not contain.
 _NAME = re.compile(r"[\w.\-/:]+")

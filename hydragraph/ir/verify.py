@@ -64,7 +64,7 @@ def verify(programs: Sequence[RankProgram], outline: Outline, mode: Mode = "trai
     Args:
         programs: one per rank, in the order of the ranks.
         outline: the model they are to compute.
-        mode: "train", or "evaluate" for forwards only.
+        mode: what they are to do with it.
 
     Raises:
         VerificationError: naming the rank, the instruction and the broken rule.
@@ -186,7 +186,7 @@ def _work(blocks: range, m: int, outline: Outline, mode: Mode) -> Iterator[tuple
         block, final = outline.blocks[k], len(outline.blocks) - 1
         pulled = {weights(bucket) for bucket in outline.weights[block]}
         summed = {gradients(bucket) for bucket in outline.gradients[block]}
-        learns = mode == "train" and k >= outline.lowest
+        learns = mode != "evaluate" and k >= outline.lowest
         kept = {saved(block, m)} if learns else set()
         below = {activation(k - 1, m)} if k > 0 else set()
         output = {activation(k, m) if k < final else loss(m)}
@@ -236,7 +236,7 @@ def _check_exchanges(programs: Sequence[RankProgram], sites: Sequence[_Site], ou
     held = frozenset(bucket for site in sites for bucket in site.buckets)
     for program, site in zip(programs, sites, strict=True):
         _check_exchange(program, site, Op.PULL, held)
-        _check_exchange(program, site, Op.PUSH, held - {*outline.frozen} if mode == "train" else frozenset())
+        _check_exchange(program, site, Op.PUSH, held - {*outline.frozen} if mode != "evaluate" else frozenset())
         _check_pushed_values(program)
         _check_end(program, mode)
     for op in (Op.PULL, Op.PUSH):

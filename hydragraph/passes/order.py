@@ -59,14 +59,14 @@ def _forward(outline: Outline, stage: PlacedStage, rank: int, m: int, mode: Mode
         block = outline.blocks[k]
         hidden = (activation(k - 1, m),) if k > 0 else ()
         output = activation(k, m) if k + 1 < len(outline.blocks) else loss(m)
-        kept = (saved(block, m),) if mode == "train" and k >= outline.lowest else ()
+        kept = (saved(block, m),) if mode != "evaluate" and k >= outline.lowest else ()
         reads = (*_weights(outline, block), *hidden, aux(m))
         yield Instruction(Op.FORWARD, block, m, reads=reads, writes=(output, *kept))
     yield from _send(activation(last - 1, m), stage.following, stage, rank)
 
 
 def _backward(outline: Outline, stage: PlacedStage, rank: int, m: int, mode: Mode) -> Iterator[Instruction]:
-    """Run the stage's blocks in reverse, down to the lowest that learns; only in mode "train" is there any."""
+    """Run the stage's blocks in reverse, down to the lowest that learns; in mode "evaluate" there is none."""
     first, last = stage.blocks
     if last <= outline.lowest:
         return

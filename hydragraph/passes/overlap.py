@@ -18,7 +18,7 @@ from hydragraph.passes.place import Placement
 
 
 def overlap(placement: Placement, mode: Mode, program: RankProgram) -> RankProgram:
-    """Add pulls, pushes (to train), commit and update (to train), post receives early, and set what waits for what.
+    """Add pulls, pushes (of gradients), commit and update (to train), post receives early, and set what waits for what.
 
     Pulls come first, in block order. Pushes of what is not frozen follow in reverse. The commit reads what it ends: the
     losses, which it sums, and the gradients, whose pushes it waits for. What is then on its way to other stages is
@@ -38,7 +38,8 @@ def overlap(placement: Placement, mode: Mode, program: RankProgram) -> RankProgr
         if bucket not in placement.outline.frozen
     ]
     totals = tuple(value for push in pushes for value in push.reads)
-    end = (Instruction(Op.COMMIT, reads=(*losses, *totals)), Instruction(Op.UPDATE))
+    update = (Instruction(Op.UPDATE),) if mode == "train" else ()
+    end = (Instruction(Op.COMMIT, reads=(*losses, *totals)), *update)
     return replace(program, instructions=_with_waits([*pulls, *_with_ends(_with_pushes(work, pushes)), *end]))
 
 

@@ -28,7 +28,7 @@ def rank_programs(
         outline: the model.
         strategy: which rank computes what.
         micro_batches: how many each pipeline runs, 0 or more.
-        mode: "train", or "evaluate" for forwards only.
+        mode: "train", "gradients" for all but the update, or "evaluate" for forwards only.
         ranks: the world size.
 
     Raises:

@@ -27,7 +27,7 @@ from hydragraph.runtime.message import Message
 from hydragraph.runtime.prepared import BoundBlock, Prepared, shard_view
 from hydragraph.runtime.rounded import Rounded
 from hydragraph.runtime.state import HomeState
-from hydragraph.runtime.trace import Exposed, Timing
+from hydragraph.runtime.trace import Exposed, RankTimes, Timing
 from hydragraph.runtime.underway import Finish, Underway
 
 _ROW = 1024  # elements
@@ -41,13 +41,13 @@ class Outcome:
         loss: the token mean over the global mini-batch.
         grad_norm: of all gradients together, which frozen parameters do not have; 0 for an evaluation.
         finite: whether both are finite; otherwise nothing was updated.
-        exposed: the mean over ranks of what each waited for.
+        ranks: by rank, how it spent the iteration.
     """
 
     loss: float
     grad_norm: float
     finite: bool
-    exposed: Exposed
+    ranks: tuple[RankTimes, ...]
 
 
 @dataclass
@@ -118,7 +118,7 @@ class Executor:
         prepared: Prepared,
         batches: Sequence[Mapping[str, Tensor]],
         tokens: int,
-        update: Callable[[float], None] | None,
+        update: Callable[[float], None],
         aux_buffers: Mapping[str, Tensor],
         timing: Timing,
     ) -> Outcome:
@@ -128,7 +128,7 @@ class Executor:
             prepared: this rank's program.
             batches: the packed micro-batches of this rank's pipeline.
             tokens: target tokens of the global mini-batch; the loss is divided by them.
-            update: called with the gradient norm after the commit, if that is finite; None leaves the weights alone.
+            update: called with the gradient norm where the program updates, if that norm is finite.
             aux_buffers: the values of the aux graph's buffers.
             timing: filled.
         """
@@ -150,7 +150,7 @@ class Executor:
                     outcome = self._commit(iteration)
                 elif instruction.op is Op.UPDATE:
                     assert outcome is not None
-                    if update is not None and outcome.finite:
+                    if outcome.finite:
                         update(outcome.grad_norm)
                 else:
                     self._run[instruction.op](iteration, instruction)
@@ -392,8 +392,11 @@ class Executor:
                 self._end(it, stream, under_way, value)
         with self._watch.waiting():
             self.lanes.finish()  # times are known then
-        totals = torch.zeros(5, dtype=torch.float64, device=self._device)
-        totals[2:] = torch.tensor(astuple(it.timing.exposed))
+        # [loss, square of the norm, then of every rank its four times]: each rank adds to its own place.
+        world = self._groups.world
+        totals = torch.zeros(2 + 4 * world.ranks, dtype=torch.float64, device=self._device)
+        mine = it.timing.times
+        totals[2:].view(-1, 4)[world.rank] = torch.tensor([mine.seconds, *astuple(mine.exposed)], dtype=torch.float64)
         if it.prepared.degree.index == 0:
             for value, loss in it.values.items():
                 if value.kind is Kind.LOSS:
@@ -403,9 +406,9 @@ class Executor:
         self._groups.all_reduce(Role.COMMIT, totals)
         self._watch.check()  # an aborted communicator may have let us through
         with self._watch.waiting():  # of a GPU, the numbers come once all ranks have given theirs
-            loss, square, *waits = totals.tolist()
-        exposed = Exposed(*(wait / self._groups.world.ranks for wait in waits))
-        return Outcome(loss / it.tokens, square**0.5, bool(torch.isfinite(totals).all()), exposed)
+            loss, square, *times = totals.tolist()
+        ranks = tuple(RankTimes(times[at], Exposed(*times[at + 1 : at + 4])) for at in range(0, len(times), 4))
+        return Outcome(loss / it.tokens, square**0.5, bool(torch.isfinite(totals).all()), ranks)
 
 
 def square_sum(values: Tensor) -> Tensor:

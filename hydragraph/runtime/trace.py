@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +24,30 @@ class Exposed:
     pull: float = 0.0
     push: float = 0.0
     p2p: float = 0.0
+
+
+@dataclass(frozen=True)
+class RankTimes:
+    """How one rank spent an iteration, as all ranks learn it at the commit.
+
+    Attributes:
+        seconds: from its first instruction until it came to the commit, with nothing under way any more.
+        exposed: what of that it waited for communication.
+    """
+
+    seconds: float
+    exposed: Exposed
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds in which it did not wait: it computed, or prepared to."""
+        return self.seconds - self.exposed.pull - self.exposed.push - self.exposed.p2p
+
+
+def mean_exposed(ranks: Sequence[RankTimes]) -> Exposed:
+    """Return the mean over ranks of what each waited for."""
+    kinds = ([each.exposed.pull, each.exposed.push, each.exposed.p2p] for each in ranks)
+    return Exposed(*(sum(kind) / len(ranks) for kind in zip(*kinds, strict=True)))
 
 
 @dataclass(frozen=True)
@@ -52,6 +76,7 @@ class Timing:
         self._waits: list[tuple[Stream, Reading, Reading]] = []
         self._parts: list[tuple[Stream, str, Reading, Reading]] = []
         self._started: dict[str, Reading] = {}
+        self._began = time.perf_counter()
         self._offset = time.time() - time.perf_counter()  # ranks of different hosts share the wall clock only
 
     @property
@@ -61,6 +86,11 @@ class Timing:
         for stream, began, ended in self._waits:
             waited[stream] += self._clock.seconds(ended) - self._clock.seconds(began)
         return Exposed(waited[Stream.PULL], waited[Stream.PUSH], waited[Stream.P2P])
+
+    @property
+    def times(self) -> RankTimes:
+        """How this rank has spent the iteration so far; the device's queues must have been finished."""
+        return RankTimes(time.perf_counter() - self._began, self.exposed)
 
     def started(self, value: str) -> None:
         """Note that a message is on its way."""

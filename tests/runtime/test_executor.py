@@ -36,7 +36,7 @@ def batch(seed: int = 0) -> list[Tensor]:
 
 def at_instruction(exe: hg.Executable, wanted: Op, occurrence: int, act: Callable[[], None]) -> None:
     """Call `act` right when this rank is about to run the n-th instruction of a kind."""
-    executor: Executor = exe._executor
+    executor: Executor = exe._session.executor
     seen = [0]
 
     def hook(instruction: Instruction) -> None:
@@ -168,9 +168,9 @@ def twice(ready: Ready) -> tuple[list[str], int, int]:
         exe.optimizer.state.clear()
         losses = [exe.step(batch(i), strategy=s).loss for i, s in enumerate([exe.strategy, other, exe.strategy])]
         hashes.append(repr((losses, [w.double().sum().item() for w in exe.home.weights.values()])))
-    known = len(exe._preparer._variants)
+    known = len(exe._session.preparer._variants)
     exe.step(batch(7), strategy=other)
-    found = len(exe._preparer._variants)
+    found = len(exe._session.preparer._variants)
     exe.close()
     return hashes, known, found
 

@@ -60,10 +60,10 @@ def before(exe: hg.Executable, wanted: Op, act: Callable[[], None]) -> None:
 
     def hook(instruction: Instruction) -> None:
         if instruction.op is wanted:
-            exe._executor.before = None
+            exe._session.executor.before = None
             act()
 
-    exe._executor.before = hook
+    exe._session.executor.before = hook
 
 
 def weights(exe: hg.Executable) -> dict[str, Tensor]:
@@ -123,7 +123,7 @@ def out_of_memory(ready: Ready, victim: int) -> None:
     exe = compiled(ready)
     exe.step(batch())
     if exe.rank == victim:
-        block = exe._preparer.get(*exe._running).blocks["layer.0"]
+        block = exe._session.preparer.get(*exe._running).blocks["layer.0"]
         block.variant.forward.forward = mock.Mock(side_effect=torch.OutOfMemoryError("tried to allocate 20.00 GiB"))
     survive(exe, 1)
 

@@ -29,8 +29,8 @@ def batch(seed: int) -> list[Tensor]:
 
 def test_losses_are_those_of_rounding_at_every_pull(tmp_path: Path) -> None:
     with_copies, without = compiled(hg.AdamW), compiled(torch.optim.AdamW)
-    assert with_copies._executor._rounded is not None
-    assert without._executor._rounded is None
+    assert with_copies._session.executor._rounded is not None
+    assert without._session.executor._rounded is None
     for seed in range(3):
         found, wanted = with_copies.step(batch(seed)).loss, without.step(batch(seed)).loss
         assert found == pytest.approx(wanted, rel=2e-3)  # the two optimizers round differently in fp32

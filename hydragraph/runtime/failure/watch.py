@@ -214,7 +214,7 @@ class Watch:
 
     @contextmanager
     def step(self, number: int, describe: Callable[[int, int], str] | None = None) -> Iterator[None]:
-        """Run one step inside: as `calling`, but whatever is raised is this rank's failure.
+        """Run one step inside: as `calling`, but whatever is raised is this rank's failure, unless it is `agreed`.
 
         Args:
             number: of the step.
@@ -232,7 +232,8 @@ class Watch:
             except RankFailure:
                 raise
             except BaseException as error:
-                self._fail(error)
+                if not getattr(error, _AGREED, False):
+                    self._fail(error)
                 raise
             finally:
                 self._place(None)

@@ -195,7 +195,8 @@ def save_while_training(ready: Ready, folder: Path) -> tuple[list[tuple[str, str
         held_back = {n: w.clone() for n, w in exe.home.weights.items()}
         if exe.rank == 0:
             event.set()
-        while not exe._saver.failed:  # else the step could come before the error, and the next one would raise it
+        # Else the step could come before the error, and the next one would raise it.
+        while not exe._session.saver.failed:
             threading.Event().wait(0.01)
         outcomes.append(outcome(lambda: exe.step(batch)))
     same.append(all(torch.equal(held_back[n], w) for n, w in exe.home.weights.items()))

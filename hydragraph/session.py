@@ -1,0 +1,217 @@
+"""What an executable has of its world: everything here is made for one set of ranks and one home, and ends with them.
+
+Executable                      knows the model, its names, its strategies; one for the whole training
+  Variants                      compiled graphs; they depend on degrees, not on ranks
+  Session                       made anew when ranks come or go, or when state is to live elsewhere
+    Groups, Saver               communicators
+    HomeState, optimizer        this rank's share of the state
+    Preparer, Executor          programs of this rank, and what runs them
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+from torch import Tensor
+from torch.distributed import ReduceOp
+
+from hydragraph.ir.home import HomeLayouts
+from hydragraph.ir.layout import whole
+from hydragraph.ir.outline import Mode
+from hydragraph.ir.program import Program
+from hydragraph.mini_batch import Work
+from hydragraph.runtime.buffers import Buffers
+from hydragraph.runtime.checkpoint.saving import Saver
+from hydragraph.runtime.exchange import pull_exchange, start_pull
+from hydragraph.runtime.executor import Executor, Outcome
+from hydragraph.runtime.groups import Groups, Role
+from hydragraph.runtime.launch import World
+from hydragraph.runtime.prepared import Preparer
+from hydragraph.runtime.rounded import rounded
+from hydragraph.runtime.state import HomeState, OptimizerFactory, make_optimizer
+from hydragraph.runtime.trace import Span, Timing
+from hydragraph.runtime.variants import Variants
+from hydragraph.spec.home import Home
+
+TIMEOUT = timedelta(minutes=30)  # of one communication; a failed rank is noticed long before
+
+
+@dataclass(frozen=True, eq=False)
+class Session:
+    """One rank's part of a world.
+
+    Attributes:
+        program: the model.
+        buffers: its buffers by name, on this rank's device.
+        world: this process's place.
+        groups, saver: communicators, and those of saves in the background.
+        owners: where every bucket's state lives.
+        home, optimizer: this rank's share of it; no optimizer: nothing is trained.
+        preparer, executor: give this rank's programs, and run them.
+    """
+
+    program: Program
+    buffers: Mapping[str, Tensor]
+    world: World
+    groups: Groups
+    saver: Saver
+    owners: HomeLayouts
+    home: HomeState
+    optimizer: torch.optim.Optimizer | None
+    preparer: Preparer
+    executor: Executor
+
+    @staticmethod
+    def begin(
+        program: Program,
+        variants: Variants,
+        buffers: Mapping[str, Tensor],
+        world: World,
+        home: Home,
+        optimizer: OptimizerFactory | None,
+        fill: Callable[[Groups, HomeState], None],
+        alike: Mapping[str, str],
+    ) -> Session:
+        """Connect the ranks of a world and give each its share of the state; all of them call it.
+
+        Args:
+            program, variants, buffers: the model, its compiled graphs, and its buffers on this rank's device.
+            world: this process's place.
+            home: who owns the state.
+            optimizer: as `compile` takes it.
+            fill: gives the home state its weights, before the optimizer sees them.
+            alike: what must be the same on all ranks, as texts by name.
+
+        Raises:
+            ValueError: on every rank: something differs between ranks, or the home does not fit them.
+            Unsupported: the optimizer cannot work on shards.
+        """
+        world.watch.rest("")
+        groups = Groups(world, TIMEOUT, watch=world.watch)
+        for what, text in {**alike, "home": str(home)}.items():
+            agree(groups, what, text)
+        home.check(world.ranks, [bucket.name for bucket in program.buckets])
+        hosts = groups.gather_objects(world.node)
+        owners = HomeLayouts(home.on([hosts.index(host) for host in hosts]), world.ranks)
+        state = HomeState.allocate(program, owners.by_name(program.buckets), world.rank, world.device)
+        fill(groups, state)
+        trained_by = make_optimizer(optimizer, state) if optimizer else None
+        preparer = Preparer(program, variants, buffers, state.layouts, world.rank, world.ranks, device=world.device)
+        copies = rounded(state, program.dtype, trained_by)
+        executor = Executor(program, state, groups, world.watch, world.device, rounded=copies)
+        saver = Saver(world, TIMEOUT)
+        return Session(program, buffers, world, groups, saver, owners, state, trained_by, preparer, executor)
+
+    def agree(self, what: str, text: str) -> None:
+        """Check that a short text is the same on all ranks; all of them call it.
+
+        Raises:
+            ValueError: on every rank, naming the ranks that have each text.
+        """
+        agree(self.groups, what, text)
+
+    def compare(self, digest: int, stopping: int) -> Comparison:
+        """Compare what all ranks are about to do, in one small all-reduce.
+
+        Args:
+            digest: of this rank's call and data.
+            stopping: a number above 0 if this rank is to stop.
+        """
+        if self.world.ranks == 1:
+            return Comparison(True, self.saver.failed, stopping)
+        most = torch.tensor([digest, -digest, int(self.saver.failed), stopping], device=self.world.device)
+        self.groups.all_reduce(Role.COMMIT, most, ReduceOp.MAX)
+        return Comparison(bool(most[0] == -most[1]), bool(most[2]), int(most[3]))
+
+    def execute(
+        self,
+        work: Work,
+        mode: Mode,
+        tokens: int,
+        update: Callable[[float], None],
+        step: int,
+        spans: list[Span] | None,
+    ) -> Outcome:
+        """Run one iteration that is prepared.
+
+        Args:
+            work: the mini-batch, assigned and packed.
+            mode: what is run; only "train" updates.
+            tokens: target tokens of the mini-batch.
+            update: called with the gradient norm where weights are updated.
+            step: its number, for the times of instructions.
+            spans: takes these times; None: they are not kept.
+        """
+        prepared = self.preparer.get(work.strategy, work.assignment.counts, mode)
+        batches = work.batches[prepared.pipeline] if prepared.pipeline is not None else ()
+        timing = Timing(step, spans, self.executor.lanes.clock())
+        return self.executor.run(prepared, batches, tokens, update, self.buffers, timing)
+
+    def gather(self, shards: Mapping[str, Tensor], names: frozenset[str] | None = None) -> dict[str, Tensor]:
+        """Return full natural CPU tensors by parameter name on rank 0, {} elsewhere; all ranks call it.
+
+        Args:
+            shards: by bucket, this rank's part: the weights or the gradients of `home`.
+            names: of the parameters that are wanted; None: all.
+        """
+        whole_tensors: dict[str, Tensor] = {}
+        for bucket in (b for b in self.program.buckets if b.name in shards):
+            parameters = [p for p in bucket.parameters if names is None or p.name in names]
+            if not parameters:
+                continue
+            layout = self.home.layouts[bucket.name]
+            world = self.world
+            exchange = pull_exchange(layout, whole(bucket.size, 0), world.rank, world.ranks, world.device)
+            shard = shards[bucket.name]
+            full = start_pull(exchange, shard, shard.dtype, self.groups, Buffers(world.device))()
+            if world.rank != 0:
+                continue
+            for parameter in parameters:
+                at = bucket.offsets()[parameter.name]
+                tensor = parameter.natural(full[at : at + parameter.size])
+                whole_tensors[parameter.name] = tensor.detach().contiguous().cpu().clone()
+        return whole_tensors
+
+    def update(self, norm: float, most: float | None) -> None:
+        """Let the optimizer step on this rank's share, with gradients clipped.
+
+        Args:
+            norm: of all gradients together.
+            most: what it may be; None: anything.
+        """
+        if most is not None and norm > most:
+            for gradient in self.home.gradients.values():
+                gradient.mul_(most / norm)
+        assert self.optimizer is not None, "a program that updates was compiled with an optimizer"
+        self.home.attach_gradients()
+        self.optimizer.step()
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What ranks learn of one another before an iteration, equal on all.
+
+    Attributes:
+        same: all are about to do the same.
+        unsaved: a save in the background has failed on some rank.
+        stopping: the largest number by which a rank asks to stop; 0: none does.
+    """
+
+    same: bool
+    unsaved: bool
+    stopping: int
+
+
+def agree(groups: Groups, what: str, text: str) -> None:
+    """Check that a short text is the same on all ranks; a process that is alone agrees with itself."""
+    if groups.world.ranks > 1:
+        groups.same_everywhere(what, text)
+
+
+def first_of(groups: Groups, error: Exception | None) -> Exception | None:
+    """Return the error of the lowest rank that has one, on every rank alike; all of them call it."""
+    errors: Sequence[Exception | None] = groups.gather_objects(error)
+    return next((each for each in errors if each is not None), None)

@@ -1,0 +1,67 @@
+"""A world under an executable, and one that takes its place."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+import hydragraph as hg
+from hydragraph.ir.instruction import Instruction, Op
+from tests.models import sequences
+from tests.ready import Ready, small_llama
+
+LAYERS = 2
+STRATEGY = "<[0,1]x1,[2]x1>"
+
+
+def batch(seed: int) -> list[Tensor]:
+    return sequences([9, 14, 5, 11], seed=seed)
+
+
+def trained(ready: Ready, folder: Path) -> tuple[float, float, dict[str, Tensor], dict[str, Tensor]]:
+    """Train two steps, the second once in the old world and once in a new one, where state lives elsewhere."""
+    exe = ready.executable(hg.Strategy.parse(STRATEGY, layers=LAYERS), lambda named: torch.optim.AdamW(named, lr=1e-2))
+    exe.step(batch(0))
+    exe.save(folder / "between")
+    stayed = exe.step(batch(1)).loss
+    as_it_was = exe.full_state_dict()
+    before = exe._session
+    compiled = len(exe._variants)
+    exe._enter(exe.world, hg.Home((3, 1, 0)), before.buffers, lambda _, state: None)
+    before.groups.close()
+    exe.load(folder / "between")
+    moved = exe.step(batch(1)).loss
+    assert len(exe._variants) == compiled  # what is compiled does not depend on the world
+    assert (exe.home.weights["layer.0"].numel() > 0) is (exe.rank < 2)
+    return stayed, moved, as_it_was, exe.full_state_dict()
+
+
+def test_a_world_changes_under_an_executable(tmp_path: Path) -> None:
+    stayed, moved, as_it_was, state = hg.launch(trained, 3, small_llama(), tmp_path)[0]
+    assert moved == stayed
+    for name, tensor in as_it_was.items():
+        torch.testing.assert_close(state[name], tensor, rtol=0, atol=1e-7)
+
+
+def slow_on_one(ready: Ready) -> hg.StepReport:
+    exe = ready.executable(hg.Strategy.parse(STRATEGY, layers=LAYERS), lambda named: torch.optim.SGD(named, lr=1e-2))
+    exe.step(batch(0))
+
+    def sleep(instruction: Instruction) -> None:
+        if instruction.op is Op.BACKWARD and exe.rank == 2:
+            time.sleep(0.05)
+
+    exe._session.executor.before = sleep
+    return exe.step(batch(1))
+
+
+def test_every_rank_learns_at_the_commit_how_each_spent_its_time() -> None:
+    first, *others = hg.launch(slow_on_one, 3, small_llama())
+    assert [len(report.ranks) for report in (first, *others)] == [3, 3, 3]
+    assert all(report.ranks == first.ranks for report in others)
+    assert first.ranks[2].busy_s > 0.05 * 2  # at least a layer and the head, of one micro-batch
+    assert first.ranks[0].exposed.p2p > 0.04  # it waits for the gradient that comes late
+    assert first.exposed.p2p == sum(rank.exposed.p2p for rank in first.ranks) / 3
