@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ReduceOp
 
+from hydragraph import log
 from hydragraph.candidates import Choices, candidates_of, planner_of
 from hydragraph.check.stages import StageCheck
 from hydragraph.cost.profile import Profile
@@ -56,6 +58,8 @@ from hydragraph.runtime.weights.directory import check as check_shell
 from hydragraph.spec.padded import Batches
 from hydragraph.spec.strategy import Strategy
 from hydragraph.version import __version__
+
+_LOG = logging.getLogger(__name__)
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -376,6 +380,7 @@ class Executable:
         update: Callable[[float], None] | None,
     ) -> StepReport:
         self._begin()
+        log.at_step(self._steps + (update is not None))
         began = time.perf_counter()
         self._communications += 1
         batch, refused = self._checked(sequences, strategy)
@@ -396,6 +401,7 @@ class Executable:
         if same and refused is not None:
             raise refused
         if same and stopping:
+            _LOG.info("a rank is asked to stop (%d): the step is not begun", stopping)
             raise Stopped(stopping)
         if batch is None or work is None or outcome is None:
             self._agree("mini-batch, strategy or call", f"{mark:016x}")
@@ -478,6 +484,7 @@ class Executable:
         first = next((each for each in self.groups.gather_objects(told) if each is not None), None)
         if first is None:
             self._agreed.add((work.strategy, mode))
+            _LOG.info("prepared strategy %s (%s) for the first time, on all ranks", work.strategy, mode)
         return found or first
 
     def _execute(self, work: Work, tokens: int, mode: Mode, update: Callable[[float], None] | None) -> Outcome:

@@ -14,7 +14,7 @@ from rich.markup import escape
 from rich.progress import Progress
 from rich.table import Table
 
-from hydragraph.commands.options import Config, Debug, Set, Strategies, chosen_strategies, read_counts
+from hydragraph.commands.options import Config, Debug, LogLevel, Set, Strategies, chosen_strategies, read_counts
 from hydragraph.commands.process import quieten
 from hydragraph.commands.text import bytes_text, console, counts_text, seconds_text
 from hydragraph.train.config import TrainConfig
@@ -44,6 +44,7 @@ def compile_command(
         typer.Option(help="inductor also fills Inductor's cache for this machine; or eager. Default: the config's."),
     ] = None,
     overrides: Set = None,
+    log_level: LogLevel = None,
     debug: Debug = False,
 ) -> None:
     """Compile every template for every kind of stage, and prove all ranks' programs, without data, devices or weights.

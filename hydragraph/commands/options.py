@@ -8,10 +8,21 @@ from typing import Annotated
 
 import typer
 
+from hydragraph.log import LEVELS
+
 Config = Annotated[Path, typer.Argument(help="The run's YAML file, such as examples/demo.yaml.")]
 Set = Annotated[list[str] | None, typer.Option("--set", help="section.field=value replaces a field of the config.")]
 Strategies = Annotated[
     list[str] | None, typer.Option("--strategy", help="Instead of the config's strategies: a text or a YAML file.")
+]
+LogLevel = Annotated[
+    str | None,
+    typer.Option(
+        "--log-level",
+        metavar="|".join(LEVELS),
+        help="Say on stderr what goes on, rank by rank: captures, compilations, plans, checkpoints, ... (info), and "
+        "what every step does (debug).",
+    ),
 ]
 Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks.")]
 

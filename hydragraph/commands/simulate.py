@@ -13,7 +13,7 @@ from rich.markup import escape
 from rich.progress import Progress
 from rich.table import Table
 
-from hydragraph.commands.options import Config, Debug, Set, Strategies, chosen_strategies, read_counts
+from hydragraph.commands.options import Config, Debug, LogLevel, Set, Strategies, chosen_strategies, read_counts
 from hydragraph.commands.process import quieten
 from hydragraph.commands.text import console, counts_text, seconds_text
 from hydragraph.train.config import TrainConfig
@@ -76,6 +76,7 @@ def simulate_command(
     trace: Annotated[Path | None, typer.Option(help="Write the best strategy's timeline to this file.")] = None,
     picture: Annotated[Path | None, typer.Option(help="Draw what every rank does to this PNG file.")] = None,
     overrides: Set = None,
+    log_level: LogLevel = None,
     debug: Debug = False,
 ) -> None:
     """Price the programs of all ranks under every strategy by event simulation; the best strategy comes first.
