@@ -35,7 +35,7 @@ def nothing_is_shown_afterwards() -> Iterator[None]:
     log.show(None)
 
 
-def factory(named: list[tuple[str, torch.Tensor]]) -> torch.optim.Optimizer:
+def factory(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(named, lr=1e-3)
 
 

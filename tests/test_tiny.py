@@ -26,8 +26,16 @@ STEPS = [[torch.arange(first, first + length) % 50 for length in (9, 4, 12)] for
 def tiny() -> nn.Module:
     """Return the model: one layer, unmodified, with the same weights wherever it is built."""
     torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "num_hidden_layers": 1}
-    return LlamaForCausalLM(LlamaConfig(vocab_size=50, num_key_value_heads=2, **sizes))
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=50,
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            num_key_value_heads=2,
+        )
+    )
 
 
 def on_one_device() -> tuple[list[float], dict[str, Tensor]]:
@@ -65,7 +73,7 @@ def on_a_rank(checkpoint: Path) -> tuple[list[float], dict[str, Tensor]]:
     return losses, weights
 
 
-def adamw(named: list[tuple[str, Tensor]]) -> torch.optim.Optimizer:
+def adamw(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
     """Return the optimizer of a rank's own part of the weights."""
     return torch.optim.AdamW(named, lr=1e-2)
 
