@@ -95,10 +95,7 @@ class IterationPlanner:
         waited = time.perf_counter() - began
         hidden = max(0.0, found.seconds - waited)
         seconds = 0.0 if self._setting.guessed else self._setting.seconds(self._last, assignment)
-        counts = assignment.counts
-        _LOG.debug(
-            "planned %s micro-batches of strategy %d, %.3g s; waited %.3g s", counts, self._last, seconds, waited
-        )
+        _LOG.debug("planned %s micro-batches of strategy %d, waited %.3g s", assignment.counts, self._last, waited)
         return IterationPlan(self._last, assignment, seconds, hidden, waited)
 
     def _quick(self, lengths: tuple[int, ...], began: float) -> IterationPlan:
