@@ -33,7 +33,12 @@ def test_a_record_says_what_was_printed_where_and_how_it_ended(
 def test_every_benchmark_has_a_table_to_keep(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Each is a program of its own that prints; `record` runs it by its name."""
     asked: list[list[str]] = []
-    monkeypatch.setattr(record, "record", lambda title, command: asked.append([title, *command[1:]]) or tmp_path)
+
+    def recorded(title: str, command: list[str]) -> Path:
+        asked.append([title, *command[1:]])
+        return tmp_path
+
+    monkeypatch.setattr(record, "record", recorded)
     for path in sorted(record.HERE.glob("*.py")):
         text = path.read_text()
         assert 'if __name__ == "__main__":' in text, path.name
