@@ -17,6 +17,7 @@ from typing import Annotated, Any
 
 import typer
 
+from hydragraph import log
 from hydragraph.bench.command import bench_app
 from hydragraph.commands import check, compile, plan, profile, show, simulate, train, verify
 from hydragraph.commands.process import launched
@@ -72,18 +73,21 @@ def _options(
 def _in_sentences(function: Callable[..., None]) -> Callable[..., None]:
     @wraps(function)
     def run(**given: Any) -> None:
-        with _sentences(given["debug"]):
+        with _sentences(given["debug"], given.get("log_level")):
             function(**given)
 
     return run
 
 
 @contextmanager
-def _sentences(debug: bool) -> Iterator[None]:
-    """Turn errors into one sentence and an exit code, keeping tracebacks for --debug."""
+def _sentences(debug: bool, log_level: str | None = None) -> Iterator[None]:
+    """Turn errors into one sentence and an exit code, keeping tracebacks for --debug; show what goes on meanwhile."""
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
-    logging.getLogger("hydragraph.check").setLevel(logging.INFO)  # one line says what was checked
+    # Also where nothing was asked for, one line says what was checked.
+    logging.getLogger("hydragraph.check").setLevel(logging.INFO if log_level is None else logging.NOTSET)
     try:
+        if log_level is not None:
+            log.show(log_level)
         yield
     except (typer.Exit, typer.Abort):
         raise
@@ -99,6 +103,9 @@ def _sentences(debug: bool) -> Iterator[None]:
     except Exception as error:
         _complain(f"{type(error).__name__}: {error} (a bug; --debug shows where)", debug)
         raise typer.Exit(_FAILED) from None
+    finally:
+        if log_level is not None:
+            log.show(None)
 
 
 def _complain(sentence: str, debug: bool) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
@@ -15,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from hydragraph import log
 from hydragraph.candidates import Choices, Chooser, Planning, candidates_of
 from hydragraph.check.stages import StageCheck
 from hydragraph.errors import Stopped, Unsupported
@@ -45,6 +47,8 @@ from hydragraph.spec.home import Home
 from hydragraph.spec.padded import Batches
 from hydragraph.spec.strategy import Strategy
 from hydragraph.version import __version__
+
+_LOG = logging.getLogger(__name__)
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -365,6 +369,7 @@ class Executable:
     def _iterate(self, sequences: Batches, strategy: Strategy | None, mode: Mode) -> StepReport:
         """Run one iteration on every rank; what all ranks refuse together is an agreed error, and no rank's failure."""
         self._begin()
+        log.at_step(self._steps + (mode == "train"))
         began = time.perf_counter()
         self._communications += 1
         trains = mode == "train"
@@ -435,6 +440,7 @@ class Executable:
         if refused is not None:
             raise agreed(refused)
         if ranks.stopping:
+            _LOG.info("a rank is asked to stop (%d): the step is not begun", ranks.stopping)
             raise agreed(Stopped(ranks.stopping))
         assert batch is not None
         return batch
@@ -473,6 +479,7 @@ class Executable:
         if first is not None:
             raise agreed(own or first)
         self._agreed.add((work.strategy, mode))
+        _LOG.info("prepared strategy %s (%s) for the first time, on all ranks", work.strategy, mode)
 
     def _state(self, keys: frozenset[str]) -> dict[str, Tensor]:
         """Return some keys of the model's state dict as full CPU tensors on rank 0, {} elsewhere."""

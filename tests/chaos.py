@@ -382,7 +382,7 @@ def _forked(arguments: Sequence[str], environment: Mapping[str, str], said: Path
         else:
             # It is our parent's, so that we cannot ask how it is.
             server.ensure_running = forkserver.ensure_running = lambda: None  # type: ignore[attr-defined]
-        train.train_rank = struck.train_rank
+        train.train_rank = struck.train_rank  # type: ignore[assignment]
         sys.argv = ["hydragraph", *arguments]
         try:
             cli.app(arguments)

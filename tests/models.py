@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -91,7 +91,7 @@ def sequences(lengths: list[int], vocab: int = 101, seed: int = 0) -> list[Tenso
     return [torch.randint(0, vocab, (n,), generator=generator) for n in lengths]
 
 
-def tiny(**changes: object) -> dict[str, object]:
+def tiny(**changes: Any) -> dict[str, Any]:
     """Return what most configs call their sizes: two layers of four heads of 16."""
     sizes = {
         "vocab_size": 101,

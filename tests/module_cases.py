@@ -188,13 +188,13 @@ def _reversed_gradient(block: Block, x: Tensor) -> Tensor:
 
 @_habit
 def _buffer_written(block: Block, x: Tensor) -> Tensor:
-    block.seen += 1
+    block.seen += 1  # type: ignore[assignment]
     return x * block.seen
 
 
 @_habit
 def _buffer_assigned(block: Block, x: Tensor) -> Tensor:
-    block.seen = block.seen + 1
+    block.seen = block.seen + 1  # type: ignore[assignment]
     return x * block.seen
 
 
@@ -231,11 +231,11 @@ def _tied(model: Model) -> None:
 
 
 def _parametrised(model: Model) -> None:
-    parametrize.register_parametrization(model.layers[1].down, "weight", _Positive())
+    parametrize.register_parametrization(model.layers[1].down, "weight", _Positive())  # type: ignore[arg-type]
 
 
 def _weight_norm(model: Model) -> None:
-    torch.nn.utils.parametrizations.weight_norm(model.layers[0].up)
+    torch.nn.utils.parametrizations.weight_norm(model.layers[0].up)  # type: ignore[arg-type]
 
 
 def _forward_hook(model: Model) -> None:
@@ -244,7 +244,7 @@ def _forward_hook(model: Model) -> None:
 
 def _instance_forward(model: Model) -> None:
     block = model.layers[1]
-    block.forward = lambda hidden, cu: Block.forward(block, hidden * 1.5, cu)  # type: ignore[method-assign]
+    block.forward = lambda hidden, cu: Block.forward(block, hidden * 1.5, cu)  # type: ignore[arg-type, method-assign]
 
 
 def _unused_parameter(model: Model) -> None:
@@ -252,7 +252,7 @@ def _unused_parameter(model: Model) -> None:
 
 
 def _other_attribute(model: Model) -> None:
-    model.layers[1]._depth = 3.0
+    model.layers[1]._depth = 3.0  # type: ignore[assignment]
 
 
 CHANGES: dict[str, Callable[[Model], None]] = {

@@ -82,7 +82,7 @@ class RightCase:
 
     def _with_experts(self, model: Model) -> Model:
         for block in model.layers:
-            block.down = nn.Sequential(block.down, Routed(self.spread, 1 + self.seed % 2))
+            block.down = nn.Sequential(block.down, Routed(self.spread, 1 + self.seed % 2))  # type: ignore[arg-type]
         return model
 
 

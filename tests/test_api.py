@@ -31,7 +31,7 @@ def of_another_epsilon() -> nn.Module:
     model = llama(layers=2)
     for module in model.modules():
         if hasattr(module, "variance_epsilon"):
-            module.variance_epsilon = 1e-3
+            module.variance_epsilon = 1e-3  # type: ignore[assignment]
     return model
 
 

@@ -43,7 +43,7 @@ def trained(prepared: Ready, how: str) -> list[tuple[float, str]]:
     given = {"alone": hg.Strategy.parse("<tp1,pp1>", **layers), "auto": "auto"}.get(how, candidates)
     planning = {"profile": PROFILE, "lengths": [[len(s) for s in b] for b in mini_batches()]} if how == "auto" else {}
     executable = prepared.executable(
-        given,
+        given,  # type: ignore[arg-type]
         lambda named: torch.optim.SGD(named, lr=0.1),
         policy=hg.Policy(workers=int(how == "ahead"), gain=0.0),
         **planning,

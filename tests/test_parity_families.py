@@ -100,7 +100,7 @@ def train(prepared: dict[str, Ready]) -> dict[str, tuple[list[float], list[dict[
 
 def one_device(family: Family) -> tuple[list[float], dict[str, Tensor]]:
     """Return the losses of plain training, and the gradients of its first step."""
-    model, losses, first = family.build(), [], {}
+    model, losses, first = family.build(), [], {}  # type: ignore[var-annotated]
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
     for step in range(STEPS):
         batch = family.mini_batch(step)

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from hydragraph.commands.options import Config, Debug, Set, Strategies, chosen_strategies
+from hydragraph.commands.options import Config, Debug, LogLevel, Set, Strategies, chosen_strategies
 from hydragraph.commands.process import quieten
 from hydragraph.commands.text import bytes_text, console, seconds_text
 from hydragraph.train.config import TrainConfig
@@ -42,6 +42,7 @@ def check_command(
     ] = None,
     profile: Annotated[str | None, typer.Option(help="What hydragraph profile measured, for the seconds.")] = None,
     overrides: Set = None,
+    log_level: LogLevel = None,
     debug: Debug = False,
 ) -> None:
     """Say, strategy by strategy, whether a run fits into memory, what takes most of it, and what a step takes.

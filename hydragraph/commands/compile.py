@@ -18,6 +18,7 @@ from hydragraph.commands.options import (
     Config,
     Debug,
     HomeText,
+    LogLevel,
     Set,
     Strategies,
     chosen_home,
@@ -54,6 +55,7 @@ def compile_command(
         typer.Option(help="inductor also fills Inductor's cache for this machine; or eager. Default: the config's."),
     ] = None,
     overrides: Set = None,
+    log_level: LogLevel = None,
     debug: Debug = False,
 ) -> None:
     """Compile every template for every kind of stage, and prove all ranks' programs, without data, devices or weights.

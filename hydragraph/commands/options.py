@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from hydragraph.log import LEVELS
 from hydragraph.spec.home import Home
 
 Config = Annotated[Path, typer.Argument(help="The run's YAML file, such as examples/demo.yaml.")]
@@ -20,6 +21,15 @@ HomeText = Annotated[
     typer.Option(
         "--home",
         help='Instead of the config\'s: the share of the state by rank, as in "3,3,1,0 copies=2"; equal: equal.',
+    ),
+]
+LogLevel = Annotated[
+    str | None,
+    typer.Option(
+        "--log-level",
+        metavar="|".join(LEVELS),
+        help="Say on stderr what goes on, rank by rank: captures, compilations, plans, checkpoints, ... (info), and "
+        "what every step does (debug).",
     ),
 ]
 Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks.")]

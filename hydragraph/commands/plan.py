@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from hydragraph.commands.options import Debug
+from hydragraph.commands.options import Debug, LogLevel
 
 EXAMPLE = (
     "Example: hydragraph plan --profile profile.json --lengths lengths.txt --devices 64 --context 32768 "
@@ -38,6 +38,7 @@ def plan_command(
     picture: Annotated[
         Path | None, typer.Option(help="Draw one iteration's pipelines x micro-batches to this PNG file.")
     ] = None,
+    log_level: LogLevel = None,
     debug: Debug = False,
 ) -> None:
     """Show which strategies suit the data and what they are expected to take, without running anything.

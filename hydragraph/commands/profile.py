@@ -12,7 +12,7 @@ from rich.markup import escape
 from rich.progress import Progress
 from rich.table import Table
 
-from hydragraph.commands.options import Config, Debug, Set
+from hydragraph.commands.options import Config, Debug, LogLevel, Set
 from hydragraph.commands.process import leads, on_ranks, quieten
 from hydragraph.train.config import TrainConfig
 
@@ -47,6 +47,7 @@ def profile_command(
         str | None, typer.Option("--type", help="What clusters call this type of device; default: its own name.")
     ] = None,
     overrides: Set = None,
+    log_level: LogLevel = None,
     debug: Debug = False,
 ) -> None:
     """Measure what micro-batches cost on this machine under each scheme; planners read the file.

@@ -17,6 +17,7 @@ from hydragraph.commands.options import (
     Config,
     Debug,
     HomeText,
+    LogLevel,
     Set,
     Strategies,
     chosen_home,
@@ -87,6 +88,7 @@ def simulate_command(
     trace: Annotated[Path | None, typer.Option(help="Write the best strategy's timeline to this file.")] = None,
     picture: Annotated[Path | None, typer.Option(help="Draw what every rank does to this PNG file.")] = None,
     overrides: Set = None,
+    log_level: LogLevel = None,
     debug: Debug = False,
 ) -> None:
     """Price the programs of all ranks under every strategy by event simulation; the best strategy comes first.

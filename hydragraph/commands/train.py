@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from hydragraph.commands.options import Config, Debug, Set
+from hydragraph.commands.options import Config, Debug, LogLevel, Set
 from hydragraph.commands.process import launched, leads, may_be_restarted, on_ranks, quieten, restarted, running_s
 from hydragraph.errors import RankFailure
 from hydragraph.runtime.stopping import Interrupted, Overdue, Relay, Stopping
@@ -49,6 +49,7 @@ def train_command(
         ),
     ] = 0,
     overrides: Set = None,
+    log_level: LogLevel = None,
     debug: Debug = False,
 ) -> None:
     """Train a model; metrics, checkpoints, a picture and the final model go into the run folder."""

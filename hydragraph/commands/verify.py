@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from hydragraph.commands.options import Config, Debug, HomeText, Set, Strategies, chosen_home
+from hydragraph.commands.options import Config, Debug, HomeText, LogLevel, Set, Strategies, chosen_home
 from hydragraph.commands.process import on_ranks, quieten
 from hydragraph.train.config import TrainConfig
 
@@ -24,6 +24,7 @@ def verify_command(
     strategies: Strategies = None,
     home: HomeText = None,
     overrides: Set = None,
+    log_level: LogLevel = None,
     debug: Debug = False,
 ) -> None:
     """Compare every strategy's loss and gradients with one device, on the CPU; the exit code is 1 beyond tolerance."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import logging
+import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -36,6 +38,8 @@ from hydragraph.passes.sizes import prove_sizes, with_an_example
 from hydragraph.private.experts import make_traceable
 from hydragraph.private.tracing import TensorSpec, one_pass, symbol_name
 from hydragraph.private.versions import check_torch
+
+_LOG = logging.getLogger(__name__)
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 
@@ -75,7 +79,11 @@ def capture(
     _refuse(model, dtype)
     taken = {n for n, _ in [*model.named_parameters(), *model.named_buffers()]}
     fields = fields_of(example, taken, where)
-    return with_an_example(lambda sizes: _captured(model, dtype, fields, loss, blocks, sizes))
+    began = time.perf_counter()
+    program = with_an_example(lambda sizes: _captured(model, dtype, fields, loss, blocks, sizes))
+    seconds = time.perf_counter() - began
+    _LOG.info("captured %s, %d layers, %d templates, in %.2f s", where, program.layers, len(program.templates), seconds)
+    return program
 
 
 def _captured(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,6 +12,8 @@ from hydragraph.planner.policy import Policy
 from hydragraph.planner.service import PlanService
 from hydragraph.planner.setting import Answer, Setting, answer
 from hydragraph.spec.assignment import Assignment
+
+_LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -92,6 +95,7 @@ class IterationPlanner:
         waited = time.perf_counter() - began
         hidden = max(0.0, found.seconds - waited)
         seconds = 0.0 if self._setting.guessed else self._setting.seconds(self._last, assignment)
+        _LOG.debug("planned %s micro-batches of strategy %d, waited %.3g s", assignment.counts, self._last, waited)
         return IterationPlan(self._last, assignment, seconds, hidden, waited)
 
     def _quick(self, lengths: tuple[int, ...], began: float) -> IterationPlan:
@@ -101,4 +105,5 @@ class IterationPlanner:
         reach = [setting.reach(i) for i in range(len(setting.candidates))]
         chosen = self._last if reach[self._last] >= longest else reach.index(max(reach))
         assignment = assign_pipelines(setting.candidates[chosen], lengths)
+        _LOG.info("plan not there after %.4g s: strategy %d, assigned longest first", self._policy.patience_s, chosen)
         return IterationPlan(chosen, assignment, 0.0, 0.0, time.perf_counter() - began, late=True)

@@ -5,6 +5,7 @@ A worker that dies is replaced, and its mini-batch given to the new one.
 
 from __future__ import annotations
 
+import logging
 import os
 import pickle
 import queue
@@ -16,6 +17,8 @@ from typing import IO, cast
 
 from hydragraph.errors import Unsupported
 from hydragraph.planner.setting import Answer, Setting
+
+_LOG = logging.getLogger(__name__)
 
 Lengths = tuple[int, ...]
 
@@ -110,6 +113,7 @@ class PlanService:
                 if self._closed:
                     break
                 self.replaced += 1
+                _LOG.info("planning process %d died; another one takes its mini-batch", index)
                 process, self._processes[index] = self._processes[index], None
                 if process is not None:
                     process.kill()

@@ -7,12 +7,15 @@ mark behind which it is free.
 
 from __future__ import annotations
 
+import logging
 from collections import defaultdict
 
 import torch
 from torch import Tensor
 
 from hydragraph.runtime.lanes import HostLanes, Lanes, Mark
+
+_LOG = logging.getLogger(__name__)
 
 AHEAD = 2  # buffers of one size that may be in use by the device still, before their reuse waits for it
 
@@ -36,11 +39,15 @@ class Buffers:
 
     def begin(self) -> None:
         """Start an iteration: what the last one had no use for is dropped, such as what another strategy needed."""
+        if _LOG.isEnabledFor(logging.DEBUG):
+            _log_dropped(self._earlier)
         self._earlier, self._returned = self._returned, defaultdict(list)
         self._taken.clear()  # what a failed iteration never gave back
 
     def trim(self) -> None:
         """Drop what lies idle, so that it does not stand beside what computing takes most memory for."""
+        if _LOG.isEnabledFor(logging.DEBUG):
+            _log_dropped(self._earlier)
         self._earlier.clear()
         for key, idle in list(self._returned.items()):
             self._returned[key] = [each for each in idle if not self._lanes.passed(each[1])]
@@ -71,3 +78,9 @@ class Buffers:
         if at is None:
             return found.pop(0) if len(found) > AHEAD else None
         return found.pop(at)
+
+
+def _log_dropped(idle: Idle) -> None:
+    buffers = [buffer for kept in idle.values() for buffer, _ in kept]
+    if buffers:
+        _LOG.debug("dropped %d idle buffers of %.1f MB", len(buffers), sum(b.nbytes for b in buffers) / 1e6)

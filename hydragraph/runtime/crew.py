@@ -18,6 +18,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store  # type: ignore[attr-defined]
 
+from hydragraph import log
 from hydragraph.errors import RankFailure
 from hydragraph.runtime.failure.board import Progress
 from hydragraph.runtime.failure.judge import Judge, Seen
@@ -72,7 +73,7 @@ def run_crew(
     crew: list[Member] = []
     try:
         for rank in range(ranks):
-            seat = Seat(rank, ranks, port, dict(os.environ))
+            seat = Seat(rank, ranks, port, dict(os.environ), log.shown())
             crew.append(start(context, rank, run_rank, seat, work, prepared))
         store = dist.TCPStore(HOST, port, None, False, wait_for_workers=False)  # type: ignore[attr-defined]
         with (relay or Relay()).to([member.process for member in crew]):

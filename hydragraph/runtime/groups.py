@@ -7,6 +7,8 @@ Traffic is kept apart because a connection is a queue: behind 64 MB of weights, 
 from __future__ import annotations
 
 import ctypes
+import logging
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
@@ -29,6 +31,8 @@ from hydragraph.runtime.collectives import (
 from hydragraph.runtime.failure.watch import Watch
 from hydragraph.runtime.launch import World
 from hydragraph.runtime.message import Message, Staging, Work, Works
+
+_LOG = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -75,12 +79,15 @@ class Groups:
         # order on all ranks, so that they make and drop groups together.
         self._tensor_parallel: OrderedDict[tuple[int, ...], dist.ProcessGroup | None] = OrderedDict()
         if world.ranks > 1:
+            began = time.perf_counter()
             with nullcontext() if watch is None else watch.guarding():
                 self._roles = {role: self._of_all(role.value) for role in Role}
                 self._directions = {direction: self._of_all(direction.value) for direction in _Direction}
                 self._settle()
                 if world.backend == "nccl":
                     self._connect()
+            seconds = time.perf_counter() - began
+            _LOG.info("made the communicators of %d ranks over %s in %.2f s", world.ranks, world.backend, seconds)
             if watch is not None:
                 watch.also_abort(self.abort)
 
@@ -255,6 +262,7 @@ class Groups:
                 for ranks in missing:
                     self._tensor_parallel[ranks] = self._new("tp-" + "-".join(map(str, ranks)), ranks)
                 self._settle()
+            _LOG.info("made tensor-parallel communicators of ranks %s", " and ".join(map(str, missing)))
         for ranks in wanted:
             self._tensor_parallel.move_to_end(ranks)
         self._evict(max(self._capacity, len(wanted)))
@@ -272,7 +280,8 @@ class Groups:
 
     def _evict(self, capacity: int) -> None:
         while len(self._tensor_parallel) > capacity:
-            _, group = self._tensor_parallel.popitem(last=False)
+            ranks, group = self._tensor_parallel.popitem(last=False)
+            _LOG.info("dropped the communicator of ranks %s, used longest ago: %d are kept", ranks, capacity)
             if group is not None:
                 dist.destroy_process_group(group)
 

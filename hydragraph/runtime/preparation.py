@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from hydragraph import log
 from hydragraph.runtime.crew import Context, Stops, dismiss, outcome_of, start
 from hydragraph.runtime.rank_process import Died, Raised, Returned, error_of, raised
 
@@ -72,7 +73,7 @@ def prepare_for_ranks(context: Context, prepare: bytes, file: SharedFile, timeou
         ValueError: what it returned cannot be pickled.
         Any other error: what `prepare` raised.
     """
-    member = start(context, 0, _prepare, dict(os.environ), prepare, file)
+    member = start(context, 0, _prepare, dict(os.environ), log.shown(), prepare, file)
     try:
         limit = float("inf") if timeout is None else timeout.total_seconds()
         deadline, stops = time.monotonic() + limit, Stops()
@@ -92,10 +93,14 @@ def prepare_for_ranks(context: Context, prepare: bytes, file: SharedFile, timeou
         dismiss([member])
 
 
-def _prepare(connection: Connection, environment: dict[str, str], prepare: bytes, file: SharedFile) -> None:
+def _prepare(
+    connection: Connection, environment: dict[str, str], log_level: int | None, prepare: bytes, file: SharedFile
+) -> None:
     os.environ.clear()
     os.environ.update(environment)
     try:
+        if log_level is not None:
+            log.show(log_level)
         function, _ = pickle.loads(prepare)
         file.write(function())
         outcome: Returned | Raised = Returned(b"")

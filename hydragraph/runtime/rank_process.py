@@ -21,6 +21,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from hydragraph import log
 from hydragraph.runtime.failure.newest import newest_watch, watch_of
 
 HOST = "127.0.0.1"
@@ -28,12 +29,13 @@ HOST = "127.0.0.1"
 
 @dataclass(frozen=True)
 class Seat:
-    """Where one rank belongs: its number, the store's port, and the environment to run in."""
+    """Where one rank belongs: its number, the store's port, the environment to run in, and what its launcher shows."""
 
     rank: int
     ranks: int
     port: int
     environment: dict[str, str]
+    log_level: int | None = None
 
 
 @dataclass(frozen=True)
@@ -78,6 +80,8 @@ def run_rank(connection: Connection, seat: Seat, work: bytes, prepared: Readable
     _end_with_launcher()
     try:
         _take(seat)
+        if seat.log_level is not None:
+            log.show(seat.log_level)
         function, args = pickle.loads(work)
         if prepared is not None:
             args = (prepared.read(), *args)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable
 from typing import Generic, TypeVar
+
+_LOG = logging.getLogger(__name__)
 
 K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
@@ -27,7 +30,8 @@ class Recent(Generic[K, V]):
         if key not in self._values:
             self._values[key] = make()
             if len(self._values) > self._capacity:
-                self._values.popitem(last=False)
+                _, dropped = self._values.popitem(last=False)
+                _LOG.info("dropped a %s, asked for longest ago: %d are kept", type(dropped).__name__, self._capacity)
         self._values.move_to_end(key)
         return self._values[key]
 

@@ -5,6 +5,8 @@ The programs of one process share what they have in common: a second executable 
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -24,6 +26,8 @@ from hydragraph.passes.place import place
 from hydragraph.passes.shard import Degree, gradient_kinds, shard
 from hydragraph.runtime.recent import Recent
 from hydragraph.spec.strategy import Strategy
+
+_LOG = logging.getLogger(__name__)
 
 CPU = torch.device("cpu")
 CAPACITY = 64  # variants kept: a model has about three templates, and a strategy few degrees
@@ -83,7 +87,12 @@ class Variants:
         def make() -> Variant:
             found = _shared.get(key)
             if found is None:
+                began = time.perf_counter()
                 found = _shared[key] = self._compile(block, parameters, degree, recompute)
+                form, seconds = _form(degree, recompute), time.perf_counter() - began
+                _LOG.info("compiled %s (%s) for %s in %.2f s", block.name, self._backend, form, seconds)
+            else:
+                _LOG.info("took %s for %s from what this process has compiled", block.name, _form(degree, recompute))
             return found
 
         return self._known.get(key, make)
@@ -127,6 +136,12 @@ class Variants:
             parameters = local_parameters(self.program, block, template)
             self._kinds[key] = gradient_kinds(template, parameters, degree)
         return self._kinds[key]
+
+
+def _form(degree: Degree, recompute: bool) -> str:
+    """Say for whom a variant is."""
+    also = ", sequence parallel" * degree.sequence_parallel + ", recomputed" * recompute
+    return f"rank {degree.index} of tp{degree.tp}{also}"
 
 
 def local_parameters(program: Program, block: Block, template: Template) -> Mapping[str, Parameter]:

@@ -63,7 +63,7 @@ def dropped(graph: fx.GraphModule, method: str) -> fx.GraphModule | None:
 def without(method: str, side: str, rank: int | None = None) -> Callable[[Variant, int], Variant]:
     def change(variant: Variant, index: int) -> Variant:
         graph = dropped(getattr(variant, side), method) if rank in (None, index) else None
-        return replace(variant, **{side: graph}) if graph is not None else variant
+        return replace(variant, **{side: graph}) if graph is not None else variant  # type: ignore[arg-type]
 
     return change
 

@@ -50,7 +50,8 @@ def program() -> Program:
 
 def inputs(variant: Variant) -> list[Any]:
     """Make inputs of the sizes that the graph was traced with."""
-    generator, held = torch.Generator().manual_seed(0), []
+    generator = torch.Generator().manual_seed(0)
+    held: list[Any] = []
     values = [node.meta.get("val") for node in variant.forward.graph.find_nodes(op="placeholder")]
     shapes = [
         None if v is None else [getattr(s.node, "hint", s) if hasattr(s, "node") else s for s in v.shape]
@@ -67,7 +68,7 @@ def inputs(variant: Variant) -> list[Any]:
         elif value.dtype is torch.int64:
             held.append(torch.randint(0, 16, shape, generator=generator) if shape else torch.tensor(tokens))
         else:
-            held.append(torch.randn(shape, generator=generator))
+            held.append(torch.randn(shape, generator=generator))  # type: ignore[arg-type]
     return held
 
 

@@ -21,6 +21,7 @@ from tests.commands.tiny import LOPSIDED, computed, run, write
 def test_train_on_two_ranks(trained: tuple[Path, Result]) -> None:
     folder, result = trained
     assert result.exit_code == 0, result.output
+    assert "[rank" not in result.output  # nobody asked for it by --log-level
     history = read_metrics(folder / "run" / "metrics.jsonl")
     assert [m.step for m in history] == [1, 2, 3, 4, 5, 6]
     assert [m.strategy.split("@")[0] for m in history[:2]] == ["<tp1,pp2>", "<tp2,pp1>"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -194,12 +195,18 @@ def test_positions_that_start_behind_the_padding_id() -> None:
 
 
 def bart() -> nn.Module:
-    sizes = {"vocab_size": 101, "d_model": 64, "decoder_layers": 1, "decoder_ffn_dim": 96, "decoder_attention_heads": 4}
+    sizes: dict[str, Any] = {
+        "vocab_size": 101,
+        "d_model": 64,
+        "decoder_layers": 1,
+        "decoder_ffn_dim": 96,
+        "decoder_attention_heads": 4,
+    }
     return BartForCausalLM(BartConfig(**sizes, dropout=0.0, max_position_embeddings=128)).eval()
 
 
 def bloom() -> nn.Module:
-    dropout = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
+    dropout: dict[str, Any] = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
     return BloomForCausalLM(BloomConfig(vocab_size=101, hidden_size=64, n_layer=1, n_head=4, **dropout))
 
 

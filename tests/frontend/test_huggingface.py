@@ -33,7 +33,7 @@ def call(module: nn.Module | None = None, **changes: Any) -> torch.Tensor:
     given = {"attention_mask": None, "scaling": 0.5, "cu_seq_lens_q": BOUNDS} | changes
     out, weights = attention(module or nn.Identity(), q, k, v, **given)
     assert weights is None
-    expected = reference(*(x[0].transpose(0, 1) for x in (q, k, v)), BOUNDS, expect_causal, 0.5)
+    expected = reference(*(x[0].transpose(0, 1) for x in (q, k, v)), BOUNDS, expect_causal, 0.5)  # type: ignore[arg-type, call-arg]
     torch.testing.assert_close(out, expected[None])
     return out
 
@@ -45,7 +45,7 @@ def test_packed_attention_in_transformers_shapes() -> None:
 def test_who_says_whether_it_is_causal() -> None:
     module = nn.Identity()
     call(module, is_causal=False, expected=False)
-    module.is_causal = False
+    module.is_causal = False  # type: ignore[assignment]
     call(module, expected=False)
     call(module, is_causal=True)
 

@@ -47,7 +47,7 @@ def skeleton(model: Model) -> tuple[torch.export.ExportedProgram, list[Site]]:
     return capture_skeleton(
         model,
         model.layers,
-        lambda layer: layer.form,  # type: ignore[attr-defined,return-value]
+        lambda layer: layer.form,  # type: ignore[arg-type, attr-defined, return-value]
         lambda m, batch: m(batch["input_ids"], batch["position_ids"]),
         lambda logits, batch: logits.sum(),
         {"T": 64, "N+1": 5},

@@ -72,7 +72,7 @@ def test_the_name_is_a_hash_of_the_text_and_the_shapes() -> None:
         return x + 2
 
     def made(f: object, size: int, dtype: torch.dtype = torch.float32) -> str:
-        graph = make_fx(f, tracing_mode="fake")(torch.ones(size, dtype=dtype))
+        graph = make_fx(f, tracing_mode="fake")(torch.ones(size, dtype=dtype))  # type: ignore[arg-type]
         return template_of(graph, {}, {}, {"x_1": "hidden"}, "layer.0").name
 
     assert made(forward, 2) == made(forward, 2)

@@ -279,9 +279,9 @@ class Marking(Own):
 
     def forward(self, input_ids: Tensor, position_ids: Tensor, cu_seqlens: Tensor) -> Tensor:
         if self.what == "a number":
-            self.stack[0].count = getattr(self.stack[0], "count", 0) + 1
+            self.stack[0].count = getattr(self.stack[0], "count", 0) + 1  # type: ignore[assignment]
         else:
-            self.stack[0].mode = "other"
+            self.stack[0].mode = "other"  # type: ignore[assignment]
         return super().forward(input_ids, position_ids, cu_seqlens)
 
 

@@ -27,7 +27,7 @@ from hydragraph.check.stages import StageCheck
 from hydragraph.frontend.initialise import initial_buffers
 from hydragraph.passes.uncut import refuse_uncut
 from tests import reference
-from tests.frontend.families import DOCS, NAMES, build, shrink
+from tests.frontend.families import DOCS, NAMES, build, shrink  # type: ignore[attr-defined]
 from tests.models import sequences
 from tests.ready import Ready
 

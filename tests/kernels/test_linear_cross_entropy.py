@@ -143,7 +143,7 @@ def against_cut(sizes: list[int], dtype: torch.dtype) -> None:
 def test_no_chunk_of_logits_is_larger_than_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
     honest = module._statistics
-    monkeypatch.setattr(module, "_statistics", lambda logits, *rest: seen.append(len(logits)) or honest(logits, *rest))
+    monkeypatch.setattr(module, "_statistics", lambda logits, *rest: seen.append(len(logits)) or honest(logits, *rest))  # type: ignore[func-returns-value]
     x, weight, labels = inputs(20, 4, 30, torch.float32)
     linear_cross_entropy(x, weight, labels, chunk=6)
     assert seen == [6, 6, 6, 2]

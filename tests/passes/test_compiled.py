@@ -74,7 +74,7 @@ def run(
 
     def rank(collectives: EmulatedCollectives) -> list[Tensor]:
         here = Degree(degree.tp, collectives.index, degree.sequence_parallel)
-        values: dict[str, object] = {n: shard(n, collectives.index) for n in parameters} | given
+        values: dict[str, object] = {n: shard(n, collectives.index) for n in parameters} | given  # type: ignore[assignment]
         if degree.sequence_parallel:
             own = [n for n in ("hidden", "tangent") if n in given and given[n].dim() == 3]
             values |= {n: given[n].chunk(degree.tp, 1)[collectives.index] for n in own}

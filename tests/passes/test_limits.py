@@ -44,7 +44,7 @@ class Looking(Own):
         self.more = nn.Embedding(64, 32)
         self.register_buffer("table", torch.rand(50, 32))
 
-    def forward(self, input_ids: Tensor, position_ids: Tensor, cu_seqlens: Tensor, kind: Tensor) -> Tensor:
+    def forward(self, input_ids: Tensor, position_ids: Tensor, cu_seqlens: Tensor, kind: Tensor) -> Tensor:  # type: ignore[override]
         x = self.tokens(input_ids) + self.more(input_ids + 2) + self.table[position_ids] + self.more(kind)
         x = x[0]
         for block in self.stack:
@@ -97,6 +97,6 @@ def test_values_inside_pass_whatever_their_integer_type_and_strides() -> None:
         torch.tensor([1, 2], dtype=torch.uint8),
         {"input_ids": torch.tensor([1, 2]), "labels": torch.tensor([-100, -100])},
     ]
-    found = MiniBatch.of(given, True, {}, LIMITS)
+    found = MiniBatch.of(given, True, {}, LIMITS)  # type: ignore[arg-type]
     assert all(s.ids.is_contiguous() and s.ids.dtype is torch.int64 for s in found.sequences)
     assert found.lengths == (2, 4, 5, 2, 0)

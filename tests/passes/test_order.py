@@ -66,7 +66,7 @@ def test_receiver_j_takes_from_sender_j_mod_t(t, u):
 
 
 def test_values_of_a_whole_model_on_one_rank():
-    forward, backward = {}, {}
+    forward, backward = {}, {}  # type: ignore[var-annotated]
     for each in ordered(Strategy.parse("<tp1,pp1>", 2), [1], 0):
         (forward if each.op is Op.FORWARD else backward)[each.target] = (each.reads, each.writes)
     assert forward == {

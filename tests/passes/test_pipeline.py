@@ -65,7 +65,7 @@ def iterations(draw):
         shapes.append([(draw(st.integers(1, 3)), b - a) for a, b in pairwise(bounds)])
     ranks = sum(tp for shape in shapes for tp, _ in shape) + draw(st.integers(0, 2))
     devices = iter(draw(st.permutations(range(ranks))))
-    pipelines = tuple(Pipeline([Stage([next(devices) for _ in range(tp)], n) for tp, n in shape]) for shape in shapes)
+    pipelines = tuple(Pipeline([Stage([next(devices) for _ in range(tp)], n) for tp, n in shape]) for shape in shapes)  # type: ignore[arg-type]
     counts = [draw(st.integers(0, 5)) for _ in pipelines]
     strategy = Strategy(pipelines, draw(st.sampled_from(["1f1b", "gpipe"])))
     outline = model(layers, draw(st.booleans()))
@@ -112,9 +112,9 @@ def test_one_rank_alone_gets_the_same_program(iteration, data):
 def test_pipeline_of_many_stages_with_alternating_degrees_verifies(schedule):
     stages, device = [], 0
     for tp in (1, 3, 2, 1, 2, 3, 1, 2):
-        stages.append(Stage(range(device, device + tp), 1))
+        stages.append(Stage(range(device, device + tp), 1))  # type: ignore[arg-type]
         device += tp
-    strategy = Strategy((Pipeline(stages),), schedule)
+    strategy = Strategy((Pipeline(stages),), schedule)  # type: ignore[arg-type]
     for count in (1, 7, 8, 20):
         verify(rank_programs(model(8), strategy, [count], ranks=device), model(8))
 

@@ -96,7 +96,7 @@ def check(
     whole = values(program, model, block)
     oracle = variants(program, "default").get(block, Degree())
     tangent = torch.randn(oracle.forward(*(whole[n] for n in oracle.inputs))[0].shape)
-    want, want_gradients = run(oracle, whole, tangent)
+    want, want_gradients = run(oracle, whole, tangent)  # type: ignore[arg-type]
     described = {n: program.parameters[c] for n, c in zip(template.parameters, block.parameters, strict=True)}
 
     ranks = variants(program, fused_head=fused_head)

@@ -61,7 +61,7 @@ def test_what_is_damaged_is_compiled_again_and_kept(how: str, suffix: str, warm:
     for file in files:
         data = bytearray(file.read_bytes())
         data[len(data) // 2 if suffix == "nbc" else 1] ^= 255
-        file.write_bytes({"empty": b"", "truncated": data[:-9], "a bit": bytes(data)}[how])
+        file.write_bytes({"empty": b"", "truncated": data[:-9], "a bit": bytes(data)}[how])  # type: ignore[arg-type]
     printed, lines = call(warm)
     assert printed == COLD
     assert [line.split(" in ")[0] for line in lines] == ["numba's cache"]

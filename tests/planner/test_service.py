@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 
@@ -20,7 +21,8 @@ BATCHES = [tuple(lengths(40, seed, 3000)) for seed in range(3)]
 PATIENCE_S = 300.0  # against hangs only
 
 
-def test_plans_made_ahead_are_those_made_now() -> None:
+def test_plans_made_ahead_are_those_made_now(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG, "hydragraph")
     planner = IterationPlanner(SETTING, Policy(patience_s=PATIENCE_S))
     now = IterationPlanner(SETTING, Policy(workers=0))
     try:
@@ -30,11 +32,15 @@ def test_plans_made_ahead_are_those_made_now() -> None:
             ahead, inline = planner.plan(batch), now.plan(batch)
             assert (ahead.candidate, ahead.assignment) == (inline.candidate, inline.assignment)
             assert not ahead.late
+            told = f"planned {ahead.assignment.counts} micro-batches of strategy {ahead.candidate}, waited "
+            assert sum(message.startswith(told) for message in caplog.messages) == 2
+            caplog.clear()
     finally:
         planner.close()
 
 
-def test_a_dead_worker_is_replaced_and_its_mini_batch_planned() -> None:
+def test_a_dead_worker_is_replaced_and_its_mini_batch_planned(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "hydragraph")
     service = PlanService(SETTING, workers=1, ahead=3)
     try:
         assert service.submit(BATCHES[0])
@@ -46,6 +52,7 @@ def test_a_dead_worker_is_replaced_and_its_mini_batch_planned() -> None:
         assert found is not None
         assert found.choice == answer(SETTING, BATCHES[1]).choice
         assert service.replaced == 1
+        assert "planning process 0 died; another one takes its mini-batch" in caplog.messages
         assert service.pids != [pid]
     finally:
         service.close()
@@ -80,12 +87,15 @@ def test_the_queue_is_bounded_and_unknown_mini_batches_are_not_waited_for() -> N
         PlanService(SETTING, workers=0)
 
 
-def test_a_late_plan_gives_the_quick_one() -> None:
+def test_a_late_plan_gives_the_quick_one(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "hydragraph")
     planner = IterationPlanner(SETTING, Policy(patience_s=0.0))
     try:
         planner.announce(BATCHES[0])
         plan = planner.plan(BATCHES[0])
         assert plan.late
+        told = f"plan not there after 0 s: strategy {plan.candidate}, assigned longest first"
+        assert told in caplog.messages
         flat = [i for p in plan.assignment.micro_batches for m in p for i in m]
         assert sorted(flat) == [i for i, n in enumerate(BATCHES[0]) if n]
         for pipeline, p in zip(SETTING.candidates[plan.candidate], plan.assignment.micro_batches, strict=True):

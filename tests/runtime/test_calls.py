@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from unittest import mock
@@ -17,7 +17,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 import hydragraph as hg
 from hydragraph.runtime.failure.judge import Judge
@@ -37,7 +37,7 @@ STOPPED_S = 1.0  # here; for users it is 6
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="/proc says what a process does")
 
 
-def adamw(named: list[tuple[str, Tensor]]) -> torch.optim.Optimizer:
+def adamw(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(named, lr=1e-2)
 
 
@@ -68,7 +68,7 @@ def misbehave(how: str) -> None:
 
 
 @contextlib.contextmanager
-def misbehaving(how: str, after: int) -> object:
+def misbehaving(how: str, after: int) -> Iterator[None]:
     """Misbehave instead of waiting for others, after that many waits."""
     call, wait, left = Groups.call, Groups.wait, iter([False] * after + [True])
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from unittest import mock
@@ -48,10 +49,17 @@ def test_equal_layers_share_a_variant_and_the_least_recently_used_is_forgotten()
     assert other() is None
 
 
-def test_executables_of_one_model_share_what_they_compile() -> None:
+def test_executables_of_one_model_share_what_they_compile(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "hydragraph.runtime.variants")
     one, two = (Variants(capture(MODELS["llama"]())) for _ in range(2))
     for a, b in zip(one.program.blocks, two.program.blocks, strict=True):
         assert one.get(a, Degree(2)) is two.get(b, Degree(2))
+    names = ("embed", "layer.0", "head")
+    took = [f"took {name} for rank 0 of tp2 from what this process has compiled" for name in names]
+    assert [m for m in caplog.messages if m.startswith("took")] == took
+    assert [m.split(" in ")[0] for m in caplog.messages if m.startswith("compiled")] == [
+        f"compiled {name} (eager) for rank 0 of tp2" for name in names
+    ]
     assert one.get(one.program.blocks[1], Degree()) is not two.get(two.program.blocks[1], Degree(2))
 
 

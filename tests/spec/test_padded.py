@@ -67,7 +67,7 @@ def test_other_masks_are_refused(mask: Tensor | None) -> None:
         assert ids_of([batch]) == [CUT[2]]
         return
     with pytest.raises(Unsupported, match=r"sequence 1: an attention_mask .*; pad on the right only"):
-        sequences_in([IDS[0], batch])
+        sequences_in([IDS[0], batch])  # type: ignore[list-item]
 
 
 def test_labels_that_count_in_the_padding_are_refused() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import shutil
@@ -11,6 +12,8 @@ from dataclasses import asdict
 from pathlib import Path
 
 from hydragraph.runtime.checkpoint.manifest import MARKER, File, Manifest
+
+_LOG = logging.getLogger(__name__)
 
 PathLike = str | os.PathLike[str]
 
@@ -51,6 +54,7 @@ def prune(directory: PathLike, keep: int) -> None:
     found = complete(directory)
     for _, path in found[:-keep]:
         _discard(path)
+        _LOG.info("pruned checkpoint %s: the newest %d stay", path, keep)
     for path in directory.iterdir() if found else ():
         leftover = _LEFTOVER.fullmatch(path.name)
         if leftover is not None and int(leftover[1]) <= found[-1][0]:

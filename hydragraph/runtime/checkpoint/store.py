@@ -10,7 +10,9 @@ All ranks call `save` and `load` together, and an error on one of them is an err
 
 from __future__ import annotations
 
+import logging
 import shutil
+import time
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -45,6 +47,8 @@ from hydragraph.runtime.failure.agreement import Failure, raise_first, together,
 from hydragraph.runtime.groups import Groups
 from hydragraph.runtime.sharded import Sharded, sharded, sharded_weights
 from hydragraph.runtime.state import HomeState
+
+_LOG = logging.getLogger(__name__)
 
 _ENTRY = "hydragraph"  # the entry that is no tensor
 
@@ -131,6 +135,7 @@ def prepare(
         if rank == 0:
             shutil.rmtree(scratch, ignore_errors=True)
         raise
+    _LOG.info("began checkpoint %s", path)
     entries: dict[str, Sharded | bytes] = {**contents, **({_ENTRY: entry} if rank == 0 else {})}
     return Prepared(path, scratch, entries, _shapes(home), kind_of(optimizer))
 
@@ -142,6 +147,7 @@ def write(prepared: Prepared, groups: Groups) -> None:
         ValueError, OSError, RankFailure: as for `save`; what was at the path stays as it was.
     """
     what, rank, scratch = prepared.what, groups.world.rank, prepared.scratch
+    began = time.perf_counter()
     try:
         _write_entries(prepared, groups)
         files = {n: f for part in together(groups, what, lambda: written_files(scratch, rank)) for n, f in part.items()}
@@ -155,6 +161,7 @@ def write(prepared: Prepared, groups: Groups) -> None:
                     commit(prepared.path, scratch, manifest)
 
         together(groups, what, put_in_place)
+        _LOG.info("wrote checkpoint %s in %.2f s", prepared.path, time.perf_counter() - began)
     except BaseException:
         if rank == 0:
             prepared.discard()

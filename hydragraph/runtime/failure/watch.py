@@ -27,6 +27,7 @@ Then, per process:
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 import socket
 import sys
@@ -43,6 +44,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store  # type: ignore[attr-defined]
 
+from hydragraph import log
 from hydragraph.errors import RankFailure, Stopped
 from hydragraph.runtime.failure import stacks
 from hydragraph.runtime.failure.asker import Asker, Unanswered
@@ -63,6 +65,8 @@ from hydragraph.runtime.failure.sentinel import Sentinel, post_of
 from hydragraph.runtime.failure.sockets import open_sockets, shut_down
 from hydragraph.runtime.failure.waiter import Waiter
 from hydragraph.runtime.message import Work
+
+_LOG = logging.getLogger(__name__)
 
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
@@ -111,6 +115,7 @@ class Watch:
         self, store: Store | None, rank: int, ranks: int, *, number: int = 0, stopped_s: float = STOPPED_S
     ) -> None:
         self.rank, self.ranks = rank, ranks
+        log.at_rank(rank, ranks)
         # An executable that nobody uses any more must not live on because it was watched.
         self._describe: Callable[[], Callable[[int, int], str] | None] = lambda: None
         self._fault: Fault | None = None
@@ -506,6 +511,8 @@ class Watch:
             for descriptor, _ in self._guarded & open_sockets():
                 shut_down(descriptor)
             self._aborts, self._guarded = [], set()
+            if self._cut_at is None and self._fault is not None:
+                _LOG.info("communication is ended: %s", self._failure(self._fault))
             self._cut_at = self._cut_at or time.monotonic()
 
     def _write_stacks(self, fault: Fault) -> None:

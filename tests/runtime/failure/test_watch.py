@@ -21,6 +21,7 @@ from hydragraph.runtime.failure.judge import Judge
 from hydragraph.runtime.failure.watch import Watch
 from hydragraph.runtime.groups import Groups, Role
 from hydragraph.runtime.launch import join, launch
+from hydragraph.runtime.message import Message
 
 RANKS = 4
 # One step of rank r: 0 start an all-to-all, 1 receive from r - 1, 2 send to r + 1, 3 finish the all-to-all, 4 commit.
@@ -37,7 +38,7 @@ def run_step(groups: Groups, watch: Watch, hook: Callable[[int], None]) -> None:
     """The stand-in for the executor."""
     rank, ranks = groups.world.rank, groups.world.ranks
     inp, out = torch.ones(ranks * 1000), torch.empty(ranks * 1000)
-    pull: dist.Work | None = None
+    pull: Message | None = None
     hidden = torch.zeros(300_000)
     for index in range(len(NAMES)):
         watch.at(index)

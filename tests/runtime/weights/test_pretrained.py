@@ -51,7 +51,7 @@ def meta(model: Any) -> nn.Module:
 @functools.cache
 def program_of(kind: str) -> Program:
     """Return the program of a kind; a capture takes a second."""
-    return capture(KINDS.get(kind, MODELS.get(kind))())
+    return capture(KINDS.get(kind, MODELS.get(kind))())  # type: ignore[misc]
 
 
 def compiled(kind: str, model: Any) -> hg.Executable:
@@ -261,7 +261,7 @@ def test_heads_that_only_other_classes_have_are_left_unread_with_a_warning(
 def test_a_head_does_not_excuse_what_is_missing_or_of_another_depth(tmp_path: Path) -> None:
     model: Any = bert()
     exe = compiled("bert", model)
-    BertForPreTraining(bert(layers=2).config).save_pretrained(tmp_path / "deep")
+    BertForPreTraining(bert(layers=2).config).save_pretrained(tmp_path / "deep")  # type: ignore[arg-type]
     with pytest.raises(
         ValueError, match=r"unknown to the model: bert\.encoder\.layer\.1\..* and 13 more: build the model"
     ):

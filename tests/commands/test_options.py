@@ -1,0 +1,27 @@
+"""What several verbs are given: counts of micro-batches, and strategies."""
+
+from __future__ import annotations
+
+import pytest
+
+from hydragraph.commands.options import chosen_strategies, read_counts
+
+
+@pytest.mark.parametrize(
+    ("text", "pipelines", "counts"), [("4", 1, [4]), ("4", 3, [4, 4, 4]), ("4, 2", 2, [4, 2]), ("0", 2, [0, 0])]
+)
+def test_one_number_is_for_all_pipelines(text: str, pipelines: int, counts: list[int]) -> None:
+    assert read_counts(text, pipelines) == counts
+
+
+@pytest.mark.parametrize("text", ["", "4,", "-1", "1.5", "4,2,1", "many"])
+def test_other_counts_are_refused_with_an_example(text: str) -> None:
+    with pytest.raises(ValueError, match="give one number, or one for each of the 2 pipelines: 4,2"):
+        read_counts(text, 2)
+
+
+def test_what_is_given_replaces_the_configs_strategies_and_auto_needs_data() -> None:
+    assert chosen_strategies(["<tp2>"], ["<tp1>"]) == ("<tp2>",)
+    assert chosen_strategies(None, ["<tp1>"]) == ("<tp1>",)
+    with pytest.raises(ValueError, match="name some by --strategy"):
+        chosen_strategies(None, ["auto"])

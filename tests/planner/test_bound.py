@@ -1,0 +1,68 @@
+"""The relaxation is a bound: below every way to give sequences to pipelines, and tight where work can be divided."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hydragraph.planner.bound import Floats, Relaxation, relax
+
+
+def relaxed(cost: list[list[float]], counts: list[int]) -> Relaxation:
+    """Relax for pipelines that do z seconds of work by z; sequences in descending cost of the first kind."""
+    table = np.array(sorted(cost, reverse=True), dtype=np.float64).reshape(len(cost), len(counts))
+    many = np.array(counts, dtype=np.float64)
+    start = float(np.where(np.isfinite(table), table, 0).sum()) + 1
+
+    def capacity(z: float) -> Floats:
+        return z * many
+
+    return relax(table, capacity, start)
+
+
+def best(cost: list[list[float]], counts: list[int]) -> float:
+    """Try every way to give sequences to pipelines, one kind after another."""
+    kinds = [kind for kind, count in enumerate(counts) for _ in range(count)]
+    found = np.inf
+    for way in product(range(len(kinds)), repeat=len(cost)):
+        loads = [0.0] * len(kinds)
+        for row, pipeline in zip(cost, way, strict=True):
+            loads[pipeline] += row[kinds[pipeline]]
+        found = min(found, max(loads))
+    return float(found)
+
+
+Costs = st.lists(st.lists(st.integers(1, 20).map(float), min_size=2, max_size=2), min_size=1, max_size=5)
+
+
+@given(Costs, st.sampled_from([[1, 1], [2, 1]]))
+def test_no_way_to_give_sequences_beats_it(cost: list[list[float]], counts: list[int]) -> None:
+    found = relaxed(cost, counts)
+    assert found.seconds <= best(cost, counts) * (1 + 1e-9)
+    assert found.seconds > 0
+    assert found.shares.sum(1) == pytest.approx(1)
+
+
+def test_equal_pipelines_share_what_can_be_divided() -> None:
+    assert relaxed([[2.0], [3.0], [4.0]], [3]).seconds == pytest.approx(3.0, rel=1e-3)
+
+
+def test_each_kind_does_what_it_is_comparatively_good_at() -> None:
+    # Both do their own kind of sequence in 1 s and the other's in 10: two of each take 2 s.
+    found = relaxed([[1.0, 10.0], [10.0, 1.0]] * 2, [1, 1])
+    assert found.seconds == pytest.approx(2.0, rel=1e-3)
+    assert found.shares == pytest.approx(np.array([[0, 1], [0, 1], [1, 0], [1, 0]]), abs=1e-6)
+
+
+def test_what_does_not_fit_a_kind_goes_elsewhere() -> None:
+    found = relaxed([[np.inf, 3.0], [1.0, 1.0]], [1, 1])
+    assert found.seconds <= 3.0
+    assert found.shares[0] == pytest.approx([0, 1])
+
+
+def test_nothing_takes_no_time() -> None:
+    assert relax(np.zeros((0, 2)), lambda z: np.array([z, z]), 1.0).seconds == 0.0

@@ -1,0 +1,58 @@
+"""What stands beside the code is true: one version, a citation that can be read, hooks that run what make lint runs."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from hydragraph.version import __version__
+
+ROOT = Path(__file__).parents[1]
+
+
+def read(path: str) -> Any:
+    return yaml.safe_load((ROOT / path).read_text())
+
+
+def test_the_version_stands_in_one_place_of_the_code_and_the_citation_agrees() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    assert project["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "hydragraph.version.__version__"}
+    quoted = re.compile(rf"[\"']{re.escape(__version__)}[\"']")
+    found = {p.relative_to(ROOT) for p in (ROOT / "hydragraph").rglob("*.py") if quoted.search(p.read_text())}
+    assert found == {Path("hydragraph/version.py")}
+    assert read("CITATION.cff")["version"] == __version__
+    assert f"({__version__})" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_the_citation_has_what_its_format_asks_for() -> None:
+    citation = read("CITATION.cff")
+    assert citation["cff-version"] == "1.2.0"
+    assert citation["license"] == tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["license"]
+    assert {"message", "title", "authors", "type"} <= citation.keys()
+    notes = [reference["notes"].split(":")[0].split(",")[0] for reference in citation["references"]]
+    assert notes == ["Hydraulis", "Malleus", "AutoHet", "Metis"]
+    for reference in citation["references"]:
+        assert reference["type"] == "article"
+        assert all(person.keys() == {"family-names", "given-names"} for person in reference["authors"])
+
+
+def test_hooks_run_what_make_lint_runs() -> None:
+    (local,) = read(".pre-commit-config.yaml")["repos"]
+    hooks = {hook["entry"].removesuffix(" --force-exclude") for hook in local["hooks"]}
+    lint = re.search(r"^lint:.*\n((?:\t.*\n)+)", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert lint is not None
+    commands = {line.strip().replace("$(BIN)", ".venv/bin").removesuffix(" .") for line in lint[1].splitlines()}
+    assert hooks == commands
+
+
+def test_issue_forms_ask_for_something() -> None:
+    for form in sorted((ROOT / ".github/ISSUE_TEMPLATE").glob("*.yml")):
+        if form.name != "config.yml":
+            content = read(str(form.relative_to(ROOT)))
+            assert {"name", "description", "body"} <= content.keys(), form
+            ids = [part["id"] for part in content["body"] if part["type"] != "markdown"]
+            assert len(ids) == len(set(ids)) > 0, form
