@@ -26,7 +26,7 @@ from rich.table import Table
 
 from hydragraph import planner
 from hydragraph.cost.profile import Profile, Scheme
-from hydragraph.planner import balance
+from hydragraph.planner import local_search
 from hydragraph.planner.packing import pack_pipeline
 from hydragraph.planner.problem import Bubble, problem
 from hydragraph.planner.proposing import PIPELINE_STEPS, Histogram, histogram, least
@@ -141,7 +141,7 @@ def descended(schemes: Sequence[Scheme], case: Case, lengths: Lengths, bubble: B
     """Return longest first with local search."""
     given = problem(case.profile.pipelines(schemes), lengths, bubble=bubble)
     placed = longest_first(given)
-    balance.descend(placed, given.cost, given.lengths, given.kind, given.shape, np.zeros(len(given.pipelines)))
+    local_search.descend(placed, given.cost, given.lengths, given.kind, given.shape, np.zeros(len(given.pipelines)))
     return value(given, placed)
 
 

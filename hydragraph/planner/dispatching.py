@@ -9,8 +9,8 @@ from typing import Literal
 import numpy as np
 
 from hydragraph.cost.profile import PipelineCost, Profile, Scheme
-from hydragraph.planner import balance
-from hydragraph.planner.balance import Floats, Ints
+from hydragraph.planner import local_search
+from hydragraph.planner.local_search import Floats, Ints
 from hydragraph.planner.problem import Bubble, Problem, problem
 from hydragraph.planner.spread import Effort, bounded, longest_first, search, value
 
@@ -76,13 +76,13 @@ def dispatch(
 def greedy(given: Problem, trials: int, seed: int) -> Ints:
     """Return what Alg. 1 finds."""
     orders = np.argsort(np.random.default_rng(seed).random((trials, len(given.lengths))), axis=1)
-    return np.asarray(balance.greedy(orders, given.cost, given.lengths, given.kind, given.shape, True)[1])
+    return np.asarray(local_search.greedy(orders, given.cost, given.lengths, given.kind, given.shape, True)[1])
 
 
 def eq3_room(given: Problem) -> Callable[[float], Floats]:
     """Return how much work a pipeline of each kind can do by z: what its least bubble leaves."""
     shortest = given.lengths[-1] if len(given.lengths) else 0.0
     kinds: tuple[PipelineCost, ...] = given.kinds
-    bubble = np.array([k.micro_batch_seconds([shortest]) for k in kinds]) * given.shape[:, balance.BUBBLE]
-    least = given.shape[:, balance.FIXED] + bubble
+    bubble = np.array([k.micro_batch_seconds([shortest]) for k in kinds]) * given.shape[:, local_search.BUBBLE]
+    least = given.shape[:, local_search.FIXED] + bubble
     return lambda z: np.asarray(np.maximum(z - least, 0.0))

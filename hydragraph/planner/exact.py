@@ -13,7 +13,7 @@ import numpy as np
 
 from hydragraph.cost.profile import PipelineCost
 from hydragraph.errors import Unsupported
-from hydragraph.planner.balance import BUBBLE, FIXED, Floats, Ints
+from hydragraph.planner.local_search import BUBBLE, FIXED, Floats, Ints
 from hydragraph.planner.problem import Problem, problem
 
 

@@ -6,8 +6,8 @@ import math
 
 import numpy as np
 
-from hydragraph.planner.balance import MAX_LEN, MODE, SINGLE, Floats, Ints, descend, kick, longest_first
 from hydragraph.planner.compiled import compiled
+from hydragraph.planner.local_search import MAX_LEN, MODE, SINGLE, Floats, Ints, descend, kick, longest_first
 from hydragraph.planner.recurrence import FORWARD, best_order, equal_stages
 
 KICKED = 3  # of the numbers V tried, the best are searched further

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from hydragraph.cost.profile import PipelineCost
 from hydragraph.errors import Unsupported
-from hydragraph.planner.balance import EQ3, FORMED, Floats, Ints
+from hydragraph.planner.local_search import EQ3, FORMED, Floats, Ints
 
 Bubble = Literal["longest", "constant"]
 
@@ -28,7 +28,7 @@ class Problem:
         order: what the caller calls each item [n].
         lengths: tokens [n].
         cost: a l^2 + b l [n, K], infinite where a sequence is longer than MaxLen.
-        shape: see `balance` [K, 8].
+        shape: see `local_search` [K, 8].
     """
 
     pipelines: tuple[PipelineCost, ...]
@@ -96,7 +96,7 @@ def _checked(lengths: Sequence[int]) -> Ints:
 
 
 def _shape(kind: PipelineCost, formed: bool, bubble: Bubble) -> list[float]:
-    """Return the row that `balance.finish` reads; every pipeline in use pays c once for its last micro-batch."""
+    """Return the row that `local_search.finish` reads; every pipeline in use pays c once for its last micro-batch."""
     depth = float(kind.stages - 1)
     if formed:
         return [depth, 0.0, kind.a, kind.b, kind.c, kind.max_len, kind.util_len, FORMED]

@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 
 from hydragraph.cost.profile import Profile, Scheme
 from hydragraph.errors import Unsupported
-from hydragraph.planner.balance import Floats, Ints
 from hydragraph.planner.compiled import compiled
+from hydragraph.planner.local_search import Floats, Ints
 
 STEP = 128  # tokens per level of length
 PIPELINE_STEPS = 10  # steps per pipeline: d is a multiple of 0.1

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from hydragraph.cost.profile import Profile, Scheme
-from hydragraph.planner.balance import Floats, quick_end
+from hydragraph.planner.local_search import Floats, quick_end
 from hydragraph.planner.problem import Problem, problem
 
 Strategy = tuple[Scheme, ...]

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hydragraph.planner import balance
-from hydragraph.planner.balance import Floats, Ints
+from hydragraph.planner import local_search
 from hydragraph.planner.bound import Relaxation, relax
+from hydragraph.planner.local_search import Floats, Ints
 from hydragraph.planner.problem import Problem
 
 
@@ -49,7 +49,7 @@ def bounded(given: Problem, cost: Floats, room: Callable[[float], Floats], start
     reached = value(given, start)
     found = relax(cost, lambda z: given.counts * room(z), reached)
     alone = [
-        [balance.finish(s, c, n, n) if np.isfinite(c) else np.inf for s, c in zip(given.shape, row, strict=True)]
+        [local_search.finish(s, c, n, n) if np.isfinite(c) else np.inf for s, c in zip(given.shape, row, strict=True)]
         for n, row in _hardest(given)
     ]
     return Relaxation(max(found.seconds, max(min(row) for row in alone)), found.shares)
@@ -72,16 +72,16 @@ def ends(given: Problem, placed: Ints) -> Floats:
     count, n = len(given.pipelines), len(placed)
     loads, tokens = np.zeros(count), np.zeros(count)
     first, second = np.zeros(count, np.int64), np.zeros(count, np.int64)
-    balance.state_of(placed, given.cost, given.lengths, given.kind, loads, tokens, first, second)
+    local_search.state_of(placed, given.cost, given.lengths, given.kind, loads, tokens, first, second)
     longest = np.append(given.lengths, 0.0)[np.minimum(first, n)]
     rows = zip(given.kind.tolist(), loads, tokens, longest, strict=True)
-    return np.array([balance.finish(given.shape[t], s, w, h) for t, s, w, h in rows])
+    return np.array([local_search.finish(given.shape[t], s, w, h) for t, s, w, h in rows])
 
 
 def longest_first(given: Problem, cost: Floats | None = None, start: Ints | None = None) -> Ints:
     """Put each sequence, longest first, where it finishes first."""
     begin = np.zeros(len(given.pipelines), np.int64) if start is None else start
-    placed = balance.longest_first(
+    placed = local_search.longest_first(
         given.cost if cost is None else cost, given.lengths, given.kind, given.shape, begin, False
     )
     return np.asarray(placed)
@@ -93,7 +93,7 @@ def search(given: Problem, relaxed: Relaxation, effort: Effort, seed: int) -> In
     best, kept = np.inf, longest_first(given)
     starts = [placed for placed in _starts(given, relaxed, effort, seed) if (placed >= 0).all()]
     for placed in sorted(starts, key=lambda placed: value(given, placed))[:DESCENTS]:
-        found = balance.descend(placed, given.cost, given.lengths, given.kind, given.shape, nothing)
+        found = local_search.descend(placed, given.cost, given.lengths, given.kind, given.shape, nothing)
         if found < best:
             best, kept = found, placed
         if best <= relaxed.seconds * (1 + effort.enough):
@@ -106,21 +106,21 @@ def kicked(given: Problem, placed: Ints, extra: Floats, relaxed: Relaxation, eff
     found = placed.copy()
     kicks = -(-effort.kicks * 10 // max(10, len(given.pipelines)))
     enough = relaxed.seconds * (1 + effort.enough)
-    balance.kick(found, given.cost, given.lengths, given.kind, given.shape, extra, kicks, enough, seed)
+    local_search.kick(found, given.cost, given.lengths, given.kind, given.shape, extra, kicks, enough, seed)
     return found
 
 
 def _starts(given: Problem, relaxed: Relaxation, effort: Effort, seed: int) -> list[Ints]:
     """Return the starting points: from the relaxation, longest first, Alg. 1, and with random caps."""
-    rounded = longest_first(given, given.only(balance.rounded(relaxed.shares)))
+    rounded = longest_first(given, given.only(local_search.rounded(relaxed.shares)))
     found = [rounded, longest_first(given)]
     random = np.random.default_rng(seed)
     n, count = len(given.lengths), len(given.pipelines)
     trials, caps = -(-effort.trials * 10 // max(10, count)), -(-effort.caps * 10 // max(10, count))
     if trials:
         orders = np.argsort(random.random((trials, n)), axis=1)
-        found.append(balance.greedy(orders, given.cost, given.lengths, given.kind, given.shape, True)[1])
-    if given.shape[:, balance.BUBBLE].any():
+        found.append(local_search.greedy(orders, given.cost, given.lengths, given.kind, given.shape, True)[1])
+    if given.shape[:, local_search.BUBBLE].any():
         for _ in range(caps):
             capped = random.random(count) < random.random()
             start = np.where(capped, (n * random.random(count) ** 2).astype(np.int64), 0)

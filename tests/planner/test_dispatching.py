@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import hydragraph as hg
 from hydragraph import planner
 from hydragraph.cost.profile import PipelineCost
-from hydragraph.planner import balance
+from hydragraph.planner import local_search
 from hydragraph.planner.dispatching import eq3_room, greedy
 from hydragraph.planner.exact import exact_dispatch
 from hydragraph.planner.problem import Bubble, Problem, problem
@@ -75,7 +75,7 @@ def test_promises_hold_of_any_input(
     assert relaxed.seconds <= found * (1 + 1e-9)
     if len(made.lengths):
         descended = first.copy()
-        balance.descend(descended, made.cost, made.lengths, made.kind, made.shape, np.zeros(len(kinds)))
+        local_search.descend(descended, made.cost, made.lengths, made.kind, made.shape, np.zeros(len(kinds)))
         assert found <= max(relaxed.seconds * 1.001, min(value(made, greedy(made, 100, seed)), value(made, descended)))
     np.testing.assert_array_equal(placed, search(made, relaxed, Effort(), seed))
 
@@ -116,7 +116,7 @@ def alg_1(given: Problem, orders: np.ndarray, least_loaded: bool) -> float:
 def test_the_compiled_greedy_is_alg_1(least_loaded: bool) -> None:
     made = problem(PROFILE.pipelines([(4, 1), (2, 2), (2, 2)]), lengths(25, 0, 6000))
     orders = np.argsort(np.random.default_rng(0).random((5, 25)), axis=1)
-    found, _ = balance.greedy(orders, made.cost, made.lengths, made.kind, made.shape, least_loaded)
+    found, _ = local_search.greedy(orders, made.cost, made.lengths, made.kind, made.shape, least_loaded)
     assert found == pytest.approx(alg_1(made, orders, least_loaded), rel=1e-9)
 
 
