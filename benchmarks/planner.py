@@ -27,10 +27,10 @@ from rich.table import Table
 from hydragraph import planner
 from hydragraph.cost.profile import Profile, Scheme
 from hydragraph.planner import local_search
+from hydragraph.planner.dispatch_search import longest_first, value
 from hydragraph.planner.packing import pack_pipeline
 from hydragraph.planner.problem import Bubble, problem
 from hydragraph.planner.proposing import PIPELINE_STEPS, Histogram, histogram, least
-from hydragraph.planner.spread import longest_first, value
 
 T = TypeVar("T")
 Lengths = list[int]

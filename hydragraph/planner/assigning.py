@@ -9,10 +9,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from hydragraph.cost.profile import PipelineCost, Profile, Scheme
+from hydragraph.planner.dispatch_search import QUICK, Effort, bounded, ends, kicked, longest_first, search
 from hydragraph.planner.local_search import Floats, Ints, finish
 from hydragraph.planner.packing import Packing, pack_sorted
 from hydragraph.planner.problem import Problem, problem
-from hydragraph.planner.spread import QUICK, Effort, bounded, ends, kicked, longest_first, search
 from hydragraph.spec.assignment import Assignment
 
 PACKING_KICKS = 20

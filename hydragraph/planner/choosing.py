@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from hydragraph.cost.profile import PipelineCost, Profile, Scheme
 from hydragraph.errors import Unsupported
 from hydragraph.planner.assigning import PlannedAssignment, assign_pipelines, bound_pipelines
-from hydragraph.planner.spread import Effort
+from hydragraph.planner.dispatch_search import Effort
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,9 @@ import numpy as np
 
 from hydragraph.cost.profile import PipelineCost, Profile, Scheme
 from hydragraph.planner import local_search
+from hydragraph.planner.dispatch_search import Effort, bounded, longest_first, search, value
 from hydragraph.planner.local_search import Floats, Ints
 from hydragraph.planner.problem import Bubble, Problem, problem
-from hydragraph.planner.spread import Effort, bounded, longest_first, search, value
 
 Method = Literal["search", "greedy", "longest first", "exact"]
 

@@ -13,10 +13,10 @@ import hydragraph as hg
 from hydragraph import planner
 from hydragraph.cost.profile import PipelineCost
 from hydragraph.planner import local_search
+from hydragraph.planner.dispatch_search import Effort, bounded, ends, longest_first, search, value
 from hydragraph.planner.dispatching import eq3_room, greedy
 from hydragraph.planner.exact import exact_dispatch
 from hydragraph.planner.problem import Bubble, Problem, problem
-from hydragraph.planner.spread import Effort, bounded, ends, longest_first, search, value
 from tests.planner.examples import MIXED, PROFILE, lengths, pipelines
 
 BUBBLES = st.sampled_from(["longest", "constant"])

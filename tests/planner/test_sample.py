@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from hydragraph.planner.dispatch_search import longest_first, value
 from hydragraph.planner.problem import problem
 from hydragraph.planner.sample import WORK, Sample
-from hydragraph.planner.spread import longest_first, value
 from tests.planner.examples import MIXED, PROFILE, lengths
 
 BATCHES = [lengths(60, seed, 6000) for seed in range(3)]
