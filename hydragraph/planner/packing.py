@@ -9,8 +9,8 @@ from typing import Literal
 import numpy as np
 
 from hydragraph.cost.profile import PipelineCost, Profile, Scheme
-from hydragraph.planner.forming import EQ1, SUM, form_in_order
 from hydragraph.planner.local_search import Floats, Ints
+from hydragraph.planner.micro_batches import EQ1, SUM, form_in_order
 from hydragraph.planner.problem import problem
 from hydragraph.planner.recurrence import pipeline_seconds
 
