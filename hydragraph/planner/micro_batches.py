@@ -8,7 +8,7 @@ import numpy as np
 
 from hydragraph.planner.compiled import compiled
 from hydragraph.planner.local_search import MAX_LEN, MODE, SINGLE, Floats, Ints, descend, kick, longest_first
-from hydragraph.planner.recurrence import FORWARD, best_order, equal_stages
+from hydragraph.planner.one_f_one_b import FORWARD, best_order, equal_stages
 
 KICKED = 3  # of the numbers V tried, the best are searched further
 ENOUGH = 1e-3  # above the bound, as a part of it, is as good as the bound

@@ -11,8 +11,8 @@ import numpy as np
 from hydragraph.cost.profile import PipelineCost, Profile, Scheme
 from hydragraph.planner.local_search import Floats, Ints
 from hydragraph.planner.micro_batches import EQ1, SUM, form_in_order
+from hydragraph.planner.one_f_one_b import pipeline_seconds
 from hydragraph.planner.problem import problem
-from hydragraph.planner.recurrence import pipeline_seconds
 
 Objective = Literal["published", "sum", "1f1b"]
 

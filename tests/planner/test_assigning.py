@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from hydragraph import planner
 from hydragraph.cost.profile import PipelineCost
 from hydragraph.planner.assigning import PlannedAssignment, assign_pipelines, bound_devices
+from hydragraph.planner.one_f_one_b import pipeline_seconds, published_seconds
 from hydragraph.planner.packing import costs_of
-from hydragraph.planner.recurrence import pipeline_seconds, published_seconds
 from tests.planner.examples import MIXED, PROFILE, lengths, pipelines
 from tests.planner.test_packing import partitions
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hydragraph.planner.recurrence import (
+from hydragraph.planner.one_f_one_b import (
     FORWARD,
     best_order,
     equal_stages,
