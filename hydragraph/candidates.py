@@ -13,8 +13,8 @@ from hydragraph.errors import Unsupported
 from hydragraph.ir.program import Program
 from hydragraph.passes.fit import check_strategy
 from hydragraph.planner.iteration import IterationPlanner
-from hydragraph.planner.longest_first import rough_cost
 from hydragraph.planner.policy import Policy, Settled, settle
+from hydragraph.planner.quick import rough_cost
 from hydragraph.planner.setting import Setting
 from hydragraph.spec.strategy import Strategy
 

@@ -34,8 +34,8 @@ from hydragraph.passes.compiled import choose_backend
 from hydragraph.passes.fit import check_strategy
 from hydragraph.passes.limits import limits_of
 from hydragraph.planner.iteration import IterationPlan, IterationPlanner
-from hydragraph.planner.longest_first import assign
 from hydragraph.planner.policy import Policy
+from hydragraph.planner.quick import assign
 from hydragraph.runtime.buffers import Buffers
 from hydragraph.runtime.checkpoint import store
 from hydragraph.runtime.checkpoint.saving import Saver

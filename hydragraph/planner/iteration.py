@@ -6,8 +6,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hydragraph.planner.longest_first import assign_pipelines
 from hydragraph.planner.policy import Policy
+from hydragraph.planner.quick import assign_pipelines
 from hydragraph.planner.service import PlanService
 from hydragraph.planner.setting import Answer, Setting, answer
 from hydragraph.spec.assignment import Assignment
