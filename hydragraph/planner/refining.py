@@ -15,11 +15,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hydragraph.cost.profile import Profile, Scheme
-from hydragraph.planner.sample import Sample, Strategy
+from hydragraph.planner.tuning_set import Strategy, TuningSet
 
 STARTS = 4  # candidates that are improved, for each group of mini-batches
 ROUNDS = 16  # exchanges for each of them at most
-WORTH = 1e-3  # part of the sample's time that a further candidate must save to be chosen for what it adds
+WORTH = 1e-3  # part of the time for all of them that a further candidate must save to be chosen for what it adds
 
 
 def homogeneous(profile: Profile, devices: int) -> list[list[Scheme]]:
@@ -42,41 +42,41 @@ def refine(
         candidates: strategies, such as those of `propose` and `homogeneous`.
         batches: sequence lengths of sample mini-batches.
         devices: how many there are.
-        context: the longest sequence that the static one must take; default: the sample's longest.
+        context: the longest sequence that the static one must take; default: that of `batches`.
 
     Each improvement takes pipelines of one scheme away and puts as many of another as fit into the room. Behind the
     first, each strategy is the one that saves most where every mini-batch runs the quickest of those before and it;
     behind these, where none saves anything worth mentioning, the rest follows by its time for all mini-batches.
     """
-    sample = Sample(profile, batches, devices)
-    longest = context if context is not None else max(sample.longest, default=0)
+    tuning = TuningSet(profile, batches, devices)
+    longest = context if context is not None else max(tuning.longest, default=0)
     starts = list(dict.fromkeys(tuple(sorted(c, reverse=True)) for c in candidates))
     found = dict.fromkeys(starts)
-    everything = np.arange(len(sample.longest))
-    for group, reach in [(everything, longest), *groups(sample, profile, devices)]:
-        able = [s for s in starts if sample.reach(s) >= reach]
-        for start in sorted(able, key=lambda s: (_total(sample, s, group), s))[:STARTS]:
-            found[climbed(start, sample, group, reach, profile, devices)] = None
-    chosen = complementary(sample, longest)
-    rest = sorted(found, key=lambda s: (sample.reach(s) < longest, _total(sample, s, everything), s))
+    everything = np.arange(len(tuning.longest))
+    for group, reach in [(everything, longest), *groups(tuning, profile, devices)]:
+        able = [s for s in starts if tuning.reach(s) >= reach]
+        for start in sorted(able, key=lambda s: (_total(tuning, s, group), s))[:STARTS]:
+            found[climbed(start, tuning, group, reach, profile, devices)] = None
+    chosen = complementary(tuning, longest)
+    rest = sorted(found, key=lambda s: (tuning.reach(s) < longest, _total(tuning, s, everything), s))
     return [list(s) for s in dict.fromkeys([*chosen, *rest])]
 
 
-def groups(sample: Sample, profile: Profile, devices: int) -> list[tuple[NDArray[np.int64], int]]:
+def groups(tuning: TuningSet, profile: Profile, devices: int) -> list[tuple[NDArray[np.int64], int]]:
     """Return which mini-batches each scheme just takes, with the longest sequence among them.
 
     Mini-batches that the same schemes take belong together, because the same strategies are open to them; those that
     belong to the longest ones are left out, as all that take these must take the rest.
     """
     limits = sorted({profile.max_len(s, devices) for s in profile.schemes if size(s) <= devices})
-    longest = np.array(sample.longest)
+    longest = np.array(tuning.longest)
     which = np.searchsorted(limits, longest)
     found = [np.flatnonzero(which == level) for level in np.unique(which)[:-1]]
     return [(group, int(longest[group].max())) for group in found]
 
 
 def climbed(
-    start: Strategy, sample: Sample, group: NDArray[np.int64], reach: int, profile: Profile, devices: int
+    start: Strategy, tuning: TuningSet, group: NDArray[np.int64], reach: int, profile: Profile, devices: int
 ) -> Strategy:
     """Return what a strategy is improved to on a group of mini-batches; it still takes `reach` tokens.
 
@@ -84,11 +84,11 @@ def climbed(
     """
 
     def price(strategy: Strategy) -> float:
-        return float(sample.computing(strategy)[group].sum())
+        return float(tuning.computing(strategy)[group].sum())
 
     at = start
     for _ in range(ROUNDS):
-        able = [s for s in exchanges(at, profile, devices) if sample.reach(s) >= reach]
+        able = [s for s in exchanges(at, profile, devices) if tuning.reach(s) >= reach]
         best = min(able, key=lambda s: (price(s), s), default=at)
         if price(best) >= price(at):
             break
@@ -96,16 +96,16 @@ def climbed(
     return at
 
 
-def complementary(sample: Sample, reach: int) -> list[Strategy]:
+def complementary(tuning: TuningSet, reach: int) -> list[Strategy]:
     """Return, of all strategies that were priced, the best one that takes `reach`, then what adds most to those before.
 
     Empty where no strategy takes `reach` and all mini-batches.
     """
-    known = list(sample.known)
-    if not known or not sample.longest:
+    known = list(tuning.known)
+    if not known or not tuning.longest:
         return []
-    table = np.array([sample.seconds(s) for s in known])
-    totals = np.where([sample.reach(s) >= reach for s in known], table.sum(1), np.inf)
+    table = np.array([tuning.seconds(s) for s in known])
+    totals = np.where([tuning.reach(s) >= reach for s in known], table.sum(1), np.inf)
     at = min(range(len(known)), key=lambda i: (totals[i], known[i]))
     if not np.isfinite(totals[at]):
         return []
@@ -139,5 +139,5 @@ def size(scheme: Scheme) -> int:
     return scheme[0] * scheme[1]
 
 
-def _total(sample: Sample, strategy: Strategy, group: NDArray[np.int64]) -> float:
-    return float(sample.seconds(strategy)[group].sum())
+def _total(tuning: TuningSet, strategy: Strategy, group: NDArray[np.int64]) -> float:
+    return float(tuning.seconds(strategy)[group].sum())

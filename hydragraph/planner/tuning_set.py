@@ -1,4 +1,4 @@
-"""Sample mini-batches on which many strategies are priced quickly: longest first, everything else computed once."""
+"""The tuning set: mini-batches on which many strategies are priced quickly: longest first, everything else computed once."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hydragraph.planner.problem import Problem, problem
 
 Strategy = tuple[Scheme, ...]
 
-WORK = 3_000_000  # sequences x devices: a sample with more is cut to its first mini-batches, at least one
+WORK = 3_000_000  # sequences x devices: a tuning set with more is cut to its first mini-batches, at least one
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,7 +31,7 @@ class _Tables:
     problems: tuple[Problem | None, ...]
 
 
-class Sample:
+class TuningSet:
     """Mini-batches, and what strategies take for them.
 
     A strategy is priced by the quick plan of each mini-batch, bubbles included, once however often it is asked for;

@@ -1,4 +1,4 @@
-"""A sample prices strategies as the quick plan of each mini-batch does."""
+"""A tuning set prices strategies as the quick plan of each mini-batch does."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 
 from hydragraph.planner.dispatch_search import longest_first, value
 from hydragraph.planner.problem import problem
-from hydragraph.planner.sample import WORK, Sample
+from hydragraph.planner.tuning_set import WORK, TuningSet
 from tests.planner.examples import MIXED, PROFILE, lengths
 
 BATCHES = [lengths(60, seed, 6000) for seed in range(3)]
@@ -15,27 +15,27 @@ BATCHES = [lengths(60, seed, 6000) for seed in range(3)]
 
 @pytest.mark.parametrize("strategy", [tuple(MIXED), ((2, 1),) * 3, ((4, 2), (2, 2)), ((8, 1),)])
 def test_seconds_are_those_of_the_quick_plan(strategy: tuple[tuple[int, int], ...]) -> None:
-    sample = Sample(PROFILE, BATCHES, 32)
+    tuning = TuningSet(PROFILE, BATCHES, 32)
     expected = []
     for batch in BATCHES:
         given = problem(PROFILE.pipelines(strategy), batch, formed=True)
         expected.append(value(given, longest_first(given)))
-    assert sample.computing(strategy) == pytest.approx(expected)
+    assert tuning.computing(strategy) == pytest.approx(expected)
     charge = PROFILE.hetero_sync_s if len(set(strategy)) > 1 else 0.0
-    assert sample.seconds(strategy) == pytest.approx(np.array(expected) + charge)
-    assert sample.reach(strategy) == max(p.max_len for p in PROFILE.pipelines(strategy))
+    assert tuning.seconds(strategy) == pytest.approx(np.array(expected) + charge)
+    assert tuning.reach(strategy) == max(p.max_len for p in PROFILE.pipelines(strategy))
 
 
 def test_what_a_strategy_cannot_take_is_infinite() -> None:
     short = ((1, 4), (1, 4))
     reach = PROFILE.max_len((1, 4), 8)
-    sample = Sample(PROFILE, [[reach, 5], [reach + 1, 5], [10**6], []], 8)
-    assert np.isfinite(sample.seconds(short)).tolist() == [True, False, False, True]
-    assert sample.seconds(short)[3] == 0.0
-    assert sample.longest == [reach, reach + 1, 10**6, 0]
+    tuning = TuningSet(PROFILE, [[reach, 5], [reach + 1, 5], [10**6], []], 8)
+    assert np.isfinite(tuning.seconds(short)).tolist() == [True, False, False, True]
+    assert tuning.seconds(short)[3] == 0.0
+    assert tuning.longest == [reach, reach + 1, 10**6, 0]
 
 
 def test_a_large_sample_is_cut_to_whole_mini_batches() -> None:
-    assert Sample(PROFILE, [[1] * 10, [2] * 10, [3] * 10], WORK // 20).longest == [1, 2]
-    assert Sample(PROFILE, [[1] * 10, [2] * 10], WORK).longest == [1]
-    assert Sample(PROFILE, [], 8).longest == []
+    assert TuningSet(PROFILE, [[1] * 10, [2] * 10, [3] * 10], WORK // 20).longest == [1, 2]
+    assert TuningSet(PROFILE, [[1] * 10, [2] * 10], WORK).longest == [1]
+    assert TuningSet(PROFILE, [], 8).longest == []
