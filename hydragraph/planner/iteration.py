@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from hydragraph.planner.policy import Policy
 from hydragraph.planner.quick import assign_pipelines
+from hydragraph.planner.request import Answer, PlanRequest, answer
 from hydragraph.planner.service import PlanService
-from hydragraph.planner.setting import Answer, Setting, answer
 from hydragraph.spec.assignment import Assignment
 
 
@@ -38,14 +38,14 @@ class IterationPlanner:
     """Plans the iterations of one training; on one rank.
 
     Args:
-        setting: the candidates.
+        request: the candidates.
         policy: how.
         static: the candidate to stay with, wherever it takes the longest sequence; None: choose every time.
     """
 
-    def __init__(self, setting: Setting, policy: Policy, static: int | None = None) -> None:
-        self._setting, self._policy, self._static = setting, policy, static
-        self._chosen = setting if static is None else setting.only(static)
+    def __init__(self, request: PlanRequest, policy: Policy, static: int | None = None) -> None:
+        self._request, self._policy, self._static = request, policy, static
+        self._chosen = request if static is None else request.only(static)
         self._service: PlanService | None = None
         self._last = static or 0
 
@@ -64,7 +64,7 @@ class IterationPlanner:
         """
         began, key = time.perf_counter(), tuple(lengths)
         if not self._taken(key):
-            return self._made(answer(self._setting, key), began, None)
+            return self._made(answer(self._request, key), began, None)
         if self._service is None or not self._service.submit(key):
             return self._made(answer(self._chosen, key), began, self._static)
         found = self._service.take(key, self._policy.patience_s)
@@ -79,8 +79,8 @@ class IterationPlanner:
         """Say whether the static candidate, if there is one, takes the longest sequence."""
         return (
             self._static is None
-            or self._setting.guessed
-            or self._setting.reach(self._static) >= max(lengths, default=0)
+            or self._request.guessed
+            or self._request.reach(self._static) >= max(lengths, default=0)
         )
 
     def _made(self, found: Answer, began: float, static: int | None) -> IterationPlan:
@@ -91,14 +91,14 @@ class IterationPlanner:
         assignment = Assignment(choice.assignment.micro_batches, choice.assignment.lengths)
         waited = time.perf_counter() - began
         hidden = max(0.0, found.seconds - waited)
-        seconds = 0.0 if self._setting.guessed else self._setting.seconds(self._last, assignment)
+        seconds = 0.0 if self._request.guessed else self._request.seconds(self._last, assignment)
         return IterationPlan(self._last, assignment, seconds, hidden, waited)
 
     def _quick(self, lengths: tuple[int, ...], began: float) -> IterationPlan:
         """Return the quick plan: the last candidate, or the one that takes the longest sequences."""
         longest = max(lengths, default=0)
-        setting = self._setting.reaching(longest)
-        reach = [setting.reach(i) for i in range(len(setting.candidates))]
+        request = self._request.reaching(longest)
+        reach = [request.reach(i) for i in range(len(request.candidates))]
         chosen = self._last if reach[self._last] >= longest else reach.index(max(reach))
-        assignment = assign_pipelines(setting.candidates[chosen], lengths)
+        assignment = assign_pipelines(request.candidates[chosen], lengths)
         return IterationPlan(chosen, assignment, 0.0, 0.0, time.perf_counter() - began, late=True)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import IO, cast
 
 from hydragraph.errors import Unsupported
-from hydragraph.planner.setting import Answer, Setting
+from hydragraph.planner.request import Answer, PlanRequest
 
 Lengths = tuple[int, ...]
 
@@ -29,15 +29,15 @@ class PlanService:
     A plan is found by the mini-batch's lengths, so it can never be used for another one.
 
     Args:
-        setting: the candidates.
+        request: the candidates.
         workers: how many processes.
         ahead: how many mini-batches may be queued, in work or waiting to be taken.
     """
 
-    def __init__(self, setting: Setting, workers: int = 1, ahead: int = 4) -> None:
+    def __init__(self, request: PlanRequest, workers: int = 1, ahead: int = 4) -> None:
         if workers < 1 or ahead < 1:
             raise ValueError(f"{workers} workers, {ahead} mini-batches ahead: give at least one of each")
-        self._setting, self._ahead = setting, ahead
+        self._request, self._ahead = request, ahead
         self._jobs: queue.Queue[Lengths | None] = queue.Queue()
         self._known: dict[Lengths, Answer | None] = {}
         self._changed = threading.Condition()
@@ -141,6 +141,6 @@ class PlanService:
         )
         self._processes[index] = process
         stdin = cast(IO[bytes], process.stdin)
-        pickle.dump(self._setting, stdin)
+        pickle.dump(self._request, stdin)
         stdin.flush()
         return process

@@ -1,4 +1,4 @@
-"""The tuning set: mini-batches on which many strategies are priced quickly: longest first, everything else computed once."""
+"""The tuning set: mini-batches on which many strategies are priced quickly; what they share is computed once."""
 
 from __future__ import annotations
 

@@ -11,18 +11,18 @@ import signal
 import sys
 from typing import BinaryIO
 
-from hydragraph.planner.setting import Setting, answer
+from hydragraph.planner.request import PlanRequest, answer
 
 
 def serve(source: BinaryIO, target: BinaryIO) -> None:
     """Answer until the source ends."""
-    setting: Setting = pickle.load(source)
+    request: PlanRequest = pickle.load(source)
     while True:
         try:
             lengths = pickle.load(source)
         except EOFError:
             return
-        pickle.dump(answer(setting, lengths), target)
+        pickle.dump(answer(request, lengths), target)
         target.flush()
 
 

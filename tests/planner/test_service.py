@@ -10,12 +10,12 @@ import pytest
 import hydragraph as hg
 from hydragraph.planner.iteration import IterationPlanner
 from hydragraph.planner.policy import Policy, settle
+from hydragraph.planner.request import PlanRequest, answer
 from hydragraph.planner.service import PlanService
-from hydragraph.planner.setting import Setting, answer
 from tests.planner.examples import MIXED, PROFILE, lengths
 
 CANDIDATES = [[(8, 1)] * 3, MIXED]
-SETTING = Setting(tuple(PROFILE.pipelines(c) for c in CANDIDATES), (0.0, 0.0))
+SETTING = PlanRequest(tuple(PROFILE.pipelines(c) for c in CANDIDATES), (0.0, 0.0))
 BATCHES = [tuple(lengths(40, seed, 3000)) for seed in range(3)]
 PATIENCE_S = 300.0  # against hangs only
 
@@ -125,7 +125,7 @@ def test_a_sequence_that_the_static_strategy_cannot_take_still_runs() -> None:
 
 
 def test_rough_costs_give_way_to_a_long_sequence() -> None:
-    guessed = Setting(SETTING.candidates, SETTING.charges, guessed=True)
+    guessed = PlanRequest(SETTING.candidates, SETTING.charges, guessed=True)
     assert answer(guessed, (10_000_000, 3)).choice is not None
 
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Setting:
+class PlanRequest:
     """What stays the same from iteration to iteration.
 
     Attributes:
@@ -29,8 +29,8 @@ class Setting:
     seed: int = 0
     guessed: bool = False
 
-    def reaching(self, longest: int) -> Setting:
-        """Return the setting for a mini-batch with a sequence of this many tokens."""
+    def reaching(self, longest: int) -> PlanRequest:
+        """Return the request for a mini-batch with a sequence of this many tokens."""
         if not self.guessed or all(p.max_len >= longest for c in self.candidates for p in c):
             return self
         stretched = (tuple(replace(p, max_len=max(p.max_len, longest)) for p in c) for c in self.candidates)
@@ -40,8 +40,8 @@ class Setting:
         """Return the longest sequence that a candidate takes."""
         return max(p.max_len for p in self.candidates[candidate])
 
-    def only(self, candidate: int) -> Setting:
-        """Return the setting with one candidate."""
+    def only(self, candidate: int) -> PlanRequest:
+        """Return the request with one candidate."""
         return replace(self, candidates=(self.candidates[candidate],), charges=(self.charges[candidate],))
 
     def seconds(self, candidate: int, assignment: Assignment) -> float:
@@ -66,11 +66,11 @@ class Answer:
     seconds: float
 
 
-def answer(setting: Setting, lengths: tuple[int, ...]) -> Answer:
+def answer(request: PlanRequest, lengths: tuple[int, ...]) -> Answer:
     """Choose, keeping what is raised."""
     began = time.perf_counter()
     try:
-        choice, error = setting.choose(lengths), None
+        choice, error = request.choose(lengths), None
     except Exception as raised:
         choice, error = None, raised
     return Answer(choice, error, time.perf_counter() - began)
