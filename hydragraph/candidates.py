@@ -13,7 +13,7 @@ from hydragraph.errors import Unsupported
 from hydragraph.ir.program import Program
 from hydragraph.passes.fit import check_strategy
 from hydragraph.planner.iteration import IterationPlanner
-from hydragraph.planner.policy import Policy, Settled, settle
+from hydragraph.planner.policy import Decision, Policy, static_or_dynamic
 from hydragraph.planner.quick import rough_cost
 from hydragraph.planner.request import PlanRequest
 from hydragraph.spec.strategy import Strategy
@@ -119,7 +119,7 @@ def planner_of(
     request = request_of(strategies, profile, ranks, policy.seed)
     if len(strategies) == 1 or not batches:
         return IterationPlanner(request, policy), ""
-    settled: Settled = settle(request.candidates, request.charges, batches, policy)
-    sentence = settled.sentence([str(s) for s in strategies], policy.gain)
+    decision: Decision = static_or_dynamic(request.candidates, request.charges, batches, policy)
+    sentence = decision.sentence([str(s) for s in strategies], policy.gain)
     _log.info(sentence)
-    return IterationPlanner(request, policy, None if settled.dynamic else settled.static), sentence
+    return IterationPlanner(request, policy, None if decision.dynamic else decision.static), sentence

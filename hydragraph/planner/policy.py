@@ -35,7 +35,7 @@ class Policy:
 
 
 @dataclass(frozen=True)
-class Settled:
+class Decision:
     """Static or dynamic.
 
     Attributes:
@@ -62,12 +62,12 @@ class Settled:
         )
 
 
-def settle(
+def static_or_dynamic(
     candidates: Sequence[Sequence[PipelineCost]],
     charges: Sequence[float],
     batches: Sequence[Sequence[int]],
     policy: Policy,
-) -> Settled:
+) -> Decision:
     """Compare the best static candidate with choosing anew, on sample mini-batches.
 
     Args:
@@ -84,6 +84,6 @@ def settle(
         totals = [total + verdict.seconds for total, verdict in zip(totals, found.verdicts, strict=True)]
     best = min(range(len(totals)), key=lambda i: (totals[i], i))
     if totals[best] == float("inf"):
-        return Settled(None, 1.0, True, (*totals, chosen))
+        return Decision(None, 1.0, True, (*totals, chosen))
     gain = 1 - chosen / totals[best] if totals[best] else 0.0
-    return Settled(best, gain, gain >= policy.gain, (*totals, chosen))
+    return Decision(best, gain, gain >= policy.gain, (*totals, chosen))

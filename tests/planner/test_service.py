@@ -9,7 +9,7 @@ import pytest
 
 import hydragraph as hg
 from hydragraph.planner.iteration import IterationPlanner
-from hydragraph.planner.policy import Policy, settle
+from hydragraph.planner.policy import Policy, static_or_dynamic
 from hydragraph.planner.request import PlanRequest, answer
 from hydragraph.planner.service import PlanService
 from tests.planner.examples import MIXED, PROFILE, lengths
@@ -106,13 +106,13 @@ def test_what_a_worker_refuses_is_refused_here() -> None:
 
 def test_a_small_gain_keeps_the_best_static_strategy() -> None:
     policy = Policy(gain=0.9)
-    settled = settle(SETTING.candidates, SETTING.charges, BATCHES, policy)
-    assert not settled.dynamic
-    assert settled.static == min(range(2), key=lambda i: settled.seconds[i])
-    assert settled.seconds[-1] <= min(settled.seconds)
-    assert "stays B" in settled.sentence(["A", "B"] if settled.static else ["B", "A"], 0.9)
-    planner = IterationPlanner(SETTING, Policy(workers=0), settled.static)
-    assert {planner.plan(batch).candidate for batch in BATCHES} == {settled.static}
+    decision = static_or_dynamic(SETTING.candidates, SETTING.charges, BATCHES, policy)
+    assert not decision.dynamic
+    assert decision.static == min(range(2), key=lambda i: decision.seconds[i])
+    assert decision.seconds[-1] <= min(decision.seconds)
+    assert "stays B" in decision.sentence(["A", "B"] if decision.static else ["B", "A"], 0.9)
+    planner = IterationPlanner(SETTING, Policy(workers=0), decision.static)
+    assert {planner.plan(batch).candidate for batch in BATCHES} == {decision.static}
 
 
 def test_a_sequence_that_the_static_strategy_cannot_take_still_runs() -> None:
