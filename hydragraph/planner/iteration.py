@@ -38,13 +38,15 @@ class IterationPlanner:
     """Plans the iterations of one training; on one rank.
 
     Args:
-        request: the candidates.
-        policy: how.
+        request: the candidates and what they cost.
+        policy: how to plan: in which processes, how far ahead, and how long to wait.
         static: the candidate to stay with, wherever it takes the longest sequence; None: choose every time.
     """
 
     def __init__(self, request: PlanRequest, policy: Policy, static: int | None = None) -> None:
-        self._request, self._policy, self._static = request, policy, static
+        self._request = request
+        self._policy = policy
+        self._static = static
         self._chosen = request if static is None else request.only(static)
         self._service: PlanService | None = None
         self._last = static or 0
@@ -53,7 +55,7 @@ class IterationPlanner:
         """Tell what an iteration to come will bring, so that it is planned meanwhile."""
         if self._policy.workers and self._service is None:
             self._service = PlanService(self._chosen, self._policy.workers, self._policy.ahead)
-        if self._service is not None and self._taken(lengths):
+        if self._service is not None and self._static_takes(lengths):
             self._service.submit(tuple(lengths))
 
     def plan(self, lengths: Sequence[int]) -> IterationPlan:
@@ -62,20 +64,22 @@ class IterationPlanner:
         Raises:
             Unsupported: no candidate takes the longest sequence.
         """
-        began, key = time.perf_counter(), tuple(lengths)
-        if not self._taken(key):
-            return self._made(answer(self._request, key), began, None)
+        began = time.perf_counter()
+        key = tuple(lengths)
+        # A sequence too long for the static candidate is planned here, with all of them; workers know only that one.
+        if not self._static_takes(key):
+            return self._planned(answer(self._request, key), began, None)
         if self._service is None or not self._service.submit(key):
-            return self._made(answer(self._chosen, key), began, self._static)
-        found = self._service.take(key, self._policy.patience_s)
-        return self._made(found, began, self._static) if found is not None else self._quick(key, began)
+            return self._planned(answer(self._chosen, key), began, self._static)
+        planned = self._service.take(key, self._policy.patience_s)
+        return self._planned(planned, began, self._static) if planned is not None else self._quick(key, began)
 
     def close(self) -> None:
         """End the processes that plan."""
         if self._service is not None:
             self._service.close()
 
-    def _taken(self, lengths: Sequence[int]) -> bool:
+    def _static_takes(self, lengths: Sequence[int]) -> bool:
         """Say whether the static candidate, if there is one, takes the longest sequence."""
         return (
             self._static is None
@@ -83,14 +87,15 @@ class IterationPlanner:
             or self._request.reach(self._static) >= max(lengths, default=0)
         )
 
-    def _made(self, found: Answer, began: float, static: int | None) -> IterationPlan:
-        if found.choice is None:
-            raise found.error or AssertionError("an answer is a choice or an error")
-        choice = found.choice
+    def _planned(self, planned: Answer, began: float, static: int | None) -> IterationPlan:
+        """Return the plan of an answer; `static` is the candidate where it was the only one to choose from."""
+        if planned.choice is None:
+            raise planned.error or AssertionError("an answer is a choice or an error")
+        choice = planned.choice
         self._last = choice.index if static is None else static
         assignment = Assignment(choice.assignment.micro_batches, choice.assignment.lengths)
         waited = time.perf_counter() - began
-        hidden = max(0.0, found.seconds - waited)
+        hidden = max(0.0, planned.seconds - waited)
         seconds = 0.0 if self._request.guessed else self._request.seconds(self._last, assignment)
         return IterationPlan(self._last, assignment, seconds, hidden, waited)
 

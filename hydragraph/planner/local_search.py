@@ -1,200 +1,399 @@
-"""Spread work over pipelines that differ in kind: longest first, then local search with kicks (compiled by numba).
+"""Spread sequences over pipelines that differ in kind: longest first, then local search with kicks (compiled by numba).
 
-A *kind* is a set of equal pipelines. Items are sorted by length, descending, so that the longest of a set is its least
-index. `cost[i, t]` are the seconds of item i on a pipeline of kind t, infinite where it does not fit. A pipeline with
-load S, W tokens and longest item h finishes at `finish(...)`; `shape[t]` says how:
+    n  sequences, sorted by length, descending: the longest of any set of them is its least index
+    P  pipelines
+    K  kinds of pipelines; those of one kind are equal
 
-    BUBBLE: PP - 1                    QUADRATIC, LINEAR, OVERHEAD: a, b and c of T(l)
-    FIXED: seconds to add             MAX_LEN, UTIL_LEN: tokens of a micro-batch
-    MODE: EQ3, FORMED (it is cut into micro-batches) or SINGLE (it is one micro-batch itself)
+    cost[i, t]     [n, K]  seconds of work that sequence i adds to a pipeline of kind t; infinite where it does not fit
+    lengths[i]     [n]     tokens of sequence i
+    kind_of[p]     [P]     the kind of pipeline p
+    terms[t]       [K, 8]  the numbers by which `finish` says when a pipeline of kind t ends, a column each
+    placed[i]      [n]     the pipeline of sequence i; -1: none
+    ends[p]        [P]     when pipeline p finishes
+
+When a pipeline finishes depends on its work, its tokens and its longest sequence, not on its sequences one by one. So
+its state is these three, and its second longest sequence, which takes over where the longest one leaves.
+
+Example: sequences of 5, 4, 3, 3 and 3 seconds, and two equal pipelines without a bubble.
+
+    longest first  5 3 | 4 3 3  ends at 8 and 10
+    swap 4 for 3   5 4 | 3 3 3  ends at 9 and 9, and no move or swap brings the last end forward
+
+Equations of Hydraulis -> functions:
+
+    Eq. 2, what a pipeline takes at least              `finish` in mode EQ3
+    Eq. 1, were its V micro-batches equal              `finish` in mode FORMED, for the best V of Appendix C
+    Eq. 3, the largest over pipelines                  `quick_end`; what `descend` and `kick` make smaller
+    Alg. 1, greedy trials in shuffled orders           `greedy`
 """
 
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hydragraph.planner.compiled import compiled
 
-BUBBLE, FIXED, QUADRATIC, LINEAR, OVERHEAD, MAX_LEN, UTIL_LEN, MODE = range(8)
-EQ3, FORMED, SINGLE = 0.0, 1.0, 2.0
-NEAR = 16  # pipelines that local search looks at first
-
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
+Bools = NDArray[np.bool_]
+
+# Columns of `terms`. MODE is one of EQ3, FORMED (cut into micro-batches) and SINGLE (itself one micro-batch).
+BUBBLE = 0  # PP - 1
+FIXED = 1  # seconds to add
+QUADRATIC = 2  # a, b and c of T(l) = a l^2 + b l + c
+LINEAR = 3
+OVERHEAD = 4
+MAX_LEN = 5  # tokens that a micro-batch may have
+UTIL_LEN = 6  # tokens that a micro-batch should have
+MODE = 7
+COLUMNS = 8
+
+EQ3 = 0.0
+FORMED = 1.0
+SINGLE = 2.0
+
+NEAR = 16  # pipelines that local search looks at first
+LEAST_GAIN = 1e-12  # part of the last end that a step must save: rounding alone must not keep the search going
+
+
+class Instance(NamedTuple):
+    """What is to be spread, and over what; see the head of this file."""
+
+    cost: Floats
+    lengths: Floats
+    kind_of: Ints
+    terms: Floats
+
+
+class State(NamedTuple):
+    """What `finish` needs of each pipeline [P], and when it ends.
+
+    Attributes:
+        loads: seconds of work.
+        tokens: of all its sequences.
+        longest, second: its longest sequence and the next one, by index; n: there is none.
+        ends: when it finishes.
+    """
+
+    loads: Floats
+    tokens: Floats
+    longest: Ints
+    second: Ints
+    ends: Floats
 
 
 @compiled
-def finish(shape: Floats, load: float, tokens: float, longest: float) -> float:
+def finish(terms: Floats, load: float, tokens: float, longest: float) -> float:
     """Return when a pipeline finishes.
 
     EQ3: load + fixed + (PP - 1) T(longest). SINGLE: load, infinite beyond MaxLen. FORMED: fixed + the least over V of
     load + c V + (PP - 1) (max(load / V, a longest^2 + b longest) + c), as if load could be cut into V equal parts.
+
+    Args:
+        terms: the row of its kind.
+        load: seconds of work of its sequences.
+        tokens: of its sequences together; 0: it has none.
+        longest: tokens of its longest sequence.
     """
     if tokens <= 0.0:
         return 0.0
-    single = (shape[QUADRATIC] * longest + shape[LINEAR]) * longest
-    bubble, c = shape[BUBBLE], shape[OVERHEAD]
-    if shape[MODE] == EQ3:
-        return load + shape[FIXED] + bubble * (single + c)
-    if shape[MODE] == SINGLE:
-        return load if tokens <= shape[MAX_LEN] else np.inf
-    low = max(1.0, math.ceil(tokens / shape[MAX_LEN]))
-    high = max(low, math.floor(tokens / shape[UTIL_LEN]))
+    alone = (terms[QUADRATIC] * longest + terms[LINEAR]) * longest
+    bubble = terms[BUBBLE]
+    c = terms[OVERHEAD]
+    if terms[MODE] == EQ3:
+        return load + terms[FIXED] + bubble * (alone + c)
+    if terms[MODE] == SINGLE:
+        return load if tokens <= terms[MAX_LEN] else np.inf
+    # Appendix C: no fewer micro-batches than MaxLen asks for, no more than UtilLen leaves useful.
+    low = max(1.0, math.ceil(tokens / terms[MAX_LEN]))
+    high = max(low, math.floor(tokens / terms[UTIL_LEN]))
     if bubble == 0.0:
         best = low
     else:
-        best = load / single  # more micro-batches than this do not shorten the bubble
+        best = load / alone  # more micro-batches than this do not shorten the bubble
         if c > 0.0:
-            best = min(best, math.sqrt(bubble * load / c))
+            best = min(best, math.sqrt(bubble * load / c))  # where c V + (PP - 1) load / V is least
         best = min(max(best, low), high)
+    # The best V is seldom whole. The time falls before it and grows behind it, so one of its neighbours is best.
     below = min(max(math.floor(best), low), high)
-    result = load + c * below + bubble * (max(load / below, single) + c)
+    result = load + c * below + bubble * (max(load / below, alone) + c)
     if below < best:
         above = min(below + 1.0, high)
-        result = min(result, load + c * above + bubble * (max(load / above, single) + c))
-    return result + shape[FIXED]
+        result = min(result, load + c * above + bubble * (max(load / above, alone) + c))
+    return result + terms[FIXED]
 
 
 @compiled
-def state_of(
-    placed: Ints, cost: Floats, lengths: Floats, kind: Ints, loads: Floats, tokens: Floats, first: Ints, second: Ints
-) -> None:
-    """Fill load, tokens, longest and second longest item (n: none) of each pipeline."""
+def no_state(pipelines: int) -> State:
+    """Return the state of pipelines that have not been looked at."""
+    return State(
+        np.zeros(pipelines),
+        np.zeros(pipelines),
+        np.zeros(pipelines, np.int64),
+        np.zeros(pipelines, np.int64),
+        np.zeros(pipelines),
+    )
+
+
+@compiled
+def recount(placed: Ints, instance: Instance, extra: Floats, changed: Bools, state: State) -> None:
+    """Fill the state of the pipelines that changed, and mark them as looked at.
+
+    Args:
+        extra: seconds to add to each pipeline's end [P].
+        changed: which pipelines to look at [P]; all False afterwards.
+    """
     n = len(placed)
-    loads[:] = 0.0
-    tokens[:] = 0.0
-    first[:] = n
-    second[:] = n
+    for p in range(len(changed)):
+        if changed[p]:
+            state.loads[p] = 0.0
+            state.tokens[p] = 0.0
+            state.longest[p] = n
+            state.second[p] = n
     for i in range(n):
         p = placed[i]
-        if p < 0:
+        if p < 0 or not changed[p]:
             continue
-        loads[p] += cost[i, kind[p]]
-        tokens[p] += lengths[i]
-        if first[p] == n:
-            first[p] = i
-        elif second[p] == n:
-            second[p] = i
+        state.loads[p] += instance.cost[i, instance.kind_of[p]]
+        state.tokens[p] += instance.lengths[i]
+        if state.longest[p] == n:
+            state.longest[p] = i
+        elif state.second[p] == n:
+            state.second[p] = i
+    for p in range(len(changed)):
+        if changed[p]:
+            longest = instance.lengths[state.longest[p]] if state.longest[p] < n else 0.0
+            terms = instance.terms[instance.kind_of[p]]
+            state.ends[p] = extra[p] + finish(terms, state.loads[p], state.tokens[p], longest)
+            changed[p] = False
 
 
 @compiled
-def longest_first(cost: Floats, lengths: Floats, kind: Ints, shape: Floats, start: Ints, fullest: bool) -> Ints:
-    """Put each item, longest first, where it finishes first; -1 where it fits nowhere.
+def ends_of(placed: Ints, instance: Instance) -> Floats:
+    """Return when each pipeline finishes [P], 0 for one without work."""
+    pipelines = len(instance.kind_of)
+    state = no_state(pipelines)
+    recount(placed, instance, np.zeros(pipelines), np.ones(pipelines, np.bool_), state)
+    return state.ends
+
+
+@compiled
+def longest_first(instance: Instance, start: Ints, fullest: bool) -> Ints:
+    """Put each sequence, longest first, where it finishes first; -1 where it fits nowhere.
 
     Of each kind, only the pipeline that finishes first so far is looked at.
 
     Args:
-        start: pipeline p takes items from start[p] on only.
+        start: pipeline p takes sequences from start[p] on only [P].
         fullest: put it where least room is left instead.
     """
-    pipelines, n, kinds = len(kind), len(lengths), len(shape)
-    loads, tokens, first, ends = np.zeros(pipelines), np.zeros(pipelines), np.zeros(pipelines), np.zeros(pipelines)
+    cost = instance.cost
+    lengths = instance.lengths
+    kind_of = instance.kind_of
+    terms = instance.terms
+    n = len(lengths)
+    pipelines = len(kind_of)
+    kinds = len(terms)
+    loads = np.zeros(pipelines)
+    tokens = np.zeros(pipelines)
+    longest = np.zeros(pipelines)  # in tokens
+    ends = np.zeros(pipelines)
     placed = np.full(n, -1, np.int64)
-    front, least = np.empty(kinds, np.int64), np.empty(kinds)
+    front = np.empty(kinds, np.int64)  # of each kind, the pipeline that finishes first now
+    least = np.empty(kinds)  # and what makes it the first
     for i in range(n):
-        front[:] = -1  # of each kind, the pipeline that finishes first now
+        front[:] = -1
         least[:] = np.inf
         for p in range(pipelines):
-            t = kind[p]
+            t = kind_of[p]
             if cost[i, t] == np.inf or i < start[p]:
                 continue
-            if shape[t, MODE] == SINGLE and tokens[p] + lengths[i] > shape[t, MAX_LEN]:
+            if terms[t, MODE] == SINGLE and tokens[p] + lengths[i] > terms[t, MAX_LEN]:
                 continue
             key = -tokens[p] if fullest else ends[p]
             if key < least[t]:
-                least[t], front[t] = key, p
-        best, where = np.inf, -1
+                least[t] = key
+                front[t] = p
+        first_end = np.inf
+        chosen = -1
         for t in range(kinds):
             p = front[t]
             if p < 0:
                 continue
-            value = finish(shape[t], loads[p] + cost[i, t], tokens[p] + lengths[i], max(first[p], lengths[i]))
-            if value < best:
-                best, where = value, p
-        if where < 0:
+            end = finish(terms[t], loads[p] + cost[i, t], tokens[p] + lengths[i], max(longest[p], lengths[i]))
+            if end < first_end:
+                first_end = end
+                chosen = p
+        if chosen < 0:
             continue
-        placed[i], ends[where] = where, best
-        loads[where] += cost[i, kind[where]]
-        tokens[where] += lengths[i]
-        first[where] = max(first[where], lengths[i])
+        placed[i] = chosen
+        ends[chosen] = first_end
+        loads[chosen] += cost[i, kind_of[chosen]]
+        tokens[chosen] += lengths[i]
+        longest[chosen] = max(longest[chosen], lengths[i])
     return placed
 
 
 @compiled
-def quick_end(cost: Floats, lengths: Floats, kind: Ints, shape: Floats) -> float:
-    """Return when the last pipeline finishes if each item, longest first, is put where it finishes first."""
-    pipelines, n = len(kind), len(lengths)
-    placed = longest_first(cost, lengths, kind, shape, np.zeros(pipelines, np.int64), False)
-    loads, tokens = np.zeros(pipelines), np.zeros(pipelines)
-    first, second = np.zeros(pipelines, np.int64), np.zeros(pipelines, np.int64)
-    state_of(placed, cost, lengths, kind, loads, tokens, first, second)
-    last = 0.0
-    for p in range(pipelines):
-        if first[p] < n:
-            last = max(last, finish(shape[kind[p]], loads[p], tokens[p], lengths[first[p]]))
-    return last
+def quick_end(instance: Instance) -> float:
+    """Return when the last pipeline finishes if each sequence, longest first, is put where it finishes first."""
+    placed = longest_first(instance, np.zeros(len(instance.kind_of), np.int64), False)
+    return max(0.0, ends_of(placed, instance).max())
 
 
 @compiled
-def greedy(
-    orders: Ints, cost: Floats, lengths: Floats, kind: Ints, shape: Floats, least_loaded: bool
-) -> tuple[float, Ints]:
-    """Alg. 1: in each shuffled order, put an item where the global maximum grows least; keep the best trial.
+def greedy(orders: Ints, instance: Instance, least_loaded: bool) -> tuple[float, Ints]:
+    """Alg. 1: in each shuffled order, put a sequence where the global maximum grows least; keep the best trial.
 
     Args:
-        orders: [trials, n].
+        orders: one order of the sequences per trial [trials, n].
         least_loaded: how ties are broken, which nearly all are: to the least loaded, or to the first pipeline.
+
+    Returns:
+        When the last pipeline finishes, and where each sequence is.
     """
-    pipelines, n = len(kind), len(lengths)
-    best_value, best_placed = np.inf, np.full(n, -1, np.int64)
+    cost = instance.cost
+    lengths = instance.lengths
+    kind_of = instance.kind_of
+    n = len(lengths)
+    pipelines = len(kind_of)
+    best_last = np.inf
+    best_placed = np.full(n, -1, np.int64)
     for trial in range(len(orders)):
-        loads, tokens, first = np.zeros(pipelines), np.zeros(pipelines), np.zeros(pipelines)
+        loads = np.zeros(pipelines)
+        tokens = np.zeros(pipelines)
+        longest = np.zeros(pipelines)  # in tokens
         placed = np.full(n, -1, np.int64)
-        top = 0.0
+        last = 0.0  # when the last pipeline finishes so far: O_max of Alg. 1
         for i in orders[trial]:
-            value, tie, where = np.inf, np.inf, -1
+            least = np.inf
+            tie = np.inf
+            chosen = -1
             for p in range(pipelines):
-                t = kind[p]
+                t = kind_of[p]
                 if cost[i, t] == np.inf:
                     continue
-                after = finish(shape[t], loads[p] + cost[i, t], tokens[p] + lengths[i], max(first[p], lengths[i]))
-                grown = max(top, after)
-                second = after if least_loaded else 0.0
-                if grown < value or (grown == value and second < tie):
-                    value, tie, where = grown, second, p
-            if where >= 0:
-                placed[i], top = where, value
-                loads[where] += cost[i, kind[where]]
-                tokens[where] += lengths[i]
-                first[where] = max(first[where], lengths[i])
-        if top < best_value:
-            best_value, best_placed = top, placed
-    return best_value, best_placed
+                end = finish(
+                    instance.terms[t], loads[p] + cost[i, t], tokens[p] + lengths[i], max(longest[p], lengths[i])
+                )
+                grown = max(last, end)
+                tie_break = end if least_loaded else 0.0
+                if grown < least or (grown == least and tie_break < tie):
+                    least = grown
+                    tie = tie_break
+                    chosen = p
+            if chosen >= 0:
+                placed[i] = chosen
+                last = least
+                loads[chosen] += cost[i, kind_of[chosen]]
+                tokens[chosen] += lengths[i]
+                longest[chosen] = max(longest[chosen], lengths[i])
+        if last < best_last:
+            best_last = last
+            best_placed = placed
+    return best_last, best_placed
 
 
 @compiled
-def earliest(ends: Floats, count: int) -> float:
-    """Return the end that `count` pipelines do not exceed."""
-    found = -np.inf
-    seen = 0
-    while seen < count:
+def horizon_of(ends: Floats, pipelines: int) -> float:
+    """Return the end that so many pipelines do not exceed."""
+    horizon = -np.inf
+    within = 0
+    while within < pipelines:
         following = np.inf
         for end in ends:
-            if found < end < following:
+            if horizon < end < following:
                 following = end
-        found = following
+        horizon = following
         for end in ends:
-            if end == found:
-                seen += 1
-    return found
+            if end == horizon:
+                within += 1
+    return horizon
 
 
 @compiled
-def descend(placed: Ints, cost: Floats, lengths: Floats, kind: Ints, shape: Floats, extra: Floats) -> float:
-    """Improve in place: move one item away from the last pipeline to finish, or swap two, while that helps.
+def best_step(
+    p: int, horizon: float, placed: Ints, instance: Instance, extra: Floats, state: State
+) -> tuple[float, int, int, int]:
+    """Return the step that brings the end of pipeline p and of its partner forward most.
+
+    A step moves sequence i from p to q, or swaps it for a shorter sequence k of q; only their ends change. What
+    cannot beat the best step so far by its work alone is passed over before `finish` is asked: that is most steps.
+
+    Args:
+        p: the last pipeline to finish.
+        horizon: pipelines that finish later than this are no partners.
+
+    Returns:
+        The later end of both, i, k (-1: a move), q; i is -1 where no step helps.
+    """
+    cost = instance.cost
+    lengths = instance.lengths
+    kind_of = instance.kind_of
+    loads = state.loads
+    tokens = state.tokens
+    ends = state.ends
+    n = len(placed)
+    own = kind_of[p]
+    best = ends[p] * (1.0 - LEAST_GAIN)
+    best_i = -1
+    best_k = -1
+    best_q = -1
+    for i in range(n):
+        if placed[i] != p:
+            continue
+        # p without i: its longest is the second longest if i was the longest itself.
+        rest = state.second[p] if i == state.longest[p] else state.longest[p]
+        left = loads[p] - cost[i, own]
+        longest = lengths[rest] if rest < n else 0.0
+        end = extra[p] + finish(instance.terms[own], left, tokens[p] - lengths[i], longest)
+        # Moves: p only gets shorter, so it is q that decides, unless p is still the later one.
+        if end < best:
+            for q in range(len(kind_of)):
+                t = kind_of[q]
+                if q == p or ends[q] > horizon or ends[q] + cost[i, t] >= best:
+                    continue
+                longest = lengths[min(state.longest[q], i)]
+                end_q = extra[q] + finish(instance.terms[t], loads[q] + cost[i, t], tokens[q] + lengths[i], longest)
+                later = max(end, end_q)
+                if later < best:
+                    best = later
+                    best_i = i
+                    best_k = -1
+                    best_q = q
+        # Swaps: for a shorter sequence only, because a longer one would put p's end back.
+        for k in range(i + 1, n):
+            q = placed[k]
+            if q == p or q < 0 or ends[q] > horizon:
+                continue
+            t = kind_of[q]
+            if ends[q] + cost[i, t] - cost[k, t] >= best or cost[k, own] == np.inf:
+                continue
+            grown = loads[q] + cost[i, t] - cost[k, t]
+            longest = lengths[min(rest, k)]
+            later = extra[p] + finish(
+                instance.terms[own], left + cost[k, own], tokens[p] - lengths[i] + lengths[k], longest
+            )
+            if later >= best:
+                continue
+            longest = lengths[min(state.second[q] if k == state.longest[q] else state.longest[q], i)]
+            end_q = extra[q] + finish(instance.terms[t], grown, tokens[q] + lengths[i] - lengths[k], longest)
+            later = max(later, end_q)
+            if later < best:
+                best = later
+                best_i = i
+                best_k = k
+                best_q = q
+    return best, best_i, best_k, best_q
+
+
+@compiled
+def descend(placed: Ints, instance: Instance, extra: Floats) -> float:
+    """Improve in place: move one sequence away from the last pipeline to finish, or swap two, while that helps.
 
     Args:
         extra: seconds to add to each pipeline [P], as learned from packing; zeros elsewhere.
@@ -202,136 +401,80 @@ def descend(placed: Ints, cost: Floats, lengths: Floats, kind: Ints, shape: Floa
     Returns:
         When the last pipeline finishes.
     """
-    pipelines, n = len(kind), len(placed)
-    loads, tokens = np.zeros(pipelines), np.zeros(pipelines)
-    first, second = np.zeros(pipelines, np.int64), np.zeros(pipelines, np.int64)
-    ends = np.zeros(pipelines)
-    state_of(placed, cost, lengths, kind, loads, tokens, first, second)
-    for q in range(pipelines):
-        longest = lengths[first[q]] if first[q] < n else 0.0
-        ends[q] = extra[q] + finish(shape[kind[q]], loads[q], tokens[q], longest)
-    near = True  # look at the pipelines that finish first only, as long as that helps
+    pipelines = len(instance.kind_of)
+    state = no_state(pipelines)
+    changed = np.ones(pipelines, np.bool_)
+    near = True
     while True:
-        p = 0
-        for q in range(pipelines):
-            if ends[q] > ends[p]:
-                p = q
-        horizon = earliest(ends, NEAR) if near and pipelines > NEAR else np.inf
-        now = ends[p]
-        best, item, other, target = now * (1.0 - 1e-12), -1, -1, -1
-        tp = kind[p]
-        for i in range(n):
-            if placed[i] != p:
-                continue
-            rest = second[p] if i == first[p] else first[p]
-            left = loads[p] - cost[i, tp]
-            after = extra[p] + finish(shape[tp], left, tokens[p] - lengths[i], lengths[rest] if rest < n else 0.0)
-            if after < best:
-                for q in range(pipelines):
-                    t = kind[q]
-                    if q == p or ends[q] > horizon or ends[q] + cost[i, t] >= best:
-                        continue
-                    longest = lengths[min(first[q], i)]
-                    value = max(
-                        after, extra[q] + finish(shape[t], loads[q] + cost[i, t], tokens[q] + lengths[i], longest)
-                    )
-                    if value < best:
-                        best, item, other, target = value, i, -1, q
-            for k in range(i + 1, n):  # shorter ones only
-                q = placed[k]
-                if q == p or q < 0 or ends[q] > horizon:
-                    continue
-                t = kind[q]
-                if ends[q] + cost[i, t] - cost[k, t] >= best or cost[k, tp] == np.inf:
-                    continue
-                added, mine = loads[q] + cost[i, t] - cost[k, t], min(rest, k)
-                value = extra[p] + finish(
-                    shape[tp], left + cost[k, tp], tokens[p] - lengths[i] + lengths[k], lengths[mine]
-                )
-                if value >= best:
-                    continue
-                theirs = min(second[q] if k == first[q] else first[q], i)
-                value = max(
-                    value, extra[q] + finish(shape[t], added, tokens[q] + lengths[i] - lengths[k], lengths[theirs])
-                )
-                if value < best:
-                    best, item, other, target = value, i, k, q
-        if item < 0:
-            if not near or pipelines <= NEAR:
-                return now
+        recount(placed, instance, extra, changed, state)
+        last = np.argmax(state.ends)
+        # Partners that finish early have most room. With many pipelines it is quicker to look at those alone, and at
+        # all of them only where these have nothing to offer.
+        horizon = horizon_of(state.ends, NEAR) if near and pipelines > NEAR else np.inf
+        _, i, k, q = best_step(last, horizon, placed, instance, extra, state)
+        if i >= 0:
+            placed[i] = q
+            if k >= 0:
+                placed[k] = last
+            changed[last] = True
+            changed[q] = True
+            near = True
+        elif near and pipelines > NEAR:
             near = False
-            continue
-        near = True
-        placed[item] = target
-        if other >= 0:
-            placed[other] = p
-        for q in (p, target):
-            loads[q], tokens[q], first[q], second[q] = 0.0, 0.0, n, n
-        for i in range(n):
-            q = placed[i]
-            if q in (p, target):
-                loads[q] += cost[i, kind[q]]
-                tokens[q] += lengths[i]
-                if first[q] == n:
-                    first[q] = i
-                elif second[q] == n:
-                    second[q] = i
-        for q in (p, target):
-            longest = lengths[first[q]] if first[q] < n else 0.0
-            ends[q] = extra[q] + finish(shape[kind[q]], loads[q], tokens[q], longest)
+        else:
+            return state.ends[last]
 
 
 @compiled
-def kick(
-    placed: Ints,
-    cost: Floats,
-    lengths: Floats,
-    kind: Ints,
-    shape: Floats,
-    extra: Floats,
-    kicks: int,
-    enough: float,
-    seed: int,
-) -> float:
-    """Iterated local search, in place: throw a few items elsewhere, descend again, keep what is no worse.
+def kick(placed: Ints, instance: Instance, extra: Floats, kicks: int, enough: float, seed: int) -> float:
+    """Iterated local search, in place: throw a few sequences elsewhere, descend again, keep what is no worse.
+
+    Going on from what is no worse, not only from what is better, lets the search wander among equally good spreads.
 
     Args:
+        extra: seconds to add to each pipeline [P].
         kicks: how often.
         enough: stop at this many seconds.
         seed: the same seed gives the same result.
+
+    Returns:
+        When the last pipeline finishes.
     """
     np.random.seed(seed)
-    pipelines, n = len(kind), len(placed)
-    value = descend(placed, cost, lengths, kind, shape, extra)
+    pipelines = len(instance.kind_of)
+    n = len(placed)
+    current = descend(placed, instance, extra)
     if pipelines < 2 or n < 2:
-        return value
+        return current
     trial = placed.copy()
-    best = value
-    kept = placed.copy()
+    best = current
+    best_placed = placed.copy()
     for _ in range(kicks):
         if best <= enough:
             break
         trial[:] = placed
         for _ in range(4 + np.random.randint(5)):
-            i, q = np.random.randint(n), np.random.randint(pipelines)
-            if trial[i] >= 0 and cost[i, kind[q]] < np.inf:
-                trial[i] = q
-        found = descend(trial, cost, lengths, kind, shape, extra)
-        if found <= value:
-            value = found
+            i = np.random.randint(n)
+            p = np.random.randint(pipelines)
+            if trial[i] >= 0 and instance.cost[i, instance.kind_of[p]] < np.inf:
+                trial[i] = p
+        end = descend(trial, instance, extra)
+        if end <= current:
+            current = end
             placed[:] = trial
-            if found < best:
-                best = found
-                kept[:] = trial
-    placed[:] = kept
+            if end < best:
+                best = end
+                best_placed[:] = trial
+    placed[:] = best_placed
     return best
 
 
 @compiled
 def rounded(shares: Floats) -> NDArray[np.bool_]:
-    """Return one kind per item, such that neighbours together get what their shares [n, K] say.
+    """Return one kind per sequence, such that neighbours together get what their shares [n, K] say.
 
-    Walking along the items, each takes the kind that is furthest behind.
+    Walking along the sequences, each takes the kind that is furthest behind: shares of 1/3 and 2/3 become kinds
+    1, 0, 1, 1, 0, 1.
     """
     n, kinds = shares.shape
     allowed = np.zeros((n, kinds), np.bool_)

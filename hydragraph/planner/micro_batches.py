@@ -1,4 +1,25 @@
-"""Cut one pipeline's sequences into micro-batches (compiled): try every number V that the bound does not exclude."""
+"""Cut one pipeline's sequences into micro-batches (compiled): try every number V that the bound does not exclude.
+
+    n        sequences of the pipeline, sorted by length, descending
+    V        micro-batches; `count` in code
+    work[i]  [n]  a l^2 + b l of sequence i: its seconds on one stage
+    c        seconds that a micro-batch takes whatever is in it
+    PP       stages
+    placed   [n]  the micro-batch of each sequence; -1: none
+
+For one V, micro-batches are like V equal pipelines that take MaxLen tokens each, so `local_search` spreads them.
+
+Example: work 5 4 3 3 3, c = 1, PP = 4, any V from 1 to 5. The lower bounds of Eq. 1 by V: 76, 50, 42, 49 and 48.
+
+    V = 3 is tried first: 5 | 4 3 | 3 3, whose largest is 7, so (7 + 1) (4 - 1 + 3) = 48
+    the best bound left is 48, of V = 5: no other V can be better, and the answer is 48, after one V of five
+
+Equations of Hydraulis -> functions:
+
+    Eq. 1, (PP - 1 + V) max_j cost_j                          `price` with EQ1
+    Appendix D.1, sum_j cost_j + (PP - 1) max_j cost_j        `price` with SUM
+    Appendix C, the range of V                                `form`
+"""
 
 from __future__ import annotations
 
@@ -7,17 +28,29 @@ import math
 import numpy as np
 
 from hydragraph.planner.compiled import compiled
-from hydragraph.planner.local_search import MAX_LEN, MODE, SINGLE, Floats, Ints, descend, kick, longest_first
+from hydragraph.planner.local_search import (
+    COLUMNS,
+    MAX_LEN,
+    MODE,
+    SINGLE,
+    Floats,
+    Instance,
+    Ints,
+    descend,
+    kick,
+    longest_first,
+)
 from hydragraph.planner.one_f_one_b import FORWARD, best_order, equal_stages
 
 KICKED = 3  # of the numbers V tried, the best are searched further
 ENOUGH = 1e-3  # above the bound, as a part of it, is as good as the bound
-EQ1, SUM = 0, 1  # (PP - 1 + V) max_j cost_j, or sum_j cost_j + (PP - 1) max_j cost_j
+EQ1 = 0  # objectives: see the head of this file
+SUM = 1
 
 
 @compiled
 def price(objective: int, largest: float, total: float, count: float, stages: int, c: float) -> float:
-    """Return the seconds of `count` micro-batches, of which the largest has this much work."""
+    """Return the seconds of `count` micro-batches, of which the largest has `largest` and all have `total` work."""
     if objective == EQ1:
         return (largest + c) * (stages - 1 + count)
     return total + c * count + (stages - 1) * (largest + c)
@@ -27,8 +60,13 @@ def price(objective: int, largest: float, total: float, count: float, stages: in
 def largest_at_least(work: Floats, count: int) -> float:
     """Return a bound on the largest of `count` micro-batches: the mean, and what must share one by the pigeonhole.
 
+    Of the 2 count + 1 sequences with most work, three share a micro-batch: it has at least the work of the last three
+    of them. So it is with any number of sharers. Work 5 4 3 3 3 in 2 micro-batches: the mean is 9, of the first 3 two
+    share at least 4 + 3 = 7, all 5 make three share at least 3 + 3 + 3 = 9.
+
     Args:
-        work: descending, as lengths are.
+        work: descending, as lengths are [n].
+        count: how many micro-batches.
     """
     n = len(work)
     bound = max(work[0], work.sum() / count)
@@ -46,13 +84,14 @@ def largest_at_least(work: Floats, count: int) -> float:
 @compiled
 def spread_evenly(work: Floats, lengths: Floats, count: int, max_len: float) -> Ints:
     """Return a micro-batch for each sequence (longest first), -1 for those that no longer fit."""
-    cost, kind, shape = as_pipelines(work, count, max_len)
+    instance = as_pipelines(work, lengths, count, max_len)
     start = np.zeros(count, np.int64)
-    placed = longest_first(cost, lengths, kind, shape, start, False)
+    placed = longest_first(instance, start, False)
+    # Where tokens are scarce, filling the fullest leaves room in one piece for what is still to come.
     if placed.min() < 0:
-        placed = longest_first(cost, lengths, kind, shape, start, True)
+        placed = longest_first(instance, start, True)
     if placed.min() >= 0:
-        descend(placed, cost, lengths, kind, shape, np.zeros(count))
+        descend(placed, instance, np.zeros(count))
     return placed
 
 
@@ -60,18 +99,17 @@ def spread_evenly(work: Floats, lengths: Floats, count: int, max_len: float) -> 
 def kick_evenly(
     placed: Ints, work: Floats, lengths: Floats, count: int, max_len: float, kicks: int, enough: float
 ) -> None:
-    """Improve a spread in place."""
-    cost, kind, shape = as_pipelines(work, count, max_len)
-    kick(placed, cost, lengths, kind, shape, np.zeros(count), kicks, enough, 1)
+    """Improve a spread in place by at most `kicks` kicks, until its largest micro-batch has `enough` work or less."""
+    kick(placed, as_pipelines(work, lengths, count, max_len), np.zeros(count), kicks, enough, 1)
 
 
 @compiled
-def as_pipelines(work: Floats, count: int, max_len: float) -> tuple[Floats, Ints, Floats]:
+def as_pipelines(work: Floats, lengths: Floats, count: int, max_len: float) -> Instance:
     """Return micro-batches as pipelines of one kind that take at most MaxLen tokens."""
-    shape = np.zeros((1, 8))
-    shape[0, MAX_LEN] = max_len
-    shape[0, MODE] = SINGLE
-    return work.reshape(-1, 1), np.zeros(count, np.int64), shape
+    terms = np.zeros((1, COLUMNS))
+    terms[0, MAX_LEN] = max_len
+    terms[0, MODE] = SINGLE
+    return Instance(work.reshape(-1, 1), lengths, np.zeros(count, np.int64), terms)
 
 
 @compiled
@@ -87,22 +125,36 @@ def priced(placed: Ints, work: Floats, count: int, objective: int, stages: int, 
 
 @compiled
 def form(
-    work: Floats, lengths: Floats, shape: Floats, stages: int, c: float, util_len: float, objective: int, kicks: int
+    work: Floats, lengths: Floats, terms: Floats, stages: int, c: float, util_len: float, objective: int, kicks: int
 ) -> tuple[float, float, int, Ints]:
     """Return the best packing of one pipeline: seconds, their lower bound, V, and each sequence's micro-batch.
 
-    V is tried from ceil(sum l / MaxLen) to floor(sum l / UtilLen) (Eq. 1), best bound first, and above only where no
-    packing was found.
+    V is tried from ceil(sum l / MaxLen) to floor(sum l / UtilLen) (Appendix C), best bound first, and above only where
+    no packing had been possible.
+
+    Args:
+        work: seconds of each sequence, descending [n].
+        lengths: tokens [n].
+        terms: of the pipeline's kind; see `local_search`.
+        stages: PP.
+        c: seconds of a micro-batch beside its work.
+        util_len: tokens that a micro-batch should have.
+        objective: EQ1 or SUM.
+        kicks: of the local search for each V that is searched further.
     """
-    n, total, max_len = len(work), work.sum(), shape[MAX_LEN]
+    n = len(work)
+    total = work.sum()
+    max_len = terms[MAX_LEN]
     low = max(1, math.ceil(lengths.sum() / max_len))
     high = min(max(low, int(lengths.sum() // util_len)), n)
     bounds = np.empty(high - low + 1)
     for v in range(low, high + 1):
         bounds[v - low] = price(objective, largest_at_least(work, v), total, v, stages, c)
+    # Best bound first: once a packing is as good as the next bound, no V that is left can beat it.
     tried = np.full((len(bounds), n), -1, np.int64)
     values = np.full(len(bounds), np.inf)
-    best, open_bounds = np.inf, bounds.copy()
+    best = np.inf
+    open_bounds = bounds.copy()
     for _ in range(len(bounds)):
         at = np.argmin(open_bounds)
         if open_bounds[at] >= best * (1 - 1e-9):
@@ -111,6 +163,7 @@ def form(
         tried[at] = spread_evenly(work, lengths, low + at, max_len)
         values[at] = priced(tried[at], work, low + at, objective, stages, c)
         best = min(best, values[at])
+    # On one stage SUM does not depend on the largest micro-batch: kicks, which level it, would gain nothing.
     if objective == EQ1 or stages > 1:
         open_values = values.copy()
         for _ in range(min(KICKED, len(values))):
@@ -124,11 +177,12 @@ def form(
     at = np.argmin(values)
     if best < np.inf:
         return values[at], min(bounds.min(), values[at]), low + at, tried[at]
-    for count in range(high + 1, n + 1):  # capacity is too tight for the numbers of Eq. 1
+    # Capacity is too tight for the numbers of Appendix C: sequences of 3 3 3 tokens need 3 micro-batches of 5, not 2.
+    for count in range(high + 1, n + 1):
         placed = spread_evenly(work, lengths, count, max_len)
         if placed.min() >= 0:
-            found = priced(placed, work, count, objective, stages, c)
-            return found, min(bounds.min(), found), count, placed
+            seconds = priced(placed, work, count, objective, stages, c)
+            return seconds, min(bounds.min(), seconds), count, placed
     return np.inf, np.inf, 0, tried[0]
 
 
@@ -136,7 +190,7 @@ def form(
 def form_in_order(
     work: Floats,
     lengths: Floats,
-    shape: Floats,
+    terms: Floats,
     stages: int,
     c: float,
     util_len: float,
@@ -144,8 +198,13 @@ def form_in_order(
     kicks: int,
     climb: int,
 ) -> tuple[float, float, int, Ints, float]:
-    """Return what `form` returns, the micro-batches numbered in the order in which 1F1B ends first, and that end."""
-    best, bound, count, placed = form(work, lengths, shape, stages, c, util_len, objective, kicks)
+    """Return what `form` returns, the micro-batches numbered in the order in which 1F1B ends first, and that end.
+
+    Args:
+        work, lengths, terms, stages, c, util_len, objective, kicks: see `form`.
+        climb: rounds of improving the order.
+    """
+    best, bound, count, placed = form(work, lengths, terms, stages, c, util_len, objective, kicks)
     if count == 0:
         return best, bound, 0, placed, np.inf
     used = np.zeros(count, np.bool_)
@@ -153,15 +212,19 @@ def form_in_order(
     for i in range(len(work)):
         costs[placed[i]] += work[i]
         used[placed[i]] = True
-    number, filled = np.zeros(count, np.int64), 0
+    # Micro-batches may have stayed empty: number those in use from 0.
+    number = np.zeros(count, np.int64)
+    used_count = 0
     for j in range(count):
         if used[j]:
-            costs[filled], number[j] = costs[j], filled
-            filled += 1
-    end, order = best_order(equal_stages(costs[:filled], stages), FORWARD, climb)
-    rank = np.empty(len(order), np.int64)
+            costs[used_count] = costs[j]
+            number[j] = used_count
+            used_count += 1
+    end, order = best_order(equal_stages(costs[:used_count], stages), FORWARD, climb)
+    # `order` says which micro-batch runs at each position; a sequence needs the position of its micro-batch.
+    position = np.empty(len(order), np.int64)
     for at in range(len(order)):
-        rank[order[at]] = at
+        position[order[at]] = at
     for i in range(len(work)):
-        placed[i] = rank[number[placed[i]]]
+        placed[i] = position[number[placed[i]]]
     return best, bound, len(order), placed, end

@@ -4,6 +4,10 @@ The proposal (Hydraulis, section 7) prices no bubbles and rounds every scheme by
 homogeneous strategies beside them, are only where this search starts from: once for all mini-batches together, and once
 for each group of those that one scheme just takes, since a mini-batch of short sequences may run a strategy that does
 not take the longest ones.
+
+Example: 2 <tp4,pp1> on 8 devices, where <tp2,pp1> and <tp8,pp1> were measured too. One exchange leads to
+<tp4,pp1> + 2 <tp2,pp1>, to 4 <tp2,pp1>, or to <tp8,pp1>. Each is priced on the tuning set; the best of them replaces
+the strategy if it is quicker, and so on until none is.
 """
 
 from __future__ import annotations
@@ -40,6 +44,7 @@ def refine(
 
     Args:
         candidates: strategies, such as those of `propose` and `homogeneous`.
+        profile: what each scheme costs.
         batches: sequence lengths of sample mini-batches.
         devices: how many there are.
         context: the longest sequence that the static one must take; default: that of `batches`.
@@ -51,14 +56,14 @@ def refine(
     tuning = TuningSet(profile, batches, devices)
     longest = context if context is not None else max(tuning.longest, default=0)
     starts = list(dict.fromkeys(tuple(sorted(c, reverse=True)) for c in candidates))
-    found = dict.fromkeys(starts)
+    seen = dict.fromkeys(starts)  # in order, each once
     everything = np.arange(len(tuning.longest))
     for group, reach in [(everything, longest), *groups(tuning, profile, devices)]:
         able = [s for s in starts if tuning.reach(s) >= reach]
         for start in sorted(able, key=lambda s: (_total(tuning, s, group), s))[:STARTS]:
-            found[climbed(start, tuning, group, reach, profile, devices)] = None
+            seen[climbed(start, tuning, group, reach, profile, devices)] = None
     chosen = complementary(tuning, longest)
-    rest = sorted(found, key=lambda s: (tuning.reach(s) < longest, _total(tuning, s, everything), s))
+    rest = sorted(seen, key=lambda s: (tuning.reach(s) < longest, _total(tuning, s, everything), s))
     return [list(s) for s in dict.fromkeys([*chosen, *rest])]
 
 
@@ -71,8 +76,8 @@ def groups(tuning: TuningSet, profile: Profile, devices: int) -> list[tuple[NDAr
     limits = sorted({profile.max_len(s, devices) for s in profile.schemes if size(s) <= devices})
     longest = np.array(tuning.longest)
     which = np.searchsorted(limits, longest)
-    found = [np.flatnonzero(which == level) for level in np.unique(which)[:-1]]
-    return [(group, int(longest[group].max())) for group in found]
+    members = [np.flatnonzero(which == level) for level in np.unique(which)[:-1]]
+    return [(group, int(longest[group].max())) for group in members]
 
 
 def climbed(
@@ -101,21 +106,22 @@ def complementary(tuning: TuningSet, reach: int) -> list[Strategy]:
 
     Empty where no strategy takes `reach` and all mini-batches.
     """
-    known = list(tuning.known)
-    if not known or not tuning.longest:
+    priced = list(tuning.priced)
+    if not priced or not tuning.longest:
         return []
-    table = np.array([tuning.seconds(s) for s in known])
-    totals = np.where([tuning.reach(s) >= reach for s in known], table.sum(1), np.inf)
-    at = min(range(len(known)), key=lambda i: (totals[i], known[i]))
+    table = np.array([tuning.seconds(s) for s in priced])  # [strategies, mini-batches]
+    totals = np.where([tuning.reach(s) >= reach for s in priced], table.sum(1), np.inf)
+    at = min(range(len(priced)), key=lambda i: (totals[i], priced[i]))
     if not np.isfinite(totals[at]):
         return []
-    chosen, quickest = [known[at]], table[at]
+    chosen = [priced[at]]
+    quickest = table[at]  # of each mini-batch, by the strategies chosen so far
     while True:
         together = np.minimum(table, quickest).sum(1)
-        at = min(range(len(known)), key=lambda i: (together[i], known[i]))
+        at = min(range(len(priced)), key=lambda i: (together[i], priced[i]))
         if together[at] >= quickest.sum() * (1 - WORTH):
             return chosen
-        chosen.append(known[at])
+        chosen.append(priced[at])
         quickest = np.minimum(quickest, table[at])
 
 
@@ -129,9 +135,10 @@ def exchanges(strategy: Strategy, profile: Profile, devices: int) -> Iterator[St
         if old == new or fewest > count:
             continue
         others = [s for s in strategy if s != old]
-        for taken in {fewest, count}:
-            added = (free + taken * size(old)) // size(new)
-            yield tuple(sorted([*others, *[old] * (count - taken), *[new] * added], reverse=True))
+        # One pipeline of the new scheme, or as many as the old scheme's devices and the idle ones have room for.
+        for removed in {fewest, count}:
+            added = (free + removed * size(old)) // size(new)
+            yield tuple(sorted([*others, *[old] * (count - removed), *[new] * added], reverse=True))
 
 
 def size(scheme: Scheme) -> int:

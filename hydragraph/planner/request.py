@@ -1,4 +1,7 @@
-"""What a planner chooses from, and what it answers; what planning processes are sent and send back."""
+"""What a planner is asked, and what it answers: a `PlanRequest` once, then an `Answer` for every mini-batch.
+
+Both are what planning processes are sent and send back, so neither needs torch, numba or scipy.
+"""
 
 from __future__ import annotations
 
@@ -70,7 +73,7 @@ def answer(request: PlanRequest, lengths: tuple[int, ...]) -> Answer:
     """Choose, keeping what is raised."""
     began = time.perf_counter()
     try:
-        choice, error = request.choose(lengths), None
-    except Exception as raised:
-        choice, error = None, raised
-    return Answer(choice, error, time.perf_counter() - began)
+        choice = request.choose(lengths)
+    except Exception as error:
+        return Answer(None, error, time.perf_counter() - began)
+    return Answer(choice, None, time.perf_counter() - began)

@@ -29,7 +29,7 @@ class PlanService:
     A plan is found by the mini-batch's lengths, so it can never be used for another one.
 
     Args:
-        request: the candidates.
+        request: the candidates and what they cost.
         workers: how many processes.
         ahead: how many mini-batches may be queued, in work or waiting to be taken.
     """
@@ -37,9 +37,10 @@ class PlanService:
     def __init__(self, request: PlanRequest, workers: int = 1, ahead: int = 4) -> None:
         if workers < 1 or ahead < 1:
             raise ValueError(f"{workers} workers, {ahead} mini-batches ahead: give at least one of each")
-        self._request, self._ahead = request, ahead
+        self._request = request
+        self._ahead = ahead
         self._jobs: queue.Queue[Lengths | None] = queue.Queue()
-        self._known: dict[Lengths, Answer | None] = {}
+        self._plans: dict[Lengths, Answer | None] = {}  # None: in the queue or in work
         self._changed = threading.Condition()
         self._processes: list[subprocess.Popen[bytes] | None] = [None] * workers
         self._closed = False
@@ -54,21 +55,21 @@ class PlanService:
     def submit(self, lengths: Lengths) -> bool:
         """Ask for a plan; return False where the queue is full, so that the plan has to be made when it is needed."""
         with self._changed:
-            if lengths in self._known:
+            if lengths in self._plans:
                 return True
-            if len(self._known) >= self._ahead or self._closed:
+            if len(self._plans) >= self._ahead or self._closed:
                 return False
-            self._known[lengths] = None
+            self._plans[lengths] = None
         self._jobs.put(lengths)
         return True
 
     def take(self, lengths: Lengths, patience_s: float) -> Answer | None:
         """Return the plan of a mini-batch and forget it; None where it was not asked for, or is not there in time."""
         with self._changed:
-            if lengths not in self._known:
+            if lengths not in self._plans:
                 return None
-            self._changed.wait_for(lambda: self._known[lengths] is not None, patience_s)
-            return self._known.pop(lengths)
+            self._changed.wait_for(lambda: self._plans[lengths] is not None, patience_s)
+            return self._plans.pop(lengths)
 
     def close(self) -> None:
         """End the workers."""
@@ -90,10 +91,10 @@ class PlanService:
     def _tend(self, index: int) -> None:
         """Hand mini-batches to one worker, and start another one when it dies."""
         while (lengths := self._jobs.get()) is not None and not self._closed:
-            found = self._answered(index, lengths)
+            plan = self._answered(index, lengths)
             with self._changed:
-                if lengths in self._known:  # else its step has gone on without it
-                    self._known[lengths] = found
+                if lengths in self._plans:  # else its step has gone on without it
+                    self._plans[lengths] = plan
                 self._changed.notify_all()
         process = self._processes[index]
         if process is not None:
@@ -110,7 +111,8 @@ class PlanService:
                 if self._closed:
                     break
                 self.replaced += 1
-                process, self._processes[index] = self._processes[index], None
+                process = self._processes[index]
+                self._processes[index] = None
                 if process is not None:
                     process.kill()
                     process.wait()
@@ -125,10 +127,10 @@ class PlanService:
 
     def _ask(self, index: int, lengths: Lengths) -> Answer:
         process = self._processes[index] or self._start(index)
-        stdin, stdout = cast(IO[bytes], process.stdin), cast(IO[bytes], process.stdout)
+        stdin = cast(IO[bytes], process.stdin)
         pickle.dump(lengths, stdin)
         stdin.flush()
-        return cast(Answer, pickle.load(stdout))
+        return cast(Answer, pickle.load(cast(IO[bytes], process.stdout)))
 
     def _start(self, index: int) -> subprocess.Popen[bytes]:
         package = str(Path(__file__).parents[2])

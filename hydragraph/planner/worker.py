@@ -29,5 +29,6 @@ def serve(source: BinaryIO, target: BinaryIO) -> None:
 if __name__ == "__main__":
     for number in (signal.SIGINT, signal.SIGTERM):  # sent to the whole process group; training may finish a step first
         signal.signal(number, signal.SIG_IGN)
-    output, sys.stdout = sys.stdout, sys.stderr  # what a library prints must not come between the answers
+    output = sys.stdout
+    sys.stdout = sys.stderr  # what a library prints must not come between the answers
     serve(sys.stdin.buffer, output.buffer)

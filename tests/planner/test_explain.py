@@ -77,7 +77,7 @@ def test_parts_add_up_to_the_estimate(kinds: tuple[PipelineCost, ...], sizes: li
 
 def test_memory_adds_up_to_the_device_at_max_len() -> None:
     for candidate in report().candidates:
-        for room in candidate.rooms:
+        for room in candidate.memory:
             assert room.states is not None
             assert room.per_token is not None
             assert room.reserved is not None

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from hydragraph.planner.dispatch_search import longest_first, value
-from hydragraph.planner.problem import problem
+from hydragraph.planner.problem import problem_of
 from hydragraph.planner.tuning_set import WORK, TuningSet
 from tests.planner.examples import MIXED, PROFILE, lengths
 
@@ -18,7 +18,7 @@ def test_seconds_are_those_of_the_quick_plan(strategy: tuple[tuple[int, int], ..
     tuning = TuningSet(PROFILE, BATCHES, 32)
     expected = []
     for batch in BATCHES:
-        given = problem(PROFILE.pipelines(strategy), batch, formed=True)
+        given = problem_of(PROFILE.pipelines(strategy), batch, formed=True)
         expected.append(value(given, longest_first(given)))
     assert tuning.computing(strategy) == pytest.approx(expected)
     charge = PROFILE.hetero_sync_s if len(set(strategy)) > 1 else 0.0
