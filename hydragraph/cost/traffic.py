@@ -70,7 +70,7 @@ class Roads:
     A resource is a number: ports of groups out (0 .. G-1) and in (G .. 2G-1), then cards out, then cards in.
 
     Args:
-        cluster: of all ranks.
+        cluster: one device per rank, their nodes and links.
         group: which group each rank is in [R].
     """
 

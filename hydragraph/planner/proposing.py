@@ -159,8 +159,8 @@ def needed(t: float, steps: int, devices: Ints, levels: Ints, work: Floats, unit
         devices: of each scheme [K].
         levels: how many levels each scheme can take [K].
         work: seconds up to each level on one pipeline of each scheme [K, levels + 1].
-        units: F of each level [levels + 1]; filled.
-        by, below: the scheme of the last interval up to each level, and the level above which it begins; filled.
+        units: where to write F of each level [levels + 1].
+        by, below: where to write the scheme of the last interval up to each level, and the level above which it begins.
     """
     last = work.shape[1] - 1
     units[0] = 0
