@@ -32,6 +32,7 @@ from hydragraph.planner.packing import Packing, pack_sorted
 from hydragraph.planner.problem import Problem, problem_of
 from hydragraph.spec.assignment import Assignment
 
+# Kicks of each packing inside a round, and of the dispatch between them; `pack` and `dispatch` alone search longer.
 PACKING_KICKS = 20
 EFFORT = Effort(kicks=20, trials=0, caps=0, enough=3e-3)
 
@@ -100,6 +101,7 @@ def assign_pipelines(
     seed: int = 0,
 ) -> PlannedAssignment:
     """Assign for any pipelines; see `assign`."""
+    # A deadline bounds when work is begun, not when it ends: no round is cut short, so every plan is a whole one.
     until = time.monotonic() + deadline_s if deadline_s is not None else None
     chosen = QUICK if deadline_s is not None and deadline_s <= 0 else effort or EFFORT
     problem = problem_of(pipelines, lengths, formed=True)
@@ -146,6 +148,7 @@ def bound_devices(kinds: Sequence[PipelineCost], lengths: Sequence[int], devices
     for i, t in np.argwhere(np.isfinite(cost)):
         alone[i, t] = finish(problem.terms[t], problem.cost[i, t], problem.lengths[i], problem.lengths[i])
 
+    # Whether z can be kept grows with z, so bisection finds the least one that is not excluded.
     def enough(z: float) -> bool:
         usable = alone <= z
         needed = np.where(usable, cost, 0.0) * devices_of / np.maximum(room(z), 1e-300)
@@ -169,6 +172,7 @@ def _late(until: float | None) -> bool:
 
 def formed(problem: Problem, placed: Ints, bound: float, sequences: Sequence[int]) -> PlannedAssignment:
     """Cut each pipeline's share into micro-batches."""
+    # A share keeps the order by length, so packing need not sort again.
     packings = []
     for p, (pipeline, t) in enumerate(zip(problem.pipelines, problem.kind_of.tolist(), strict=True)):
         mine = np.flatnonzero(placed == p)
@@ -197,6 +201,8 @@ def _together(packings: Sequence[Packing], bound: float, lengths: Sequence[int])
 
 def _least_cost(problem: Problem) -> Floats:
     """Return [n, K] what a sequence adds at least: its work, and without a bubble its part of full micro-batches."""
+    # Without a bubble, V is as small as MaxLen allows, so c is paid at least once per MaxLen tokens. With a bubble, a
+    # larger V may pay, and `formed_room` weighs c against it.
     overhead = np.array([k.c / k.max_len if k.stages == 1 and k.max_len else 0.0 for k in problem.kinds])
     return np.asarray(problem.cost + problem.lengths[:, None] * overhead)
 
@@ -207,6 +213,7 @@ def formed_room(problem: Problem) -> Callable[[float], Floats]:
     By z, sum + c V + (PP - 1) (sum / V + c) <= z. The best V is sqrt((PP - 1) sum / c), which gives
     sqrt(sum) = sqrt(z) - sqrt((PP - 1) c); where that V is below 1, sum = z / PP - c.
     """
+    # By z, sum + c V + (PP - 1) (sum / V + c): convex in V, so what the best V leaves bounds every other.
     depth = np.array([k.stages - 1.0 for k in problem.kinds])
     c = np.array([k.c for k in problem.kinds])
 

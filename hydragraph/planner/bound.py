@@ -34,9 +34,12 @@ from scipy.sparse import csr_matrix
 
 Floats = NDArray[np.float64]
 
-GROUPS = 200  # of similar lengths, in the linear program
-ROUNDS = 3  # of the program at the z that the last one proved
-FORBIDDING = 1e6  # times the highest price: that of a kind without room, which could take no work whatever it costs
+# Groups of similar lengths, in the linear program: prices of groups are nearly those of sequences, and always valid.
+GROUPS = 200
+# Rounds of the program, each at the z that the last one proved.
+ROUNDS = 3
+# Times the highest price: that of a kind without room, which could take no work whatever it costs.
+FORBIDDING = 1e6
 
 
 @dataclass(frozen=True)
@@ -84,6 +87,7 @@ def _groups(cost: Floats) -> NDArray[np.int64]:
     n = len(cost)
     if n <= GROUPS:
         return np.arange(n)
+    # Finer groups at the long end, where one sequence matters; a group never spans a length at which a kind drops out.
     fits = np.isfinite(cost).sum(1)
     even = np.unique(np.round(np.geomspace(1, n, GROUPS)).astype(np.int64)) - 1
     return np.unique(np.concatenate([[0], even, np.flatnonzero(np.diff(fits)) + 1]))
@@ -92,6 +96,7 @@ def _groups(cost: Floats) -> NDArray[np.int64]:
 def _prices(cost: Floats, starts: NDArray[np.int64], room: Floats) -> tuple[Floats, Floats]:
     """Solve the linear program on groups; return the price of each kind and every sequence's shares."""
     n, kinds = cost.shape
+    # Of one kind there is nothing to share, and any price says the same.
     if kinds == 1:
         return np.ones(1), np.ones((n, 1))
     sizes = np.diff(np.append(starts, n))
@@ -113,6 +118,7 @@ def _prices(cost: Floats, starts: NDArray[np.int64], room: Floats) -> tuple[Floa
     )
     if solution.x is None:  # a kind without room is the only one that some sequence fits
         return np.ones(kinds), np.zeros_like(cost)
+    # The capacities' duals are the prices; the solver's sign is that of a minimum, and noise may be below 0.
     shares = np.zeros((len(starts), kinds))
     shares[group, kind] = solution.x[:-1]
     prices = np.maximum(-solution.ineqlin.marginals, 0.0)
@@ -122,6 +128,7 @@ def _prices(cost: Floats, starts: NDArray[np.int64], room: Floats) -> tuple[Floa
 
 def _reach(cost: Floats, prices: Floats, capacity: Callable[[float], Floats], start: float) -> float:
     """Return the least z that the prices do not exclude, at most `start`, rounded down."""
+    # Each sequence where it is cheapest: no spread whatsoever pays less than this for its work.
     priced = np.where(np.isfinite(cost), np.where(np.isfinite(cost), cost, 0.0) * prices, np.inf)
     needed = float(priced.min(1).sum())
     if needed <= 0:

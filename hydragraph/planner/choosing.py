@@ -115,6 +115,7 @@ def compare_pipelines(
     """
     if not candidates:
         raise ValueError("no candidates: give at least one strategy")
+    # A candidate that cannot take the longest sequence is out before anything is computed.
     paid = list(charges or [0.0] * len(candidates))
     longest = max(lengths, default=0)
     reach = [max(p.max_len for p in c) for c in candidates]
@@ -135,6 +136,7 @@ def compare_pipelines(
     winner = -1
     winning = PlannedAssignment(())
     for i in sorted(fitting, key=lambda i: (bounds[i], i)):
+        # Bounds ascend, so from here on none can win; they are still told apart in the verdicts.
         if bounds[i] >= best and not all_of_them:
             verdicts[i] = Verdict(float("inf"), bounds[i], paid[i], f"cannot take less than {bounds[i]:.4g} s")
             continue
@@ -146,6 +148,7 @@ def compare_pipelines(
             best = seconds
             winner = i
             winning = assignment
+    # The winner lost to nobody: its verdict has no reason.
     won = verdicts[winner]
     verdicts[winner] = Verdict(won.seconds, won.bound, won.charge, "")
     return Choice(winner, winning, tuple(verdicts))

@@ -39,7 +39,8 @@ class Effort:
     rounds: int = 3
 
 
-DESCENTS = 4  # of the best starts, local search improves so many
+# Of the best starts, local search improves so many: a worse start may well descend to a better end.
+DESCENTS = 4
 QUICK = Effort(kicks=0, trials=0, caps=0, rounds=1)
 
 
@@ -121,6 +122,7 @@ def kicked(problem: Problem, placed: Ints, extra: Floats, relaxed: Relaxation, e
         seed: of the kicks.
     """
     improved = placed.copy()
+    # Rounded up, so that some effort never becomes none.
     kicks = -(-effort.kicks * 10 // max(10, len(problem.pipelines)))
     enough = relaxed.seconds * (1 + effort.enough)
     local_search.kick(improved, problem.instance, extra, kicks, enough, seed)
@@ -129,6 +131,7 @@ def kicked(problem: Problem, placed: Ints, extra: Floats, relaxed: Relaxation, e
 
 def _starts(problem: Problem, relaxed: Relaxation, effort: Effort, seed: int) -> list[Ints]:
     """Return the starting points: from the relaxation, longest first, Alg. 1, and with random caps."""
+    # The rounded relaxation decides the kinds, longest first the pipelines within them.
     starts = [
         longest_first(problem, problem.only(local_search.rounded(relaxed.shares))),
         longest_first(problem),
@@ -136,6 +139,7 @@ def _starts(problem: Problem, relaxed: Relaxation, effort: Effort, seed: int) ->
     random = np.random.default_rng(seed)
     n = len(problem.lengths)
     pipelines = len(problem.pipelines)
+    # A descent takes longer with more pipelines: fewer trials and caps keep the whole about as long.
     trials = -(-effort.trials * 10 // max(10, pipelines))
     caps = -(-effort.caps * 10 // max(10, pipelines))
     if trials:

@@ -73,6 +73,7 @@ def dispatch(
     problem = problem_of(profile.pipelines(schemes), lengths, bubble=bubble)
     placed = longest_first(problem)
     relaxed = bounded(problem, problem.cost, eq3_room(problem), placed)
+    # cvxpy is an extra, and slow to import: only who asks for the oracle needs it.
     if method == "exact":
         from hydragraph.planner.exact import exact_dispatch
 
@@ -86,6 +87,7 @@ def dispatch(
 
 def greedy(problem: Problem, trials: int, seed: int) -> Ints:
     """Return what Alg. 1 leads to [n], for so many shuffled orders."""
+    # All trials draw from one generator: the same seed gives the same trials, and more trials begin with the same ones.
     orders = np.argsort(np.random.default_rng(seed).random((trials, len(problem.lengths))), axis=1)
     return np.asarray(local_search.greedy(orders, problem.instance, True)[1])
 

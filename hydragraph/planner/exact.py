@@ -47,11 +47,14 @@ def exact_dispatch(problem: Problem) -> Ints:
     fits = np.isfinite(cost)
     m = cp.Variable((n, count), boolean=True)
     end = cp.Variable()
+    # Every sequence once, and only where it fits.
     constraints = [cp.sum(m, axis=1) == 1, m <= fits.astype(float)]
     for j, row in enumerate(terms):
         kind = problem.pipelines[j]
         load = np.where(fits[:, j], cost[:, j], 0.0) @ m[:, j]
+        # The bubble is (PP - 1) T of the longest assigned: T grows with length, so it is the largest of all assigned.
         alone = row[FIXED] + row[BUBBLE] * (np.where(fits[:, j], cost[:, j], 0.0) + kind.c)
+        # A maximum of linear terms, as linear programs have it: a variable that is no less than any of them.
         extra = cp.Variable()  # at least the constants of every sequence that it got
         constraints += [extra >= cp.multiply(alone, m[:, j]), load + extra <= end]
     cp.Problem(cp.Minimize(end), constraints).solve(solver=cp.HIGHS)
@@ -71,6 +74,7 @@ def exact_packing(pipeline: PipelineCost, lengths: Sequence[int]) -> tuple[tuple
     n = len(problem.lengths)
     low = max(1, math.ceil(tokens / pipeline.max_len))
     high = min(max(low, int(tokens // pipeline.util_len)), n)
+    # Eq. 1 multiplies by V: a program for each V stays linear. Beyond the range of Appendix C only where capacity asks.
     best = np.inf
     best_placed = np.zeros(n, dtype=np.int64)
     for count in range(low, n + 1):

@@ -31,9 +31,12 @@ from hydragraph.planner.refining import homogeneous, refine
 
 Strategy = tuple[Scheme, ...]
 
-SHOWN = 10  # candidates that are assigned on every mini-batch, beside those that win one or still may
+# Candidates that are assigned on every mini-batch, beside those that win one or still may.
+SHOWN = 10
 HOMOGENEOUS_SHOWN = 3
-TUNING = 8  # mini-batches on which candidates are improved; others than those that are planned
+# Mini-batches on which candidates are improved; others than those that are planned, or candidates would be judged by
+# what they were made for.
+TUNING = 8
 REASON = {
     "work": "more device time for the same sequences",
     "waiting": "waiting for the slowest pipeline",
@@ -207,8 +210,10 @@ def explain(
         profile, data.tolist(), devices, context, mini_batches(data.tolist(), tokens, TUNING, seed + 1)
     )
     _check_devices(chosen, devices)
+    # Bounds decide here which candidates are assigned; `_compared` assigns further ones for the report alone.
     choices = [compare(chosen, profile, batch, seed=seed) for batch in batches]
     compared = _compared(profile, chosen, choices, batches, context, seed)
+    # Those that do not take the context come last, however quick they are: nobody can stay with them.
     ranked = sorted(compared, key=lambda c: (c.max_len < context, *_rank(c)))
     ranked = [replace(c, why=_why(c, ranked[0], iterations, context)) for c in ranked]
     winner = chosen[choices[0].index]
@@ -232,6 +237,7 @@ def mini_batches(data: Sequence[int], tokens: int, count: int, seed: int) -> lis
     random = np.random.default_rng(seed)
     order: list[int] = []  # what is left of this round
     batches: list[list[int]] = []
+    # Rounds without replacement, as a data loader draws; a mini-batch may span two rounds.
     for _ in range(count):
         batch: list[int] = []
         total = 0
@@ -274,6 +280,7 @@ def _compared(
     seed: int,
 ) -> list[Candidate]:
     """Return all candidates, best bound first, assigning those worth it: the first few, winners, what may still win."""
+    # Assigning every candidate to every mini-batch would take long; bounds are there already, from choosing.
     bounds = [fmean(choice.verdicts[i].bound for choice in choices) for i in range(len(strategies))]
     order = sorted(range(len(strategies)), key=lambda i: (bounds[i], i))
     alike = [i for i in order if len(set(strategies[i])) == 1]
@@ -334,6 +341,7 @@ def parts_of(
     ]
     # The slowest pipeline's estimate is work + fixed + bubble; what it works above an even share is what others wait.
     last = max(range(len(pipelines)), key=lambda p: assignment.estimates[p])
+    # Work weighs by devices: a second on a pipeline of eight is eight seconds of device time.
     even = sum(w * p.devices for w, p in zip(work, pipelines, strict=True)) / sum(p.devices for p in pipelines)
     fixed = pipelines[last].c * len(assignment.micro_batches[last])
     bubble = assignment.estimates[last] - work[last] - fixed if pipelines[last].stages > 1 else 0.0
@@ -345,6 +353,7 @@ def _memory_use(profile: Profile, scheme: Scheme, devices: int) -> MemoryUse:
     memory = profile.memory
     if memory is None or scheme in profile.limits:
         return MemoryUse(scheme, devices, *limits, None, None, None, None)
+    # State, activations at MaxLen and what is reserved come to the device's memory, but for less than a token's bytes.
     reserved = memory.margin + memory.gap_bytes(scheme)
     states = memory.states_bytes(scheme, devices)
     return MemoryUse(scheme, devices, *limits, states, memory.token_bytes(scheme), reserved, memory.device)

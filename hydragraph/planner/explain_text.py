@@ -102,6 +102,7 @@ def _verdict(report: Report) -> list[str]:
 
 def _table(report: Report, explain: bool) -> list[str]:
     """Return a line for each candidate."""
+    # The best homogeneous strategy is what one would run without a planner, so all are compared with it.
     alike = report.homogeneous
     shown = list(report.candidates) if explain else _few(report)
     width = max(len(scheme_counts(c.strategy)) for c in shown)
@@ -109,6 +110,7 @@ def _table(report: Report, explain: bool) -> list[str]:
         f"{'candidate':<{width}} {'devices':>8} {'seconds':>9} {'vs homog.':>10} {'MaxLen':>8} {'wins':>5}  why not"
     ]
     for c in shown:
+        # What was not assigned is known from below only.
         seconds = "-" if not math.isfinite(c.seconds) else f"{'' if c.assigned else '>='}{c.seconds:.3f}"
         ratio = f"{c.seconds / alike.seconds:.2f}x" if alike and c.assigned else "-"
         name = f"{scheme_counts(c.strategy):<{width}}"
@@ -146,6 +148,7 @@ def _bytes(use: MemoryUse) -> str:
 
 def _parts(report: Report) -> list[str]:
     """Return what the seconds of each assigned candidate go to."""
+    # Only what was assigned has parts; a bound says how little a candidate may take, not where its seconds go.
     shown: Sequence[Candidate] = [c for c in report.candidates if c.parts is not None]
     width = max((len(scheme_counts(c.strategy)) for c in shown), default=9)
     lines = [f"{'seconds go to':<{width}} " + " ".join(f"{name:>8}" for name in MEANING)]

@@ -53,6 +53,7 @@ class IterationPlanner:
 
     def announce(self, lengths: Sequence[int]) -> None:
         """Tell what an iteration to come will bring, so that it is planned meanwhile."""
+        # Processes are started by the first announcement: a run that never looks ahead needs none.
         if self._policy.workers and self._service is None:
             self._service = PlanService(self._chosen, self._policy.workers, self._policy.ahead)
         if self._service is not None and self._static_takes(lengths):
@@ -94,6 +95,7 @@ class IterationPlanner:
         choice = planned.choice
         self._last = choice.index if static is None else static
         assignment = Assignment(choice.assignment.micro_batches, choice.assignment.lengths)
+        # What planning took beyond what the step waited for was hidden behind training.
         waited = time.perf_counter() - began
         hidden = max(0.0, planned.seconds - waited)
         seconds = 0.0 if self._request.guessed else self._request.seconds(self._last, assignment)
@@ -101,6 +103,7 @@ class IterationPlanner:
 
     def _quick(self, lengths: tuple[int, ...], began: float) -> IterationPlan:
         """Return the quick plan: the last candidate, or the one that takes the longest sequences."""
+        # The last candidate's groups and programs are there already, and a late step should not wait for new ones.
         longest = max(lengths, default=0)
         request = self._request.reaching(longest)
         reach = [request.reach(i) for i in range(len(request.candidates))]

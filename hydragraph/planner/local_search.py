@@ -56,8 +56,11 @@ EQ3 = 0.0
 FORMED = 1.0
 SINGLE = 2.0
 
-NEAR = 16  # pipelines that local search looks at first
-LEAST_GAIN = 1e-12  # part of the last end that a step must save: rounding alone must not keep the search going
+# Pipelines that local search looks at first: a step's best partner is mostly one that finishes early, and the time of
+# finding it grows with the partners looked at.
+NEAR = 16
+# Part of the last end that a step must save: rounding alone must not keep the search going for ever.
+LEAST_GAIN = 1e-12
 
 
 class Instance(NamedTuple):
@@ -104,10 +107,12 @@ def finish(terms: Floats, load: float, tokens: float, longest: float) -> float:
     alone = (terms[QUADRATIC] * longest + terms[LINEAR]) * longest
     bubble = terms[BUBBLE]
     c = terms[OVERHEAD]
+    # By Eq. 2, the bubble is as long as the longest sequence alone: a micro-batch holds at least that.
     if terms[MODE] == EQ3:
         return load + terms[FIXED] + bubble * (alone + c)
     if terms[MODE] == SINGLE:
         return load if tokens <= terms[MAX_LEN] else np.inf
+    # FORMED: the largest micro-batch has at least an equal part of the load, and at least the longest sequence.
     # Appendix C: no fewer micro-batches than MaxLen asks for, no more than UtilLen leaves useful.
     low = max(1.0, math.ceil(tokens / terms[MAX_LEN]))
     high = max(low, math.floor(tokens / terms[UTIL_LEN]))
@@ -148,6 +153,8 @@ def recount(placed: Ints, instance: Instance, extra: Floats, changed: Bools, sta
         changed: which pipelines to look at [P]; all False afterwards.
     """
     n = len(placed)
+    # Sums are made anew, not by adding and subtracting what moved: so equal spreads have equal ends, to the last bit,
+    # whatever steps led to them.
     for p in range(len(changed)):
         if changed[p]:
             state.loads[p] = 0.0
@@ -160,6 +167,7 @@ def recount(placed: Ints, instance: Instance, extra: Floats, changed: Bools, sta
             continue
         state.loads[p] += instance.cost[i, instance.kind_of[p]]
         state.tokens[p] += instance.lengths[i]
+        # Sequences come longest first: the first one seen is the longest, the next one the second.
         if state.longest[p] == n:
             state.longest[p] = i
         elif state.second[p] == n:
@@ -214,6 +222,8 @@ def longest_first(instance: Instance, start: Ints, fullest: bool) -> Ints:
                 continue
             if terms[t, MODE] == SINGLE and tokens[p] + lengths[i] > terms[t, MAX_LEN]:
                 continue
+            # Pipelines of one kind differ in their state alone, so the one that ends first is the best of them for this
+            # sequence, as long as its own longest does not decide; `finish` is asked once per kind, not per pipeline.
             key = -tokens[p] if fullest else ends[p]
             if key < least[t]:
                 least[t] = key
@@ -280,6 +290,7 @@ def greedy(orders: Ints, instance: Instance, least_loaded: bool) -> tuple[float,
                 end = finish(
                     instance.terms[t], loads[p] + cost[i, t], tokens[p] + lengths[i], max(longest[p], lengths[i])
                 )
+                # What matters is the maximum over all pipelines: most sequences leave it as it is, wherever they go.
                 grown = max(last, end)
                 tie_break = end if least_loaded else 0.0
                 if grown < least or (grown == least and tie_break < tie):
@@ -301,6 +312,7 @@ def greedy(orders: Ints, instance: Instance, least_loaded: bool) -> tuple[float,
 @compiled
 def horizon_of(ends: Floats, pipelines: int) -> float:
     """Return the end that so many pipelines do not exceed."""
+    # The next larger end, again and again: cheaper than sorting, as few are asked for.
     horizon = -np.inf
     within = 0
     while within < pipelines:
@@ -346,7 +358,7 @@ def best_step(
     for i in range(n):
         if placed[i] != p:
             continue
-        # p without i: its longest is the second longest if i was the longest itself.
+        # p without i: if i is its longest, the second longest takes over, and the bubble gets shorter too.
         rest = state.second[p] if i == state.longest[p] else state.longest[p]
         left = loads[p] - cost[i, own]
         longest = lengths[rest] if rest < n else 0.0
@@ -355,6 +367,7 @@ def best_step(
         if end < best:
             for q in range(len(kind_of)):
                 t = kind_of[q]
+                # q's end grows by at least the work that it gets.
                 if q == p or ends[q] > horizon or ends[q] + cost[i, t] >= best:
                     continue
                 longest = lengths[min(state.longest[q], i)]
@@ -453,6 +466,7 @@ def kick(placed: Ints, instance: Instance, extra: Floats, kicks: int, enough: fl
         if best <= enough:
             break
         trial[:] = placed
+        # 4 to 8: enough that a descent does not simply undo them, few enough to keep most of what was reached.
         for _ in range(4 + np.random.randint(5)):
             i = np.random.randint(n)
             p = np.random.randint(pipelines)
@@ -478,6 +492,7 @@ def rounded(shares: Floats) -> NDArray[np.bool_]:
     """
     n, kinds = shares.shape
     allowed = np.zeros((n, kinds), np.bool_)
+    # What each kind should have got so far, less what it got.
     owed = np.zeros(kinds)
     for i in range(n):
         chosen = 0

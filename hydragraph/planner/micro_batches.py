@@ -42,9 +42,12 @@ from hydragraph.planner.local_search import (
 )
 from hydragraph.planner.one_f_one_b import FORWARD, best_order, equal_stages
 
-KICKED = 3  # of the numbers V tried, the best are searched further
-ENOUGH = 1e-3  # above the bound, as a part of it, is as good as the bound
-EQ1 = 0  # objectives: see the head of this file
+# Of the numbers V tried, so many of the best are searched further.
+KICKED = 3
+# So far above the bound, as a part of it, is as good as the bound.
+ENOUGH = 1e-3
+# Objectives; see the head of this file.
+EQ1 = 0
 SUM = 1
 
 
@@ -70,6 +73,7 @@ def largest_at_least(work: Floats, count: int) -> float:
     """
     n = len(work)
     bound = max(work[0], work.sum() / count)
+    # What five or more would have to share is hardly ever above the mean.
     for together in range(2, 5):
         last = (together - 1) * count
         if last >= n:
@@ -106,6 +110,7 @@ def kick_evenly(
 @compiled
 def as_pipelines(work: Floats, lengths: Floats, count: int, max_len: float) -> Instance:
     """Return micro-batches as pipelines of one kind that take at most MaxLen tokens."""
+    # One kind: SINGLE reads MaxLen and nothing else, and the work is the end.
     terms = np.zeros((1, COLUMNS))
     terms[0, MAX_LEN] = max_len
     terms[0, MODE] = SINGLE
@@ -168,6 +173,7 @@ def form(
         open_values = values.copy()
         for _ in range(min(KICKED, len(values))):
             at = np.argmin(open_values)
+            # What its own bound already excludes, kicks cannot save.
             if open_values[at] < np.inf and bounds[at] < best * (1 - ENOUGH):
                 enough = largest_at_least(work, low + at) * (1 + ENOUGH)
                 kick_evenly(tried[at], work, lengths, low + at, max_len, kicks, enough)

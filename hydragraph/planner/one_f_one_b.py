@@ -36,7 +36,8 @@ from hydragraph.planner.compiled import compiled
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
-FORWARD = 1 / 3  # of a micro-batch's time on a stage; backward does twice the work
+# The forward's part of a micro-batch's time on a stage: backward computes two products for each of forward's.
+FORWARD = 1 / 3
 
 
 @compiled
@@ -64,6 +65,7 @@ def one_f_one_b(seconds: Floats, order: Ints, forward: float) -> float:
         for s in range(stages):
             while done_b[s] < count:
                 ahead = min(stages - s, count)  # micro-batches whose forward may be done before their backward
+                # 1F1B: forwards until as many are under way as there are stages from here on, then one per backward.
                 if done_f[s] < count and done_f[s] - done_b[s] < ahead:
                     m = order[done_f[s]]
                     ready = ends_f[s - 1, m] if s else 0.0
@@ -103,7 +105,8 @@ def longest_to_shortest(seconds: Floats) -> Ints:
     for j in range(count):
         for s in range(stages):
             totals[j] += seconds[s, j]
-        at = j  # insertion sort
+        # Insertion sort keeps equal ones in order, which numba's default sort does not promise.
+        at = j
         while at and totals[descending[at - 1]] < totals[j]:
             descending[at] = descending[at - 1]
             at -= 1
@@ -139,6 +142,7 @@ def starting_order(descending: Ints, shape: int) -> Ints:
 def climbed(seconds: Floats, order: Ints, end: float, forward: float, rounds: int) -> float:
     """Improve an order in place by swapping two micro-batches, while that helps and `rounds` last; return its end."""
     count = len(order)
+    # The end has no formula in the order, so every swap is tried by running the recurrence, and undone if it is worse.
     for _ in range(rounds):
         improved = False
         for i in range(count - 1):
@@ -172,6 +176,8 @@ def best_order(seconds: Floats, forward: float, climb: int) -> tuple[float, Ints
     best = one_f_one_b(seconds, best_order, forward)
     if stages == 1 or count < 2:
         return best, best_order
+    # Neither order is best for all: with few micro-batches the first and the last count most, because nothing hides
+    # the stages' filling and draining; so orders that put small or large ones there are where climbing starts.
     descending = longest_to_shortest(seconds)
     best = climbed(seconds, best_order, best, forward, climb)
     for shape in range(4):

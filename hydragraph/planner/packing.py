@@ -98,6 +98,7 @@ def pack_pipeline(
         climb: rounds of improving the order in which micro-batches run.
     """
     if objective == "1f1b":
+        # No search goes by the recurrence itself: the better of both packings, each in its best order, stands for it.
         both = [pack_pipeline(pipeline, lengths, o, kicks, climb=8) for o in ("published", "sum")]
         packing = min(both, key=lambda p: p.seconds_1f1b)
         return replace(packing, seconds=packing.seconds_1f1b, bound=float(pipeline.work(lengths).sum()))
@@ -132,6 +133,7 @@ def pack_sorted(
     seconds, bound, count, placed, end = form_in_order(
         np.ascontiguousarray(work), lengths, terms, pipeline.stages, pipeline.c, pipeline.util_len, which, kicks, climb
     )
+    # Back to what the caller calls the sequences.
     batches: list[list[int]] = [[] for _ in range(count)]
     for i, j in zip(order.tolist(), placed.tolist(), strict=True):
         batches[j].append(i)

@@ -89,6 +89,7 @@ def static_or_dynamic(
         chosen += choice.seconds
         totals = [total + verdict.seconds for total, verdict in zip(totals, choice.verdicts, strict=True)]
     best = min(range(len(totals)), key=lambda i: (totals[i], i))
+    # No candidate to stay with: choosing every iteration is the only way, whatever it gains.
     if totals[best] == float("inf"):
         return Decision(None, 1.0, True, (*totals, chosen))
     gain = 1 - chosen / totals[best] if totals[best] else 0.0

@@ -79,6 +79,7 @@ def problem_of(
     if not pipelines:
         raise ValueError("no pipelines: give at least one scheme")
     tokens = _checked(lengths)
+    # Stable, so that equal lengths keep the caller's order, and every process plans alike.
     order = np.argsort(-tokens, kind="stable")
     order = order[tokens[order] > 0]
     sizes = tokens[order].astype(np.float64)
@@ -90,6 +91,7 @@ def problem_of(
             remedy="truncate it (max_length in the data), or give more devices to a pipeline (tensor or pipeline "
             "parallelism, more devices in all)",
         )
+    # Columns are kinds, not pipelines: a hundred pipelines of three kinds are three columns.
     kinds = tuple(dict.fromkeys(pipelines))
     kind_of = np.array([kinds.index(p) for p in pipelines], dtype=np.int64)
     cost = np.stack([np.where(sizes <= k.max_len, k.work(sizes), np.inf) for k in kinds], axis=1)

@@ -43,10 +43,13 @@ from hydragraph.errors import Unsupported
 from hydragraph.planner.compiled import compiled
 from hydragraph.planner.local_search import Floats, Ints
 
-STEP = 128  # tokens per level of length
-PIPELINE_STEPS = 10  # steps per pipeline: d is a multiple of 0.1
-SHORTEST = 8  # levels: no mini-batch worth a strategy of its own is shorter
-SWEEP = 1.03  # ratio of the times that are tried for shorter contexts
+# Tokens per level of length, and steps per pipeline (d is a multiple of 0.1): as in the paper.
+STEP = 128
+PIPELINE_STEPS = 10
+# Levels: no mini-batch worth a strategy of its own is shorter.
+SHORTEST = 8
+# Ratio of neighbouring times that are tried, from the best time down, for plans of shorter contexts.
+SWEEP = 1.03
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,6 +108,7 @@ def propose(
         Unsupported: no measured scheme takes `context` tokens on so many devices.
     """
     data = histogram(profile, lengths, devices, context)
+    # Several proposals round to the same strategy; it is priced once, for the length of the first that leads to it.
     expected: dict[tuple[Scheme, ...], float] = {}
     for proposal in proposals(data, devices):
         for strategy in roundings(proposal, profile, devices, context):
@@ -125,6 +129,7 @@ def histogram(profile: Profile, lengths: Sequence[int], devices: int, context: i
         s for s in profile.schemes if s[0] * s[1] <= devices and profile.max_len(s, devices) >= min(STEP, context)
     ]
     last = -(-int(context) // STEP)
+    # A scheme takes whole levels only, except that one whose MaxLen is the context takes the last level too.
     reach = {s: min(last, profile.max_len(s, devices) // STEP) for s in usable}
     reach |= {s: last for s in usable if profile.max_len(s, devices) >= context}
     if max(reach.values(), default=0) < last:
@@ -134,6 +139,7 @@ def histogram(profile: Profile, lengths: Sequence[int], devices: int, context: i
             where=f"profile {profile.name}",
             remedy="lower the context length, add devices, or measure schemes of more devices",
         )
+    # A level holds the lengths up to its own, so a scheme that takes a level takes all of its sequences.
     level = -(-tokens // STEP)
     rows = []
     for scheme in usable:
@@ -171,6 +177,7 @@ def needed(t: float, steps: int, devices: Ints, levels: Ints, work: Floats, unit
         for k in range(len(devices)):
             if upto > levels[k]:
                 continue
+            # From the shortest interval on: the longer it is, the more pipelines it needs.
             for above in range(upto - 1, -1, -1):
                 d = math.ceil((work[k, upto] - work[k, above]) * steps / t * (1.0 - 1e-12))
                 grown = max(d, 1) * devices[k]
@@ -253,12 +260,14 @@ def roundings(proposal: Proposal, profile: Profile, devices: int, context: int) 
     fractional: dict[Scheme, float] = {}
     for share in proposal.shares:
         fractional[share.scheme] = fractional.get(share.scheme, 0.0) + share.pipelines
+    # One scheme may serve several intervals, in fractions: it is their sum that is rounded.
     schemes = sorted(fractional, key=lambda s: -profile.max_len(s, devices))
     low = [math.floor(fractional[s] + 1e-9) for s in schemes]
     choices = [(n, n + 1) if fractional[s] > n + 1e-9 else (n,) for n, s in zip(low, schemes, strict=True)]
     sizes = [tp * pp for tp, pp in schemes]
     reach = min(proposal.shares[-1].upto, context)  # the last level may end above the context
     longest = [profile.max_len(s, devices) >= reach for s in schemes]
+    # Where one pipeline more of the rounding still fits, the strategy with it contains this one: only that is kept.
     kept = []
     for counts in product(*choices):
         free = devices - sum(n * size for n, size in zip(counts, sizes, strict=True))
@@ -285,6 +294,7 @@ def expected_seconds(strategy: Sequence[Scheme], data: Histogram, upto: int) -> 
 def _fluid(counts: Floats, levels: NDArray[np.int64], work: Floats, upto: int) -> float:
     """Return the largest, over the schemes' reaches, of the time that the levels above it take."""
     of_level = np.diff(work[:, : upto + 1], axis=1)  # [K, levels]
+    # Pipelines that share a level work at the sum of their rates; sequences above a reach leave fewer of them to share.
     used = np.flatnonzero(counts)
     worst = 0.0
     for above in sorted({0, *(int(levels[k]) for k in used if levels[k] < upto)}):

@@ -17,11 +17,17 @@ from hydragraph.errors import Unsupported
 from hydragraph.spec.assignment import Assignment
 from hydragraph.spec.strategy import Pipeline, Strategy
 
-QUADRATIC_FROM = 4096  # tokens at which attention's quadratic cost is taken to equal the linear one
-OVERHEAD_TOKENS = 32  # what a micro-batch is taken to cost beside its tokens
-MICRO_BATCH_TOKENS = 8192  # a micro-batch is cut at this many tokens where one sequence is not longer
-USEFUL_TOKENS = 256  # a micro-batch is taken to use a device well from here on
-MICRO_BATCHES_PER_STAGE = 2  # at least: a pipeline's bubble is then a third at most
+# Rough costs, for a model that nobody measured; only their ratios matter.
+# Tokens at which attention's quadratic cost is taken to equal the linear one.
+QUADRATIC_FROM = 4096
+# What a micro-batch is taken to cost beside its tokens.
+OVERHEAD_TOKENS = 32
+# A micro-batch is cut at this many tokens where one sequence is not longer.
+MICRO_BATCH_TOKENS = 8192
+# A micro-batch is taken to use a device well from here on.
+USEFUL_TOKENS = 256
+# At least so many micro-batches per stage: a pipeline's bubble is then a third at most.
+MICRO_BATCHES_PER_STAGE = 2
 
 
 def rough_cost(pipeline: Pipeline, longest: int = 0) -> PipelineCost:
@@ -30,6 +36,7 @@ def rough_cost(pipeline: Pipeline, longest: int = 0) -> PipelineCost:
     Args:
         longest: sequence of the mini-batch; a micro-batch may be as long.
     """
+    # A stage's time goes with its layers and its ranks; the slowest sets the pace.
     slowest = max(stage.layers / stage.tp for stage in pipeline.stages)
     return PipelineCost(
         slowest / QUADRATIC_FROM,
@@ -54,6 +61,7 @@ def assign_pipelines(pipelines: Sequence[PipelineCost], lengths: Sequence[int]) 
     Raises:
         Unsupported: a sequence is longer than every MaxLen.
     """
+    # Ties go to the least loaded, then to the first: every rank computes this plan for itself, and all must agree.
     loads = [0.0] * len(pipelines)
     shares: list[list[int]] = [[] for _ in pipelines]
     for i in sorted((i for i, n in enumerate(lengths) if n), key=lambda i: (-lengths[i], i)):

@@ -21,9 +21,11 @@ from numpy.typing import NDArray
 from hydragraph.cost.profile import Profile, Scheme
 from hydragraph.planner.tuning_set import Strategy, TuningSet
 
-STARTS = 4  # candidates that are improved, for each group of mini-batches
-ROUNDS = 16  # exchanges for each of them at most
-WORTH = 1e-3  # part of the time for all of them that a further candidate must save to be chosen for what it adds
+# Candidates that are improved for each group of mini-batches, and exchanges for each of them at most.
+STARTS = 4
+ROUNDS = 16
+# Part of the time for all mini-batches that a further candidate must save to be chosen for what it adds.
+WORTH = 1e-3
 
 
 def homogeneous(profile: Profile, devices: int) -> list[list[Scheme]]:
@@ -59,6 +61,7 @@ def refine(
     seen = dict.fromkeys(starts)  # in order, each once
     everything = np.arange(len(tuning.longest))
     for group, reach in [(everything, longest), *groups(tuning, profile, devices)]:
+        # Only strategies that take the group's longest sequence can run it.
         able = [s for s in starts if tuning.reach(s) >= reach]
         for start in sorted(able, key=lambda s: (_total(tuning, s, group), s))[:STARTS]:
             seen[climbed(start, tuning, group, reach, profile, devices)] = None
@@ -73,6 +76,7 @@ def groups(tuning: TuningSet, profile: Profile, devices: int) -> list[tuple[NDAr
     Mini-batches that the same schemes take belong together, because the same strategies are open to them; those that
     belong to the longest ones are left out, as all that take these must take the rest.
     """
+    # A group is what lies between two neighbouring MaxLens: the same schemes, and so the same strategies, take it.
     limits = sorted({profile.max_len(s, devices) for s in profile.schemes if size(s) <= devices})
     longest = np.array(tuning.longest)
     which = np.searchsorted(limits, longest)
@@ -88,6 +92,7 @@ def climbed(
     What unequal pipelines pay is left out on the way: one exchange alone seldom earns it, several may.
     """
 
+    # Every strategy that is priced on the way stays in the tuning set, for `complementary` to choose from.
     def price(strategy: Strategy) -> float:
         return float(tuning.computing(strategy)[group].sum())
 

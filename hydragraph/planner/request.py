@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """What stays the same from iteration to iteration.
+    """What stays the same from iteration to iteration: a worker is sent it once, and then only lengths.
 
     Attributes:
         candidates: the pipelines of each.
@@ -56,6 +56,7 @@ class PlanRequest:
         """Return the best candidate for a mini-batch."""
         from hydragraph.planner.choosing import compare_pipelines  # it needs numba and scipy, which only planning needs
 
+        # Nobody knows what fits where costs are guessed, so no length is refused for them.
         now = self.reaching(max(lengths, default=0))
         return compare_pipelines(now.candidates, lengths, now.charges, seed=now.seed)
 
@@ -72,6 +73,7 @@ class Answer:
 def answer(request: PlanRequest, lengths: tuple[int, ...]) -> Answer:
     """Choose, keeping what is raised."""
     began = time.perf_counter()
+    # The worker outlives a mini-batch that cannot be planned; the step that takes the answer raises its error.
     try:
         choice = request.choose(lengths)
     except Exception as error:

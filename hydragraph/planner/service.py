@@ -19,7 +19,9 @@ from hydragraph.planner.request import Answer, PlanRequest
 
 Lengths = tuple[int, ...]
 
-ATTEMPTS = 3  # workers that may die over one mini-batch
+# Workers that may die over one mini-batch: more than one, because memory may run out by chance.
+ATTEMPTS = 3
+# What a pipe to a process that is gone raises, in the middle of an answer or before it.
 _GONE = (BrokenPipeError, EOFError, OSError, pickle.UnpicklingError)
 
 
@@ -54,6 +56,7 @@ class PlanService:
 
     def submit(self, lengths: Lengths) -> bool:
         """Ask for a plan; return False where the queue is full, so that the plan has to be made when it is needed."""
+        # Bounded: plans that nobody takes, as when a run skips data, must not pile up.
         with self._changed:
             if lengths in self._plans:
                 return True
@@ -68,6 +71,7 @@ class PlanService:
         with self._changed:
             if lengths not in self._plans:
                 return None
+            # Forgotten either way: a step that has gone on with the quick plan never comes back for this one.
             self._changed.wait_for(lambda: self._plans[lengths] is not None, patience_s)
             return self._plans.pop(lengths)
 
@@ -75,6 +79,7 @@ class PlanService:
         """End the workers."""
         with self._changed:
             self._closed = True
+        # None wakes a thread that waits for a mini-batch; killing its process wakes one that waits for an answer.
         for _ in self._threads:
             self._jobs.put(None)
         for process in self._processes:
@@ -104,6 +109,7 @@ class PlanService:
                 cast(IO[bytes], pipe).close()
 
     def _answered(self, index: int, lengths: Lengths) -> Answer:
+        # A process that died has not answered; the next one is asked the same.
         for _ in range(ATTEMPTS):
             try:
                 return self._ask(index, lengths)
@@ -133,6 +139,7 @@ class PlanService:
         return cast(Answer, pickle.load(cast(IO[bytes], process.stdout)))
 
     def _start(self, index: int) -> subprocess.Popen[bytes]:
+        # The worker must import this very package, installed or not.
         package = str(Path(__file__).parents[2])
         paths = [package, *filter(None, [os.environ.get("PYTHONPATH")])]
         process = subprocess.Popen(

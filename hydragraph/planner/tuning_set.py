@@ -13,7 +13,9 @@ from hydragraph.planner.problem import Problem, problem_of
 
 Strategy = tuple[Scheme, ...]
 
-WORK = 3_000_000  # sequences x devices: a tuning set with more is cut to its first mini-batches, at least one
+# Sequences x devices: a tuning set with more is cut to its first mini-batches, at least one, so that proposing for a
+# thousand devices does not take a thousand times as long.
+WORK = 3_000_000
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,6 +75,7 @@ class TuningSet:
         return self.priced[strategy]
 
     def _price(self, strategy: Strategy) -> Floats:
+        # MaxLen depends on how many devices share the state: strategies that leave some idle have tables of their own.
         tables = self._for(sum(tp * pp for tp, pp in strategy))
         kind_of = np.array([tables.column[s] for s in strategy], dtype=np.int64)
         reach = self.reach(strategy)

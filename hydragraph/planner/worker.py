@@ -27,8 +27,10 @@ def serve(source: BinaryIO, target: BinaryIO) -> None:
 
 
 if __name__ == "__main__":
-    for number in (signal.SIGINT, signal.SIGTERM):  # sent to the whole process group; training may finish a step first
+    # These are sent to the whole process group, and training may finish a step first; this one ends with stdin.
+    for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     output = sys.stdout
-    sys.stdout = sys.stderr  # what a library prints must not come between the answers
+    # What a library prints must not come between the answers.
+    sys.stdout = sys.stderr
     serve(sys.stdin.buffer, output.buffer)

@@ -55,6 +55,11 @@ COSTS = st.integers(1, 4).flatmap(
 )
 
 
+def test_the_example_of_the_module() -> None:
+    assert pipeline_seconds([3.0, 6.0], 2) == pytest.approx(14.0)
+    assert published_seconds([3.0, 6.0], 2) == 15.0
+
+
 @given(COSTS, st.randoms(use_true_random=False))
 def test_it_is_the_longest_path(costs: list[list[float]], random) -> None:  # type: ignore[no-untyped-def]
     order = list(range(len(costs[0])))
