@@ -33,11 +33,11 @@ from rich.table import Table
 from torch import Tensor
 
 import hydragraph as hg
-from hydragraph.candidates import planner_of, proposed, setting_of, strategy_of
+from hydragraph.candidates import planner_of, proposed, request_of, strategy_of
 from hydragraph.cost.profile import Profile, Scheme
 from hydragraph.data.token_file import TokenFile
 from hydragraph.frontend.initialise import initial_buffers
-from hydragraph.planner.policy import Policy, settle
+from hydragraph.planner.policy import Policy, static_or_dynamic
 from hydragraph.planner.refining import homogeneous
 from hydragraph.runtime.groups import Groups
 from hydragraph.runtime.launch import join
@@ -185,8 +185,8 @@ def chosen(
 
 def best_of(strategies: Sequence[hg.Strategy], profile: Profile, lengths: Sequence[Sequence[int]], ranks: int) -> int:
     """Return the index of the strategy that takes least for all sample mini-batches."""
-    setting = setting_of(strategies, profile, ranks, 0)
-    found = settle(setting.candidates, setting.charges, lengths, Policy())
+    request = request_of(strategies, profile, ranks, 0)
+    found = static_or_dynamic(request.candidates, request.charges, lengths, Policy())
     if found.static is None:
         raise ValueError("no strategy takes all sample mini-batches: lower --context")
     return found.static

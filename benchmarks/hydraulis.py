@@ -44,7 +44,7 @@ from rich.table import Table
 from hydragraph import planner
 from hydragraph.cost.profile import PipelineCost, Profile, Scheme
 from hydragraph.planner.assigning import bound_devices
-from hydragraph.planner.recurrence import pipeline_seconds
+from hydragraph.planner.one_f_one_b import pipeline_seconds
 
 TOKENS = 100_000
 TUNING = 10  # iterations on which static strategies are chosen; others than those measured

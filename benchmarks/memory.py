@@ -34,7 +34,7 @@ import hydragraph as hg
 from hydragraph.cost.footprint import MicroBatch
 from hydragraph.cost.memory import Memory, rank_memory
 from hydragraph.mini_batch import token_multiple
-from hydragraph.planner.longest_first import assign
+from hydragraph.planner.quick import assign
 from hydragraph.runtime.batch import padding
 from hydragraph.runtime.exchange import Exchange
 

@@ -26,11 +26,11 @@ from rich.table import Table
 
 from hydragraph import planner
 from hydragraph.cost.profile import Profile, Scheme
-from hydragraph.planner import balance
+from hydragraph.planner import local_search
+from hydragraph.planner.dispatch_search import longest_first, value
 from hydragraph.planner.packing import pack_pipeline
-from hydragraph.planner.problem import Bubble, problem
+from hydragraph.planner.problem import Bubble, problem_of
 from hydragraph.planner.proposing import PIPELINE_STEPS, Histogram, histogram, least
-from hydragraph.planner.spread import longest_first, value
 
 T = TypeVar("T")
 Lengths = list[int]
@@ -139,9 +139,9 @@ def gaps(found: Sequence[float], bounds: Sequence[float]) -> str:
 
 def descended(schemes: Sequence[Scheme], case: Case, lengths: Lengths, bubble: Bubble) -> float:
     """Return longest first with local search."""
-    given = problem(case.profile.pipelines(schemes), lengths, bubble=bubble)
+    given = problem_of(case.profile.pipelines(schemes), lengths, bubble=bubble)
     placed = longest_first(given)
-    balance.descend(placed, given.cost, given.lengths, given.kind, given.shape, np.zeros(len(given.pipelines)))
+    local_search.descend(placed, given.instance, np.zeros(len(given.pipelines)))
     return value(given, placed)
 
 

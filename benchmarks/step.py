@@ -185,7 +185,7 @@ def rivals(sizes: Sizes) -> dict[str, Step]:
 
     def share(turn: int) -> tuple[dict[str, Tensor], float]:
         """Return this rank's part, as balanced as longest-first makes it, and the targets per rank."""
-        from hydragraph.planner.longest_first import assign as assign_longest_first
+        from hydragraph.planner.quick import assign as assign_longest_first
 
         sequences = sizes.sequences(turn)
         strategy = hg.Strategy.parse(f"{ranks}*<tp1,pp1>", sizes.layers)

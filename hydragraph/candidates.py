@@ -15,9 +15,9 @@ from hydragraph.ir.program import Program
 from hydragraph.mini_batch import Planned
 from hydragraph.passes.fit import check_strategy
 from hydragraph.planner.iteration import IterationPlan, IterationPlanner
-from hydragraph.planner.longest_first import assign, rough_cost
-from hydragraph.planner.policy import Policy, Settled, settle
-from hydragraph.planner.setting import Setting
+from hydragraph.planner.policy import Decision, Policy, static_or_dynamic
+from hydragraph.planner.quick import assign, rough_cost
+from hydragraph.planner.request import PlanRequest
 from hydragraph.runtime.failure.watch import agreed
 from hydragraph.runtime.groups import Groups
 from hydragraph.spec.assignment import Assignment
@@ -220,20 +220,20 @@ def _fits(program: Program, scheme: Scheme) -> bool:
     return True
 
 
-def setting_of(
+def request_of(
     strategies: Sequence[Strategy], profile: Profile | None, ranks: int, seed: int, home: Home | None = None
-) -> Setting:
+) -> PlanRequest:
     """Return what the planner needs of the candidates: measured costs, or rough ones without a profile."""
     if profile is None:
         rough = tuple(tuple(rough_cost(p) for p in s.pipelines) for s in strategies)
-        return Setting(rough, (0.0,) * len(rough), seed, guessed=True)
+        return PlanRequest(rough, (0.0,) * len(rough), seed, guessed=True)
     if not profile.blocks:  # published constants of whole schemes
         priced = tuple(tuple(profile.pipeline_of(p, ranks) for p in s.pipelines) for s in strategies)
         charges = tuple(profile.hetero_sync_s if len(set(c)) > 1 else 0.0 for c in priced)
-        return Setting(priced, charges, seed)
+        return PlanRequest(priced, charges, seed)
     costs = Costs(profile, profile.cluster(ranks), home=home)
     every = tuple(tuple(costs.pipeline(p, s.schedule) for p in s.pipelines) for s in strategies)
-    return Setting(every, tuple(costs.fixed(s) for s in strategies), seed)
+    return PlanRequest(every, tuple(costs.fixed(s) for s in strategies), seed)
 
 
 def planner_of(
@@ -245,10 +245,10 @@ def planner_of(
     home: Home | None = None,
 ) -> tuple[IterationPlanner, str]:
     """Return what plans every iteration, and a sentence about what was decided from the sample."""
-    setting = setting_of(strategies, profile, ranks, policy.seed, home)
+    request = request_of(strategies, profile, ranks, policy.seed, home)
     if len(strategies) == 1 or not batches:
-        return IterationPlanner(setting, policy), ""
-    settled: Settled = settle(setting.candidates, setting.charges, batches, policy)
-    sentence = settled.sentence([str(s) for s in strategies], policy.gain)
+        return IterationPlanner(request, policy), ""
+    decision: Decision = static_or_dynamic(request.candidates, request.charges, batches, policy)
+    sentence = decision.sentence([str(s) for s in strategies], policy.gain)
     _log.info(sentence)
-    return IterationPlanner(setting, policy, None if settled.dynamic else settled.static), sentence
+    return IterationPlanner(request, policy, None if decision.dynamic else decision.static), sentence

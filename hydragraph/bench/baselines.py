@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from hydragraph.frontend import huggingface
 from hydragraph.frontend.packed import IGNORED, shift, token_cross_entropy
 from hydragraph.kernels.varlen_attention import attention_backend
-from hydragraph.planner.longest_first import MICRO_BATCH_TOKENS, assign
+from hydragraph.planner.quick import MICRO_BATCH_TOKENS, assign
 from hydragraph.runtime.batch import pack
 from hydragraph.spec.strategy import Strategy
 from hydragraph.spec.workload import sequence_of

@@ -106,7 +106,7 @@ def _costs(
 
 def _step(config: TrainConfig, strategy: Strategy, lengths: Path | None) -> Assignment:
     """Return a step as a run without a profile assigns it."""
-    from hydragraph.planner.longest_first import assign
+    from hydragraph.planner.quick import assign
 
     longest, tokens = config.data.max_length, config.data.tokens_per_step
     if lengths is None:

@@ -63,21 +63,25 @@ class Compiled:
         needs: list[tuple[int, ...]] = []
         maker: dict[Value, int] = {}
         sent: dict[Message, int] = {}
-        before, messages, latest = {}, {}, -1
-        for i, each in enumerate(instructions):
-            if each.op is Op.FREE:
+        before = {}
+        messages = {}
+        latest = -1
+        for i, instruction in enumerate(instructions):
+            if instruction.op is Op.FREE:
                 needs.append(())
                 before[i] = latest
                 continue
-            needs.append(tuple(sorted({maker.get(value, i) for value in each.after})) if each.after else ())
-            queues[_QUEUES.get(each.op, "compute")].append(i)
-            if each.op is Op.SEND:
-                what = message_of(each)
+            needs.append(
+                tuple(sorted({maker.get(value, i) for value in instruction.after})) if instruction.after else ()
+            )
+            queues[_QUEUES.get(instruction.op, "compute")].append(i)
+            if instruction.op is Op.SEND:
+                what = message_of(instruction)
                 messages[i] = what, sent.get(what, 0)
                 sent[what] = messages[i][1] + 1
-            if each.stream is Stream.COMPUTE:
+            if instruction.stream is Stream.COMPUTE:
                 latest = i
-            for value in each.writes:
+            for value in instruction.writes:
                 maker[value] = i
         return cls(
             tuple(instructions),
@@ -143,9 +147,9 @@ def stage_actors(
     strategy.check(outline.layers, ranks)
     placement = place(outline, strategy, micro_batches)
     compiled: dict[object, Compiled] = {}
-    found = [_actor(placement, mode, ranks, stage, stage.ranks, compiled) for stage in placement.stages]
+    working = [_actor(placement, mode, ranks, stage, stage.ranks, compiled) for stage in placement.stages]
     idle = sorted(set(range(ranks)) - set(placement.stage_of))
-    return (*found, *(_actor(placement, mode, ranks, None, (rank,), compiled) for rank in idle))
+    return (*working, *(_actor(placement, mode, ranks, None, (rank,), compiled) for rank in idle))
 
 
 def _actor(
@@ -188,12 +192,12 @@ def rank_actors(programs: Sequence[RankProgram]) -> tuple[Actor, ...]:
     for program in programs:
         key = ("idle", program.rank) if program.pipeline is None else (program.pipeline, program.stage)
         stages.setdefault(key, []).append(program)
-    members = {key: each[0].tp or (each[0].rank,) for key, each in stages.items()}
-    found = []
-    for key, each in stages.items():
-        _check_alike(each)
-        first = each[0]
-        by_rank = {program.rank: program.instructions for program in each}
+    members = {key: of_stage[0].tp or (of_stage[0].rank,) for key, of_stage in stages.items()}
+    actors = []
+    for key, of_stage in stages.items():
+        _check_alike(of_stage)
+        first = of_stage[0]
+        by_rank = {program.rank: program.instructions for program in of_stage}
         previous: tuple[int, ...] = ()
         following: tuple[int, ...] = ()
         if first.pipeline is not None and first.stage is not None:
@@ -201,8 +205,8 @@ def rank_actors(programs: Sequence[RankProgram]) -> tuple[Actor, ...]:
             following = members.get((first.pipeline, first.stage + 1), ())
         leader = by_rank.get(members[key][0], first.instructions)
         at = (first.pipeline, first.stage, first.layers, first.micro_batches, previous, following)
-        found.append(Actor(members[key], *at, Compiled.of(leader), by_rank.__getitem__))
-    return tuple(found)
+        actors.append(Actor(members[key], *at, Compiled.of(leader), by_rank.__getitem__))
+    return tuple(actors)
 
 
 def _check_alike(programs: Sequence[RankProgram]) -> None:

@@ -76,7 +76,10 @@ class Costs:
         stack: Stack = OWN,
     ) -> None:
         self.stack = stack
-        self.profile, self.cluster, self.health, self.home = profile, cluster, health or Health(), home or Home()
+        self.profile = profile
+        self.cluster = cluster
+        self.health = health or Health()
+        self.home = home or Home()
         for rank in self.health:
             if rank >= len(cluster.devices):
                 raise ValueError(f"health names rank {rank}: the cluster has {len(cluster.devices)} devices (from 0)")
@@ -102,14 +105,13 @@ class Costs:
     @property
     def measured(self) -> bool:
         """Whether computation was measured, or else comes from a datasheet."""
-        return all(each.efficiency is None for each in self._of_type.values())
+        return all(profile.efficiency is None for profile in self._of_type.values())
 
     @property
     def source(self) -> str:
         """A sentence on where the seconds of computation come from."""
-        if self.measured:
-            return f"computation as measured: {', '.join(each.name for each in self._of_type.values())}"
-        return "computation is not measured: " + ", ".join(each.name for each in self._of_type.values())
+        names = ", ".join(profile.name for profile in self._of_type.values())
+        return f"computation as measured: {names}" if self.measured else f"computation is not measured: {names}"
 
     def changed(self, *, cluster: Cluster | None = None, health: Health | None = None) -> Costs:
         """Return the costs with another cluster or health."""
@@ -158,26 +160,30 @@ class Costs:
 
     def stages(self, pipeline: Pipeline) -> tuple[StageCost, ...]:
         """Return what each stage of a pipeline takes for a micro-batch."""
-        found, first = [], 0
+        costs = []
+        first = 0
         for i, stage in enumerate(pipeline.stages):
             span = self.outline.span(first, first + stage.layers)
             first += stage.layers
             following = pipeline.stages[i + 1] if i + 1 < len(pipeline.stages) else None
-            found.append(self._stage(stage, span, following))
-        return tuple(found)
+            costs.append(self._stage(stage, span, following))
+        return tuple(costs)
 
     def _stage(self, stage: Stage, span: tuple[int, int], following: Stage | None) -> StageCost:
         kind = kind_of(stage)
-        forwards, backwards, aux = [], [], []
+        # A stage is as slow as its slowest rank; ranks of one type and rate are alike, so each such pair counts once.
+        forwards = []
+        backwards = []
+        aux = []
         for name, rate in dict.fromkeys((self.cluster.type_of(r), self.rate(r)) for r in stage.devices):
             pieces = self.pieces(name, kind)
             templates = self.profile.blocks[slice(*span)]
             counts = {t: templates.count(t) for t in dict.fromkeys(templates)}
-            each = {t: pieces[t].parts(kind.recompute) for t in counts}
-            forward: list[tuple[float, Curve]] = [(rate * n, each[t][0]) for t, n in counts.items()]
+            curves = {t: pieces[t].parts(kind.recompute) for t in counts}
+            forward: list[tuple[float, Curve]] = [(rate * n, curves[t][0]) for t, n in counts.items()]
             aux.append(((rate, _aux(pieces[AUX])),) if AUX in pieces else ())
             forwards.append(tuple(forward))
-            backwards.append(tuple((rate * n, each[t][1]) for t, n in counts.items() if self._learns(t)))
+            backwards.append(tuple((rate * n, curves[t][1]) for t, n in counts.items() if self._learns(t)))
         hops: tuple[Hop | None, Hop | None] = (None, None)
         if following is not None:
             hops = self._hop(stage, following), self._hop(following, stage)
@@ -202,7 +208,8 @@ class Costs:
         return one, two
 
     def _hop(self, stage: Stage, other: Stage) -> Hop:
-        senders, receivers = stage.devices, other.devices
+        senders = stage.devices
+        receivers = other.devices
         turns = -(-len(receivers) // len(senders))
         pairs = list(zip(senders, receivers, strict=False))
         link = max((self.cluster.link(a, b) for a, b in pairs), key=lambda each: each.seconds(1 << 20))
@@ -234,21 +241,21 @@ class Costs:
     def _most_tokens(self, strategy: Strategy, count: int, rank: int) -> int:
         """Solve peak(tokens) = memory by Newton's method from above: the peak is the largest of lines, so convex."""
         limit = self._memory_of(rank)
-        held = lambda tokens: self._peak(strategy, count, tokens, rank)  # noqa: E731
+        peak = lambda tokens: self._peak(strategy, count, tokens, rank)  # noqa: E731
         step = 64 * max(s.tp for s in strategy.pipelines[0].stages)
-        if held(step) > limit:
+        if peak(step) > limit:
             return 0
         tokens = float(step)
         for _ in range(8):
             at = max(step, math.floor(tokens / step) * step)
-            here = held(at)
-            slope = (held(at + step) - here) / step
+            here = peak(at)
+            slope = (peak(at + step) - here) / step
             if slope <= 0:
                 return 0
-            found = at + (limit - here) / slope
-            if abs(found - tokens) < 1:
+            crossing = at + (limit - here) / slope
+            if abs(crossing - tokens) < 1:
                 break
-            tokens = found
+            tokens = crossing
         return max(0, math.floor(tokens))
 
     @cached_property
@@ -294,17 +301,17 @@ class Costs:
         Raises:
             Unsupported: that was not measured, or could not be fitted.
         """
-        found = self._of_type[type_]
-        if kind not in found.pieces:
-            why = found.unfit.get(kind, "they were not measured")
+        profile = self._of_type[type_]
+        if kind not in profile.pieces:
+            why = profile.unfit.get(kind, "they were not measured")
             flags = " --sequence-parallel" * kind.sequence_parallel + " --recompute" * kind.recompute
             where = f" on device type {type_}" if type_ else ""
             raise Unsupported(
                 f"stages of kind {kind.text}{where}: {why}",
-                where=f"profile {found.name}",
+                where=f"profile {profile.name}",
                 remedy=f"measure it: hydragraph profile --schemes tp{kind.tp}pp1{flags}",
             )
-        return found.pieces[kind]
+        return profile.pieces[kind]
 
     # Strategies.
 
@@ -381,11 +388,12 @@ class Costs:
         return worst
 
     def _blocks_of(self, pipeline: Pipeline) -> list[tuple[int, int]]:
-        found, first = [], 0
+        spans = []
+        first = 0
         for stage in pipeline.stages:
-            found.append(self.outline.span(first, first + stage.layers))
+            spans.append(self.outline.span(first, first + stage.layers))
             first += stage.layers
-        return found
+        return spans
 
     def _update_s(self, rank: int, elements: int) -> float:
         update = self.piece_profile(rank).update
@@ -459,15 +467,15 @@ def kind_of(stage: Stage) -> Kind:
 
 def micro_batches_of(strategy: Strategy, assignment: Assignment) -> list[list[MicroBatch]]:
     """Return the packed micro-batches of every pipeline, padded where tokens must divide."""
-    found = []
+    by_pipeline = []
     for pipeline, batches in zip(strategy.pipelines, assignment.tokens, strict=True):
         parts = math.lcm(*(s.tp for s in pipeline.stages if kind_of(s).sequence_parallel), 1)
-        each = []
+        packed = []
         for lengths in batches:
-            padding = -sum(lengths) % parts
-            each.append(MicroBatch(sum(lengths) + padding, len(lengths) + bool(padding)))
-        found.append(each)
-    return found
+            padding = -sum(lengths) % parts  # a sequence of its own
+            packed.append(MicroBatch(sum(lengths) + padding, len(lengths) + bool(padding)))
+        by_pipeline.append(packed)
+    return by_pipeline
 
 
 def _aux(piece: Piece) -> Curve:
@@ -486,8 +494,9 @@ class CostedWork:
                 f"the assignment has {len(tokens)} pipelines, the strategy {len(strategy.pipelines)}: give one list of "
                 "micro-batches for each"
             )
-        self._lengths, self._strategy = tokens, strategy
-        self._packed = [[m.tokens for m in each] for each in micro_batches_of(strategy, assignment)]
+        self._lengths = tokens
+        self._strategy = strategy
+        self._packed = [[m.tokens for m in batches] for batches in micro_batches_of(strategy, assignment)]
         self._placement: Placement = place(costs.outline, strategy, assignment.counts)
         self._holders = dict(self._placement.holders)
         self._where = {stage.ranks[0]: stage for stage in self._placement.stages}
@@ -500,20 +509,21 @@ class CostedWork:
         """See `Priced`."""
         stage = self._where[ranks[0]]
         kind = kind_of(self._strategy.pipelines[stage.pipeline].stages[stage.stage])
-        costs, template = self._costs, AUX if block == "aux" else self._templates[block]
+        costs = self._costs
+        template = AUX if block == "aux" else self._templates[block]
         kinds = dict.fromkeys((costs.cluster.type_of(r), costs.rate(r)) for r in ranks)
-        every = self._lengths[stage.pipeline]
-        found = [0.0] * micro_batches
+        batches = self._lengths[stage.pipeline]
+        seconds = [0.0] * micro_batches
         for name, rate in kinds:
             for m in range(micro_batches):
-                found[m] = max(found[m], rate * self._seconds(name, kind, template, op, every[m]))
+                seconds[m] = max(seconds[m], rate * self._seconds(name, kind, template, op, batches[m]))
         if len(ranks) > 1 and block != "aux":
             at = costs.outline.index[block]
             rings = costs._rings(self._strategy.pipelines[stage.pipeline].stages[stage.stage], kind, (at, at + 1))
             if rings is not None:
                 ring = rings[op is Op.BACKWARD]
-                found = [each + ring.seconds(sum(m)) for each, m in zip(found, every, strict=True)]
-        return found
+                seconds = [alone + ring.seconds(sum(m)) for alone, m in zip(seconds, batches, strict=True)]
+        return seconds
 
     def _seconds(self, type_: str, kind: Kind, template: str, op: Op, lengths: tuple[int, ...]) -> float:
         key = (type_, kind, template, op, lengths)
@@ -529,14 +539,14 @@ class CostedWork:
     def moved(self, op: Op, bucket: str) -> Transfers:
         """See `Priced`; equal buckets that the same stages hold get the same object."""
         stages = self._holders.get(bucket, ())
-        each = self._buckets[bucket]
-        if op is Op.PUSH and not each.learns:
+        weights = self._buckets[bucket]
+        if op is Op.PUSH and not weights.learns:
             return NOTHING
-        owners = self._costs.home_of(each)
-        key = (op, each.form, owners, stages)
+        owners = self._costs.home_of(weights)
+        key = (op, weights.form, owners, stages)
         if key not in self._moved:
             sums = GradientKind.PARTIAL if self._splits_tokens(stages) else GradientKind.REPLICA
-            users = propagation(each, stages, {p.name: sums for p in each.parameters})
+            users = propagation(weights, stages, {p.name: sums for p in weights.parameters})
             slices = copy(owners, users) if op is Op.PULL else reduce(users, owners)
             size = self._costs.sizes.itemsize if op is Op.PULL else GRADIENT_BYTES
             self._moved[key] = _transfers(slices, size, self._costs.ranks)
@@ -573,8 +583,8 @@ class CostedWork:
         for stage in self._placement.stages:
             for block in self._costs.outline.blocks[slice(*stage.blocks)]:
                 for op in (Op.FORWARD, Op.BACKWARD):
-                    for m, each in enumerate(self.computing(op, block, stage.ranks, stage.micro_batches)):
-                        seconds |= {(op, block, rank, m): each for rank in stage.ranks}
+                    for m, took in enumerate(self.computing(op, block, stage.ranks, stage.micro_batches)):
+                        seconds |= {(op, block, rank, m): took for rank in stage.ranks}
         seconds |= {(Op.UPDATE, "", rank): self.update_s(rank) for rank in range(self._costs.ranks)}
         pulls, pushes = ({n: dict(self.moved(op, n).pairs) for n in self._holders} for op in (Op.PULL, Op.PUSH))
         return Work(seconds, pulls, pushes, {}, self.commit_s())
@@ -584,13 +594,15 @@ class ProfileBlocks:
     """What blocks hold, as a profile's lines over the tokens say; see `cost.memory.Blocks`."""
 
     def __init__(self, costs: Costs) -> None:
-        self.outline, self.buckets = costs.outline, costs.buckets
-        self.itemsize, self.hidden_bytes = costs.sizes.itemsize, costs.sizes.hidden_bytes
+        self.outline = costs.outline
+        self.buckets = costs.buckets
+        self.itemsize = costs.sizes.itemsize
+        self.hidden_bytes = costs.sizes.hidden_bytes
         self._templates = dict(zip(costs.outline.blocks, costs.profile.blocks, strict=True))
         self._first = next(iter(costs.cluster.types))
         self._pieces = costs.pieces
-        known = costs.profile.of(self._first).pieces.values()
-        self._aux_bytes = next((each[AUX].kept for each in known if AUX in each), 0.0)
+        by_kind = costs.profile.of(self._first).pieces.values()
+        self._aux_bytes = next((pieces[AUX].kept for pieces in by_kind if AUX in pieces), 0.0)
 
     def _piece(self, template: str, degree: Degree, recompute: bool) -> Piece:
         return self._pieces(self._first, Kind(degree.tp, degree.sequence_parallel, recompute))[template]
@@ -606,17 +618,17 @@ class ProfileBlocks:
             kept = max(0, round(piece.kept * tokens) - output)
             working = round(piece.fixed + piece.working * tokens)
             return Footprint(output, kept, frozenset(), output + kept + working, working, gradients)
-        held = piece.held
+        lines = piece.held
         output, saved, forward, backward = (
-            max(0, round(fixed + each * tokens))
-            for fixed, each in (held.output, held.saved, held.forward, held.backward)
+            max(0, round(fixed + per_token * tokens))
+            for fixed, per_token in (lines.output, lines.saved, lines.forward, lines.backward)
         )
-        return Footprint(output, saved, frozenset(held.keeps), forward, backward, gradients)
+        return Footprint(output, saved, frozenset(lines.keeps), forward, backward, gradients)
 
     def adds(self, block: str, degree: Degree, recompute: bool) -> bool:
         """See `Blocks`."""
-        held = self._piece(self._templates[block], degree, recompute).held
-        return held is not None and held.added
+        lines = self._piece(self._templates[block], degree, recompute).held
+        return lines is not None and lines.added
 
     def aux_bytes(self, batch: MicroBatch) -> int:
         """See `Blocks`."""
@@ -627,7 +639,9 @@ class _Curves(Sequence[MemoryCurve]):
     """Every rank's memory over time, walked when it is asked for."""
 
     def __init__(self, costs: Costs, strategy: Strategy, assignment: Assignment, timeline: Timeline) -> None:
-        self._costs, self._strategy, self._timeline = costs, strategy, timeline
+        self._costs = costs
+        self._strategy = strategy
+        self._timeline = timeline
         self._batches = micro_batches_of(strategy, assignment)
 
     def __len__(self) -> int:

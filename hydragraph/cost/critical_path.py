@@ -53,10 +53,10 @@ class CriticalPath:
     @property
     def by_kind(self) -> dict[str, float]:
         """Seconds of each kind, the largest first."""
-        found: dict[str, float] = {}
+        seconds: dict[str, float] = {}
         for step in self.steps:
-            found[step.kind] = found.get(step.kind, 0.0) + step.seconds
-        return dict(sorted(found.items(), key=lambda item: -item[1]))
+            seconds[step.kind] = seconds.get(step.kind, 0.0) + step.seconds
+        return dict(sorted(seconds.items(), key=lambda item: -item[1]))
 
     def __str__(self) -> str:
         total = sum(step.seconds for step in self.steps)
@@ -94,7 +94,7 @@ def critical_path(actors: Sequence[Actor], times: Sequence[Times]) -> CriticalPa
 
 def _chain(times: Sequence[Times]) -> Iterator[tuple[int, int]]:
     """Yield (actor, instruction) from the last end back."""
-    ends = [(max(each.end), a) for a, each in enumerate(times) if len(each.end)]
+    ends = [(max(own.end), a) for a, own in enumerate(times) if len(own.end)]
     if not ends:
         return
     end, a = max(ends, key=lambda pair: (pair[0], -pair[1]))
@@ -112,32 +112,36 @@ def _together(actors: Sequence[Actor], one: tuple[int, int], two: tuple[int, int
 
 
 def _step(actors: Sequence[Actor], times: Sequence[Times], run: Sequence[tuple[int, int]]) -> Step:
-    (a, first), (b, last) = run[0], run[-1]
-    each = [actors[x].program.instructions[i] for x, i in run]
-    begin, end = times[a].begin[first], times[b].end[last]
+    a, first = run[0]
+    b, last = run[-1]
+    instructions = [actors[x].program.instructions[i] for x, i in run]
+    begin = times[a].begin[first]
+    end = times[b].end[last]
     # What slower transfers of others cost is told where it is more than a rounding.
     alone = sum(times[x].alone.get(i, 0.0) for x, i in run)
-    taken = sum(times[x].end[i] - times[x].begin[i] for x, i in run)
-    shared = f", {taken / alone:.2f} x as long as alone, for sharing links" if alone and taken > 1.01 * alone else ""
-    return Step(_KINDS.get(each[0].op, each[0].op.value), _words(actors[a], each) + shared, begin, end)
+    took = sum(times[x].end[i] - times[x].begin[i] for x, i in run)
+    shared = f", {took / alone:.2f} x as long as alone, for sharing links" if alone and took > 1.01 * alone else ""
+    op = instructions[0].op
+    return Step(_KINDS.get(op, op.value), _words(actors[a], instructions) + shared, begin, end)
 
 
-def _words(actor: Actor, each: Sequence[Instruction]) -> str:
-    op, where = each[0].op, actor.name
+def _words(actor: Actor, run: Sequence[Instruction]) -> str:
+    op = run[0].op
+    where = actor.name
     if actor.pipeline is not None:
         where = f"{where} (pipeline {actor.pipeline}, stage {actor.stage})"
     if op in (Op.FORWARD, Op.BACKWARD):
-        forwards = {i.micro_batch for i in each if i.op is Op.FORWARD}
-        backwards = {i.micro_batch for i in each if i.op is Op.BACKWARD}
+        forwards = {i.micro_batch for i in run if i.op is Op.FORWARD}
+        backwards = {i.micro_batch for i in run if i.op is Op.BACKWARD}
         parts = [
             f"{len(s)} {name}{'s' * (len(s) != 1)}" for s, name in ((forwards, "forward"), (backwards, "backward")) if s
         ]
         layers = f" of layers {actor.layers[0]}-{actor.layers[1] - 1}" if actor.layers[1] > actor.layers[0] else ""
         return f"{where} computes {' and '.join(parts)}{layers}"
     if op in (Op.PULL, Op.PUSH):
-        names = f"{each[0].target}" if len(each) == 1 else f"{len(each)} buckets, {each[0].target} to {each[-1].target}"
+        names = f"{run[0].target}" if len(run) == 1 else f"{len(run)} buckets, {run[0].target} to {run[-1].target}"
         return f"{where} {'pulls' if op is Op.PULL else 'pushes'} {names}"
     if op is Op.SEND:
-        what = "hidden states" if each[0].reads[0].kind is Kind.ACTIVATION else "gradients"
-        return f"{where} sends {what} of {len(each)} micro-batch{'es' * (len(each) != 1)} to the next stage"
+        what = "hidden states" if run[0].reads[0].kind is Kind.ACTIVATION else "gradients"
+        return f"{where} sends {what} of {len(run)} micro-batch{'es' * (len(run) != 1)} to the next stage"
     return f"{where}: {op.value}"

@@ -66,10 +66,10 @@ class Table:
     @cached_property
     def _lines(self) -> tuple[tuple[float, tuple[tuple[float, float], ...]], ...]:
         """(length, ((tokens, seconds), ...)), both ascending."""
-        found: dict[float, list[tuple[float, float]]] = {}
+        by_length: dict[float, list[tuple[float, float]]] = {}
         for sequences, tokens, seconds in self.rows:
-            found.setdefault(tokens / sequences, []).append((float(tokens), seconds))
-        return tuple((length, tuple(sorted(points))) for length, points in sorted(found.items()))
+            by_length.setdefault(tokens / sequences, []).append((float(tokens), seconds))
+        return tuple((length, tuple(sorted(points))) for length, points in sorted(by_length.items()))
 
     def seconds(self, lengths: Sequence[int]) -> float:
         """Return the seconds of a micro-batch of sequences of these lengths.
@@ -88,12 +88,14 @@ class Table:
                 remedy="measure larger micro-batches, or cut this one",
             )
         length = sum(n * n for n in lengths) / tokens
-        at = bisect_left([each for each, _ in self._lines], length)
+        at = bisect_left([measured for measured, _ in self._lines], length)
         if at == 0 or at == len(self._lines):
             return _on_line(self._lines[min(at, len(self._lines) - 1)][1], tokens)
-        (low, below), (high, above) = self._lines[at - 1], self._lines[at]
-        one, two = _on_line(below, tokens), _on_line(above, tokens)
-        return one + (two - one) * (length - low) / (high - low)
+        low, below = self._lines[at - 1]
+        high, above = self._lines[at]
+        shorter = _on_line(below, tokens)
+        longer = _on_line(above, tokens)
+        return shorter + (longer - shorter) * (length - low) / (high - low)
 
     def constants(self) -> Constants:
         """Return constants that come near it, which search goes by; tables of one length show no quadratic part."""
@@ -106,9 +108,9 @@ class Table:
         rows /= np.array([x for _, _, x in self.rows if x > 0])[:, None]  # so that short ones count as much
         used = [1, 2] if len(self._lines) == 1 else [0, 1, 2]
         scale = np.linalg.norm(rows[:, used], axis=0)
-        found = np.zeros(3)
-        found[used] = nnls(rows[:, used] / scale, np.ones(len(rows)))[0] / scale
-        a, b, c = found.tolist()
+        constants = np.zeros(3)
+        constants[used] = nnls(rows[:, used] / scale, np.ones(len(rows)))[0] / scale
+        a, b, c = constants.tolist()
         return Constants(a, b, c)
 
     def times(self, factor: float) -> Table:
@@ -135,5 +137,6 @@ def _on_line(points: tuple[tuple[float, float], ...], tokens: float) -> float:
     if len(points) == 1:
         return points[0][1] * tokens / points[0][0]
     i = min(max(1, bisect_left([at for at, _ in points], tokens)), len(points) - 1)
-    (low, early), (high, late) = points[i - 1], points[i]
+    low, early = points[i - 1]
+    high, late = points[i]
     return max(0.0, early + (late - early) * (tokens - low) / (high - low))

@@ -50,18 +50,18 @@ def _of_type(
     rate = kind.flops_per_s * efficiency
     representatives = {block.template: block for block in program.blocks}
     pieces = {
-        each: {
+        stage_kind: {
             AUX: Piece.apart(Constants(0.0, 0.0, 0.0), Constants(0.0, 0.0, 0.0)),
-            **{template: _piece(program, block, each, rate) for template, block in representatives.items()},
+            **{template: _piece(program, block, stage_kind, rate) for template, block in representatives.items()},
         }
-        for each in _kinds(program, len(cluster.devices), degrees)
+        for stage_kind in _kinds(program, len(cluster.devices), degrees)
     }
     elements = sum(bucket.size for bucket in program.buckets)
     frozen = sum(bucket.size for bucket in program.buckets if not bucket.learns)
     return Profile(
         name=f"datasheet of {name or 'the devices'} at {efficiency:.0%} of {kind.flops_per_s / 1e12:.4g} TFLOP/s",
         schemes={},
-        util={each.tp: 1 for each in pieces},
+        util={stage_kind.tp: 1 for stage_kind in pieces},
         blocks=tuple(block.template for block in program.blocks),
         pieces=pieces,
         device=Device(name, float(kind.memory_bytes), elements, program.dtype.itemsize, frozen),
@@ -86,7 +86,10 @@ def _piece(program: Program, block: Block, kind: Kind, rate: float) -> Piece:
         a, b, parameters, frozen = _operations(program, block, kind.tp)
     except Unsupported:  # this degree does not cut this block; who asks for it is told when it is lowered
         a, b, parameters, frozen = _operations(program, block, 1)
-        a, b, parameters, frozen = a / kind.tp, b / kind.tp, parameters // kind.tp, frozen // kind.tp
+        a /= kind.tp
+        b /= kind.tp
+        parameters //= kind.tp
+        frozen //= kind.tp
     forward = Constants(a / rate, b / rate, 0.0)
     again = forward.times(1.0) if kind.recompute else Constants(0.0, 0.0, 0.0)
     backward = Constants(2 * forward.a + again.a, 2 * forward.b + again.b, 0.0)
@@ -104,7 +107,9 @@ def _operations(program: Program, block: Block, tp: int) -> tuple[float, float, 
     graph = program.templates[block.template].graph.graph
     looked_up = {n.args[0].name for n in graph.nodes if n.target is torch.ops.aten.embedding.default}  # type: ignore[union-attr]
     nodes = [n.name for n in graph.nodes if n.op == "placeholder"]
-    linear, parameters, frozen = 0.0, 0, 0
+    linear = 0.0
+    parameters = 0
+    frozen = 0
     for node, name in zip(nodes, block.parameters, strict=False):
         shape = program.parameters[name].local_shape(tp, tp - 1)  # the last rank holds the larger part
         parameters += math.prod(shape)
@@ -118,7 +123,8 @@ def _attention(node: fx.Node) -> float:
     """Return the operations per token^2."""
     if node.target is not torch.ops.hydragraph.varlen_attention.default:
         return 0.0
-    query, causal = node.args[0], node.args[5]
+    query = node.args[0]
+    causal = node.args[5]
     heads, size = value_of(query).shape[1:]  # type: ignore[arg-type]
     return 4.0 * int(heads) * int(size) / (2 if causal else 1)
 

@@ -58,11 +58,13 @@ class Engine:
     """One run."""
 
     def __init__(self, actors: Sequence[Actor], cluster: Cluster, work: Priced) -> None:
-        self.actors, self._work = actors, work
+        self.actors = actors
+        self._work = work
         group = np.zeros(len(cluster.devices), dtype=np.int64)
         for a, actor in enumerate(actors):
             group[list(actor.ranks)] = a
-        self._roads, self._flows = Roads(cluster, group), Flows()
+        self._roads = Roads(cluster, group)
+        self._flows = Flows()
         self._group = group.tolist()
         self._passages: dict[Transfers, Passage] = {}
         sizes = [len(actor.program.instructions) for actor in actors]
@@ -73,8 +75,9 @@ class Engine:
         self._durations = [_durations(actor, work) for actor in actors]
         self._arriving = [{} if actor.pipeline is None else _receives(actor) for actor in actors]
         self._meetings: dict[tuple[Op, str], _Meeting] = {}
-        self._at = [0] * len(actors)  # in the compute queue
-        self._clock, self._latest = [0.0] * len(actors), [-1] * len(actors)
+        self._at = [0] * len(actors)  # how far each actor is in its compute queue
+        self._clock = [0.0] * len(actors)  # when its last computation ended
+        self._latest = [-1] * len(actors)  # and which that was
         self._queues = [(actor.program.pulls, actor.program.pushes, actor.program.sends) for actor in actors]
         self._next = [[0, 0, 0] for _ in actors]
         self._free: list[list[float]] = [[0.0, 0.0, 0.0] for _ in actors]  # UNKNOWN while one is under way
@@ -127,34 +130,51 @@ class Engine:
                 self._transfer(a, queue)
 
     def _compute(self, a: int) -> None:
-        program, times, durations = self.actors[a].program, self.times[a], self._durations[a]
-        queue, needs, begin, end = program.compute, program.needs, times.begin, times.end
-        by_actor, by_index = times.actor, times.index
-        at, clock, latest = self._at[a], self._clock[a], self._latest[a]
+        """Run an actor's computations for as long as all that they wait for has a known end."""
+        program = self.actors[a].program
+        times = self.times[a]
+        durations = self._durations[a]
+        # Local names: this loop runs once per instruction, of which there are millions.
+        queue = program.compute
+        needs = program.needs
+        begin = times.begin
+        end = times.end
+        by_actor = times.actor
+        by_index = times.index
+        at = self._at[a]
+        clock = self._clock[a]
+        latest = self._latest[a]
         while at < len(queue):
             i = queue[at]
-            ready, cause = clock, latest
+            ready = clock
+            cause = latest
             for need in needs[i]:
-                known = end[need]
-                if known < 0:
+                made_at = end[need]
+                if made_at < 0:
                     ready = UNKNOWN
                     break
-                if known > ready:
-                    ready, cause = known, need
+                if made_at > ready:
+                    ready = made_at
+                    cause = need
             if ready < 0:
                 break
             seconds = durations[i]
             if seconds < 0:
                 if not self._commit(a, i, ready, cause):
                     break
-                at, clock, latest = self._at[a], self._clock[a], self._latest[a]
+                # The commit has moved every actor on, this one too.
+                at = self._at[a]
+                clock = self._clock[a]
+                latest = self._latest[a]
                 continue
             begin[i] = ready
             clock = end[i] = ready + seconds
             by_actor[i], by_index[i] = (a, cause) if cause >= 0 else (-1, -1)
             latest = i
             at += 1
-        self._at[a], self._clock[a], self._latest[a] = at, clock, latest
+        self._at[a] = at
+        self._clock[a] = clock
+        self._latest[a] = latest
 
     def _commit(self, a: int, i: int, ready: float, cause: int) -> bool:
         """Let an actor come to the commit, which waits for its transfers; say whether all are there."""
@@ -162,18 +182,21 @@ class Engine:
             return False
         other, index = self._other[a]
         if other > ready:
-            ready, cause = other, index
+            ready = other
+            cause = index
         self._committing[a] = (ready, i, a, cause)
         if len(self._committing) < self._committers:
             return False
-        last = max(self._committing.values(), key=lambda each: each[0])
+        last = max(self._committing.values(), key=lambda arrival: arrival[0])
         over = last[0] + self._work.commit_s()
         for b, (_, j, _, _) in self._committing.items():
             times = self.times[b]
-            times.begin[j], times.end[j] = last[0], over
+            times.begin[j] = last[0]
+            times.end[j] = over
             times.actor[j], times.index[j] = (last[2], last[3]) if last[3] >= 0 else (-1, -1)
             self._at[b] += 1 if b != a else 0
-            self._clock[b], self._latest[b] = over, j
+            self._clock[b] = over
+            self._latest[b] = j
             if b != a:
                 self._dirty.append(b)
         self._at[a] = self.actors[a].program.compute.index(i) + 1
@@ -183,13 +206,15 @@ class Engine:
         """Begin the next transfer of a queue, if the one before it has ended and what it waits for is made."""
         while self._next[a][queue] < len(self._queues[a][queue]) and self._free[a][queue] >= 0:
             i = self._queues[a][queue][self._next[a][queue]]
-            ready, cause = self._free[a][queue], self._before[a][queue]
+            ready = self._free[a][queue]
+            cause = self._before[a][queue]
             end = self.times[a].end
             for need in self.actors[a].program.needs[i]:
                 if end[need] < 0:
                     return
                 if end[need] > ready:
-                    ready, cause = end[need], need
+                    ready = end[need]
+                    cause = need
             self._free[a][queue] = UNKNOWN
             self._next[a][queue] += 1
             if queue == _SEND:
@@ -209,21 +234,25 @@ class Engine:
         self, a: int, i: int, ready: float, cause: tuple[int, int], seconds: float, used: tuple[tuple[int, float], ...]
     ) -> None:
         times = self.times[a]
-        times.begin[i], times.alone[i] = ready, seconds
+        times.begin[i] = ready
+        times.alone[i] = seconds
         times.actor[i], times.index[i] = cause if cause[1] >= 0 else (-1, -1)
         self._flows.begin(ready, Flow(a, i, seconds, used))
 
     def _enter(self, a: int, i: int, ready: float, cause: int) -> None:
         """Let an actor enter an exchange; whoever has all its partners there begins."""
-        each = self.actors[a].program.instructions[i]
-        meeting = self._meeting(each.op, each.target)
+        instruction = self.actors[a].program.instructions[i]
+        meeting = self._meeting(instruction.op, instruction.target)
         row = meeting.passage.partners[a]
         if not row[a]:
             self._begin(a, i, ready, (a, cause), 0.0, ())
             return
         meeting.entered[a] = (i, a, cause)
+        # Every partner waits for the last of its own partners, and partners differ: groups that exchange nothing with
+        # each other do not wait for each other.
         later = row & (meeting.latest < ready)
-        meeting.latest[later], meeting.last[later] = ready, a
+        meeting.latest[later] = ready
+        meeting.last[later] = a
         meeting.left[row] -= 1
         for b in np.flatnonzero(row & (meeting.left == 0)).tolist():
             last = int(meeting.last[b])
@@ -245,11 +274,13 @@ class Engine:
         return self._meetings[op, bucket]
 
     def _finish(self, a: int, i: int, now: float) -> None:
-        times, actor = self.times[a], self.actors[a]
+        times = self.times[a]
+        actor = self.actors[a]
         op = actor.program.instructions[i].op
         queue = {Op.PULL: _PULL, Op.PUSH: _PUSH, Op.SEND: _SEND}[op]
         times.end[i] = now
-        self._free[a][queue], self._before[a][queue] = now, i
+        self._free[a][queue] = now
+        self._before[a][queue] = i
         self._close(a, i, now)
         if op is Op.SEND:
             self._arrive(a, i, now)
@@ -265,6 +296,7 @@ class Engine:
         actor = self.actors[a]
         message, turn = actor.program.messages[i]
         target = actor.following if message.ahead else actor.previous
+        # Where the other stage has more ranks, this one sends several times: only the last of these completes it.
         if (turn + 1) * len(actor.ranks) < len(target):
             return
         b = self._group[target[0]]
@@ -273,7 +305,8 @@ class Engine:
             return
         times = self.times[b]
         times.begin[index] = times.end[index] = now
-        times.actor[index], times.index[index] = a, i
+        times.actor[index] = a
+        times.index[index] = i
         self._close(b, index, now)
 
 
@@ -284,19 +317,19 @@ def _receives(actor: Actor) -> dict[Message, int]:
 
 def _durations(actor: Actor, work: Priced) -> list[float]:
     """Return the seconds of every instruction of the compute queue; -1 for the commit, which all come to."""
-    program, count = actor.program, actor.micro_batches
-    found = [0.0] * len(program.instructions)
+    program = actor.program
+    durations = [0.0] * len(program.instructions)
     tables: dict[tuple[Op, str], Sequence[float]] = {}
     for i in program.compute:
-        each = program.instructions[i]
-        if each.op is Op.COMMIT:
-            found[i] = -1.0
-        elif each.op is Op.UPDATE:
-            found[i] = max(work.update_s(rank) for rank in actor.ranks)
-        elif each.op in (Op.FORWARD, Op.BACKWARD):
-            assert each.micro_batch is not None, "a computation has a micro-batch"
-            key = (each.op, each.target)
+        instruction = program.instructions[i]
+        if instruction.op is Op.COMMIT:
+            durations[i] = -1.0
+        elif instruction.op is Op.UPDATE:
+            durations[i] = max(work.update_s(rank) for rank in actor.ranks)
+        elif instruction.op in (Op.FORWARD, Op.BACKWARD):
+            assert instruction.micro_batch is not None, "a computation has a micro-batch"
+            key = (instruction.op, instruction.target)
             if key not in tables:
-                tables[key] = work.computing(each.op, each.target, actor.ranks, count)
-            found[i] = tables[key][each.micro_batch]
-    return found
+                tables[key] = work.computing(instruction.op, instruction.target, actor.ranks, actor.micro_batches)
+            durations[i] = tables[key][instruction.micro_batch]
+    return durations

@@ -78,8 +78,8 @@ def advice(costs: Costs, found: Fit, assignment: Assignment) -> str:
         tokens = costs.max_len(pipeline)
         if tokens > 0:
             return f"shorter micro-batches: at most {tokens:,} tokens fit pipeline {place.pipeline}"
-    held = found.memory[rank]
-    if held.state + held.shard > held.total / 2:
+    memory = found.memory[rank]
+    if memory.state + memory.shard > memory.total / 2:
         return "more ranks, which share the state: what is held at home alone takes more than half"
     return "a higher tensor-parallel degree or more stages: the stage's own weights and gradients are too much"
 

@@ -24,6 +24,9 @@ Lengths = tuple[int, ...]  # of the sequences of a micro-batch
 
 WORST_RESIDUAL = 0.25  # root mean square relative error beyond which constants are not to be used
 LEAST_QUADRATIC = 1e-3  # of the longest micro-batch's time; below it, rounding alone may have made a
+QUADRATIC = 0  # columns of what is fitted: sum of l^2 (a), sum of l (b), and 1 (c)
+LINEAR = 1
+ONCE = 2
 PLATEAU = 0.85  # UtilLen: this part of the plateau of tokens/s (Hydraulis, section 6)
 
 
@@ -77,15 +80,17 @@ def fit_work(micro_batches: Sequence[Sequence[int]], seconds: Sequence[float], q
     Raises:
         ValueError: fewer measurements than constants, or a time that is not above 0.
     """
-    rows, taken = _features(micro_batches), _positive(seconds, 3 if quadratic else 2)
-    used = [0, 1, 2] if quadratic else [1, 2]
-    found = np.zeros(3)
-    found[used] = _nnls(rows[:, used], taken)
-    predicted = rows @ found
-    longest = int(np.argmax(rows[:, 0]))
-    part = found[0] * rows[longest, 0] / predicted[longest] if predicted[longest] > 0 else 0.0
-    a, b, c = found.tolist()
-    return Fit(a, b, c, _residual(predicted, taken), float(part))
+    rows = _features(micro_batches)
+    measured = _positive(seconds, 3 if quadratic else 2)
+    used = [QUADRATIC, LINEAR, ONCE] if quadratic else [LINEAR, ONCE]
+    constants = np.zeros(3)
+    constants[used] = _nnls(rows[:, used], measured)
+    predicted = rows @ constants
+    longest = int(np.argmax(rows[:, QUADRATIC]))
+    attention = constants[QUADRATIC] * rows[longest, QUADRATIC]
+    part = attention / predicted[longest] if predicted[longest] > 0 else 0.0
+    a, b, c = constants.tolist()
+    return Fit(a, b, c, _residual(predicted, measured), float(part))
 
 
 @dataclass(frozen=True)
@@ -98,13 +103,13 @@ class LinkFit:
 
 def fit_link(sizes: Sequence[int], seconds: Sequence[float]) -> LinkFit | None:
     """Fit latency and bandwidth to what messages of several sizes [bytes] took; None where no bandwidth shows."""
-    taken = _positive(seconds, 2)
+    measured = _positive(seconds, 2)
     rows = np.stack([np.ones(len(sizes)), np.asarray(sizes, dtype=np.float64)], axis=1)
-    latency, per_byte = _nnls(rows, taken)
+    latency, per_byte = _nnls(rows, measured)
     if per_byte <= 0:
         return None
     link = Link(bytes_per_s=float(1 / per_byte), latency_s=float(latency))
-    return LinkFit(link, _residual(rows @ np.array([latency, per_byte]), taken))
+    return LinkFit(link, _residual(rows @ np.array([latency, per_byte]), measured))
 
 
 def util_len(micro_batches: Sequence[Sequence[int]], seconds: Sequence[float], fit: Fit) -> int:
@@ -113,15 +118,16 @@ def util_len(micro_batches: Sequence[Sequence[int]], seconds: Sequence[float], f
     The quadratic part is taken off first: it grows with the length of sequences, not with how many are packed. Between
     measured token counts the speed is interpolated; where the shortest micro-batch is fast already, it is the answer.
     """
-    rows, taken = _features(micro_batches), _positive(seconds, 1)
-    linear = np.maximum(taken - fit.a * rows[:, 0], 1e-3 * taken)
-    tokens = np.unique(rows[:, 1])
-    speed = np.array([t / linear[rows[:, 1] == t].mean() for t in tokens])
-    wanted = PLATEAU * speed.max()
-    first = int(np.argmax(speed >= wanted))
+    rows = _features(micro_batches)
+    measured = _positive(seconds, 1)
+    linear = np.maximum(measured - fit.a * rows[:, QUADRATIC], 1e-3 * measured)
+    tokens = np.unique(rows[:, LINEAR])
+    speed = np.array([t / linear[rows[:, LINEAR] == t].mean() for t in tokens])
+    useful = PLATEAU * speed.max()
+    first = int(np.argmax(speed >= useful))
     if first == 0:
         return int(tokens[0])
-    return int(np.ceil(np.interp(wanted, speed[first - 1 : first + 1], tokens[first - 1 : first + 1])))
+    return int(np.ceil(np.interp(useful, speed[first - 1 : first + 1], tokens[first - 1 : first + 1])))
 
 
 def token_counts(longest: int, multiple: int, points: int = 6, span: int = 64) -> tuple[int, ...]:
@@ -186,23 +192,25 @@ def fit_profile(
         blocks: the template of every block of the model, in order.
         schemes: to fit.
         device: where it was measured.
-        found: by kind of stage, plain stages of every scheme's degree among them.
+        found: what was measured, by kind of stage; plain stages of every scheme's degree are among them.
         messages: bytes and seconds; none where there is one rank.
         more: other fields of the profile.
     """
-    unfit, util, pieces = {}, {}, {}
-    for kind, each in found.items():
-        if len(each.rows) < 3:
+    unfit = {}
+    util = {}
+    pieces = {}
+    for kind, measured in found.items():
+        if len(measured.rows) < 3:
             unfit[kind] = "the device's memory holds micro-batches of so few tokens only that nothing can be fitted"
             continue
-        whole = each.total(blocks)
-        fit = fit_work(each.rows, whole)
+        whole = measured.total(blocks)
+        fit = fit_work(measured.rows, whole)
         if fit.failure is not None:
             unfit[kind] = f"the fit failed: {fit.failure}"
         else:
-            pieces[kind] = {template: _fitted(m, each.rows) for template, m in each.times.items()}
+            pieces[kind] = {template: _fitted(m, measured.rows) for template, m in measured.times.items()}
         if kind == Kind(kind.tp):
-            util[kind.tp] = util_len(each.rows, whole, fit)
+            util[kind.tp] = util_len(measured.rows, whole, fit)
     fits = {s: _slowest(blocks, s, found[Kind(s[0])], util[s[0]]) for s in schemes if s[0] in util}
     failed = {s: unfit[Kind(s[0])] for s in schemes if s not in fits}
     failed |= {s: f"its fit failed: {fit.failure}" for s, fit in fits.items() if fit.failure}
@@ -239,7 +247,8 @@ def _fitted(measured: Measured, rows: Sequence[Lengths]) -> Piece:
 def _slowest(blocks: Sequence[str], scheme: Scheme, measured: Measurements, useful: int) -> Fit:
     """Fit every stage of a scheme; return the one that is slowest for a sequence of UtilLen tokens."""
     stages = regular_pipeline(*scheme, len(blocks) - 2, 0)
-    fits, first = [], 1
+    fits = []
+    first = 1  # block 0 is the prologue, which the first stage computes beside its layers
     for i, stage in enumerate(stages):
         last = first + stage.layers
         span = blocks[(0 if i == 0 else first) : (last + 1 if i == len(stages) - 1 else last)]
@@ -263,15 +272,15 @@ def _notes(fits: Mapping[Scheme, Fit], messages: Sequence[tuple[int, float]], li
 
 
 def _features(micro_batches: Sequence[Sequence[int]]) -> NDArray[np.float64]:
-    """Return [sum of l^2, sum of l, 1] of each."""
+    """Return [sum of l^2, sum of l, 1] of each micro-batch: columns QUADRATIC, LINEAR and ONCE."""
     return np.array([[float(sum(n * n for n in m)), float(sum(m)), 1.0] for m in micro_batches])
 
 
 def _positive(seconds: Sequence[float], least: int) -> NDArray[np.float64]:
-    taken = np.asarray(seconds, dtype=np.float64)
-    if len(taken) < least or not bool((taken > 0).all()):
-        raise ValueError(f"{len(taken)} measurements for {least} constants: give at least as many, each above 0 s")
-    return taken
+    measured = np.asarray(seconds, dtype=np.float64)
+    if len(measured) < least or not bool((measured > 0).all()):
+        raise ValueError(f"{len(measured)} measurements for {least} constants: give at least as many, each above 0 s")
+    return measured
 
 
 def _nnls(rows: NDArray[np.float64], seconds: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -279,8 +288,8 @@ def _nnls(rows: NDArray[np.float64], seconds: NDArray[np.float64]) -> NDArray[np
     relative = rows / seconds[:, None]
     scale = np.linalg.norm(relative, axis=0)
     scale[scale == 0] = 1.0
-    found, _ = nnls(relative / scale, np.ones(len(seconds)))
-    return np.asarray(found / scale, dtype=np.float64)
+    scaled, _ = nnls(relative / scale, np.ones(len(seconds)))
+    return np.asarray(scaled / scale, dtype=np.float64)
 
 
 def _residual(predicted: NDArray[np.float64], seconds: NDArray[np.float64]) -> float:

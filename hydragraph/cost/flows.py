@@ -22,8 +22,13 @@ class Flow:
     __slots__ = ("actor", "index", "left", "rate", "since", "used", "version")
 
     def __init__(self, actor: int, index: int, seconds: float, used: Used) -> None:
-        self.actor, self.index, self.left, self.used = actor, index, seconds, used
-        self.rate, self.since, self.version = 0.0, 0.0, 0
+        self.actor = actor
+        self.index = index
+        self.left = seconds
+        self.used = used
+        self.rate = 0.0
+        self.since = 0.0
+        self.version = 0  # grows whenever its rate changes: an end that was computed before no longer counts
 
 
 class Flows:
@@ -54,7 +59,8 @@ class Flows:
         heapq.heappush(self._events, (at, self._turn, version, flow))
 
     def _join(self, now: float, flow: Flow) -> None:
-        flow.since, slowed = now, {flow}
+        flow.since = now
+        slowed = {flow}
         for resource, part in flow.used:
             users = self._users.setdefault(resource, set())
             users.add(flow)
@@ -80,6 +86,7 @@ class Flows:
             if rate == flow.rate:
                 continue
             flow.left = max(0.0, flow.left - (now - flow.since) * flow.rate)
-            flow.since, flow.rate = now, rate
+            flow.since = now
+            flow.rate = rate
             flow.version += 1
             self._push(now + flow.left / rate, flow.version, flow)

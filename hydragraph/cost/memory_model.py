@@ -40,7 +40,8 @@ class MemoryModel:
     def states_bytes(self, scheme: Scheme, devices: int) -> float:
         """Return the bytes of weights, gradients and optimizer state on one device of the first stage."""
         tp, pp = scheme
-        layer, alpha = self.layers * self.hidden**2 * self.states, self.sharded
+        layer = self.layers * self.hidden**2 * self.states
+        alpha = self.sharded
         embedding = self.hidden * self.vocab * (FUSED_EMBEDDING_BYTES if pp == 1 else EMBEDDING_BYTES)
         return layer * (alpha / devices + (1 - alpha) / (pp * tp)) + embedding * (alpha / devices + (1 - alpha) / tp)
 

@@ -68,17 +68,17 @@ class ModelSizes:
         """Return the sizes of a captured model."""
         from hydragraph.cost.footprint import token_bytes
 
-        found = []
+        weights = []
         for bucket in program.buckets:
             tensors = []
             for p in bucket.parameters:
                 cut = p.rule
                 rule = Rule(cut.dim, tuple(cut.segments), cut.unit, cut.heads) if cut is not None else None
                 tensors.append(Tensor(p.name, tuple(map(int, p.shape)), rule))
-            found.append(Weights(bucket.name, tuple(tensors), tuple(bucket.blocks), bucket.learns))
+            weights.append(Weights(bucket.name, tuple(tensors), tuple(bucket.blocks), bucket.learns))
         first = program.templates[program.blocks[0].template].graph
         blocks = tuple(block.name for block in program.blocks)
-        return cls(blocks, tuple(found), token_bytes(first), program.dtype.itemsize, tuple(program.heads))
+        return cls(blocks, tuple(weights), token_bytes(first), program.dtype.itemsize, tuple(program.heads))
 
     @classmethod
     def rough(cls, sizes: tuple[int, ...], hidden_bytes: int, itemsize: int) -> ModelSizes:
@@ -105,14 +105,16 @@ class ModelSizes:
         """Return the buckets as links are made from."""
         from hydragraph.ir.parameter import Bucket, Parameter, ShardRule
 
-        found = []
-        for each in self.weights:
+        buckets = []
+        for weights in self.weights:
             parameters = tuple(
-                Parameter(t.name, t.shape, rule=ShardRule(**asdict(t.rule)) if t.rule else None, trainable=each.learns)
-                for t in each.tensors
+                Parameter(
+                    t.name, t.shape, rule=ShardRule(**asdict(t.rule)) if t.rule else None, trainable=weights.learns
+                )
+                for t in weights.tensors
             )
-            found.append(Bucket(each.name, parameters, each.blocks, each.learns))
-        return tuple(found)
+            buckets.append(Bucket(weights.name, parameters, weights.blocks, weights.learns))
+        return tuple(buckets)
 
     def to_record(self) -> dict[str, Any]:
         """Return what JSON can hold."""
@@ -122,16 +124,16 @@ class ModelSizes:
     def from_record(cls, data: Mapping[str, Any]) -> ModelSizes:
         """Read what `to_record` returned."""
         weights = []
-        for each in data["weights"]:
+        for record in data["weights"]:
             tensors = tuple(
                 Tensor(
                     t["name"],
                     tuple(t["shape"]),
                     t["rule"] and Rule(**{**t["rule"], "segments": tuple(t["rule"]["segments"])}),
                 )
-                for t in each["tensors"]
+                for t in record["tensors"]
             )
-            weights.append(Weights(each["name"], tensors, tuple(each["blocks"]), each["learns"]))
+            weights.append(Weights(record["name"], tensors, tuple(record["blocks"]), record["learns"]))
         return cls(
             tuple(data["blocks"]), tuple(weights), data["hidden_bytes"], data["itemsize"], tuple(data.get("heads", ()))
         )

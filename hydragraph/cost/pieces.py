@@ -136,8 +136,8 @@ class PricedStage:
     @property
     def seconds(self) -> Constants:
         """The sum of its pieces'."""
-        each = [piece.seconds for piece in self.pieces]
-        return Constants(sum(k.a for k in each), sum(k.b for k in each), sum(k.c for k in each))
+        of_pieces = [piece.seconds for piece in self.pieces]
+        return Constants(sum(k.a for k in of_pieces), sum(k.b for k in of_pieces), sum(k.c for k in of_pieces))
 
     def max_len(self, device: Device, devices: int) -> int:
         """Return the tokens for which its rank's memory suffices."""
@@ -146,7 +146,7 @@ class PricedStage:
         weights = 0 if alone and device.itemsize == 4 else local * device.itemsize
         learning = local - sum(piece.frozen for piece in self.pieces)
         home = HOME_BYTES * (device.elements - device.frozen) + FROZEN_BYTES * device.frozen
-        held = home / devices + weights + (0 if alone else learning * GRADIENT_BYTES)
-        held += max(piece.fixed for piece in self.pieces)
+        constant = home / devices + weights + (0 if alone else learning * GRADIENT_BYTES)
+        constant += max(piece.fixed for piece in self.pieces)
         per_token = self.in_flight * sum(p.kept for p in self.pieces) + max(p.working for p in self.pieces)
-        return max(0, math.floor((device.memory - held) / per_token)) if per_token > 0 else 0
+        return max(0, math.floor((device.memory - constant) / per_token)) if per_token > 0 else 0

@@ -131,17 +131,17 @@ class Profile:
         Raises:
             ValueError: they are of different models, or two of them of one type.
         """
-        every = [replace(each, others=()) for p in profiles for each in (p, *p.others)]
+        every = [replace(profile, others=()) for p in profiles for profile in (p, *p.others)]
         if not every:
             raise ValueError("no profiles: give at least one to merge")
         first = every[0]
-        for each in every[1:]:
-            if each.blocks != first.blocks:
+        for other in every[1:]:
+            if other.blocks != first.blocks:
                 raise ValueError(
-                    f"profiles {first.name} and {each.name} are of different models ({len(first.blocks)} and "
-                    f"{len(each.blocks)} blocks, or others): measure one model on every type of device"
+                    f"profiles {first.name} and {other.name} are of different models ({len(first.blocks)} and "
+                    f"{len(other.blocks)} blocks, or others): measure one model on every type of device"
                 )
-        types = [each.type for each in every]
+        types = [profile.type for profile in every]
         for name in types:
             if types.count(name) > 1:
                 raise ValueError(
@@ -155,15 +155,15 @@ class Profile:
         Raises:
             Unsupported: nothing was.
         """
-        for each in (self, *self.others):
-            if each.type == type_:
-                return each
+        for profile in (self, *self.others):
+            if profile.type == type_:
+                return profile
         if not self.others and not (self.type and type_):  # one of the two has no types
             return self
         raise Unsupported(
             f"device type {type_!r} was not measured",
             where=f"profile {self.name}",
-            remedy=f"use {', '.join(repr(each.type) for each in (self, *self.others))} in the cluster, or measure it: "
+            remedy=f"use {', '.join(repr(p.type) for p in (self, *self.others))} in the cluster, or measure it: "
             f"hydragraph profile --type {type_} there, and hg.Profile.merge",
         )
 
@@ -189,8 +189,8 @@ class Profile:
             return self.sizes
         if self.blocks and self.pieces and self.device is not None:
             kind = min(self.pieces)
-            each = tuple(self.pieces[kind][t].parameters * kind.tp for t in self.blocks)
-            return ModelSizes.rough(each, 0, self.device.itemsize)
+            of_blocks = tuple(self.pieces[kind][t].parameters * kind.tp for t in self.blocks)
+            return ModelSizes.rough(of_blocks, 0, self.device.itemsize)
         if self.memory is not None:
             hidden = self.memory.hidden
             layer = round(hidden**2 * self.memory.states / HOME_BYTES)
@@ -208,14 +208,14 @@ class Profile:
         """Read what `save` wrote."""
         data = json.loads(Path(path).read_text(encoding="utf-8"))
         try:
-            others = tuple(cls(**profile_record.loaded(each)) for each in data.get("others", ()))
+            others = tuple(cls(**profile_record.loaded(record)) for record in data.get("others", ()))
             return cls(**profile_record.loaded(data), others=others)
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{path}: no profile ({error!r}); write one with hydragraph profile") from error
 
     def save(self, path: str | Path) -> None:
         """Write it as JSON."""
-        data = profile_record.saved({each.name: getattr(self, each.name) for each in fields(self)})
+        data = profile_record.saved({f.name: getattr(self, f.name) for f in fields(self)})
         Path(path).write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
 
     @property
@@ -234,11 +234,11 @@ class Profile:
         if scheme in self.schemes:
             return self.schemes[scheme]
         why = self.failed.get(scheme, "it was not measured")
-        known = ", ".join(f"<tp{tp},pp{pp}>" for tp, pp in sorted(self.schemes))
+        measured = ", ".join(f"<tp{tp},pp{pp}>" for tp, pp in sorted(self.schemes))
         raise Unsupported(
             f"scheme <tp{scheme[0]},pp{scheme[1]}>: {why}",
             where=f"profile {self.name}",
-            remedy=f"use a measured scheme ({known}), or measure it: hydragraph profile --schemes "
+            remedy=f"use a measured scheme ({measured}), or measure it: hydragraph profile --schemes "
             f"tp{scheme[0]}pp{scheme[1]}",
         )
 
@@ -292,7 +292,8 @@ class Profile:
     def pipeline(self, scheme: Scheme, devices: int) -> PipelineCost:
         """Return what the planner needs of a pipeline of this scheme among `devices` devices."""
         k = self.constants(scheme)
-        limit, useful = self.max_len(scheme, devices), self.util_len(scheme)
+        limit = self.max_len(scheme, devices)
+        useful = self.util_len(scheme)
         return PipelineCost(k.a, k.b, k.c, scheme[1], limit, min(useful, max(limit, 1)), scheme[0] * scheme[1])
 
     def pipeline_of(self, pipeline: Pipeline, devices: int) -> PipelineCost:
@@ -332,22 +333,23 @@ class Profile:
             slowest.a, slowest.b, slowest.c, len(stages), limit, min(useful, max(limit, 1)), len(pipeline.devices)
         )
 
-    def _stages(self, given: Sequence[tuple[Kind, int]]) -> tuple[PricedStage, ...]:
-        """Add up the pieces of every stage of a pipeline."""
+    def _stages(self, kinds: Sequence[tuple[Kind, int]]) -> tuple[PricedStage, ...]:
+        """Add up the pieces of every stage of a pipeline, of which the kind and the number of layers are given."""
         if not self.blocks:
-            raise self._unmeasured("it has constants of whole schemes only, not of blocks", given[0][0])
-        found, first = [], 1
-        for i, (kind, count) in enumerate(given):
+            raise self._unmeasured("it has constants of whole schemes only, not of blocks", kinds[0][0])
+        stages = []
+        first = 1  # block 0 is the prologue, which the first stage computes beside its layers
+        for i, (kind, count) in enumerate(kinds):
             if kind not in self.pieces:
                 why = self.unfit.get(kind, "they were not measured")
                 raise self._unmeasured(f"stage {i}: stages of kind {kind.text}: {why}", kind)
             last = first + count
-            span = self.blocks[(0 if i == 0 else first) : (last + 1 if i == len(given) - 1 else last)]
-            known = self.pieces[kind]
-            pieces = tuple(known[t] for t in (*span, *([AUX] if AUX in known else [])))
-            found.append(PricedStage(kind, pieces, len(given) - i))
+            span = self.blocks[(0 if i == 0 else first) : (last + 1 if i == len(kinds) - 1 else last)]
+            of_template = self.pieces[kind]
+            pieces = tuple(of_template[t] for t in (*span, *([AUX] if AUX in of_template else [])))
+            stages.append(PricedStage(kind, pieces, len(kinds) - i))
             first = last
-        return tuple(found)
+        return tuple(stages)
 
     def _max_len(self, stages: Sequence[PricedStage], devices: int) -> int:
         """Return how many tokens a micro-batch of this pipeline may have under 1F1B."""
@@ -366,8 +368,8 @@ class Profile:
     def pipelines(self, schemes: Sequence[Scheme]) -> tuple[PipelineCost, ...]:
         """Return them for a strategy's schemes, in their order; its devices are their sum."""
         devices = sum(tp * pp for tp, pp in schemes)
-        known = {scheme: self.pipeline(scheme, devices) for scheme in dict.fromkeys(schemes)}
-        return tuple(known[scheme] for scheme in schemes)
+        by_scheme = {scheme: self.pipeline(scheme, devices) for scheme in dict.fromkeys(schemes)}
+        return tuple(by_scheme[scheme] for scheme in schemes)
 
 
 def _alike(k: Constants) -> StageCost:
@@ -382,5 +384,5 @@ def _regular(scheme: Scheme, layers: int) -> list[tuple[Kind, int]]:
 def _scheme_of(pipeline: Pipeline) -> Scheme | None:
     """Return the scheme of a regular pipeline of plain stages; None for any other."""
     scheme = pipeline.stages[0].tp, len(pipeline.stages)
-    given = [(Kind(s.tp, s.sequence_parallel, s.recompute), s.layers) for s in pipeline.stages]
-    return scheme if given == _regular(scheme, pipeline.layers) else None
+    stages = [(Kind(s.tp, s.sequence_parallel, s.recompute), s.layers) for s in pipeline.stages]
+    return scheme if stages == _regular(scheme, pipeline.layers) else None

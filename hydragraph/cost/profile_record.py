@@ -16,8 +16,9 @@ from hydragraph.spec.cluster import Link
 
 def saved(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Return a profile's fields as what JSON can hold."""
-    memory, device, link = fields["memory"], fields["device"], fields["link"]
-    pieces, others = fields["pieces"].items(), fields["others"]
+    memory = fields["memory"]
+    device = fields["device"]
+    link = fields["link"]
     return {
         **fields,
         "schemes": {_text(s): asdict(k) for s, k in fields["schemes"].items()},
@@ -26,7 +27,10 @@ def saved(fields: Mapping[str, Any]) -> dict[str, Any]:
         "limits": {_text(s): tokens for s, tokens in fields["limits"].items()},
         "failed": {_text(s): why for s, why in fields["failed"].items()},
         "blocks": list(fields["blocks"]),
-        "pieces": {kind.text: {t: _piece_record(piece) for t, piece in each.items()} for kind, each in pieces},
+        "pieces": {
+            kind.text: {t: _piece_record(piece) for t, piece in pieces.items()}
+            for kind, pieces in fields["pieces"].items()
+        },
         "unfit": {kind.text: why for kind, why in fields["unfit"].items()},
         "device": asdict(device) if device else None,
         "link": asdict(link) if link else None,
@@ -36,14 +40,16 @@ def saved(fields: Mapping[str, Any]) -> dict[str, Any]:
         "sizes": fields["sizes"] and fields["sizes"].to_record(),
         "update": fields["update"] and list(fields["update"]),
         "others": [
-            saved({each.name: getattr(other, each.name) for each in dataclass_fields(other)}) for other in others
+            saved({f.name: getattr(other, f.name) for f in dataclass_fields(other)}) for other in fields["others"]
         ],
     }
 
 
 def loaded(data: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields that `saved` returned; those that only measured profiles have may be missing."""
-    memory, device, link = data["memory"], data.get("device"), data.get("link")
+    memory = data["memory"]
+    device = data.get("device")
+    link = data.get("link")
     return {
         "name": data["name"],
         "schemes": {_scheme(s): Constants(**k) for s, k in data["schemes"].items()},
@@ -54,8 +60,8 @@ def loaded(data: Mapping[str, Any]) -> dict[str, Any]:
         "failed": {_scheme(s): why for s, why in data["failed"].items()},
         "blocks": tuple(data.get("blocks", ())),
         "pieces": {
-            Kind.parse(kind): {t: _read_piece(p) for t, p in each.items()}
-            for kind, each in data.get("pieces", {}).items()
+            Kind.parse(kind): {t: _read_piece(p) for t, p in pieces.items()}
+            for kind, pieces in data.get("pieces", {}).items()
         },
         "unfit": {Kind.parse(kind): why for kind, why in data.get("unfit", {}).items()},
         "device": device and Device(**device),
@@ -72,7 +78,7 @@ def loaded(data: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _piece_record(piece: Piece) -> dict[str, Any]:
-    curves = {name: curve_record(each) for name in ("forward", "backward") if (each := getattr(piece, name))}
+    curves = {name: curve_record(curve) for name in ("forward", "backward") if (curve := getattr(piece, name))}
     kept = {f.name: getattr(piece, f.name) for f in dataclass_fields(piece) if f.name not in ("forward", "backward")}
     return {**kept, "seconds": curve_record(piece.seconds), "held": piece.held and asdict(piece.held), **curves}
 
@@ -80,10 +86,10 @@ def _piece_record(piece: Piece) -> dict[str, Any]:
 def _read_piece(data: Mapping[str, Any]) -> Piece:
     """Read a piece; those of older files have neither curves of their own nor details of what they hold."""
     curves = {name: read_curve(data[name]) for name in ("forward", "backward") if data.get(name)}
-    held = data.get("held")
-    details = held and Held(
+    record = data.get("held")
+    details = record and Held(
         **{  # type: ignore[arg-type]
-            k: tuple(v) if isinstance(v, list) else v for k, v in held.items()
+            k: tuple(v) if isinstance(v, list) else v for k, v in record.items()
         }
     )
     rest = {"seconds": Constants(**data["seconds"]), "reduced": tuple(data.get("reduced", (0, 0))), "held": details}
@@ -96,12 +102,13 @@ def published(entry: Mapping[str, Any]) -> dict[str, Any]:
     failed: dict[Scheme, str] = {}
     for row in entry["schemes"]:
         scheme = (int(row["tp"]), int(row["pp"]))
-        found = Constants(row["a_ms_per_token2"] / 1e3, row["b_ms_per_token"] / 1e3, row["c_ms"] / 1e3)
-        if found.failed:
-            failed[scheme] = f"its fit failed (a = {found.a:g}, b = {found.b:g}, c = {found.c:g})"
+        k = Constants(row["a_ms_per_token2"] / 1e3, row["b_ms_per_token"] / 1e3, row["c_ms"] / 1e3)
+        if k.failed:
+            failed[scheme] = f"its fit failed (a = {k.a:g}, b = {k.b:g}, c = {k.c:g})"
         else:
-            schemes[scheme] = found
-    model, memory = entry["model"], entry["memory"]
+            schemes[scheme] = k
+    model = entry["model"]
+    memory = entry["memory"]
     return {
         "name": str(entry["name"]),
         "schemes": schemes,
@@ -139,7 +146,7 @@ def _scheme(text: str) -> Scheme:
     return int(tp), int(pp)
 
 
-def _gaps(given: Mapping[str, float], per_node: int) -> tuple[tuple[int, float], ...]:
+def _gaps(by_name: Mapping[str, float], per_node: int) -> tuple[tuple[int, float], ...]:
     """Return (up to so many devices, bytes), ascending; "node" is any number of devices from a node's on."""
-    sizes = {per_node if name == "node" else int(name.removeprefix("gpu")): float(v) for name, v in given.items()}
+    sizes = {per_node if name == "node" else int(name.removeprefix("gpu")): float(v) for name, v in by_name.items()}
     return tuple(sorted(sizes.items()))

@@ -21,17 +21,21 @@ def pipeline_end(early: Rows, forward: Rows, backward: Rows, ahead: Rows, back: 
         back: seconds of its gradient, from stage s + 1 to s [S - 1][V].
         schedule: "1f1b" or "gpipe".
     """
-    stages, count = len(forward), len(forward[0]) if forward else 0
+    stages = len(forward)
+    count = len(forward[0]) if forward else 0
     if not count:
         return 0.0
     ends_f: list[list[float]] = [[] for _ in range(stages)]
     ends_b: list[list[float]] = [[] for _ in range(stages)]
     clock = [0.0] * stages
     left = 2 * stages * count
+    # As in `planner.one_f_one_b`: each stage goes on until it waits for a neighbour, round after round.
     while left:
         for s in range(stages):
             most = count if schedule == "gpipe" else min(stages - s, count)
-            mine_f, mine_b, now = ends_f[s], ends_b[s], clock[s]
+            mine_f = ends_f[s]
+            mine_b = ends_b[s]
+            now = clock[s]
             while len(mine_b) < count:
                 m = len(mine_f)
                 if m < count and m - len(mine_b) < most:

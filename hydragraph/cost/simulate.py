@@ -61,21 +61,22 @@ class _Ranks(Sequence[tuple[Span, ...]]):
         first = self._timeline.actors[a].program.instructions
         if len(instructions) == len(first):
             rows = zip(instructions, times.begin, times.end, strict=True)
-            return tuple(Span(i, each, begin, end) for i, (each, begin, end) in enumerate(rows))
+            return tuple(Span(i, instruction, begin, end) for i, (instruction, begin, end) in enumerate(rows))
         return tuple(_aligned(instructions, first, times))
 
 
 def _aligned(instructions: Sequence[Instruction], first: Sequence[Instruction], times: Times) -> Iterator[Span]:
     """Give a rank that sends less often than the first of its stage the times of what it shares with it."""
-    at, end = 0, 0.0
-    for i, each in enumerate(instructions):
-        if each.op is Op.FREE:
-            yield Span(i, each, end, end)
+    at = 0
+    end = 0.0
+    for i, instruction in enumerate(instructions):
+        if instruction.op is Op.FREE:
+            yield Span(i, instruction, end, end)
             continue
-        while first[at].op is Op.FREE or (first[at].op is Op.SEND and each.op is not Op.SEND):
+        while first[at].op is Op.FREE or (first[at].op is Op.SEND and instruction.op is not Op.SEND):
             at += 1
-        yield Span(i, each, times.begin[at], times.end[at])
-        if each.stream is Stream.COMPUTE:
+        yield Span(i, instruction, times.begin[at], times.end[at])
+        if instruction.stream is Stream.COMPUTE:
             end = times.end[at]
         at += 1
 
@@ -109,7 +110,7 @@ class Timeline:
     @cached_property
     def seconds(self) -> float:
         """When the last instruction ends."""
-        return max((max(each.end, default=0.0) for each in self.times), default=0.0)
+        return max((max(times.end, default=0.0) for times in self.times), default=0.0)
 
     @cached_property
     def critical_path(self) -> CriticalPath:
@@ -133,14 +134,14 @@ class Timeline:
 
     @cached_property
     def _busy(self) -> list[dict[Stream, float]]:
-        found = []
+        by_actor = []
         for actor, times in zip(self.actors, self.times, strict=True):
             busy: dict[Stream, float] = {}
-            for each, begin, end in zip(actor.program.instructions, times.begin, times.end, strict=True):
+            for instruction, begin, end in zip(actor.program.instructions, times.begin, times.end, strict=True):
                 if end > begin:
-                    busy[each.stream] = busy.get(each.stream, 0.0) + end - begin
-            found.append(busy)
-        return found
+                    busy[instruction.stream] = busy.get(instruction.stream, 0.0) + end - begin
+            by_actor.append(busy)
+        return by_actor
 
     def exposed_s(self, rank: int, stream: Stream) -> float:
         """Return how long a rank's computation, or its commit, waits for what a stream brings.
@@ -151,13 +152,13 @@ class Timeline:
         return self._exposed(self.actor_of[rank]).get(stream, 0.0)
 
     def _exposed(self, a: int) -> dict[Stream, float]:
-        known: dict[int, dict[Stream, float]] = self.__dict__.setdefault("_waited", {})
-        if a not in known:
+        by_actor: dict[int, dict[Stream, float]] = self.__dict__.setdefault("_waited", {})
+        if a not in by_actor:
             waited: dict[Stream, float] = {}
             for stream, seconds in _waits(self.actors[a].program.instructions, self.times[a]):
                 waited[stream] = waited.get(stream, 0.0) + seconds
-            known[a] = waited
-        return known[a]
+            by_actor[a] = waited
+        return by_actor[a]
 
     @property
     def bubble(self) -> float:
@@ -193,25 +194,25 @@ class Timeline:
 
 def _waits(instructions: Sequence[Instruction], times: Times) -> Iterator[tuple[Stream, float]]:
     """Yield each wait of a rank's computation: for which stream, and its seconds."""
-    made: dict[Value, int] = {}
+    maker: dict[Value, int] = {}
     latest: dict[Stream, int] = {}
     free = 0.0  # when computation could go on
-    for i, each in enumerate(instructions):
-        if each.op is Op.FREE:
+    for i, instruction in enumerate(instructions):
+        if instruction.op is Op.FREE:
             continue
-        if each.stream is Stream.COMPUTE:
-            needed = [made[value] for value in each.after]
-            if each.op is Op.COMMIT:
+        if instruction.stream is Stream.COMPUTE:
+            needed = [maker[value] for value in instruction.after]
+            if instruction.op is Op.COMMIT:
                 needed = [latest[stream] for stream in (Stream.PULL, Stream.PUSH, Stream.P2P) if stream in latest]
             for other in needed:
                 if times.end[other] > free:
                     yield instructions[other].stream, times.end[other] - free
                     free = times.end[other]
             free = max(free, times.end[i])
-        if each.stream not in latest or times.end[i] >= times.end[latest[each.stream]]:
-            latest[each.stream] = i
-        for value in each.writes:
-            made[value] = i
+        if instruction.stream not in latest or times.end[i] >= times.end[latest[instruction.stream]]:
+            latest[instruction.stream] = i
+        for value in instruction.writes:
+            maker[value] = i
 
 
 def simulate(programs: Sequence[RankProgram], cluster: Cluster, work: Priced) -> Timeline:

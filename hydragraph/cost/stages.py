@@ -99,28 +99,31 @@ class StageCost:
     @property
     def constants(self) -> Constants:
         """Constants of forward and backward together, for search: of the kind of rank with the largest b."""
-        found = []
+        by_rank_kind = []
         for i, (one, two) in enumerate(zip(self.forward, self.backward, strict=True)):
             a = b = c = 0.0
             for times, curve in (*one, *two, *(self.aux[i] if self.aux else ())):
                 k = curve.constants() if isinstance(curve, Table) else curve
-                a, b, c = a + times * k.a, b + times * k.b, c + times * k.c
+                a += times * k.a
+                b += times * k.b
+                c += times * k.c
             for ring in self.rings or ():
-                each = ring.times * 2 * (ring.ranks - 1)
-                b += each * ring.token_bytes / ring.ranks / ring.link.bytes_per_s
-                c += each * ring.link.latency_s
-            found.append(Constants(a, b, c))
-        return max(found, key=lambda k: (k.b, k.a, k.c))
+                messages = ring.times * 2 * (ring.ranks - 1)
+                b += messages * ring.token_bytes / ring.ranks / ring.link.bytes_per_s
+                c += messages * ring.link.latency_s
+            by_rank_kind.append(Constants(a, b, c))
+        return max(by_rank_kind, key=lambda k: (k.b, k.a, k.c))
 
 
 def stages_end(stages: Sequence[StageCost], micro_batches: Sequence[Sequence[int]], schedule: str = "1f1b") -> float:
     """Return when a pipeline ends, whose micro-batches have sequences of these lengths and run in this order."""
     if not micro_batches:
         return 0.0
-    known: dict[tuple[int, ...], list[tuple[float, float, float, float, float]]] = {}
+    # Equal micro-batches cost the same: of each different one, the five seconds that `pipeline_end` asks for, by stage.
+    priced: dict[tuple[int, ...], list[tuple[float, float, float, float, float]]] = {}
     for m in dict.fromkeys(map(tuple, micro_batches)):
         tokens = sum(m)
-        known[m] = [
+        priced[m] = [
             (
                 *stage.apart(m),
                 stage.ahead.seconds(tokens) if stage.ahead else 0.0,
@@ -129,8 +132,9 @@ def stages_end(stages: Sequence[StageCost], micro_batches: Sequence[Sequence[int
             for stage in stages
         ]
     early, forward, backward, ahead, back = (
-        [[known[tuple(m)][s][part] for m in micro_batches] for s in range(len(stages))] for part in range(5)
+        [[priced[tuple(m)][s][part] for m in micro_batches] for s in range(len(stages))] for part in range(5)
     )
+    # A message that holds up its sender is as if the sender computed for so much longer.
     if any(stage.ahead is not None and stage.ahead.blocking for stage in stages):
         nothing = [0.0] * len(micro_batches)
         forward = [[a + b for a, b in zip(*rows, strict=True)] for rows in zip(forward, ahead, strict=True)]

@@ -28,15 +28,15 @@ def write_events(per_rank: Iterable[Iterable[Event]], path: Path) -> None:
         path: a .json file.
     """
     streams = [stream.value for stream in Stream]
-    found: list[dict[str, Any]] = []
+    records: list[dict[str, Any]] = []
     every = [list(events) for events in per_rank]
     first = min((event.begin for events in every for event in events), default=0.0)
     for rank, events in enumerate(every):
-        found.append({"ph": "M", "pid": rank, "name": "process_name", "args": {"name": f"rank {rank}"}})
+        records.append({"ph": "M", "pid": rank, "name": "process_name", "args": {"name": f"rank {rank}"}})
         for thread, stream in enumerate(streams):
-            found.append({"ph": "M", "pid": rank, "tid": thread, "name": "thread_name", "args": {"name": stream}})
+            records.append({"ph": "M", "pid": rank, "tid": thread, "name": "thread_name", "args": {"name": stream}})
         for event in events:
-            found.append(
+            records.append(
                 {
                     "ph": "X",
                     "pid": rank,
@@ -47,4 +47,4 @@ def write_events(per_rank: Iterable[Iterable[Event]], path: Path) -> None:
                     "args": {"step": event.step},
                 }
             )
-    path.write_text(json.dumps({"traceEvents": found, "displayTimeUnit": "ms"}), encoding="utf-8")
+    path.write_text(json.dumps({"traceEvents": records, "displayTimeUnit": "ms"}), encoding="utf-8")

@@ -70,12 +70,13 @@ class Roads:
     A resource is a number: ports of groups out (0 .. G-1) and in (G .. 2G-1), then cards out, then cards in.
 
     Args:
-        cluster: of all ranks.
+        cluster: one device per rank, their nodes and links.
         group: which group each rank is in [R].
     """
 
     def __init__(self, cluster: Cluster, group: Ints) -> None:
-        self._cluster, self._group = cluster, group
+        self._cluster = cluster
+        self._group = group
         self._groups = int(group.max(initial=-1)) + 1
         nodes = np.array([device.node for device in cluster.devices], dtype=np.int64)
         self._node = nodes
@@ -98,16 +99,17 @@ class Roads:
             first.setdefault(kind, []).append(number)
         self._of_kind = first
         self._links: dict[tuple[int, int, bool], Link] = {}
-        self._known: dict[tuple[Pair, ...], tuple[tuple[Link, tuple[int, ...], tuple[int, ...]], ...]] = {}
+        self._ways_of: dict[tuple[Pair, ...], tuple[tuple[Link, tuple[int, ...], tuple[int, ...]], ...]] = {}
 
     def link_seconds(self, src: Ints, dst: Ints, size: Floats) -> tuple[Floats, Floats, Floats]:
         """Return, of every message, its seconds alone, those of them in which it travels, and those it fills a card."""
         across = self._node[src] != self._node[dst]
         code = (self._kind[src] * self._kinds + self._kind[dst]) * 2 + across
         alone, moving, filling = (np.zeros(len(src)) for _ in range(3))
-        for each in np.unique(code):
-            link = self._link(*divmod(int(each) // 2, self._kinds), across=bool(each % 2))
-            at = code == each
+        # As many links as there are pairs of kinds of nodes, not as there are messages.
+        for pair in np.unique(code):
+            link = self._link(*divmod(int(pair) // 2, self._kinds), across=bool(pair % 2))
+            at = code == pair
             if link.points:
                 speed = np.interp(np.log(size[at]), *np.array([(np.log(s), v) for s, v in link.points]).T)
             else:
@@ -127,9 +129,12 @@ class Roads:
 
     def passage(self, moved: Transfers) -> Passage:
         """Return what an exchange takes, whose messages all begin together."""
-        groups, ranks = self._groups, len(self._node)
+        groups = self._groups
+        ranks = len(self._node)
         kept = moved.size > 0
-        src, dst, size = moved.src[kept], moved.dst[kept], moved.size[kept]
+        src = moved.src[kept]
+        dst = moved.dst[kept]
+        size = moved.size[kept]
         alone, moving, filling = self.link_seconds(src, dst, size)
         across = self._node[src] != self._node[dst]
         leave = np.bincount(self._card[src[across]], filling[across], self._cards)
@@ -142,7 +147,8 @@ class Roads:
         seconds = np.zeros(groups)
         np.maximum.at(seconds, self._group, rank_s)
         partners = np.zeros((groups, groups), dtype=np.bool_)
-        one, other = self._group[src], self._group[dst]
+        one = self._group[src]
+        other = self._group[dst]
         partners[one, other] = partners[other, one] = True
         taking = partners.any(1)
         partners[taking, taking] = True
@@ -151,26 +157,28 @@ class Roads:
     def _occupied(
         self, src: Ints, dst: Ints, moving: Floats, filling: Floats, across: NDArray[np.bool_], seconds: Floats
     ) -> tuple[tuple[tuple[int, float], ...], ...]:
-        groups, ranks = self._groups, len(self._node)
-        found: list[list[tuple[int, float]]] = [[] for _ in range(groups)]
+        groups = self._groups
+        ranks = len(self._node)
+        used: list[list[tuple[int, float]]] = [[] for _ in range(groups)]
         for base, at in ((0, src), (groups, dst)):  # the busiest port of a group stands for all
             busiest = np.zeros(groups)
             np.maximum.at(busiest, self._group, np.bincount(at, moving, ranks))
             for g in np.flatnonzero(busiest):
-                found[g].append((base + int(g), float(busiest[g] / seconds[g])))
+                used[g].append((base + int(g), float(busiest[g] / seconds[g])))
         for base, at in ((2 * groups, src), (2 * groups + self._cards, dst)):
             code, place = np.unique(self._group[at[across]] * self._cards + self._card[at[across]], return_inverse=True)
-            for each, used in zip(code.tolist(), np.bincount(place, filling[across], len(code)).tolist(), strict=True):
-                g, card = divmod(each, self._cards)
-                found[g].append((base + card, used / float(seconds[g])))
-        return tuple(map(tuple, found))
+            for pair, busy in zip(code.tolist(), np.bincount(place, filling[across], len(code)).tolist(), strict=True):
+                g, card = divmod(pair, self._cards)
+                used[g].append((base + card, busy / float(seconds[g])))
+        return tuple(map(tuple, used))
 
     def message(self, pairs: tuple[Pair, ...], size: float) -> tuple[float, tuple[tuple[int, float], ...]]:
         """Return what messages of one size, each between ranks of its own, take together, and what they occupy."""
-        if pairs not in self._known:
-            self._known[pairs] = self._ways(pairs)
-        seconds, used = 0.0, dict[int, float]()
-        for link, ports, cards in self._known[pairs]:
+        if pairs not in self._ways_of:
+            self._ways_of[pairs] = self._ways(pairs)
+        seconds = 0.0
+        used: dict[int, float] = {}
+        for link, ports, cards in self._ways_of[pairs]:
             moving = size / link.bandwidth(size) if size > 0 else 0.0
             seconds = max(seconds, link.latency_s + moving)
             for port in ports:
@@ -178,16 +186,17 @@ class Roads:
             for card in cards:
                 used[card] = used.get(card, 0.0) + size / max(link.bytes_per_s, link.bandwidth(size))
                 seconds = max(seconds, link.latency_s + used[card])
-        return seconds, tuple((port, each / seconds) for port, each in used.items() if each > 0)
+        return seconds, tuple((resource, busy / seconds) for resource, busy in used.items() if busy > 0)
 
     def _ways(self, pairs: tuple[Pair, ...]) -> tuple[tuple[Link, tuple[int, ...], tuple[int, ...]], ...]:
         """Return, for every pair, its link, and the ports and cards that it goes through."""
-        found = []
+        ways = []
+        groups = self._groups
         for a, b in pairs:
-            link, groups = self._cluster.link(a, b), self._groups
+            link = self._cluster.link(a, b)
             ports = (int(self._group[a]), groups + int(self._group[b]))
             cards: tuple[int, ...] = ()
             if self._node[a] != self._node[b]:
                 cards = (2 * groups + int(self._card[a]), 2 * groups + self._cards + int(self._card[b]))
-            found.append((link, ports, cards))
-        return tuple(found)
+            ways.append((link, ports, cards))
+        return tuple(ways)

@@ -22,23 +22,23 @@ def what_if(costs: Costs, text: str) -> Costs:
     Raises:
         ValueError: it is none of these, or names what is not there.
     """
-    found = _FORM.fullmatch(text.strip())
+    change = _FORM.fullmatch(text.strip())
     try:
-        factor = float(found["factor"]) if found else 0.0
+        factor = float(change["factor"]) if change else 0.0
     except ValueError:
         factor = 0.0
-    if found is None or not factor > 0:
+    if change is None or not factor > 0:
         raise ValueError(f"{text!r} changes nothing that is known: write {FORMS}")
-    if found["link"]:
-        return costs.changed(cluster=costs.cluster.scaled(found["link"], factor))
-    if found["kind"] == "type":
-        if found["name"] not in costs.cluster.types:
+    if change["link"]:
+        return costs.changed(cluster=costs.cluster.scaled(change["link"], factor))
+    if change["kind"] == "type":
+        if change["name"] not in costs.cluster.types:
             raise ValueError(f"{text!r}: the cluster has types {', '.join(sorted(costs.cluster.types))}")
-        ranks = [r for r in range(costs.ranks) if costs.cluster.type_of(r) == found["name"]]
+        ranks = [r for r in range(costs.ranks) if costs.cluster.type_of(r) == change["name"]]
     else:
-        if not found["name"].isdecimal() or int(found["name"]) >= costs.ranks:
+        if not change["name"].isdecimal() or int(change["name"]) >= costs.ranks:
             raise ValueError(f"{text!r}: the cluster has ranks 0 to {costs.ranks - 1}")
-        ranks = [int(found["name"])]
+        ranks = [int(change["name"])]
     if factor < 1:
         raise ValueError(f"{text!r}: a device is at most as fast as a healthy one: give a factor of at least 1")
     rates = dict(costs.health.rates)

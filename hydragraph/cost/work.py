@@ -60,8 +60,8 @@ class Work:
         """See `Priced`."""
 
         def of(rank: int, m: int) -> float:
-            found = self.seconds.get((op, block, rank, m))
-            return self.seconds.get((op, block, rank), 0.0) if found is None else found
+            own = self.seconds.get((op, block, rank, m))
+            return self.seconds.get((op, block, rank), 0.0) if own is None else own
 
         return [max(of(rank, m) for rank in ranks) for m in range(micro_batches)]
 
@@ -90,7 +90,8 @@ class Without:
     """Work of which some parts cost nothing; "ending" is commit and update."""
 
     def __init__(self, work: Priced, *parts: Part) -> None:
-        self._work, self._parts = work, frozenset(parts)
+        self._work = work
+        self._parts = frozenset(parts)
 
     def computing(self, op: Op, block: str, ranks: Sequence[int], micro_batches: int) -> Sequence[float]:
         """See `Priced`."""

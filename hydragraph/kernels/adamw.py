@@ -56,7 +56,8 @@ def _adamw(  # type: ignore[no-untyped-def]
         gradient = -gradient
     moment = tl.load(moments + index, mask=inside, other=0.0)
     # The two forms of torch.lerp: each is exact at its end.
-    near, far = moment + first_rate * (gradient - moment), gradient - (gradient - moment) * (1.0 - first_rate)
+    near = moment + first_rate * (gradient - moment)
+    far = gradient - (gradient - moment) * (1.0 - first_rate)
     moment = tl.where(first_rate < 0.5, near, far)
     square = tl.load(squares + index, mask=inside, other=0.0) * second_keep
     square += second_rate * gradient * gradient
@@ -81,7 +82,8 @@ class Settings:
     def numbers(self, step: int) -> tuple[float, ...]:
         """Return the kernel's numbers for one step, from 1, computed in double precision."""
         first, second = self.betas
-        size, root = self.lr / (1 - first**step), (1 - second**step) ** 0.5
+        size = self.lr / (1 - first**step)
+        root = (1 - second**step) ** 0.5
         return (1 - self.lr * self.weight_decay, 1 - first, second, 1 - second, size, root, self.eps)
 
 
@@ -246,9 +248,12 @@ class AdamW(torch.optim.AdamW):
                 self.state[p].update(step=torch.tensor(0.0), exp_avg=moment.view_as(p), exp_avg_sq=square.view_as(p))
 
     def _shard(self, p: Tensor) -> Shard:
-        state, gradient = self.state[p], p.grad
+        state = self.state[p]
+        gradient = p.grad
         assert gradient is not None
-        moment, square, step = state["exp_avg"], state["exp_avg_sq"], int(state["step"])
+        moment = state["exp_avg"]
+        square = state["exp_avg_sq"]
+        step = int(state["step"])
         return Shard(p.detach(), gradient, moment, square, self._copies.get(p), step)
 
 

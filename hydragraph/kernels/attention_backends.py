@@ -125,7 +125,8 @@ class _FlashAttn:
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, starts: Tensor, longest: Tensor, causal: bool, scale: float
     ) -> tuple[Tensor, Tensor]:
-        bounds, most = starts.to(torch.int32), _longest(starts, longest)
+        bounds = starts.to(torch.int32)
+        most = _longest(starts, longest)
         q, k, v = (_dense(x) for x in (q, k, v))
         out, lse, *_ = _flash_attn()._flash_attn_varlen_forward(
             *(q, k, v, bounds, bounds, most, most, 0.0, scale), causal=causal
@@ -142,7 +143,8 @@ class _FlashAttn:
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v, out, lse = saved
-        bounds, most = starts.to(torch.int32), _longest(starts, longest)
+        bounds = starts.to(torch.int32)
+        most = _longest(starts, longest)
         dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
         inputs = (_dense(grad), _dense(q), _dense(k), _dense(v), out, lse.T.contiguous(), dq, dk, dv)
         _flash_attn()._flash_attn_varlen_backward(
@@ -169,7 +171,8 @@ class _TorchFlash:
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, starts: Tensor, longest: Tensor, causal: bool, scale: float
     ) -> tuple[Tensor, Tensor]:
-        bounds, most = starts.to(torch.int32), _longest(starts, longest)
+        bounds = starts.to(torch.int32)
+        most = _longest(starts, longest)
         q, k, v = (_dense(x) for x in (q, k, v))
         out, lse, *_ = aten._flash_attention_forward(
             q, k, v, bounds, bounds, most, most, 0.0, causal, False, scale=scale
@@ -186,9 +189,11 @@ class _TorchFlash:
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v, out, lse = saved
-        bounds, most = starts.to(torch.int32), _longest(starts, longest)
+        bounds = starts.to(torch.int32)
+        most = _longest(starts, longest)
         # Without dropout the kernel reads neither the random state nor the tensor after it.
-        state, unused = torch.zeros(2, dtype=torch.uint64, device=q.device), torch.empty(0, device=q.device)
+        state = torch.zeros(2, dtype=torch.uint64, device=q.device)
+        unused = torch.empty(0, device=q.device)
         dq, dk, dv = aten._flash_attention_backward(
             *(_dense(grad), _dense(q), _dense(k), _dense(v), out, lse.T.contiguous()),
             *(bounds, bounds, most, most, 0.0, causal, state, unused),
@@ -251,7 +256,8 @@ class _Loop:
                 causal,
                 scale=scale,
             )
-            out[a:b], lse[a:b] = _tokens_first(o), s.transpose(1, 2).flatten(0, 1)
+            out[a:b] = _tokens_first(o)
+            lse[a:b] = s.transpose(1, 2).flatten(0, 1)
         return out, lse
 
     def backward(
@@ -267,7 +273,7 @@ class _Loop:
         group = q.shape[1] // k.shape[1]
         dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
         for a, b, n in runs(starts):
-            found = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            gradients = aten._scaled_dot_product_flash_attention_for_cpu_backward(
                 _heads_first(grad[a:b], n),
                 _heads_first(q[a:b], n),
                 _heads_first(k[a:b], n, group),
@@ -278,7 +284,7 @@ class _Loop:
                 causal,
                 scale=scale,
             )
-            dq[a:b], dk[a:b], dv[a:b] = (_tokens_first(x, g) for x, g in zip(found, (1, group, group), strict=True))
+            dq[a:b], dk[a:b], dv[a:b] = (_tokens_first(x, g) for x, g in zip(gradients, (1, group, group), strict=True))
         return dq, dk, dv
 
 
@@ -292,14 +298,18 @@ def spans(starts: Tensor) -> Iterator[tuple[int, int]]:
 
 def runs(starts: Tensor) -> Iterator[tuple[int, int, int]]:
     """Return [begin, end) and the number of sequences of every run of equally long neighbours, without empty ones."""
-    begin, count, length = 0, 0, 0
+    begin = 0
+    count = 0
+    length = 0
     for a, b in spans(starts):
         if count and b - a == length:
             count += 1
             continue
         if count:
             yield begin, begin + count * length, count
-        begin, count, length = a, 1, b - a
+        begin = a
+        count = 1
+        length = b - a
     if count:
         yield begin, begin + count * length, count
 

@@ -15,7 +15,10 @@ class Tiling:
     """How a kernel is cut: query rows and key columns of a tile of scores, warps, and stages of the load pipeline.
 
     Attributes:
-        rows, columns, warps, stages: as said.
+        rows: of queries in a tile.
+        columns: of keys in a tile.
+        warps: that compute a tile together.
+        stages: tiles of keys and values that are loaded ahead of their use.
         registers: of a thread at most; None: as many as the assembler finds best, which may spill a few.
         exact: of fp32, whether products are fp32's own and not three of tf32, which are faster and take more registers.
     """

@@ -28,7 +28,8 @@ class Kernel:
     """
 
     def __init__(self, function: Callable[..., None], unspecialized: tuple[str, ...]) -> None:
-        self.function, self.unspecialized = function, unspecialized
+        self.function = function
+        self.unspecialized = unspecialized
 
     @cached_property
     def compiled(self) -> Any:
@@ -104,5 +105,5 @@ def require_one_device(where: str, tensors: Mapping[str, Tensor]) -> None:
         Unsupported: naming them.
     """
     if len({tensor.device for tensor in tensors.values()}) > 1:
-        found = ", ".join(f"{name} on {tensor.device}" for name, tensor in tensors.items())
-        raise Unsupported(found, where=where, remedy="move them to one device")
+        devices = ", ".join(f"{name} on {tensor.device}" for name, tensor in tensors.items())
+        raise Unsupported(devices, where=where, remedy="move them to one device")

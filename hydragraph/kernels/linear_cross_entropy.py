@@ -45,8 +45,10 @@ def _reduce(  # type: ignore[no-untyped-def]
     BLOCK: tl.constexpr,  # noqa: N803
 ):
     # One program per token: largest, sum of exp(logit - largest), logit of the label or 0.
-    token, tokens = tl.program_id(0).to(tl.int64), tl.num_programs(0)
-    row, inner = logits + token * row_stride, tl.arange(0, BLOCK)
+    token = tl.program_id(0).to(tl.int64)
+    tokens = tl.num_programs(0)
+    row = logits + token * row_stride
+    inner = tl.arange(0, BLOCK)
     largest = tl.max(tl.full([BLOCK], float("-inf"), tl.float32), 0)
     mass = tl.zeros([BLOCK], tl.float32)
     for n in range(0, size, BLOCK):
@@ -75,9 +77,11 @@ def _differentiate(  # type: ignore[no-untyped-def]
     BLOCK: tl.constexpr,  # noqa: N803
 ):
     # In place: softmax(logits) - one_hot(label), or 0 for an ignored token. One program per token.
-    token, inner = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    token = tl.program_id(0).to(tl.int64)
+    inner = tl.arange(0, BLOCK)
     row = logits + token * row_stride
-    label, mass = tl.load(labels + token), tl.load(lse + token)
+    label = tl.load(labels + token)
+    mass = tl.load(lse + token)
     scale = tl.where(label == ignored, 0.0, 1.0)
     for n in range(0, size, BLOCK):
         column = n + inner
@@ -250,7 +254,8 @@ def _forward(
     d_hidden = torch.empty_like(hidden, memory_format=torch.contiguous_format) if needs[0] else None
     d_weight = torch.zeros(weight.shape, dtype=wide, device=weight.device) if needs[1] else None
     for a in range(0, hidden.shape[0], chunk):
-        part, label = hidden[a : a + chunk], labels[a : a + chunk].contiguous()
+        part = hidden[a : a + chunk]
+        label = labels[a : a + chunk].contiguous()
         logits = part @ weight.T
         statistics = _statistics(logits, label, first)
         if exchange is not None:
@@ -282,8 +287,8 @@ def reference_statistics(logits: Tensor, labels: Tensor, first: int) -> Tensor:
     largest = wide.amax(1)
     mass = (wide - torch.where(largest == float("-inf"), 0.0, largest)[:, None]).exp_().sum(1)
     here, local = _local(labels, first, logits.shape[1])
-    found = wide.gather(1, local[:, None])[:, 0]
-    return torch.stack([largest, mass, torch.where(here, found, 0.0)])
+    chosen = wide.gather(1, local[:, None])[:, 0]
+    return torch.stack([largest, mass, torch.where(here, chosen, 0.0)])
 
 
 def _local(labels: Tensor, first: int, rows: int) -> tuple[Tensor, Tensor]:

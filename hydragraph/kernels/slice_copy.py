@@ -167,7 +167,8 @@ def slice_copy(source: Tensor, target: Tensor, table: SliceTable, *, accumulate:
 def reference(source: Tensor, target: Tensor, table: SliceTable, accumulate: bool) -> None:
     """Say in plain PyTorch what the operator does: one range after the other."""
     for a, b, n in table.ranges.T.tolist():
-        part, value = target[b : b + n], source[a : a + n].to(target.dtype)
+        part = target[b : b + n]
+        value = source[a : a + n].to(target.dtype)
         if accumulate:
             part += value
         else:
@@ -239,11 +240,13 @@ def _disjoint(ranges: Offsets) -> tuple[Offsets, Offsets, Offsets, Offsets]:
     """
     source, target, length = ranges
     bounds = np.unique(np.concatenate([target, target + length]))
-    low, high = np.searchsorted(bounds, target), np.searchsorted(bounds, target + length)
+    low = np.searchsorted(bounds, target)
+    high = np.searchsorted(bounds, target + length)
     index = np.repeat(np.arange(len(target)), high - low)
     interval = np.arange(len(index)) - np.repeat(np.cumsum(high - low) - high, high - low)
     by_interval = np.argsort(interval, kind="stable")
-    index, interval = index[by_interval], interval[by_interval]
+    index = index[by_interval]
+    interval = interval[by_interval]
     used, counts = np.unique(interval, return_counts=True)
     origins = source[index] + bounds[interval] - target[index]
     return origins, bounds[used], bounds[used + 1] - bounds[used], np.concatenate([[0], np.cumsum(counts)])
@@ -269,13 +272,15 @@ def _tiles(origins: Offsets, targets: Offsets, lengths: Offsets, order: Offsets)
         (head + body, lengths - head - body, NARROW, 1),
     )
     before, wide, after = (_cut(origins, targets, order, *part) for part in parts)
-    rows, found, done = [], [], 0
+    rows = []
+    origins_of = []
+    done = 0
     for tiles, tile_origins in (wide, before, after):
         tiles[:, 2] += done
         done += len(tile_origins)
         rows.append(tiles)
-        found.append(tile_origins)
-    return np.concatenate(rows), np.concatenate(found), len(wide[0])
+        origins_of.append(tile_origins)
+    return np.concatenate(rows), np.concatenate(origins_of), len(wide[0])
 
 
 def _cut(

@@ -55,7 +55,8 @@ def _attend(  # type: ignore[no-untyped-def]
     PRECISION: tl.constexpr,  # noqa: N803
 ):
     # One program per (slot of query rows, query head).
-    slot, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    slot = tl.program_id(0)
+    head = tl.program_id(1).to(tl.int64)
     seen = 0
     for n in range(0, sequences, 128):
         index = n + tl.arange(0, 128)
@@ -69,13 +70,16 @@ def _attend(  # type: ignore[no-untyped-def]
     row = ((end // ROWS - slot + sequence) * ROWS).to(tl.int32)
     if row >= length:
         return
-    rows, dims, inner = row + tl.arange(0, ROWS), tl.arange(0, PADDED), tl.arange(0, COLUMNS)
+    rows = row + tl.arange(0, ROWS)
+    dims = tl.arange(0, PADDED)
+    inner = tl.arange(0, COLUMNS)
     q_at = q + head * q_head
     k_at = k + head // group * k_head
     v_at = v + head // group * v_head
     in_q = (rows < length)[:, None] & (dims < SIZE)[None, :]
     queries = tl.load(q_at + (first + rows)[:, None] * q_token + dims[None, :], mask=in_q, other=0.0)
-    k_tile, v_tile = inner[None, :] * k_token + dims[:, None], inner[:, None] * v_token + dims[None, :]
+    k_tile = inner[None, :] * k_token + dims[:, None]
+    v_tile = inner[:, None] * v_token + dims[None, :]
     largest = tl.full([ROWS], float("-inf"), tl.float32)
     mass = tl.zeros([ROWS], tl.float32)
     total = tl.zeros([ROWS, PADDED], tl.float32)
@@ -127,8 +131,10 @@ def _prepare(  # type: ignore[no-untyped-def]
     ROWS: tl.constexpr,  # noqa: N803
 ):
     # delta and the logarithm to base 2, both [Hq, T]: side by side for the tiles that read them.
-    rows, head = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS), tl.program_id(1).to(tl.int64)
-    dims, inside = tl.arange(0, PADDED), rows < tokens
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    head = tl.program_id(1).to(tl.int64)
+    dims = tl.arange(0, PADDED)
+    inside = rows < tokens
     both = inside[:, None] & (dims < SIZE)[None, :]
     at = rows * tl.num_programs(1) + head
     one = tl.load(out + at[:, None] * SIZE + dims[None, :], mask=both, other=0.0).to(tl.float32)
@@ -169,7 +175,8 @@ def _differentiate_queries(  # type: ignore[no-untyped-def]
     PRECISION: tl.constexpr,  # noqa: N803
 ):
     # One program per (slot of query rows, query head); slots as in _attend.
-    slot, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    slot = tl.program_id(0)
+    head = tl.program_id(1).to(tl.int64)
     seen = 0
     for n in range(0, sequences, 128):
         index = n + tl.arange(0, 128)
@@ -182,7 +189,9 @@ def _differentiate_queries(  # type: ignore[no-untyped-def]
     row = ((end // ROWS - slot + sequence) * ROWS).to(tl.int32)
     if row >= length:
         return
-    rows, dims, inner = row + tl.arange(0, ROWS), tl.arange(0, PADDED), tl.arange(0, COLUMNS)
+    rows = row + tl.arange(0, ROWS)
+    dims = tl.arange(0, PADDED)
+    inner = tl.arange(0, COLUMNS)
     k_at = k + head // group * k_head
     v_at = v + head // group * v_head
     in_q = (rows < length)[:, None] & (dims < SIZE)[None, :]
@@ -191,7 +200,8 @@ def _differentiate_queries(  # type: ignore[no-untyped-def]
     grads = tl.load(grad + head * grad_head + far[:, None] * grad_token + dims[None, :], mask=in_q, other=0.0)
     shift = tl.load(delta + head * tokens + far, mask=rows < length, other=0.0)
     mass = tl.load(lse_log2 + head * tokens + far, mask=rows < length, other=float("inf"))
-    k_tile, v_tile = inner[None, :] * k_token + dims[:, None], inner[None, :] * v_token + dims[:, None]
+    k_tile = inner[None, :] * k_token + dims[:, None]
+    v_tile = inner[None, :] * v_token + dims[:, None]
     total = tl.zeros([ROWS, PADDED], tl.float32)
     until = tl.where(causal != 0, tl.minimum(length, row + ROWS), length)
     whole = tl.where(causal != 0, tl.minimum(length, row + 1), length) // COLUMNS * COLUMNS
@@ -244,7 +254,8 @@ def _differentiate_keys(  # type: ignore[no-untyped-def]
     PRECISION: tl.constexpr,  # noqa: N803
 ):
     # One program per (slot of key columns, key/value head); scores are transposed: [COLUMNS, ROWS].
-    slot, kv_head = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    slot = tl.program_id(0)
+    kv_head = tl.program_id(1).to(tl.int64)
     seen = 0
     for n in range(0, sequences, 128):
         index = n + tl.arange(0, 128)
@@ -257,19 +268,24 @@ def _differentiate_keys(  # type: ignore[no-untyped-def]
     column = ((slot - sequence - first // COLUMNS) * COLUMNS).to(tl.int32)
     if column >= length:
         return
-    columns, dims, inner = column + tl.arange(0, COLUMNS), tl.arange(0, PADDED), tl.arange(0, ROWS)
+    columns = column + tl.arange(0, COLUMNS)
+    dims = tl.arange(0, PADDED)
+    inner = tl.arange(0, ROWS)
     in_k = (columns < length)[:, None] & (dims < SIZE)[None, :]
     far = first + columns
     keys = tl.load(k + kv_head * k_head + far[:, None] * k_token + dims[None, :], mask=in_k, other=0.0)
     values = tl.load(v + kv_head * v_head + far[:, None] * v_token + dims[None, :], mask=in_k, other=0.0)
-    q_tile, grad_tile = inner[None, :] * q_token + dims[:, None], inner[:, None] * grad_token + dims[None, :]
+    q_tile = inner[None, :] * q_token + dims[:, None]
+    grad_tile = inner[:, None] * grad_token + dims[None, :]
     k_total = tl.zeros([COLUMNS, PADDED], tl.float32)
     v_total = tl.zeros([COLUMNS, PADDED], tl.float32)
     begin = tl.where(causal != 0, column // ROWS * ROWS, 0)
     for member in range(group):
         head = kv_head * group + member
-        q_at, grad_at = q + head * q_head, grad + head * grad_head
-        delta_at, mass_at = delta + head * tokens + first, lse_log2 + head * tokens + first
+        q_at = q + head * q_head
+        grad_at = grad + head * grad_head
+        delta_at = delta + head * tokens + first
+        mass_at = lse_log2 + head * tokens + first
         # One loop, masked throughout: a second one for tiles of which every score counts would cost registers.
         for m in tl.range(begin, length, ROWS):
             rows = m + inner
@@ -314,7 +330,8 @@ def forward(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, causal: bool, scale
     """
     q, k, v = (_dense(x) for x in (q, k, v))
     tokens, heads, size = q.shape
-    out, lse = q.new_empty(q.shape), q.new_empty((tokens, heads), dtype=torch.float32)
+    out = q.new_empty(q.shape)
+    lse = q.new_empty((tokens, heads), dtype=torch.float32)
     if tokens:
         tiling = _tilings(q).forward
         _attend[_grid(starts, tokens, tiling.rows, heads)](
@@ -339,11 +356,14 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v, each contiguous; arguments as `forward` took and returned them."""
     grad, q, k, v = (_dense(x) for x in (grad, q, k, v))
-    dq, dk, dv = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+    dq = q.new_empty(q.shape)
+    dk = k.new_empty(k.shape)
+    dv = v.new_empty(v.shape)
     tokens, heads, size = q.shape
     if not tokens:
         return dq, dk, dv
-    found, kv_heads = _tilings(q), k.shape[1]
+    tiling = _tilings(q)
+    kv_heads = k.shape[1]
     delta, lse_log2 = lse.new_empty((2, heads, tokens))
     _prepare[(-(-tokens // 64), heads)](
         *(out.contiguous(), grad, lse.contiguous(), delta, lse_log2, tokens, *_strides(grad)),
@@ -353,14 +373,14 @@ def backward(
         num_warps=4,
         enable_fp_fusion=True,
     )
-    given = (q, k, v, grad, delta, lse_log2)
+    inputs = (q, k, v, grad, delta, lse_log2)
     numbers = (starts, len(starts) - 1, tokens, heads // kv_heads, int(causal), scale, scale * _LOG2_E)
     strides = _strides(q, k, v, grad)
-    _differentiate_keys[_grid(starts, tokens, found.keys.columns, kv_heads)](
-        *(*given, dk, dv, *numbers, *strides), **_constants(size, found.keys, q.dtype), **found.keys.options()
+    _differentiate_keys[_grid(starts, tokens, tiling.keys.columns, kv_heads)](
+        *(*inputs, dk, dv, *numbers, *strides), **_constants(size, tiling.keys, q.dtype), **tiling.keys.options()
     )
-    _differentiate_queries[_grid(starts, tokens, found.queries.rows, heads)](
-        *(*given, dq, *numbers, *strides), **_constants(size, found.queries, q.dtype), **found.queries.options()
+    _differentiate_queries[_grid(starts, tokens, tiling.queries.rows, heads)](
+        *(*inputs, dq, *numbers, *strides), **_constants(size, tiling.queries, q.dtype), **tiling.queries.options()
     )
     return dq, dk, dv
 
@@ -369,10 +389,10 @@ def variants(capability: tuple[int, int]) -> Iterator[Variant]:
     """Every configuration that a GPU of one compute capability, such as (9, 0), launches; fp16 is as bf16."""
     for name, dtype in (("bf16", torch.bfloat16), ("fp32", torch.float32)):
         yield _prepare_variant(name)
-        for size, found in tilings(dtype, capability).items():
-            yield _variant(_attend, name, size, found.forward)
-            yield _variant(_differentiate_queries, name, size, found.queries)
-            yield _variant(_differentiate_keys, name, size, found.keys)
+        for size, tiling in tilings(dtype, capability).items():
+            yield _variant(_attend, name, size, tiling.forward)
+            yield _variant(_differentiate_queries, name, size, tiling.queries)
+            yield _variant(_differentiate_keys, name, size, tiling.keys)
 
 
 def _variant(kernel: Kernel, dtype: str, size: int, tiling: Tiling) -> Variant:

@@ -58,7 +58,8 @@ def varlen_attention(
 
 def reference(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, causal: bool, scale: float) -> Tensor:
     """Say in plain PyTorch what the operator computes, [T, Hq, D] in the dtype of q: one softmax per sequence."""
-    out, group = torch.empty_like(q), q.shape[1] // k.shape[1]
+    out = torch.empty_like(q)
+    group = q.shape[1] // k.shape[1]
     for a, b in spans(cu_seqlens):
         keys, values = (x[a:b].repeat_interleave(group, dim=1) for x in (k, v))
         scores = torch.einsum("qhd,khd->hqk", q[a:b], keys) * scale
@@ -150,8 +151,8 @@ def _differentiate(ctx: torch.autograd.function.FunctionCtx, grad: Tensor, _: Te
     saved = ctx.saved_tensors  # type: ignore[attr-defined]
     chosen = forced() or ctx.backend  # type: ignore[attr-defined]
     with attention_backend(chosen):
-        found = torch.ops.hydragraph.varlen_attention_backward(grad, *saved, ctx.causal, ctx.scale)  # type: ignore[attr-defined]
-    return (*found, None, None, None, None)
+        gradients = torch.ops.hydragraph.varlen_attention_backward(grad, *saved, ctx.causal, ctx.scale)  # type: ignore[attr-defined]
+    return (*gradients, None, None, None, None)
 
 
 _forward.register_autograd(_differentiate, setup_context=_save)

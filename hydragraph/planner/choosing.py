@@ -1,4 +1,9 @@
-"""Choose the strategy for a mini-batch: the candidate whose assignment finishes first."""
+"""Choose the strategy for a mini-batch: the candidate whose assignment finishes first (Hydraulis, section 6).
+
+Bounds are quick and assignments are not. So candidates are assigned by their bounds, the most promising first, and one
+whose bound is no less than the best assignment so far is not assigned at all: bounds 2.0, 2.4 and 2.7 s, of which the
+first is assigned in 2.5 s and the second in 2.6 s, leave the third alone and choose the first.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +13,7 @@ from dataclasses import dataclass
 from hydragraph.cost.profile import PipelineCost, Profile, Scheme
 from hydragraph.errors import Unsupported
 from hydragraph.planner.assigning import PlannedAssignment, assign_pipelines, bound_pipelines
-from hydragraph.planner.spread import Effort
+from hydragraph.planner.dispatch_search import Effort
 
 
 @dataclass(frozen=True)
@@ -55,13 +60,15 @@ def choose(
 
     Args:
         candidates: strategies, each a list of schemes; one whose pipelines differ pays `profile.hetero_sync_s`.
+        profile: what each scheme costs.
         lengths: tokens per sequence.
+        seed: of the search.
 
     Raises:
         Unsupported: no candidate takes the longest sequence.
     """
-    found = compare(candidates, profile, lengths, seed=seed)
-    return found.index, found.assignment
+    choice = compare(candidates, profile, lengths, seed=seed)
+    return choice.index, choice.assignment
 
 
 def compare(
@@ -75,6 +82,7 @@ def compare(
     """Choose, and say why the others lost.
 
     Args:
+        candidates, profile, lengths, seed: see `choose`.
         all_of_them: assign candidates too whose bound already loses, to show what they would take.
     """
     pipelines = [profile.pipelines(candidate) for candidate in candidates]
@@ -91,9 +99,23 @@ def compare_pipelines(
     effort: Effort | None = None,
     seed: int = 0,
 ) -> Choice:
-    """Choose among strategies of any pipelines: most promising bound first, the rest only while they can still win."""
+    """Choose among strategies of any pipelines: most promising bound first, the rest only while they can still win.
+
+    Args:
+        candidates: the pipelines of each strategy.
+        lengths: tokens per sequence.
+        charges: seconds that each candidate pays beside computing; default: nothing.
+        all_of_them: see `compare`.
+        effort: how long to search for each assignment.
+        seed: of the search.
+
+    Raises:
+        Unsupported: no candidate takes the longest sequence.
+        ValueError: there are no candidates.
+    """
     if not candidates:
         raise ValueError("no candidates: give at least one strategy")
+    # A candidate that cannot take the longest sequence is out before anything is computed.
     paid = list(charges or [0.0] * len(candidates))
     longest = max(lengths, default=0)
     reach = [max(p.max_len for p in c) for c in candidates]
@@ -110,16 +132,23 @@ def compare_pipelines(
         Verdict(float("inf"), float("inf"), paid[i], f"sequences of {longest} tokens do not fit (MaxLen {reach[i]})")
         for i in range(len(candidates))
     ]
-    best, winner, assignment = float("inf"), -1, PlannedAssignment(())
+    best = float("inf")
+    winner = -1
+    winning = PlannedAssignment(())
     for i in sorted(fitting, key=lambda i: (bounds[i], i)):
+        # Bounds ascend, so from here on none can win; they are still told apart in the verdicts.
         if bounds[i] >= best and not all_of_them:
             verdicts[i] = Verdict(float("inf"), bounds[i], paid[i], f"cannot take less than {bounds[i]:.4g} s")
             continue
-        found = assign_pipelines(candidates[i], lengths, effort=effort, seed=seed)
-        seconds = found.seconds + paid[i]
+        assignment = assign_pipelines(candidates[i], lengths, effort=effort, seed=seed)
+        seconds = assignment.seconds + paid[i]
         verdicts[i] = Verdict(seconds, bounds[i], paid[i], f"takes {seconds:.4g} s")
+        # Equal seconds go to the candidate that is named first, so that every process chooses alike.
         if (seconds, i) < (best, winner):
-            best, winner, assignment = seconds, i, found
+            best = seconds
+            winner = i
+            winning = assignment
+    # The winner lost to nobody: its verdict has no reason.
     won = verdicts[winner]
     verdicts[winner] = Verdict(won.seconds, won.bound, won.charge, "")
-    return Choice(winner, assignment, tuple(verdicts))
+    return Choice(winner, winning, tuple(verdicts))

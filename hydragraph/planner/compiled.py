@@ -19,11 +19,13 @@ from numba.core.caching import FunctionCache, IndexDataCacheFile
 _LOG = logging.getLogger(__name__)
 _DIGEST = hashlib.sha256().digest_size
 
+# What this process has warned of.
 _said: list[str] = []
 
 
 def compiled(function: Callable[..., Any]) -> Any:
     """Have numba compile a function when it is first called, once per installation; a decorator."""
+    # numpy's error model: a division by zero is infinite, as in the formulas, and no check is compiled into the loops.
     dispatcher: Any = njit(error_model="numpy")(function)
     try:
         dispatcher._cache = _Cache(function)  # what njit(cache=True) sets, with a class of ours
@@ -36,6 +38,7 @@ class _Files(IndexDataCacheFile):  # type: ignore[misc]
     """What was written is followed by its hash, which pickle does not read."""
 
     def _dump(self, value: Any) -> bytes:
+        # pickle stops at the end of its own data, so a file with a hash behind it stays readable by numba itself.
         data: bytes = super()._dump(value)
         return data + hashlib.sha256(data).digest()
 
@@ -59,6 +62,7 @@ class _Cache(FunctionCache):  # type: ignore[misc]
             return super().load_overload(*arguments)
         except Exception as error:  # a damaged pickle may raise anything
             _say(f"numba's cache in {self.cache_path} is damaged ({type(error).__name__}: {error}): compiling again")
+            # Without its index, what is damaged is not looked at again by the next process.
             with suppress(OSError):
                 self.flush()
             return None

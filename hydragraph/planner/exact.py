@@ -1,6 +1,11 @@
 """The paper's integer programs, solved to optimality through cvxpy: the oracle of the tests, for small cases.
 
 cvxpy is an extra: `pip install hydragraph[exact]`.
+
+Equations of Hydraulis -> functions:
+
+    Eq. 3 (0-1 program; Eq. 2 is each pipeline's end)  `exact_dispatch`
+    Eq. 1 for every V of Appendix C                    `exact_packing`, one program each in `_least_largest`
 """
 
 from __future__ import annotations
@@ -13,8 +18,8 @@ import numpy as np
 
 from hydragraph.cost.profile import PipelineCost
 from hydragraph.errors import Unsupported
-from hydragraph.planner.balance import BUBBLE, FIXED, Floats, Ints
-from hydragraph.planner.problem import Problem, problem
+from hydragraph.planner.local_search import BUBBLE, FIXED, Floats, Ints
+from hydragraph.planner.problem import Problem, problem_of
 
 
 def _cvxpy() -> Any:
@@ -29,21 +34,27 @@ def _cvxpy() -> Any:
     return cvxpy
 
 
-def exact_dispatch(given: Problem) -> Ints:
+def exact_dispatch(problem: Problem) -> Ints:
     """Solve Eq. 3: m[i, j] in {0, 1}; minimise max_j sum_i m[i, j] cost[i, j] + bubble_j of the longest assigned.
 
     A pipeline without sequences takes no time: its constants count where it is used.
     """
     cp = _cvxpy()
-    n, count = len(given.lengths), len(given.pipelines)
-    cost, shape = given.cost[:, given.kind], given.shape[given.kind]
+    n = len(problem.lengths)
+    count = len(problem.pipelines)
+    cost = problem.cost[:, problem.kind_of]  # [n, P]
+    terms = problem.terms[problem.kind_of]  # [P, 8]
     fits = np.isfinite(cost)
-    m, end = cp.Variable((n, count), boolean=True), cp.Variable()
+    m = cp.Variable((n, count), boolean=True)
+    end = cp.Variable()
+    # Every sequence once, and only where it fits.
     constraints = [cp.sum(m, axis=1) == 1, m <= fits.astype(float)]
-    for j, row in enumerate(shape):
-        kind = given.pipelines[j]
+    for j, row in enumerate(terms):
+        kind = problem.pipelines[j]
         load = np.where(fits[:, j], cost[:, j], 0.0) @ m[:, j]
+        # The bubble is (PP - 1) T of the longest assigned: T grows with length, so it is the largest of all assigned.
         alone = row[FIXED] + row[BUBBLE] * (np.where(fits[:, j], cost[:, j], 0.0) + kind.c)
+        # A maximum of linear terms, as linear programs have it: a variable that is no less than any of them.
         extra = cp.Variable()  # at least the constants of every sequence that it got
         constraints += [extra >= cp.multiply(alone, m[:, j]), load + extra <= end]
     cp.Problem(cp.Minimize(end), constraints).solve(solver=cp.HIGHS)
@@ -56,32 +67,39 @@ def exact_packing(pipeline: PipelineCost, lengths: Sequence[int]) -> tuple[tuple
     Returns:
         The sequences of each micro-batch, and the seconds (PP - 1 + V) max cost.
     """
-    given = problem([pipeline], lengths, formed=True)
-    if not len(given.lengths):
+    problem = problem_of([pipeline], lengths, formed=True)
+    if not len(problem.lengths):
         return (), 0.0
-    tokens, n = given.lengths.sum(), len(given.lengths)
+    tokens = problem.lengths.sum()
+    n = len(problem.lengths)
     low = max(1, math.ceil(tokens / pipeline.max_len))
     high = min(max(low, int(tokens // pipeline.util_len)), n)
-    best, kept = np.inf, np.zeros(n, dtype=np.int64)
+    # Eq. 1 multiplies by V: a program for each V stays linear. Beyond the range of Appendix C only where capacity asks.
+    best = np.inf
+    best_placed = np.zeros(n, dtype=np.int64)
     for count in range(low, n + 1):
         if count > high and best < np.inf:
             break
-        found = _least_largest(given.cost[:, 0], given.lengths, count, pipeline.max_len)
-        if found is None:
+        placed = _least_largest(problem.cost[:, 0], problem.lengths, count, pipeline.max_len)
+        if placed is None:
             continue
-        largest = max(given.cost[found == j, 0].sum() for j in range(count))
+        largest = max(problem.cost[placed == j, 0].sum() for j in range(count))
         value = (largest + pipeline.c) * (pipeline.stages - 1 + count)
         if value < best:
-            best, kept = value, found
-    batches = tuple(tuple(given.order[kept == j].tolist()) for j in range(int(kept.max()) + 1))
+            best = value
+            best_placed = placed
+    batches = tuple(tuple(problem.order[best_placed == j].tolist()) for j in range(int(best_placed.max()) + 1))
     return tuple(b for b in batches if b), float(best)
 
 
 def _least_largest(work: Floats, lengths: Floats, count: int, max_len: float) -> Ints | None:
+    """Return the micro-batch of each sequence that makes the largest least; None: so many cannot hold them."""
     cp = _cvxpy()
-    o, largest = cp.Variable((len(work), count), boolean=True), cp.Variable()
+    o = cp.Variable((len(work), count), boolean=True)
+    largest = cp.Variable()
     constraints = [cp.sum(o, axis=1) == 1, lengths @ o <= max_len, work @ o <= largest]
-    constraints += [o[i, j] == 0 for i in range(min(len(work), count)) for j in range(i + 1, count)]  # symmetry
-    found = cp.Problem(cp.Minimize(largest), constraints)
-    found.solve(solver=cp.HIGHS)
-    return np.asarray(np.argmax(o.value, axis=1), dtype=np.int64) if found.status == "optimal" else None
+    # Micro-batches are interchangeable, so sequence i only needs the first i + 1: fewer symmetric solutions to exclude.
+    constraints += [o[i, j] == 0 for i in range(min(len(work), count)) for j in range(i + 1, count)]
+    program = cp.Problem(cp.Minimize(largest), constraints)
+    program.solve(solver=cp.HIGHS)
+    return np.asarray(np.argmax(o.value, axis=1), dtype=np.int64) if program.status == "optimal" else None

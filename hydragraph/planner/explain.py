@@ -7,6 +7,10 @@ A pipeline's time is split into parts that add up to it, so that two strategies 
     fixed    c of every micro-batch of the slowest pipeline
     bubble   the rest of its estimate: (PP - 1) times the largest micro-batch
     sync     of pipelines that are not all alike
+
+Example: a pipeline of one device has 3 s of work, one of two devices (PP = 2, c = 1 s) micro-batches of 4 and 2 s. The
+second is the slowest, at 6 + 2 x 1 + (2 - 1) (4 + 1) = 13 s: work (3 x 1 + 6 x 2) / 3 = 5, waiting 6 - 5 = 1, fixed 2,
+bubble 5.
 """
 
 from __future__ import annotations
@@ -27,9 +31,12 @@ from hydragraph.planner.refining import homogeneous, refine
 
 Strategy = tuple[Scheme, ...]
 
-SHOWN = 10  # candidates that are assigned on every mini-batch, beside those that win one or still may
+# Candidates that are assigned on every mini-batch, beside those that win one or still may.
+SHOWN = 10
 HOMOGENEOUS_SHOWN = 3
-TUNING = 8  # mini-batches on which candidates are improved; others than those that are planned
+# Mini-batches on which candidates are improved; others than those that are planned, or candidates would be judged by
+# what they were made for.
+TUNING = 8
 REASON = {
     "work": "more device time for the same sequences",
     "waiting": "waiting for the slowest pipeline",
@@ -56,8 +63,8 @@ class Parts:
 
 
 @dataclass(frozen=True)
-class Room:
-    """What a device of a scheme's first stage, the fullest one, holds.
+class MemoryUse:
+    """What a device of a scheme's first stage, the fullest one, holds at MaxLen.
 
     Attributes:
         scheme, devices: the scheme, and the devices of the strategy, which share the optimizer state.
@@ -82,7 +89,7 @@ class Candidate:
 
     Attributes:
         strategy: one scheme per pipeline.
-        rooms: of its different schemes.
+        memory: what a device of each of its different schemes holds.
         seconds: mean over the mini-batches, infinite where it does not take them all.
         bound: it cannot take less on average.
         assigned: whether `seconds` were found by assigning; otherwise its bound lost and stands for them.
@@ -93,7 +100,7 @@ class Candidate:
     """
 
     strategy: Strategy
-    rooms: tuple[Room, ...]
+    memory: tuple[MemoryUse, ...]
     seconds: float
     bound: float
     assigned: bool
@@ -115,7 +122,7 @@ class Candidate:
     @property
     def max_len(self) -> int:
         """Tokens of the longest sequence that it takes."""
-        return max(room.max_len for room in self.rooms)
+        return max(use.max_len for use in self.memory)
 
 
 @dataclass(frozen=True)
@@ -178,6 +185,7 @@ def explain(
     """Plan mini-batches drawn from the data with every candidate, and report.
 
     Args:
+        profile: what each scheme costs.
         lengths: tokens of the data's sequences, or of a sample of them; longer ones count as cut at `context`.
         devices: how many there are.
         context: the longest sequence, in tokens.
@@ -202,9 +210,11 @@ def explain(
         profile, data.tolist(), devices, context, mini_batches(data.tolist(), tokens, TUNING, seed + 1)
     )
     _check_devices(chosen, devices)
+    # Bounds decide here which candidates are assigned; `_compared` assigns further ones for the report alone.
     choices = [compare(chosen, profile, batch, seed=seed) for batch in batches]
-    found = _compared(profile, chosen, choices, batches, context, seed)
-    ranked = sorted(found, key=lambda c: (c.max_len < context, *_rank(c)))
+    compared = _compared(profile, chosen, choices, batches, context, seed)
+    # Those that do not take the context come last, however quick they are: nobody can stay with them.
+    ranked = sorted(compared, key=lambda c: (c.max_len < context, *_rank(c)))
     ranked = [replace(c, why=_why(c, ranked[0], iterations, context)) for c in ranked]
     winner = chosen[choices[0].index]
     return Report(
@@ -223,8 +233,11 @@ def explain(
 
 
 def mini_batches(data: Sequence[int], tokens: int, count: int, seed: int) -> list[list[int]]:
-    """Draw mini-batches of at least `tokens` tokens from the data, in shuffled rounds through it."""
-    random, order, found = np.random.default_rng(seed), [0][:0], []
+    """Draw `count` mini-batches of at least `tokens` tokens from the data, in shuffled rounds through it."""
+    random = np.random.default_rng(seed)
+    order: list[int] = []  # what is left of this round
+    batches: list[list[int]] = []
+    # Rounds without replacement, as a data loader draws; a mini-batch may span two rounds.
     for _ in range(count):
         batch: list[int] = []
         total = 0
@@ -233,8 +246,8 @@ def mini_batches(data: Sequence[int], tokens: int, count: int, seed: int) -> lis
                 order = random.permutation(len(data)).tolist()
             batch.append(int(data[order.pop()]))
             total += batch[-1]
-        found.append(batch)
-    return found
+        batches.append(batch)
+    return batches
 
 
 def scheme_counts(strategy: Sequence[Scheme]) -> str:
@@ -246,7 +259,7 @@ def scheme_counts(strategy: Sequence[Scheme]) -> str:
 def _candidates(
     profile: Profile, lengths: Sequence[int], devices: int, context: int, tuning: Sequence[Sequence[int]]
 ) -> list[Strategy]:
-    """Return the proposed strategies and the homogeneous ones, and what they were improved to."""
+    """Return the proposed strategies and the homogeneous ones, and what they were improved to on `tuning`."""
     starts = [*propose(profile, lengths, devices, context), *homogeneous(profile, devices)]
     return [tuple(s) for s in refine(starts, profile, tuning, devices, context=context)]
 
@@ -267,16 +280,21 @@ def _compared(
     seed: int,
 ) -> list[Candidate]:
     """Return all candidates, best bound first, assigning those worth it: the first few, winners, what may still win."""
+    # Assigning every candidate to every mini-batch would take long; bounds are there already, from choosing.
     bounds = [fmean(choice.verdicts[i].bound for choice in choices) for i in range(len(strategies))]
     order = sorted(range(len(strategies)), key=lambda i: (bounds[i], i))
     alike = [i for i in order if len(set(strategies[i])) == 1]
-    wanted = {*order[:SHOWN], *alike[:HOMOGENEOUS_SHOWN], *(c.index for c in choices)}
-    best, found = math.inf, []
-    for i in sorted(order, key=lambda i: i not in wanted):  # what is assigned anyway teaches what else may win
-        assign = i in wanted or bounds[i] < best
-        found.append(_candidate(profile, strategies[i], i, assign, choices, batches, seed))
-        best = min(best, found[-1].seconds if found[-1].assigned and found[-1].max_len >= context else math.inf)
-    return found
+    always = {*order[:SHOWN], *alike[:HOMOGENEOUS_SHOWN], *(c.index for c in choices)}
+    best = math.inf
+    candidates = []
+    # Those that are assigned anyway come first: their seconds leave fewer bounds below the best.
+    for i in sorted(order, key=lambda i: i not in always):
+        assign = i in always or bounds[i] < best
+        candidate = _candidate(profile, strategies[i], i, assign, choices, batches, seed)
+        candidates.append(candidate)
+        if candidate.assigned and candidate.max_len >= context:
+            best = min(best, candidate.seconds)
+    return candidates
 
 
 def _candidate(
@@ -292,40 +310,53 @@ def _candidate(
     verdicts = [choice.verdicts[index] for choice in choices]
     fits = sum(math.isfinite(v.bound) for v in verdicts)
     bound = fmean(v.bound for v in verdicts)
-    pipelines, used = profile.pipelines(strategy), sum(tp * pp for tp, pp in strategy)
+    pipelines = profile.pipelines(strategy)
+    devices = sum(tp * pp for tp, pp in strategy)
     parts = None
     if assign and fits == len(batches):
-        each = [parts_of(pipelines, b, assign_pipelines(pipelines, b, seed=seed), verdicts[0].charge) for b in batches]
-        parts = Parts(*(fmean(getattr(p, f.name) for p in each) for f in fields(Parts)))
-    rooms = tuple(_room(profile, scheme, used) for scheme in dict.fromkeys(strategy))
+        by_batch = [
+            parts_of(pipelines, b, assign_pipelines(pipelines, b, seed=seed), verdicts[0].charge) for b in batches
+        ]
+        parts = Parts(*(fmean(getattr(p, f.name) for p in by_batch) for f in fields(Parts)))
+    memory = tuple(_memory_use(profile, scheme, devices) for scheme in dict.fromkeys(strategy))
     wins = sum(choice.index == index for choice in choices)
     seconds = bound if parts is None else parts.seconds
-    return Candidate(strategy, rooms, seconds, bound, parts is not None, fits, wins, parts, "")
+    return Candidate(strategy, memory, seconds, bound, parts is not None, fits, wins, parts, "")
 
 
 def parts_of(
     pipelines: Sequence[PipelineCost], lengths: Sequence[int], assignment: PlannedAssignment, sync: float
 ) -> Parts:
-    """Split an assignment's seconds into their parts."""
+    """Split an assignment's seconds into their parts.
+
+    Args:
+        pipelines: what each costs.
+        lengths: tokens per sequence.
+        assignment: of these sequences to these pipelines.
+        sync: seconds that the strategy pays beside computing.
+    """
     work = [
         float(p.work([lengths[i] for m in batches for i in m]).sum())
         for p, batches in zip(pipelines, assignment.micro_batches, strict=True)
     ]
+    # The slowest pipeline's estimate is work + fixed + bubble; what it works above an even share is what others wait.
     last = max(range(len(pipelines)), key=lambda p: assignment.estimates[p])
+    # Work weighs by devices: a second on a pipeline of eight is eight seconds of device time.
     even = sum(w * p.devices for w, p in zip(work, pipelines, strict=True)) / sum(p.devices for p in pipelines)
     fixed = pipelines[last].c * len(assignment.micro_batches[last])
     bubble = assignment.estimates[last] - work[last] - fixed if pipelines[last].stages > 1 else 0.0
     return Parts(even, work[last] - even, fixed, bubble, sync)
 
 
-def _room(profile: Profile, scheme: Scheme, devices: int) -> Room:
+def _memory_use(profile: Profile, scheme: Scheme, devices: int) -> MemoryUse:
     limits = (profile.max_len(scheme, devices), profile.util_len(scheme))
     memory = profile.memory
     if memory is None or scheme in profile.limits:
-        return Room(scheme, devices, *limits, None, None, None, None)
+        return MemoryUse(scheme, devices, *limits, None, None, None, None)
+    # State, activations at MaxLen and what is reserved come to the device's memory, but for less than a token's bytes.
     reserved = memory.margin + memory.gap_bytes(scheme)
     states = memory.states_bytes(scheme, devices)
-    return Room(scheme, devices, *limits, states, memory.token_bytes(scheme), reserved, memory.device)
+    return MemoryUse(scheme, devices, *limits, states, memory.token_bytes(scheme), reserved, memory.device)
 
 
 def _rank(candidate: Candidate) -> tuple[bool, float, int, int, Strategy]:
@@ -339,6 +370,7 @@ def _why(candidate: Candidate, best: Candidate, iterations: int, context: int) -
         return f"takes at most {candidate.max_len:,} tokens: {candidate.fits} of {iterations} mini-batches fit"
     if candidate.parts is None or best.parts is None:
         return f"cannot take less than {candidate.bound:.3f} s"
+    # Two parts at most, each of a fifth of the loss or more: what else differs is noise to a reader.
     lost = candidate.seconds - best.seconds
     differences = {f.name: getattr(candidate.parts, f.name) - getattr(best.parts, f.name) for f in fields(Parts)}
     worst = sorted((n for n in differences if differences[n] > 0.2 * lost), key=lambda n: -differences[n])[:2]
@@ -348,10 +380,10 @@ def _why(candidate: Candidate, best: Candidate, iterations: int, context: int) -
 
 def _left_out(profile: Profile, devices: int) -> tuple[tuple[Scheme, str], ...]:
     """Return the schemes that no candidate can have."""
-    found = [(scheme, why) for scheme, why in sorted(profile.failed.items())]
+    reasons = [(scheme, why) for scheme, why in sorted(profile.failed.items())]
     for scheme in sorted(profile.schemes):
         if scheme[0] * scheme[1] > devices:
-            found.append((scheme, f"needs {scheme[0] * scheme[1]} devices"))
+            reasons.append((scheme, f"needs {scheme[0] * scheme[1]} devices"))
         elif profile.max_len(scheme, devices) == 0:
-            found.append((scheme, "its state does not fit into a device"))
-    return tuple(found)
+            reasons.append((scheme, "its state does not fit into a device"))
+    return tuple(reasons)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from hydragraph.planner.explain import Candidate, Report, Room, scheme_counts
+from hydragraph.planner.explain import Candidate, MemoryUse, Report, scheme_counts
 
 ROWS = 8  # of the table, without --explain
 MEANING = {
@@ -79,13 +79,14 @@ def _record(candidate: Candidate) -> dict[str, Any]:
         "wins": candidate.wins,
         "parts": candidate.parts and asdict(candidate.parts),
         "why": candidate.why,
-        "memory": [{**asdict(room), "scheme": list(room.scheme)} for room in candidate.rooms],
+        "memory": [{**asdict(use), "scheme": list(use.scheme)} for use in candidate.memory],
     }
 
 
 def _verdict(report: Report) -> list[str]:
     """Say what to run."""
-    best, alike = report.best, report.homogeneous
+    best = report.best
+    alike = report.homogeneous
     if best.max_len < report.context or not math.isfinite(best.seconds):
         return [
             f"no candidate takes {report.context:,} tokens; the best for each: {report.dynamic:.3f} s per iteration"
@@ -101,6 +102,7 @@ def _verdict(report: Report) -> list[str]:
 
 def _table(report: Report, explain: bool) -> list[str]:
     """Return a line for each candidate."""
+    # The best homogeneous strategy is what one would run without a planner, so all are compared with it.
     alike = report.homogeneous
     shown = list(report.candidates) if explain else _few(report)
     width = max(len(scheme_counts(c.strategy)) for c in shown)
@@ -108,6 +110,7 @@ def _table(report: Report, explain: bool) -> list[str]:
         f"{'candidate':<{width}} {'devices':>8} {'seconds':>9} {'vs homog.':>10} {'MaxLen':>8} {'wins':>5}  why not"
     ]
     for c in shown:
+        # What was not assigned is known from below only.
         seconds = "-" if not math.isfinite(c.seconds) else f"{'' if c.assigned else '>='}{c.seconds:.3f}"
         ratio = f"{c.seconds / alike.seconds:.2f}x" if alike and c.assigned else "-"
         name = f"{scheme_counts(c.strategy):<{width}}"
@@ -123,28 +126,29 @@ def _few(report: Report) -> list[Candidate]:
 
 def _memory(report: Report) -> list[str]:
     """Return a line for each scheme that a shown candidate has, with what its fullest device holds."""
-    rooms: dict[tuple[int, int], Room] = {}
+    by_scheme: dict[tuple[int, int], MemoryUse] = {}
     for candidate in _few(report):
-        for room in candidate.rooms:
-            rooms.setdefault(room.scheme, room)
+        for use in candidate.memory:
+            by_scheme.setdefault(use.scheme, use)
     lines = [f"{'scheme':<12} {'MaxLen':>8} {'UtilLen':>8}  memory of the fullest device, at MaxLen"]
-    for (tp, pp), room in sorted(rooms.items(), reverse=True):
-        lines.append(f"{f'<tp{tp},pp{pp}>':<12} {room.max_len:>8} {room.util_len:>8}  {_bytes(room)}")
+    for (tp, pp), use in sorted(by_scheme.items(), reverse=True):
+        lines.append(f"{f'<tp{tp},pp{pp}>':<12} {use.max_len:>8} {use.util_len:>8}  {_bytes(use)}")
     return lines
 
 
-def _bytes(room: Room) -> str:
-    if room.states is None or room.per_token is None or room.reserved is None or room.device is None:
+def _bytes(use: MemoryUse) -> str:
+    if use.states is None or use.per_token is None or use.reserved is None or use.device is None:
         return "measured limit"
-    kept = room.max_len * room.per_token
+    activations = use.max_len * use.per_token
     return (
-        f"{room.states / 1e9:.1f} GB state + {kept / 1e9:.1f} GB activations + {room.reserved / 1e9:.1f} GB kept free "
-        f"of {room.device / 1e9:.1f} GB"
+        f"{use.states / 1e9:.1f} GB state + {activations / 1e9:.1f} GB activations + {use.reserved / 1e9:.1f} GB kept "
+        f"free of {use.device / 1e9:.1f} GB"
     )
 
 
 def _parts(report: Report) -> list[str]:
     """Return what the seconds of each assigned candidate go to."""
+    # Only what was assigned has parts; a bound says how little a candidate may take, not where its seconds go.
     shown: Sequence[Candidate] = [c for c in report.candidates if c.parts is not None]
     width = max((len(scheme_counts(c.strategy)) for c in shown), default=9)
     lines = [f"{'seconds go to':<{width}} " + " ".join(f"{name:>8}" for name in MEANING)]

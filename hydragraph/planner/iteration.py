@@ -7,10 +7,10 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hydragraph.planner.longest_first import assign_pipelines
 from hydragraph.planner.policy import Policy
+from hydragraph.planner.quick import assign_pipelines
+from hydragraph.planner.request import Answer, PlanRequest, answer
 from hydragraph.planner.service import PlanService
-from hydragraph.planner.setting import Answer, Setting, answer
 from hydragraph.spec.assignment import Assignment
 
 _LOG = logging.getLogger(__name__)
@@ -41,22 +41,25 @@ class IterationPlanner:
     """Plans the iterations of one training; on one rank.
 
     Args:
-        setting: the candidates.
-        policy: how.
+        request: the candidates and what they cost.
+        policy: how to plan: in which processes, how far ahead, and how long to wait.
         static: the candidate to stay with, wherever it takes the longest sequence; None: choose every time.
     """
 
-    def __init__(self, setting: Setting, policy: Policy, static: int | None = None) -> None:
-        self._setting, self._policy, self._static = setting, policy, static
-        self._chosen = setting if static is None else setting.only(static)
+    def __init__(self, request: PlanRequest, policy: Policy, static: int | None = None) -> None:
+        self._request = request
+        self._policy = policy
+        self._static = static
+        self._chosen = request if static is None else request.only(static)
         self._service: PlanService | None = None
         self._last = static or 0
 
     def announce(self, lengths: Sequence[int]) -> None:
         """Tell what an iteration to come will bring, so that it is planned meanwhile."""
+        # Processes are started by the first announcement: a run that never looks ahead needs none.
         if self._policy.workers and self._service is None:
             self._service = PlanService(self._chosen, self._policy.workers, self._policy.ahead)
-        if self._service is not None and self._taken(lengths):
+        if self._service is not None and self._static_takes(lengths):
             self._service.submit(tuple(lengths))
 
     def plan(self, lengths: Sequence[int]) -> IterationPlan:
@@ -65,45 +68,50 @@ class IterationPlanner:
         Raises:
             Unsupported: no candidate takes the longest sequence.
         """
-        began, key = time.perf_counter(), tuple(lengths)
-        if not self._taken(key):
-            return self._made(answer(self._setting, key), began, None)
+        began = time.perf_counter()
+        key = tuple(lengths)
+        # A sequence too long for the static candidate is planned here, with all of them; workers know only that one.
+        if not self._static_takes(key):
+            return self._planned(answer(self._request, key), began, None)
         if self._service is None or not self._service.submit(key):
-            return self._made(answer(self._chosen, key), began, self._static)
-        found = self._service.take(key, self._policy.patience_s)
-        return self._made(found, began, self._static) if found is not None else self._quick(key, began)
+            return self._planned(answer(self._chosen, key), began, self._static)
+        planned = self._service.take(key, self._policy.patience_s)
+        return self._planned(planned, began, self._static) if planned is not None else self._quick(key, began)
 
     def close(self) -> None:
         """End the processes that plan."""
         if self._service is not None:
             self._service.close()
 
-    def _taken(self, lengths: Sequence[int]) -> bool:
+    def _static_takes(self, lengths: Sequence[int]) -> bool:
         """Say whether the static candidate, if there is one, takes the longest sequence."""
         return (
             self._static is None
-            or self._setting.guessed
-            or self._setting.reach(self._static) >= max(lengths, default=0)
+            or self._request.guessed
+            or self._request.reach(self._static) >= max(lengths, default=0)
         )
 
-    def _made(self, found: Answer, began: float, static: int | None) -> IterationPlan:
-        if found.choice is None:
-            raise found.error or AssertionError("an answer is a choice or an error")
-        choice = found.choice
+    def _planned(self, planned: Answer, began: float, static: int | None) -> IterationPlan:
+        """Return the plan of an answer; `static` is the candidate where it was the only one to choose from."""
+        if planned.choice is None:
+            raise planned.error or AssertionError("an answer is a choice or an error")
+        choice = planned.choice
         self._last = choice.index if static is None else static
         assignment = Assignment(choice.assignment.micro_batches, choice.assignment.lengths)
+        # What planning took beyond what the step waited for was hidden behind training.
         waited = time.perf_counter() - began
-        hidden = max(0.0, found.seconds - waited)
-        seconds = 0.0 if self._setting.guessed else self._setting.seconds(self._last, assignment)
+        hidden = max(0.0, planned.seconds - waited)
+        seconds = 0.0 if self._request.guessed else self._request.seconds(self._last, assignment)
         _LOG.debug("planned %s micro-batches of strategy %d, waited %.3g s", assignment.counts, self._last, waited)
         return IterationPlan(self._last, assignment, seconds, hidden, waited)
 
     def _quick(self, lengths: tuple[int, ...], began: float) -> IterationPlan:
         """Return the quick plan: the last candidate, or the one that takes the longest sequences."""
+        # The last candidate's groups and programs are there already, and a late step should not wait for new ones.
         longest = max(lengths, default=0)
-        setting = self._setting.reaching(longest)
-        reach = [setting.reach(i) for i in range(len(setting.candidates))]
+        request = self._request.reaching(longest)
+        reach = [request.reach(i) for i in range(len(request.candidates))]
         chosen = self._last if reach[self._last] >= longest else reach.index(max(reach))
-        assignment = assign_pipelines(setting.candidates[chosen], lengths)
+        assignment = assign_pipelines(request.candidates[chosen], lengths)
         _LOG.info("plan not there after %.4g s: strategy %d, assigned longest first", self._policy.patience_s, chosen)
         return IterationPlan(chosen, assignment, 0.0, 0.0, time.perf_counter() - began, late=True)

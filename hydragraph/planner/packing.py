@@ -1,4 +1,11 @@
-"""Pack one pipeline's sequences into micro-batches (Hydraulis, Eq. 1)."""
+"""Pack one pipeline's sequences into micro-batches (Hydraulis, section 6.1).
+
+Equations of Hydraulis -> functions:
+
+    Eq. 1, (PP - 1 + V) max_j cost_j                    objective "published": `micro_batches.price`, EQ1
+    Appendix D.1, sum_j cost_j + (PP - 1) max_j cost_j  objective "sum": `micro_batches.price`, SUM
+    1F1B itself (ours)                                  objective "1f1b": `one_f_one_b.pipeline_seconds`
+"""
 
 from __future__ import annotations
 
@@ -9,10 +16,10 @@ from typing import Literal
 import numpy as np
 
 from hydragraph.cost.profile import PipelineCost, Profile, Scheme
-from hydragraph.planner.balance import Floats, Ints
-from hydragraph.planner.forming import EQ1, SUM, form_in_order
-from hydragraph.planner.problem import problem
-from hydragraph.planner.recurrence import pipeline_seconds
+from hydragraph.planner.local_search import Floats, Ints
+from hydragraph.planner.micro_batches import EQ1, SUM, form_in_order
+from hydragraph.planner.one_f_one_b import pipeline_seconds
+from hydragraph.planner.problem import problem_of
 
 Objective = Literal["published", "sum", "1f1b"]
 
@@ -56,6 +63,7 @@ def pack(
 
     Args:
         scheme: of the pipeline.
+        profile: what the scheme costs.
         lengths: tokens per sequence; those of length 0 are left out.
         devices: that share the sharded state, which MaxLen depends on; default: this pipeline's own.
         objective: "published" is Eq. 1; "sum" the estimate that `assign` minimises; "1f1b" takes the better of both in
@@ -82,15 +90,23 @@ def pack_pipeline(
     kicks: int = KICKS,
     climb: int = 0,
 ) -> Packing:
-    """Pack sequences for one pipeline; see `pack`. `climb`: rounds of improving the order."""
+    """Pack sequences for one pipeline; see `pack`.
+
+    Args:
+        pipeline: what it costs.
+        lengths, objective, kicks: see `pack`.
+        climb: rounds of improving the order in which micro-batches run.
+    """
     if objective == "1f1b":
+        # No search goes by the recurrence itself: the better of both packings, each in its best order, stands for it.
         both = [pack_pipeline(pipeline, lengths, o, kicks, climb=8) for o in ("published", "sum")]
-        found = min(both, key=lambda p: p.seconds_1f1b)
-        return replace(found, seconds=found.seconds_1f1b, bound=float(pipeline.work(lengths).sum()))
-    given = problem([pipeline], lengths, formed=True)
-    if not len(given.lengths):
+        packing = min(both, key=lambda p: p.seconds_1f1b)
+        return replace(packing, seconds=packing.seconds_1f1b, bound=float(pipeline.work(lengths).sum()))
+    problem = problem_of([pipeline], lengths, formed=True)
+    if not len(problem.lengths):
         return Packing((), 0.0, 0.0, 0.0)
-    return pack_sorted(pipeline, given.order, given.cost[:, 0], given.lengths, given.shape[0], objective, kicks, climb)
+    work = problem.cost[:, 0]
+    return pack_sorted(pipeline, problem.order, work, problem.lengths, problem.terms[0], objective, kicks, climb)
 
 
 def pack_sorted(
@@ -98,16 +114,26 @@ def pack_sorted(
     order: Ints,
     work: Floats,
     lengths: Floats,
-    shape: Floats,
+    terms: Floats,
     objective: Objective,
     kicks: int,
     climb: int = 0,
 ) -> Packing:
-    """Pack sequences that are sorted by length, descending; `order` is what the caller calls them."""
+    """Pack sequences that are sorted by length, descending.
+
+    Args:
+        pipeline: what it costs.
+        order: the caller's index of each [n].
+        work: a l^2 + b l of each, in seconds [n].
+        lengths: tokens of each [n].
+        terms: of the pipeline's kind; see `local_search`.
+        objective, kicks, climb: see `pack_pipeline`; not "1f1b".
+    """
     which = EQ1 if objective == "published" else SUM
     seconds, bound, count, placed, end = form_in_order(
-        np.ascontiguousarray(work), lengths, shape, pipeline.stages, pipeline.c, pipeline.util_len, which, kicks, climb
+        np.ascontiguousarray(work), lengths, terms, pipeline.stages, pipeline.c, pipeline.util_len, which, kicks, climb
     )
+    # Back to what the caller calls the sequences.
     batches: list[list[int]] = [[] for _ in range(count)]
     for i, j in zip(order.tolist(), placed.tolist(), strict=True):
         batches[j].append(i)

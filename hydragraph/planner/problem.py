@@ -1,4 +1,7 @@
-"""One mini-batch to be spread over pipelines, as the arrays that the search and the bound compute with."""
+"""One mini-batch to be spread over pipelines, as the arrays that the search and the bound compute with.
+
+The symbols are those of `local_search`: n sequences in descending length, P pipelines of K kinds.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,8 @@ from numpy.typing import NDArray
 
 from hydragraph.cost.profile import PipelineCost
 from hydragraph.errors import Unsupported
-from hydragraph.planner.balance import EQ3, FORMED, Floats, Ints
+from hydragraph.planner import local_search
+from hydragraph.planner.local_search import EQ3, FORMED, Floats, Instance, Ints
 
 Bubble = Literal["longest", "constant"]
 
@@ -21,46 +25,52 @@ class Problem:
     """Sequences in descending length, and pipelines grouped into kinds of equal ones.
 
     Attributes:
-        pipelines: as given.
+        pipelines: all of them, in the caller's order.
         kinds: the different ones.
-        kind: which each pipeline is [P].
+        kind_of: the index in `kinds` of each pipeline [P].
         counts: pipelines of each kind [K].
-        order: what the caller calls each item [n].
+        order: the caller's index of each sequence [n].
         lengths: tokens [n].
-        cost: a l^2 + b l [n, K], infinite where a sequence is longer than MaxLen.
-        shape: see `balance` [K, 8].
+        cost: a l^2 + b l in seconds [n, K], infinite where a sequence is longer than MaxLen.
+        terms: how a pipeline of each kind finishes [K, 8]; see `local_search`.
     """
 
     pipelines: tuple[PipelineCost, ...]
     kinds: tuple[PipelineCost, ...]
-    kind: Ints
+    kind_of: Ints
     counts: Floats
     order: Ints
     lengths: Floats
     cost: Floats
-    shape: Floats
+    terms: Floats
+
+    @property
+    def instance(self) -> Instance:
+        """What compiled functions are given."""
+        return Instance(self.cost, self.lengths, self.kind_of, self.terms)
 
     def shares(self, placed: Ints) -> tuple[tuple[int, ...], ...]:
         """Return which of the caller's sequences each pipeline gets."""
-        found: list[list[int]] = [[] for _ in self.pipelines]
+        of_pipeline: list[list[int]] = [[] for _ in self.pipelines]
         for i, p in zip(self.order.tolist(), placed.tolist(), strict=True):
-            found[p].append(i)
-        return tuple(map(tuple, found))
+            of_pipeline[p].append(i)
+        return tuple(map(tuple, of_pipeline))
 
-    def only(self, allowed: NDArray[np.bool_]) -> Floats:
-        """Return the cost with everything else forbidden."""
-        return np.where(allowed, self.cost, np.inf)
+    def only(self, allowed: NDArray[np.bool_]) -> Instance:
+        """Return what compiled functions are given where sequences may only go to the kinds allowed [n, K]."""
+        return self.instance._replace(cost=np.where(allowed, self.cost, np.inf))
 
 
-def problem(
+def problem_of(
     pipelines: Sequence[PipelineCost], lengths: Sequence[int], formed: bool = False, bubble: Bubble = "longest"
 ) -> Problem:
     """Return the arrays of a mini-batch; sequences of length 0 are left out.
 
     Args:
+        pipelines: what each costs.
         lengths: tokens per sequence.
-        formed: pipelines cut their work into micro-batches; otherwise they are priced by Eq. 3.
-        bubble: of Eq. 3: (PP - 1) T(longest assigned sequence), or (PP - 1) T(MaxLen), a constant of the pipeline.
+        formed: pipelines cut their work into micro-batches; otherwise they are priced by Eq. 2.
+        bubble: of Eq. 2: (PP - 1) T(longest assigned sequence), or (PP - 1) T(MaxLen), a constant of the pipeline.
 
     Raises:
         Unsupported: a sequence is longer than every pipeline's MaxLen.
@@ -68,10 +78,11 @@ def problem(
     """
     if not pipelines:
         raise ValueError("no pipelines: give at least one scheme")
-    given = _checked(lengths)
-    order = np.argsort(-given, kind="stable")
-    order = order[given[order] > 0]
-    sizes = given[order].astype(np.float64)
+    tokens = _checked(lengths)
+    # Stable, so that equal lengths keep the caller's order, and every process plans alike.
+    order = np.argsort(-tokens, kind="stable")
+    order = order[tokens[order] > 0]
+    sizes = tokens[order].astype(np.float64)
     longest = max(p.max_len for p in pipelines)
     if len(sizes) and sizes[0] > longest:
         raise Unsupported(
@@ -80,27 +91,38 @@ def problem(
             remedy="truncate it (max_length in the data), or give more devices to a pipeline (tensor or pipeline "
             "parallelism, more devices in all)",
         )
+    # Columns are kinds, not pipelines: a hundred pipelines of three kinds are three columns.
     kinds = tuple(dict.fromkeys(pipelines))
-    kind = np.array([kinds.index(p) for p in pipelines], dtype=np.int64)
+    kind_of = np.array([kinds.index(p) for p in pipelines], dtype=np.int64)
     cost = np.stack([np.where(sizes <= k.max_len, k.work(sizes), np.inf) for k in kinds], axis=1)
-    shape = np.array([_shape(k, formed, bubble) for k in kinds])
-    counts = np.bincount(kind, minlength=len(kinds)).astype(np.float64)
-    return Problem(tuple(pipelines), kinds, kind, counts, order, sizes, cost, shape)
+    terms = np.array([_terms(k, formed, bubble) for k in kinds])
+    counts = np.bincount(kind_of, minlength=len(kinds)).astype(np.float64)
+    return Problem(tuple(pipelines), kinds, kind_of, counts, order, sizes, cost, terms)
 
 
 def _checked(lengths: Sequence[int]) -> Ints:
-    given = np.asarray(lengths)
-    if given.ndim != 1 or (len(given) and (given.dtype.kind not in "iu" or given.min() < 0)):
+    tokens = np.asarray(lengths)
+    if tokens.ndim != 1 or (len(tokens) and (tokens.dtype.kind not in "iu" or tokens.min() < 0)):
         raise ValueError("lengths must be whole numbers of tokens, one per sequence, none negative")
-    return given.astype(np.int64)
+    return tokens.astype(np.int64)
 
 
-def _shape(kind: PipelineCost, formed: bool, bubble: Bubble) -> list[float]:
-    """Return the row that `balance.finish` reads; every pipeline in use pays c once for its last micro-batch."""
+def _terms(kind: PipelineCost, formed: bool, bubble: Bubble) -> Floats:
+    """Return the row that `local_search.finish` reads."""
     depth = float(kind.stages - 1)
+    row = np.zeros(local_search.COLUMNS)
+    row[local_search.QUADRATIC] = kind.a
+    row[local_search.LINEAR] = kind.b
+    row[local_search.OVERHEAD] = kind.c
+    row[local_search.MAX_LEN] = kind.max_len
+    row[local_search.UTIL_LEN] = kind.util_len
+    row[local_search.MODE] = FORMED if formed else EQ3
+    # By Eq. 2, a pipeline pays c once for its last micro-batch, which its sequences' own work leaves out.
     if formed:
-        return [depth, 0.0, kind.a, kind.b, kind.c, kind.max_len, kind.util_len, FORMED]
-    if bubble == "constant":
-        fixed = kind.c + depth * kind.micro_batch_seconds([kind.max_len])
-        return [0.0, fixed, kind.a, kind.b, kind.c, kind.max_len, kind.util_len, EQ3]
-    return [depth, kind.c, kind.a, kind.b, kind.c, kind.max_len, kind.util_len, EQ3]
+        row[local_search.BUBBLE] = depth
+    elif bubble == "longest":
+        row[local_search.BUBBLE] = depth
+        row[local_search.FIXED] = kind.c
+    else:
+        row[local_search.FIXED] = kind.c + depth * kind.micro_batch_seconds([kind.max_len])
+    return row

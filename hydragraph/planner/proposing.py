@@ -1,12 +1,31 @@
 """Propose strategies from the data's length histogram (Hydraulis, section 7).
 
-The paper fills t[n][l], the least time of n devices for all sequences of length <= l. Here the question is turned
-round: by a time t, how many devices F(l) do the sequences of length <= l need?
+The paper fills t[n][l], the least time of n devices for all sequences of length <= l (Eq. 4). Here the question is
+turned round: by a time t, how many devices F(l) do the sequences of length <= l need?
 
     F(l) = min over schemes k with MaxLen(k) >= l and l' < l of F(l') + units(k, l', l, t),
 
 where an interval (l', l] needs d >= S_k(l', l) / t pipelines of scheme k, d in steps. F(L) <= N decides whether t can
 be kept, so bisection finds t[N][L], in a time that does not depend on N; one F gives the plans of all lengths at once.
+
+    N, L        devices, and the longest length
+    l, l'       lengths in levels of 128 tokens: `upto` and `above` in code
+    k           a scheme;  d  how many pipelines of it, a multiple of 0.1, since a pipeline may serve several intervals
+    S_k(l', l)  seconds of all sequences of those lengths on one pipeline of k: a difference of `Histogram.work`
+    units       F(l) in tenths of a device
+
+Example: two levels; <tp1> takes the first in 4 s and cannot take the second; <tp2> takes them in 2.5 and 3 s.
+
+    t = 2  <tp1> needs 2 x 1 device for the first, <tp2> 1.3 x 2 = 2.6; <tp2> needs 1.5 x 2 = 3 for the second
+    F(1) = 2, and F(2) = 2 + 3 = 5: less than 2.8 x 2 = 5.6, <tp2> alone
+    so 5 devices keep t = 2, by 2 <tp1> and 1.5 <tp2>; on them that rounds to 2 <tp1> + <tp2>, on 6 to 2 <tp1> + 2 <tp2>
+
+Equations of Hydraulis -> functions:
+
+    Eq. 4, t[n][l]                               `needed` for one t, `least` for the t of N devices
+    S[n][l] for every l                          `proposals`
+    rounding to the neighbouring integers        `roundings`
+    the order of the candidates (ours)           `expected_seconds`
 """
 
 from __future__ import annotations
@@ -21,13 +40,16 @@ from numpy.typing import NDArray
 
 from hydragraph.cost.profile import Profile, Scheme
 from hydragraph.errors import Unsupported
-from hydragraph.planner.balance import Floats, Ints
 from hydragraph.planner.compiled import compiled
+from hydragraph.planner.local_search import Floats, Ints
 
-STEP = 128  # tokens per level of length
-PIPELINE_STEPS = 10  # steps per pipeline: d is a multiple of 0.1
-SHORTEST = 8  # levels: no mini-batch worth a strategy of its own is shorter
-SWEEP = 1.03  # ratio of the times that are tried for shorter contexts
+# Tokens per level of length, and steps per pipeline (d is a multiple of 0.1): as in the paper.
+STEP = 128
+PIPELINE_STEPS = 10
+# Levels: no mini-batch worth a strategy of its own is shorter.
+SHORTEST = 8
+# Ratio of neighbouring times that are tried, from the best time down, for plans of shorter contexts.
+SWEEP = 1.03
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,6 +98,7 @@ def propose(
     """Return candidate strategies, the best expected first; a strategy is a list of schemes, one per pipeline.
 
     Args:
+        profile: what each scheme costs.
         lengths: of the data, or a sample of it; longer ones count as `context`.
         devices: how many there are; a strategy may leave some idle.
         context: the longest sequence, in tokens.
@@ -84,27 +107,29 @@ def propose(
     Raises:
         Unsupported: no measured scheme takes `context` tokens on so many devices.
     """
-    found = histogram(profile, lengths, devices, context)
+    data = histogram(profile, lengths, devices, context)
+    # Several proposals round to the same strategy; it is priced once, for the length of the first that leads to it.
     expected: dict[tuple[Scheme, ...], float] = {}
-    for proposal in proposals(found, devices):
+    for proposal in proposals(data, devices):
         for strategy in roundings(proposal, profile, devices, context):
             if strategy not in expected:
-                expected[strategy] = expected_seconds(strategy, found, proposal.shares[-1].upto)
-    longest = len(found.work[0]) - 1
-    ranked = sorted(expected, key=lambda s: (expected_seconds(s, found, longest), s))
+                expected[strategy] = expected_seconds(strategy, data, proposal.shares[-1].upto)
+    longest = len(data.work[0]) - 1
+    ranked = sorted(expected, key=lambda s: (expected_seconds(s, data, longest), s))
     return [list(s) for s in ranked[:limit]]
 
 
 def histogram(profile: Profile, lengths: Sequence[int], devices: int, context: int) -> Histogram:
     """Return the work of all lengths by level; sequences of length 0 are left out."""
-    given = np.minimum(np.asarray(lengths, dtype=np.int64), context)
-    given = given[given > 0]
-    if not len(given) or devices < 1 or context < 1:
-        raise ValueError(f"{len(given)} sequences, {devices} devices, context {context}: give at least one of each")
+    tokens = np.minimum(np.asarray(lengths, dtype=np.int64), context)
+    tokens = tokens[tokens > 0]
+    if not len(tokens) or devices < 1 or context < 1:
+        raise ValueError(f"{len(tokens)} sequences, {devices} devices, context {context}: give at least one of each")
     usable = [
         s for s in profile.schemes if s[0] * s[1] <= devices and profile.max_len(s, devices) >= min(STEP, context)
     ]
     last = -(-int(context) // STEP)
+    # A scheme takes whole levels only, except that one whose MaxLen is the context takes the last level too.
     reach = {s: min(last, profile.max_len(s, devices) // STEP) for s in usable}
     reach |= {s: last for s in usable if profile.max_len(s, devices) >= context}
     if max(reach.values(), default=0) < last:
@@ -114,12 +139,14 @@ def histogram(profile: Profile, lengths: Sequence[int], devices: int, context: i
             where=f"profile {profile.name}",
             remedy="lower the context length, add devices, or measure schemes of more devices",
         )
-    level = -(-given // STEP)
+    # A level holds the lengths up to its own, so a scheme that takes a level takes all of its sequences.
+    level = -(-tokens // STEP)
     rows = []
     for scheme in usable:
         pipeline = profile.pipeline(scheme, devices)
-        each = pipeline.work(given) + pipeline.c * given / pipeline.max_len  # c once per full micro-batch
-        rows.append(np.concatenate([[0.0], np.cumsum(np.bincount(level, each, last + 1)[1:])]))
+        # The histogram knows no micro-batches, so every sequence bears its part of the c of a full one.
+        seconds = pipeline.work(tokens) + pipeline.c * tokens / pipeline.max_len
+        rows.append(np.concatenate([[0.0], np.cumsum(np.bincount(level, seconds, last + 1)[1:])]))
     return Histogram(
         tuple(usable),
         np.array([tp * pp for tp, pp in usable], dtype=np.int64),
@@ -130,14 +157,27 @@ def histogram(profile: Profile, lengths: Sequence[int], devices: int, context: i
 
 @compiled
 def needed(t: float, steps: int, devices: Ints, levels: Ints, work: Floats, units: Ints, by: Ints, below: Ints) -> None:
-    """Fill F(l) in steps of 1 / `steps` device, and the scheme and l' that reach it."""
-    count, last = len(devices), work.shape[1] - 1
+    """Fill F(l) in steps of 1 / `steps` device, and the scheme and l' that reach it.
+
+    Args:
+        t: seconds that all sequences may take.
+        steps: per device and pipeline.
+        devices: of each scheme [K].
+        levels: how many levels each scheme can take [K].
+        work: seconds up to each level on one pipeline of each scheme [K, levels + 1].
+        units: where to write F of each level [levels + 1].
+        by, below: where to write the scheme of the last interval up to each level, and the level above which it begins.
+    """
+    last = work.shape[1] - 1
     units[0] = 0
     for upto in range(1, last + 1):
-        best, scheme, source = np.int64(1) << 60, -1, -1
-        for k in range(count):
+        best = np.int64(1) << 60
+        scheme = -1
+        source = -1
+        for k in range(len(devices)):
             if upto > levels[k]:
                 continue
+            # From the shortest interval on: the longer it is, the more pipelines it needs.
             for above in range(upto - 1, -1, -1):
                 d = math.ceil((work[k, upto] - work[k, above]) * steps / t * (1.0 - 1e-12))
                 grown = max(d, 1) * devices[k]
@@ -145,37 +185,44 @@ def needed(t: float, steps: int, devices: Ints, levels: Ints, work: Floats, unit
                     break  # a longer interval needs no fewer
                 total = units[above] + grown
                 if total < best:
-                    best, scheme, source = total, k, above
-        units[upto], by[upto], below[upto] = best, scheme, source
+                    best = total
+                    scheme = k
+                    source = above
+        units[upto] = best
+        by[upto] = scheme
+        below[upto] = source
 
 
 def proposals(data: Histogram, devices: int) -> list[Proposal]:
     """Return the best plans for every longest length, longest first; exact for the last level, S[N][L]."""
-    best = least(data, devices)
-    found = [best]
-    t = best.seconds
+    plans = [least(data, devices)]
+    t = plans[0].seconds
+    # In less time the devices suffice up to a shorter length only; F is there for all lengths, so each t gives a plan.
     while True:
         t /= SWEEP
         units, by, below = _needs(t, data)
         within = np.flatnonzero(units <= devices * PIPELINE_STEPS)
         upto = int(within[-1])
         if upto < SHORTEST or data.work[:, upto].max() <= 0:
-            return found
-        found.append(_proposal(data, upto, units, by, below))
+            return plans
+        plans.append(_proposal(data, upto, units, by, below))
 
 
 def least(data: Histogram, devices: int) -> Proposal:
     """Return t[N][L] and its plan, by bisection; each plan found is priced exactly, which ends the search."""
-    last, budget = data.work.shape[1] - 1, devices * PIPELINE_STEPS
-    low, high = 0.0, float(data.work[data.levels >= last, last].max()) * PIPELINE_STEPS
+    last = data.work.shape[1] - 1
+    budget = devices * PIPELINE_STEPS
+    low = 0.0
+    high = float(data.work[data.levels >= last, last].max()) * PIPELINE_STEPS  # a tenth of one pipeline does it all
     best: Proposal | None = None
     while best is None or high - low > 1e-12 * high:
         t = high if best is None else (low + high) / 2
         units, by, below = _needs(t, data)
         if units[last] <= budget:
-            found = _proposal(data, last, units, by, below)
-            if best is None or found.seconds < best.seconds:
-                best = found
+            plan = _proposal(data, last, units, by, below)
+            if best is None or plan.seconds < best.seconds:
+                best = plan
+            # d is rounded up, so the plan itself takes less than t: below its seconds is where to look on.
             high = min(t, best.seconds)
         elif best is None:
             high *= 2
@@ -193,9 +240,11 @@ def _needs(t: float, data: Histogram) -> tuple[Ints, Ints, Ints]:
 
 def _proposal(data: Histogram, upto: int, units: Ints, by: Ints, below: Ints) -> Proposal:
     """Follow the choices back from a level, and price them."""
-    shares, seconds = [], 0.0
+    shares = []
+    seconds = 0.0
     while upto:
-        k, above = int(by[upto]), int(below[upto])
+        k = int(by[upto])
+        above = int(below[upto])
         d = (units[upto] - units[above]) / data.devices[k] / PIPELINE_STEPS
         seconds = max(seconds, float(data.work[k, upto] - data.work[k, above]) / d)
         shares.append(Share(data.schemes[k], float(d), above * STEP, upto * STEP))
@@ -208,15 +257,17 @@ def roundings(proposal: Proposal, profile: Profile, devices: int, context: int) 
 
     Every scheme's pipelines are rounded down or up; strategies that another one contains are left out.
     """
-    wanted: dict[Scheme, float] = {}
+    fractional: dict[Scheme, float] = {}
     for share in proposal.shares:
-        wanted[share.scheme] = wanted.get(share.scheme, 0.0) + share.pipelines
-    schemes = sorted(wanted, key=lambda s: -profile.max_len(s, devices))
-    low = [math.floor(wanted[s] + 1e-9) for s in schemes]
-    choices = [(n, n + 1) if wanted[s] > n + 1e-9 else (n,) for n, s in zip(low, schemes, strict=True)]
+        fractional[share.scheme] = fractional.get(share.scheme, 0.0) + share.pipelines
+    # One scheme may serve several intervals, in fractions: it is their sum that is rounded.
+    schemes = sorted(fractional, key=lambda s: -profile.max_len(s, devices))
+    low = [math.floor(fractional[s] + 1e-9) for s in schemes]
+    choices = [(n, n + 1) if fractional[s] > n + 1e-9 else (n,) for n, s in zip(low, schemes, strict=True)]
     sizes = [tp * pp for tp, pp in schemes]
     reach = min(proposal.shares[-1].upto, context)  # the last level may end above the context
     longest = [profile.max_len(s, devices) >= reach for s in schemes]
+    # Where one pipeline more of the rounding still fits, the strategy with it contains this one: only that is kept.
     kept = []
     for counts in product(*choices):
         free = devices - sum(n * size for n, size in zip(counts, sizes, strict=True))
@@ -242,14 +293,15 @@ def expected_seconds(strategy: Sequence[Scheme], data: Histogram, upto: int) -> 
 
 def _fluid(counts: Floats, levels: NDArray[np.int64], work: Floats, upto: int) -> float:
     """Return the largest, over the schemes' reaches, of the time that the levels above it take."""
-    each = np.diff(work[:, : upto + 1], axis=1)
+    of_level = np.diff(work[:, : upto + 1], axis=1)  # [K, levels]
+    # Pipelines that share a level work at the sum of their rates; sequences above a reach leave fewer of them to share.
     used = np.flatnonzero(counts)
     worst = 0.0
     for above in sorted({0, *(int(levels[k]) for k in used if levels[k] < upto)}):
         able = [k for k in used if levels[k] > above]
-        rate = np.array([counts[k] / np.maximum(each[k, above:], 1e-300) for k in able])
+        rate = np.array([counts[k] / np.maximum(of_level[k, above:], 1e-300) for k in able])
         usable = np.array([np.arange(above + 1, upto + 1) <= levels[k] for k in able])
         total = np.where(usable, rate, 0.0).sum(0)
-        busy = each[able[0], above:] > 0
+        busy = of_level[able[0], above:] > 0
         worst = max(worst, float((1.0 / total[busy]).sum())) if busy.any() else worst
     return worst

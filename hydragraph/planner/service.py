@@ -16,13 +16,15 @@ from pathlib import Path
 from typing import IO, cast
 
 from hydragraph.errors import Unsupported
-from hydragraph.planner.setting import Answer, Setting
+from hydragraph.planner.request import Answer, PlanRequest
 
 _LOG = logging.getLogger(__name__)
 
 Lengths = tuple[int, ...]
 
-ATTEMPTS = 3  # workers that may die over one mini-batch
+# Workers that may die over one mini-batch: more than one, because memory may run out by chance.
+ATTEMPTS = 3
+# What a pipe to a process that is gone raises, in the middle of an answer or before it.
 _GONE = (BrokenPipeError, EOFError, OSError, pickle.UnpicklingError)
 
 
@@ -32,17 +34,18 @@ class PlanService:
     A plan is found by the mini-batch's lengths, so it can never be used for another one.
 
     Args:
-        setting: the candidates.
+        request: the candidates and what they cost.
         workers: how many processes.
         ahead: how many mini-batches may be queued, in work or waiting to be taken.
     """
 
-    def __init__(self, setting: Setting, workers: int = 1, ahead: int = 4) -> None:
+    def __init__(self, request: PlanRequest, workers: int = 1, ahead: int = 4) -> None:
         if workers < 1 or ahead < 1:
             raise ValueError(f"{workers} workers, {ahead} mini-batches ahead: give at least one of each")
-        self._setting, self._ahead = setting, ahead
+        self._request = request
+        self._ahead = ahead
         self._jobs: queue.Queue[Lengths | None] = queue.Queue()
-        self._known: dict[Lengths, Answer | None] = {}
+        self._plans: dict[Lengths, Answer | None] = {}  # None: in the queue or in work
         self._changed = threading.Condition()
         self._processes: list[subprocess.Popen[bytes] | None] = [None] * workers
         self._closed = False
@@ -56,27 +59,30 @@ class PlanService:
 
     def submit(self, lengths: Lengths) -> bool:
         """Ask for a plan; return False where the queue is full, so that the plan has to be made when it is needed."""
+        # Bounded: plans that nobody takes, as when a run skips data, must not pile up.
         with self._changed:
-            if lengths in self._known:
+            if lengths in self._plans:
                 return True
-            if len(self._known) >= self._ahead or self._closed:
+            if len(self._plans) >= self._ahead or self._closed:
                 return False
-            self._known[lengths] = None
+            self._plans[lengths] = None
         self._jobs.put(lengths)
         return True
 
     def take(self, lengths: Lengths, patience_s: float) -> Answer | None:
         """Return the plan of a mini-batch and forget it; None where it was not asked for, or is not there in time."""
         with self._changed:
-            if lengths not in self._known:
+            if lengths not in self._plans:
                 return None
-            self._changed.wait_for(lambda: self._known[lengths] is not None, patience_s)
-            return self._known.pop(lengths)
+            # Forgotten either way: a step that has gone on with the quick plan never comes back for this one.
+            self._changed.wait_for(lambda: self._plans[lengths] is not None, patience_s)
+            return self._plans.pop(lengths)
 
     def close(self) -> None:
         """End the workers."""
         with self._changed:
             self._closed = True
+        # None wakes a thread that waits for a mini-batch; killing its process wakes one that waits for an answer.
         for _ in self._threads:
             self._jobs.put(None)
         for process in self._processes:
@@ -93,10 +99,10 @@ class PlanService:
     def _tend(self, index: int) -> None:
         """Hand mini-batches to one worker, and start another one when it dies."""
         while (lengths := self._jobs.get()) is not None and not self._closed:
-            found = self._answered(index, lengths)
+            plan = self._answered(index, lengths)
             with self._changed:
-                if lengths in self._known:  # else its step has gone on without it
-                    self._known[lengths] = found
+                if lengths in self._plans:  # else its step has gone on without it
+                    self._plans[lengths] = plan
                 self._changed.notify_all()
         process = self._processes[index]
         if process is not None:
@@ -106,6 +112,7 @@ class PlanService:
                 cast(IO[bytes], pipe).close()
 
     def _answered(self, index: int, lengths: Lengths) -> Answer:
+        # A process that died has not answered; the next one is asked the same.
         for _ in range(ATTEMPTS):
             try:
                 return self._ask(index, lengths)
@@ -114,7 +121,8 @@ class PlanService:
                     break
                 self.replaced += 1
                 _LOG.info("planning process %d died; another one takes its mini-batch", index)
-                process, self._processes[index] = self._processes[index], None
+                process = self._processes[index]
+                self._processes[index] = None
                 if process is not None:
                     process.kill()
                     process.wait()
@@ -129,12 +137,13 @@ class PlanService:
 
     def _ask(self, index: int, lengths: Lengths) -> Answer:
         process = self._processes[index] or self._start(index)
-        stdin, stdout = cast(IO[bytes], process.stdin), cast(IO[bytes], process.stdout)
+        stdin = cast(IO[bytes], process.stdin)
         pickle.dump(lengths, stdin)
         stdin.flush()
-        return cast(Answer, pickle.load(stdout))
+        return cast(Answer, pickle.load(cast(IO[bytes], process.stdout)))
 
     def _start(self, index: int) -> subprocess.Popen[bytes]:
+        # The worker must import this very package, installed or not.
         package = str(Path(__file__).parents[2])
         paths = [package, *filter(None, [os.environ.get("PYTHONPATH")])]
         process = subprocess.Popen(
@@ -145,6 +154,6 @@ class PlanService:
         )
         self._processes[index] = process
         stdin = cast(IO[bytes], process.stdin)
-        pickle.dump(self._setting, stdin)
+        pickle.dump(self._request, stdin)
         stdin.flush()
         return process

@@ -11,23 +11,26 @@ import signal
 import sys
 from typing import BinaryIO
 
-from hydragraph.planner.setting import Setting, answer
+from hydragraph.planner.request import PlanRequest, answer
 
 
 def serve(source: BinaryIO, target: BinaryIO) -> None:
     """Answer until the source ends."""
-    setting: Setting = pickle.load(source)
+    request: PlanRequest = pickle.load(source)
     while True:
         try:
             lengths = pickle.load(source)
         except EOFError:
             return
-        pickle.dump(answer(setting, lengths), target)
+        pickle.dump(answer(request, lengths), target)
         target.flush()
 
 
 if __name__ == "__main__":
-    for number in (signal.SIGINT, signal.SIGTERM):  # sent to the whole process group; training may finish a step first
+    # These are sent to the whole process group, and training may finish a step first; this one ends with stdin.
+    for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    output, sys.stdout = sys.stdout, sys.stderr  # what a library prints must not come between the answers
+    output = sys.stdout
+    # What a library prints must not come between the answers.
+    sys.stdout = sys.stderr
     serve(sys.stdin.buffer, output.buffer)

@@ -26,13 +26,14 @@ class Assignment:
             counts: micro-batches of each pipeline.
             tokens: of every sequence; or of those of each pipeline.
         """
-        each = [tokens] * len(counts) if isinstance(tokens, int) else list(tokens)
-        found, first = [], 0
+        per_pipeline = [tokens] * len(counts) if isinstance(tokens, int) else list(tokens)
+        micro_batches = []
+        first = 0
         for count in counts:
-            found.append(tuple((i,) for i in range(first, first + count)))
+            micro_batches.append(tuple((i,) for i in range(first, first + count)))
             first += count
-        lengths = tuple(n for count, n in zip(counts, each, strict=True) for _ in range(count))
-        return cls(tuple(found), lengths)
+        lengths = tuple(n for count, n in zip(counts, per_pipeline, strict=True) for _ in range(count))
+        return cls(tuple(micro_batches), lengths)
 
     @property
     def tokens(self) -> tuple[tuple[tuple[int, ...], ...], ...]:

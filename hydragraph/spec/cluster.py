@@ -59,7 +59,8 @@ class Link:
         i = bisect_left(sizes, size)
         if i == 0 or i == len(sizes):
             return self.points[min(i, len(sizes) - 1)][1]
-        (low, slow), (high, fast) = self.points[i - 1], self.points[i]
+        low, slow = self.points[i - 1]
+        high, fast = self.points[i]
         return slow + (fast - slow) * math.log(size / low) / math.log(high / low)
 
     def seconds(self, size: float) -> float:
@@ -202,9 +203,9 @@ class Cluster:
         if self.nodes and max(d.node for d in self.devices) >= len(self.nodes):
             raise ValueError(f"a device is in node {max(d.node for d in self.devices)} of {len(self.nodes)} (from 0)")
         for pair in self.pairs:
-            for each in pair.types:
-                if each not in self.types:
-                    raise ValueError(f"pairs: unknown device type {each!r}: use {', '.join(sorted(self.types))}")
+            for name in pair.types:
+                if name not in self.types:
+                    raise ValueError(f"pairs: unknown device type {name!r}: use {', '.join(sorted(self.types))}")
 
     @classmethod
     def of(cls, types: Mapping[str, DeviceType], nodes: tuple[Node, ...], pairs: tuple[Pair, ...] = ()) -> Cluster:
@@ -279,14 +280,16 @@ class Cluster:
 
     def link(self, a: int, b: int) -> Link:
         """Return the link between two different devices, given by rank, as if nothing else used it."""
-        one, other = self._device(a), self._device(b)
+        one = self._device(a)
+        other = self._device(b)
         if a == b:
             raise ValueError(f"device {a} has no link to itself: price a local copy by its memory_bytes_per_s")
         return self.link_between(one.node, other.node)
 
     def link_between(self, one: int, other: int) -> Link:
         """Return the link between devices of two nodes, or within one."""
-        a, b = self._machines[one], self._machines[other]
+        a = self._machines[one]
+        b = self._machines[other]
         if one == other:
             return a.inner
         pair = self._pairs.get((a.type, b.type))
@@ -300,7 +303,8 @@ class Cluster:
         Each is ("port out" | "port in", rank, 0) or ("card out" | "card in", node, card).
         """
         ports = (("port out", a, 0), ("port in", b, 0))
-        one, other = self.node_of(a), self.node_of(b)
+        one = self.node_of(a)
+        other = self.node_of(b)
         if one == other:
             return ports
         return (*ports, ("card out", one, self.card_of(a)), ("card in", other, self.card_of(b)))
@@ -322,8 +326,8 @@ class Cluster:
             pairs = self.pairs
             if what == "between_nodes":
                 pairs = tuple(
-                    Pair(p.types, each.bytes_per_s, each.latency_s, each.points)
-                    for p, each in ((p, p.link.times(factor)) for p in self.pairs)
+                    Pair(p.types, scaled.bytes_per_s, scaled.latency_s, scaled.points)
+                    for p, scaled in ((p, p.link.times(factor)) for p in self.pairs)
                 )
             return replace(self, nodes=nodes, pairs=pairs)
         link = self.within_node if what == "within_node" else self.between_nodes
@@ -353,19 +357,19 @@ class Cluster:
     @cached_property
     def _cards(self) -> tuple[int, ...]:
         seen: Counter[int] = Counter()
-        found = []
+        cards = []
         for device in self.devices:
             node = self._machines[device.node]
-            found.append(seen[device.node] * node.cards // node.devices)
+            cards.append(seen[device.node] * node.cards // node.devices)
             seen[device.node] += 1
-        return tuple(found)
+        return tuple(cards)
 
     @cached_property
     def _pairs(self) -> Mapping[tuple[str, str], Link]:
-        found = {}
+        links = {}
         for pair in self.pairs:
-            found[pair.types] = found[pair.types[::-1]] = pair.link
-        return found
+            links[pair.types] = links[pair.types[::-1]] = pair.link
+        return links
 
     @classmethod
     def load(cls, path: str | Path) -> Cluster:
@@ -373,8 +377,8 @@ class Cluster:
         data = load_yaml(path)
         try:
             if not isinstance(data, dict) or not {"nodes", "types", "pairs"} & set(data):
-                found = from_record(_Devices, data, name="cluster")
-                return cls(found.devices, found.within_node, found.between_nodes)
+                flat = from_record(_Devices, data, name="cluster")
+                return cls(flat.devices, flat.within_node, flat.between_nodes)
             nodes = from_record(_Nodes, data, name="cluster")
             return cls.of(nodes.types, nodes.nodes, nodes.pairs)
         except ValueError as error:
@@ -385,7 +389,7 @@ class Cluster:
         if self.nodes:
             grouped = [(node, len(list(same))) for node, same in groupby(self.nodes)]
             nodes = [to_record(replace(node, count=count)) for node, count in grouped]
-            lines = ["types:", *(f"  {name}: {flow_yaml(to_record(each))}" for name, each in self.types.items())]
+            lines = ["types:", *(f"  {name}: {flow_yaml(to_record(kind))}" for name, kind in self.types.items())]
             lines += ["nodes:", *(f"  - {flow_yaml(node)}" for node in nodes)]
             lines += ["pairs:", *(f"  - {flow_yaml(to_record(p))}" for p in self.pairs)] if self.pairs else []
         else:
@@ -420,17 +424,17 @@ def _slower(one: Link, other: Link) -> Link:
     return Link(min(one.bytes_per_s, other.bytes_per_s), max(one.latency_s, other.latency_s), points)
 
 
-def _points(given: object) -> tuple[tuple[float, float], ...]:
-    if not isinstance(given, list | tuple):
-        raise ValueError(f"points is {given!r}: give a list of [bytes, bytes_per_s]")
-    found = []
-    for point in given:
+def _points(rows: object) -> tuple[tuple[float, float], ...]:
+    if not isinstance(rows, list | tuple):
+        raise ValueError(f"points is {rows!r}: give a list of [bytes, bytes_per_s]")
+    points = []
+    for point in rows:
         if not isinstance(point, list | tuple) or len(point) != 2:
             raise ValueError(f"points has {point!r}: give [bytes, bytes_per_s]")
-        found.append((float(_positive("bytes", point[0])), float(_positive("bytes_per_s", point[1]))))
-    if any(a[0] >= b[0] for a, b in pairwise(found)):
+        points.append((float(_positive("bytes", point[0])), float(_positive("bytes_per_s", point[1]))))
+    if any(a[0] >= b[0] for a, b in pairwise(points)):
         raise ValueError("points: give them by ascending bytes, each once")
-    return tuple(found)
+    return tuple(points)
 
 
 def _number(name: str, value: object) -> float:

@@ -59,5 +59,5 @@ class Limit:
         wrong = (values < self.low) | (values >= self.high)
         if self.field == "labels":
             wrong &= (values != IGNORED) & (values != self.ignored)
-        found = wrong.nonzero()
-        return found[0] if len(found) else None
+        indices = wrong.nonzero()
+        return indices[0] if len(indices) else None

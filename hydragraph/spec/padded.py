@@ -33,14 +33,14 @@ def sequences_in(given: Batches, own: Collection[str] = ()) -> list[Tensor | dic
         Unsupported: a mask that says anything else.
         ValueError: labels count in the padding, or a field has not one row per sequence.
     """
-    found: list[Tensor | dict[str, Tensor]] = []
-    for each in [given] if isinstance(given, Mapping) else given:
-        if isinstance(each, Mapping):
-            rows = [{n: _tensor(n, v) for n, v in row.items()} for row in _rows(dict(each), len(found))]
-            found += [_unpadded(row, len(found) + i, own) for i, row in enumerate(rows)]
+    sequences: list[Tensor | dict[str, Tensor]] = []
+    for batch in [given] if isinstance(given, Mapping) else given:
+        if isinstance(batch, Mapping):
+            rows = [{n: _tensor(n, v) for n, v in row.items()} for row in _rows(dict(batch), len(sequences))]
+            sequences += [_unpadded(row, len(sequences) + i, own) for i, row in enumerate(rows)]
         else:
-            found.append(each)
-    return found
+            sequences.append(batch)
+    return sequences
 
 
 def _rows(fields: dict[str, Any], first: int) -> Iterator[dict[str, Any]]:

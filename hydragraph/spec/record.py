@@ -21,10 +21,10 @@ def load_yaml(path: str | Path) -> object:
     """Read a YAML file; a ValueError names it."""
     text = Path(path).read_text(encoding="utf-8")
     try:
-        found: object = yaml.load(text, Loader=_Loader)
+        data: object = yaml.load(text, Loader=_Loader)
     except yaml.YAMLError as error:
         raise ValueError(f"{path}: not readable as YAML: {error}") from None
-    return found
+    return data
 
 
 def load_record(cls: type[Record], path: str | Path) -> Record:
@@ -77,21 +77,21 @@ def _from_value(hint: Any, value: object, path: str) -> object:
     if get_origin(hint) is Mapping and is_dataclass(item := get_args(hint)[1]) and isinstance(item, type):
         if not isinstance(value, dict):
             raise ValueError(f"{path}: expected a mapping of names, but it is {value!r}")
-        return {str(key): from_record(item, each, f"{path}.{key}") for key, each in value.items()}
+        return {str(key): from_record(item, entry, f"{path}.{key}") for key, entry in value.items()}
     item = get_args(hint)[0] if get_origin(hint) is tuple else None
     if not (is_dataclass(item) and isinstance(item, type)):
         return value
     if not isinstance(value, list | tuple):
         raise ValueError(f"{path}: expected a list, but it is {value!r}")
-    return tuple(from_record(item, each, f"{path}[{i}]") for i, each in enumerate(value))
+    return tuple(from_record(item, entry, f"{path}[{i}]") for i, entry in enumerate(value))
 
 
 def to_record(value: Any) -> Any:
     """Return a dataclass as dicts, lists and scalars, leaving out fields that have their default."""
     if is_dataclass(value):
-        held = ((field, getattr(value, field.name)) for field in fields(value))
-        return {field.name: to_record(each) for field, each in held if each != field.default}
-    return [to_record(each) for each in value] if isinstance(value, tuple) else value
+        own = ((field, getattr(value, field.name)) for field in fields(value))
+        return {field.name: to_record(entry) for field, entry in own if entry != field.default}
+    return [to_record(entry) for entry in value] if isinstance(value, tuple) else value
 
 
 def flow_yaml(value: object) -> str:

@@ -50,13 +50,13 @@ def parse_strategy(text: str, layers: int) -> StrategyText:
         pipelines += _parse_term(reader, layers, first=_next_device(pipelines))
     if reader.at_end():
         return StrategyText(tuple(pipelines))
-    found = reader.take()
-    if found.text not in SCHEDULES:
-        known = " or ".join(SCHEDULES)
-        raise reader.error(f"expected '+' and a pipeline, a schedule ({known}) or the end", found)
+    schedule = reader.take()
+    if schedule.text not in SCHEDULES:
+        names = " or ".join(SCHEDULES)
+        raise reader.error(f"expected '+' and a pipeline, a schedule ({names}) or the end", schedule)
     if not reader.at_end():
         raise reader.error("expected nothing after the schedule", reader.take())
-    return StrategyText(tuple(pipelines), found.text)
+    return StrategyText(tuple(pipelines), schedule.text)
 
 
 def format_strategy(strategy: StrategyText) -> str:
@@ -81,7 +81,8 @@ def _next_device(pipelines: Sequence[Sequence[StageText]]) -> int:
 
 
 def _format_pipeline(stages: tuple[StageText, ...], first: int) -> str:
-    tp, pp = len(stages[0].devices), len(stages)
+    tp = len(stages[0].devices)
+    pp = len(stages)
     if stages == regular_pipeline(tp, pp, sum(stage.layers for stage in stages), first):
         return f"<tp{tp},pp{pp}>"
     return f"<{','.join(map(_format_stage, stages))}>"
@@ -102,7 +103,7 @@ class _Reader:
 
     def __init__(self, text: str) -> None:
         self.text = text
-        self.tokens = [_Token(found[0], found.start()) for found in _TOKEN.finditer(text)]
+        self.tokens = [_Token(match[0], match.start()) for match in _TOKEN.finditer(text)]
         self.tokens.append(_Token("", len(text.rstrip())))
         self.at = 0
 
@@ -122,9 +123,9 @@ class _Reader:
 
     def skip(self, text: str) -> bool:
         """Move past `text` if it is next, and say whether it was."""
-        found = self.peek() == text
-        self.at += found
-        return found
+        is_next = self.peek() == text
+        self.at += is_next
+        return is_next
 
     def expect(self, text: str, example: str) -> _Token:
         """Take the token `text`, or fail with an example of what belongs here."""
@@ -147,13 +148,14 @@ class _Reader:
         end = last or token
         width = max(end.start + len(end.text) - token.start, 1)
         shown = "".join(" " if c.isspace() else c for c in self.text)  # one line, columns kept
-        found = "" if token.text else ", found the end"
-        return ValueError(f"strategy text: {message}{found}\n  {shown}\n  {' ' * token.start}{'^' * width}")
+        instead = "" if token.text else ", found the end"
+        return ValueError(f"strategy text: {message}{instead}\n  {shown}\n  {' ' * token.start}{'^' * width}")
 
 
 def _parse_term(reader: _Reader, layers: int, first: int) -> tuple[tuple[StageText, ...], ...]:
     """Read one term as its pipelines; a regular one starts at device `first`."""
-    start, count = reader.tokens[reader.at], None
+    start = reader.tokens[reader.at]
+    count = None
     if start.text.isdecimal():
         count, _ = reader.number("the number of pipelines", minimum=1)
         reader.expect("*", "2*<tp1,pp2>")
@@ -197,6 +199,6 @@ def _parse_stage(reader: _Reader) -> StageText:
     layers, _ = reader.number("the number of layers", minimum=1)
     flags = reader.take().text if reader.peek().isalpha() else ""
     if len(set(flags)) != len(flags) or not set(flags) <= _FLAGS.keys():
-        known = ", ".join(f"'{flag}' ({meaning})" for flag, meaning in _FLAGS.items())
-        raise reader.error(f"a stage's flags are {known}, each at most once", reader.tokens[reader.at - 1])
+        meanings = ", ".join(f"'{flag}' ({meaning})" for flag, meaning in _FLAGS.items())
+        raise reader.error(f"a stage's flags are {meanings}, each at most once", reader.tokens[reader.at - 1])
     return StageText(tuple(devices), layers, "s" in flags, "r" in flags)

@@ -69,8 +69,8 @@ def sequence_of(
         kind = own.get(name, Field(torch.int64))
         if not isinstance(value, Tensor) or not _is_of(value.dtype, kind.dtype) or value.shape != (*size, *kind.sizes):
             described = f"{value.dtype} {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-            wanted = "1-D int64" if name not in own else f"{kind.dtype} [tokens{''.join(f', {n}' for n in kind.sizes)}]"
-            raise ValueError(f"sequence {index}: {name} is {described}; pass {wanted} tensors of equal length")
+            right = "1-D int64" if name not in own else f"{kind.dtype} [tokens{''.join(f', {n}' for n in kind.sizes)}]"
+            raise ValueError(f"sequence {index}: {name} is {described}; pass {right} tensors of equal length")
         brought[name] = value.detach().to("cpu", kind.dtype).contiguous()
     if not causal and not {"labels", "shift_labels"} & set(brought):
         raise ValueError(f"sequence {index} has no labels; masked models need them (-100 where a token does not count)")

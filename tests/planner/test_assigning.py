@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 
 from hydragraph import planner
 from hydragraph.cost.profile import PipelineCost
-from hydragraph.planner.assigning import PlannedAssignment, assign_pipelines, bound_devices
+from hydragraph.planner.assigning import PlannedAssignment, assign_pipelines, bound_devices, formed_room
+from hydragraph.planner.one_f_one_b import pipeline_seconds, published_seconds
 from hydragraph.planner.packing import costs_of
-from hydragraph.planner.recurrence import pipeline_seconds, published_seconds
+from hydragraph.planner.problem import problem_of
 from tests.planner.examples import MIXED, PROFILE, lengths, pipelines
 from tests.planner.test_packing import partitions
 
@@ -30,6 +31,11 @@ def check(kinds: tuple[PipelineCost, ...], sizes: list[int], found: PlannedAssig
     assert found.seconds == pytest.approx(max(expected), rel=1e-9)
     assert found.seconds_1f1b == pytest.approx(max(true), rel=1e-9)
     assert found.bound <= found.seconds * (1 + 1e-9)
+
+
+def test_the_example_of_the_module() -> None:
+    room = formed_room(problem_of([PipelineCost(0.0, 1.0, 1.0, 4, 99, 1, 1)], [1], formed=True))
+    assert room(25.0)[0] == pytest.approx(10.68, abs=5e-3)
 
 
 @given(pipelines(), st.lists(st.integers(0, 2000), max_size=40), st.sampled_from([None, 0.0]))

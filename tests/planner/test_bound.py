@@ -66,3 +66,9 @@ def test_what_does_not_fit_a_kind_goes_elsewhere() -> None:
 
 def test_nothing_takes_no_time() -> None:
     assert relax(np.zeros((0, 2)), lambda z: np.array([z, z]), 1.0).seconds == 0.0
+
+
+def test_the_example_of_the_module() -> None:
+    relaxed = relax(np.array([[4.0, 6.0], [2.0, 8.0]]), lambda z: np.array([z, z]), 6.0)
+    assert relaxed.seconds == pytest.approx(3.6)
+    assert relaxed.shares == pytest.approx(np.array([[0.4, 0.6], [1.0, 0.0]]))

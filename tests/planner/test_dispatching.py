@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 import hydragraph as hg
 from hydragraph import planner
 from hydragraph.cost.profile import PipelineCost
-from hydragraph.planner import balance
+from hydragraph.planner import local_search
+from hydragraph.planner.dispatch_search import Effort, bounded, ends, longest_first, search, value
 from hydragraph.planner.dispatching import eq3_room, greedy
 from hydragraph.planner.exact import exact_dispatch
-from hydragraph.planner.problem import Bubble, Problem, problem
-from hydragraph.planner.spread import Effort, bounded, ends, longest_first, search, value
+from hydragraph.planner.problem import Bubble, Problem, problem_of
 from tests.planner.examples import MIXED, PROFILE, lengths, pipelines
 
 BUBBLES = st.sampled_from(["longest", "constant"])
@@ -36,7 +36,7 @@ def eq3(given: Problem, bubble: Bubble, p: int, items: list[int]) -> float:
 def best_of_all(given: Problem, bubble: Bubble) -> float:
     best = np.inf
     for chosen in itertools.product(range(len(given.pipelines)), repeat=len(given.lengths)):
-        if all(np.isfinite(given.cost[i, given.kind[p]]) for i, p in enumerate(chosen)):
+        if all(np.isfinite(given.cost[i, given.kind_of[p]]) for i, p in enumerate(chosen)):
             shares = [[i for i, q in enumerate(chosen) if q == p] for p in range(len(given.pipelines))]
             best = min(best, max(eq3(given, bubble, p, s) for p, s in enumerate(shares)))
     return best
@@ -45,7 +45,7 @@ def best_of_all(given: Problem, bubble: Bubble) -> float:
 @given(pipelines(most=3), st.lists(st.integers(1, 2000), min_size=1, max_size=6), BUBBLES)
 @settings(max_examples=60)
 def test_search_reaches_the_best_of_all(kinds: tuple[PipelineCost, ...], sizes: list[int], bubble: Bubble) -> None:
-    made = problem(kinds, sizes, bubble=bubble)
+    made = problem_of(kinds, sizes, bubble=bubble)
     relaxed = bounded(made, made.cost, eq3_room(made), longest_first(made))
     placed = search(made, relaxed, Effort(), 0)
     for p, end in enumerate(ends(made, placed)):
@@ -57,7 +57,7 @@ def test_search_reaches_the_best_of_all(kinds: tuple[PipelineCost, ...], sizes: 
 
 @pytest.mark.parametrize("bubble", ["longest", "constant"])
 def test_the_integer_program_is_exact(bubble: Bubble) -> None:
-    made = problem(PROFILE.pipelines([(4, 1), (2, 2), (2, 1)]), [6000, 3000, 2000, 900, 400, 100], bubble=bubble)
+    made = problem_of(PROFILE.pipelines([(4, 1), (2, 2), (2, 1)]), [6000, 3000, 2000, 900, 400, 100], bubble=bubble)
     assert value(made, exact_dispatch(made)) == pytest.approx(best_of_all(made, bubble), rel=1e-6)
 
 
@@ -65,17 +65,17 @@ def test_the_integer_program_is_exact(bubble: Bubble) -> None:
 def test_promises_hold_of_any_input(
     kinds: tuple[PipelineCost, ...], sizes: list[int], bubble: Bubble, seed: int
 ) -> None:
-    made = problem(kinds, sizes, bubble=bubble)
+    made = problem_of(kinds, sizes, bubble=bubble)
     first = longest_first(made)
     relaxed = bounded(made, made.cost, eq3_room(made), first)
     placed = search(made, relaxed, Effort(), seed)
     assert sorted(itertools.chain(*made.shares(placed))) == [i for i, n in enumerate(sizes) if n]
-    assert all(np.isfinite(made.cost[i, made.kind[p]]) for i, p in enumerate(placed))
+    assert all(np.isfinite(made.cost[i, made.kind_of[p]]) for i, p in enumerate(placed))
     found = value(made, placed)
     assert relaxed.seconds <= found * (1 + 1e-9)
     if len(made.lengths):
         descended = first.copy()
-        balance.descend(descended, made.cost, made.lengths, made.kind, made.shape, np.zeros(len(kinds)))
+        local_search.descend(descended, made.instance, np.zeros(len(kinds)))
         assert found <= max(relaxed.seconds * 1.001, min(value(made, greedy(made, 100, seed)), value(made, descended)))
     np.testing.assert_array_equal(placed, search(made, relaxed, Effort(), seed))
 
@@ -104,7 +104,7 @@ def alg_1(given: Problem, orders: np.ndarray, least_loaded: bool) -> float:
         for i in order:
             options = []
             for p in range(len(shares)):
-                if np.isfinite(given.cost[i, given.kind[p]]):
+                if np.isfinite(given.cost[i, given.kind_of[p]]):
                     after = [eq3(given, "longest", q, [*s, i] if q == p else s) for q, s in enumerate(shares)]
                     options.append((max(after), after[p] if least_loaded else 0.0, p))
             shares[min(options)[2]].append(i)
@@ -114,9 +114,9 @@ def alg_1(given: Problem, orders: np.ndarray, least_loaded: bool) -> float:
 
 @pytest.mark.parametrize("least_loaded", [False, True])
 def test_the_compiled_greedy_is_alg_1(least_loaded: bool) -> None:
-    made = problem(PROFILE.pipelines([(4, 1), (2, 2), (2, 2)]), lengths(25, 0, 6000))
+    made = problem_of(PROFILE.pipelines([(4, 1), (2, 2), (2, 2)]), lengths(25, 0, 6000))
     orders = np.argsort(np.random.default_rng(0).random((5, 25)), axis=1)
-    found, _ = balance.greedy(orders, made.cost, made.lengths, made.kind, made.shape, least_loaded)
+    found, _ = local_search.greedy(orders, made.instance, least_loaded)
     assert found == pytest.approx(alg_1(made, orders, least_loaded), rel=1e-9)
 
 

@@ -18,8 +18,8 @@ from hypothesis import given, settings
 import hydragraph as hg
 from hydragraph import planner
 from hydragraph.cost.profile import PipelineCost
-from hydragraph.planner.assigning import assign_pipelines
-from hydragraph.planner.explain import Report, explain, mini_batches, parts_of, scheme_counts
+from hydragraph.planner.assigning import PlannedAssignment, assign_pipelines
+from hydragraph.planner.explain import Parts, Report, explain, mini_batches, parts_of, scheme_counts
 from hydragraph.planner.explain_text import to_record, to_text
 from tests.planner.examples import BATCHES, MIXED, PROFILE, lengths, pipelines
 
@@ -38,6 +38,12 @@ def test_the_text_is_golden() -> None:
         GOLDEN.parent.mkdir(exist_ok=True)
         GOLDEN.write_text(text, encoding="utf-8")
     assert text == GOLDEN.read_text(encoding="utf-8"), f"{GOLDEN} differs; if that is meant, see this file's head"
+
+
+def test_the_example_of_the_module() -> None:
+    kinds = (PipelineCost(0.0, 1.0, 0.0, 1, 9, 1, 1), PipelineCost(0.0, 1.0, 1.0, 2, 9, 1, 2))
+    assignment = PlannedAssignment((((0,),), ((1,), (2,))), (3, 4, 2), estimates=(3.0, 13.0))
+    assert parts_of(kinds, [3, 4, 2], assignment, 0.0) == Parts(5.0, 1.0, 2.0, 5.0, 0.0)
 
 
 def test_seconds_are_those_of_the_planner() -> None:
@@ -77,7 +83,7 @@ def test_parts_add_up_to_the_estimate(kinds: tuple[PipelineCost, ...], sizes: li
 
 def test_memory_adds_up_to_the_device_at_max_len() -> None:
     for candidate in report().candidates:
-        for room in candidate.rooms:
+        for room in candidate.memory:
             assert room.states is not None
             assert room.per_token is not None
             assert room.reserved is not None

@@ -34,6 +34,13 @@ def exhaustive(data: Histogram, devices: int) -> float:
     return float(t[budget, last])
 
 
+def test_the_example_of_the_module() -> None:
+    work = np.array([[0.0, 4.0, 4.0], [0.0, 2.5, 5.5]])
+    proposal = least(Histogram(((1, 1), (2, 1)), np.array([1, 2]), np.array([1, 2]), work), 5)
+    assert proposal.seconds == pytest.approx(2.0)
+    assert [(s.scheme, s.pipelines) for s in proposal.shares] == [((1, 1), 2.0), ((2, 1), 1.5)]
+
+
 @st.composite
 def histograms(draw: st.DrawFn) -> Histogram:
     kinds, last = draw(st.integers(1, 3)), draw(st.integers(1, 5))

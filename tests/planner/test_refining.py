@@ -12,7 +12,7 @@ import pytest
 from hydragraph import planner
 from hydragraph.cost.profile import Profile, Scheme
 from hydragraph.planner.refining import exchanges, groups
-from hydragraph.planner.sample import Sample
+from hydragraph.planner.tuning_set import TuningSet
 from tests.planner.examples import PROFILE, lengths
 
 DEVICES = 6
@@ -40,8 +40,8 @@ def refined(profile: Profile) -> tuple[list[list[Scheme]], list[list[Scheme]]]:
 
 
 def table(profile: Profile, strategies: Sequence[Sequence[Scheme]]) -> np.ndarray:
-    sample = Sample(profile, BATCHES, DEVICES)
-    return np.array([sample.seconds(tuple(s)) for s in strategies])
+    tuning = TuningSet(profile, BATCHES, DEVICES)
+    return np.array([tuning.seconds(tuple(s)) for s in strategies])
 
 
 @pytest.mark.parametrize("profile", [PROFILE, UNEVEN])
@@ -67,9 +67,9 @@ def test_the_first_few_are_close_to_choosing_among_all(profile: Profile) -> None
 
 def test_short_mini_batches_get_a_strategy_that_does_not_take_the_longest() -> None:
     _, found = refined(UNEVEN)
-    sample = Sample(UNEVEN, BATCHES, DEVICES)
-    assert sample.reach(tuple(found[0])) >= max(sample.longest)
-    assert any(sample.reach(tuple(s)) < max(sample.longest) for s in found[1:4])
+    tuning = TuningSet(UNEVEN, BATCHES, DEVICES)
+    assert tuning.reach(tuple(found[0])) >= max(tuning.longest)
+    assert any(tuning.reach(tuple(s)) < max(tuning.longest) for s in found[1:4])
 
 
 def test_the_first_takes_the_context_even_if_the_sample_does_not_need_it() -> None:
@@ -80,8 +80,8 @@ def test_the_first_takes_the_context_even_if_the_sample_does_not_need_it() -> No
 
 
 def test_groups_are_the_mini_batches_that_the_same_schemes_take() -> None:
-    sample = Sample(UNEVEN, [[800], [6000], [900], [901, 5], [2600], [2500]], DEVICES)
-    found = {tuple(group.tolist()): reach for group, reach in groups(sample, UNEVEN, DEVICES)}
+    tuning = TuningSet(UNEVEN, [[800], [6000], [900], [901, 5], [2600], [2500]], DEVICES)
+    found = {tuple(group.tolist()): reach for group, reach in groups(tuning, UNEVEN, DEVICES)}
     assert found == {(0, 2): 900, (3,): 901, (5,): 2500, (4,): 2600}
 
 

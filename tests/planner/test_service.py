@@ -10,13 +10,13 @@ import pytest
 
 import hydragraph as hg
 from hydragraph.planner.iteration import IterationPlanner
-from hydragraph.planner.policy import Policy, settle
+from hydragraph.planner.policy import Policy, static_or_dynamic
+from hydragraph.planner.request import PlanRequest, answer
 from hydragraph.planner.service import PlanService
-from hydragraph.planner.setting import Setting, answer
 from tests.planner.examples import MIXED, PROFILE, lengths
 
 CANDIDATES = [[(8, 1)] * 3, MIXED]
-SETTING = Setting(tuple(PROFILE.pipelines(c) for c in CANDIDATES), (0.0, 0.0))
+SETTING = PlanRequest(tuple(PROFILE.pipelines(c) for c in CANDIDATES), (0.0, 0.0))
 BATCHES = [tuple(lengths(40, seed, 3000)) for seed in range(3)]
 PATIENCE_S = 300.0  # against hangs only
 
@@ -116,13 +116,13 @@ def test_what_a_worker_refuses_is_refused_here() -> None:
 
 def test_a_small_gain_keeps_the_best_static_strategy() -> None:
     policy = Policy(gain=0.9)
-    settled = settle(SETTING.candidates, SETTING.charges, BATCHES, policy)
-    assert not settled.dynamic
-    assert settled.static == min(range(2), key=lambda i: settled.seconds[i])
-    assert settled.seconds[-1] <= min(settled.seconds)
-    assert "stays B" in settled.sentence(["A", "B"] if settled.static else ["B", "A"], 0.9)
-    planner = IterationPlanner(SETTING, Policy(workers=0), settled.static)
-    assert {planner.plan(batch).candidate for batch in BATCHES} == {settled.static}
+    decision = static_or_dynamic(SETTING.candidates, SETTING.charges, BATCHES, policy)
+    assert not decision.dynamic
+    assert decision.static == min(range(2), key=lambda i: decision.seconds[i])
+    assert decision.seconds[-1] <= min(decision.seconds)
+    assert "stays B" in decision.sentence(["A", "B"] if decision.static else ["B", "A"], 0.9)
+    planner = IterationPlanner(SETTING, Policy(workers=0), decision.static)
+    assert {planner.plan(batch).candidate for batch in BATCHES} == {decision.static}
 
 
 def test_a_sequence_that_the_static_strategy_cannot_take_still_runs() -> None:
@@ -135,7 +135,7 @@ def test_a_sequence_that_the_static_strategy_cannot_take_still_runs() -> None:
 
 
 def test_rough_costs_give_way_to_a_long_sequence() -> None:
-    guessed = Setting(SETTING.candidates, SETTING.charges, guessed=True)
+    guessed = PlanRequest(SETTING.candidates, SETTING.charges, guessed=True)
     assert answer(guessed, (10_000_000, 3)).choice is not None
 
 

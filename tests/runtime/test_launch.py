@@ -240,7 +240,7 @@ SCRIPT = """
 import hydragraph as hg
 from hydragraph.planner.iteration import IterationPlanner
 from hydragraph.planner.policy import Policy
-from hydragraph.planner.setting import Setting
+from hydragraph.planner.request import PlanRequest
 from tests.planner.examples import MIXED, PROFILE, lengths
 
 def rank():
@@ -248,7 +248,7 @@ def rank():
     return pickle.__file__
 
 if __name__ == "__main__":
-    planner = IterationPlanner(Setting((PROFILE.pipelines(MIXED),), (0.0,)), Policy(patience_s=300.0))
+    planner = IterationPlanner(PlanRequest((PROFILE.pipelines(MIXED),), (0.0,)), Policy(patience_s=300.0))
     planner.announce(tuple(lengths(40, 0, 3000)))
     print(planner.plan(tuple(lengths(40, 0, 3000))).late)
     planner.close()

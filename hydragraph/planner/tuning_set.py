@@ -1,4 +1,4 @@
-"""Sample mini-batches on which many strategies are priced quickly: longest first, everything else computed once."""
+"""The tuning set: mini-batches on which many strategies are priced quickly; what they share is computed once."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from hydragraph.cost.profile import Profile, Scheme
-from hydragraph.planner.balance import Floats, quick_end
-from hydragraph.planner.problem import Problem, problem
+from hydragraph.planner.local_search import Floats, Instance, quick_end
+from hydragraph.planner.problem import Problem, problem_of
 
 Strategy = tuple[Scheme, ...]
 
-WORK = 3_000_000  # sequences x devices: a sample with more is cut to its first mini-batches, at least one
+# Sequences x devices: a tuning set with more is cut to its first mini-batches, at least one, so that proposing for a
+# thousand devices does not take a thousand times as long.
+WORK = 3_000_000
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,15 +33,20 @@ class _Tables:
     problems: tuple[Problem | None, ...]
 
 
-class Sample:
+class TuningSet:
     """Mini-batches, and what strategies take for them.
+
+    Args:
+        profile: what each scheme costs.
+        batches: sequence lengths of mini-batches.
+        devices: how many there are.
 
     A strategy is priced by the quick plan of each mini-batch, bubbles included, once however often it is asked for;
     `profile.hetero_sync_s` comes on top if its pipelines differ.
 
     Attributes:
         longest: tokens of the longest sequence of each mini-batch.
-        known: seconds of computing each mini-batch [B] by strategy, for all strategies that were priced.
+        priced: seconds of computing each mini-batch [B] by strategy, for all strategies that were asked for.
     """
 
     def __init__(self, profile: Profile, batches: Sequence[Sequence[int]], devices: int) -> None:
@@ -47,9 +54,10 @@ class Sample:
         self._batches = [list(b) for b, upto in zip(batches, work.tolist(), strict=True) if upto <= WORK] or [
             list(b) for b in batches[:1]
         ]
-        self._profile, self._tables = profile, dict[int, _Tables]()
+        self._profile = profile
+        self._tables: dict[int, _Tables] = {}  # by the devices of a strategy
         self.longest = [max(lengths, default=0) for lengths in self._batches]
-        self.known: dict[Strategy, Floats] = {}
+        self.priced: dict[Strategy, Floats] = {}
 
     def reach(self, strategy: Strategy) -> int:
         """Return the longest sequence that a strategy takes."""
@@ -62,27 +70,28 @@ class Sample:
 
     def computing(self, strategy: Strategy) -> Floats:
         """Return its seconds without what unequal pipelines pay."""
-        found = self.known.get(strategy)
-        if found is None:
-            found = self.known[strategy] = self._priced(strategy)
-        return found
+        if strategy not in self.priced:
+            self.priced[strategy] = self._price(strategy)
+        return self.priced[strategy]
 
-    def _priced(self, strategy: Strategy) -> Floats:
+    def _price(self, strategy: Strategy) -> Floats:
+        # MaxLen depends on how many devices share the state: strategies that leave some idle have tables of their own.
         tables = self._for(sum(tp * pp for tp, pp in strategy))
-        kind = np.array([tables.column[s] for s in strategy], dtype=np.int64)
+        kind_of = np.array([tables.column[s] for s in strategy], dtype=np.int64)
         reach = self.reach(strategy)
         return np.array(
             [
-                quick_end(given.cost, given.lengths, kind, given.shape)
-                if given is not None and longest <= reach
+                quick_end(Instance(problem.cost, problem.lengths, kind_of, problem.terms))
+                if problem is not None and longest <= reach
                 else np.inf
-                for given, longest in zip(tables.problems, self.longest, strict=True)
+                for problem, longest in zip(tables.problems, self.longest, strict=True)
             ]
         )
 
     def _for(self, devices: int) -> _Tables:
         """Return the tables of strategies that use so many devices, on which MaxLen depends."""
         if devices not in self._tables:
+            # One problem per mini-batch holds a column for every scheme, so a strategy only picks its columns.
             schemes = list(self._profile.schemes)
             kinds = [self._profile.pipeline(s, devices) for s in schemes]
             different = list(dict.fromkeys(kinds))
@@ -91,7 +100,7 @@ class Sample:
                 {s: different.index(k) for s, k in zip(schemes, kinds, strict=True)},
                 tuple(k.max_len for k in different),
                 tuple(
-                    problem(different, b, formed=True) if n <= reach else None
+                    problem_of(different, b, formed=True) if n <= reach else None
                     for b, n in zip(self._batches, self.longest, strict=True)
                 ),
             )

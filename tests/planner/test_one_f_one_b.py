@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hydragraph.planner.recurrence import (
+from hydragraph.planner.one_f_one_b import (
     FORWARD,
     best_order,
     equal_stages,
@@ -53,6 +53,11 @@ COSTS = st.integers(1, 4).flatmap(
         lambda v: st.lists(st.lists(st.floats(0.1, 9), min_size=v, max_size=v), min_size=s, max_size=s)
     )
 )
+
+
+def test_the_example_of_the_module() -> None:
+    assert pipeline_seconds([3.0, 6.0], 2) == pytest.approx(14.0)
+    assert published_seconds([3.0, 6.0], 2) == 15.0
 
 
 @given(COSTS, st.randoms(use_true_random=False))

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import hydragraph as hg
-from hydragraph.planner.longest_first import (
+from hydragraph.planner.quick import (
     MICRO_BATCHES_PER_STAGE,
     OVERHEAD_TOKENS,
     USEFUL_TOKENS,

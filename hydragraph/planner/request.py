@@ -1,4 +1,7 @@
-"""What a planner chooses from, and what it answers; what planning processes are sent and send back."""
+"""What a planner is asked, and what it answers: a `PlanRequest` once, then an `Answer` for every mini-batch.
+
+Both are what planning processes are sent and send back, so neither needs torch, numba or scipy.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +17,8 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Setting:
-    """What stays the same from iteration to iteration.
+class PlanRequest:
+    """What stays the same from iteration to iteration: a worker is sent it once, and then only lengths.
 
     Attributes:
         candidates: the pipelines of each.
@@ -29,8 +32,8 @@ class Setting:
     seed: int = 0
     guessed: bool = False
 
-    def reaching(self, longest: int) -> Setting:
-        """Return the setting for a mini-batch with a sequence of this many tokens."""
+    def reaching(self, longest: int) -> PlanRequest:
+        """Return the request for a mini-batch with a sequence of this many tokens."""
         if not self.guessed or all(p.max_len >= longest for c in self.candidates for p in c):
             return self
         stretched = (tuple(replace(p, max_len=max(p.max_len, longest)) for p in c) for c in self.candidates)
@@ -40,8 +43,8 @@ class Setting:
         """Return the longest sequence that a candidate takes."""
         return max(p.max_len for p in self.candidates[candidate])
 
-    def only(self, candidate: int) -> Setting:
-        """Return the setting with one candidate."""
+    def only(self, candidate: int) -> PlanRequest:
+        """Return the request with one candidate."""
         return replace(self, candidates=(self.candidates[candidate],), charges=(self.charges[candidate],))
 
     def seconds(self, candidate: int, assignment: Assignment) -> float:
@@ -53,6 +56,7 @@ class Setting:
         """Return the best candidate for a mini-batch."""
         from hydragraph.planner.choosing import compare_pipelines  # it needs numba and scipy, which only planning needs
 
+        # Nobody knows what fits where costs are guessed, so no length is refused for them.
         now = self.reaching(max(lengths, default=0))
         return compare_pipelines(now.candidates, lengths, now.charges, seed=now.seed)
 
@@ -66,11 +70,12 @@ class Answer:
     seconds: float
 
 
-def answer(setting: Setting, lengths: tuple[int, ...]) -> Answer:
+def answer(request: PlanRequest, lengths: tuple[int, ...]) -> Answer:
     """Choose, keeping what is raised."""
     began = time.perf_counter()
+    # The worker outlives a mini-batch that cannot be planned; the step that takes the answer raises its error.
     try:
-        choice, error = setting.choose(lengths), None
-    except Exception as raised:
-        choice, error = None, raised
-    return Answer(choice, error, time.perf_counter() - began)
+        choice = request.choose(lengths)
+    except Exception as error:
+        return Answer(None, error, time.perf_counter() - began)
+    return Answer(choice, None, time.perf_counter() - began)

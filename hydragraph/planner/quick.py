@@ -1,6 +1,10 @@
 """The quick plan, in plain Python: longest first, each where it finishes first. It needs no profile and no compiler.
 
 It is the plan of an iteration whose own is late, and of strategies whose cost nobody measured.
+
+Example: lengths 5000, 4000, 3000, 3000 and 3000 on two pipelines of two stages and one device each, both at 1 s per
+1000 tokens whatever the length: 5 + 3 s and 4 + 3 + 3 s of work, as `local_search` begins too. Each share is then cut
+into at least 2 x 2 micro-batches, or as many as it has sequences.
 """
 
 from __future__ import annotations
@@ -13,11 +17,17 @@ from hydragraph.errors import Unsupported
 from hydragraph.spec.assignment import Assignment
 from hydragraph.spec.strategy import Pipeline, Strategy
 
-QUADRATIC_FROM = 4096  # tokens at which attention's quadratic cost is taken to equal the linear one
-OVERHEAD_TOKENS = 32  # what a micro-batch is taken to cost beside its tokens
-MICRO_BATCH_TOKENS = 8192  # a micro-batch is cut at this many tokens where one sequence is not longer
-USEFUL_TOKENS = 256  # a micro-batch is taken to use a device well from here on
-MICRO_BATCHES_PER_STAGE = 2  # at least: a pipeline's bubble is then a third at most
+# Rough costs, for a model that nobody measured; only their ratios matter.
+# Tokens at which attention's quadratic cost is taken to equal the linear one.
+QUADRATIC_FROM = 4096
+# What a micro-batch is taken to cost beside its tokens.
+OVERHEAD_TOKENS = 32
+# A micro-batch is cut at this many tokens where one sequence is not longer.
+MICRO_BATCH_TOKENS = 8192
+# A micro-batch is taken to use a device well from here on.
+USEFUL_TOKENS = 256
+# At least so many micro-batches per stage: a pipeline's bubble is then a third at most.
+MICRO_BATCHES_PER_STAGE = 2
 
 
 def rough_cost(pipeline: Pipeline, longest: int = 0) -> PipelineCost:
@@ -26,6 +36,7 @@ def rough_cost(pipeline: Pipeline, longest: int = 0) -> PipelineCost:
     Args:
         longest: sequence of the mini-batch; a micro-batch may be as long.
     """
+    # A stage's time goes with its layers and its ranks; the slowest sets the pace.
     slowest = max(stage.layers / stage.tp for stage in pipeline.stages)
     return PipelineCost(
         slowest / QUADRATIC_FROM,
@@ -50,6 +61,7 @@ def assign_pipelines(pipelines: Sequence[PipelineCost], lengths: Sequence[int]) 
     Raises:
         Unsupported: a sequence is longer than every MaxLen.
     """
+    # Ties go to the least loaded, then to the first: every rank computes this plan for itself, and all must agree.
     loads = [0.0] * len(pipelines)
     shares: list[list[int]] = [[] for _ in pipelines]
     for i in sorted((i for i, n in enumerate(lengths) if n), key=lambda i: (-lengths[i], i)):
@@ -64,8 +76,8 @@ def assign_pipelines(pipelines: Sequence[PipelineCost], lengths: Sequence[int]) 
         best = min(fitting, key=lambda p: (loads[p] + _work(pipelines[p], lengths[i]), loads[p], p))
         loads[best] += _work(pipelines[best], lengths[i])
         shares[best].append(i)
-    found = tuple(_micro_batches(p, s, lengths) for p, s in zip(pipelines, shares, strict=True))
-    return Assignment(found, tuple(map(int, lengths)))
+    micro_batches = tuple(_micro_batches(p, s, lengths) for p, s in zip(pipelines, shares, strict=True))
+    return Assignment(micro_batches, tuple(map(int, lengths)))
 
 
 def _work(pipeline: PipelineCost, length: int) -> float:
@@ -77,9 +89,10 @@ def _micro_batches(pipeline: PipelineCost, share: Sequence[int], lengths: Sequen
     if not share:
         return ()
     total = sum(lengths[i] for i in share)
-    count = min(len(share), max(_wanted(pipeline, total), math.ceil(total / pipeline.max_len)))
+    count = min(len(share), max(_best_count(pipeline, total), math.ceil(total / pipeline.max_len)))
     batches: list[list[int]] = [[] for _ in range(count)]
-    tokens, loads = [0] * count, [0.0] * count
+    tokens = [0] * count
+    loads = [0.0] * count
     for i in share:
         fitting = [b for b in range(len(batches)) if tokens[b] + lengths[i] <= pipeline.max_len]
         if not fitting:
@@ -93,7 +106,7 @@ def _micro_batches(pipeline: PipelineCost, share: Sequence[int], lengths: Sequen
     return tuple(tuple(b) for b in batches if b)
 
 
-def _wanted(pipeline: PipelineCost, tokens: int) -> int:
+def _best_count(pipeline: PipelineCost, tokens: int) -> int:
     """Return how many micro-batches finish first: with P stages, m of them take (m + P - 1)(b tokens / m + c).
 
     That is least at m = sqrt((P - 1) b tokens / c): fewer have a longer bubble, more have more overhead.

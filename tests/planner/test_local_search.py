@@ -1,0 +1,77 @@
+"""Local search: the example of its module, and a search that never leaves a spread that one step improves."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hydragraph.cost.profile import PipelineCost
+from hydragraph.planner import local_search
+from hydragraph.planner.local_search import Instance
+from hydragraph.planner.problem import Problem, problem_of
+from tests.planner.examples import pipelines
+
+
+def equal_pipelines(work: list[float], count: int) -> Instance:
+    """Return sequences of this work, and pipelines without a bubble that take anything."""
+    terms = np.zeros((1, local_search.COLUMNS))
+    terms[0, local_search.MODE] = local_search.EQ3
+    return Instance(np.array(work).reshape(-1, 1), np.array(work), np.zeros(count, np.int64), terms)
+
+
+def test_the_example_of_the_module() -> None:
+    instance = equal_pipelines([5.0, 4.0, 3.0, 3.0, 3.0], 2)
+    placed = local_search.longest_first(instance, np.zeros(2, np.int64), False)
+    assert placed.tolist() == [0, 1, 1, 0, 1]
+    assert local_search.ends_of(placed, instance).tolist() == [8.0, 10.0]
+    assert local_search.quick_end(instance) == 10.0
+    assert local_search.descend(placed, instance, np.zeros(2)) == 9.0
+    assert placed.tolist() == [0, 0, 1, 1, 1]
+
+
+def test_shares_are_rounded_along_the_sequences() -> None:
+    shares = np.array([[1 / 3, 2 / 3]] * 6)
+    assert local_search.rounded(shares).argmax(1).tolist() == [1, 0, 1, 1, 0, 1]
+
+
+def after_any_step(problem: Problem, placed: np.ndarray, last: int) -> list[float]:
+    """Return the later end of both pipelines, of every move and swap that takes a sequence from the last pipeline."""
+    ends = []
+    for i in np.flatnonzero(placed == last):
+        for q in range(len(problem.pipelines)):
+            partners = [-1, *(k for k in np.flatnonzero(placed == q) if k > i)] if q != last else []
+            for k in partners:
+                trial = placed.copy()
+                trial[i] = q
+                if k >= 0:
+                    trial[k] = last
+                if all(np.isfinite(problem.cost[j, problem.kind_of[p]]) for j, p in enumerate(trial)):
+                    after = local_search.ends_of(trial, problem.instance)
+                    ends.append(max(after[last], after[q]))
+    return ends
+
+
+@given(pipelines(), st.lists(st.integers(1, 2000), min_size=1, max_size=8), st.booleans())
+@settings(max_examples=30)
+def test_descent_ends_where_no_step_helps(kinds: tuple[PipelineCost, ...], sizes: list[int], formed: bool) -> None:
+    problem = problem_of(kinds, sizes, formed=formed)
+    placed = np.asarray(local_search.longest_first(problem.instance, np.zeros(len(kinds), np.int64), False))
+    end = local_search.descend(placed, problem.instance, np.zeros(len(kinds)))
+    ends = local_search.ends_of(placed, problem.instance)
+    assert end == max(ends)
+    last = int(np.argmax(ends))
+    assert all(later >= end * (1 - 1e-9) for later in after_any_step(problem, placed, last))
+
+
+def test_a_seed_gives_the_same_kicks_and_never_a_worse_spread() -> None:
+    instance = equal_pipelines(np.sort(np.random.default_rng(3).random(40))[::-1].tolist(), 7)
+    start = local_search.longest_first(instance, np.zeros(7, np.int64), False)
+    one = start.copy()
+    two = start.copy()
+    first = local_search.kick(one, instance, np.zeros(7), 20, 0.0, 5)
+    assert first == local_search.kick(two, instance, np.zeros(7), 20, 0.0, 5)
+    assert one.tolist() == two.tolist()
+    assert first == pytest.approx(max(local_search.ends_of(one, instance)))
+    assert first <= max(local_search.ends_of(start, instance))
