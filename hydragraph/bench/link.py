@@ -89,33 +89,34 @@ class BucketLayouts:
 def layouts(program: Program, strategy: Strategy, ranks: int) -> list[BucketLayouts]:
     """Return the layouts of every bucket when all pipelines of a strategy have work."""
     placement = place(program.outline, strategy, [1] * len(strategy.pipelines))
-    holders, variants = dict(placement.holders), Variants(program)
-    found = []
+    holders = dict(placement.holders)
+    variants = Variants(program)
+    result = []
     for bucket in program.buckets:
         stages = holders.get(bucket.name, ())
         kinds = [_kinds(program, variants, bucket, placement.stage_of[members[0]]) for members in stages]
-        found.append(BucketLayouts(bucket, home(bucket.size, range(ranks)), propagation(bucket, stages, kinds)))
-    return found
+        result.append(BucketLayouts(bucket, home(bucket.size, range(ranks)), propagation(bucket, stages, kinds)))
+    return result
 
 
 def _kinds(program: Program, variants: Variants, bucket: Bucket, stage: PlacedStage) -> dict[str, GradientKind]:
     """Return the gradient kinds of a bucket's parameters in one stage."""
     degree = Degree(len(stage.ranks), 0, stage.sequence_parallel)
-    found: dict[str, GradientKind] = {}
+    kind_of: dict[str, GradientKind] = {}
     for block in (b for b in program.blocks if b.name in bucket.blocks):
         kinds = variants.kinds(block, degree)
-        found |= {name: kinds[local] for local, name in zip(kinds, block.parameters, strict=True)}
-    return {p.name: found[p.name] for p in bucket.parameters}
+        kind_of |= {name: kinds[local] for local, name in zip(kinds, block.parameters, strict=True)}
+    return {p.name: kind_of[p.name] for p in bucket.parameters}
 
 
 def traffic(program: Program, placed: Sequence[BucketLayouts], direction: Direction) -> Traffic:
     """Return what a pull (in the compute dtype) or a push (in fp32) moves."""
     pairs: dict[tuple[int, int], int] = defaultdict(int)
-    for each in placed:
+    for bucket_layouts in placed:
         if direction == "pull":
-            _add(pairs, copy(each.home, each.used), program.dtype.itemsize)
+            _add(pairs, copy(bucket_layouts.home, bucket_layouts.used), program.dtype.itemsize)
         else:
-            _add(pairs, reduce(each.used, each.home), GRADIENT_BYTES)
+            _add(pairs, reduce(bucket_layouts.used, bucket_layouts.home), GRADIENT_BYTES)
     between = {pair: size for pair, size in sorted(pairs.items()) if pair[0] != pair[1]}
     return Traffic(between, sum(size for (a, b), size in pairs.items() if a == b))
 
@@ -149,10 +150,11 @@ def simulated(
     costs = Costs(datasheet(program, cluster, degrees=degrees), cluster)
     work = costs.work(strategy, Assignment.even(counts, tokens))
     other: Direction = "push" if direction == "pull" else "pull"
-    without, alone = Without(work, direction), Without(work, "computing", "messages", "ending", other)
+    without = Without(work, direction)
+    alone = Without(work, "computing", "messages", "ending", other)
     idle = Without(work, "computing", "messages", "ending", "pull", "push")
     whole, less, by_itself, nothing = (
-        simulate(programs, cluster, each).seconds for each in (work, without, alone, idle)
+        simulate(programs, cluster, variant).seconds for variant in (work, without, alone, idle)
     )
     if not moved.total:
         return Overlap(0.0, 0.0, whole)

@@ -98,9 +98,9 @@ def bench_link(settings: Settings, told: Callable[[str], None] = lambda what: No
     for leg in legs:
         told(f"simulating {leg.name}")
         sizes = (settings.tokens, settings.micro_batches)
-        found = simulated(program, leg.strategy, cluster, *sizes, leg.direction, leg.traffic)
-        rows.append(_row(leg, "simulated", leg.traffic.total, found))
-        bars += [Bar(leg.name, "alone", 1e3 * found.alone_s), Bar(leg.name, "exposed", 1e3 * found.exposed_s)]
+        prediction = simulated(program, leg.strategy, cluster, *sizes, leg.direction, leg.traffic)
+        rows.append(_row(leg, "simulated", leg.traffic.total, prediction))
+        bars += [Bar(leg.name, "alone", 1e3 * prediction.alone_s), Bar(leg.name, "exposed", 1e3 * prediction.exposed_s)]
     notes = list(_notes(settings, program, cluster, ranks))
     if settings.measure:
         told(f"measuring on {ranks} local ranks")
@@ -155,14 +155,15 @@ def _measured(settings: Settings, legs: Sequence[_Leg], ranks: int) -> list[tupl
         per_rank = launch(measure_rank, ranks, *args, timeout=timedelta(minutes=5))
     rows = []
     for i, leg in enumerate(legs):
-        found = over_ranks([rank[i][leg.direction] for rank in per_rank])
-        rows.append(_row(leg, "measured", found.sent, found.overlap))
+        spread = over_ranks([rank[i][leg.direction] for rank in per_rank])
+        rows.append(_row(leg, "measured", spread.sent, spread.overlap))
     return rows
 
 
 def _notes(settings: Settings, program: Program, cluster: Cluster, ranks: int) -> tuple[str, ...]:
     name = str(program.dtype).removeprefix("torch.")
-    device, inner = cluster.devices[0], cluster.node(cluster.node_of(0)).inner
+    device = cluster.devices[0]
+    inner = cluster.node(cluster.node_of(0)).inner
     what = f"{ranks} devices of {device.flops_per_s / 1e12:.3g} TFLOP/s, {inner.bytes_per_s / 1e9:g} GB/s"
     return (
         f"Bytes are exact, from the link: weights are pulled in {name}, gradients pushed in fp32. With each strategy's "

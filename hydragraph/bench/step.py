@@ -98,14 +98,14 @@ def bench_step(settings: Settings, told: Callable[[str], None] = lambda what: No
     build = partial(settings.shape.build, settings.device)
     others = baselines(model, build, strategy, settings.device, settings.dtype, settings.compiled)
     try:
-        found, notes = _measure(exe, others, settings, told)
+        times, notes = _measure(exe, others, settings, told)
         told("pulls and pushes alone")
         linked = link_seconds(exe, settings.device, settings.rounds)
     finally:
         exe.close()
     timed_rounds = range(WARM_UP, WARM_UP + settings.rounds)
     flops = _mean([training_flops(model, [len(s) for s in settings.sequences(turn)]) for turn in timed_rounds])
-    return _report(settings, ceilings, model, found, linked, flops, notes)
+    return _report(settings, ceilings, model, times, linked, flops, notes)
 
 
 def compile_ours(model: nn.Module, strategy: Strategy, settings: Settings) -> Executable:
@@ -130,7 +130,8 @@ def _measure(
     first = settings.sequences(0)
     told("the first step of hydragraph")
     report = exe.step(first)
-    values, notes = {OURS: (report.loss, report.grad_norm)}, []
+    values = {OURS: (report.loss, report.grad_norm)}
+    notes = []
     for name, other in others.items():
         told(f"the first step: {name}")
         try:
@@ -157,8 +158,8 @@ def check_same(values: Mapping[str, tuple[float, float]], tolerance: float) -> N
         ValueError: naming the side that differs by more than `tolerance`, relatively.
     """
     expected = values["eager, packed"]
-    for name, found in values.items():
-        for what, a, b in zip(("loss", "gradient norm"), found, expected, strict=True):
+    for name, value in values.items():
+        for what, a, b in zip(("loss", "gradient norm"), value, expected, strict=True):
             if not abs(a - b) <= tolerance * abs(b):
                 raise ValueError(f"{name}: {what} {a:.6g}, but {b:.6g} of the eager model on packed batches")
 
@@ -182,8 +183,8 @@ def link_seconds(exe: Executable, device: torch.device, rounds: int) -> tuple[fl
             start_push(exchange, gradient, gradient, exe.groups, buffers)()
 
     with torch.no_grad():
-        found = alternate({"pull": pull, "push": push}, device, rounds)
-    return found["pull"], found["push"]
+        seconds = alternate({"pull": pull, "push": push}, device, rounds)
+    return seconds["pull"], seconds["push"]
 
 
 def _mean(values: Sequence[float]) -> float:
@@ -241,7 +242,8 @@ def step_targets(found: Mapping[str, Found], flops: float, share: float | None) 
         flops: of one step.
         share: percent of the step that pulls and pushes take.
     """
-    ratio, mfu = None, None
+    ratio = None
+    mfu = None
     if OURS in found:
         mfu = 100 * flops / found[OURS].seconds / 989e12
         if "compiled, packed" in found:

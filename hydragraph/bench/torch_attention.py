@@ -28,8 +28,8 @@ def torch_varlen(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, longest: int, 
     """
     if q.device.type != "cuda":
         raise Unsupported("tensors on the CPU", where="varlen_attn", remedy="use a CUDA device")
-    function, known = _function()
-    q, k, v, options = arguments(q, k, v, scale, known)
+    function, parameters = _function()
+    q, k, v, options = arguments(q, k, v, scale, parameters)
     out: Tensor = function(q, k, v, starts, starts, longest, longest, **options)
     return out
 

@@ -135,20 +135,22 @@ def check(subject: Subject, mode: str = "auto", variants: Variants | None = None
     """
     began = time.perf_counter()
     program = subject.program
-    forms, variants = Forms(), variants or Variants(program, added=True)
+    forms = Forms()
+    variants = variants or Variants(program, added=True)
     groups = kept_together(subject, mode)
     sizes = [_size(subject, group) for group in groups]
     lengths = lengths_of(subject.model, program, max(sizes))
     done: list[tuple[Difference, Attempt]] = []
     problem = ""
     for group in groups:
-        found = _pass(subject, variants, forms, group, lengths)
-        if isinstance(found, str):
-            problem = problem or found
+        difference = _pass(subject, variants, forms, group, lengths)
+        if isinstance(difference, str):
+            problem = problem or difference
         else:
-            done.append(found)
+            done.append(difference)
     kept = sum(map(len, groups))
-    name, seconds = type(subject.model).__name__, time.perf_counter() - began
+    name = type(subject.model).__name__
+    seconds = time.perf_counter() - began
     if problem or not done:
         return Checked(name, 0, program.layers, (), 0.0, "", seconds, problem=problem)
     worst, attempt = max(done, key=lambda each: each[0].ratio * each[1].bound.own)
@@ -172,22 +174,22 @@ def kept_together(subject: Subject, mode: str) -> list[tuple[int, ...]]:
     Under "auto" these are the first of each template, and of what is trained of it; and, where that costs little, the
     last of each: what differs from block to block differs most between these.
     """
-    _, found = block_list(subject.model, subject.blocks)
-    sizes = [sum(p.numel() for p in block.parameters()) for block in found]
+    _, layers = block_list(subject.model, subject.blocks)
+    sizes = [sum(p.numel() for p in block.parameters()) for block in layers]
     names = [_kind(subject.program, block) for block in subject.program.blocks[1:-1]]
     chosen = sorted({names.index(name) for name in names}) if mode == "auto" else list(range(len(names)))
     if mode == "auto":
         last = sorted({len(names) - 1 - names[::-1].index(name) for name in names} - set(chosen))
         chosen += [i for i in last if sum(sizes[j] for j in (*chosen, *last)) <= TOGETHER]
     groups: list[tuple[int, ...]] = []
-    held = 0
+    together = 0
     for i in chosen:
-        if groups and held + sizes[i] <= TOGETHER:
+        if groups and together + sizes[i] <= TOGETHER:
             groups[-1] = (*groups[-1], i)
-            held += sizes[i]
+            together += sizes[i]
         else:
             groups.append((i,))
-            held = sizes[i]
+            together = sizes[i]
     return groups
 
 
@@ -218,18 +220,18 @@ def _pass(
     problem = "loss or gradients of the model alone are not finite with any weights that were tried"
     for attempt in attempts(subject.program.dtype):
         try:
-            found = _attempt(subject, variants, forms, group, lengths, attempt)
+            difference = _attempt(subject, variants, forms, group, lengths, attempt)
         except _Unrunnable as error:
             if error.side == "captured":
                 failed.append((error, attempt))
             elif not failed:
                 problem = f"the model alone cannot compute a sequence on the CPU ({error})"
             continue
-        if found is None:
+        if difference is None:
             continue
-        if found.ratio <= 1:
-            return found, attempt
-        failed.append((found, attempt))
+        if difference.ratio <= 1:
+            return difference, attempt
+        failed.append((difference, attempt))
     if not failed:
         return problem
     raise _refusal(subject, variants, forms, group, lengths, failed)
@@ -251,7 +253,7 @@ def _attempt(
     tensors = dict([*model.named_parameters(), *model.named_buffers()])
     sequences = draw_sequences(lengths, ids_of(subject.model, program), program, subject.example, attempt.seed)
     packed = batches(sequences)
-    times = Counter(i for _, held in packed for i in held)
+    times = Counter(i for _, indices in packed for i in indices)
     sums: dict[str, Tensor] = {}
     loss = torch.zeros((), dtype=torch.float64)
     failed: _Unrunnable | None = None
@@ -301,19 +303,20 @@ def _refusal(
     failed: Sequence[tuple[Difference | _Unrunnable, Attempt]],
 ) -> Unsupported:
     """Describe what differs, and in which block: the first that differs when it stands alone."""
-    found, attempt = next(((f, a) for f, a in failed if isinstance(f, Difference)), failed[0])
+    difference, attempt = next(((f, a) for f, a in failed if isinstance(f, Difference)), failed[0])
     where = _where(subject, variants, forms, group, lengths, attempt)
-    if isinstance(found, _Unrunnable):
-        return Unsupported(f"its captured graph does not run ({found})", where=where, remedy=REMEDY)
+    if isinstance(difference, _Unrunnable):
+        return Unsupported(f"its captured graph does not run ({difference})", where=where, remedy=REMEDY)
     what = (
-        f"the gradient of {found.parameter} is {found.relative:.2g} times its norm off"
-        if found.parameter
-        else f"the loss is {found.relative:.2g} times itself off"
+        f"the gradient of {difference.parameter} is {difference.relative:.2g} times its norm off"
+        if difference.parameter
+        else f"the loss is {difference.relative:.2g} times itself off"
     )
-    tokens, kind = " and ".join(map(str, found.tokens)), str(attempt.dtype).removeprefix("torch.")
+    tokens = " and ".join(map(str, difference.tokens))
+    kind = str(attempt.dtype).removeprefix("torch.")
     return Unsupported(
-        f"packed and captured, {what} (loss {found.loss:.6g} for {found.expected:.6g}, batches of {tokens} tokens in "
-        f"{kind}) from what the model computes of each sequence alone",
+        f"packed and captured, {what} (loss {difference.loss:.6g} for {difference.expected:.6g}, batches of {tokens} "
+        f"tokens in {kind}) from what the model computes of each sequence alone",
         where=where,
         remedy=REMEDY,
     )
@@ -327,10 +330,10 @@ def _where(
 
     def differs(kept: tuple[int, ...]) -> bool:
         try:
-            found = _attempt(subject, variants, forms, kept, lengths, attempt)
+            difference = _attempt(subject, variants, forms, kept, lengths, attempt)
         except (_Unrunnable, Unsupported):
             return True
-        return found is not None and found.ratio > 1
+        return difference is not None and difference.ratio > 1
 
     if differs(()):
         return f"{name} before its first block or after its last"

@@ -58,18 +58,18 @@ def reduced(
     Raises:
         Unsupported: naming a buffer on the meta device that no initialiser sets.
     """
-    path, found = block_list(model, blocks)
-    left_out = {f"{path}.{i}." for i in range(len(found)) if i not in kept}
-    names = {f"{path}.{i}." for i in range(len(found))}
+    path, layers = block_list(model, blocks)
+    left_out = {f"{path}.{i}." for i in range(len(layers)) if i not in kept}
+    names = {f"{path}.{i}." for i in range(len(layers))}
     memo = _tensors(model, lambda name: _prefix(name, names) in left_out, weights)
-    made = copy.deepcopy(model, memo)
-    for i, (_, block) in enumerate(made.get_submodule(path).named_children()):
+    model_copy = copy.deepcopy(model, memo)
+    for i, (_, block) in enumerate(model_copy.get_submodule(path).named_children()):
         if i in kept:
             block.register_forward_hook(forms.learn)
         else:
             _leave_out(block, forms)
-    _use_attention_of_any_cpu(made)
-    return made
+    _use_attention_of_any_cpu(model_copy)
+    return model_copy
 
 
 def _prefix(name: str, prefixes: Collection[str]) -> str | None:

@@ -91,8 +91,8 @@ def _read(node: fx.Node) -> set[str]:
     seen: set[fx.Node] = set()
     pending = [node]
     while pending:
-        each = pending.pop()
-        if each not in seen:
-            seen.add(each)
-            pending += [n for n in each.all_input_nodes if isinstance(value_of(n), Tensor)]
+        entry = pending.pop()
+        if entry not in seen:
+            seen.add(entry)
+            pending += [n for n in entry.all_input_nodes if isinstance(value_of(n), Tensor)]
     return {n.name for n in seen if n.op == "placeholder"}

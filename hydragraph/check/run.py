@@ -45,12 +45,12 @@ def check_here(subject: Subject, given: str | bool) -> Checked | None:
         log.info("%s (in an earlier run)", line)
         return None
     variants = Variants(subject.program, added=True)
-    found = check(subject, mode, variants)
+    checked = check(subject, mode, variants)
     _latest[:] = [variants]
-    report(found)
-    if key is not None and not found.problem:
-        remember(key, str(found))
-    return found
+    report(checked)
+    if key is not None and not checked.problem:
+        remember(key, str(checked))
+    return checked
 
 
 def check_on_hosts(subject: Subject, given: str | bool, world: World) -> None:
@@ -62,10 +62,10 @@ def check_on_hosts(subject: Subject, given: str | bool, world: World) -> None:
     if mode_of(given) == "off":
         return
     error = _error(lambda: check_here(subject, given)) if world.local_rank == 0 else None
-    found = world.gather(error)
+    errors = world.gather(error)
     if error is not None:
         raise error
-    for other in found:
+    for other in errors:
         if other is not None:
             raise other
 

@@ -53,29 +53,30 @@ class Weights:
         new = value.is_meta or not self.copied
         if new and kind.is_floating_point and value.dim() > 1 and value.numel() >= _SHARED:
             return self._part(value, name)
-        made = pages.zeros(value.shape, kind)
+        weights = pages.zeros(value.shape, kind)
         if new:
             scale = _VECTOR if value.dim() < 2 else 1 / math.sqrt(value.shape[-1])
             if value.dim() < 2:
-                made += 1
+                weights += 1
         else:
-            made.copy_(value.detach())
-            spread = float(made.std(correction=0)) if kind.is_floating_point and made.numel() else 0.0
+            weights.copy_(value.detach())
+            spread = float(weights.std(correction=0)) if kind.is_floating_point and weights.numel() else 0.0
             scale = max(_NOISE * spread, _LEAST / math.sqrt(value.shape[-1] if value.dim() > 1 else 1))
         if kind.is_floating_point:
-            _add_noise(made.view(-1), _start(name), self.seed, scale)
-        return made
+            _add_noise(weights.view(-1), _start(name), self.seed, scale)
+        return weights
 
     def _part(self, value: Tensor, name: str) -> Tensor:
         """Return a part of the shared memory whose deviation is about that of a new matrix, within a factor of 2."""
         exponent = round(math.log(value.shape[-1], 16))  # of deviations 1, 1/4, 1/16, ...
-        start, size = _start(name), value.numel()
-        held = self._shared.get(exponent)
-        if held is None or len(held) < start + size:
-            held = pages.zeros(torch.Size([_LENGTH + size]), self.wide)
-            _add_noise(held, 0, self.seed, 0.25**exponent)
-            self._shared[exponent] = held
-        return held[start : start + size].view(value.shape)
+        start = _start(name)
+        size = value.numel()
+        noise = self._shared.get(exponent)
+        if noise is None or len(noise) < start + size:
+            noise = pages.zeros(torch.Size([_LENGTH + size]), self.wide)
+            _add_noise(noise, 0, self.seed, 0.25**exponent)
+            self._shared[exponent] = noise
+        return noise[start : start + size].view(value.shape)
 
 
 def _start(name: str) -> int:

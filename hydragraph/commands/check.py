@@ -54,17 +54,18 @@ def check_command(
     if cluster is not None and memory is not None:
         raise ValueError("--cluster says what memory devices have, and so does --memory: give one of them")
     settings = TrainConfig.load(config, overrides or ())
-    given = chosen_strategies(strategies, settings.strategies)
-    parsed, costs = _costs(settings, given, cluster, memory, profile)
-    screen, found = Console(stderr=True), []
+    texts = chosen_strategies(strategies, settings.strategies)
+    parsed, costs = _costs(settings, texts, cluster, memory, profile)
+    screen = Console(stderr=True)
+    fits = []
     for strategy in parsed:
         with screen.status(escape(f"checking {strategy.name}")):
             assignment = _step(settings, strategy, lengths)
-            each = fit(costs, strategy, assignment)
-            found.append((each, advice(costs, each, assignment)))
+            fitting = fit(costs, strategy, assignment)
+            fits.append((fitting, advice(costs, fitting, assignment)))
     print(costs.source)
-    _print(found)
-    if not all(each.fits for each, _ in found):
+    _print(fits)
+    if not all(fitting.fits for fitting, _ in fits):
         raise typer.Exit(1)
 
 
@@ -107,7 +108,8 @@ def _step(config: TrainConfig, strategy: Strategy, lengths: Path | None) -> Assi
     """Return a step as a run without a profile assigns it."""
     from hydragraph.planner.longest_first import assign
 
-    longest, tokens = config.data.max_length, config.data.tokens_per_step
+    longest = config.data.max_length
+    tokens = config.data.tokens_per_step
     if lengths is None:
         return assign(strategy, [longest] * -(-tokens // longest))
     from hydragraph.planner.explain import mini_batches
@@ -122,9 +124,11 @@ def _print(found: list[tuple[Fit, str]]) -> None:
     table.add_column("strategy", overflow="fold")
     for heading in ("", "peak", "of", "rank", "mostly", "a step takes", "change first"):
         table.add_column(heading, justify="right" if heading in ("peak", "of", "rank") else "left", overflow="fold")
-    for each, what in found:
-        rank = each.tightest
-        sizes = (bytes_text(each.memory[rank].total), bytes_text(each.limits[rank]), str(rank))
-        state = "fits" if each.fits else "DOES NOT FIT"
-        table.add_row(escape(each.strategy.name), state, *sizes, each.largest, seconds_text(each.seconds), escape(what))
+    for fitting, what in found:
+        rank = fitting.tightest
+        sizes = (bytes_text(fitting.memory[rank].total), bytes_text(fitting.limits[rank]), str(rank))
+        state = "fits" if fitting.fits else "DOES NOT FIT"
+        table.add_row(
+            escape(fitting.strategy.name), state, *sizes, fitting.largest, seconds_text(fitting.seconds), escape(what)
+        )
     console().print(table)

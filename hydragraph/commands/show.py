@@ -53,9 +53,9 @@ def _show(config: TrainConfig, strategies: Sequence[str], micro_batches: str, ra
         programs.verify()
         if rank is not None and not 0 <= rank < len(programs):
             raise ValueError(f"--rank {rank}: there are ranks 0 to {len(programs) - 1}")
-        for i, each in enumerate(programs):
+        for i, rank_program in enumerate(programs):
             if rank in (None, i):
-                print(to_text(each), end="\n\n")
+                print(to_text(rank_program), end="\n\n")
         print(f"# {strategy}: the programs of {len(programs)} ranks are complete, agree and come to their end")
 
 

@@ -38,7 +38,8 @@ def base_model(model: nn.Module) -> nn.Module:
 def refuse_untried(model: nn.Module) -> None:
     """Raise Unsupported for peft methods other than LoRA, and for options of LoRA that are not known to train right."""
     for name, config in getattr(model, "peft_config", {}).items() if is_peft(model) else ():
-        where, kind = f"peft adapter {name!r}", str(getattr(config.peft_type, "value", config.peft_type))
+        where = f"peft adapter {name!r}"
+        kind = str(getattr(config.peft_type, "value", config.peft_type))
         if kind != "LORA":
             raise Unsupported(f"the peft method {kind}", where=where, remedy="use peft.LoraConfig")
         for option in _UNTRIED:
@@ -52,13 +53,13 @@ def adapter_keys(model: nn.Module) -> frozenset[str]:
 
     state = model.state_dict()
     names = {id(tensor): key for key, tensor in state.items()}
-    found: set[str] = set()
+    keys: set[str] = set()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # peft says again what it saves when it does
         for name in adapter_names(model):
             kept: dict[str, Any] = get_peft_model_state_dict(model, state_dict=state, adapter_name=name)
-            found.update(names[id(tensor)] for tensor in kept.values())
-    return frozenset(found)
+            keys.update(names[id(tensor)] for tensor in kept.values())
+    return frozenset(keys)
 
 
 def adapter_names(model: nn.Module) -> Sequence[str]:

@@ -96,23 +96,23 @@ def mixing(graph: fx.GraphModule, tokens: str) -> tuple[str, str] | None:
     rows: dict[fx.Node, Rows] = {}
     routing = Routing(rows, tokens)
     for node in graph.graph.nodes:
-        found = _token_dims(node, tokens)
-        if node.op == "placeholder" and len(found) == 1:
-            rows[node] = Rows(found[0], 1)
+        dims = _token_dims(node, tokens)
+        if node.op == "placeholder" and len(dims) == 1:
+            rows[node] = Rows(dims[0], 1)
         if node.op == "output" or node.target in _LOSSES:  # what leaves a graph stands in the order of the batch
-            told = next((n for n in node.all_input_nodes if routing.tells(n) or rows.get(n, _FIRST).order != 1), None)
-            if told is not None:
-                return str(told.target), _ROUTED
+            teller = next((n for n in node.all_input_nodes if routing.tells(n) or rows.get(n, _FIRST).order != 1), None)
+            if teller is not None:
+                return str(teller.target), _ROUTED
         if node.op != "call_function" or not isinstance(_first_tensor(node), Tensor) or node.target in _LOSSES:
             continue
         if routing.follow(node):
             continue
-        why = _problem(node, rows, routing, found, tokens)
+        why = _problem(node, rows, routing, dims, tokens)
         if why is not None:
             return why if isinstance(why, tuple) else (str(node.target), why)
-        given = [n for n in node.all_input_nodes if n in rows]
-        if node.target not in _MADE and given:
-            rows[node] = Rows(0, 1) if node.target is varlen else _result(node, rows, given[0], found[0], tokens)
+        with_tokens = [n for n in node.all_input_nodes if n in rows]
+        if node.target not in _MADE and with_tokens:
+            rows[node] = Rows(0, 1) if node.target is varlen else _result(node, rows, with_tokens[0], dims[0], tokens)
     return None
 
 
@@ -123,29 +123,29 @@ def _result(node: fx.Node, rows: Mapping[fx.Node, Rows], given: fx.Node, dim: in
 
 
 def _problem(
-    node: fx.Node, rows: Mapping[fx.Node, Rows], routing: Routing, found: list[int], tokens: str
+    node: fx.Node, rows: Mapping[fx.Node, Rows], routing: Routing, dims: list[int], tokens: str
 ) -> str | tuple[str, str] | None:
     """Return what an operator does that may mix tokens; or an operator before it, and what that does."""
-    made = node.target in _MADE
-    given = [n for n in node.all_input_nodes if n in rows] if not made else []
-    told = next((n for n in node.all_input_nodes if routing.tells(n)), None) if not made else None
-    if told is not None:
-        return (str(told.target), _COUNTS) if told.target in ARANGES else _ROUTED
+    from_sizes = node.target in _MADE
+    with_tokens = [n for n in node.all_input_nodes if n in rows] if not from_sizes else []
+    teller = next((n for n in node.all_input_nodes if routing.tells(n)), None) if not from_sizes else None
+    if teller is not None:
+        return (str(teller.target), _COUNTS) if teller.target in ARANGES else _ROUTED
     scaled = any(_is_size(n, tokens) for n in node.all_input_nodes)
     if scaled and (_is_pointwise(node) or node.target in (aten.full.default, aten.scalar_tensor.default)):
         return "computes with the number of tokens of a packed row"
-    if not given:  # values that are the same for all tokens stay so; others count through the row
-        sized = bool(found) or any(_token_dims(n, tokens) for n in node.all_input_nodes)
-        uniform = made or node.target in _RESHAPES or node.target in _MOVES or _is_pointwise(node)
+    if not with_tokens:  # values that are the same for all tokens stay so; others count through the row
+        sized = bool(dims) or any(_token_dims(n, tokens) for n in node.all_input_nodes)
+        uniform = from_sizes or node.target in _RESHAPES or node.target in _MOVES or _is_pointwise(node)
         return _COUNTS if sized and not uniform else None
-    orders = {rows[n].order for n in given}
+    orders = {rows[n].order for n in with_tokens}
     if node.target is varlen:
         return None if orders == {1} else _ROUTED
-    if len(orders) > 1 or len(found) != 1:
+    if len(orders) > 1 or len(dims) != 1:
         return _MIXES
     if node.target in _RESHAPES:
-        return None if viewed(node, rows, found[0], tokens) is not None else _MIXES
-    return None if _keeps(node, given, {n: rows[n].dim for n in given}, found[0]) else _MIXES
+        return None if viewed(node, rows, dims[0], tokens) is not None else _MIXES
+    return None if _keeps(node, with_tokens, {n: rows[n].dim for n in with_tokens}, dims[0]) else _MIXES
 
 
 def _is_pointwise(node: fx.Node) -> bool:
@@ -162,16 +162,18 @@ def _is_size(node: fx.Node, tokens: str) -> bool:
 
 def _keeps(node: fx.Node, given: list[fx.Node], dims: Mapping[fx.Node, int], dim: int) -> bool:
     """Say whether each token of the result is computed from the same token of the operands."""
-    target, arguments = node.target, operands(node)
-    rank, first = len(shape(node)) if isinstance(value_of(node), Tensor) else 0, arguments[0]
+    target = node.target
+    arguments = operands(node)
+    ndim = len(shape(node)) if isinstance(value_of(node), Tensor) else 0
+    first = arguments[0]
     if target in (operator.getitem, communicate) or target in _SPATIAL:
         return True
     if _is_pointwise(node):
-        return all(dims[n] + rank - len(shape(n)) == dim for n in given)
+        return all(dims[n] + ndim - len(shape(n)) == dim for n in given)
     if target is aten.einsum.default:
         return _einsum_keeps(node, given, dims, dim)
     if target in (aten.cat.default, aten.stack.default):
-        axis = (arguments[1] if len(arguments) > 1 else 0) % rank
+        axis = (arguments[1] if len(arguments) > 1 else 0) % ndim
         return axis != dim and len({dims[n] for n in given}) == 1
     if target is aten.linear.default:
         return given == [first] and dims[first] < len(shape(first)) - 1
@@ -204,16 +206,18 @@ def _keeps(node: fx.Node, given: list[fx.Node], dims: Mapping[fx.Node, int], dim
 
 
 def _along_keeps(node: fx.Node, given: list[fx.Node], dims: Mapping[fx.Node, int]) -> bool:
-    arguments, target = operands(node), node.target
-    first, at = arguments[0], _DIM_AT.get(target, 1)
+    arguments = operands(node)
+    target = node.target
+    first = arguments[0]
+    at = _DIM_AT.get(target, 1)
     named: Any = arguments[at] if len(arguments) > at else node.kwargs.get("dim", _DEFAULT_DIM.get(target))
     if named is None or len({dims[n] for n in given}) != 1:
         return False
-    rank = len(shape(first))
+    ndim = len(shape(first))
     if node.target in (aten.tril.default, aten.triu.default):
-        return dims[given[0]] < rank - 2
+        return dims[given[0]] < ndim - 2
     axes: list[Any] = [named] if isinstance(named, int) else list(named)
-    return bool(axes) and all(axis % rank != dims[given[0]] for axis in axes)
+    return bool(axes) and all(axis % ndim != dims[given[0]] for axis in axes)
 
 
 def _einsum_keeps(node: fx.Node, given: list[fx.Node], dims: Mapping[fx.Node, int], dim: int) -> bool:

@@ -60,7 +60,8 @@ def attention(
     if attention_mask is not None and (causal or not attention_mask.both_ways):
         attention_mask.refuse(_layer(module))
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    widest, size = max(query.shape[-1], value.shape[-1]), value.shape[-1]
+    widest = max(query.shape[-1], value.shape[-1])
+    size = value.shape[-1]
     q, k, v = (_packed(x, widest) for x in (query, key, value))
     out = varlen_attention(q, k, v, cu_seq_lens_q, causal=bool(causal), scale=scale, max_length=max_length_q)
     out = out if size == widest else out[..., :size]

@@ -75,18 +75,19 @@ def learning(
         parameters: all of the model's, by canonical name.
     """
     flows = {name: reached(templates[name].graph) for name in {block.template for block in blocks}}
-    found: set[str] = set()
+    names: set[str] = set()
     for block in reversed(blocks):
-        template, flow = templates[block.template], flows[block.template]
+        template = templates[block.template]
+        flow = flows[block.template]
         nodes = [n for n in template.graph.graph.nodes if n.op == "placeholder"]
-        found.update(name for name, node in zip(block.parameters, nodes, strict=False) if node in flow)
+        names.update(name for name, node in zip(block.parameters, nodes, strict=False) if node in flow)
         inputs = dict(zip(template.inputs, nodes[len(nodes) - len(template.inputs) :], strict=True))
         if inputs.get("hidden") not in flow:
             break  # nothing below has any part in the loss
     used = {name for block in blocks for name in block.parameters}
     _warn("no block uses", (name for name in parameters if name not in used))
-    _warn("the loss does not reach", (n for n, p in parameters.items() if p.trainable and n in used and n not in found))
-    return {name for name in found if parameters[name].trainable}
+    _warn("the loss does not reach", (n for n, p in parameters.items() if p.trainable and n in used and n not in names))
+    return {name for name in names if parameters[name].trainable}
 
 
 def _warn(why: str, names: Iterable[str]) -> None:

@@ -71,29 +71,30 @@ def refuse_mixing(graph: fx.GraphModule, tokens: str | None, where: str) -> None
 def refuse_unproven(graph: fx.GraphModule, tokens: str, where: str) -> None:
     """Raise Unsupported for the first operator that is not known to keep tokens apart; arguments as above."""
     refuse_mixing(graph, tokens, where)
-    found = mixing(graph, tokens)
-    if found is not None:
-        raise Unsupported(f"{found[0]} {found[1]}", where=where, remedy=REMEDY)
+    mixer = mixing(graph, tokens)
+    if mixer is not None:
+        raise Unsupported(f"{mixer[0]} {mixer[1]}", where=where, remedy=REMEDY)
 
 
 def _mixes(node: fx.Node, name: str, tokens: str) -> bool:
     first = operands(node)[0] if operands(node) else None
-    given, made = _dims(first, tokens), _dims(node, tokens)
-    if _is_float(node) and (len(made) > 1 or _is_shifted(node)):
+    dims_before = _dims(first, tokens)
+    dims_after = _dims(node, tokens)
+    if _is_float(node) and (len(dims_after) > 1 or _is_shifted(node)):
         return True
-    if not given:
+    if not dims_before:
         return False
-    rank = len(value_of(first).shape)  # type: ignore[union-attr]
+    ndim = len(value_of(first).shape)  # type: ignore[union-attr]
     if node.target in _ALONG and _is_float(first):
         named = operands(node)[1] if len(operands(node)) > 1 and node.target is not aten.roll.default else None
         named = operands(node)[2] if node.target is aten.roll.default and len(operands(node)) > 2 else named
-        dims = range(rank) if named is None else [named] if isinstance(named, int) else named
-        return any(d % rank in given for d in dims)
+        dims = range(ndim) if named is None else [named] if isinstance(named, int) else named
+        return any(d % ndim in dims_before for d in dims)
     if node.target in _PRODUCTS:
-        return rank - 1 in given
+        return ndim - 1 in dims_before
     if node.target in _ALL:
         return _is_float(first) and len(operands(node)) == 1
-    return any(part in name for part in _SPATIAL) and any(d >= 2 for d in given)
+    return any(part in name for part in _SPATIAL) and any(d >= 2 for d in dims_before)
 
 
 def _dims(value: Any, tokens: str) -> list[int]:

@@ -75,14 +75,14 @@ def _described() -> str:
 
 def own_fields(program: Program) -> dict[str, Field]:
     """Return the fields of the user's own that a program computes with, which every sequence must bring."""
-    found = {}
+    own = {}
     for template in program.templates.values():
         placeholders = [n for n in template.graph.graph.nodes if n.op == "placeholder"]
         for node, name in zip(placeholders[::-1], template.inputs[::-1], strict=False):
             if name != "hidden" and not name.startswith("other.") and name not in FIELDS:
                 value = value_of(node)
-                found[name] = Field(value.dtype, tuple(map(int, value.shape[2:])))
-    return dict(sorted(found.items()))
+                own[name] = Field(value.dtype, tuple(map(int, value.shape[2:])))
+    return dict(sorted(own.items()))
 
 
 def token_cross_entropy(outputs: Any, batch: dict[str, Tensor]) -> Tensor:

@@ -69,7 +69,8 @@ class FlatBlock(nn.Module):
 
     def __init__(self, site: Site) -> None:
         super().__init__()
-        self.block, self._site = site.module, site
+        self.block = site.module
+        self._site = site
 
     def forward(self, *tensors: Tensor) -> Tensor:
         """Rebuild the arguments that the model passed, call the block's own forward, and return its hidden state."""
@@ -117,7 +118,9 @@ def form_of(output: Any) -> str:
 class _Traced(nn.Module):
     def __init__(self, model: nn.Module, call: Callable[..., Any], loss: Loss) -> None:
         super().__init__()
-        self.model, self._call, self._loss = model, call, loss
+        self.model = model
+        self._call = call
+        self._loss = loss
 
     def forward(self, batch: dict[str, Tensor]) -> Tensor:
         return _summed(self._loss(self._call(self.model, batch), batch), type(self.model).__name__)
@@ -127,8 +130,8 @@ def _summed(loss: Any, where: str) -> Tensor:
     """Return a loss as one number."""
     if isinstance(loss, Tensor) and loss.is_floating_point() and all(type(n) is int and n == 1 for n in loss.shape):
         return loss.reshape(())
-    given = f"{loss.dtype} {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-    raise Unsupported(f"its loss is {given}", where=where, remedy="return one number, the sum over all targets")
+    returned = f"{loss.dtype} {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+    raise Unsupported(f"its loss is {returned}", where=where, remedy="return one number, the sum over all targets")
 
 
 def capture_skeleton(
@@ -163,7 +166,8 @@ def capture_skeleton(
         exported = trace()
         if not exported.graph_signature.inputs_to_lifted_tensor_constants:
             return _in_order(exported, light, listed, type(model).__name__)
-    sites, forms = list[Site](), _Forms()
+    sites = list[Site]()
+    forms = _Forms()
     for name, block in _named(listed):
         block.forward = _opaque(name, block, alike(block), forms, sites)  # type: ignore[method-assign]
     return _in_order(trace(), sites, listed, type(model).__name__)
@@ -189,13 +193,14 @@ def _in_order(
 @contextlib.contextmanager
 def _light_blocks(listed: nn.ModuleList, alike: Callable[[nn.Module], str], sites: list[Site]) -> Iterator[None]:
     """Put blocks that are opaque, and have no parameters, in the places of a model's own."""
-    own, forms = dict(listed._modules), _Forms()
+    own = dict(listed._modules)
+    forms = _Forms()
     try:
         for (name, block), place in zip(_named(listed), own, strict=True):
             listed._modules[place] = _light(block, _opaque(name, block, alike(block), forms, sites))
         before = [dict(vars(light)) for light in listed]
         yield
-        if any(vars(light) != held for light, held in zip(listed, before, strict=True)):
+        if any(vars(light) != attributes for light, attributes in zip(listed, before, strict=True)):
             raise Unsupported("forward sets attributes of blocks", where="blocks", remedy="trace the blocks themselves")
     finally:
         listed._modules.update(own)
@@ -213,8 +218,8 @@ def _light_kind(kind: type[nn.Module]) -> type[nn.Module]:
     def found(self: nn.Module, name: str) -> Any:  # of what is no attribute of its own
         return getattr(vars(self)["_whole"], name)
 
-    made: type[nn.Module] = type(kind.__name__, (kind,), {"__getattr__": found, "__module__": kind.__module__})
-    return made
+    light_class: type[nn.Module] = type(kind.__name__, (kind,), {"__getattr__": found, "__module__": kind.__module__})
+    return light_class
 
 
 @dataclass
@@ -251,8 +256,9 @@ def _opaque(name: str, block: nn.Module, key: str, forms: _Forms, sites: list[Si
         sites.append(Site(name, block, spec, constants, tensors, inputs, flat, instance, forms.of[key][1]))
         result = torch.ops.hydragraph.block(inputs[0], inputs[1:], name)
         if flat:
-            made, result = result, result.squeeze(0)
-            forms.wide[id(result)] = made
+            batched = result
+            result = result.squeeze(0)
+            forms.wide[id(result)] = batched
         return forms.of[key][0](result)
 
     return forward
@@ -269,17 +275,17 @@ def _unchanged(block: nn.Module, where: str) -> Iterator[None]:
 
 
 def _refuse_other_hidden(made: Tensor, inputs: Sequence[Tensor], where: str) -> None:
-    given = list(inputs[0].shape) if inputs else []
+    sizes = list(inputs[0].shape) if inputs else []
     kinds = (f" {inputs[0].dtype}", f" {made.dtype}") if inputs and made.dtype != inputs[0].dtype else ("", "")
     if not inputs or made.shape != inputs[0].shape or made.dtype != inputs[0].dtype:
         raise Unsupported(
-            f"the block turns a hidden state of {given}{kinds[0]} into {list(made.shape)}{kinds[1]}",
+            f"the block turns a hidden state of {sizes}{kinds[0]} into {list(made.shape)}{kinds[1]}",
             where=where,
             remedy="blocks must keep shape and dtype of the hidden state, which must be their first tensor argument",
         )
-    if len(given) not in (2, 3) or not isinstance(given[-1], int):
+    if len(sizes) not in (2, 3) or not isinstance(sizes[-1], int):
         raise Unsupported(
-            f"a hidden state of {given}", where=where, remedy="pass the hidden state as [1, T, H] or [T, H]"
+            f"a hidden state of {sizes}", where=where, remedy="pass the hidden state as [1, T, H] or [T, H]"
         )
 
 

@@ -21,7 +21,8 @@ def extract(graph: fx.GraphModule, outputs: Sequence[fx.Node], given: Mapping[fx
             needed.add(node)
             if node not in given:
                 pending += node.all_input_nodes
-    part, copied = fx.Graph(), {}
+    part = fx.Graph()
+    copied = {}
     placeholders = [n for n in graph.graph.nodes if n in needed and (n.op == "placeholder" or n in given)]
     for node in placeholders:
         copied[node] = part.placeholder(given.get(node, node.name))
@@ -59,12 +60,12 @@ def template_of(
             )
         if node.users:
             groups[kind].append(node)
-    known = {**parameters, **buffers, **inputs}
-    names = tuple(tuple(known[n.name] for n in group) for group in groups)
+    tensors = {**parameters, **buffers, **inputs}
+    names = tuple(tuple(tensors[n.name] for n in group) for group in groups)
     ordered = fx.Graph()
     copied: dict[fx.Node, fx.Node] = {}
     for node in (n for group in groups for n in group):
-        copied[node] = ordered.placeholder(_identifier(known[node.name]))
+        copied[node] = ordered.placeholder(_identifier(tensors[node.name]))
         copied[node].meta = dict(node.meta)
     for node in graph.graph.nodes:
         if node.op == "output":

@@ -33,7 +33,7 @@ def structure(value: object) -> str:
 
 def outline(module: nn.Module) -> str:
     """Return what two blocks that return values of one form mostly share: classes, and a block's own plain settings."""
-    inside = [(name, type(each).__qualname__) for name, each in module.named_modules()]
+    inside = [(name, type(child).__qualname__) for name, child in module.named_modules()]
     own = {k: v for k, v in vars(module).items() if isinstance(v, _PLAIN) and k not in LAYER_INDEX}
     return repr((inside, sorted(own.items(), key=lambda item: item[0])))
 
@@ -99,8 +99,8 @@ class _Reader:
                 cells.append(cell.cell_contents)
             except ValueError:
                 cells.append("empty")
-        held = self.text((function.__defaults__, function.__kwdefaults__, cells, function.__dict__))
-        return f"{name} {self._code(function.__code__)} {held}"
+        state = self.text((function.__defaults__, function.__kwdefaults__, cells, function.__dict__))
+        return f"{name} {self._code(function.__code__)} {state}"
 
     def _code(self, code: CodeType) -> str:
         constants = [self._code(c) if isinstance(c, CodeType) else self.text(c) for c in code.co_consts]

@@ -77,7 +77,8 @@ def watched(where: str, module: nn.Module) -> Iterator[None]:
         where: what is traced.
         module: whose forward it is.
     """
-    before, numbers = _random_state(), _numbers(module)
+    before = _random_state()
+    numbers = _numbers(module)
     with noticing(lambda what, remedy: Unsupported(what, where=where, remedy=remedy)):
         yield
     for name, number in _numbers(module).items():
@@ -100,8 +101,8 @@ def _numbers(module: nn.Module) -> dict[str, float]:
     """Return the numbers among the attributes of a module and those inside it, by name."""
     return {
         f"{prefix}.{name}".removeprefix("."): value
-        for prefix, each in module.named_modules()
-        for name, value in vars(each).items()
+        for prefix, child in module.named_modules()
+        for name, value in vars(child).items()
         if isinstance(value, int | float) and not isinstance(value, bool) and value == value  # no NaN
     }
 

@@ -37,7 +37,9 @@ def accumulate(variant: Variant) -> Variant:
     results: Any = graph.graph_copy(variant.backward.graph, {})
     gradients = dict(zip(variant.gradients, results, strict=True))
     graph.output(results)  # a gradient has one user then, if the graph has no other
-    products = {n: found for n, node in gradients.items() if n != "hidden" and (found := _product(node)) is not None}
+    products = {
+        n: product for n, node in gradients.items() if n != "hidden" and (product := _product(node)) is not None
+    }
     last = [n for n in graph.nodes if n.op == "placeholder"][-1]
     for i, (name, product) in enumerate(products.items()):
         last = _add(graph, last, i, gradients[name], product)
@@ -57,7 +59,8 @@ def _product(node: fx.Node) -> _Product | None:
             return _Product(node, transposed)
         if node.target is not aten.t.default:
             return None
-        (node,), transposed = node.all_input_nodes, not transposed
+        (node,) = node.all_input_nodes
+        transposed = not transposed
     return None
 
 

@@ -14,7 +14,7 @@ from hydragraph.passes.cut import Cuts, product
 aten = torch.ops.aten
 
 
-def annotate(graph: fx.GraphModule, found: Cuts, parameters: set[fx.Node], hidden: fx.Node | None) -> fx.GraphModule:
+def annotate(graph: fx.GraphModule, cuts: Cuts, parameters: set[fx.Node], hidden: fx.Node | None) -> fx.GraphModule:
     """Return a copy with `communicate(x, "enter")` and `communicate(y, "exit")` around what may be cut.
 
     "enter" stands before every use, by an operator with a cut result, of a replicated value that gets a gradient: that
@@ -26,8 +26,8 @@ def annotate(graph: fx.GraphModule, found: Cuts, parameters: set[fx.Node], hidde
     copied: dict[fx.Node, fx.Node] = {}
     entered: dict[fx.Node, fx.Node] = {}
     learns = differentiable(graph.graph, parameters, hidden)
-    cut_users = set(found.cut) | found.columns
-    mixed = {p for p in parameters if p not in found.cut and _mixed(p, cut_users, found)}
+    cut_users = set(cuts.cut) | cuts.columns
+    mixed = {p for p in parameters if p not in cuts.cut and _mixed(p, cut_users, cuts)}
 
     def entering(node: fx.Node) -> fx.Node:
         if node not in entered:
@@ -38,11 +38,11 @@ def annotate(graph: fx.GraphModule, found: Cuts, parameters: set[fx.Node], hidde
         if node.op == "output":
             result.output(fx.node.map_arg(node.args[0], lambda n: copied[n]))
             continue
-        whole = _whole_operands(node, found) if node in cut_users else set()
+        whole = _whole_operands(node, cuts) if node in cut_users else set()
         enter = {n for n in whole if n in learns and (n not in parameters or n in mixed)}
         operand = {n: entering(n) if n in enter else copied[n] for n in node.all_input_nodes}
         copied[node] = result.node_copy(node, operand.__getitem__)
-        if node in found.rows and node.target is not aten.cross_entropy_loss.default:
+        if node in cuts.rows and node.target is not aten.cross_entropy_loss.default:
             copied[node] = _insert(result, copied[node], "exit")
     result.lint()
     return fx.GraphModule(graph, result)
@@ -50,12 +50,12 @@ def annotate(graph: fx.GraphModule, found: Cuts, parameters: set[fx.Node], hidde
 
 def differentiable(graph: fx.Graph, parameters: set[fx.Node], hidden: fx.Node | None) -> set[fx.Node]:
     """Return the nodes whose values depend on a parameter or the hidden state, and so get a gradient."""
-    found = parameters | ({hidden} if hidden is not None else set())
+    learning = parameters | ({hidden} if hidden is not None else set())
     for node in graph.nodes:
-        depends = any(n in found for n in node.all_input_nodes)
+        depends = any(n in learning for n in node.all_input_nodes)
         if depends and node.target is not aten.detach.default and _is_float(node):
-            found.add(node)
-    return found
+            learning.add(node)
+    return learning
 
 
 def _is_float(node: fx.Node) -> bool:
@@ -63,15 +63,15 @@ def _is_float(node: fx.Node) -> bool:
     return value.is_floating_point() if isinstance(value, torch.Tensor) else isinstance(value, tuple | list)
 
 
-def _whole_operands(node: fx.Node, found: Cuts) -> set[fx.Node]:
+def _whole_operands(node: fx.Node, cuts: Cuts) -> set[fx.Node]:
     """Return the operands of a cut operator that every rank uses whole."""
-    operands = {n for n in node.all_input_nodes if n not in found.cut}
-    taken = product(node) if node in found.columns else None
-    return operands - {taken[1], taken[2]} if taken else operands
+    operands = {n for n in node.all_input_nodes if n not in cuts.cut}
+    parts = product(node) if node in cuts.columns else None
+    return operands - {parts[1], parts[2]} if parts else operands
 
 
-def _mixed(parameter: fx.Node, cut_users: set[fx.Node], found: Cuts) -> bool:
-    products = found.columns | set(found.rows)
+def _mixed(parameter: fx.Node, cut_users: set[fx.Node], cuts: Cuts) -> bool:
+    products = cuts.columns | set(cuts.rows)
     users = [u for u in parameter.users if u not in products]
     return any(u in cut_users for u in users) and any(u not in cut_users for u in users)
 

@@ -13,7 +13,8 @@ from hydragraph.passes.cut import operands
 
 aten = torch.ops.aten
 
-GRAD_MODE, AUTOCAST = "wrap_with_set_grad_enabled", "wrap_with_autocast"
+GRAD_MODE = "wrap_with_set_grad_enabled"
+AUTOCAST = "wrap_with_autocast"
 NO_OPS = frozenset(
     {
         aten.alias.default,
@@ -75,7 +76,8 @@ def remove_dead_code(graph: fx.Graph) -> None:
 def _is_no_op(node: fx.Node) -> bool:
     if node.target is aten.dropout.default:
         return operands(node)[1] == 0 or not operands(node)[2]
-    before, after = value_of(operands(node)[0]), value_of(node)
+    before = value_of(operands(node)[0])
+    after = value_of(node)
     if before is None or after is None:
         return False
     if node.target is aten.contiguous.default and not before.is_contiguous():

@@ -91,13 +91,13 @@ def compile_variant(
     try:
         forward, results = _compile(variant.forward, [fakes[name] for name in variant.inputs], strides, variant.inputs)
         saved = {f"saved.{i}": value for i, value in enumerate(results[variant.outputs :])}
-        held = fakes | saved | {"tangent": fake_like(results[0], device)}
+        values = fakes | saved | {"tangent": fake_like(results[0], device)}
         backward = variant.backward
         if variant.gradients:
-            backward, _ = _compile(variant.backward, [held.get(n) for n in variant.needs], strides, variant.needs)
+            backward, _ = _compile(variant.backward, [values.get(n) for n in variant.needs], strides, variant.needs)
     except Exception as error:  # a compiler may raise anything
-        told = (str(error).strip().splitlines() or [""])[0]
-        what = f"Inductor cannot compile it ({type(error).__name__}: {told})"
+        first_line = (str(error).strip().splitlines() or [""])[0]
+        what = f"Inductor cannot compile it ({type(error).__name__}: {first_line})"
         raise Unsupported(what, where=where, remedy='pass backend="eager"; the cause is above') from error
     return replace(variant, forward=forward, backward=backward)
 
@@ -126,7 +126,9 @@ class Piece(nn.Module):
 
     def __init__(self, graph: fx.GraphModule, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
         super().__init__()
-        self.graph, self._inputs, self._outputs = graph, tuple(inputs), tuple(outputs)
+        self.graph = graph
+        self._inputs = tuple(inputs)
+        self._outputs = tuple(outputs)
         self.symbols = symbols_of(inputs)
         self.codes: list[tuple[Code, Condition]] = []
         self._compiled([TUNED + 64 * i for i in range(len(self.symbols))])  # unlike sizes, lest they be taken for one
@@ -141,9 +143,9 @@ class Piece(nn.Module):
 
     def _compiled(self, sizes: Sequence[int]) -> Code | None:
         """Add the code for such sizes, if there can be one."""
-        found = compile_graph(self.graph, self._inputs, self._outputs, dict(zip(self.symbols, sizes, strict=True)))
-        self.codes += [found] if found is not None else []
-        return found[0] if found is not None else None
+        compiled = compile_graph(self.graph, self._inputs, self._outputs, dict(zip(self.symbols, sizes, strict=True)))
+        self.codes += [compiled] if compiled is not None else []
+        return compiled[0] if compiled is not None else None
 
 
 @dataclass
@@ -158,7 +160,8 @@ class _Outer:
     parts: dict[str, Any] = field(default_factory=dict)
 
     def copy(self, node: fx.Node, value: Any) -> None:
-        self.new[node], self.values[node] = self.graph.node_copy(node, lambda n: self.new[n]), value
+        self.new[node] = self.graph.node_copy(node, lambda n: self.new[n])
+        self.values[node] = value
 
 
 def _compile(
@@ -229,7 +232,8 @@ def _run(outer: _Outer, run: Sequence[fx.Node], mode: Any) -> dict[fx.Node, Any]
             values[node] = _received(value_of(node), values[node.all_input_nodes[1]].device)
         else:
             constant = getattr(outer.module, str(node.target))
-            outer.parts[str(node.target)], values[node] = constant, mode.from_tensor(constant)
+            outer.parts[str(node.target)] = constant
+            values[node] = mode.from_tensor(constant)
     return values
 
 
@@ -265,8 +269,10 @@ def _leaving(run: Sequence[fx.Node]) -> list[fx.Node]:
 
 
 def _add_piece(outer: _Outer, run: Sequence[fx.Node], values: Mapping[fx.Node, Any]) -> None:
-    inputs, outputs = _entering(run), _leaving(run)
-    graph, inner = fx.Graph(), dict[fx.Node, fx.Node]()
+    inputs = _entering(run)
+    outputs = _leaving(run)
+    graph = fx.Graph()
+    inner = dict[fx.Node, fx.Node]()
     for node in inputs:
         inner[node] = graph.placeholder(node.name)
     for node in run:
@@ -275,8 +281,8 @@ def _add_piece(outer: _Outer, run: Sequence[fx.Node], values: Mapping[fx.Node, A
     piece = Piece(fx.GraphModule({}, graph), [values[n] for n in inputs], [values[n] for n in outputs])
     name = f"piece_{len(outer.parts)}"
     outer.parts[name] = piece
-    taken = [outer.sizes[s] for s in piece.symbols] + [outer.new[n] for n in inputs]
-    results = outer.graph.create_node("call_module", name, tuple(taken))
+    arguments = [outer.sizes[s] for s in piece.symbols] + [outer.new[n] for n in inputs]
+    results = outer.graph.create_node("call_module", name, tuple(arguments))
     for i, node in enumerate(outputs):
         outer.new[node] = outer.graph.call_function(operator.getitem, (results, i))
         outer.values[node] = values[node]

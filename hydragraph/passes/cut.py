@@ -117,9 +117,9 @@ def product(node: fx.Node) -> Product | None:
 
 def known_product(node: fx.Node) -> Product:
     """Take apart what is known to be a product."""
-    taken = product(node)
-    assert taken is not None, node
-    return taken
+    parts = product(node)
+    assert parts is not None, node
+    return parts
 
 
 def width(node: fx.Node) -> int:

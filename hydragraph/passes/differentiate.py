@@ -98,9 +98,9 @@ def differentiate(
     saved = [n.name for n in _outputs(forward)[outputs:]]
     kept = [s for s in saved if by_primal.get(s) not in template.parameters]
     _output(forward, _outputs(forward)[:outputs] + [n for n in _outputs(forward)[outputs:] if n.name in kept])
-    found = _outputs(backward)
-    wanted = [(names[i], node) for i, node in enumerate(found) if node is not None]
-    _output(backward, [node for _, node in wanted])
+    computed = _outputs(backward)
+    learnt = [(names[i], node) for i, node in enumerate(computed) if node is not None]
+    _output(backward, [node for _, node in learnt])
     needs = []
     for node in (n for n in backward.graph.nodes if n.op == "placeholder"):
         if node.name in kept:
@@ -112,7 +112,7 @@ def differentiate(
         inputs.append(COLLECTIVES)
     if _bind(backward):
         needs.append(COLLECTIVES)
-    gradients = tuple(name for name, _ in wanted)
+    gradients = tuple(name for name, _ in learnt)
     return Variant(
         forward, backward, tuple(inputs), outputs, tuple(needs), gradients, sharded.kinds, sharded.vocabulary
     )
@@ -151,7 +151,8 @@ def _spec(
 
     A size's hint is then `ranks` times the traced one, so that it divides.
     """
-    value, sizes = value_of(node), []
+    value = value_of(node)
+    sizes = []
     for size in value.shape:
         symbol = symbol_name(size)
         if symbol is not None:

@@ -42,7 +42,8 @@ def find_head(loss: fx.Node) -> Head | None:
         product = _node(product.args[0])
     if product.target is not aten.linear.default or len(product.users) != 1 or any(product.args[2:]):
         return None
-    hidden, matrix = _node(product.args[0]), _node(product.args[1])
+    hidden = _node(product.args[0])
+    matrix = _node(product.args[1])
     assert isinstance(ignored, int)
     return Head(hidden, matrix, _node(labels), ignored, loss) if _in_fp32(loss, hidden) else None
 

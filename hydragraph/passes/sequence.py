@@ -44,38 +44,39 @@ def token_dim(node: fx.Node, symbol: str | None) -> int | None:
     return dims[0] if len(dims) == 1 else None
 
 
-def find_parts(graph: fx.Graph, found: Cuts) -> dict[fx.Node, int]:
+def find_parts(graph: fx.Graph, cuts: Cuts) -> dict[fx.Node, int]:
     """Return the values of an annotated template that are cut by tokens, with their token dimension.
 
     Args:
         graph: with "enter" and "exit" placeholders.
-        found: what tensor parallelism cuts; those values have all tokens.
+        cuts: what tensor parallelism cuts; those values have all tokens.
     """
     symbol = token_symbol(graph)
     parts: dict[fx.Node, int] = {}
     for node in graph.nodes:
         dim = token_dim(node, symbol)
-        if dim is not None and _is_part(node, dim, found, parts):
+        if dim is not None and _is_part(node, dim, cuts, parts):
             parts[node] = dim
     return parts
 
 
-def _is_part(node: fx.Node, dim: int, found: Cuts, parts: Mapping[fx.Node, int]) -> bool:
+def _is_part(node: fx.Node, dim: int, cuts: Cuts, parts: Mapping[fx.Node, int]) -> bool:
     if node.op == "placeholder":
         return node.name == "hidden"
     if node.target is communicate:
         return bool(operands(node)[1] == "exit")
-    if node.op != "call_function" or node in found.cut or node in found.rows:
+    if node.op != "call_function" or node in cuts.cut or node in cuts.rows:
         return False
     return any(n in parts for n in node.all_input_nodes) and _tokenwise(node, dim, parts)
 
 
 def _tokenwise(node: fx.Node, dim: int, parts: Mapping[fx.Node, int]) -> bool:
     """Say whether an operator on values cut by tokens gives its result for those tokens alone."""
-    target, first = node.target, operands(node)[0]
+    target = node.target
+    first = operands(node)[0]
     if is_pointwise(node):
-        rank = len(shape(node))
-        return all(parts[n] + rank - len(shape(n)) == dim for n in node.all_input_nodes if n in parts)
+        ndim = len(shape(node))
+        return all(parts[n] + ndim - len(shape(n)) == dim for n in node.all_input_nodes if n in parts)
     if target is aten.cat.default:
         return (operands(node)[1] if len(operands(node)) > 1 else 0) % len(shape(node)) != dim
     if first not in parts or any(n in parts for n in node.all_input_nodes if n is not first):
@@ -110,17 +111,17 @@ def aligned_dim(node: fx.Node, operand: fx.Node, parts: Mapping[fx.Node, int], s
     return dim if dim is not None and dim + len(shape(node)) - len(shape(operand)) == parts[node] else None
 
 
-def learns_in_part(parameter: fx.Node, found: Cuts, parts: Mapping[fx.Node, int]) -> tuple[bool, bool]:
+def learns_in_part(parameter: fx.Node, cuts: Cuts, parts: Mapping[fx.Node, int]) -> tuple[bool, bool]:
     """Say whether a whole parameter gets the gradient of this rank's part from some users, and the whole from others.
 
     Parts come from users that are cut by heads or columns, or by tokens; the bias of a row-parallel product is added
     after its "exit".
     """
-    users = [_user_has_part(user, found, parts) for user in parameter.users]
+    users = [_user_has_part(user, cuts, parts) for user in parameter.users]
     return any(users), not all(users)
 
 
-def _user_has_part(user: fx.Node, found: Cuts, parts: Mapping[fx.Node, int]) -> bool:
-    if user in found.rows:
+def _user_has_part(user: fx.Node, cuts: Cuts, parts: Mapping[fx.Node, int]) -> bool:
+    if user in cuts.rows:
         return any(n in parts for n in user.users)
-    return user in parts or (user in found.cut and user not in found.columns)
+    return user in parts or (user in cuts.cut and user not in cuts.columns)

@@ -79,11 +79,11 @@ def shard(template: Template, parameters: Mapping[str, Parameter], degree: Degre
     Raises:
         Unsupported: naming the block's parameter or operator, for a degree that cannot cut it.
     """
-    found, described = _analyse(template, parameters)
+    cuts, described = _analyse(template, parameters)
     kinds = gradient_kinds(template, parameters, degree)
     if degree.tp == 1:
         return Sharded(_without_placeholders(template.graph), kinds)
-    rewrite = _Rewrite(found, described, degree, fused_head)
+    rewrite = _Rewrite(cuts, described, degree, fused_head)
     graph = rewrite.run(template.graph)
     names = dict(zip(described, template.parameters, strict=True))
     return Sharded(graph, kinds, tuple(names[table] for table in rewrite.starts))
@@ -93,16 +93,16 @@ def gradient_kinds(template: Template, parameters: Mapping[str, Parameter], degr
     """Say, for the stage of a rank, whether each parameter's gradient is whole on every rank, or a part."""
     if degree.tp == 1:
         return dict.fromkeys(template.parameters, GradientKind.PARTIAL)
-    found, described = _analyse(template, parameters)
-    parts = find_parts(template.graph.graph, found) if degree.sequence_parallel else {}
+    cuts, described = _analyse(template, parameters)
+    parts = find_parts(template.graph.graph, cuts) if degree.sequence_parallel else {}
     return {
-        name: _kind(node, found, parts, described[node])
+        name: _kind(node, cuts, parts, described[node])
         for name, node in zip(template.parameters, described, strict=True)
     }
 
 
-def _kind(node: fx.Node, found: Cuts, parts: Mapping[fx.Node, int], parameter: Parameter) -> GradientKind:
-    in_part, whole = learns_in_part(node, found, parts)
+def _kind(node: fx.Node, cuts: Cuts, parts: Mapping[fx.Node, int], parameter: Parameter) -> GradientKind:
+    in_part, whole = learns_in_part(node, cuts, parts)
     return GradientKind.PARTIAL if parameter.rule is not None or (in_part and not whole) else GradientKind.REPLICA
 
 
@@ -137,12 +137,15 @@ def _weight(column: fx.Node) -> fx.Node:
 class _Rewrite:
     """One walk over an annotated template that writes the local graph.
 
-    Values are whole (R), cut along units (`found.cut`), parts of a sum (behind row-parallel products), or cut by
+    Values are whole (R), cut along units (`cuts.cut`), parts of a sum (behind row-parallel products), or cut by
     tokens (`parts`, under sequence parallelism only).
     """
 
-    def __init__(self, found: Cuts, parameters: Mapping[fx.Node, Parameter], degree: Degree, fused_head: bool) -> None:
-        self.found, self.parameters, self.degree, self.fused_head = found, parameters, degree, fused_head
+    def __init__(self, cuts: Cuts, parameters: Mapping[fx.Node, Parameter], degree: Degree, fused_head: bool) -> None:
+        self.cuts = cuts
+        self.parameters = parameters
+        self.degree = degree
+        self.fused_head = fused_head
         self.graph = fx.Graph()
         self.copied: dict[fx.Node, fx.Node] = {}
         self.starts: dict[fx.Node, fx.Node] = {}  # table -> its first row here
@@ -152,11 +155,12 @@ class _Rewrite:
 
     def run(self, source: fx.GraphModule) -> fx.GraphModule:
         if self.degree.sequence_parallel:
-            self.parts, self.symbol = find_parts(source.graph, self.found), token_symbol(source.graph)
+            self.parts = find_parts(source.graph, self.cuts)
+            self.symbol = token_symbol(source.graph)
         placeholders = [n for n in source.graph.nodes if n.op == "placeholder"]
         for node in placeholders:
             self.copied[node] = self.graph.node_copy(node)
-        for table in dict.fromkeys(self._table(n) for n in source.graph.nodes if n in self.found.rows):
+        for table in dict.fromkeys(self._table(n) for n in source.graph.nodes if n in self.cuts.rows):
             if table is not None:
                 start = self.graph.placeholder("vocabulary_start")
                 start.target = start.name  # which is unique
@@ -175,7 +179,7 @@ class _Rewrite:
         """Return the weight that a vocabulary-parallel embedding or loss works on."""
         if row.target not in VOCABULARY:
             return None
-        return _weight(self.found.rows[row].lead)
+        return _weight(self.cuts.rows[row].lead)
 
     def _result(self, node: fx.Node) -> fx.Node:
         """Return an output, which under sequence parallelism is cut by tokens if it has any."""
@@ -197,7 +201,7 @@ class _Rewrite:
             return self.copied[node] if user in self.parts else self._convert(tp_ops.tp_join, node, self.parts[node])
         if user not in self.parts:
             return self.copied[node]
-        if node in self.parameters and all(learns_in_part(node, self.found, self.parts)):
+        if node in self.parameters and all(learns_in_part(node, self.cuts, self.parts)):
             return self._convert(tp_ops.tp_enter, node)
         dim = aligned_dim(user, node, self.parts, self.symbol)
         if dim is not None:
@@ -216,9 +220,9 @@ class _Rewrite:
     def _write(self, node: fx.Node) -> fx.Node:
         if node.target is communicate:
             return self._communicate(node)
-        if node in self.found.rows:
+        if node in self.cuts.rows:
             return self._row(node)
-        cut = self.found.cut.get(node)
+        cut = self.cuts.cut.get(node)
         if node.target in VIEWS and (cut is not None or self.parts):
             return self._view(node, cut)
         if node.target is aten.expand.default and (cut is not None or node in self.parts):
@@ -237,7 +241,8 @@ class _Rewrite:
 
     def _view(self, node: fx.Node, cut: Cut | None) -> fx.Node:
         """Write a view with local sizes; at most one of them is not known before the step, the token count's."""
-        source, cut_dim = self._local(operands(node)[0], node), self.parts.get(node) if cut is None else cut.dim
+        source = self._local(operands(node)[0], node)
+        cut_dim = self.parts.get(node) if cut is None else cut.dim
         if sum(isinstance(s, torch.SymInt) for s in shape(node)) <= 1 and (
             self.parts or node.target not in SIZED_VIEWS
         ):
@@ -264,9 +269,9 @@ class _Rewrite:
             reduced = self._convert(tp_ops.tp_scatter, value, self.parts[node])
         else:
             reduced = self._convert(tp_ops.tp_sum, value)
-        taken = product(value)
-        if taken is not None and taken[2] is not None:  # the bias is added once, after the sum
-            return self.call(aten.add.Tensor, reduced, self._operand(taken[2], node))
+        parts = product(value)
+        if parts is not None and parts[2] is not None:  # the bias is added once, after the sum
+            return self.call(aten.add.Tensor, reduced, self._operand(parts[2], node))
         return reduced
 
     def _row(self, node: fx.Node) -> fx.Node:
@@ -276,8 +281,8 @@ class _Rewrite:
             head = find_head(node) if self.fused_head else None
             if head is not None:
                 return self._fused(head, self.starts[table])
-            held = self.local_size(self.found.rows[node])
-            return VOCABULARY[node.target](self.graph, self._local(operands(node), node), self.starts[table], held)
+            units = self.local_size(self.cuts.rows[node])
+            return VOCABULARY[node.target](self.graph, self._local(operands(node), node), self.starts[table], units)
         x, weight, _, inner = known_product(node)
         target = aten.linear.default if inner == 1 else aten.mm.default
         return self.call(target, self.copied[x], self.copied[weight])
@@ -286,23 +291,24 @@ class _Rewrite:
         flat = self.call(aten.flatten.using_ints, self.copied[head.hidden], 0, -2)
         labels = self._operand(head.labels, head.loss)
         rows = -(-int(shape(head.weight)[0]) // self.degree.tp)
-        given = (flat, self.copied[head.weight], labels, start, head.ignored, rows)
-        return self.call(operator.getitem, self.call(tp_ops.tp_head_loss.default, *given), 0)
+        arguments = (flat, self.copied[head.weight], labels, start, head.ignored, rows)
+        return self.call(operator.getitem, self.call(tp_ops.tp_head_loss.default, *arguments), 0)
 
     def _part(self, node: fx.Node) -> fx.Node:
         """Write a split or slice along a cut dimension with local bounds."""
         source = operands(node)[0]
-        cut = self.found.cut.get(source)
+        cut = self.cuts.cut.get(source)
         is_slice = node.target is aten.slice.Tensor
         dim = operands(node)[1] % len(shape(source)) if is_slice else split_dim(node)
         if cut is None or dim != cut.dim:
             return self._copy(node)
         if is_slice:
-            part = self.found.cut[node]
+            part = self.cuts.cut[node]
             before = Cut(cut.dim, cut.scale, cut.start, part.start - cut.start, cut.lead, cut.origins)
             first = self.local_size(before) if before.length else 0
             return self.call(node.target, self.copied[source], dim, first, first + self.local_size(part))
-        sizes, at = [], cut.start
+        sizes = []
+        at = cut.start
         for size in split_sizes(node):
             sizes.append(self.local_size(Cut(cut.dim, cut.scale, at, size * cut.scale, cut.lead, cut.origins)))
             at += size * cut.scale
@@ -311,7 +317,9 @@ class _Rewrite:
     def local_size(self, cut: Cut) -> int:
         """Return this rank's elements along the dimension of a cut value."""
         parameter = self.parameters[_weight(cut.lead)]
-        rule, at, held = parameter.rule, 0, 0
+        rule = parameter.rule
+        at = 0
+        elements = 0
         assert rule is not None
         for segment, units in enumerate(rule.segments):
             if cut.start <= at < cut.start + cut.length:
@@ -319,6 +327,6 @@ class _Rewrite:
                     a, b = rule.units(segment, self.degree.tp, self.degree.index)
                 except Unsupported as error:
                     raise Unsupported(error.what, where=parameter.name, remedy=error.remedy) from None
-                held += (b - a) * rule.unit
+                elements += (b - a) * rule.unit
             at += units * rule.unit
-        return held // cut.scale
+        return elements // cut.scale

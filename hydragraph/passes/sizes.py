@@ -84,8 +84,8 @@ def _symbols(value: Any) -> Iterator[tuple[str, int]]:
 def _numbers(value: Any) -> Iterator[float]:
     if isinstance(value, int | float) and not isinstance(value, bool):
         yield value
-    for each in value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ():
-        yield from _numbers(each)
+    for part in value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ():
+        yield from _numbers(part)
 
 
 def _recalls(number: float, size: int) -> bool:
@@ -116,15 +116,16 @@ class _Elsewhere(fx.Interpreter):
 
     def __init__(self, graph: fx.GraphModule, sizes: Mapping[str, int], where: str) -> None:
         super().__init__(graph)
-        self._sizes, self._where = sizes, where
+        self._sizes = sizes
+        self._where = where
         self._unknown: set[fx.Node] = set()
         self._known: dict[str, int] = {}  # by text, because a graph has few sizes and many values
 
     def check(self) -> None:
         """Raise Unsupported at the first value that has not the sizes its expressions say."""
-        given = [self._empty(value_of(n)) for n in self.graph.nodes if n.op == "placeholder"]
+        inputs = [self._empty(value_of(n)) for n in self.graph.nodes if n.op == "placeholder"]
         with torch.no_grad():
-            self.run(*given, enable_io_processing=False)
+            self.run(*inputs, enable_io_processing=False)
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         """Call an operator for its shapes, whatever device it names."""
@@ -136,15 +137,15 @@ class _Elsewhere(fx.Interpreter):
             self._unknown.add(n)  # sizes that only values tell, and what is made of them
             return self._empty(value_of(n))
         try:
-            made = super().run_node(n)
+            result = super().run_node(n)
         except NotImplementedError:  # it has no shape function
             return self._empty(value_of(n))
         except Exception as error:
-            told = (str(error).splitlines() or [""])[0]
-            raise self._refusal(n, f"fails at {self._told()} ({told})") from error
+            first_line = (str(error).splitlines() or [""])[0]
+            raise self._refusal(n, f"fails at {self._told()} ({first_line})") from error
         if n.op != "output":
-            self._compare(n, made, value_of(n))
-        return made
+            self._compare(n, result, value_of(n))
+        return result
 
     def _compare(self, n: fx.Node, made: Any, value: Any) -> None:
         if isinstance(made, Tensor) and isinstance(value, Tensor):

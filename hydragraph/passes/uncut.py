@@ -55,8 +55,8 @@ def _problem(template: Template) -> tuple[str, str] | None:
         if len(value_of(node).shape) > 2:
             what = f"experts (a parameter of {len(value_of(node).shape)} dimensions) in {_user(node).target}"
             return name, f"{what}, which has no sharding rule"
-    found = find_cuts(template.graph.graph, set(parameters), None, set())
-    for product, unknown in found.unknown.items():
+    cuts = find_cuts(template.graph.graph, set(parameters), None, set())
+    for product, unknown in cuts.unknown.items():
         weight = next((n for n in operands(product) if n in parameters), None)
         if weight is not None and unknown.target is not communicate:  # which is where the plan keeps it whole
             return parameters[weight], f"its product reaches {unknown.target}, which has no sharding rule"

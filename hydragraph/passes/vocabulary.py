@@ -23,12 +23,14 @@ def embedding_part(graph: fx.Graph, args: tuple[Any, ...], start: fx.Node, rows:
     weight, ids, *rest = args
     local = graph.call_function(aten.sub.Tensor, (ids, start))
     here = _within(graph, local, rows)
-    found = graph.call_function(aten.embedding.default, (weight, graph.call_function(aten.mul.Tensor, (local, here))))
+    embedded = graph.call_function(
+        aten.embedding.default, (weight, graph.call_function(aten.mul.Tensor, (local, here)))
+    )
     if rest and rest[0] >= 0:
         learns = graph.call_function(aten.unsqueeze.default, (graph.call_function(aten.ne.Scalar, (ids, rest[0])), -1))
-        still = graph.call_function(aten.detach.default, (found,))
-        found = graph.call_function(aten.where.self, (learns, found, still))
-    return graph.call_function(aten.mul.Tensor, (found, graph.call_function(aten.unsqueeze.default, (here, -1))))
+        still = graph.call_function(aten.detach.default, (embedded,))
+        embedded = graph.call_function(aten.where.self, (learns, embedded, still))
+    return graph.call_function(aten.mul.Tensor, (embedded, graph.call_function(aten.unsqueeze.default, (here, -1))))
 
 
 def loss_of_parts(graph: fx.Graph, args: tuple[Any, ...], start: fx.Node, columns: int) -> fx.Node:

@@ -161,7 +161,8 @@ def train(
         OSError: the disk is full, the folder vanished, ...; the last checkpoint stays, and is named.
         FloatingPointError: a loss or gradient is not finite; nothing was updated, and the last checkpoint stays.
     """
-    world, folder = join(config.device), RunFolder(Path(config.output))
+    world = join(config.device)
+    folder = RunFolder(Path(config.output))
     world.watch.progress_s = config.progress_s
     with world.calling("train"), ExitStack() as owned:
 
@@ -281,7 +282,8 @@ def _load(
 
 def _steps(run: _Run, done: int, coming: Ahead, stopping: Stopping) -> int:
     """Train after `done` steps, to the end or until a rank is asked to stop; return what asked, or 0."""
-    config, executor = run.config, run.executor
+    config = run.config
+    executor = run.executor
     saved = done
     for step in range(done + 1, config.steps + 1):
         if executor.spans is not None and (step == done + 1 + TRACED_STEPS):
@@ -317,7 +319,8 @@ def _chosen_from(config: TrainConfig, strategies: tuple[Strategy, ...], tokens: 
     """Return what `compile` is told of strategies: the first of those that take turns, or all to choose from."""
     if not config.plan.choose:
         return {"strategy": strategies[0]}
-    plan, batches = config.plan, mini_batches(config, tokens.file)
+    plan = config.plan
+    batches = mini_batches(config, tokens.file)
     policy = Policy(plan.gain, plan.sample, plan.workers, plan.ahead + 1, plan.patience_s, config.seed)
     return {
         "strategy": "auto" if config.automatic else strategies,
@@ -329,7 +332,8 @@ def _chosen_from(config: TrainConfig, strategies: tuple[Strategy, ...], tokens: 
 
 def _model(config: TrainConfig, tokens: Tokens) -> nn.Module:
     """Return the model, on the meta device where each rank is to read its own part of the weights."""
-    vocabulary, end_of_text = tokens.file.vocabulary, tokens.file.end_of_text
+    vocabulary = tokens.file.vocabulary
+    end_of_text = tokens.file.end_of_text
     if config.model.weights is None:
         return build_model(config.model, vocabulary, end_of_text, config.seed)
     model = skeleton(config.model, vocabulary, end_of_text)
@@ -346,9 +350,9 @@ def shared_tokens(config: TrainConfig, world: World, watcher: Watcher) -> Tokens
     watched = watcher.preparing
     _together(world, world.local_rank == 0, lambda: verify(prepare(config, watched), watched))
     tokens = open_tokens(prepare(config))
-    found = world.gather(tokens.file.fingerprint)
-    if len(set(found)) > 1:
-        different = next(rank for rank, each in enumerate(found) if each != found[0])
+    fingerprints = world.gather(tokens.file.fingerprint)
+    if len(set(fingerprints)) > 1:
+        different = next(rank for rank, fingerprint in enumerate(fingerprints) if fingerprint != fingerprints[0])
         raise ValueError(f"data: rank {different} read another corpus than rank 0: give every host the same files")
     return tokens
 
@@ -360,7 +364,8 @@ def read_strategies(texts: Sequence[str], model: nn.Module, ranks: int) -> tuple
         ValueError: naming the entry.
     """
     config: Any = model.config
-    layers, heads = config.num_hidden_layers, getattr(config, "num_attention_heads", None)
+    layers = config.num_hidden_layers
+    heads = getattr(config, "num_attention_heads", None)
     strategies = []
     for i, text in enumerate(texts):
         try:
@@ -423,7 +428,8 @@ def _evaluate(run: _Run, strategy: Strategy | None) -> float:
 
 def _checkpoint(run: _Run, step: int, position: Mapping[str, Any]) -> None:
     """Save everything that resuming needs, and the picture so far."""
-    place, extra = run.folder.place(step), {"mini_batches": dict(position)}
+    place = run.folder.place(step)
+    extra = {"mini_batches": dict(position)}
     if run.config.checkpoint.asynchronous:
         _settle_checkpoints(run)
         run.executor.save(place, extra, asynchronous=True)
@@ -487,10 +493,10 @@ def _together(world: World, acts: bool, make: Callable[[], T]) -> list[T | None]
         except Exception as raised:
             error = raised
     # The error as text: not every exception can be pickled.
-    found = world.gather((value, None if error is None else str(error)))
+    outcomes = world.gather((value, None if error is None else str(error)))
     if error is not None:
         raise agreed(error)
-    for _, text in found:
+    for _, text in outcomes:
         if text is not None:
             raise ValueError(text)
-    return [value for value, _ in found]
+    return [value for value, _ in outcomes]
