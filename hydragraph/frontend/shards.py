@@ -11,7 +11,7 @@ from hydragraph.ir.parameter import ShardRule
 from hydragraph.ir.program import Block, Template
 from hydragraph.passes.annotate import annotate
 from hydragraph.passes.cut import Cuts
-from hydragraph.passes.cuts import find_cuts, rules
+from hydragraph.passes.find_cuts import find_cuts, rules
 
 
 def analyse(template: Template, whole: set[str]) -> tuple[Cuts, list[fx.Node]]:

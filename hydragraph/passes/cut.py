@@ -1,4 +1,4 @@
-"""What a cut value is, and what the analysis of a template finds (`hydragraph.passes.cuts`)."""
+"""What a cut value is, and what the analysis of a template finds (`hydragraph.passes.find_cuts`)."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from hydragraph.ir.placeholders import communicate
 from hydragraph.ir.program import Program, Template
 from hydragraph.passes.cut import operands
 from hydragraph.passes.cut_rules import VIEWS
-from hydragraph.passes.cuts import find_cuts
+from hydragraph.passes.find_cuts import find_cuts
 from hydragraph.spec.strategy import Strategy
 
 aten = torch.ops.aten
