@@ -19,7 +19,7 @@ from hydragraph.frontend.rows import ARANGES, Routing, Rows, viewed
 from hydragraph.ir.graph_data import value_of
 from hydragraph.ir.placeholders import communicate
 from hydragraph.passes.cut import operands, shape, varlen
-from hydragraph.passes.cut_rules import MOVES, RULES, SPLITS, VIEWS, pointwise, split_dim
+from hydragraph.passes.operator_rules import MOVES, RULES, SPLITS, VIEWS, pointwise, split_dim
 from hydragraph.private.tracing import symbol_name
 
 aten = torch.ops.aten

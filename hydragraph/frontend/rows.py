@@ -23,7 +23,7 @@ from torch import fx
 
 from hydragraph.ir.graph_data import value_of
 from hydragraph.passes.cut import operands, shape
-from hydragraph.passes.cut_rules import VIEWS
+from hydragraph.passes.operator_rules import VIEWS
 from hydragraph.private.tracing import multiple_of, symbol_name
 
 aten = torch.ops.aten

@@ -20,7 +20,7 @@ from torch import fx
 
 from hydragraph.ir.parameter import ShardRule
 from hydragraph.passes.cut import Cut, Cuts, Origin, known_product, operands, product, shape, varlen, width
-from hydragraph.passes.cut_rules import RULES, VIEWS, pointwise
+from hydragraph.passes.operator_rules import RULES, VIEWS, pointwise
 
 aten = torch.ops.aten
 

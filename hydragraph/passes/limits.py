@@ -12,7 +12,7 @@ from hydragraph.ir.graph_data import value_of
 from hydragraph.ir.placeholders import communicate
 from hydragraph.ir.program import Block, Program
 from hydragraph.passes.cut import operands
-from hydragraph.passes.cut_rules import MOVES, VIEWS
+from hydragraph.passes.operator_rules import MOVES, VIEWS
 from hydragraph.spec.limits import Limit
 from hydragraph.spec.workload import IGNORED
 

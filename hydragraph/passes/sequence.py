@@ -16,7 +16,7 @@ from torch import fx
 from hydragraph.ir.graph_data import value_of
 from hydragraph.ir.placeholders import communicate
 from hydragraph.passes.cut import Cuts, operands, product, shape
-from hydragraph.passes.cut_rules import MOVES, RULES, SPLITS, VIEWS, carried, pointwise, split_dim
+from hydragraph.passes.operator_rules import MOVES, RULES, SPLITS, VIEWS, carried, pointwise, split_dim
 from hydragraph.private.tracing import symbol_name
 
 aten = torch.ops.aten

@@ -24,9 +24,9 @@ from hydragraph.ir.program import Template
 from hydragraph.passes import collectives as _collectives  # noqa: F401  registers hydragraph::tp_*
 from hydragraph.passes.clean import remove_dead_code
 from hydragraph.passes.cut import Cut, Cuts, known_product, operands, product, shape
-from hydragraph.passes.cut_rules import SIZED_VIEWS, SPLITS, VIEWS, split_dim, split_sizes
 from hydragraph.passes.find_cuts import find_cuts
 from hydragraph.passes.head import Head, find_head
+from hydragraph.passes.operator_rules import SIZED_VIEWS, SPLITS, VIEWS, split_dim, split_sizes
 from hydragraph.passes.place import PlacedStage
 from hydragraph.passes.sequence import aligned_dim, find_parts, learns_in_part, token_dim, token_symbol
 from hydragraph.passes.vocabulary import embedding_part, loss_of_parts

@@ -12,8 +12,8 @@ from hydragraph.ir.graph_data import value_of
 from hydragraph.ir.placeholders import communicate
 from hydragraph.ir.program import Program, Template
 from hydragraph.passes.cut import operands
-from hydragraph.passes.cut_rules import VIEWS
 from hydragraph.passes.find_cuts import find_cuts
+from hydragraph.passes.operator_rules import VIEWS
 from hydragraph.spec.strategy import Strategy
 
 aten = torch.ops.aten
