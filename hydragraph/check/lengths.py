@@ -11,7 +11,7 @@ from torch import Tensor, fx, nn
 
 from hydragraph.ir.graph_data import value_of
 from hydragraph.ir.program import Program
-from hydragraph.passes.cut import aten, operands
+from hydragraph.passes.node import aten, operands
 
 _LIMITS = re.compile(r"window|chunk|cap|block_size|original_max")  # settings from which on attention differs
 _POSITIONS = re.compile(r"^(max_position_embeddings|n_positions|max_seq_len|max_sequence_length)$")

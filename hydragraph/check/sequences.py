@@ -13,7 +13,7 @@ from hydragraph.check.lengths import Lengths, embeddings
 from hydragraph.frontend.packed import FIELDS, own_fields, shift
 from hydragraph.ir.graph_data import value_of
 from hydragraph.ir.program import Program
-from hydragraph.passes.cut import aten, operands
+from hydragraph.passes.node import aten, operands
 from hydragraph.runtime.batch import pack
 from hydragraph.spec.workload import IGNORED, Field, Sequence
 

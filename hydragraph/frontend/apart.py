@@ -18,7 +18,7 @@ from torch import Tensor, fx
 from hydragraph.frontend.rows import ARANGES, Routing, Rows, viewed
 from hydragraph.ir.graph_data import value_of
 from hydragraph.ir.placeholders import communicate
-from hydragraph.passes.cut import operands, shape, varlen
+from hydragraph.passes.node import operands, shape, varlen
 from hydragraph.passes.operator_rules import MOVES, RULES, SPLITS, VIEWS, pointwise, split_dim
 from hydragraph.private.tracing import symbol_name
 

@@ -30,8 +30,8 @@ from hydragraph.ir.graph_data import value_of
 from hydragraph.ir.parameter import Bucket, Parameter
 from hydragraph.ir.program import Block, Program, Template
 from hydragraph.modes import own_modes
-from hydragraph.passes.cut import operands, varlen
 from hydragraph.passes.find_cuts import uncut_heads
+from hydragraph.passes.node import operands, varlen
 from hydragraph.passes.sizes import prove_sizes, with_an_example
 from hydragraph.private.experts import make_traceable
 from hydragraph.private.tracing import TensorSpec, one_pass, symbol_name

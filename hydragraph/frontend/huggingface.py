@@ -13,7 +13,7 @@ from hydragraph.frontend.adapters import base_model
 from hydragraph.frontend.masks import Marker, mask
 from hydragraph.ir.program import Template
 from hydragraph.kernels.varlen_attention import varlen_attention
-from hydragraph.passes.cut import varlen
+from hydragraph.passes.node import varlen
 
 ATTENTION = "hydragraph"  # the name under which transformers finds our attention function
 

@@ -15,7 +15,7 @@ from torch import fx
 from hydragraph.errors import Unsupported
 from hydragraph.frontend.apart import mixing
 from hydragraph.ir.graph_data import value_of
-from hydragraph.passes.cut import operands, varlen
+from hydragraph.passes.node import operands, varlen
 from hydragraph.private.tracing import symbol_name
 
 aten = torch.ops.aten

@@ -22,7 +22,7 @@ import torch
 from torch import fx
 
 from hydragraph.ir.graph_data import value_of
-from hydragraph.passes.cut import operands, shape
+from hydragraph.passes.node import operands, shape
 from hydragraph.passes.operator_rules import VIEWS
 from hydragraph.private.tracing import multiple_of, symbol_name
 

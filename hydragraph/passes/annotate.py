@@ -9,7 +9,8 @@ from torch import fx
 
 from hydragraph.ir.graph_data import value_of
 from hydragraph.ir.placeholders import communicate
-from hydragraph.passes.cut import Cuts, product
+from hydragraph.passes.cut import Cuts
+from hydragraph.passes.node import product
 
 aten = torch.ops.aten
 

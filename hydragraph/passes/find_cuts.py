@@ -19,7 +19,8 @@ import torch
 from torch import fx
 
 from hydragraph.ir.parameter import ShardRule
-from hydragraph.passes.cut import Cut, Cuts, Origin, known_product, operands, product, shape, varlen, width
+from hydragraph.passes.cut import Cut, Cuts, Origin, width
+from hydragraph.passes.node import known_product, operands, product, shape, varlen
 from hydragraph.passes.operator_rules import RULES, VIEWS, pointwise
 
 aten = torch.ops.aten

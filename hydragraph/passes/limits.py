@@ -11,7 +11,7 @@ from torch import fx
 from hydragraph.ir.graph_data import value_of
 from hydragraph.ir.placeholders import communicate
 from hydragraph.ir.program import Block, Program
-from hydragraph.passes.cut import operands
+from hydragraph.passes.node import operands
 from hydragraph.passes.operator_rules import MOVES, VIEWS
 from hydragraph.spec.limits import Limit
 from hydragraph.spec.workload import IGNORED

@@ -11,7 +11,8 @@ import torch
 from torch import fx
 
 from hydragraph.ir.graph_data import value_of
-from hydragraph.passes.cut import Cut, Cuts, operands, shape, varlen
+from hydragraph.passes.cut import Cut, Cuts
+from hydragraph.passes.node import operands, shape, varlen
 from hydragraph.private.tracing import hint_of
 
 aten = torch.ops.aten

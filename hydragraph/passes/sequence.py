@@ -15,7 +15,8 @@ from torch import fx
 
 from hydragraph.ir.graph_data import value_of
 from hydragraph.ir.placeholders import communicate
-from hydragraph.passes.cut import Cuts, operands, product, shape
+from hydragraph.passes.cut import Cuts
+from hydragraph.passes.node import operands, product, shape
 from hydragraph.passes.operator_rules import MOVES, RULES, SPLITS, VIEWS, carried, pointwise, split_dim
 from hydragraph.private.tracing import symbol_name
 
