@@ -11,7 +11,7 @@ from hydragraph.cost.costs import Costs
 from hydragraph.cost.profile import Profile, Scheme
 from hydragraph.errors import Unsupported
 from hydragraph.ir.program import Program
-from hydragraph.passes.fit import check_strategy
+from hydragraph.passes.check_strategy import check_strategy
 from hydragraph.planner.iteration import IterationPlanner
 from hydragraph.planner.longest_first import rough_cost
 from hydragraph.planner.policy import Policy, Settled, settle

@@ -13,8 +13,8 @@ from hydragraph.errors import Unsupported
 from hydragraph.frontend.capture import capture
 from hydragraph.ir.layout import GradientKind
 from hydragraph.ir.program import Program
+from hydragraph.passes.check_strategy import refuse_uncut
 from hydragraph.passes.shard import Degree, gradient_kinds
-from hydragraph.passes.uncut import refuse_uncut
 from tests.models import MODELS, bert, captured, randomised
 from tests.own_models import Own, distilled, weighted
 from tests.passes.test_shard import check

@@ -1,4 +1,7 @@
-"""Refuse tensor parallelism for what it cannot cut and would otherwise repeat on every rank of a stage in silence."""
+"""Check that a strategy fits a program and a world, before anything is lowered.
+
+Tensor parallelism is refused for what it cannot cut and would otherwise repeat on every rank of a stage in silence.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +22,20 @@ from hydragraph.spec.strategy import Strategy
 aten = torch.ops.aten
 
 REMEDY = "give its stages one device each (tensor-parallel degree 1)"
+
+
+def check_strategy(program: Program, strategy: Strategy, ranks: int) -> None:
+    """Check that a strategy fits a model and a world, on every rank alike.
+
+    Raises:
+        ValueError: wrong layers, unknown ranks, heads that do not divide.
+        Unsupported: a stage's degree cannot cut a parameter, or cuts nothing.
+    """
+    strategy.check(program.layers, ranks, program.heads)
+    for tp in {stage.tp for pipeline in strategy.pipelines for stage in pipeline.stages} - {1}:
+        for parameter in program.parameters.values():
+            parameter.intervals(tp, 0)
+    refuse_uncut(program, strategy)
 
 
 def refuse_uncut(program: Program, strategy: Strategy) -> None:
