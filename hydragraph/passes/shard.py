@@ -25,7 +25,7 @@ from hydragraph.passes import collectives as _collectives  # noqa: F401  registe
 from hydragraph.passes.clean import remove_dead_code
 from hydragraph.passes.cut import Cut, Cuts
 from hydragraph.passes.find_cuts import find_cuts
-from hydragraph.passes.head import Head, find_head
+from hydragraph.passes.fuse_head import Head, find_head
 from hydragraph.passes.node import known_product, operands, product, shape
 from hydragraph.passes.operator_rules import SIZED_VIEWS, SPLITS, VIEWS, split_dim, split_sizes
 from hydragraph.passes.place import PlacedStage

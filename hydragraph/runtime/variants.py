@@ -102,7 +102,7 @@ class Variants:
         template = self.program.templates[block.template]
         sharded = shard(template, parameters, degree, self._fused_head)
         if self._fused_head and degree.tp == 1:
-            sharded = fuse_head(sharded)
+            sharded = replace(sharded, graph=fuse_head(sharded.graph))
         partitioner = RECOMPUTE if recompute else self._partitioner
         variant = differentiate(
             template, sharded, parameters, degree, self.program.dtype, partitioner, block.name, self._learning(block)
