@@ -14,6 +14,7 @@ from hydragraph.frontend import huggingface
 from hydragraph.frontend.packed import IGNORED, shift, token_cross_entropy
 from hydragraph.kernels.varlen_attention import attention_backend
 from hydragraph.planner.longest_first import MICRO_BATCH_TOKENS, assign
+from hydragraph.private.inductor import may_vary
 from hydragraph.runtime.batch import pack
 from hydragraph.spec.strategy import Strategy
 from hydragraph.spec.workload import sequence_of
@@ -195,8 +196,8 @@ def _compiled_loss(model: nn.Module) -> Loss:
 
     def loss(batch: Batch) -> Tensor:
         for name in ("input_ids", "position_ids", "labels"):
-            torch._dynamo.maybe_mark_dynamic(batch[name], 1)
-        torch._dynamo.maybe_mark_dynamic(batch["cu_seqlens"], 0)
+            may_vary(batch[name], 1)
+        may_vary(batch["cu_seqlens"], 0)
         value: Tensor = inner(batch)
         return value
 

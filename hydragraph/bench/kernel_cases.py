@@ -159,7 +159,7 @@ def adamw_steps(sweep: Sweep) -> Iterator[Case]:
 def _fused(shard: adamw.Shard, settings: adamw.Settings) -> None:
     """PyTorch's own fused kernel, as torch.optim.AdamW(fused=True) calls it."""
     assert shard.copy is not None
-    torch._fused_adamw_(
+    torch.ops.aten._fused_adamw_(
         [shard.weight],
         [shard.gradient],
         [shard.moment],

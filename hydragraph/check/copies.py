@@ -11,7 +11,6 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 from hydragraph.check.weights import Weights
@@ -19,6 +18,7 @@ from hydragraph.check.wide import widened
 from hydragraph.frontend.blocks import block_list
 from hydragraph.frontend.initialise import initial_buffers
 from hydragraph.frontend.skeleton import hidden_output
+from hydragraph.private.trees import tree_leaves
 
 _ANYWHERE = ("eager", "sdpa")  # attention of transformers that runs on any CPU in any dtype
 
@@ -35,7 +35,7 @@ class Forms:
 
     def pass_on(self, *arguments: Any, **keywords: Any) -> Any:
         """Return the hidden state that a block was given, as a block would."""
-        leaves = pytree.tree_leaves((arguments, keywords))
+        leaves = tree_leaves((arguments, keywords))
         hidden = next(leaf for leaf in leaves if isinstance(leaf, Tensor))
         return hidden if self._rebuild is None else self._rebuild(hidden)
 

@@ -16,6 +16,7 @@ from torch import Tensor, fx
 
 from hydragraph.ir.graph_data import value_of
 from hydragraph.passes.differentiate import Variant
+from hydragraph.private.operators import is_operator
 from hydragraph.private.tracing import symbol_name
 
 _LEGEND = """\
@@ -142,7 +143,7 @@ def _call(node: fx.Node, names: Mapping[fx.Node, str]) -> str:
 
 
 def _target(target: Any) -> str:
-    return str(target) if isinstance(target, torch._ops.OpOverload) else f"{target.__module__}.{target.__qualname__}"
+    return str(target) if is_operator(target) else f"{target.__module__}.{target.__qualname__}"
 
 
 def _argument(value: Any, names: Mapping[fx.Node, str]) -> str:

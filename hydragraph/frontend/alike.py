@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from hydragraph.errors import Unsupported
 from hydragraph.frontend.skeleton import Site
 from hydragraph.frontend.unseen import watched
 from hydragraph.private.tracing import symbol_name
+from hydragraph.private.trees import TorchDispatchMode
 
 _LARGEST = 1 << 20  # elements of a constant tensor that is compared by its content
 

@@ -19,8 +19,8 @@ from hydragraph.frontend.rows import ARANGES, Routing, Rows, viewed
 from hydragraph.ir.graph_data import value_of
 from hydragraph.ir.placeholders import communicate
 from hydragraph.passes.node import operands, shape, varlen
-from hydragraph.passes.operator_rules import MOVES, RULES, SPLITS, VIEWS, pointwise, split_dim
-from hydragraph.private.tracing import symbol_name
+from hydragraph.passes.operator_rules import MOVES, SPLITS, VIEWS, is_pointwise, split_dim
+from hydragraph.private.tracing import symbol_name, symbols_in
 
 aten = torch.ops.aten
 
@@ -149,15 +149,13 @@ def _problem(
 
 
 def _is_pointwise(node: fx.Node) -> bool:
-    tagged = isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise in node.target.tags
-    return tagged or RULES.get(node.target) is pointwise or node.target in _ELEMENTWISE
+    return is_pointwise(node) or node.target in _ELEMENTWISE
 
 
 def _is_size(node: fx.Node, tokens: str) -> bool:
     """Say whether a value is a number that comes from the token count."""
     value = value_of(node)
-    sized = isinstance(value, torch.SymInt | torch.SymFloat) and not value.node.is_constant()
-    return sized and any(str(symbol) == tokens for symbol in value.node.expr.free_symbols)
+    return isinstance(value, torch.SymInt | torch.SymFloat) and tokens in symbols_in(value)
 
 
 def _keeps(node: fx.Node, given: list[fx.Node], dims: Mapping[fx.Node, int], dim: int) -> bool:
@@ -250,7 +248,7 @@ def _token_dims(node: fx.Node, tokens: str) -> list[int]:
 
 
 def _counts(size: Any, tokens: str) -> bool:
-    return any(str(symbol) == tokens for symbol in size.node.expr.free_symbols)
+    return tokens in symbols_in(size)
 
 
 def _first_tensor(node: fx.Node) -> Any:

@@ -12,6 +12,7 @@ from torch.export.graph_signature import ExportGraphSignature
 from hydragraph.errors import Unsupported
 from hydragraph.frontend.unseen import watched
 from hydragraph.passes.clean import AUTOCAST, GRAD_MODE, clean, region
+from hydragraph.private.operators import arguments_of, has_tag
 from hydragraph.private.tracing import meta_as_cpu, writes
 
 
@@ -94,7 +95,7 @@ def _changed(graph: fx.GraphModule, targets: dict[fx.Node, str]) -> str | None:
     """Return the name of a tensor of the model that a graph writes into, itself or through a view.
 
     Args:
-        held: the nodes that are tensors of the model.
+        targets: the nodes that are tensors of the model, with their names.
     """
     targets = dict(targets)
     for node in graph.graph.nodes:
@@ -105,13 +106,11 @@ def _changed(graph: fx.GraphModule, targets: dict[fx.Node, str]) -> str | None:
             inside = _changed(body, inner_targets)
             if inside:
                 return inside
-        if not isinstance(node.target, torch._ops.OpOverload):
-            continue
-        for argument, value in zip(node.target._schema.arguments, node.args, strict=False):
-            if argument.alias_info is not None and isinstance(value, fx.Node) and value in targets:
-                if argument.alias_info.is_write:
-                    return targets[value]
-                targets[node] = targets[value]
+        for argument in arguments_of(node):
+            if argument.aliased and isinstance(argument.value, fx.Node) and argument.value in targets:
+                if argument.written:
+                    return targets[argument.value]
+                targets[node] = targets[argument.value]
     return None
 
 
@@ -125,10 +124,7 @@ def _steady(graph: fx.GraphModule, where: str) -> fx.GraphModule:
     for node in graph.graph.nodes:
         if "scaled_dot_product" in str(node.target):
             continue  # refused for mixing tokens
-        random = (
-            isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
-        )
-        if random or node.target is torch.ops.aten.dropout.default:
+        if has_tag(node.target, torch.Tag.nondeterministic_seeded) or node.target is torch.ops.aten.dropout.default:
             raise Unsupported(
                 f"{node.target} draws random numbers, and each rank would draw others",
                 where=where,

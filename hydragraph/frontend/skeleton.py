@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
 
 from hydragraph.errors import Unsupported
@@ -21,7 +20,9 @@ from hydragraph.frontend.functional import changes, export
 from hydragraph.frontend.packed import FIELDS, Loss
 from hydragraph.frontend.structure import structure
 from hydragraph.frontend.unseen import watched
+from hydragraph.private.modules import empty_tables, table_of
 from hydragraph.private.tracing import TensorSpec, untraced
+from hydragraph.private.trees import TreeSpec, tree_flatten, tree_unflatten
 
 
 @torch.library.custom_op("hydragraph::block", mutates_args=())
@@ -41,7 +42,7 @@ class Site:
 
     name: str
     module: nn.Module
-    spec: pytree.TreeSpec
+    spec: TreeSpec
     leaves: list[Any]  # the flat arguments, None where a tensor stands
     tensors: list[int]  # where the tensors stand; the first is the hidden state
     inputs: list[Tensor] = field(repr=False)  # their fake values; the hidden state as [1, T, H]
@@ -79,7 +80,7 @@ class FlatBlock(nn.Module):
             leaves[position] = tensor
         if self._site.flat_tokens:
             leaves[self._site.tensors[0]] = tensors[0].squeeze(0)
-        arguments, keywords = pytree.tree_unflatten(leaves, self._site.spec)
+        arguments, keywords = tree_unflatten(leaves, self._site.spec)
         output = self._site.forward(*arguments, **keywords)
         hidden = hidden_output(output, self._site.name)[0]
         if self._site.form and self._site.form != form_of(output):
@@ -93,7 +94,7 @@ class FlatBlock(nn.Module):
 
 def hidden_output(output: Any, where: str) -> tuple[Tensor, Callable[[Tensor], Any]]:
     """Return the one tensor among a block's outputs, and how to put another in its place."""
-    leaves, spec = pytree.tree_flatten(output)
+    leaves, spec = tree_flatten(output)
     tensors = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
     if len(tensors) != 1:
         raise Unsupported(
@@ -104,14 +105,14 @@ def hidden_output(output: Any, where: str) -> tuple[Tensor, Callable[[Tensor], A
     position = tensors[0]
 
     def rebuild(hidden: Tensor) -> Any:
-        return pytree.tree_unflatten([*leaves[:position], hidden, *leaves[position + 1 :]], spec)
+        return tree_unflatten([*leaves[:position], hidden, *leaves[position + 1 :]], spec)
 
     return leaves[position], rebuild
 
 
 def form_of(output: Any) -> str:
     """Describe what a block returns, apart from its tensor."""
-    leaves, spec = pytree.tree_flatten(output)
+    leaves, spec = tree_flatten(output)
     return repr(["a tensor" if isinstance(leaf, Tensor) else leaf for leaf in leaves]) + str(spec)
 
 
@@ -193,24 +194,24 @@ def _in_order(
 @contextlib.contextmanager
 def _light_blocks(listed: nn.ModuleList, alike: Callable[[nn.Module], str], sites: list[Site]) -> Iterator[None]:
     """Put blocks that are opaque, and have no parameters, in the places of a model's own."""
-    own = dict(listed._modules)
+    own = dict(table_of(listed))
     forms = _Forms()
     try:
         for (name, block), place in zip(_named(listed), own, strict=True):
-            listed._modules[place] = _light(block, _opaque(name, block, alike(block), forms, sites))
+            table_of(listed)[place] = _light(block, _opaque(name, block, alike(block), forms, sites))
         before = [dict(vars(light)) for light in listed]
         yield
         if any(vars(light) != attributes for light, attributes in zip(listed, before, strict=True)):
             raise Unsupported("forward sets attributes of blocks", where="blocks", remedy="trace the blocks themselves")
     finally:
-        listed._modules.update(own)
+        table_of(listed).update(own)
 
 
 def _light(block: nn.Module, forward: Callable[..., Any]) -> nn.Module:
     """Return a module of the block's kind with its attributes, whose parts are found in the block itself."""
     light: nn.Module = object.__new__(_light_kind(type(block)))
     vars(light).update(vars(block), forward=forward, _whole=block)
-    vars(light).update(_parameters={}, _buffers={}, _modules={}, _non_persistent_buffers_set=set())
+    vars(light).update(empty_tables())
     return light
 
 
@@ -240,7 +241,7 @@ def _opaque(name: str, block: nn.Module, key: str, forms: _Forms, sites: list[Si
     own = block.forward
 
     def forward(*arguments: Any, **keywords: Any) -> Any:
-        leaves, spec = pytree.tree_flatten((arguments, keywords))
+        leaves, spec = tree_flatten((arguments, keywords))
         tensors = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         inputs = [leaves[i] for i in tensors]
         constants = [None if i in tensors else leaf for i, leaf in enumerate(leaves)]

@@ -13,6 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from hydragraph.private.operators import PACKETS
+
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, range, slice)
 _TENSORS = ("_parameters", "_buffers", "_modules")  # read by name
 LAYER_INDEX = ("layer_idx", "layer_id", "layer_number")  # attributes that mostly only say where a block stands
@@ -82,7 +84,7 @@ class _Reader:
             return self._class(value)
         if isinstance(value, ModuleType | logging.Logger):
             return f"{kind} {getattr(value, '__name__', None) or value.name}"  # type: ignore[union-attr]
-        if isinstance(value, BuiltinFunctionType | torch._ops.OpOverload | torch._ops.OpOverloadPacket):
+        if isinstance(value, (BuiltinFunctionType, *PACKETS)):
             return f"{kind} {value}" if "0x" not in str(value) else _identity(value)
         if hasattr(value, "__dict__") and _is_of_python(type(value)):
             return f"{self.text(type(value))} {self._items(vars(value))}"

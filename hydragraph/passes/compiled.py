@@ -31,6 +31,7 @@ from hydragraph.private.inductor import (
     sources,
     symbols_of,
 )
+from hydragraph.private.operators import makes_tensors
 
 aten = torch.ops.aten
 
@@ -251,11 +252,7 @@ def _worth(run: Sequence[fx.Node], values: Mapping[fx.Node, Any]) -> bool:
 
 def _works(node: fx.Node) -> bool:
     """Say whether a node computes elements, and is PyTorch's."""
-    target = node.target
-    if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten" or target in NO_WORK:
-        return False
-    tensors = [r for r in target._schema.returns if str(r.type) == "Tensor"]
-    return bool(tensors) and all(r.alias_info is None for r in tensors)
+    return node.target not in NO_WORK and makes_tensors(node.target)
 
 
 def _entering(run: Sequence[fx.Node]) -> list[fx.Node]:

@@ -17,6 +17,7 @@ from hydragraph.passes.clean import remove_dead_code
 from hydragraph.passes.collectives import IDENTITY, METHODS
 from hydragraph.passes.shard import Degree, Sharded
 from hydragraph.passes.sizes import prove_sizes
+from hydragraph.private.operators import arguments_of, is_operator
 from hydragraph.private.tracing import TensorSpec, hint_of, one_pass, partition, recompute, symbol_name, trace_joint
 
 COLLECTIVES = "collectives"
@@ -174,9 +175,8 @@ def _output(graph: fx.GraphModule, values: list[fx.Node]) -> None:
 
 def _given(collective: fx.Node) -> list[Any]:
     """Return what a collective's method takes: all but the number of ranks, which the group knows."""
-    assert isinstance(collective.target, torch._ops.OpOverload)
-    named = zip(collective.target._schema.arguments, collective.args, strict=True)
-    return [value for argument, value in named if argument.name != "ranks"]
+    assert is_operator(collective.target)
+    return [argument.value for argument in arguments_of(collective) if argument.name != "ranks"]
 
 
 def _bind(module: fx.GraphModule) -> bool:

@@ -22,6 +22,7 @@ from hydragraph.ir.parameter import ShardRule
 from hydragraph.passes.cut import Cut, Cuts, Origin, width
 from hydragraph.passes.node import known_product, operands, product, shape, varlen
 from hydragraph.passes.operator_rules import RULES, VIEWS, pointwise
+from hydragraph.private.operators import has_tag
 
 aten = torch.ops.aten
 
@@ -133,7 +134,7 @@ class _Walk:
             self._loss(node)
             return None
         rule = RULES.get(node.target)
-        if rule is None and isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise in node.target.tags:
+        if rule is None and has_tag(node.target, torch.Tag.pointwise):
             rule = pointwise
         if rule is None:
             self._need_whole(node, unknown=True)

@@ -13,6 +13,7 @@ from torch import fx
 from hydragraph.ir.graph_data import value_of
 from hydragraph.passes.cut import Cut, Cuts
 from hydragraph.passes.node import operands, shape, varlen
+from hydragraph.private.operators import has_tag
 from hydragraph.private.tracing import hint_of
 
 aten = torch.ops.aten
@@ -301,3 +302,8 @@ RULES: dict[Any, Rule] = {
     operator.getitem: _getitem,
     varlen: _attention,
 }
+
+
+def is_pointwise(node: fx.Node) -> bool:
+    """Say whether an operator works element by element, with broadcasting."""
+    return has_tag(node.target, torch.Tag.pointwise) or RULES.get(node.target) is pointwise

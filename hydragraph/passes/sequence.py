@@ -17,7 +17,7 @@ from hydragraph.ir.graph_data import value_of
 from hydragraph.ir.placeholders import communicate
 from hydragraph.passes.cut import Cuts
 from hydragraph.passes.node import operands, product, shape
-from hydragraph.passes.operator_rules import MOVES, RULES, SPLITS, VIEWS, carried, pointwise, split_dim
+from hydragraph.passes.operator_rules import MOVES, SPLITS, VIEWS, carried, is_pointwise, split_dim
 from hydragraph.private.tracing import symbol_name
 
 aten = torch.ops.aten
@@ -96,12 +96,6 @@ def _tokenwise(node: fx.Node, dim: int, parts: Mapping[fx.Node, int]) -> bool:
         return (operands(node)[1] if len(operands(node)) > 1 else 0) % len(shape(first)) != parts[first]
     # What reduces or moves dimensions and still has its tokens did not reduce over them.
     return target in MOVES or target in _REDUCTIONS or getattr(target, "__name__", "") == "getitem"
-
-
-def is_pointwise(node: fx.Node) -> bool:
-    """Say whether an operator works element by element, with broadcasting."""
-    tagged = isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise in node.target.tags
-    return tagged or RULES.get(node.target) is pointwise
 
 
 def aligned_dim(node: fx.Node, operand: fx.Node, parts: Mapping[fx.Node, int], symbol: str | None) -> int | None:

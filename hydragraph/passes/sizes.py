@@ -21,6 +21,7 @@ from torch import Tensor, fx
 
 from hydragraph.errors import Unsupported
 from hydragraph.ir.graph_data import value_of
+from hydragraph.private.operators import has_tag
 from hydragraph.private.tracing import assumptions, hint_of, size_at, symbol_name
 
 # Tokens and bounds of examples: p with (p - 1) / 2 prime too, so that one less (N sequences have N + 1 bounds) has no
@@ -103,8 +104,7 @@ def _multiple(number: float, of: int) -> bool:
 
 def _needs_values(n: fx.Node) -> bool:
     """Say whether an operator's result, or its size, depends on values: no shape tells it."""
-    tags = n.target.tags if isinstance(n.target, torch._ops.OpOverload) else ()
-    return torch.Tag.data_dependent_output in tags or torch.Tag.dynamic_output_shape in tags
+    return has_tag(n.target, torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 
 
 def _on_meta(argument: Any) -> Any:

@@ -41,6 +41,11 @@ def missing_compiler(device: torch.device) -> str | None:
     return None
 
 
+def may_vary(value: Tensor, dim: int) -> None:
+    """Let `torch.compile` keep a size symbolic where it can; 0, 1 and what its code needs stay numbers."""
+    torch._dynamo.maybe_mark_dynamic(value, dim)
+
+
 def fake_like(value: Tensor, device: torch.device, strides: Sequence[int] | None = None) -> Tensor:
     """Return a fake tensor of another's trace, shape and dtype; contiguous, unless strides are given."""
     assert isinstance(value, FakeTensor)

@@ -89,6 +89,11 @@ def symbol_name(size: int | torch.SymInt) -> str | None:
     return str(size.node.expr) if isinstance(size, torch.SymInt) and not size.node.is_constant() else None
 
 
+def symbols_in(size: torch.SymInt | torch.SymFloat) -> set[str]:
+    """Return the names of all symbols that a number is computed from; none for a constant."""
+    return set() if size.node.is_constant() else {str(symbol) for symbol in size.node.expr.free_symbols}
+
+
 def multiple_of(size: int | torch.SymInt, symbol: str) -> int | None:
     """Return how many times a symbol a size is; None: it is something else."""
     if symbol_name(size) is None:
