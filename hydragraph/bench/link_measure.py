@@ -14,10 +14,12 @@ import torch
 import torch.distributed as dist
 
 from hydragraph import api
-from hydragraph.bench.link import DIRECTIONS, BucketLayouts, Direction, Overlap, layouts
+from hydragraph.bench.link import Overlap
 from hydragraph.bench.shapes import draw_sequences, meta_model, mixed_lengths
 from hydragraph.bench.timing import WARM_UP
+from hydragraph.cost.link_bytes import DIRECTIONS, Direction
 from hydragraph.executable import Executable
+from hydragraph.passes.layouts import BucketLayouts, layouts
 from hydragraph.runtime.buffers import Buffers
 from hydragraph.runtime.exchange import pull_exchange, push_exchange, start_pull, start_push
 from hydragraph.runtime.groups import Role

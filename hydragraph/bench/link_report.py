@@ -10,14 +10,17 @@ from typing import Any
 
 import torch
 
-from hydragraph.bench.link import Direction, Overlap, Traffic, default_cluster, layouts, simulated, traffic
+from hydragraph.bench.link import Overlap, simulated
 from hydragraph.bench.link_measure import measure_rank, over_ranks
 from hydragraph.bench.report import Bar, Cell, Report
 from hydragraph.bench.shapes import meta_model
+from hydragraph.cost.link_bytes import Direction, Traffic, traffic
 from hydragraph.frontend.capture import capture
 from hydragraph.ir.program import Program
+from hydragraph.passes.layouts import layouts
 from hydragraph.runtime.launch import launch
 from hydragraph.spec.cluster import Cluster
+from hydragraph.spec.default_cluster import default_cluster
 from hydragraph.spec.strategy import Strategy
 
 COLUMNS = (

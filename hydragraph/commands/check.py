@@ -77,7 +77,6 @@ def _costs(
 
     import torch
 
-    from hydragraph.bench.link import default_cluster
     from hydragraph.cost.costs import Costs
     from hydragraph.cost.datasheet import datasheet
     from hydragraph.cost.memory import CompiledBlocks
@@ -85,6 +84,7 @@ def _costs(
     from hydragraph.passes.compiled import choose_backend
     from hydragraph.runtime.variants import Variants
     from hydragraph.spec.cluster import Cluster
+    from hydragraph.spec.default_cluster import default_cluster
     from hydragraph.train.loop import read_strategies
     from hydragraph.train.model import skeleton
     from hydragraph.train.plan_input import read_profile

@@ -12,11 +12,12 @@ from dataclasses import dataclass
 import torch
 
 from hydragraph.api import RankPrograms, lower
-from hydragraph.bench.link import layouts, traffic
 from hydragraph.cost.footprint import MicroBatch, footprint
+from hydragraph.cost.link_bytes import traffic
 from hydragraph.cost.pieces import Kind
 from hydragraph.ir.program import Block, Program, short
 from hydragraph.passes.differentiate import Variant
+from hydragraph.passes.layouts import layouts
 from hydragraph.passes.place import place
 from hydragraph.passes.shard import Degree
 from hydragraph.runtime.variants import Variants

@@ -108,8 +108,8 @@ def simulate_command(
 
 
 def _cluster(path: Path | None, devices: int | None, ranks: int) -> Cluster:
-    from hydragraph.bench.link import default_cluster
     from hydragraph.spec.cluster import Cluster
+    from hydragraph.spec.default_cluster import default_cluster
 
     if path is not None and devices is not None:
         raise ValueError("--cluster names the devices and --devices counts standard ones: give one of them")
