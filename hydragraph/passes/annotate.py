@@ -1,4 +1,14 @@
-"""Pass `annotate`: put Communicate-Activation placeholders into a template wherever tensor parallelism may cut it."""
+"""Pass `annotate`: put Communicate-Activation placeholders into a template wherever tensor parallelism may cut it.
+
+    norm -> x                     x is whole, and each rank's part of the products gives a part of its gradient
+    communicate(x, "enter")       so here, in the backward, the parts are added up
+    q, k, v, attention            cut by heads
+    linear(a, Wo) -> y            each rank has a part of a sum
+    communicate(y, "exit")        so here, in the forward, the parts are added up
+    hidden + y
+
+The placeholders are for no degree yet: `shard` makes collectives of them, or nothing for a degree of 1.
+"""
 
 from __future__ import annotations
 
@@ -23,6 +33,7 @@ def annotate(graph: fx.GraphModule, cuts: Cuts, parameters: set[fx.Node], hidden
     by cut operators needs no placeholder (its gradient is partial and is summed at the push), unless operators on
     replicated values use it too.
     """
+    # `entered`: one placeholder per value, however many cut operators use it: its gradient is summed once.
     result = fx.Graph()
     copied: dict[fx.Node, fx.Node] = {}
     entered: dict[fx.Node, fx.Node] = {}
@@ -43,6 +54,7 @@ def annotate(graph: fx.GraphModule, cuts: Cuts, parameters: set[fx.Node], hidden
         enter = {n for n in whole if n in learns and (n not in parameters or n in mixed)}
         operand = {n: entering(n) if n in enter else copied[n] for n in node.all_input_nodes}
         copied[node] = result.node_copy(node, operand.__getitem__)
+        # A vocabulary-parallel loss adds its parts up itself (`hydragraph.passes.vocabulary`).
         if node in cuts.rows and node.target is not aten.cross_entropy_loss.default:
             copied[node] = _insert(result, copied[node], "exit")
     result.lint()
@@ -51,6 +63,7 @@ def annotate(graph: fx.GraphModule, cuts: Cuts, parameters: set[fx.Node], hidden
 
 def differentiable(graph: fx.Graph, parameters: set[fx.Node], hidden: fx.Node | None) -> set[fx.Node]:
     """Return the nodes whose values depend on a parameter or the hidden state, and so get a gradient."""
+    # Forwards through the graph: `detach` ends it, and so does what is computed in integers.
     learning = parameters | ({hidden} if hidden is not None else set())
     for node in graph.nodes:
         depends = any(n in learning for n in node.all_input_nodes)
@@ -66,12 +79,14 @@ def _is_float(node: fx.Node) -> bool:
 
 def _whole_operands(node: fx.Node, cuts: Cuts) -> set[fx.Node]:
     """Return the operands of a cut operator that every rank uses whole."""
+    # Of a column-parallel product, weight and bias are cut with it; only its operand x is whole.
     operands = {n for n in node.all_input_nodes if n not in cuts.cut}
     parts = product(node) if node in cuts.columns else None
     return operands - {parts[1], parts[2]} if parts else operands
 
 
 def _mixed(parameter: fx.Node, cut_users: set[fx.Node], cuts: Cuts) -> bool:
+    # Products cut their weights or add them up; of what is left, some use a part of the parameter and some all of it.
     products = cuts.columns | set(cuts.rows)
     users = [u for u in parameter.users if u not in products]
     return any(u in cut_users for u in users) and any(u not in cut_users for u in users)

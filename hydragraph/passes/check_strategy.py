@@ -31,6 +31,7 @@ def check_strategy(program: Program, strategy: Strategy, ranks: int) -> None:
         ValueError: wrong layers, unknown ranks, heads that do not divide.
         Unsupported: a stage's degree cannot cut a parameter, or cuts nothing.
     """
+    # `intervals` refuses a degree that a parameter cannot be cut for; it does so alike for every place in a stage.
     strategy.check(program.layers, ranks, program.heads)
     for tp in {stage.tp for pipeline in strategy.pipelines for stage in pipeline.stages} - {1}:
         for parameter in program.parameters.values():
@@ -66,6 +67,7 @@ def refuse_uncut(program: Program, strategy: Strategy) -> None:
 @functools.lru_cache(maxsize=64)
 def _problem(template: Template) -> tuple[str, str] | None:
     """Return the parameter of a template that cannot be cut, and why."""
+    # Matrices have two dimensions; a third counts experts, which products by groups of rows take at once.
     nodes = [n for n in template.graph.graph.nodes if n.op == "placeholder"]
     parameters = dict(zip(nodes, template.parameters, strict=False))
     for node, name in parameters.items():
@@ -75,7 +77,8 @@ def _problem(template: Template) -> tuple[str, str] | None:
     cuts = find_cuts(template.graph.graph, set(parameters), None, set())
     for product, unknown in cuts.unknown.items():
         weight = next((n for n in operands(product) if n in parameters), None)
-        if weight is not None and unknown.target is not communicate:  # which is where the plan keeps it whole
+        # A product that ends at a placeholder is kept whole on purpose: that is where the analysis put it.
+        if weight is not None and unknown.target is not communicate:
             return parameters[weight], f"its product reaches {unknown.target}, which has no sharding rule"
     return None
 

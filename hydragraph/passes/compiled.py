@@ -3,6 +3,18 @@
 Collectives stay calls on the runtime's object, in their order. Operators that add up rows in the order in which
 threads come stay PyTorch's, because Inductor's are not deterministic. What lies between is compiled for any number of
 tokens and of sequences.
+
+    run      nodes that follow one another, without any of those that must stay as they are
+    piece    a run that is worth compiling (`Piece`): its code is chosen by the sizes of each call
+    outer    the graph that is left: pieces, collectives, operators that stay (`_Outer`)
+
+    pow, mean, rsqrt, mul       run of 4     -> piece_0(T, hidden, weight)
+    collectives.all_gather      stays        -> the same call
+    linear, view, transpose     run of 3     -> as it is: a matrix product and views have nothing to fuse
+    embedding_dense_backward    stays        -> the same operator
+
+Fake values (`values`) go through the graph beside the nodes. They have the device and the strides that a run will
+bring, which the trace on the CPU did not know and Inductor's code depends on.
 """
 
 from __future__ import annotations
@@ -36,10 +48,14 @@ from hydragraph.private.operators import makes_tensors
 aten = torch.ops.aten
 
 BACKENDS = ("inductor", "eager")
-TUNED = 2048  # tokens (or sequences) that Inductor tunes for
-CODES = 4  # of one piece: Inductor may tell small sizes from large ones, and indices of 32 bits from 64
-WORTH = 2  # operators that could be fused; with fewer, a piece runs as it is
+# The tokens, or sequences, that Inductor tunes its kernels for: those of a usual micro-batch.
+TUNED = 2048
+# Codes of one piece, at most: Inductor may tell small sizes from large ones, and indices of 32 bits from 64.
+CODES = 4
+# How many operators that could be fused make a run worth compiling.
+WORTH = 2
 
+# What adds rows up in the order in which threads arrive: Inductor's kernels for these differ from run to run.
 UNORDERED = frozenset(
     {
         aten.embedding_dense_backward.default,
@@ -50,6 +66,7 @@ UNORDERED = frozenset(
         aten.scatter_reduce.two,
     }
 )
+# Products go to cuBLAS or oneDNN either way, and these change no element: neither makes a run worth compiling.
 UNFUSED = frozenset({aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default})
 NO_WORK = frozenset({aten._unsafe_view.default, aten.detach.default, aten.scalar_tensor.default})
 
@@ -85,6 +102,7 @@ def compile_variant(
     Raises:
         Unsupported: Inductor fails.
     """
+    # The forward's inputs, and what it saves, are the backward's inputs; so it is compiled first, for its fake results.
     fakes = {
         name: _place(value_of(node), device, strides.get(name))
         for node, name in zip(_placeholders(variant.forward), variant.inputs, strict=True)
@@ -111,7 +129,8 @@ def _place(value: Any, device: torch.device, strides: tuple[int, ...] | None) ->
     """Return an input as a run will bring it."""
     if not isinstance(value, Tensor):
         return value
-    number = value.dim() == 0 and not value.is_floating_point()  # the longest sequence, the first row of a vocabulary
+    # A number, such as the longest sequence or a vocabulary's first row, is read by Python, so it stays on the CPU.
+    number = value.dim() == 0 and not value.is_floating_point()
     return fake_like(value, torch.device("cpu") if number else device, strides)
 
 
@@ -132,10 +151,12 @@ class Piece(nn.Module):
         self._outputs = tuple(outputs)
         self.symbols = symbols_of(inputs)
         self.codes: list[tuple[Code, Condition]] = []
-        self._compiled([TUNED + 64 * i for i in range(len(self.symbols))])  # unlike sizes, lest they be taken for one
+        # Unlike sizes: were tokens and sequences equally many, Inductor would take the two symbols for one.
+        self._compiled([TUNED + 64 * i for i in range(len(self.symbols))])
 
     def forward(self, *arguments: Any) -> Sequence[Any]:
         """Compute the piece."""
+        # A size that no code is right for has one compiled, up to a number: lengths must not compile for ever.
         sizes = arguments[: len(self.symbols)]
         code = next((code for code, holds in self.codes if holds(sizes)), None)
         if code is None and self.codes and len(self.codes) < CODES and min(sizes) >= LEAST:
@@ -173,11 +194,14 @@ def _compile(
     placeholders = _placeholders(module)
     for node, value in zip(placeholders, inputs, strict=True):
         outer.copy(node, value)
+    # Code is compiled for contiguous inputs. Shards are views of a flat buffer, whose strides are known; what the
+    # forward saved has the strides that the fakes have.
     for node, name in zip(placeholders, names, strict=True):
         if isinstance(outer.values[node], Tensor) and name not in strides and not name.startswith("saved."):
             outer.new[node] = outer.graph.call_function(aten.contiguous.default, (outer.new[node],))
     _read_sizes(outer, placeholders)
     mode = mode_of(inputs)
+    # In the graph's own order, so that collectives keep theirs: all ranks must call them alike.
     for run in _runs(module):
         values = _run(outer, run, mode)
         if _worth(run, values):
@@ -202,6 +226,7 @@ def _read_sizes(outer: _Outer, placeholders: Sequence[fx.Node]) -> None:
 
 def _runs(module: fx.GraphModule) -> list[list[fx.Node]]:
     """Cut a graph's nodes, in their order, around those that stay as they are; a part of a result stays beside it."""
+    # `place` is the run of each node, so that getitem of a result goes to its operator's run, wherever it stands.
     runs: list[list[fx.Node]] = [[]]
     place: dict[fx.Node, int] = {}
     for node in module.graph.nodes:
@@ -245,6 +270,7 @@ def _received(value: Any, device: torch.device) -> Any:
 
 def _worth(run: Sequence[fx.Node], values: Mapping[fx.Node, Any]) -> bool:
     """Say whether Inductor could fuse something, and can be given the run."""
+    # A lone operator gains nothing from Inductor, and calling a piece costs more than calling PyTorch.
     fusable = [n for n in run if not _kept(n) and n.target not in UNFUSED and _works(n)]
     ends = {*_entering(run), *_leaving(run)}
     return len(fusable) >= WORTH and all(isinstance(values[n], Tensor | torch.SymInt) for n in ends)
@@ -268,6 +294,7 @@ def _leaving(run: Sequence[fx.Node]) -> list[fx.Node]:
 def _add_piece(outer: _Outer, run: Sequence[fx.Node], values: Mapping[fx.Node, Any]) -> None:
     inputs = _entering(run)
     outputs = _leaving(run)
+    # The run as a graph of its own, then one node here that calls it, and one for each of its results.
     graph = fx.Graph()
     inner = dict[fx.Node, fx.Node]()
     for node in inputs:

@@ -1,4 +1,14 @@
-"""What a cut value is, and what the analysis of a template finds (`hydragraph.passes.find_cuts`)."""
+"""What a cut value is, and what the analysis of a template finds (`hydragraph.passes.find_cuts`).
+
+    origin   a column-parallel product (or embedding): where a cut begins
+    element  one entry of an origin's cut dimension, of which it has `width(origin)`
+    unit     the fewest elements that stay together on a rank, such as the 16 of a head
+    segment  a range of elements that is cut by itself, such as q in a fused product of q, k and v
+
+For a fused product of q, k and v with 4 heads of 16 each, the origin has 192 elements in 3 segments of 4 units. Its
+result [1, T, 192] is `Cut(dim=2, scale=1, start=0, length=192)`; of that, k [1, T, 64] is `Cut(2, 1, 64, 64)`, and k's
+heads [1, T, 4, 16] are `Cut(2, 16, 64, 64)`: one entry of dimension 2 stands for 16 elements.
+"""
 
 from __future__ import annotations
 

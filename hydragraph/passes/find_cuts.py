@@ -8,6 +8,21 @@ of module names, any model. It does not depend on the degree.
 
 A parameter is cut only where everything that reads it works on the same cut of it: what reads it in another way (its
 norm, one of its rows, its transpose) would see this rank's shard and take it for the whole.
+
+In a Llama with 4 heads of 16 (H = 64), the walk through the query's product, with (dim, scale) of each cut:
+
+    q = linear(x, Wq)           [1, T, 64]      (2, 1)    a candidate: one element of q is one of Wq's rows
+    view, transpose             [1, 4, T, 16]   (1, 16)   a head is 16 rows of Wq, so its unit becomes 16
+    q * cos                     [1, 4, T, 16]   (1, 16)   cos [1, 1, T, 16] is the same for every head
+    varlen_attention(q, k, v)   [T, 4, 16]      (1, 16)   the origins of q, k and v are heads from now on
+    reshape                     [1, T, 64]      (2, 1)
+    linear(y, Wo)               [1, T, 64]      -         y is cut where Wo sums: the parts are added up here
+
+So Wq is cut along dimension 0 in 4 units of 16, and Wo along dimension 1. Had some operator needed all of q (its norm
+over the 64), the query's product would have been dropped, and the walk begun again without it.
+
+The walk is repeated until it changes nothing: because a candidate was dropped (`banned`), a parameter is to stay whole
+(`excluded`), or a unit was found late and what stands before it must know it (`origins` outlive a walk).
 """
 
 from __future__ import annotations
@@ -26,7 +41,8 @@ from hydragraph.private.operators import has_tag
 
 aten = torch.ops.aten
 
-NARROWEST = 16  # a dimension of fewer units than this is not worth cutting (heads are)
+# A dimension of fewer units than this is not worth the messages, unless its units are heads.
+NARROWEST = 16
 
 
 class _Conflict(Exception):  # noqa: N818
@@ -45,6 +61,7 @@ def find_cuts(graph: fx.Graph, parameters: set[fx.Node], tokens: fx.Node | None,
         tokens: the placeholder of token ids, whose embedding may be cut along the vocabulary.
         excluded: names of parameters that must stay whole.
     """
+    # What something reads otherwise than as a weight, a bias or a table must stay whole from the start.
     excluded = excluded | {p.name for p in parameters if not all(_cuts(user, p) for user in p.users)}
     banned: set[fx.Node] = set()
     origins: dict[fx.Node, Origin] = {}
@@ -59,10 +76,12 @@ def find_cuts(graph: fx.Graph, parameters: set[fx.Node], tokens: fx.Node | None,
             origins.clear()
             continue
         stray = _unfinished(cuts)
+        # Each turn bans a product or excludes a parameter, or refines a unit, and there are finitely many of these.
         if stray:
             banned |= stray
             origins.clear()
         elif before == {n: (o.unit, len(o.bounds), o.heads) for n, o in origins.items()}:
+            # Its readers want a parameter cut in different ways, or one of them wants it whole: then all have it whole.
             disputed = {p.name for p, choices in _wanted(cuts).items() if len(choices) > 1}
             if not disputed:
                 cuts.unknown = unknown
@@ -82,6 +101,7 @@ def _cuts(user: fx.Node, parameter: fx.Node) -> bool:
 
 def _unfinished(cuts: Cuts) -> set[fx.Node]:
     """Return column products that no row product or loss uses, and those too narrow to cut."""
+    # A cut that no row product ends would have to be gathered, which costs more than it saves.
     used = {o for cut in cuts.rows.values() for o in cut.origins}
     return {
         node
@@ -139,6 +159,7 @@ class _Walk:
         if rule is None:
             self._need_whole(node, unknown=True)
             return None
+        # A rule that cannot carry the cut needs its operands whole: all products that they come from are dropped.
         cut = rule(self.cuts, node)
         if cut is None:
             self._prefer_wider(node)
@@ -147,10 +168,13 @@ class _Walk:
 
     def _prefer_wider(self, node: fx.Node) -> None:
         """Where a cut value meets what thinner products were cut for, drop those instead: adapters beside a layer."""
+        # LoRA: a layer's result [T, 4096] is cut, and its adapter's comes whole out of a row product over 8 columns.
+        # Where they meet, the cut one is worth more: once the adapter's first product is no candidate, its second is.
         cut = next(c for n in node.all_input_nodes if (c := self.cuts.of(n)))
         for operand in node.all_input_nodes:
             while operand not in self.cuts.rows and len(operand.all_input_nodes) == 1 and product(operand) is None:
-                operand = operand.all_input_nodes[0]  # a scale, a cast, a view
+                # Past a scale, a cast or a view, to the product itself.
+                operand = operand.all_input_nodes[0]
             row = self.cuts.rows.get(operand)
             if row is not None and sum(map(width, row.origins)) < sum(map(width, cut.origins)):
                 raise _Conflict(row.origins, None)
@@ -160,6 +184,8 @@ class _Walk:
 
     def _product(self, node: fx.Node) -> Cut | None:
         x, weight, bias, inner = known_product(node)
+        # Three things that a product can be, in this order: the end of a region (row-parallel), a part of one (the
+        # same weight for every unit), or the beginning of one (column-parallel).
         cut = self.cuts.of(x)
         last = len(shape(x)) - 1
         known_bias = bias is None or bias in self.parameters
@@ -167,7 +193,8 @@ class _Walk:
             self.cuts.rows[node] = cut
             return None
         if cut is not None and cut.dim != last and self.cuts.of(weight) is None:
-            return cut  # the same product for every unit, as in per-head projections
+            # The same product for every unit, as in projections within each head: the cut goes through.
+            return cut
         self._need_whole(node)
         if not self._may_cut(weight, node) or not (bias is None or self._may_cut(bias, node)):
             return None
@@ -176,6 +203,7 @@ class _Walk:
         return Cut(len(shape(node)) - 1, 1, 0, int(shape(weight)[1 - inner]), node, frozenset({node}))
 
     def _embedding(self, node: fx.Node) -> None:
+        # Only the token ids: tables of positions or types are small, and looked up by what every rank has.
         weight, ids = operands(node)[:2]
         while ids.target in VIEWS:
             ids = operands(ids)[0]
@@ -188,6 +216,7 @@ class _Walk:
     def _loss(self, node: fx.Node) -> None:
         logits, _, weight = (*operands(node), None)[:3]
         cut = self.cuts.of(logits)
+        # Vocabulary-parallel: plain classes (scale 1), no weights of classes, and a sum or a mean at the end.
         reduction = operands(node)[3] if len(operands(node)) > 3 else 1
         if cut is None or cut.dim != 1 or weight is not None or cut.scale != 1 or reduction == 0:
             self._need_whole(node)
@@ -204,6 +233,7 @@ def rules(cuts: Cuts) -> dict[fx.Node, ShardRule]:
 def _wanted(cuts: Cuts) -> dict[fx.Node, set[ShardRule | None]]:
     """Return how the readers of each parameter want it cut, for those that at least one cuts; None: whole."""
     rule_of_reader: dict[fx.Node, dict[fx.Node, ShardRule]] = {}
+    # A column product cuts its weight's output dimension, and its bias alike; a fused one has several segments.
     for node in cuts.columns:
         origin = cuts.origins[node]
         bounds = [0, *sorted(origin.bounds), width(node)]
@@ -215,6 +245,7 @@ def _wanted(cuts: Cuts) -> dict[fx.Node, set[ShardRule | None]]:
         rule_of_reader.setdefault(weight, {})[node] = ShardRule(1 - inner, segments, origin.unit, origin.heads)
         if bias is not None:
             rule_of_reader.setdefault(bias, {})[node] = ShardRule(0, segments, origin.unit, origin.heads)
+    # A row product cuts its weight's input dimension as its operand is cut; its bias stays whole.
     for node, cut in cuts.rows.items():
         if product(node) is not None:
             _, weight, _, inner = known_product(node)

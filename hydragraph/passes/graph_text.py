@@ -14,6 +14,7 @@ def graph_text(module: fx.GraphModule) -> str:
     Those of other tensors that a block was called with are counted: releases of transformers differ in how many a block
     does not use.
     """
+    # Numbered by place: the names that FX gives depend on what else was traced in the process.
     names: dict[fx.Node, str] = {}
     others = 0
     lines = []

@@ -63,6 +63,7 @@ def bucket_kinds(program: Program, bucket: Bucket, degree: Degree, kinds_of: Kin
     """
     if not bucket.learns:
         return {p.name: GradientKind.REPLICA for p in bucket.parameters}
+    # Tied weights are one parameter of several blocks: their gradients are added up, so they must be of one kind.
     kind_of: dict[str, GradientKind] = {}
     for block in (b for b in program.blocks if b.name in bucket.blocks):
         template = program.templates[block.template]

@@ -1,4 +1,9 @@
-"""Find what values the fields of a batch may have: follow each to the tables it is looked up in, and to the loss."""
+"""Find what values the fields of a batch may have: follow each to the tables it is looked up in, and to the loss.
+
+A table of 50 rows that is read at `position_ids + 2`, as OPT's, admits positions from -2 to 47; indexing (`table[ids]`)
+counts from the end as well, hence from -52. What is computed from a field in another way sets no limit: a value that
+is out of range there fails as it would on one device.
+"""
 
 from __future__ import annotations
 
@@ -45,8 +50,10 @@ def limits_of(program: Program) -> tuple[Limit, ...]:
     aux = program.templates[program.aux.template]
     fields: dict[fx.Node, Shifted] = {}
     limits.update(_lookups(aux.graph, {name: (name, 0) for name in aux.inputs}, program.aux, program, fields))
+    # What aux passes on to blocks may still be a field: positions that each layer looks up in a table of its own.
     outputs = next(n for n in aux.graph.graph.nodes if n.op == "output").args[0]
     shared = [fields.get(node) for node in outputs]
+    # Blocks of one template that are given the same values set the same limits.
     seen = set()
     for block in program.blocks:
         key = (block.template, block.aux)
@@ -60,6 +67,7 @@ def limits_of(program: Program) -> tuple[Limit, ...]:
         }
         known_inputs |= {name: field for name, at in zip(others, block.aux, strict=True) if (field := shared[at])}
         limits.update(_lookups(template.graph, known_inputs, block, program, {}))
+    # Rotary embeddings compute with positions, and no table says how many there are: the config does.
     placed = any("position_ids" in template.inputs for template in program.templates.values())
     if program.positions is not None and placed and not any(limit.field == "position_ids" for limit in limits):
         most, setting = program.positions
@@ -79,6 +87,7 @@ def _lookups(
     Args:
         known_inputs: template input -> the field it is.
     """
+    # Placeholders are parameters and buffers first, by which a limit names its table, then the template's inputs.
     template = program.templates[block.template]
     placeholders = [n for n in graph.graph.nodes if n.op == "placeholder"]
     tensor_names = dict(zip(placeholders, (*block.parameters, *block.buffers), strict=False))
@@ -102,6 +111,7 @@ def _shifted(node: fx.Node, fields: Mapping[fx.Node, Shifted]) -> Shifted | None
         return None
     if node.target in _SAME:
         return shifted
+    # Adding a constant shifts a field; anything else makes another value of it.
     sign = _SUMS.get(node.target)
     if sign is not None and type(rest[0]) is int and len(rest) == 1 and not node.kwargs:
         return shifted[0], shifted[1] + sign * rest[0]
@@ -110,6 +120,7 @@ def _shifted(node: fx.Node, fields: Mapping[fx.Node, Shifted]) -> Shifted | None
 
 def _limits(node: fx.Node, fields: Mapping[fx.Node, Shifted], tensor_names: Mapping[fx.Node, str]) -> Iterator[Limit]:
     """Yield what one operator demands of the fields that index its table."""
+    # (table, dimension, index) of each operator that reads rows by number; then the loss, whose table are the classes.
     arguments = operands(node)
     if node.target is aten.embedding.default:
         yield from _rows(arguments[0], 0, arguments[1], fields, tensor_names)

@@ -1,4 +1,12 @@
-"""How each operator carries a cut: from the cuts of its operands to that of its result; None: it needs them whole."""
+"""How each operator carries a cut: from the cuts of its operands to that of its result; None: it needs them whole.
+
+A rule gets the analysis under way (to read operands' cuts, and to note units and segments) and a node. For instance,
+if x [1, T, 64] is cut as `Cut(dim=2, scale=1)`, then view(x, [1, T, 4, 16]) is `Cut(dim=2, scale=16)`, and its
+transpose(1, 2) is `Cut(dim=1, scale=16)`. Softmax over dimension 1 of that needs it whole: each rank would normalise
+over its own heads.
+
+To admit an operator, add a rule to `RULES`; those that PyTorch tags as pointwise need none.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +26,8 @@ from hydragraph.private.tracing import hint_of
 
 aten = torch.ops.aten
 
-SIZED_VIEWS = frozenset({aten.view.default, aten.reshape.default, aten._unsafe_view.default})  # they list their sizes
+# Views that list their sizes: `shard` writes this rank's sizes into the list.
+SIZED_VIEWS = frozenset({aten.view.default, aten.reshape.default, aten._unsafe_view.default})
 VIEWS = SIZED_VIEWS | {aten.flatten.using_ints, aten.unflatten.int}
 MOVES = frozenset(  # of dimensions, or of none but one of size 1
     {aten.transpose.int, aten.permute.default, aten.unsqueeze.default, aten.squeeze.dim, aten.expand.default}
@@ -30,6 +39,7 @@ Rule = Callable[[Cuts, fx.Node], Cut | None]
 
 def pointwise(cuts: Cuts, node: fx.Node) -> Cut | None:
     """Return the one cut that all cut operands of an elementwise operator share, with broadcasting."""
+    # Dimensions are matched from the back, as broadcasting does: in [4, T, 16] * [T, 1], dimension 1 meets dimension 0.
     out: Cut | None = None
     ndim = len(shape(node))
     for operand in node.all_input_nodes:
@@ -38,16 +48,19 @@ def pointwise(cuts: Cuts, node: fx.Node) -> Cut | None:
             continue
         cut = replace(cut, dim=cut.dim + ndim - len(shape(operand)))
         if out is not None:
+            # Two cut operands, as gate and up of an MLP: equal units of each must meet on the same rank.
             if (cut.dim, cut.scale, cut.length) != (out.dim, out.scale, out.length):
                 return None
             cut = replace(cut, origins=cut.origins | out.origins)
         out = cut
     assert out is not None
-    for operand in node.all_input_nodes:  # a replicated operand must be the same for every unit
+    # A whole operand must be the same for every unit: cos [1, 1, T, 16] is, a bias [64] along the cut is not.
+    for operand in node.all_input_nodes:
         if cuts.of(operand) is None and isinstance(value_of(operand), torch.Tensor):
             dim = out.dim - (ndim - len(shape(operand)))
             if dim >= 0 and shape(operand)[dim] != 1:
                 return None
+    # The origins meet here, so what is the unit of one is the unit of all.
     cuts.refine(out, cuts.unit(out))
     return out
 
@@ -112,6 +125,7 @@ def _expand(cuts: Cuts, node: fx.Node) -> Cut | None:
 
 
 def _cat(cuts: Cuts, node: fx.Node) -> Cut | None:
+    # All parts cut alike, and joined along another dimension, as the halves of rotary embeddings are.
     parts = operands(node)[0]
     dim = operands(node)[1] if len(operands(node)) > 1 else 0
     part_cuts = [cuts.of(p) for p in parts]
@@ -135,10 +149,12 @@ def _view(cuts: Cuts, node: fx.Node) -> Cut | None:
         return None
     before = shape(x)[cut.dim]
     after = shape(node)[dim]
-    if after <= before:  # split: each element of the new dimension is a unit of `scale` origin elements
+    # [.., 64] -> [.., 4, 16]: each of the 4 is a unit of 16 origin elements.
+    if after <= before:
         scale = cut.scale * (before // after)
         cuts.refine(cut, scale)
-    else:  # merged with what stands behind it
+    # [.., 4, 16] -> [.., 64]: merged with what stands behind it, each of the 64 is an origin element again.
+    else:
         scale = cut.scale // (after // before)
         if scale == 0:
             return None
@@ -146,7 +162,12 @@ def _view(cuts: Cuts, node: fx.Node) -> Cut | None:
 
 
 def carried(before: list[Any], after: list[Any], dim: int) -> int | None:
-    """Return the dimension of a view that has dimension `dim` of the viewed value as its outermost factor, or None."""
+    """Return the dimension of a view that has dimension `dim` of the viewed value as its outermost factor, or None.
+
+    [1, T, 4, 16] as [T, 64]: dimension 2 is the outer factor of 64 = 4 * 16, hence 1; dimension 3 is the inner one, so
+    that each rank's part would be scattered over the 64: None.
+    """
+    # Both shapes are read from the left in groups of equal product: (1, T) | (4, 16) and (T) | (64).
     i = j = 0
     while i < len(before) and j < len(after):
         first_i = i
@@ -155,6 +176,7 @@ def carried(before: list[Any], after: list[Any], dim: int) -> int | None:
         b = after[j]
         i += 1
         j += 1
+        # Symbolic sizes are compared by name, and by the trace's example where one must grow; both fit there.
         while not _same(a, b):
             if hint_of(a) < hint_of(b):
                 a = a * before[i]
@@ -164,7 +186,8 @@ def carried(before: list[Any], after: list[Any], dim: int) -> int | None:
                 j += 1
         if first_i <= dim < i:
             outer_is_one = all(hint_of(s) == 1 and not isinstance(s, torch.SymInt) for s in before[first_i:dim])
-            return first_j if outer_is_one else None  # of [T, H] as [T, 1, H], the one head
+            # Of [T, H] as [T, 1, H], the 1 is not what is cut.
+            return first_j if outer_is_one else None
     return None
 
 
@@ -215,6 +238,7 @@ def _getitem(cuts: Cuts, node: fx.Node) -> Cut | None:
 
 
 def _slice(cuts: Cuts, node: fx.Node) -> Cut | None:
+    # Defaults fill in what the call leaves out; what is cut across, in steps, would give ranks uneven parts.
     x, dim, start, stop, step = (operands(node) + (0, 0, 2**63 - 1, 1)[len(operands(node)) - 1 :])[:5]
     cut = cuts.of(x)
     if cut is None or dim % len(shape(x)) != cut.dim:
@@ -230,9 +254,11 @@ def _slice(cuts: Cuts, node: fx.Node) -> Cut | None:
 
 
 def _attention(cuts: Cuts, node: fx.Node) -> Cut | None:
+    # [T, heads, D] each: query, key and value are cut by heads or not at all; bounds and lengths are whole.
     head_cuts = [c for n in operands(node)[:3] if (c := cuts.of(n)) is not None and c.dim == 1]
     if len(head_cuts) < 3 or any(cuts.of(n) for n in operands(node)[3:]):
         return None
+    # Fewer key heads than ranks are shared, not split: a rule must know that these units are heads.
     for cut in head_cuts:
         for origin in cut.origins:
             cuts.origins[origin].heads = True

@@ -3,6 +3,14 @@
 Between the tensor-parallel regions of a stage every rank then has its own tokens only: norms, residuals and dropout
 cost and save a part, and the all-reduce at a region's end becomes a reduce-scatter there and an all-gather at the next
 region's start (Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", section 4.2).
+
+In a Llama's layer of hidden state [1, T, H], `parts` maps each value that a rank has for its own tokens to dimension 1:
+
+    hidden, pow, mean, rsqrt, mul       the norm of each token needs that token alone
+    communicate(mul, "enter")     no    behind it, q, k and v need all tokens: gathered here
+    communicate(o, "exit")              scattered here: the sum over ranks, of this rank's tokens
+    add                                 the residual
+    cos, sin [1, T, D]            no    inputs that every rank has; what uses them is cut by heads, with all tokens
 """
 
 from __future__ import annotations
@@ -37,6 +45,7 @@ def token_symbol(graph: fx.Graph) -> str | None:
 
 def token_dim(node: fx.Node, symbol: str | None) -> int | None:
     """Return the only dimension of a value that counts tokens; None where there is none, or several."""
+    # Several dimensions of that size, as of attention scores, cannot be told apart: such a value stays whole.
     value: Any = value_of(node)
     value = value[0] if isinstance(value, tuple | list) and value else value
     if not isinstance(value, torch.Tensor) or symbol is None:
@@ -62,10 +71,12 @@ def find_parts(graph: fx.Graph, cuts: Cuts) -> dict[fx.Node, int]:
 
 
 def _is_part(node: fx.Node, dim: int, cuts: Cuts, parts: Mapping[fx.Node, int]) -> bool:
+    # Where values begin to be cut: what the stage before sends, and what leaves a tensor-parallel region.
     if node.op == "placeholder":
         return node.name == "hidden"
     if node.target is communicate:
         return bool(operands(node)[1] == "exit")
+    # Inside a region values are cut by units, and there they have all tokens.
     if node.op != "call_function" or node in cuts.cut or node in cuts.rows:
         return False
     return any(n in parts for n in node.all_input_nodes) and _tokenwise(node, dim, parts)
@@ -73,6 +84,7 @@ def _is_part(node: fx.Node, dim: int, cuts: Cuts, parts: Mapping[fx.Node, int]) 
 
 def _tokenwise(node: fx.Node, dim: int, parts: Mapping[fx.Node, int]) -> bool:
     """Say whether an operator on values cut by tokens gives its result for those tokens alone."""
+    # A list of what works token by token. What is not on it gets all tokens by an all-gather: slower, and right.
     target = node.target
     first = operands(node)[0]
     if is_pointwise(node):
@@ -80,6 +92,7 @@ def _tokenwise(node: fx.Node, dim: int, parts: Mapping[fx.Node, int]) -> bool:
         return all(parts[n] + ndim - len(shape(n)) == dim for n in node.all_input_nodes if n in parts)
     if target is aten.cat.default:
         return (operands(node)[1] if len(operands(node)) > 1 else 0) % len(shape(node)) != dim
+    # Of the others, only the first operand may be cut: weights, indices and bounds are whole.
     if first not in parts or any(n in parts for n in node.all_input_nodes if n is not first):
         return False
     if product(node) is not None:
@@ -112,6 +125,7 @@ def learns_in_part(parameter: fx.Node, cuts: Cuts, parts: Mapping[fx.Node, int])
     Parts come from users that are cut by heads or columns, or by tokens; the bias of a row-parallel product is added
     after its "exit".
     """
+    # For instance a norm's weight, between two regions: each rank's tokens give it a part of its gradient.
     users = [_user_has_part(user, cuts, parts) for user in parameter.users]
     return any(users), not all(users)
 

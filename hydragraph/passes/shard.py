@@ -3,6 +3,22 @@
 Parameters become this rank's shards, sizes along cut dimensions become local, "enter" and "exit" become collectives,
 and the embedding and the loss become vocabulary-parallel. The result is still a forward graph; its collectives know
 their backward, so `differentiate` needs no rules.
+
+Each value is in one of four states, as in `hydragraph.passes.collectives`:
+
+    R  whole     the same on every rank of the stage
+    U  by units  a rank has some columns or heads of it     `cuts.cut`: node -> `Cut`
+    P  parts     of a sum over ranks                        behind a product of `cuts.rows`, until its "exit"
+    S  by tokens a rank has its tokens of it                `parts`: node -> token dimension; sequence parallelism only
+
+An attention block of a Llama with 4 heads of 16, for rank 0 of 2, first without and then with sequence parallelism:
+
+    annotated                                rank 0                                   with sequence parallelism
+    x1 = communicate(x, "enter")             tp_enter(x)                R             tp_gather(x, 1, 2)       S -> R
+    q  = linear(x1, W [64, 64])              linear(x1, W [32, 64])     R -> U        the same
+    h  = view(q, [1, T, 4, 16])              view(q, [1, -1, 2, 16])    U             the same
+    y  = linear(a, O [64, 64])               linear(a, O [64, 32])      U -> P        the same
+    y1 = communicate(y, "exit")              tp_sum(y)                  P -> R        tp_scatter(y, 1, 2)      P -> S
 """
 
 from __future__ import annotations
@@ -82,6 +98,7 @@ def shard(template: Template, parameters: Mapping[str, Parameter], degree: Degre
     """
     cuts, described = _analyse(template, parameters)
     kinds = gradient_kinds(template, parameters, degree)
+    # A stage of one rank has all of everything: its graph is the template's own, without the placeholders.
     if degree.tp == 1:
         return Sharded(_without_placeholders(template.graph), kinds)
     rewrite = _Rewrite(cuts, described, degree, fused_head)
@@ -92,6 +109,7 @@ def shard(template: Template, parameters: Mapping[str, Parameter], degree: Degre
 
 def gradient_kinds(template: Template, parameters: Mapping[str, Parameter], degree: Degree) -> dict[str, GradientKind]:
     """Say, for the stage of a rank, whether each parameter's gradient is whole on every rank, or a part."""
+    # PARTIAL: of one rank alone, its part is all there is, and every pipeline's is added up at the push.
     if degree.tp == 1:
         return dict.fromkeys(template.parameters, GradientKind.PARTIAL)
     cuts, described = _analyse(template, parameters)
@@ -108,6 +126,7 @@ def _kind(node: fx.Node, cuts: Cuts, parts: Mapping[fx.Node, int], parameter: Pa
 
 
 def _analyse(template: Template, parameters: Mapping[str, Parameter]) -> tuple[Cuts, dict[fx.Node, Parameter]]:
+    # The analysis ran at capture as well; graphs are kept without its result, which is cheap beside tracing.
     nodes = [n for n in template.graph.graph.nodes if n.op == "placeholder"]
     described = {node: parameters[name] for node, name in zip(nodes, template.parameters, strict=False)}
     whole = {node.name for node, parameter in described.items() if parameter.rule is None}
@@ -138,8 +157,12 @@ def _weight(column: fx.Node) -> fx.Node:
 class _Rewrite:
     """One walk over an annotated template that writes the local graph.
 
-    Values are whole (R), cut along units (`cuts.cut`), parts of a sum (behind row-parallel products), or cut by
-    tokens (`parts`, under sequence parallelism only).
+    Attributes:
+        copied: node of the template -> the node here that has its value, in the state that `cuts` and `parts` say.
+        converted: (collective, node of the template) -> the node here that has its value in another state. Each is
+            written once: two readers of a gathered value share the message.
+        starts: see `Sharded.vocabulary`.
+        symbol: the name of the token count's symbol; None without sequence parallelism.
     """
 
     def __init__(self, cuts: Cuts, parameters: Mapping[fx.Node, Parameter], degree: Degree, fused_head: bool) -> None:
@@ -149,7 +172,7 @@ class _Rewrite:
         self.fused_head = fused_head
         self.graph = fx.Graph()
         self.copied: dict[fx.Node, fx.Node] = {}
-        self.starts: dict[fx.Node, fx.Node] = {}  # table -> its first row here
+        self.starts: dict[fx.Node, fx.Node] = {}
         self.parts: Mapping[fx.Node, int] = {}
         self.symbol: str | None = None
         self.converted: dict[tuple[Any, fx.Node], fx.Node] = {}
@@ -161,10 +184,12 @@ class _Rewrite:
         placeholders = [n for n in source.graph.nodes if n.op == "placeholder"]
         for node in placeholders:
             self.copied[node] = self.graph.node_copy(node)
+        # One placeholder more for each table that is cut along the vocabulary.
         for table in dict.fromkeys(self._table(n) for n in source.graph.nodes if n in self.cuts.rows):
             if table is not None:
                 start = self.graph.placeholder("vocabulary_start")
-                start.target = start.name  # which is unique
+                # FX makes names unique, not targets; inputs are bound by target.
+                start.target = start.name
                 self.starts[table] = start
         for node in source.graph.nodes:
             if node.op == "output":
@@ -172,7 +197,8 @@ class _Rewrite:
             elif node.op != "placeholder":
                 self.copied[node] = self._write(node)
         if self.fused_head:
-            remove_dead_code(self.graph)  # the product
+            # The product that the fused operator computes itself.
+            remove_dead_code(self.graph)
         self.graph.lint()
         return fx.GraphModule(source, self.graph)
 
@@ -195,20 +221,35 @@ class _Rewrite:
         return self.converted[op, node]
 
     def _operand(self, node: fx.Node, user: fx.Node) -> fx.Node:
-        """Return an operand with the tokens that its user needs."""
+        """Return an operand with the tokens that its user needs.
+
+        What is converted here decides gradients: each collective sums, gathers or splits the gradient in the backward.
+
+            operand             user      written     because the gradient of the operand
+            S                   S         as it is    is this rank's tokens' on both sides
+            S                   R, U      tp_join     comes whole from all ranks' equal work, and each keeps its tokens'
+            R                   R, U      as it is    is whole already, or "enter" stands between
+            R parameter         S and R   tp_enter    is a part from one user, whole from another: sum the parts first
+            R, has tokens       S         tp_split    is needed whole where it was made: gather it from the ranks
+            R, computed, float  S         tp_enter    is one part per rank, as of 1 + weight: sum it before it goes on
+            R, other            S         as it is    does not exist, or is the parameter's own, summed at the push
+        """
+        # Without sequence parallelism all tokens are everywhere. A size is asked of the value that is here, and
+        # `_write` multiplies the token count by the number of ranks.
         if not self.parts or user.target is aten.sym_size.int:
             return self.copied[node]
         if node in self.parts:
             return self.copied[node] if user in self.parts else self._convert(tp_ops.tp_join, node, self.parts[node])
         if user not in self.parts:
             return self.copied[node]
+        # From here on: every rank has all of the operand, and its user works on this rank's tokens.
         if node in self.parameters and all(learns_in_part(node, self.cuts, self.parts)):
             return self._convert(tp_ops.tp_enter, node)
         dim = aligned_dim(user, node, self.parts, self.symbol)
         if dim is not None:
             return self._convert(tp_ops.tp_split, node, dim)
         computed = node.op == "call_function" and isinstance(value_of(node), torch.Tensor)
-        learns = computed and value_of(node).is_floating_point()  # as 1 + weight: its gradient is one part per rank
+        learns = computed and value_of(node).is_floating_point()
         return self._convert(tp_ops.tp_enter, node) if learns else self.copied[node]
 
     def _local(self, value: Any, user: fx.Node) -> Any:
@@ -219,6 +260,8 @@ class _Rewrite:
         return self.graph.call_function(target, args)
 
     def _write(self, node: fx.Node) -> fx.Node:
+        # What the cut changes: collectives, products and losses, the sizes that views, expansions, splits and slices
+        # name. Every other operator is the same on a part as on the whole, which is what its rule has promised.
         if node.target is communicate:
             return self._communicate(node)
         if node in self.cuts.rows:
@@ -233,6 +276,7 @@ class _Rewrite:
         if node.target in SPLITS or node.target is aten.slice.Tensor:
             return self._part(node)
         copied = self._copy(node)
+        # Whoever asks for the number of tokens means those of the micro-batch, and this rank has a part of them.
         if node.target is aten.sym_size.int and self.parts.get(operands(node)[0]) == operands(node)[1]:
             return self.call(operator.mul, copied, self.degree.tp)
         return copied
@@ -263,6 +307,7 @@ class _Rewrite:
     def _communicate(self, node: fx.Node) -> fx.Node:
         value, where = operands(node)
         if where == "enter":
+            # Cut operators need all tokens, and give parts of the operand's gradient: both collectives sum them.
             if value in self.parts:
                 return self._convert(tp_ops.tp_gather, value, self.parts[value])
             return self._convert(tp_ops.tp_enter, value)
@@ -270,8 +315,9 @@ class _Rewrite:
             reduced = self._convert(tp_ops.tp_scatter, value, self.parts[node])
         else:
             reduced = self._convert(tp_ops.tp_sum, value)
+        # Were the bias added before the sum, it would count once per rank.
         parts = product(value)
-        if parts is not None and parts[2] is not None:  # the bias is added once, after the sum
+        if parts is not None and parts[2] is not None:
             return self.call(aten.add.Tensor, reduced, self._operand(parts[2], node))
         return reduced
 
@@ -289,6 +335,7 @@ class _Rewrite:
         return self.call(target, self.copied[x], self.copied[weight])
 
     def _fused(self, head: Head, start: fx.Node) -> fx.Node:
+        # About as many rows on each rank, and the same number on all: they choose their chunks by it, and must agree.
         flat = self.call(aten.flatten.using_ints, self.copied[head.hidden], 0, -2)
         labels = self._operand(head.labels, head.loss)
         rows = -(-int(shape(head.weight)[0]) // self.degree.tp)
@@ -304,10 +351,12 @@ class _Rewrite:
         if cut is None or dim != cut.dim:
             return self._copy(node)
         if is_slice:
+            # Units before the slice, and those in it, on this rank: they need not be the same share on each rank.
             part = self.cuts.cut[node]
             before = Cut(cut.dim, cut.scale, cut.start, part.start - cut.start, cut.lead, cut.origins)
             first = self.local_size(before) if before.length else 0
             return self.call(node.target, self.copied[source], dim, first, first + self.local_size(part))
+        # A split of 3 * 64 fused columns into q, k and v: each third has units of its own, so each its own local size.
         sizes = []
         at = cut.start
         for size in split_sizes(node):
@@ -316,12 +365,17 @@ class _Rewrite:
         return self.call(aten.split_with_sizes.default, self.copied[source], sizes, dim)
 
     def local_size(self, cut: Cut) -> int:
-        """Return this rank's elements along the dimension of a cut value."""
+        """Return this rank's elements along the dimension of a cut value.
+
+        A fused weight [3 * 64, 64] has segments (4, 4, 4) of units of 16. Of the middle third, `start` 64 and `length`
+        64 of the origin, rank 0 of 2 has 2 units: 32 elements; viewed as heads (`scale` 16), 2.
+        """
         parameter = self.parameters[_weight(cut.lead)]
         rule = parameter.rule
         at = 0
         elements = 0
         assert rule is not None
+        # `at` walks through the origin's dimension; segments begin where the analysis noted that cut values end.
         for segment, units in enumerate(rule.segments):
             if cut.start <= at < cut.start + cut.length:
                 try:
