@@ -28,7 +28,8 @@ from hydragraph.runtime.variants import Variants
 log = logging.getLogger("hydragraph.check")
 
 MODES = ("auto", "full", "off")
-TOGETHER = 32_000_000  # parameters of blocks that are in memory at a time, beyond one block
+# How many parameters of blocks are in memory at a time, beyond one block.
+TOGETHER = 32_000_000
 
 REMEDY = (
     "its graph is not what the model computes: look for what a trace loses (hooks, Python state, masks or positions of "
@@ -154,13 +155,16 @@ def check(subject: Subject, mode: str = "auto", variants: Variants | None = None
     if problem or not done:
         return Checked(name, 0, program.layers, (), 0.0, "", seconds, problem=problem)
     worst, attempt = max(done, key=lambda each: each[0].ratio * each[1].bound.own)
-    error = worst.ratio * attempt.bound.own  # of a gradient's norm; of one that is 0, of what all allow it
+    # As a part of the gradient's norm; of one that is 0, as a part of what the norm of all allows it.
+    error = worst.ratio * attempt.bound.own
     kind = str(attempt.dtype).removeprefix("torch.")
     return Checked(name, kept, program.layers, worst.tokens, error, kind, seconds, lengths.untouched)
 
 
 def attempts(dtype: torch.dtype) -> Iterator[Attempt]:
     """Yield how both sides are computed, in order, for a program of some dtype."""
+    # The user's own weights first, and cheaply. Where that fails, fp64 tells rounding from an error; where values are
+    # not finite (a model that was never initialised), new weights may do.
     first = torch.float64 if dtype is torch.float64 else torch.float32
     yield Attempt(first, copied=True, widened=dtype is torch.bfloat16, seed=0)
     yield Attempt(torch.float64, copied=True, widened=True, seed=1)
@@ -181,6 +185,7 @@ def kept_together(subject: Subject, mode: str) -> list[tuple[int, ...]]:
     if mode == "auto":
         last = sorted({len(names) - 1 - names[::-1].index(name) for name in names} - set(chosen))
         chosen += [i for i in last if sum(sizes[j] for j in (*chosen, *last)) <= TOGETHER]
+    # As many blocks at a time as fit, and at least one: a difference anywhere in a group fails it, and is then sought.
     groups: list[tuple[int, ...]] = []
     together = 0
     for i in chosen:
@@ -263,7 +268,8 @@ def _attempt(
             for batch, _ in packed:
                 loss = loss + add_captured(program, ran, tensors, sums, batch, wide).double()
     except _Unrunnable as error:
-        failed = error  # which says nothing where the model alone does not run either
+        # It says nothing where the model alone does not run either, so that side is computed as well.
+        failed = error
     for name in _frozen(program):
         sums.pop(name, None)
     comparison = Comparison(sums)

@@ -72,6 +72,7 @@ class Comparison:
 
     def subtract(self, name: str, expected: Tensor) -> None:
         """Compare with a gradient, or with a summand of it; one that was not found counts as 0."""
+        # In place where dtypes allow, so that of a large model no third copy of a gradient exists.
         self._finite = self._finite and math.isfinite(_norm(expected))
         left = self._left.get(name)
         if left is None:
@@ -90,6 +91,8 @@ class Comparison:
         """
         if not self._finite or not math.isfinite(expected):
             return None
+        # A key's bias cancels in softmax: its true gradient is 0, and what is computed is rounding. Against the norm of
+        # all gradients it is small; against its own norm it would be all wrong.
         everything = math.sqrt(sum(norm**2 for norm in self._norms.values()))
 
         def difference(name: str, error: float, norm: float, limit: float) -> Difference:

@@ -20,7 +20,8 @@ from hydragraph.frontend.initialise import initial_buffers
 from hydragraph.frontend.skeleton import hidden_output
 from hydragraph.private.trees import tree_leaves
 
-_ANYWHERE = ("eager", "sdpa")  # attention of transformers that runs on any CPU in any dtype
+# Attention functions of transformers that run on any CPU in any dtype.
+_ANYWHERE = ("eager", "sdpa")
 
 
 class Forms:

@@ -29,6 +29,7 @@ class Meeting:
         Raises:
             RuntimeError: ranks are in different calls, or give values of different shapes.
         """
+        # Two barriers: behind the first all have written, behind the second all have read, and may write again.
         self._calls[index] = call, tuple(getattr(value, "shape", ()))
         self._values[index] = value
         self._barrier.wait()
@@ -114,6 +115,7 @@ def run_ranks(size: int, function: Callable[[EmulatedCollectives], Any]) -> list
         thread.start()
     for thread in threads:
         thread.join()
+    # A rank that fails breaks the barrier, and the others fail for that: their errors say nothing.
     if errors:
         raise next((e for e in errors if not isinstance(e, threading.BrokenBarrierError)), errors[0])
     return results

@@ -25,7 +25,8 @@ import hydragraph
 from hydragraph.check.check import Subject
 from hydragraph.version import __version__
 
-_KNOWN = ("torch", "transformers")  # libraries whose version says what their modules do
+# Libraries whose version says what their modules do; of all others, the source is read.
+_KNOWN = ("torch", "transformers")
 _HOOKS = tuple(name for name in vars(nn.Module()) if name.endswith("_hooks"))
 _PLAIN = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device)
 _HELD = frozenset({"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", *_HOOKS})

@@ -10,9 +10,11 @@ from hydragraph.errors import Unsupported
 from hydragraph.runtime.launch import World
 from hydragraph.runtime.variants import Variants
 
-AUTO = "auto"  # what "auto" stands for; the project's own tests, which compare everything themselves, make it "off"
+# What "auto" stands for; the project's own tests, which compare everything themselves, make it "off".
+AUTO = "auto"
 
-_latest: list[Variants] = []  # of the program that was checked last, so that its executable need not compile them again
+# Those of the program that was checked last, so that its executable need not compile them again.
+_latest: list[Variants] = []
 
 
 def mode_of(given: str | bool) -> str:

@@ -17,8 +17,10 @@ from hydragraph.passes.node import aten, operands
 from hydragraph.runtime.batch import pack
 from hydragraph.spec.workload import IGNORED, Field, Sequence
 
-_PADDED = (13, 17)  # the second batch's tokens are a multiple of one of these: padding must not count
-_TARGETS = 3  # one in so many tokens, where labels are no next tokens
+# The second batch's tokens are a multiple of one of these: padding must not count.
+_PADDED = (13, 17)
+# One in so many tokens is a target, where labels are no next tokens.
+_TARGETS = 3
 
 
 @dataclass(frozen=True)

@@ -163,11 +163,14 @@ def backward(
     kept = {f"saved.{i}": value for i, value in enumerate(saved)} | {"tangent": tangent}
     arguments: list[Any] = [kept[n] if n in kept else tensors[local[n]] for n in variant.needs]
     for name in variant.added:
-        counts = float(local[name] in sums)  # 0.0: what lies in the new memory does not
+        # 0.0, and what lies in the new memory does not count.
+        counts = float(local[name] in sums)
         if not counts:
             like = tensors[local[name]]
             sums[local[name]] = pages.zeros(like.shape, like.dtype)
         arguments += [sums[local[name]], counts]
+    # A gradient may be a view of a saved value or of another gradient (two weights that are read as one). Adding to it
+    # would change that too, so only what nothing else holds is kept as the sum; of the rest a copy is.
     before = None
     gradients = runner(variant.backward, wide)(*arguments)
     holders = Counter(map(_place, [*gradients, *(argument for argument in arguments if isinstance(argument, Tensor))]))

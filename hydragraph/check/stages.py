@@ -36,7 +36,8 @@ from hydragraph.runtime.batch import pack
 from hydragraph.runtime.variants import Variants, local_parameters, vocabulary_starts
 from hydragraph.spec.strategy import Strategy
 
-LARGEST = 1 << 28  # parameters of a block: both sides hold them and their gradients in fp32, 4 GiB in all
+# The most parameters of a block: both sides hold them and their gradients in fp32, 4 GiB in all.
+LARGEST = 1 << 28
 _LENGTHS = Lengths((5, 11, 3), ())
 _OUT = "its output"
 
@@ -132,7 +133,8 @@ class StageCheck:
         learns = tuple(n in program.learning for n in block.parameters)
         content = program.templates[block.template].content
         fused = self._fused_head and block is program.blocks[-1]
-        passes_on = program.outline.index[block.name] > program.outline.lowest  # what comes before it learns
+        # Whether what comes before the block learns, so that it has a gradient to pass on.
+        passes_on = program.outline.index[block.name] > program.outline.lowest
         return content, cut_shapes, learns, passes_on, form, fused, str(program.dtype)
 
     def _compare(self, block: Block, form: Form) -> float | None:
@@ -165,6 +167,7 @@ class StageCheck:
             of_block = _run(whole, values, tangent, wide)
             stage = _Stage(form, parameters, variants, values, wide)
             ranks = run_ranks(form.tp, lambda collectives: stage.run(collectives, tangent))
+        # Ranks that hold a gradient whole must all hold the same one: each is compared, by a name of its own.
         computed: dict[str, Tensor] = {}
         expected: dict[str, Tensor] = {}
         for name, value in of_block.items():

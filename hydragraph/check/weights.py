@@ -16,13 +16,18 @@ from torch import Tensor
 
 from hydragraph.check import pages
 
-_LENGTH = 131_071  # a prime, so that rows of a matrix are no multiples of one another
-_NOISE = 0.3  # of a parameter's own deviation
-_LEAST = 0.05  # of what deviation a new matrix has, or of 1 for vectors
-_VECTOR = 0.1  # deviation of a new vector around 1: most are the weights of norms
+# A prime, so that no two rows of a matrix hold the same part of the noise.
+_LENGTH = 131_071
+# The noise, as a part of a parameter's own deviation;
+_NOISE = 0.3
+# and at least this part of what deviation a new matrix has, or of 1 for vectors.
+_LEAST = 0.05
+# The deviation of a new vector around 1: most are the weights of norms.
+_VECTOR = 0.1
 
 
-_SHARED = 1 << 22  # elements, from which on matrices that are new lie in memory that they share
+# From so many elements on, matrices that are new lie in memory that they share.
+_SHARED = 1 << 22
 
 
 @dataclass(frozen=True)
@@ -68,7 +73,8 @@ class Weights:
 
     def _part(self, value: Tensor, name: str) -> Tensor:
         """Return a part of the shared memory whose deviation is about that of a new matrix, within a factor of 2."""
-        exponent = round(math.log(value.shape[-1], 16))  # of deviations 1, 1/4, 1/16, ...
+        # One noise for each of the deviations 1, 1/4, 1/16, ...
+        exponent = round(math.log(value.shape[-1], 16))
         start = _start(name)
         size = value.numel()
         noise = self._shared.get(exponent)

@@ -10,7 +10,8 @@ from torch import nn
 
 from hydragraph.errors import Unsupported
 
-_UNTRIED = (  # of LoraConfig: they change what a layer computes, or where its weights are
+# Settings of LoraConfig that change what a layer computes, or where its weights are.
+_UNTRIED = (
     "alora_invocation_tokens",
     "arrow_config",
     "kasa_config",
@@ -55,7 +56,8 @@ def adapter_keys(model: nn.Module) -> frozenset[str]:
     names = {id(tensor): key for key, tensor in state.items()}
     keys: set[str] = set()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # peft says again what it saves when it does
+        # peft warns when it really saves; here it is only asked for names.
+        warnings.simplefilter("ignore")
         for name in adapter_names(model):
             kept: dict[str, Any] = get_peft_model_state_dict(model, state_dict=state, adapter_name=name)
             keys.update(names[id(tensor)] for tensor in kept.values())

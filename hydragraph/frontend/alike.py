@@ -19,7 +19,8 @@ from hydragraph.frontend.unseen import watched
 from hydragraph.private.tracing import symbol_name
 from hydragraph.private.trees import TorchDispatchMode
 
-_LARGEST = 1 << 20  # elements of a constant tensor that is compared by its content
+# The most elements of a constant tensor that is compared by its content.
+_LARGEST = 1 << 20
 
 
 def kind_of(site: Site, hints: dict[str, int]) -> str | None:

@@ -38,7 +38,8 @@ _ALONG = frozenset(
         *(aten.slice_scatter.default, aten.repeat_interleave.self_int),
     }
 )
-_DIM_AT: Mapping[Any, int] = {  # where they name it, if it is not argument 1
+# Where an operator names its dimension, if that is not argument 1.
+_DIM_AT: Mapping[Any, int] = {
     aten.norm.ScalarOpt_dim: 2,
     aten.linalg_vector_norm.default: 2,
     aten.topk.default: 2,
@@ -57,7 +58,8 @@ _DEFAULT_DIM: Mapping[Any, int] = {
     **dict.fromkeys((aten.unbind.int, aten.slice.Tensor, aten.slice_scatter.default), 0),
 }
 _MATRICES = frozenset({aten.matmul.default, aten.mm.default, aten.bmm.default})
-_MADE = frozenset(  # from the sizes of what they are given only
+# Operators that look at the sizes of their operands only: what they make is the same for every token.
+_MADE = frozenset(
     {
         *(aten.zeros_like.default, aten.ones_like.default, aten.full_like.default, aten.new_zeros.default),
         *(aten.new_ones.default, aten.new_full.default, aten.zeros.default, aten.ones.default, aten.full.default),
@@ -73,13 +75,15 @@ _MOVES = MOVES | frozenset(
     }
 )
 _RESHAPES = VIEWS | {aten.view_as.default}
-_ELEMENTWISE = frozenset(  # which PyTorch does not tag as such
+# Elementwise operators that PyTorch does not tag as such.
+_ELEMENTWISE = frozenset(
     {
         *(aten.polar.default, aten.complex.default, aten.__or__.Tensor, aten.__and__.Tensor, aten.__xor__.Tensor),
         *(aten.__or__.Scalar, aten.__and__.Scalar, aten.__xor__.Scalar),
     }
 )
-_LOSSES = frozenset({aten.cross_entropy_loss.default, aten.nll_loss_nd.default})  # behind them nothing has tokens
+# Behind a loss nothing has tokens.
+_LOSSES = frozenset({aten.cross_entropy_loss.default, aten.nll_loss_nd.default})
 _MIXES = "mixes the tokens of packed sequences"
 _COUNTS = "counts through a packed row; use position_ids"
 _ROUTED = "tells where in a packed row tokens are sent, outside of sending them there and back"
@@ -99,7 +103,8 @@ def mixing(graph: fx.GraphModule, tokens: str) -> tuple[str, str] | None:
         dims = _token_dims(node, tokens)
         if node.op == "placeholder" and len(dims) == 1:
             rows[node] = Rows(dims[0], 1)
-        if node.op == "output" or node.target in _LOSSES:  # what leaves a graph stands in the order of the batch
+        # What leaves a graph, or is compared with labels, stands in the order of the batch again.
+        if node.op == "output" or node.target in _LOSSES:
             teller = next((n for n in node.all_input_nodes if routing.tells(n) or rows.get(n, _FIRST).order != 1), None)
             if teller is not None:
                 return str(teller.target), _ROUTED
@@ -134,7 +139,9 @@ def _problem(
     scaled = any(_is_size(n, tokens) for n in node.all_input_nodes)
     if scaled and (_is_pointwise(node) or node.target in (aten.full.default, aten.scalar_tensor.default)):
         return "computes with the number of tokens of a packed row"
-    if not with_tokens:  # values that are the same for all tokens stay so; others count through the row
+    # Values that are the same for all tokens stay so. What is as long as the row without being computed from tokens
+    # # counts through it: position 3 of the row is position 0 of the second sequence.
+    if not with_tokens:
         sized = bool(dims) or any(_token_dims(n, tokens) for n in node.all_input_nodes)
         uniform = from_sizes or node.target in _RESHAPES or node.target in _MOVES or _is_pointwise(node)
         return _COUNTS if sized and not uniform else None
@@ -194,7 +201,8 @@ def _keeps(node: fx.Node, given: list[fx.Node], dims: Mapping[fx.Node, int], dim
     if target in (aten.constant_pad_nd.default, aten.pad.default):
         padded = {len(shape(first)) - 1 - i // 2 for i, p in enumerate(arguments[1]) if p}
         return dims[first] not in padded
-    if target is aten.gather.default and first not in dims:  # a table, of which tokens choose
+    # A table of the model's own, from which tokens choose.
+    if target is aten.gather.default and first not in dims:
         return bool(arguments[1] % len(shape(first)) == dim)
     if target in (aten.view_as_complex.default, aten.view_as_real.default):
         return dims[first] == dim < len(shape(node)) - (target is aten.view_as_real.default)

@@ -101,7 +101,8 @@ def _captured(
     templates = _capture_layers(sites, keys, pieces.sizes)
     _prove_sizes(pieces, templates, where)
     if is_huggingface and any(n.target is torch.ops.aten.arange.default for n in pieces.embed.graph.graph.nodes):
-        huggingface.refuse_own_positions(where, _used_fields(pieces, templates))  # better said so than by the operator
+        # In the model's words: that it counts positions itself, and not that some arange counts through a row.
+        huggingface.refuse_own_positions(where, _used_fields(pieces, templates))
     _refuse_leaks(pieces, templates, where, own_loss=loss is not None)
     if is_huggingface:
         huggingface.refuse_uncaptured(where, _used_fields(pieces, templates), templates)
@@ -137,6 +138,8 @@ def _slice_skeleton(
 ) -> _Pieces:
     skeleton, signature = functional_graph(exported, model)
     calls = [n for n in skeleton.graph.nodes if n.target is torch.ops.hydragraph.block.default]
+    # Blocks follow one another through the hidden state alone; whatever else they take is computed beside them (`aux`),
+    # once per micro-batch on every stage, so it may depend on the batch and on buffers only.
     outputs: list[fx.Node] = []
     feeds: dict[str, list[int]] = {}
     previous: fx.Node | None = None
@@ -191,6 +194,7 @@ def _capture_layers(sites: Sequence[Site], keys: Mapping[int, str], hints: dict[
     template_of: dict[tuple[str, str], Template] = {}
     templates: dict[str, Template] = {}
     for site in sites:
+        # Three ways to see that two blocks are one template, cheapest first: built alike, doing alike, equal graphs.
         built = ("built", keys[id(site.module)] + site.called())
         if built not in template_of:
             kind = kind_of(site, hints)
@@ -199,7 +203,7 @@ def _capture_layers(sites: Sequence[Site], keys: Mapping[int, str], hints: dict[
                 if kind is not None:
                     refuse_state(site, hints)
                 template = capture_template(site, hints)
-                # equal graphs are one template, however their blocks were told apart
+                # Equal graphs are one template, however their blocks were told apart.
                 template_of[does] = next((t for t in templates.values() if t.content == template.content), template)
             template_of[built] = template_of[does]
         templates[site.name] = template_of[built]
@@ -257,6 +261,7 @@ def _assemble(
     pieces: _Pieces,
     layers: Mapping[str, Template],
 ) -> Program:
+    # Until here names were those within a block; from here on they are the model's, tied ones by their first name.
     canonical = _canonical_names(model)
     raw = {"embed": pieces.embed, **layers, "head": pieces.head}
     blocks = []
@@ -278,6 +283,7 @@ def _assemble(
     for alias, name in canonical.items():
         if alias != name:
             aliases[name].append(alias)
+    # All blocks that use a parameter must cut it alike; only then can the placeholders be put in.
     shard = agree(blocks, templates)
     described = {
         n: Parameter(n, tuple(p.shape), tuple(aliases[n]), shard.get(n), p.requires_grad) for n, p in parameters.items()

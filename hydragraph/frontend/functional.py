@@ -123,7 +123,8 @@ def _steady(graph: fx.GraphModule, where: str) -> fx.GraphModule:
     """Return the graph, which must draw no random numbers."""
     for node in graph.graph.nodes:
         if "scaled_dot_product" in str(node.target):
-            continue  # refused for mixing tokens
+            # It has dropout too, but is refused for mixing tokens, which says more.
+            continue
         if has_tag(node.target, torch.Tag.nondeterministic_seeded) or node.target is torch.ops.aten.dropout.default:
             raise Unsupported(
                 f"{node.target} draws random numbers, and each rank would draw others",

@@ -18,7 +18,8 @@ from hydragraph.frontend.adapters import is_peft
 from hydragraph.frontend.blocks import block_list
 from hydragraph.frontend.huggingface import is_huggingface
 
-_UNSET = -(2**31)  # an integer that no initialiser sets
+# An integer that no initialiser sets: where it still stands afterwards, nothing was written.
+_UNSET = -(2**31)
 
 
 def is_meta(model: nn.Module) -> bool:
@@ -93,7 +94,8 @@ def _initialised(model: nn.Module, unit: nn.Module, name: str, seed: int) -> nn.
             tensor.fill_(float("nan") if tensor.is_floating_point() else _UNSET if tensor.dtype != torch.bool else 0)
         digest = hashlib.blake2b(f"{seed} {name}".encode(), digest_size=7).digest()
         torch.manual_seed(int.from_bytes(digest))
-        for module in reversed(list(unit.modules())):  # what is inside first
+        # From the inside out, as `apply` goes: an outer module may set again what an inner one has set.
+        for module in reversed(list(unit.modules())):
             _initialise(model, module)
     return unit
 

@@ -18,7 +18,8 @@ from hydragraph.errors import Unsupported
 from hydragraph.private.tracing import constant_of
 
 _PLAIN = frozenset({"causal_mask_function", "bidirectional_mask_function"})
-_PACKED = frozenset({"packed_sequence_mask_function"})  # keeps packed sequences apart, as our attention does
+# Patterns that keep packed sequences apart, as our attention does anyway.
+_PACKED = frozenset({"packed_sequence_mask_function"})
 _COMBINED = frozenset({"and_masks", "remap_positions_for_packed_sequence", "add_offsets_to_mask_function"})
 _WINDOW = "set sliding_window to None in the config (or use_sliding_window to False, or layer_types to full_attention)"
 _CHUNKS = "set every one of the config's layer_types to full_attention"
@@ -67,6 +68,7 @@ def mask(
     """
     if attention_mask is not None and not constant_of(attention_mask):
         return Marker("a padding mask", "choose a model that makes no mask of its own")
+    # transformers builds a mask of functions that are combined; each says by its name and its closure what it hides.
     kinds = [_described(part) for part in _parts(mask_function)]
     others = [kind for kind in kinds if kind is not None]
     if others:

@@ -21,7 +21,8 @@ from hydragraph.private.tracing import symbol_name
 aten = torch.ops.aten
 
 _ATTENTION = ("scaled_dot_product", "flash_attention", "efficient_attention", "multi_head_attention", "encoder_layer")
-_ALONG = frozenset(  # operators that mix what stands along the dimension that they name
+# Operators that mix what stands along the dimension that they name.
+_ALONG = frozenset(
     {
         aten.softmax.int,
         aten._softmax.default,
@@ -42,8 +43,10 @@ _ALONG = frozenset(  # operators that mix what stands along the dimension that t
         aten.logsumexp.default,
     }
 )
-_ALL = frozenset({aten.mean.default, aten.sum.default, aten.max.default, aten.min.default})  # they reduce everything
-_SPATIAL = ("conv", "batch_norm", "group_norm", "instance_norm")  # they mix what stands behind the channels
+# Operators that reduce all dimensions.
+_ALL = frozenset({aten.mean.default, aten.sum.default, aten.max.default, aten.min.default})
+# Parts of names of operators that mix what stands behind the channels.
+_SPATIAL = ("conv", "batch_norm", "group_norm", "instance_norm")
 _PRODUCTS = frozenset({aten.matmul.default, aten.mm.default, aten.bmm.default})
 REMEDY = "call hydragraph.varlen_attention(q, k, v, cu_seqlens) where tokens meet; it keeps packed sequences apart"
 

@@ -15,7 +15,8 @@ from hydragraph.ir.program import Program
 from hydragraph.private.tracing import TensorSpec
 from hydragraph.spec.workload import Field
 
-IGNORED = -100  # PyTorch's default ignore_index: a token with this label is no target
+# PyTorch's default ignore_index: a token with this label is no target.
+IGNORED = -100
 
 # name -> shape (T tokens, N sequences) and dtype of every field of a packed batch
 FIELDS = {
@@ -26,7 +27,8 @@ FIELDS = {
     "max_length": TensorSpec((), torch.int64),
 }
 
-RESERVED = ("hidden", "vocabulary_start", "collectives", "tangent")  # names that compiled graphs use themselves
+# Names that compiled graphs use themselves, so no field may have them.
+RESERVED = ("hidden", "vocabulary_start", "collectives", "tangent")
 
 Loss = Callable[[Any, dict[str, Tensor]], Tensor]
 

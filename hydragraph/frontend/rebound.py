@@ -50,7 +50,8 @@ def _rebound(value: Any, memo: Mapping[int, Any], rebuilt: dict[int, Any]) -> An
 def _function(function: FunctionType, memo: Mapping[int, Any], rebuilt: dict[int, Any]) -> FunctionType:
     if id(function) in rebuilt:
         return rebuilt[id(function)]  # type: ignore[no-any-return]
-    rebuilt[id(function)] = function  # a function may hold itself
+    # Noted before its parts are looked at, because a function may hold itself.
+    rebuilt[id(function)] = function
     cells = [_content(cell) for cell in function.__closure__ or ()]
     old_parts = [cells, function.__defaults__, function.__kwdefaults__, function.__dict__]
     new_parts = [_rebound(h, memo, rebuilt) for h in old_parts]

@@ -28,7 +28,8 @@ from hydragraph.private.tracing import multiple_of, symbol_name
 
 aten = torch.ops.aten
 
-Order = int | fx.Node  # rows for each token; or the node that sorted them
+# How many rows there are for each token, in the tokens' order; or the node that sorted them.
+Order = int | fx.Node
 
 
 class Rows(NamedTuple):
@@ -53,7 +54,8 @@ _SAME = frozenset(
 )
 _SORTS = frozenset({aten.sort.default, aten.sort.stable, aten.argsort.default, aten.argsort.stable})
 ARANGES = frozenset({aten.arange.default, aten.arange.start, aten.arange.start_step})
-_CHOICES = frozenset({aten.topk.default, aten.max.dim, aten.sort.default, aten.sort.stable})  # what they give second
+# Operators whose second result are places along a dimension.
+_CHOICES = frozenset({aten.topk.default, aten.max.dim, aten.sort.default, aten.sort.stable})
 _CHOSEN = frozenset({aten.argmax.default, aten.argsort.default, aten.argsort.stable})
 _QUOTIENTS = frozenset({aten.floor_divide.default, aten.div.Tensor_mode})
 _GROUPED = ("aten._grouped_mm.default", "aten.grouped_mm.default", "transformers.grouped_mm_fallback.default")
@@ -66,10 +68,14 @@ class Routing:
         self._rows = rows
         self._tokens = tokens
         self._points: dict[fx.Node, Points] = {}
-        self._counters: dict[fx.Node, Order] = {}  # 0, 1, 2, ... through the rows of an order
-        self._sorted: dict[fx.Node, fx.Node] = {}  # the values by which rows were sorted, sorted -> the sort
-        self._counts: dict[fx.Node, fx.Node] = {}  # how many rows have each of these values -> the sort
-        self._ends: dict[fx.Node, fx.Node] = {}  # the row after the last that has each of these values -> the sort
+        # What is noted of values: 0, 1, 2, ... through the rows of an order;
+        self._counters: dict[fx.Node, Order] = {}
+        # the values by which rows were sorted, in the sorted order -> the sort;
+        self._sorted: dict[fx.Node, fx.Node] = {}
+        # how many rows have each of these values -> the sort;
+        self._counts: dict[fx.Node, fx.Node] = {}
+        # the row after the last one that has each of these values -> the sort.
+        self._ends: dict[fx.Node, fx.Node] = {}
 
     def follow(self, node: fx.Node) -> bool:
         """Say whether a node is one of those that route, and note what it gives."""
@@ -119,7 +125,8 @@ class Routing:
             if first in notes:
                 notes[node] = notes[first]
                 return True
-        if first in self._sorted:  # copied as any value is; besides, it is sorted
+        # A sorted value is copied as any other is; besides, the copy is sorted, too.
+        if first in self._sorted:
             self._sorted[node] = self._sorted[first]
         return False
 
@@ -295,7 +302,8 @@ def viewed(node: fx.Node, rows: Mapping[fx.Node, Rows], dim: int, tokens: str) -
         return Rows(dim, rows_before.order)
     if here is None or there is None or type(rows_before.order) is not int or _elements(before[: rows_before.dim]) != 1:
         return None
-    return Rows(dim, there)  # rows of one token are joined, or parted
+    # [T, 2, H] as [2T, H]: the rows of one token are parted, or joined again, and stay together.
+    return Rows(dim, there)
 
 
 def _elements(sizes: Any) -> int | None:

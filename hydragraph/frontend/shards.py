@@ -43,6 +43,7 @@ def agree(blocks: Sequence[Block], templates: Mapping[str, Template]) -> dict[st
     A parameter that two blocks would cut differently (or only one of them would) stays whole in both; that may keep
     others whole too, so the analysis repeats until keeping whole what is not cut changes nothing.
     """
+    # An embedding that is tied to the head: were the head's product kept whole, a cut embedding would leave it a shard.
     whole: set[str] = set()
     while True:
         choices_of: dict[str, set[ShardRule | None]] = {}

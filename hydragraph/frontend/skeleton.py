@@ -245,12 +245,15 @@ def _opaque(name: str, block: nn.Module, key: str, forms: _Forms, sites: list[Si
         tensors = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         inputs = [leaves[i] for i in tensors]
         constants = [None if i in tensors else leaf for i, leaf in enumerate(leaves)]
-        if key not in forms.of:  # run one block of each kind to learn what it returns
+        # One block of each kind is run, to learn in what form it returns its hidden state: alone, or first of a tuple.
+        if key not in forms.of:
             with untraced(), watched(name, block), _unchanged(block, name):
                 output = own(*arguments, **keywords)
             hidden, rebuild = hidden_output(output, name)
             forms.of[key] = rebuild, form_of(output)
             _refuse_other_hidden(hidden, inputs, name)
+        # A model that flattens its tokens hands on [T, H]. Templates know [1, T, H] only, so the opaque block takes
+        # that, and `wide` remembers it, lest a squeeze and an unsqueeze stand between two blocks of the skeleton.
         flat = inputs[0].dim() == 2
         if flat:
             inputs[0] = forms.wide.get(id(inputs[0]), inputs[0].unsqueeze(0))

@@ -49,6 +49,7 @@ def template_of(
         where: what is captured, for errors.
     """
     placeholders = [n for n in graph.graph.nodes if n.op == "placeholder"]
+    # The order of a template's placeholders is the order in which everything binds them: parameters, buffers, inputs.
     groups: tuple[list[fx.Node], ...] = ([], [], [])
     for node in placeholders:
         kind = next((i for i, names in enumerate((parameters, buffers, inputs)) if node.name in names), None)

@@ -16,11 +16,16 @@ from torch import Tensor, nn
 from hydragraph.private.operators import PACKETS
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, range, slice)
-_TENSORS = ("_parameters", "_buffers", "_modules")  # read by name
-LAYER_INDEX = ("layer_idx", "layer_id", "layer_number")  # attributes that mostly only say where a block stands
-_OF_THIS_PROCESS = "_original_object_hash"  # of transformers' generation config: a hash that each process seeds anew
-_HEAP = 1 << 9  # the flag of classes that Python code makes
-_LARGEST = 20_000  # values, after which a structure counts as one of its own
+# A module's tensors and parts are read by name, not as attributes.
+_TENSORS = ("_parameters", "_buffers", "_modules")
+# Attributes that mostly only say where a block stands, so that blocks alike differ in them.
+LAYER_INDEX = ("layer_idx", "layer_id", "layer_number")
+# An attribute of transformers' generation config: a hash that each process seeds anew.
+_OF_THIS_PROCESS = "_original_object_hash"
+# Py_TPFLAGS_HEAPTYPE, the flag of classes that Python code makes.
+_HEAP = 1 << 9
+# After so many values, a structure counts as one of its own: a model may hold a whole data set.
+_LARGEST = 20_000
 
 
 def structure(value: object) -> str:
@@ -43,7 +48,8 @@ def outline(module: nn.Module) -> str:
 class _Reader:
     def __init__(self) -> None:
         self._known: dict[int, int] = {}
-        self._kept: list[Any] = []  # so that no id is used twice
+        # What is held cannot be freed, so that no id is used twice.
+        self._kept: list[Any] = []
 
     def text(self, value: Any) -> str:
         """Describe a value; one that was described before, by its number: structures may hold themselves."""

@@ -18,7 +18,7 @@ from hydragraph.planner.policy import Policy
 from hydragraph.runtime.checkpoint.folder import prune
 from hydragraph.runtime.checkpoint.manifest import Damaged
 from hydragraph.runtime.checkpoint.sharing import leave_mark, see
-from hydragraph.runtime.failure.watch import agreed
+from hydragraph.runtime.failure.agreement import Failure, raise_first
 from hydragraph.runtime.launch import World, join
 from hydragraph.runtime.stopping import Stopping
 from hydragraph.runtime.trace import Exposed, Span, write_trace
@@ -171,7 +171,8 @@ def train(
             owned.enter_context(folder.owned())
             return last
 
-        last = _together(world, world.rank == 0, own)[0]  # before the slow part
+        # Before the slow part.
+        last = _together(world, "taking the run's folder", world.rank == 0, own)[0]
         _refuse_apart(world, folder)
         start = _Start(begin, step, last)
         return _session(config, start, compile, watcher, trace, world, folder, stopping or Stopping(config.grace_s))
@@ -188,10 +189,10 @@ class _Start:
 
 def _refuse_apart(world: World, folder: RunFolder) -> None:
     """Refuse hosts that have a folder of their own at the path of the run's, where no checkpoint could be whole."""
-    mark = _together(world, world.rank == 0, lambda: leave_mark(folder.path))[0]
+    mark = _together(world, "marking the run's folder", world.rank == 0, lambda: leave_mark(folder.path))[0]
     assert mark is not None
     try:
-        _together(world, True, lambda: see(mark, f"output {folder.path}", world.rank))
+        _together(world, "looking into the run's folder", True, lambda: see(mark, f"output {folder.path}", world.rank))
     finally:
         if world.rank == 0:
             mark.unlink(missing_ok=True)
@@ -232,7 +233,8 @@ def _session(
         stack.enter_context(stopping.working())
         changed = folder.changes(config) if leader is not None and start.last is not None else ""
         # Once nothing else can be refused, because this may remove an earlier run.
-        last = _together(world, world.rank == 0, lambda: folder.begin(config, start.begin, start.step))[0]
+        begin = partial(folder.begin, config, start.begin, start.step)
+        last = _together(world, "beginning the run's folder", world.rank == 0, begin)[0]
         done = 0
         if last is not None:
             last, extra = _load(world, folder, executor, last, start.step is None, leader)
@@ -272,7 +274,9 @@ def _load(
             if not any(world.gather(isinstance(error, Damaged))) or not fall_back:
                 raise
             reason = error
-        earlier = _together(world, world.rank == 0, partial(folder.replace_damaged, last))[0]
+        earlier = _together(
+            world, "setting a checkpoint aside", world.rank == 0, partial(folder.replace_damaged, last)
+        )[0]
         if earlier is None:
             raise reason
         last = earlier
@@ -321,7 +325,9 @@ def _chosen_from(config: TrainConfig, strategies: tuple[Strategy, ...], tokens: 
         return {"strategy": strategies[0]}
     plan = config.plan
     batches = mini_batches(config, tokens.file)
-    policy = Policy(plan.gain, plan.sample, plan.workers, plan.ahead + 1, plan.patience_s, config.seed)
+    # `Ahead` announces so many mini-batches beyond the one that is trained, and the planner counts that one, too.
+    at_a_time = plan.ahead + 1
+    policy = Policy(plan.gain, plan.sample, plan.workers, at_a_time, plan.patience_s, config.seed)
     return {
         "strategy": "auto" if config.automatic else strategies,
         "profile": Profile.load(plan.profile) if plan.profile is not None else None,
@@ -348,7 +354,8 @@ def shared_tokens(config: TrainConfig, world: World, watcher: Watcher) -> Tokens
         ValueError: the corpus cannot be used, a host's copy of it is damaged, or hosts differ.
     """
     watched = watcher.preparing
-    _together(world, world.local_rank == 0, lambda: verify(prepare(config, watched), watched))
+    reads = world.local_rank == 0
+    _together(world, "preparing the data", reads, lambda: verify(prepare(config, watched), watched))
     tokens = open_tokens(prepare(config))
     fingerprints = world.gather(tokens.file.fingerprint)
     if len(set(fingerprints)) > 1:
@@ -483,8 +490,13 @@ def _due(step: int, every: int, steps: int) -> bool:
     return step == steps or (every > 0 and step % every == 0)
 
 
-def _together(world: World, acts: bool, make: Callable[[], T]) -> list[T | None]:
-    """Call a function on the ranks that act, and return every rank's result; an error on one is raised on all."""
+def _together(world: World, what: str, acts: bool, make: Callable[[], T]) -> list[T | None]:
+    """Call a function on the ranks that act, and return every rank's result; an error on one is raised on all.
+
+    Args:
+        what: this is, for the ranks on which nothing failed.
+        acts: whether this rank calls it.
+    """
     value: T | None = None
     error: Exception | None = None
     if acts:
@@ -492,11 +504,6 @@ def _together(world: World, acts: bool, make: Callable[[], T]) -> list[T | None]
             value = make()
         except Exception as raised:
             error = raised
-    # The error as text: not every exception can be pickled.
-    outcomes = world.gather((value, None if error is None else str(error)))
-    if error is not None:
-        raise agreed(error)
-    for _, text in outcomes:
-        if text is not None:
-            raise ValueError(text)
+    outcomes = world.gather((value, None if error is None else Failure.of(error)))
+    raise_first({rank: failure for rank, (_, failure) in enumerate(outcomes) if failure is not None}, error, what)
     return [value for value, _ in outcomes]
