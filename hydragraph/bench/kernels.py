@@ -35,11 +35,11 @@ class Row:
     peak_megabytes: float
 
 
-def bench_kernels(names: Sequence[str], sweep: Sweep, told: Callable[[str], None] = lambda what: None) -> Report:
+def bench_kernels(names: Sequence[str], sweep: Sweep, tell: Callable[[str], None] = lambda what: None) -> Report:
     """Measure kernels by name; none means all.
 
     Args:
-        told: called with what is measured next.
+        tell: called with what is measured next.
 
     Raises:
         ValueError: an unknown name, or a side that computes something else than the reference.
@@ -51,7 +51,7 @@ def bench_kernels(names: Sequence[str], sweep: Sweep, told: Callable[[str], None
     notes = [f"Ceilings, measured in this run: {ceilings}.", *_left_out(sweep)]
     for name in names or CASES:
         for case in CASES[name](sweep):
-            told(f"{case.kernel}, {case.size}")
+            tell(f"{case.kernel}, {case.size}")
             case_rows, refused = measure(case, sweep.device, ceilings)
             rows += case_rows
             notes += [note for note in refused if note not in notes]

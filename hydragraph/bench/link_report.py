@@ -80,18 +80,18 @@ class _Leg:
         return f"{self.direction}: {ends[0]} -> {ends[1]}"
 
 
-def bench_link(settings: Settings, told: Callable[[str], None] = lambda what: None) -> Report:
+def bench_link(settings: Settings, tell: Callable[[str], None] = lambda what: None) -> Report:
     """Say what a push from one strategy and a pull to another move and take.
 
     Args:
-        told: called with what happens next.
+        tell: called with what happens next.
 
     Raises:
         ValueError: a strategy does not fit the model or the cluster, or both ends are home.
     """
     if settings.source == settings.target == HOME:
         raise ValueError("--from home --to home moves nothing: name a strategy, such as --to '<tp2,pp1>'")
-    told("capturing the model")
+    tell("capturing the model")
     program = capture(meta_model(settings.model), dtype=settings.dtype)
     legs = _legs(settings, program)
     ranks = _ranks(settings, legs)
@@ -99,14 +99,14 @@ def bench_link(settings: Settings, told: Callable[[str], None] = lambda what: No
     rows: list[tuple[Cell, ...]] = []
     bars: list[Bar] = []
     for leg in legs:
-        told(f"simulating {leg.name}")
+        tell(f"simulating {leg.name}")
         sizes = (settings.tokens, settings.micro_batches)
         prediction = simulated(program, leg.strategy, cluster, *sizes, leg.direction, leg.traffic)
         rows.append(_row(leg, "simulated", leg.traffic.total, prediction))
         bars += [Bar(leg.name, "alone", 1e3 * prediction.alone_s), Bar(leg.name, "exposed", 1e3 * prediction.exposed_s)]
     notes = list(_notes(settings, program, cluster, ranks))
     if settings.measure:
-        told(f"measuring on {ranks} local ranks")
+        tell(f"measuring on {ranks} local ranks")
         rows += _measured(settings, legs, ranks)
         notes.append(
             f"Measured: {ranks} local ranks over gloo in fp32, {settings.measured_tokens} tokens, medians of "
@@ -143,10 +143,10 @@ def _ranks(settings: Settings, legs: Sequence[_Leg]) -> int:
     return ranks
 
 
-def _row(leg: _Leg, how: str, total: int, found: Overlap) -> tuple[Cell, ...]:
+def _row(leg: _Leg, how: str, total: int, overlap: Overlap) -> tuple[Cell, ...]:
     sizes = (total / 1e6, leg.traffic.local / 1e6, leg.traffic.most / 1e6)
-    times = (1e3 * found.alone_s, 1e3 * found.exposed_s, 1e3 * found.step_s)
-    return (leg.name, how, *sizes, *times, found.percent)
+    times = (1e3 * overlap.alone_s, 1e3 * overlap.exposed_s, 1e3 * overlap.step_s)
+    return (leg.name, how, *sizes, *times, overlap.percent)
 
 
 def _measured(settings: Settings, legs: Sequence[_Leg], ranks: int) -> list[tuple[Cell, ...]]:

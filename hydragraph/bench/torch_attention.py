@@ -35,15 +35,15 @@ def torch_varlen(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, longest: int, 
 
 
 def arguments(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, known: Collection[str]
+    q: Tensor, k: Tensor, v: Tensor, scale: float, accepted: Collection[str]
 ) -> tuple[Tensor, Tensor, Tensor, dict[str, Any]]:
     """Return queries, keys, values and options that mean causal attention to a function of such arguments."""
-    options: dict[str, Any] = {"window_size": (-1, 0)} if "window_size" in known else {"is_causal": True}
-    if "enable_gqa" in known:
+    options: dict[str, Any] = {"window_size": (-1, 0)} if "window_size" in accepted else {"is_causal": True}
+    if "enable_gqa" in accepted:
         options["enable_gqa"] = q.shape[1] != k.shape[1]
     elif q.shape[1] != k.shape[1]:
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
-    if "scale" in known:
+    if "scale" in accepted:
         options["scale"] = scale
     else:  # it takes 1 / sqrt(D)
         q = q * (scale * q.shape[-1] ** 0.5)

@@ -154,7 +154,7 @@ def check(subject: Subject, mode: str = "auto", variants: Variants | None = None
     seconds = time.perf_counter() - began
     if problem or not done:
         return Checked(name, 0, program.layers, (), 0.0, "", seconds, problem=problem)
-    worst, attempt = max(done, key=lambda each: each[0].ratio * each[1].bound.own)
+    worst, attempt = max(done, key=lambda pair: pair[0].ratio * pair[1].bound.own)
     # As a part of the gradient's norm; of one that is 0, as a part of what the norm of all allows it.
     error = worst.ratio * attempt.bound.own
     kind = str(attempt.dtype).removeprefix("torch.")
@@ -347,9 +347,9 @@ def _where(
     return f"{name}, layer.{culprit}" if culprit is not None else f"{name}, layers {', '.join(map(str, group))}"
 
 
-def report(found: Checked) -> None:
+def report(checked: Checked) -> None:
     """Say in one line what was checked."""
-    if found.problem:
-        log.warning("%s", found)
+    if checked.problem:
+        log.warning("%s", checked)
     else:
-        log.info("%s", found)
+        log.info("%s", checked)

@@ -61,13 +61,13 @@ class Comparison:
     So no more than one of both is kept.
 
     Args:
-        found: by name; written to.
+        computed: by name; written to.
         norms: of what is expected. None: those of what was found; where the two are far apart, the error is no smaller.
     """
 
-    def __init__(self, found: dict[str, Tensor], norms: Mapping[str, float] | None = None) -> None:
-        self._left = found
-        self._norms = norms if norms is not None else {name: _norm(gradient) for name, gradient in found.items()}
+    def __init__(self, computed: dict[str, Tensor], norms: Mapping[str, float] | None = None) -> None:
+        self._left = computed
+        self._norms = norms if norms is not None else {name: _norm(gradient) for name, gradient in computed.items()}
         self._finite = True
 
     def subtract(self, name: str, expected: Tensor) -> None:
@@ -108,11 +108,11 @@ class Comparison:
 
 
 def compare(
-    found: Mapping[str, Tensor], expected: Mapping[str, Tensor], bound: Bound, tokens: tuple[int, ...]
+    computed: Mapping[str, Tensor], expected: Mapping[str, Tensor], bound: Bound, tokens: tuple[int, ...]
 ) -> Difference | None:
     """Return the worst difference of tensors by name; see `Comparison`."""
     norms = {name: _norm(value) for name, value in expected.items()}
-    comparison = Comparison({name: value.clone() for name, value in found.items()}, norms)
+    comparison = Comparison({name: value.clone() for name, value in computed.items()}, norms)
     for name, value in expected.items():
         comparison.subtract(name, value)
     return comparison.worst(0.0, 0.0, bound, tokens)

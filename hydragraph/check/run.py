@@ -17,19 +17,19 @@ AUTO = "auto"
 _latest: list[Variants] = []
 
 
-def mode_of(given: str | bool) -> str:
+def mode_of(asked: str | bool) -> str:
     """Return the mode that a user chose; YAML reads `off` as False.
 
     Raises:
         ValueError: there is no such mode.
     """
-    mode = "off" if given is False else given
+    mode = "off" if asked is False else asked
     if mode not in MODES:
-        raise ValueError(f"check is {given!r}: use {', '.join(map(repr, MODES))}")
+        raise ValueError(f"check is {asked!r}: use {', '.join(map(repr, MODES))}")
     return AUTO if mode == "auto" else str(mode)
 
 
-def check_here(subject: Subject, given: str | bool) -> Checked | None:
+def check_here(subject: Subject, asked: str | bool) -> Checked | None:
     """Check a captured program in this process and log what was found.
 
     Returns:
@@ -38,7 +38,7 @@ def check_here(subject: Subject, given: str | bool) -> Checked | None:
     Raises:
         Unsupported: it differs from its model.
     """
-    mode = mode_of(given)
+    mode = mode_of(asked)
     if mode == "off":
         return None
     key = fingerprint(subject, mode)
@@ -55,15 +55,15 @@ def check_here(subject: Subject, given: str | bool) -> Checked | None:
     return checked
 
 
-def check_on_hosts(subject: Subject, given: str | bool, world: World) -> None:
+def check_on_hosts(subject: Subject, asked: str | bool, world: World) -> None:
     """Check a captured program on one rank of each host; all ranks call it, with equal arguments.
 
     Raises:
         Unsupported: on every rank, if it differs from its model on one.
     """
-    if mode_of(given) == "off":
+    if mode_of(asked) == "off":
         return
-    error = _error(lambda: check_here(subject, given)) if world.local_rank == 0 else None
+    error = _error(lambda: check_here(subject, asked)) if world.local_rank == 0 else None
     errors = world.gather(error)
     if error is not None:
         raise error

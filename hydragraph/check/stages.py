@@ -223,12 +223,12 @@ def _tangent(out: Tensor, seed: int) -> Tensor:
     return torch.randn(out.shape, generator=generator, dtype=out.dtype) if out.dim() else torch.ones_like(out)
 
 
-def _run(variant: Variant, given: Mapping[str, Any], tangent: Tensor, wide: torch.dtype | None) -> dict[str, Tensor]:
+def _run(variant: Variant, inputs: Mapping[str, Any], tangent: Tensor, wide: torch.dtype | None) -> dict[str, Tensor]:
     """Run a variant forward and backward; return its output and gradients by local name."""
-    out, *saved = runner(variant.forward, wide)(*(given[n] for n in variant.inputs))
+    out, *saved = runner(variant.forward, wide)(*(inputs[n] for n in variant.inputs))
     sums: dict[str, Tensor] = {}
-    local = {name: name for name in given}
-    before = backward(local, variant, saved, tangent, given, sums, wide)
+    local = {name: name for name in inputs}
+    before = backward(local, variant, saved, tangent, inputs, sums, wide)
     return {_OUT: out, **sums, **({} if before is None else {"hidden": before})}
 
 
@@ -283,15 +283,17 @@ class _Stage:
         return [parameter.natural(total)]
 
 
-def _refusal(block: Block, form: Form, found: Difference | Exception, attempt: Attempt) -> Unsupported:
+def _refusal(block: Block, form: Form, difference: Difference | Exception, attempt: Attempt) -> Unsupported:
     where = f"{block.name} under <{form}>"
-    if isinstance(found, Exception):
-        first = (str(found).splitlines() or [""])[0]
-        return Unsupported(f"its graphs do not run ({type(found).__name__}: {first[:200]})", where=where, remedy=REMEDY)
+    if isinstance(difference, Exception):
+        first = (str(difference).splitlines() or [""])[0]
+        return Unsupported(
+            f"its graphs do not run ({type(difference).__name__}: {first[:200]})", where=where, remedy=REMEDY
+        )
     kind = str(attempt.dtype).removeprefix("torch.")
-    what = found.parameter if found.parameter.startswith(_OUT) else f"the gradient of {found.parameter}"
+    what = difference.parameter if difference.parameter.startswith(_OUT) else f"the gradient of {difference.parameter}"
     return Unsupported(
-        f"{what} is {found.relative:.2g} times its norm off what the whole block computes (in {kind})",
+        f"{what} is {difference.relative:.2g} times its norm off what the whole block computes (in {kind})",
         where=where,
         remedy=REMEDY,
     )

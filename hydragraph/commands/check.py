@@ -119,12 +119,12 @@ def _step(config: TrainConfig, strategy: Strategy, lengths: Path | None) -> Assi
     return assign(strategy, mini_batches(data, tokens, 1, 0)[0])
 
 
-def _print(found: list[tuple[Fit, str]]) -> None:
+def _print(fits: list[tuple[Fit, str]]) -> None:
     table = Table(title="will it fit", title_justify="left")
     table.add_column("strategy", overflow="fold")
     for heading in ("", "peak", "of", "rank", "mostly", "a step takes", "change first"):
         table.add_column(heading, justify="right" if heading in ("peak", "of", "rank") else "left", overflow="fold")
-    for fitting, what in found:
+    for fitting, what in fits:
         rank = fitting.tightest
         sizes = (bytes_text(fitting.memory[rank].total), bytes_text(fitting.limits[rank]), str(rank))
         state = "fits" if fitting.fits else "DOES NOT FIT"

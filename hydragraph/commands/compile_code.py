@@ -105,7 +105,7 @@ def _sizes(variant: Variant) -> Callable[[object], str]:
     tokens = next((s for node in first for size in _shape(node)[1:2] for s in _symbols(size)), None)
 
     def write(size: object) -> str:
-        return re.sub(r"\b[su]\d+\b", lambda found: "T" if found[0] == tokens else "S", _expression(size))
+        return re.sub(r"\b[su]\d+\b", lambda match: "T" if match[0] == tokens else "S", _expression(size))
 
     return write
 

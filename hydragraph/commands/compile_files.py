@@ -119,11 +119,11 @@ def write_folder(
     _write(folder / SUMMARY, json.dumps(asdict(summary), indent=1) + "\n")
 
 
-def _write_strategy(folder: Path, found: CompiledStrategy) -> None:
-    assert found.programs is not None
+def _write_strategy(folder: Path, compiled: CompiledStrategy) -> None:
+    assert compiled.programs is not None
     folder.mkdir(exist_ok=True)
-    found.programs.strategy.save(folder / "strategy.yaml")
-    for rank, program in enumerate(found.programs):
+    compiled.programs.strategy.save(folder / "strategy.yaml")
+    for rank, program in enumerate(compiled.programs):
         _write(folder / f"rank_{rank}.txt", str(program))
 
 

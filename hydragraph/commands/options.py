@@ -30,13 +30,13 @@ def read_counts(text: str, pipelines: int) -> list[int]:
     return [int(part) for part in parts] * (pipelines if len(parts) == 1 else 1)
 
 
-def chosen_strategies(given: Sequence[str] | None, configured: Sequence[str]) -> tuple[str, ...]:
+def chosen_strategies(named: Sequence[str] | None, configured: Sequence[str]) -> tuple[str, ...]:
     """Return the strategies that were given, or else the config's.
 
     Raises:
         ValueError: these are "auto", for which there must be data.
     """
-    texts = tuple(given or configured)
+    texts = tuple(named or configured)
     if "auto" in texts:
         raise ValueError("strategies: auto proposes them for the data, which is not read here: name some by --strategy")
     return texts

@@ -162,7 +162,7 @@ def _priced(
             bar.update(task, advance=1, description=escape(f"simulating {strategy.name}"))
             assignment = _assignment(config, costs, strategy, micro_batches, tokens, lengths)
             priced.append((price(costs, strategy, assignment), assignment))
-    return sorted(priced, key=lambda each: -each[0].tokens_per_s)
+    return sorted(priced, key=lambda pair: -pair[0].tokens_per_s)
 
 
 def _assignment(
@@ -191,7 +191,7 @@ def _assignment(
     return Assignment.even(share(costs, strategy, length, -(-config.data.tokens_per_step // length)), length)
 
 
-def _print_change(found: Sequence[tuple[Priced, Assignment]], costs: Costs, change: str) -> None:
+def _print_change(priced: Sequence[tuple[Priced, Assignment]], costs: Costs, change: str) -> None:
     """Print what one changed number does to each strategy, the assignment being the same."""
     from hydragraph.commands.simulate_price import price
     from hydragraph.cost.what_if import what_if
@@ -201,14 +201,14 @@ def _print_change(found: Sequence[tuple[Priced, Assignment]], costs: Costs, chan
     table.add_column("strategy", overflow="fold")
     for heading in ("iteration", "then", "change"):
         table.add_column(heading, justify="right", overflow="fold")
-    for before, assignment in found:
+    for before, assignment in priced:
         after = price(changed, before.strategy, assignment)
         more = f"{after.seconds / before.seconds - 1:+.1%}"
         table.add_row(escape(before.strategy.name), seconds_text(before.seconds), seconds_text(after.seconds), more)
     console().print(table)
 
 
-def _print_table(found: Sequence[tuple[Priced, Assignment]], cluster: Cluster) -> None:
+def _print_table(priced: Sequence[tuple[Priced, Assignment]], cluster: Cluster) -> None:
     """Print a row per strategy."""
     from hydragraph.ir.instruction import Stream
 
@@ -219,7 +219,7 @@ def _print_table(found: Sequence[tuple[Priced, Assignment]], cluster: Cluster) -
     for heading in headings:
         table.add_column(heading, justify="right", overflow="fold")
     table.add_column("ranks busy", overflow="fold")
-    for shown, _ in found:
+    for shown, _ in priced:
         counts = counts_text(shown.micro_batches)
         rate = f"{shown.tokens_per_s:,.0f}"
         waits = (seconds_text(shown.exposed_s(stream)) for stream in exposed)
@@ -227,7 +227,7 @@ def _print_table(found: Sequence[tuple[Priced, Assignment]], cluster: Cluster) -
             escape(shown.strategy.name), counts, seconds_text(shown.seconds), rate, *waits, _busy_text(shown.busy())
         )
     console().print(table)
-    tokens = {shown.tokens for shown, _ in found}
+    tokens = {shown.tokens for shown, _ in priced}
     if len(tokens) > 1:
         print("note: strategies run different numbers of tokens here, so compare tokens/s, not seconds")
 

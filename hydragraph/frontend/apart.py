@@ -121,10 +121,10 @@ def mixing(graph: fx.GraphModule, tokens: str) -> tuple[str, str] | None:
     return None
 
 
-def _result(node: fx.Node, rows: Mapping[fx.Node, Rows], given: fx.Node, dim: int, tokens: str) -> Rows:
+def _result(node: fx.Node, rows: Mapping[fx.Node, Rows], operand: fx.Node, dim: int, tokens: str) -> Rows:
     """Return the rows of a value that is computed from those of others."""
     seen = viewed(node, rows, dim, tokens) if node.target in _RESHAPES else None
-    return seen or Rows(dim, rows[given].order)
+    return seen or Rows(dim, rows[operand].order)
 
 
 def _problem(
@@ -165,7 +165,7 @@ def _is_size(node: fx.Node, tokens: str) -> bool:
     return isinstance(value, torch.SymInt | torch.SymFloat) and tokens in symbols_in(value)
 
 
-def _keeps(node: fx.Node, given: list[fx.Node], dims: Mapping[fx.Node, int], dim: int) -> bool:
+def _keeps(node: fx.Node, with_tokens: list[fx.Node], dims: Mapping[fx.Node, int], dim: int) -> bool:
     """Say whether each token of the result is computed from the same token of the operands."""
     target = node.target
     arguments = operands(node)
@@ -174,30 +174,30 @@ def _keeps(node: fx.Node, given: list[fx.Node], dims: Mapping[fx.Node, int], dim
     if target in (operator.getitem, communicate) or target in _SPATIAL:
         return True
     if _is_pointwise(node):
-        return all(dims[n] + ndim - len(shape(n)) == dim for n in given)
+        return all(dims[n] + ndim - len(shape(n)) == dim for n in with_tokens)
     if target is aten.einsum.default:
-        return _einsum_keeps(node, given, dims, dim)
+        return _einsum_keeps(node, with_tokens, dims, dim)
     if target in (aten.cat.default, aten.stack.default):
         axis = (arguments[1] if len(arguments) > 1 else 0) % ndim
-        return axis != dim and len({dims[n] for n in given}) == 1
+        return axis != dim and len({dims[n] for n in with_tokens}) == 1
     if target is aten.linear.default:
-        return given == [first] and dims[first] < len(shape(first)) - 1
+        return with_tokens == [first] and dims[first] < len(shape(first)) - 1
     if target is aten.addmm.default:
-        return given == [arguments[1]] and dims[arguments[1]] == 0
+        return with_tokens == [arguments[1]] and dims[arguments[1]] == 0
     if target in _MATRICES:
         return _product_keeps(arguments[0], arguments[1], dims)
     if target is aten.embedding.default:
-        return given == [arguments[1]]
+        return with_tokens == [arguments[1]]
     if target is aten.index.Tensor:
         return first not in dims or all(
             i is None or (d != dims[first] and i not in dims) for d, i in enumerate(arguments[1])
         )
     if target in (aten.layer_norm.default, aten.rms_norm.default, aten.native_layer_norm.default):
-        return given == [first] and dims[first] < len(shape(first)) - len(arguments[1])
+        return with_tokens == [first] and dims[first] < len(shape(first)) - len(arguments[1])
     if target in _MOVES:
         return symbol_name(shape(first)[dims[first]]) == symbol_name(shape(node)[dim])
     if target in SPLITS:
-        return split_dim(node) != dims[given[0]]
+        return split_dim(node) != dims[with_tokens[0]]
     if target in (aten.constant_pad_nd.default, aten.pad.default):
         padded = {len(shape(first)) - 1 - i // 2 for i, p in enumerate(arguments[1]) if p}
         return dims[first] not in padded
@@ -207,26 +207,26 @@ def _keeps(node: fx.Node, given: list[fx.Node], dims: Mapping[fx.Node, int], dim
     if target in (aten.view_as_complex.default, aten.view_as_real.default):
         return dims[first] == dim < len(shape(node)) - (target is aten.view_as_real.default)
     if target in _ALONG or target in _DIM_AT:
-        return _along_keeps(node, given, dims)
+        return _along_keeps(node, with_tokens, dims)
     return False
 
 
-def _along_keeps(node: fx.Node, given: list[fx.Node], dims: Mapping[fx.Node, int]) -> bool:
+def _along_keeps(node: fx.Node, with_tokens: list[fx.Node], dims: Mapping[fx.Node, int]) -> bool:
     arguments = operands(node)
     target = node.target
     first = arguments[0]
     at = _DIM_AT.get(target, 1)
     named: Any = arguments[at] if len(arguments) > at else node.kwargs.get("dim", _DEFAULT_DIM.get(target))
-    if named is None or len({dims[n] for n in given}) != 1:
+    if named is None or len({dims[n] for n in with_tokens}) != 1:
         return False
     ndim = len(shape(first))
     if node.target in (aten.tril.default, aten.triu.default):
-        return dims[given[0]] < ndim - 2
+        return dims[with_tokens[0]] < ndim - 2
     axes: list[Any] = [named] if isinstance(named, int) else list(named)
-    return bool(axes) and all(axis % ndim != dims[given[0]] for axis in axes)
+    return bool(axes) and all(axis % ndim != dims[with_tokens[0]] for axis in axes)
 
 
-def _einsum_keeps(node: fx.Node, given: list[fx.Node], dims: Mapping[fx.Node, int], dim: int) -> bool:
+def _einsum_keeps(node: fx.Node, with_tokens: list[fx.Node], dims: Mapping[fx.Node, int], dim: int) -> bool:
     """Say whether all tokens go by one letter, and still do so in the result."""
     equation, parts = operands(node)[:2]
     left, arrow, right = equation.replace(" ", "").partition("->")

@@ -278,12 +278,12 @@ def _unchanged(block: nn.Module, where: str) -> Iterator[None]:
             raise changes(name, where)
 
 
-def _refuse_other_hidden(made: Tensor, inputs: Sequence[Tensor], where: str) -> None:
+def _refuse_other_hidden(result: Tensor, inputs: Sequence[Tensor], where: str) -> None:
     sizes = list(inputs[0].shape) if inputs else []
-    kinds = (f" {inputs[0].dtype}", f" {made.dtype}") if inputs and made.dtype != inputs[0].dtype else ("", "")
-    if not inputs or made.shape != inputs[0].shape or made.dtype != inputs[0].dtype:
+    kinds = (f" {inputs[0].dtype}", f" {result.dtype}") if inputs and result.dtype != inputs[0].dtype else ("", "")
+    if not inputs or result.shape != inputs[0].shape or result.dtype != inputs[0].dtype:
         raise Unsupported(
-            f"the block turns a hidden state of {sizes}{kinds[0]} into {list(made.shape)}{kinds[1]}",
+            f"the block turns a hidden state of {sizes}{kinds[0]} into {list(result.shape)}{kinds[1]}",
             where=where,
             remedy="blocks must keep shape and dtype of the hidden state, which must be their first tensor argument",
         )

@@ -11,21 +11,21 @@ from hydragraph.errors import Unsupported
 from hydragraph.ir.program import Template, graph_digest
 
 
-def extract(graph: fx.GraphModule, outputs: Sequence[fx.Node], given: Mapping[fx.Node, str]) -> fx.GraphModule:
-    """Return the part of a graph that computes `outputs`; `given` nodes become placeholders of the given names."""
+def extract(graph: fx.GraphModule, outputs: Sequence[fx.Node], renamed: Mapping[fx.Node, str]) -> fx.GraphModule:
+    """Return the part of a graph that computes `outputs`; nodes of `renamed` become placeholders of these names."""
     needed: set[fx.Node] = set()
     pending = list(outputs)
     while pending:
         node = pending.pop()
         if node not in needed:
             needed.add(node)
-            if node not in given:
+            if node not in renamed:
                 pending += node.all_input_nodes
     part = fx.Graph()
     copied = {}
-    placeholders = [n for n in graph.graph.nodes if n in needed and (n.op == "placeholder" or n in given)]
+    placeholders = [n for n in graph.graph.nodes if n in needed and (n.op == "placeholder" or n in renamed)]
     for node in placeholders:
-        copied[node] = part.placeholder(given.get(node, node.name))
+        copied[node] = part.placeholder(renamed.get(node, node.name))
         copied[node].meta = dict(node.meta)
     for node in graph.graph.nodes:
         if node in needed and node not in copied:

@@ -103,6 +103,7 @@ def _count_floats(graph: fx.Graph, node: fx.Node) -> None:
     dtype = value_of(counted).dtype
     if dtype.is_floating_point:
         return
+    # Counts below 2^24 are exact in fp32, and a micro-batch has fewer tokens.
     with graph.inserting_before(node):
         floats = graph.call_function(aten._to_copy.default, (counted,), {"dtype": torch.float32})
     floats.meta = {**counted.meta, "val": value_of(counted).float()}

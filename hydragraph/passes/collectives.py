@@ -85,6 +85,7 @@ def head_loss(
     _never("tp_head_loss")
 
 
+# What is received is contiguous, whatever strides were sent.
 def _like(x: Tensor) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 

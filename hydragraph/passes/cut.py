@@ -76,11 +76,13 @@ class Cuts:
 
     def refine(self, cut: Cut, unit: int) -> None:
         """Note that a cut value's origins must not be cut finer than `unit` of their elements."""
+        # The coarsest demand counts: a head of 16 stays whole, whatever other readers would put up with.
         for origin in cut.origins:
             self.origins[origin].unit = max(self.origins[origin].unit, unit)
 
     def bound(self, cut: Cut, at: int) -> None:
         """Note that one fused segment of a cut value's origins ends, and another begins, at an element."""
+        # The ends of the whole dimension part nothing.
         for origin in cut.origins:
             if 0 < at < width(origin):
                 self.origins[origin].bounds.add(at)

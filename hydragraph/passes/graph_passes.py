@@ -166,6 +166,7 @@ def run_passes(spec: VariantSpec) -> Iterator[PassResult]:
 
 def make_variant(spec: VariantSpec) -> tuple[Variant, dict[str, float]]:
     """Run all passes that apply; return the graphs that a rank runs, and pass -> the seconds that it took."""
+    # One after another, and only the last graphs are kept: those of a large block hold thousands of nodes.
     seconds: dict[str, float] = {}
     graphs: Graphs = spec.template
     for result in run_passes(spec):

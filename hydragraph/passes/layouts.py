@@ -80,14 +80,14 @@ def bucket_kinds(program: Program, bucket: Bucket, degree: Degree, kinds_of: Kin
 
 def _kinds_once(program: Program) -> KindsOf:
     """Return what analyses each template once for each degree: its layers are alike, and so are a stage's ranks."""
-    known: dict[tuple[str, int, bool], Mapping[str, GradientKind]] = {}
+    kinds_by_template: dict[tuple[str, int, bool], Mapping[str, GradientKind]] = {}
 
     def kinds_of(block: Block, degree: Degree) -> Mapping[str, GradientKind]:
         key = (block.template, degree.tp, degree.sequence_parallel)
-        if key not in known:
+        if key not in kinds_by_template:
             template = program.templates[block.template]
             parameters = {n: program.parameters[c] for n, c in zip(template.parameters, block.parameters, strict=True)}
-            known[key] = gradient_kinds(template, parameters, degree)
-        return known[key]
+            kinds_by_template[key] = gradient_kinds(template, parameters, degree)
+        return kinds_by_template[key]
 
     return kinds_of

@@ -35,6 +35,8 @@ class Product(NamedTuple):
 
 def product(node: fx.Node) -> Product | None:
     """Take a product with a weight apart; None: the node is none."""
+    # `linear` has its weight as [out, in]; a Conv1D of transformers calls `addmm`, whose weight is [in, out], and what
+    # `differentiate` traces has `mm` with a transposed view.
     if node.target is aten.linear.default:
         x, weight, *bias = operands(node)
         return Product(x, weight, bias[0] if bias else None, 1)

@@ -159,19 +159,19 @@ class _Elsewhere(fx.Interpreter):
             return self._empty(value_of(n))
         except Exception as error:
             first_line = (str(error).splitlines() or [""])[0]
-            raise self._refusal(n, f"fails at {self._told()} ({first_line})") from error
+            raise self._refusal(n, f"fails at {self._sizes_text()} ({first_line})") from error
         if n.op != "output":
             self._compare(n, result, value_of(n))
         return result
 
-    def _compare(self, n: fx.Node, made: Any, value: Any) -> None:
-        if isinstance(made, Tensor) and isinstance(value, Tensor):
+    def _compare(self, n: fx.Node, result: Any, value: Any) -> None:
+        if isinstance(result, Tensor) and isinstance(value, Tensor):
             expected = list(map(self._size, value.shape))
             # Where even the number of dimensions differs, PyTorch noted the value wrongly (a loss that is not reduced).
-            if made.dim() == value.dim() and list(made.shape) != expected:
-                raise self._refusal(n, f"makes {list(made.shape)} for {expected} at {self._told()}")
-        elif isinstance(made, tuple | list) and isinstance(value, tuple | list):
-            for one, other in zip(made, value, strict=True):
+            if result.dim() == value.dim() and list(result.shape) != expected:
+                raise self._refusal(n, f"makes {list(result.shape)} for {expected} at {self._sizes_text()}")
+        elif isinstance(result, tuple | list) and isinstance(value, tuple | list):
+            for one, other in zip(result, value, strict=True):
                 self._compare(n, one, other)
 
     def _refusal(self, n: fx.Node, what: str) -> Unsupported:
@@ -179,7 +179,7 @@ class _Elsewhere(fx.Interpreter):
             f"its graph holds for the example only: {n.target} {what}", where=self._where, remedy=_REMEDY
         )
 
-    def _told(self) -> str:
+    def _sizes_text(self) -> str:
         return " and ".join(f"{name} = {size}" for name, size in self._sizes.items())
 
     def _empty(self, value: Any) -> Any:

@@ -74,6 +74,7 @@ def loss_of_parts(graph: fx.Graph, args: tuple[Any, ...], start: fx.Node, column
     sums = call(tp_ops.tp_sum.default, (call(aten.stack.default, ([mass, target],)),))
     log_mass = call(aten.log.default, (call(aten.select.int, (sums, 0, 0)),))
     loss = call(aten.sub.Tensor, (log_mass, call(aten.select.int, (sums, 0, 1))))
+    # Tokens whose label is ignored have a loss, too, as a graph has no branch: it is replaced by 0 in the sum.
     counts = call(aten.ne.Scalar, (labels, ignored))
     total = call(aten.sum.default, (call(aten.where.ScalarOther, (counts, loss, 0.0)),))
     if reduction == SUM:

@@ -151,9 +151,9 @@ def _cache(config: TrainConfig) -> Path:
     return Path(config.data.cache) if config.data.cache is not None else Path(config.output) / "data"
 
 
-def _key(data: DataConfig, paths: list[Path], suffixes: tuple[str, ...] | None, known: Path | None) -> str:
+def _key(data: DataConfig, paths: list[Path], suffixes: tuple[str, ...] | None, existing: Path | None) -> str:
     """Return 16 hexadecimal digits over all that the cached files depend on."""
-    how = f"vocab_size {data.vocab_size}" if known is None else hashlib.sha256(known.read_bytes()).hexdigest()
+    how = f"vocab_size {data.vocab_size}" if existing is None else hashlib.sha256(existing.read_bytes()).hexdigest()
     content = json.dumps([corpus.fingerprint(paths, suffixes, data.text_field), how])
     return hashlib.sha256(content.encode()).hexdigest()[:16]
 

@@ -140,13 +140,13 @@ def _model_class(name: str) -> Any:
     raise ValueError(f"model.architecture: transformers has no model class {name!r}: {hint}")
 
 
-def _check_names(kind: type[Any], given: Mapping[str, Any]) -> None:
+def _check_names(kind: type[Any], settings: Mapping[str, Any]) -> None:
     """Refuse settings that the config class does not declare, which transformers itself would accept and ignore."""
     label = kind.__name__
     if not is_dataclass(kind):
         return
     names = {field.name for field in fields(kind)} | set(getattr(kind, "attribute_map", {})) | {"rope_theta"}
-    for name in given:
+    for name in settings:
         if name not in names:
             close = get_close_matches(name, names, n=1)
             hint = f"did you mean {close[0]!r}?" if close else "leave it out"
