@@ -50,8 +50,8 @@ def annotate(graph: fx.GraphModule, cuts: Cuts, parameters: set[fx.Node], hidden
         if node.op == "output":
             result.output(fx.node.map_arg(node.args[0], lambda n: copied[n]))
             continue
-        # What gets no gradient needs no sum of it. A parameter's is summed at the push, unless operators on whole values
-        # use it as well: their gradient is whole on every rank, and the cut ones' must be made so before the two meet.
+        # What gets no gradient needs no sum of it. A parameter's is summed at the push, unless operators on whole
+        # values use it, too: their gradient is whole on every rank, and that of the cut ones must be before they meet.
         whole = _whole_operands(node, cuts) if node in cut_users else set()
         enter = {n for n in whole if n in learns and (n not in parameters or n in mixed)}
         operand = {n: entering(n) if n in enter else copied[n] for n in node.all_input_nodes}
