@@ -23,7 +23,7 @@ from hydragraph.ir.outline import Mode
 from hydragraph.ir.program import Program
 from hydragraph.ir.rank_program import RankProgram
 from hydragraph.modes import own_modes
-from hydragraph.passes.fit import check_strategy
+from hydragraph.passes.check_strategy import check_strategy
 from hydragraph.passes.pipeline import rank_programs
 from hydragraph.planner.policy import Policy
 from hydragraph.runtime.failure.board import PROGRESS_S

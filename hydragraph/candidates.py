@@ -13,7 +13,7 @@ from hydragraph.cost.profile import Profile, Scheme
 from hydragraph.errors import Unsupported
 from hydragraph.ir.program import Program
 from hydragraph.mini_batch import Planned
-from hydragraph.passes.fit import check_strategy
+from hydragraph.passes.check_strategy import check_strategy
 from hydragraph.planner.iteration import IterationPlan, IterationPlanner
 from hydragraph.planner.policy import Decision, Policy, static_or_dynamic
 from hydragraph.planner.quick import assign, rough_cost

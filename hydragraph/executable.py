@@ -28,8 +28,8 @@ from hydragraph.ir.program import Program
 from hydragraph.ir.text import instruction_text
 from hydragraph.mini_batch import MiniBatch, Work, digest, packed
 from hydragraph.modes import own_modes
+from hydragraph.passes.check_strategy import check_strategy
 from hydragraph.passes.compiled import choose_backend
-from hydragraph.passes.fit import check_strategy
 from hydragraph.passes.limits import limits_of
 from hydragraph.runtime.checkpoint import store
 from hydragraph.runtime.failure.agreement import together

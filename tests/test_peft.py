@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import hydragraph as hg
-from hydragraph.passes.fit import check_strategy
+from hydragraph.passes.check_strategy import check_strategy
 from tests import reference
 from tests.models import llama, sequences
 from tests.ready import Ready

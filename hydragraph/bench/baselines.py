@@ -14,6 +14,7 @@ from hydragraph.frontend import huggingface
 from hydragraph.frontend.packed import IGNORED, shift, token_cross_entropy
 from hydragraph.kernels.varlen_attention import attention_backend
 from hydragraph.planner.quick import MICRO_BATCH_TOKENS, assign
+from hydragraph.private.inductor import may_vary
 from hydragraph.runtime.batch import pack
 from hydragraph.spec.strategy import Strategy
 from hydragraph.spec.workload import sequence_of
@@ -47,7 +48,8 @@ def padded_batches(sequences: Sequence[Tensor], device: torch.device, most: int 
 
 
 def _padded(group: Sequence[Tensor], device: torch.device) -> Batch:
-    rows, longest = len(group), max(map(len, group))
+    rows = len(group)
+    longest = max(map(len, group))
     batch = {
         "input_ids": torch.zeros(rows, longest, dtype=torch.int64),
         "attention_mask": torch.zeros(rows, longest, dtype=torch.int64),
@@ -137,15 +139,15 @@ def baselines(
         _use_attention(model)
         return model
 
-    found = {
+    sides = {
         "eager, padded": Baseline(first, optimizer, lambda s: padded_batches(s, device), _padded_loss(first), autocast)
     }
     model = with_packed_attention()
-    found["eager, packed"] = Baseline(model, optimizer, packed, _packed_loss(model), forced)
+    sides["eager, packed"] = Baseline(model, optimizer, packed, _packed_loss(model), forced)
     if compiled:
         model = with_packed_attention()
-        found["compiled, packed"] = Baseline(model, optimizer, packed, _compiled_loss(model), forced)
-    return found
+        sides["compiled, packed"] = Baseline(model, optimizer, packed, _compiled_loss(model), forced)
+    return sides
 
 
 def _sharing(model: nn.Module, first: nn.Module) -> nn.Module:
@@ -194,10 +196,10 @@ def _compiled_loss(model: nn.Module) -> Loss:
 
     def loss(batch: Batch) -> Tensor:
         for name in ("input_ids", "position_ids", "labels"):
-            torch._dynamo.maybe_mark_dynamic(batch[name], 1)
-        torch._dynamo.maybe_mark_dynamic(batch["cu_seqlens"], 0)
-        found: Tensor = inner(batch)
-        return found
+            may_vary(batch[name], 1)
+        may_vary(batch["cu_seqlens"], 0)
+        value: Tensor = inner(batch)
+        return value
 
     return loss
 
@@ -206,7 +208,8 @@ class _Both(AbstractContextManager[None]):
     """Two contexts as one."""
 
     def __init__(self, outer: AbstractContextManager[None], inner: AbstractContextManager[None]) -> None:
-        self._outer, self._inner = outer, inner
+        self._outer = outer
+        self._inner = inner
 
     def __enter__(self) -> None:
         self._outer.__enter__()

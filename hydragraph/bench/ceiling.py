@@ -45,7 +45,8 @@ class Ceilings:
         return f"{kind} {self.peak_flops_per_s / 1e12:.3g} TFLOP/s"
 
     def __str__(self) -> str:
-        copy, product = self.copy_bytes_per_s / 1e9, self.product_flops_per_s / 1e12
+        copy = self.copy_bytes_per_s / 1e9
+        product = self.product_flops_per_s / 1e12
         name = str(self.dtype).removeprefix("torch.")
         return f"{self.device}: copy {copy:.4g} GB/s, {name} products {product:.4g} TFLOP/s"
 

@@ -152,7 +152,8 @@ def step_command(
     if name not in SHAPES:
         raise ValueError(f"--model {name}: use one of {', '.join(SHAPES)}")
     count = tokens or (32768 if cuda else 1024)
-    most, use_compile = longest or count // 4, cuda if compiled is None else compiled
+    most = longest or count // 4
+    use_compile = cuda if compiled is None else compiled
     settings = Settings(
         SHAPES[name], count, most, rounds, where, use_compile, backend, shortest=max(2, min(64, most // 16))
     )

@@ -62,7 +62,8 @@ def attention(sweep: Sweep) -> Iterator[Case]:
 
     Half of every sequence's square counts, and the backward as 2.5 forwards: it computes the scores again.
     """
-    small, full = [(256, 4, 2, 32), (512, 4, 2, 64)], [(4096, 32, 8, 128), (16384, 32, 8, 128)]
+    small = [(256, 4, 2, 32), (512, 4, 2, 64)]
+    full = [(4096, 32, 8, 128), (16384, 32, 8, 128)]
     full += [(32768, 32, 8, 128), (16384, 32, 8, 64)]
     for tokens, heads, kv, size in full if sweep.full else small:
         lengths = mixed_lengths(tokens)
@@ -71,7 +72,8 @@ def attention(sweep: Sweep) -> Iterator[Case]:
             torch.randn(tokens, h, size, device=sweep.device, dtype=sweep.dtype).requires_grad_()
             for h in (heads, kv, kv)
         )
-        grad, longest = torch.randn_like(q), torch.tensor(max(lengths))
+        grad = torch.randn_like(q)
+        longest = torch.tensor(max(lengths))
         ours = partial(varlen_attention, q, k, v, starts, max_length=longest)
         forwards: dict[str, Callable[[], Tensor]] = {"eager": partial(_per_sequence, q, k, v, lengths)}
         if sweep.device.type == "cuda":
@@ -117,7 +119,8 @@ def _table(count: int, device: torch.device) -> slice_copy.SliceTable:
     lengths = (torch.rand(RANGES, generator=torch.Generator().manual_seed(0)) * count * 2 / RANGES).long() // 8 * 8
     lengths = lengths[lengths.cumsum(0) <= count]
     order = torch.randperm(len(lengths), generator=torch.Generator().manual_seed(1))
-    source, target = lengths.cumsum(0) - lengths, torch.empty_like(lengths)
+    source = lengths.cumsum(0) - lengths
+    target = torch.empty_like(lengths)
     target[order] = lengths[order].cumsum(0) - lengths[order]
     return slice_copy.SliceTable.make(source, target, lengths, device=device)
 
@@ -156,7 +159,7 @@ def adamw_steps(sweep: Sweep) -> Iterator[Case]:
 def _fused(shard: adamw.Shard, settings: adamw.Settings) -> None:
     """PyTorch's own fused kernel, as torch.optim.AdamW(fused=True) calls it."""
     assert shard.copy is not None
-    torch._fused_adamw_(
+    torch.ops.aten._fused_adamw_(
         [shard.weight],
         [shard.gradient],
         [shard.moment],
@@ -208,8 +211,8 @@ def _eager_loss(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
 
 
 def _loss_gradient(loss: Callable[[], Tensor], inputs: tuple[Tensor, ...], one: Tensor) -> Tensor:
-    found = loss()
-    return torch.autograd.grad(found, inputs, one.to(found.dtype))[0]
+    value = loss()
+    return torch.autograd.grad(value, inputs, one.to(value.dtype))[0]
 
 
 CASES: dict[str, Callable[[Sweep], Iterator[Case]]] = {

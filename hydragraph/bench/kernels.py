@@ -35,11 +35,11 @@ class Row:
     peak_megabytes: float
 
 
-def bench_kernels(names: Sequence[str], sweep: Sweep, told: Callable[[str], None] = lambda what: None) -> Report:
+def bench_kernels(names: Sequence[str], sweep: Sweep, tell: Callable[[str], None] = lambda what: None) -> Report:
     """Measure kernels by name; none means all.
 
     Args:
-        told: called with what is measured next.
+        tell: called with what is measured next.
 
     Raises:
         ValueError: an unknown name, or a side that computes something else than the reference.
@@ -51,9 +51,9 @@ def bench_kernels(names: Sequence[str], sweep: Sweep, told: Callable[[str], None
     notes = [f"Ceilings, measured in this run: {ceilings}.", *_left_out(sweep)]
     for name in names or CASES:
         for case in CASES[name](sweep):
-            told(f"{case.kernel}, {case.size}")
-            found, refused = measure(case, sweep.device, ceilings)
-            rows += found
+            tell(f"{case.kernel}, {case.size}")
+            case_rows, refused = measure(case, sweep.device, ceilings)
+            rows += case_rows
             notes += [note for note in refused if note not in notes]
     bars = tuple(Bar(f"{r.kernel}\n{r.size}", r.side, r.percent) for r in rows)
     title = f"Kernels on {ceilings.device}"
@@ -98,18 +98,19 @@ def checked(case: Case) -> tuple[dict[str, Callable[[], Tensor]], list[str]]:
     """
     first, *_ = case.sides
     expected = case.sides[first]().detach().float().clone()
-    sides, refused = {first: case.sides[first]}, []
+    sides = {first: case.sides[first]}
+    refused = []
     for name, call in case.sides.items():
         if name == first:
             continue
         try:
-            found = call().detach().float()
+            result = call().detach().float()
         except (Unsupported, RuntimeError, TypeError) as error:
             if not isinstance(error, Unsupported) and name not in FOREIGN:
                 raise
             refused.append(f"{case.kernel}: no side {name}: {str(error).splitlines()[0]}.")  # such as: no C++ compiler
             continue
-        error_size = float((found - expected).norm() / expected.norm().clamp(min=1e-30))
+        error_size = float((result - expected).norm() / expected.norm().clamp(min=1e-30))
         if not error_size < TOLERANCE:
             raise ValueError(
                 f"{case.kernel}, {case.size}: {name} differs from {first} by {error_size:.1e} of its norm: "
@@ -138,15 +139,15 @@ def _ratio(rows: dict[str, Row], side: str, other: str) -> float | None:
 
 def _attention_targets(rows: Sequence[Row]) -> Iterator[Target]:
     sizes = {r.size: _times(rows, r.kernel, r.size) for r in rows if r.kernel == "varlen_attention"}
-    wanted = sizes.get("T 16384, 32/8 heads of 128", {})
+    large = sizes.get("T 16384, 32/8 heads of 128", {})
     name = "attention, 16K tokens, 32/8 heads of 128: Triton against varlen_attn"
-    theirs = "varlen_attn" if "varlen_attn" in wanted else "torch"  # the same kernels, called by us
-    yield Target.at_least(name, 0.9, _ratio(wanted, "triton", theirs), "{:.2f}x")
+    theirs = "varlen_attn" if "varlen_attn" in large else "torch"  # the same kernels, called by us
+    yield Target.at_least(name, 0.9, _ratio(large, "triton", theirs), "{:.2f}x")
     backends = ("flash_attn", "torch", "triton")
     worst = [
-        min(each[name].milliseconds for name in backends if name in each) / each["dispatch"].milliseconds
-        for each in sizes.values()
-        if "dispatch" in each and any(name in each for name in backends)
+        min(side[name].milliseconds for name in backends if name in side) / side["dispatch"].milliseconds
+        for side in sizes.values()
+        if "dispatch" in side and any(name in side for name in backends)
     ]
     name = "attention: dispatch against the fastest backend, at every size"
     text = f">= 1x (from {NOISE:.2f} on: noise)"
@@ -166,12 +167,12 @@ def _memory_targets(rows: Sequence[Row]) -> Iterator[Target]:
 
 def _loss_targets(rows: Sequence[Row]) -> Iterator[Target]:
     for vocabulary, name in ((32000, "32K"), (131072, "128K")):
-        each = _times(rows, "linear_cross_entropy", f"T 16384, E 4096, V {vocabulary}")
+        sides = _times(rows, "linear_cross_entropy", f"T 16384, E 4096, V {vocabulary}")
         head = f"head and loss, 16K tokens, {name} vocabulary"
-        eager, compiled = (_ratio(each, other, "hydragraph") for other in ("eager", "compiled"))
+        eager, compiled = (_ratio(sides, other, "hydragraph") for other in ("eager", "compiled"))
         yield Target.at_most(f"{head}: time against eager", 1.0, eager, "{:.2f}x")
         yield Target.at_most(f"{head}: time against compiled", 1.05, compiled, "{:.2f}x")
         memory = None
-        if "hydragraph" in each and "eager" in each:
-            memory = each["hydragraph"].peak_megabytes / each["eager"].peak_megabytes
+        if "hydragraph" in sides and "eager" in sides:
+            memory = sides["hydragraph"].peak_megabytes / sides["eager"].peak_megabytes
         yield Target.at_most(f"{head}: peak memory against eager", 0.25, memory, "{:.2f}x")

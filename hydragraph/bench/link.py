@@ -1,59 +1,20 @@
-"""What pulls and pushes of a strategy move: bytes exactly, from the link; seconds and overlap by event simulation."""
+"""How well pulls and pushes hide behind computation: seconds and overlap by event simulation."""
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from hydragraph.cost.costs import Costs
 from hydragraph.cost.datasheet import datasheet
-from hydragraph.cost.messages import GRADIENT_BYTES
+from hydragraph.cost.link_bytes import Direction, Traffic
 from hydragraph.cost.simulate import simulate
 from hydragraph.cost.work import Without
-from hydragraph.ir.layout import GradientKind, Layout, propagation
-from hydragraph.ir.link import Slices, copy, reduce
-from hydragraph.ir.parameter import Bucket
 from hydragraph.ir.program import Program
 from hydragraph.passes.pipeline import rank_programs
-from hydragraph.passes.place import PlacedStage, place
-from hydragraph.passes.shard import Degree
-from hydragraph.runtime.variants import Variants
 from hydragraph.spec.assignment import Assignment
-from hydragraph.spec.cluster import Cluster, Device, Link
+from hydragraph.spec.cluster import Cluster
 from hydragraph.spec.home import Home
 from hydragraph.spec.strategy import Strategy
-
-Direction = Literal["pull", "push"]
-DIRECTIONS: tuple[Direction, ...] = ("pull", "push")
-
-
-@dataclass(frozen=True)
-class Traffic:
-    """What one direction moves in one step.
-
-    Attributes:
-        pairs: (sending rank, receiving rank) -> bytes between two different ranks.
-        local: bytes that stay on their rank.
-    """
-
-    pairs: Mapping[tuple[int, int], int]
-    local: int
-
-    @property
-    def total(self) -> int:
-        """Bytes between ranks."""
-        return sum(self.pairs.values())
-
-    @property
-    def most(self) -> int:
-        """The most bytes that one rank sends or receives."""
-        loads: dict[tuple[str, int], int] = defaultdict(int)
-        for (source, target), size in self.pairs.items():
-            loads["out", source] += size
-            loads["in", target] += size
-        return max(loads.values(), default=0)
 
 
 @dataclass(frozen=True)
@@ -76,60 +37,6 @@ class Overlap:
         if self.alone_s <= 0:
             return 100.0
         return 100 * min(1.0, max(0.0, 1 - self.exposed_s / self.alone_s))
-
-
-@dataclass(frozen=True)
-class BucketLayouts:
-    """Where one bucket's state lives: at home, and where a strategy computes with it."""
-
-    bucket: Bucket
-    home: Layout
-    used: Layout
-
-
-def layouts(program: Program, strategy: Strategy, homes: Mapping[str, Layout]) -> list[BucketLayouts]:
-    """Return the layouts of every bucket when all pipelines of a strategy have work.
-
-    Args:
-        homes: bucket name -> home layout (`ir.home.HomeLayouts`).
-    """
-    placement = place(program.outline, strategy, [1] * len(strategy.pipelines))
-    holders, variants = dict(placement.holders), Variants(program)
-    found = []
-    for bucket in program.buckets:
-        stages = holders.get(bucket.name, ())
-        kinds = [_kinds(program, variants, bucket, placement.stage_of[members[0]]) for members in stages]
-        found.append(BucketLayouts(bucket, homes[bucket.name], propagation(bucket, stages, kinds)))
-    return found
-
-
-def _kinds(program: Program, variants: Variants, bucket: Bucket, stage: PlacedStage) -> dict[str, GradientKind]:
-    """Return the gradient kinds of a bucket's parameters in one stage."""
-    degree = Degree(len(stage.ranks), 0, stage.sequence_parallel)
-    found: dict[str, GradientKind] = {}
-    for block in (b for b in program.blocks if b.name in bucket.blocks):
-        kinds = variants.kinds(block, degree)
-        found |= {name: kinds[local] for local, name in zip(kinds, block.parameters, strict=True)}
-    return {p.name: found[p.name] for p in bucket.parameters}
-
-
-def traffic(program: Program, placed: Sequence[BucketLayouts], direction: Direction) -> Traffic:
-    """Return what a pull (in the compute dtype) or a push (in fp32) moves."""
-    pairs: dict[tuple[int, int], int] = defaultdict(int)
-    for each in placed:
-        if direction == "pull":
-            _add(pairs, copy(each.home, each.used), program.dtype.itemsize)
-        else:
-            _add(pairs, reduce(each.used, each.home), GRADIENT_BYTES)
-    between = {pair: size for pair, size in sorted(pairs.items()) if pair[0] != pair[1]}
-    return Traffic(between, sum(size for (a, b), size in pairs.items() if a == b))
-
-
-def _add(pairs: dict[tuple[int, int], int], slices: Slices, itemsize: int) -> None:
-    for source, target, elements in zip(
-        slices.src.tolist(), slices.dst.tolist(), (slices.hi - slices.lo).tolist(), strict=True
-    ):
-        pairs[source, target] += elements * itemsize
 
 
 def simulated(
@@ -156,25 +63,12 @@ def simulated(
     costs = Costs(datasheet(program, cluster, degrees=degrees), cluster, home=home)
     work = costs.work(strategy, Assignment.even(counts, tokens))
     other: Direction = "push" if direction == "pull" else "pull"
-    without, alone = Without(work, direction), Without(work, "computing", "messages", "ending", other)
+    without = Without(work, direction)
+    alone = Without(work, "computing", "messages", "ending", other)
     idle = Without(work, "computing", "messages", "ending", "pull", "push")
     whole, less, by_itself, nothing = (
-        simulate(programs, cluster, each).seconds for each in (work, without, alone, idle)
+        simulate(programs, cluster, variant).seconds for variant in (work, without, alone, idle)
     )
     if not moved.total:
         return Overlap(0.0, 0.0, whole)
     return Overlap(by_itself - nothing, max(0.0, whole - less), whole)
-
-
-def default_cluster(ranks: int) -> Cluster:
-    """Return H200s of 989 TFLOP/s, eight in a node, with NVLink and 400 Gb/s between nodes.
-
-    NVLink 4 carries 450 GB/s in each direction; a node's eight network cards of 400 Gb/s give each GPU 50 GB/s.
-    """
-    return Cluster.homogeneous(
-        ranks,
-        device=Device(989e12, int(141e9), 4.8e12),
-        within_node=Link(450e9, 5e-6),
-        between_nodes=Link(50e9, 10e-6),
-        ranks_per_node=8,
-    )

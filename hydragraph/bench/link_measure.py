@@ -14,10 +14,12 @@ import torch
 import torch.distributed as dist
 
 from hydragraph import api
-from hydragraph.bench.link import DIRECTIONS, BucketLayouts, Direction, Overlap, layouts
+from hydragraph.bench.link import Overlap
 from hydragraph.bench.shapes import draw_sequences, meta_model, mixed_lengths
 from hydragraph.bench.timing import WARM_UP
+from hydragraph.cost.link_bytes import DIRECTIONS, Direction
 from hydragraph.executable import Executable
+from hydragraph.passes.layouts import BucketLayouts, layouts
 from hydragraph.runtime.buffers import Buffers
 from hydragraph.runtime.exchange import pull_exchange, push_exchange, start_pull, start_push
 from hydragraph.runtime.groups import Role
@@ -71,13 +73,13 @@ def measure_rank(
             report = exe.step(sequences, strategy)
             waits: dict[Direction, float] = {"pull": report.exposed.pull, "push": report.exposed.push}
             seen[i].append(_Step({"pull": sent[Role.PULL], "push": sent[Role.PUSH]}, waits, report.seconds))
-    found = []
+    results = []
     for strategy, steps in zip(strategies, seen, strict=True):
         placed = layouts(exe.program, strategy, exe.home.layouts)
         alone = {direction: _alone(exe, placed, direction, rounds) for direction in DIRECTIONS}
-        found.append({direction: _joined(direction, steps[WARM_UP:], alone[direction]) for direction in DIRECTIONS})
+        results.append({direction: _joined(direction, steps[WARM_UP:], alone[direction]) for direction in DIRECTIONS})
     exe.close()
-    return found
+    return results
 
 
 @dataclass(frozen=True)
@@ -97,8 +99,12 @@ def _joined(direction: Direction, steps: Sequence[_Step], alone: float) -> Measu
 def _count_bytes(exe: Executable) -> Counter[Role]:
     """Have the communicators count the bytes that they are given for other ranks, by role."""
     sent: Counter[Role] = Counter()
-    rank, ranks, groups = exe.rank, exe.ranks, exe.groups
-    exchange, gather, scatter = groups.all_to_all, groups.all_gather, groups.reduce_scatter
+    rank = exe.rank
+    ranks = exe.ranks
+    groups = exe.groups
+    exchange = groups.all_to_all
+    gather = groups.all_gather
+    scatter = groups.reduce_scatter
 
     def add(role: Role, size: int) -> None:
         sent[role] += size
@@ -122,15 +128,18 @@ def _count_bytes(exe: Executable) -> Counter[Role]:
 
 def _alone(exe: Executable, placed: list[BucketLayouts], direction: Direction, rounds: int) -> float:
     """Return the median seconds in which this rank has all that one direction brings it, with nothing beside it."""
-    buffers, rank, ranks = Buffers(exe.world.device), exe.rank, exe.ranks
+    buffers = Buffers(exe.world.device)
+    rank = exe.rank
+    ranks = exe.ranks
     starts: list[Callable[[], Finish]] = []
-    for each in placed:
-        weights, shard = exe.home.weights[each.bucket.name], exe.home.gradients[each.bucket.name]
+    for bucket_layouts in placed:
+        weights = exe.home.weights[bucket_layouts.bucket.name]
+        shard = exe.home.gradients[bucket_layouts.bucket.name]
         if direction == "pull":
-            pull = pull_exchange(each.home, each.used, rank, ranks)
+            pull = pull_exchange(bucket_layouts.home, bucket_layouts.used, rank, ranks)
             starts.append(partial(start_pull, pull, weights, exe.program.dtype, exe.groups, buffers))
         else:
-            push = push_exchange(each.used, each.home, rank, ranks)
+            push = push_exchange(bucket_layouts.used, bucket_layouts.home, rank, ranks)
             starts.append(partial(start_push, push, torch.zeros(push.source), shard, exe.groups, buffers))
     seconds = []
     for turn in range(1 + rounds):

@@ -10,15 +10,18 @@ from typing import Any
 
 import torch
 
-from hydragraph.bench.link import Direction, Overlap, Traffic, default_cluster, layouts, simulated, traffic
+from hydragraph.bench.link import Overlap, simulated
 from hydragraph.bench.link_measure import measure_rank, over_ranks
 from hydragraph.bench.report import Bar, Cell, Report
 from hydragraph.bench.shapes import meta_model
+from hydragraph.cost.link_bytes import Direction, Traffic, traffic
 from hydragraph.frontend.capture import capture
 from hydragraph.ir.home import HomeLayouts
 from hydragraph.ir.program import Program
+from hydragraph.passes.layouts import layouts
 from hydragraph.runtime.launch import launch
 from hydragraph.spec.cluster import Cluster
+from hydragraph.spec.default_cluster import default_cluster
 from hydragraph.spec.home import EQUAL, Home
 from hydragraph.spec.strategy import Strategy
 
@@ -81,18 +84,18 @@ class _Leg:
         return f"{self.direction}: {ends[0]} -> {ends[1]}"
 
 
-def bench_link(settings: Settings, told: Callable[[str], None] = lambda what: None) -> Report:
+def bench_link(settings: Settings, tell: Callable[[str], None] = lambda what: None) -> Report:
     """Say what a push from one strategy and a pull to another move and take.
 
     Args:
-        told: called with what happens next.
+        tell: called with what happens next.
 
     Raises:
         ValueError: a strategy does not fit the model or the cluster, or both ends are home.
     """
     if settings.source == settings.target == HOME:
         raise ValueError("--from home --to home moves nothing: name a strategy, such as --to '<tp2,pp1>'")
-    told("capturing the model")
+    tell("capturing the model")
     program = capture(meta_model(settings.model), dtype=settings.dtype)
     strategies = _strategies(settings, program)
     ranks = _ranks(settings, [strategy for _, strategy in strategies])
@@ -105,14 +108,14 @@ def bench_link(settings: Settings, told: Callable[[str], None] = lambda what: No
     rows: list[tuple[Cell, ...]] = []
     bars: list[Bar] = []
     for leg in legs:
-        told(f"simulating {leg.name}")
+        tell(f"simulating {leg.name}")
         sizes = (settings.tokens, settings.micro_batches)
-        found = simulated(program, leg.strategy, cluster, *sizes, leg.direction, leg.traffic, settings.home)
-        rows.append(_row(leg, "simulated", leg.traffic.total, found))
-        bars += [Bar(leg.name, "alone", 1e3 * found.alone_s), Bar(leg.name, "exposed", 1e3 * found.exposed_s)]
+        prediction = simulated(program, leg.strategy, cluster, *sizes, leg.direction, leg.traffic, settings.home)
+        rows.append(_row(leg, "simulated", leg.traffic.total, prediction))
+        bars += [Bar(leg.name, "alone", 1e3 * prediction.alone_s), Bar(leg.name, "exposed", 1e3 * prediction.exposed_s)]
     notes = list(_notes(settings, program, cluster, ranks))
     if settings.measure:
-        told(f"measuring on {ranks} local ranks")
+        tell(f"measuring on {ranks} local ranks")
         rows += _measured(settings, legs, ranks)
         notes.append(
             f"Measured: {ranks} local ranks over gloo in fp32, {settings.measured_tokens} tokens, medians of "
@@ -148,10 +151,10 @@ def _ranks(settings: Settings, strategies: Sequence[Strategy]) -> int:
     return ranks
 
 
-def _row(leg: _Leg, how: str, total: int, found: Overlap) -> tuple[Cell, ...]:
+def _row(leg: _Leg, how: str, total: int, overlap: Overlap) -> tuple[Cell, ...]:
     sizes = (total / 1e6, leg.traffic.local / 1e6, leg.traffic.most / 1e6)
-    times = (1e3 * found.alone_s, 1e3 * found.exposed_s, 1e3 * found.step_s)
-    return (leg.name, how, *sizes, *times, found.percent)
+    times = (1e3 * overlap.alone_s, 1e3 * overlap.exposed_s, 1e3 * overlap.step_s)
+    return (leg.name, how, *sizes, *times, overlap.percent)
 
 
 def _measured(settings: Settings, legs: Sequence[_Leg], ranks: int) -> list[tuple[Cell, ...]]:
@@ -163,14 +166,15 @@ def _measured(settings: Settings, legs: Sequence[_Leg], ranks: int) -> list[tupl
         per_rank = launch(measure_rank, ranks, *args, timeout=timedelta(minutes=5))
     rows = []
     for i, leg in enumerate(legs):
-        found = over_ranks([rank[i][leg.direction] for rank in per_rank])
-        rows.append(_row(leg, "measured", found.sent, found.overlap))
+        spread = over_ranks([rank[i][leg.direction] for rank in per_rank])
+        rows.append(_row(leg, "measured", spread.sent, spread.overlap))
     return rows
 
 
 def _notes(settings: Settings, program: Program, cluster: Cluster, ranks: int) -> tuple[str, ...]:
     name = str(program.dtype).removeprefix("torch.")
-    device, inner = cluster.devices[0], cluster.node(cluster.node_of(0)).inner
+    device = cluster.devices[0]
+    inner = cluster.node(cluster.node_of(0)).inner
     what = f"{ranks} devices of {device.flops_per_s / 1e12:.3g} TFLOP/s, {inner.bytes_per_s / 1e9:g} GB/s"
     return (
         f"Bytes are exact, from the link: weights are pulled in {name}, gradients pushed in fp32. With each strategy's "

@@ -18,7 +18,8 @@ def write_picture(report: Report, path: Path) -> None:
     figure = Figure(figsize=(9, 1.6 + 0.22 * len(report.bars) + 0.2 * len(groups)), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    at, ticks = 0.0, []
+    at = 0.0
+    ticks = []
     for group in groups:
         members = [bar for bar in report.bars if bar.group == group]
         for bar in members:

@@ -70,13 +70,15 @@ def meta_model(text: str) -> nn.Module:
 
 def mixed_lengths(tokens: int, seed: int = 0, longest: int = 8192, shortest: int = 64) -> list[int]:
     """Return lengths that are uniform on a logarithmic scale, as documents about are, and sum to `tokens`."""
-    generator, left, found = torch.Generator().manual_seed(seed), tokens, []
+    generator = torch.Generator().manual_seed(seed)
+    left = tokens
+    lengths = []
     while left:
         drawn = shortest * (longest / shortest) ** float(torch.rand((), generator=generator))
         length = min(left, int(drawn))
-        found.append(length if left - length > 1 else left)  # one token alone has no target
-        left -= found[-1]
-    return found
+        lengths.append(length if left - length > 1 else left)  # one token alone has no target
+        left -= lengths[-1]
+    return lengths
 
 
 def draw_sequences(lengths: list[int], vocabulary: int, seed: int) -> list[Tensor]:

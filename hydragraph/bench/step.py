@@ -80,17 +80,17 @@ class Found:
     norm: float
 
 
-def bench_step(settings: Settings, told: Callable[[str], None] = lambda what: None) -> Report:
+def bench_step(settings: Settings, tell: Callable[[str], None] = lambda what: None) -> Report:
     """Train one rank's model on every side in turn.
 
     Args:
-        told: called with what happens next.
+        tell: called with what happens next.
 
     Raises:
         ValueError: a side computes something else than the eager model on packed batches.
     """
     ceilings = measure_ceilings(settings.device, settings.dtype)
-    told("building the model and compiling it")
+    tell("building the model and compiling it")
     torch.manual_seed(0)
     model = settings.shape.build(settings.device)
     strategy = Strategy.parse("<tp1,pp1>", settings.shape.layers)
@@ -98,14 +98,14 @@ def bench_step(settings: Settings, told: Callable[[str], None] = lambda what: No
     build = partial(settings.shape.build, settings.device)
     others = baselines(model, build, strategy, settings.device, settings.dtype, settings.compiled)
     try:
-        found, notes = _measure(exe, others, settings, told)
-        told("pulls and pushes alone")
+        times, notes = _measure(exe, others, settings, tell)
+        tell("pulls and pushes alone")
         linked = link_seconds(exe, settings.device, settings.rounds)
     finally:
         exe.close()
     timed_rounds = range(WARM_UP, WARM_UP + settings.rounds)
     flops = _mean([training_flops(model, [len(s) for s in settings.sequences(turn)]) for turn in timed_rounds])
-    return _report(settings, ceilings, model, found, linked, flops, notes)
+    return _report(settings, ceilings, model, times, linked, flops, notes)
 
 
 def compile_ours(model: nn.Module, strategy: Strategy, settings: Settings) -> Executable:
@@ -124,15 +124,16 @@ def compile_ours(model: nn.Module, strategy: Strategy, settings: Settings) -> Ex
 
 
 def _measure(
-    exe: Executable, others: Mapping[str, Baseline], settings: Settings, told: Callable[[str], None]
+    exe: Executable, others: Mapping[str, Baseline], settings: Settings, tell: Callable[[str], None]
 ) -> tuple[dict[str, Found], list[str]]:
     """Check that all sides compute the same, time their steps in turn, and say which was left out."""
     first = settings.sequences(0)
-    told("the first step of hydragraph")
+    tell("the first step of hydragraph")
     report = exe.step(first)
-    values, notes = {OURS: (report.loss, report.grad_norm)}, []
+    values = {OURS: (report.loss, report.grad_norm)}
+    notes = []
     for name, other in others.items():
-        told(f"the first step: {name}")
+        tell(f"the first step: {name}")
         try:
             values[name] = other.checked(first)
         except RuntimeError as error:
@@ -144,7 +145,7 @@ def _measure(
     for name in values:
         if name != OURS:
             sides[name] = lambda turn, side=others[name]: side.step(settings.sequences(turn))  # type: ignore[misc]
-    told("steps of all sides in turn")
+    tell("steps of all sides in turn")
     seconds = alternate(sides, settings.device, settings.rounds)
     peaks = {name: peak_bytes(lambda side=side: side(0), settings.device) for name, side in sides.items()}  # type: ignore[misc]
     return {n: Found(seconds[n], peaks[n] / 1e6, *values[n]) for n in sides}, notes
@@ -157,8 +158,8 @@ def check_same(values: Mapping[str, tuple[float, float]], tolerance: float) -> N
         ValueError: naming the side that differs by more than `tolerance`, relatively.
     """
     expected = values["eager, packed"]
-    for name, found in values.items():
-        for what, a, b in zip(("loss", "gradient norm"), found, expected, strict=True):
+    for name, value in values.items():
+        for what, a, b in zip(("loss", "gradient norm"), value, expected, strict=True):
             if not abs(a - b) <= tolerance * abs(b):
                 raise ValueError(f"{name}: {what} {a:.6g}, but {b:.6g} of the eager model on packed batches")
 
@@ -182,8 +183,8 @@ def link_seconds(exe: Executable, device: torch.device, rounds: int) -> tuple[fl
             start_push(exchange, gradient, gradient, exe.groups, buffers)()
 
     with torch.no_grad():
-        found = alternate({"pull": pull, "push": push}, device, rounds)
-    return found["pull"], found["push"]
+        seconds = alternate({"pull": pull, "push": push}, device, rounds)
+    return seconds["pull"], seconds["push"]
 
 
 def _mean(values: Sequence[float]) -> float:
@@ -194,13 +195,13 @@ def _report(
     settings: Settings,
     ceilings: Ceilings,
     model: nn.Module,
-    found: Mapping[str, Found],
+    sides: Mapping[str, Found],
     linked: tuple[float, float],
     flops: float,
     notes: Sequence[str],
 ) -> Report:
     rows = []
-    for name, side in found.items():
+    for name, side in sides.items():
         rate = flops / side.seconds
         mfu = 100 * rate / ceilings.peak_flops_per_s
         numbers = (side.seconds * 1e3, settings.tokens / side.seconds, rate / 1e12, mfu)
@@ -208,7 +209,7 @@ def _report(
     count = sum(p.numel() for p in model.parameters())
     size = f"{count / 1e9:.3g} B" if count >= 1e8 else f"{count / 1e6:.3g} M"
     title = f"Step of one rank, {size} parameters, {settings.tokens:,} tokens, on {ceilings.device}"
-    share = 100 * sum(linked) / found[OURS].seconds
+    share = 100 * sum(linked) / sides[OURS].seconds
     said = (
         f"Ceilings, measured in this run: {ceilings}. MFU is of {ceilings.peak_name}, by the operations that "
         "training_flops counts: causal halving, sum of squared lengths, nothing computed twice.",
@@ -218,9 +219,9 @@ def _report(
         f"Pull {linked[0] * 1e3:.3g} ms and push {linked[1] * 1e3:.3g} ms, measured alone: {share:.2f} % of a step.",
         *([] if settings.compiled else ["torch.compile was left out: --compiled adds its side."]),
     )
-    bars = tuple(Bar("one step", name, settings.tokens / side.seconds) for name, side in found.items())
+    bars = tuple(Bar("one step", name, settings.tokens / side.seconds) for name, side in sides.items())
     measured = settings.device.type == "cuda"
-    targets = step_targets(found, flops, share) if measured else step_targets({}, 0, None)
+    targets = step_targets(sides, flops, share) if measured else step_targets({}, 0, None)
     return Report(title, COLUMNS, tuple(rows), (*said, *notes), (), targets, bars, "tokens/s")
 
 
@@ -233,19 +234,20 @@ def _precision(settings: Settings) -> str:
     return "All sides compute in fp32 and update by AdamW."
 
 
-def step_targets(found: Mapping[str, Found], flops: float, share: float | None) -> tuple[Target, ...]:
+def step_targets(sides: Mapping[str, Found], flops: float, share: float | None) -> tuple[Target, ...]:
     """Compare a step with what has to be reached on one H200.
 
     Args:
-        found: by side; empty where nothing was measured.
+        sides: by name; empty where nothing was measured.
         flops: of one step.
         share: percent of the step that pulls and pushes take.
     """
-    ratio, mfu = None, None
-    if OURS in found:
-        mfu = 100 * flops / found[OURS].seconds / 989e12
-        if "compiled, packed" in found:
-            ratio = found["compiled, packed"].seconds / found[OURS].seconds
+    ratio = None
+    mfu = None
+    if OURS in sides:
+        mfu = 100 * flops / sides[OURS].seconds / 989e12
+        if "compiled, packed" in sides:
+            ratio = sides["compiled, packed"].seconds / sides[OURS].seconds
     return (
         Target.at_least("training step, about 1 B parameters, packed: against torch.compile", 1.0, ratio, "{:.2f}x"),
         Target.at_least("training step: MFU, of 989 TFLOP/s", 45, mfu, "{:.1f} %"),

@@ -27,17 +27,17 @@ def alternate(
         at_least_s: a side is called so often in one round that it takes about this long; 0: once.
     """
     repeats = dict.fromkeys(sides, 1)
-    found: dict[str, list[float]] = {name: [] for name in sides}
+    seconds: dict[str, list[float]] = {name: [] for name in sides}
     names = list(sides)
     for turn in range(warm_up + rounds):
         first = turn % len(names)
         for name in names[first:] + names[:first]:
-            seconds = timed(sides[name], turn, device, repeats[name])
+            seconds_of_turn = timed(sides[name], turn, device, repeats[name])
             if turn >= warm_up:
-                found[name].append(seconds)
+                seconds[name].append(seconds_of_turn)
             else:  # the last round of warming up has compiled and allocated everything
-                repeats[name] = max(1, min(MOST_REPEATS, round(at_least_s / max(seconds, 1e-9))))
-    return {name: statistics.median(seconds) for name, seconds in found.items()}
+                repeats[name] = max(1, min(MOST_REPEATS, round(at_least_s / max(seconds_of_turn, 1e-9))))
+    return {name: statistics.median(turns) for name, turns in seconds.items()}
 
 
 def timed(side: Side, turn: int, device: torch.device, repeats: int = 1) -> float:

@@ -28,22 +28,22 @@ def torch_varlen(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, longest: int, 
     """
     if q.device.type != "cuda":
         raise Unsupported("tensors on the CPU", where="varlen_attn", remedy="use a CUDA device")
-    function, known = _function()
-    q, k, v, options = arguments(q, k, v, scale, known)
+    function, parameters = _function()
+    q, k, v, options = arguments(q, k, v, scale, parameters)
     out: Tensor = function(q, k, v, starts, starts, longest, longest, **options)
     return out
 
 
 def arguments(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, known: Collection[str]
+    q: Tensor, k: Tensor, v: Tensor, scale: float, accepted: Collection[str]
 ) -> tuple[Tensor, Tensor, Tensor, dict[str, Any]]:
     """Return queries, keys, values and options that mean causal attention to a function of such arguments."""
-    options: dict[str, Any] = {"window_size": (-1, 0)} if "window_size" in known else {"is_causal": True}
-    if "enable_gqa" in known:
+    options: dict[str, Any] = {"window_size": (-1, 0)} if "window_size" in accepted else {"is_causal": True}
+    if "enable_gqa" in accepted:
         options["enable_gqa"] = q.shape[1] != k.shape[1]
     elif q.shape[1] != k.shape[1]:
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
-    if "scale" in known:
+    if "scale" in accepted:
         options["scale"] = scale
     else:  # it takes 1 / sqrt(D)
         q = q * (scale * q.shape[-1] ** 0.5)

@@ -28,7 +28,8 @@ from hydragraph.runtime.variants import Variants
 log = logging.getLogger("hydragraph.check")
 
 MODES = ("auto", "full", "off")
-TOGETHER = 32_000_000  # parameters of blocks that are in memory at a time, beyond one block
+# How many parameters of blocks are in memory at a time, beyond one block.
+TOGETHER = 32_000_000
 
 REMEDY = (
     "its graph is not what the model computes: look for what a trace loses (hooks, Python state, masks or positions of "
@@ -135,30 +136,35 @@ def check(subject: Subject, mode: str = "auto", variants: Variants | None = None
     """
     began = time.perf_counter()
     program = subject.program
-    forms, variants = Forms(), variants or Variants(program, added=True)
+    forms = Forms()
+    variants = variants or Variants(program, added=True)
     groups = kept_together(subject, mode)
     sizes = [_size(subject, group) for group in groups]
     lengths = lengths_of(subject.model, program, max(sizes))
     done: list[tuple[Difference, Attempt]] = []
     problem = ""
     for group in groups:
-        found = _pass(subject, variants, forms, group, lengths)
-        if isinstance(found, str):
-            problem = problem or found
+        difference = _pass(subject, variants, forms, group, lengths)
+        if isinstance(difference, str):
+            problem = problem or difference
         else:
-            done.append(found)
+            done.append(difference)
     kept = sum(map(len, groups))
-    name, seconds = type(subject.model).__name__, time.perf_counter() - began
+    name = type(subject.model).__name__
+    seconds = time.perf_counter() - began
     if problem or not done:
         return Checked(name, 0, program.layers, (), 0.0, "", seconds, problem=problem)
-    worst, attempt = max(done, key=lambda each: each[0].ratio * each[1].bound.own)
-    error = worst.ratio * attempt.bound.own  # of a gradient's norm; of one that is 0, of what all allow it
+    worst, attempt = max(done, key=lambda pair: pair[0].ratio * pair[1].bound.own)
+    # As a part of the gradient's norm; of one that is 0, as a part of what the norm of all allows it.
+    error = worst.ratio * attempt.bound.own
     kind = str(attempt.dtype).removeprefix("torch.")
     return Checked(name, kept, program.layers, worst.tokens, error, kind, seconds, lengths.untouched)
 
 
 def attempts(dtype: torch.dtype) -> Iterator[Attempt]:
     """Yield how both sides are computed, in order, for a program of some dtype."""
+    # The user's own weights first, and cheaply. Where that fails, fp64 tells rounding from an error; where values are
+    # not finite (a model that was never initialised), new weights may do.
     first = torch.float64 if dtype is torch.float64 else torch.float32
     yield Attempt(first, copied=True, widened=dtype is torch.bfloat16, seed=0)
     yield Attempt(torch.float64, copied=True, widened=True, seed=1)
@@ -172,22 +178,23 @@ def kept_together(subject: Subject, mode: str) -> list[tuple[int, ...]]:
     Under "auto" these are the first of each template, and of what is trained of it; and, where that costs little, the
     last of each: what differs from block to block differs most between these.
     """
-    _, found = block_list(subject.model, subject.blocks)
-    sizes = [sum(p.numel() for p in block.parameters()) for block in found]
+    _, layers = block_list(subject.model, subject.blocks)
+    sizes = [sum(p.numel() for p in block.parameters()) for block in layers]
     names = [_kind(subject.program, block) for block in subject.program.blocks[1:-1]]
     chosen = sorted({names.index(name) for name in names}) if mode == "auto" else list(range(len(names)))
     if mode == "auto":
         last = sorted({len(names) - 1 - names[::-1].index(name) for name in names} - set(chosen))
         chosen += [i for i in last if sum(sizes[j] for j in (*chosen, *last)) <= TOGETHER]
+    # As many blocks at a time as fit, and at least one: a difference anywhere in a group fails it, and is then sought.
     groups: list[tuple[int, ...]] = []
-    held = 0
+    together = 0
     for i in chosen:
-        if groups and held + sizes[i] <= TOGETHER:
+        if groups and together + sizes[i] <= TOGETHER:
             groups[-1] = (*groups[-1], i)
-            held += sizes[i]
+            together += sizes[i]
         else:
             groups.append((i,))
-            held = sizes[i]
+            together = sizes[i]
     return groups
 
 
@@ -218,18 +225,18 @@ def _pass(
     problem = "loss or gradients of the model alone are not finite with any weights that were tried"
     for attempt in attempts(subject.program.dtype):
         try:
-            found = _attempt(subject, variants, forms, group, lengths, attempt)
+            difference = _attempt(subject, variants, forms, group, lengths, attempt)
         except _Unrunnable as error:
             if error.side == "captured":
                 failed.append((error, attempt))
             elif not failed:
                 problem = f"the model alone cannot compute a sequence on the CPU ({error})"
             continue
-        if found is None:
+        if difference is None:
             continue
-        if found.ratio <= 1:
-            return found, attempt
-        failed.append((found, attempt))
+        if difference.ratio <= 1:
+            return difference, attempt
+        failed.append((difference, attempt))
     if not failed:
         return problem
     raise _refusal(subject, variants, forms, group, lengths, failed)
@@ -251,7 +258,7 @@ def _attempt(
     tensors = dict([*model.named_parameters(), *model.named_buffers()])
     sequences = draw_sequences(lengths, ids_of(subject.model, program), program, subject.example, attempt.seed)
     packed = batches(sequences)
-    times = Counter(i for _, held in packed for i in held)
+    times = Counter(i for _, indices in packed for i in indices)
     sums: dict[str, Tensor] = {}
     loss = torch.zeros((), dtype=torch.float64)
     failed: _Unrunnable | None = None
@@ -261,7 +268,8 @@ def _attempt(
             for batch, _ in packed:
                 loss = loss + add_captured(program, ran, tensors, sums, batch, wide).double()
     except _Unrunnable as error:
-        failed = error  # which says nothing where the model alone does not run either
+        # It says nothing where the model alone does not run either, so that side is computed as well.
+        failed = error
     for name in _frozen(program):
         sums.pop(name, None)
     comparison = Comparison(sums)
@@ -301,19 +309,20 @@ def _refusal(
     failed: Sequence[tuple[Difference | _Unrunnable, Attempt]],
 ) -> Unsupported:
     """Describe what differs, and in which block: the first that differs when it stands alone."""
-    found, attempt = next(((f, a) for f, a in failed if isinstance(f, Difference)), failed[0])
+    difference, attempt = next(((f, a) for f, a in failed if isinstance(f, Difference)), failed[0])
     where = _where(subject, variants, forms, group, lengths, attempt)
-    if isinstance(found, _Unrunnable):
-        return Unsupported(f"its captured graph does not run ({found})", where=where, remedy=REMEDY)
+    if isinstance(difference, _Unrunnable):
+        return Unsupported(f"its captured graph does not run ({difference})", where=where, remedy=REMEDY)
     what = (
-        f"the gradient of {found.parameter} is {found.relative:.2g} times its norm off"
-        if found.parameter
-        else f"the loss is {found.relative:.2g} times itself off"
+        f"the gradient of {difference.parameter} is {difference.relative:.2g} times its norm off"
+        if difference.parameter
+        else f"the loss is {difference.relative:.2g} times itself off"
     )
-    tokens, kind = " and ".join(map(str, found.tokens)), str(attempt.dtype).removeprefix("torch.")
+    tokens = " and ".join(map(str, difference.tokens))
+    kind = str(attempt.dtype).removeprefix("torch.")
     return Unsupported(
-        f"packed and captured, {what} (loss {found.loss:.6g} for {found.expected:.6g}, batches of {tokens} tokens in "
-        f"{kind}) from what the model computes of each sequence alone",
+        f"packed and captured, {what} (loss {difference.loss:.6g} for {difference.expected:.6g}, batches of {tokens} "
+        f"tokens in {kind}) from what the model computes of each sequence alone",
         where=where,
         remedy=REMEDY,
     )
@@ -327,10 +336,10 @@ def _where(
 
     def differs(kept: tuple[int, ...]) -> bool:
         try:
-            found = _attempt(subject, variants, forms, kept, lengths, attempt)
+            difference = _attempt(subject, variants, forms, kept, lengths, attempt)
         except (_Unrunnable, Unsupported):
             return True
-        return found is not None and found.ratio > 1
+        return difference is not None and difference.ratio > 1
 
     if differs(()):
         return f"{name} before its first block or after its last"
@@ -338,9 +347,9 @@ def _where(
     return f"{name}, layer.{culprit}" if culprit is not None else f"{name}, layers {', '.join(map(str, group))}"
 
 
-def report(found: Checked) -> None:
+def report(checked: Checked) -> None:
     """Say in one line what was checked."""
-    if found.problem:
-        log.warning("%s", found)
+    if checked.problem:
+        log.warning("%s", checked)
     else:
-        log.info("%s", found)
+        log.info("%s", checked)

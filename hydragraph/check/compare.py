@@ -61,17 +61,18 @@ class Comparison:
     So no more than one of both is kept.
 
     Args:
-        found: by name; written to.
+        computed: by name; written to.
         norms: of what is expected. None: those of what was found; where the two are far apart, the error is no smaller.
     """
 
-    def __init__(self, found: dict[str, Tensor], norms: Mapping[str, float] | None = None) -> None:
-        self._left = found
-        self._norms = norms if norms is not None else {name: _norm(gradient) for name, gradient in found.items()}
+    def __init__(self, computed: dict[str, Tensor], norms: Mapping[str, float] | None = None) -> None:
+        self._left = computed
+        self._norms = norms if norms is not None else {name: _norm(gradient) for name, gradient in computed.items()}
         self._finite = True
 
     def subtract(self, name: str, expected: Tensor) -> None:
         """Compare with a gradient, or with a summand of it; one that was not found counts as 0."""
+        # In place where dtypes allow, so that of a large model no third copy of a gradient exists.
         self._finite = self._finite and math.isfinite(_norm(expected))
         left = self._left.get(name)
         if left is None:
@@ -90,6 +91,8 @@ class Comparison:
         """
         if not self._finite or not math.isfinite(expected):
             return None
+        # A key's bias cancels in softmax: its true gradient is 0, and what is computed is rounding. Against the norm of
+        # all gradients it is small; against its own norm it would be all wrong.
         everything = math.sqrt(sum(norm**2 for norm in self._norms.values()))
 
         def difference(name: str, error: float, norm: float, limit: float) -> Difference:
@@ -105,11 +108,11 @@ class Comparison:
 
 
 def compare(
-    found: Mapping[str, Tensor], expected: Mapping[str, Tensor], bound: Bound, tokens: tuple[int, ...]
+    computed: Mapping[str, Tensor], expected: Mapping[str, Tensor], bound: Bound, tokens: tuple[int, ...]
 ) -> Difference | None:
     """Return the worst difference of tensors by name; see `Comparison`."""
     norms = {name: _norm(value) for name, value in expected.items()}
-    comparison = Comparison({name: value.clone() for name, value in found.items()}, norms)
+    comparison = Comparison({name: value.clone() for name, value in computed.items()}, norms)
     for name, value in expected.items():
         comparison.subtract(name, value)
     return comparison.worst(0.0, 0.0, bound, tokens)

@@ -11,7 +11,6 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 from hydragraph.check.weights import Weights
@@ -19,8 +18,10 @@ from hydragraph.check.wide import widened
 from hydragraph.frontend.blocks import block_list
 from hydragraph.frontend.initialise import initial_buffers
 from hydragraph.frontend.skeleton import hidden_output
+from hydragraph.private.trees import tree_leaves
 
-_ANYWHERE = ("eager", "sdpa")  # attention of transformers that runs on any CPU in any dtype
+# Attention functions of transformers that run on any CPU in any dtype.
+_ANYWHERE = ("eager", "sdpa")
 
 
 class Forms:
@@ -35,7 +36,7 @@ class Forms:
 
     def pass_on(self, *arguments: Any, **keywords: Any) -> Any:
         """Return the hidden state that a block was given, as a block would."""
-        leaves = pytree.tree_leaves((arguments, keywords))
+        leaves = tree_leaves((arguments, keywords))
         hidden = next(leaf for leaf in leaves if isinstance(leaf, Tensor))
         return hidden if self._rebuild is None else self._rebuild(hidden)
 
@@ -58,18 +59,18 @@ def reduced(
     Raises:
         Unsupported: naming a buffer on the meta device that no initialiser sets.
     """
-    path, found = block_list(model, blocks)
-    left_out = {f"{path}.{i}." for i in range(len(found)) if i not in kept}
-    names = {f"{path}.{i}." for i in range(len(found))}
+    path, layers = block_list(model, blocks)
+    left_out = {f"{path}.{i}." for i in range(len(layers)) if i not in kept}
+    names = {f"{path}.{i}." for i in range(len(layers))}
     memo = _tensors(model, lambda name: _prefix(name, names) in left_out, weights)
-    made = copy.deepcopy(model, memo)
-    for i, (_, block) in enumerate(made.get_submodule(path).named_children()):
+    model_copy = copy.deepcopy(model, memo)
+    for i, (_, block) in enumerate(model_copy.get_submodule(path).named_children()):
         if i in kept:
             block.register_forward_hook(forms.learn)
         else:
             _leave_out(block, forms)
-    _use_attention_of_any_cpu(made)
-    return made
+    _use_attention_of_any_cpu(model_copy)
+    return model_copy
 
 
 def _prefix(name: str, prefixes: Collection[str]) -> str | None:

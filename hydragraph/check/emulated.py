@@ -29,10 +29,12 @@ class Meeting:
         Raises:
             RuntimeError: ranks are in different calls, or give values of different shapes.
         """
+        # Two barriers: behind the first all have written, behind the second all have read, and may write again.
         self._calls[index] = call, tuple(getattr(value, "shape", ()))
         self._values[index] = value
         self._barrier.wait()
-        calls, values = list(self._calls), list(self._values)
+        calls = list(self._calls)
+        values = list(self._values)
         self._barrier.wait()
         if len(set(calls)) > 1:
             said = "; ".join(f"rank {i}: {name} {list(shape)}" for i, (name, shape) in enumerate(calls))
@@ -52,7 +54,9 @@ class EmulatedCollectives:
     """
 
     def __init__(self, meeting: Meeting, index: int) -> None:
-        self._meeting, self.index, self.size = meeting, index, meeting.size
+        self._meeting = meeting
+        self.index = index
+        self.size = meeting.size
         self.calls: list[str] = []
 
     def _all(self, call: str, x: Tensor) -> list[Tensor]:
@@ -94,7 +98,8 @@ def run_ranks(size: int, function: Callable[[EmulatedCollectives], Any]) -> list
     Raises:
         Exception: what the first rank that failed by itself raised.
     """
-    meeting, results = Meeting(size), [None] * size
+    meeting = Meeting(size)
+    results = [None] * size
     errors: list[Exception] = []
 
     def work(index: int) -> None:
@@ -110,6 +115,7 @@ def run_ranks(size: int, function: Callable[[EmulatedCollectives], Any]) -> list
         thread.start()
     for thread in threads:
         thread.join()
+    # A rank that fails breaks the barrier, and the others fail for that: their errors say nothing.
     if errors:
         raise next((e for e in errors if not isinstance(e, threading.BrokenBarrierError)), errors[0])
     return results

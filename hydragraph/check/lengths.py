@@ -11,15 +11,21 @@ from torch import Tensor, fx, nn
 
 from hydragraph.ir.graph_data import value_of
 from hydragraph.ir.program import Program
-from hydragraph.passes.cut import aten, operands
+from hydragraph.passes.node import aten, operands
 
-_LIMITS = re.compile(r"window|chunk|cap|block_size|original_max")  # settings from which on attention differs
+# Names of settings from whose number of tokens on attention may differ.
+_LIMITS = re.compile(r"window|chunk|cap|block_size|original_max")
 _POSITIONS = re.compile(r"^(max_position_embeddings|n_positions|max_seq_len|max_sequence_length)$")
-LONGEST = 512  # tokens: what is compared takes seconds
-_WORK = 4e11  # floating-point operations of one side, about: the same in work
-_SHORT = (5, 11, 3)  # tokens, where no setting asks for more
-_BEYOND = 3  # tokens
-_LARGE = 100_000_000  # parameters
+# The most tokens: a comparison is to take seconds.
+LONGEST = 512
+# The same as floating-point operations of one side, about.
+_WORK = 4e11
+# Lengths where no setting asks for more: unequal, and none a power of two.
+_SHORT = (5, 11, 3)
+# Tokens by which a sequence exceeds a setting, so that what lies behind the limit is compared.
+_BEYOND = 3
+# Models of more parameters than this are compared with two sequences, not three.
+_LARGE = 100_000_000
 
 
 @dataclass(frozen=True)
@@ -91,8 +97,8 @@ def _read(node: fx.Node) -> set[str]:
     seen: set[fx.Node] = set()
     pending = [node]
     while pending:
-        each = pending.pop()
-        if each not in seen:
-            seen.add(each)
-            pending += [n for n in each.all_input_nodes if isinstance(value_of(n), Tensor)]
+        entry = pending.pop()
+        if entry not in seen:
+            seen.add(entry)
+            pending += [n for n in entry.all_input_nodes if isinstance(value_of(n), Tensor)]
     return {n.name for n in seen if n.op == "placeholder"}

@@ -25,7 +25,8 @@ import hydragraph
 from hydragraph.check.check import Subject
 from hydragraph.version import __version__
 
-_KNOWN = ("torch", "transformers")  # libraries whose version says what their modules do
+# Libraries whose version says what their modules do; of all others, the source is read.
+_KNOWN = ("torch", "transformers")
 _HOOKS = tuple(name for name in vars(nn.Module()) if name.endswith("_hooks"))
 _PLAIN = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device)
 _HELD = frozenset({"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", *_HOOKS})
@@ -75,11 +76,11 @@ def _described(model: nn.Module) -> Iterator[str]:
         yield str(getattr(config, "_attn_implementation", ""))
     seen: set[type] = set()
     for name, module in model.named_modules():
-        held = vars(module)
-        if any(held.get(hooks) for hooks in _HOOKS):
+        attributes = vars(module)
+        if any(attributes.get(hooks) for hooks in _HOOKS):
             raise _Unknown
         yield f"{name} {type(module).__module__}.{type(module).__qualname__}"
-        yield repr(sorted((n, _value(v)) for n, v in held.items() if n not in _HELD))
+        yield repr(sorted((n, _value(v)) for n, v in attributes.items() if n not in _HELD))
         for kind in (k for k in type(module).__mro__ if k not in seen and not _is_known(k.__module__)):
             seen.add(kind)
             yield "" if kind is object else _source(kind)
@@ -144,8 +145,8 @@ def _own_source() -> str:
 def recall(key: str) -> str | None:
     """Return the line about what passed under a fingerprint before; None: nothing did."""
     try:
-        found = json.loads((folder() / f"{key}.json").read_text(encoding="utf-8"))
-        return str(found["line"])
+        record = json.loads((folder() / f"{key}.json").read_text(encoding="utf-8"))
+        return str(record["line"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
 

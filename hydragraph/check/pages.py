@@ -11,7 +11,8 @@ import mmap
 import torch
 from torch import Tensor
 
-_LARGE = 1 << 24  # bytes, from which on it pays
+# From so many bytes on it pays.
+_LARGE = 1 << 24
 
 
 def zeros(shape: torch.Size, dtype: torch.dtype) -> Tensor:

@@ -10,24 +10,26 @@ from hydragraph.errors import Unsupported
 from hydragraph.runtime.launch import World
 from hydragraph.runtime.variants import Variants
 
-AUTO = "auto"  # what "auto" stands for; the project's own tests, which compare everything themselves, make it "off"
+# What "auto" stands for; the project's own tests, which compare everything themselves, make it "off".
+AUTO = "auto"
 
-_latest: list[Variants] = []  # of the program that was checked last, so that its executable need not compile them again
+# Those of the program that was checked last, so that its executable need not compile them again.
+_latest: list[Variants] = []
 
 
-def mode_of(given: str | bool) -> str:
+def mode_of(asked: str | bool) -> str:
     """Return the mode that a user chose; YAML reads `off` as False.
 
     Raises:
         ValueError: there is no such mode.
     """
-    mode = "off" if given is False else given
+    mode = "off" if asked is False else asked
     if mode not in MODES:
-        raise ValueError(f"check is {given!r}: use {', '.join(map(repr, MODES))}")
+        raise ValueError(f"check is {asked!r}: use {', '.join(map(repr, MODES))}")
     return AUTO if mode == "auto" else str(mode)
 
 
-def check_here(subject: Subject, given: str | bool) -> Checked | None:
+def check_here(subject: Subject, asked: str | bool) -> Checked | None:
     """Check a captured program in this process and log what was found.
 
     Returns:
@@ -36,7 +38,7 @@ def check_here(subject: Subject, given: str | bool) -> Checked | None:
     Raises:
         Unsupported: it differs from its model.
     """
-    mode = mode_of(given)
+    mode = mode_of(asked)
     if mode == "off":
         return None
     key = fingerprint(subject, mode)
@@ -45,27 +47,27 @@ def check_here(subject: Subject, given: str | bool) -> Checked | None:
         log.info("%s (in an earlier run)", line)
         return None
     variants = Variants(subject.program, added=True)
-    found = check(subject, mode, variants)
+    checked = check(subject, mode, variants)
     _latest[:] = [variants]
-    report(found)
-    if key is not None and not found.problem:
-        remember(key, str(found))
-    return found
+    report(checked)
+    if key is not None and not checked.problem:
+        remember(key, str(checked))
+    return checked
 
 
-def check_on_hosts(subject: Subject, given: str | bool, world: World) -> None:
+def check_on_hosts(subject: Subject, asked: str | bool, world: World) -> None:
     """Check a captured program on one rank of each host; all ranks call it, with equal arguments.
 
     Raises:
         Unsupported: on every rank, if it differs from its model on one.
     """
-    if mode_of(given) == "off":
+    if mode_of(asked) == "off":
         return
-    error = _error(lambda: check_here(subject, given)) if world.local_rank == 0 else None
-    found = world.gather(error)
+    error = _error(lambda: check_here(subject, asked)) if world.local_rank == 0 else None
+    errors = world.gather(error)
     if error is not None:
         raise error
-    for other in found:
+    for other in errors:
         if other is not None:
             raise other
 

@@ -13,12 +13,14 @@ from hydragraph.check.lengths import Lengths, embeddings
 from hydragraph.frontend.packed import FIELDS, own_fields, shift
 from hydragraph.ir.graph_data import value_of
 from hydragraph.ir.program import Program
-from hydragraph.passes.cut import aten, operands
+from hydragraph.passes.node import aten, operands
 from hydragraph.runtime.batch import pack
 from hydragraph.spec.workload import IGNORED, Field, Sequence
 
-_PADDED = (13, 17)  # the second batch's tokens are a multiple of one of these: padding must not count
-_TARGETS = 3  # one in so many tokens, where labels are no next tokens
+# The second batch's tokens are a multiple of one of these: padding must not count.
+_PADDED = (13, 17)
+# One in so many tokens is a target, where labels are no next tokens.
+_TARGETS = 3
 
 
 @dataclass(frozen=True)
@@ -60,11 +62,11 @@ def ids_read(program: Program, otherwise: int = 2) -> Ids:
 def ids_of(model: nn.Module, program: Program) -> Ids:
     """Find which ids a model takes, without those that mean something to it."""
     config: Any = getattr(model, "config", None)
-    known = ids_read(program, int(getattr(config, "vocab_size", None) or 2))
+    read = ids_read(program, int(getattr(config, "vocab_size", None) or 2))
     named = config.to_dict() if hasattr(config, "to_dict") else {}
     special = {v for n, v in named.items() if "token_id" in n and type(v) is int}
     special |= {p for m in model.modules() if type(p := getattr(m, "padding_idx", None)) is int}
-    return replace(known, special=frozenset(special if len(special) < known.count // 2 else ()))
+    return replace(read, special=frozenset(special if len(special) < read.count // 2 else ()))
 
 
 def _classes(program: Program) -> int | None:
@@ -81,12 +83,12 @@ def draw_sequences(
     """Draw a sequence of each length."""
     generator = torch.Generator().manual_seed(seed)
     fields = own_fields(program)
-    found = []
+    sequences = []
     for length in lengths.tokens:
         tokens = ids.draw(length, generator)
         extra = {n: _field(f, length, (example or {}).get(n), generator) for n, f in fields.items() if n not in FIELDS}
-        found.append(Sequence(tokens, _labels(tokens, ids, program.causal, generator), extra))
-    return found
+        sequences.append(Sequence(tokens, _labels(tokens, ids, program.causal, generator), extra))
+    return sequences
 
 
 def _labels(tokens: Tensor, ids: Ids, causal: bool, generator: torch.Generator) -> Tensor:

@@ -45,8 +45,8 @@ def run_alone(
         the loss, times that.
     """
     with torch.enable_grad(), torch.random.fork_rng(devices=[]), computing(wide):
-        given = batch if wide is None else {n: _floating(v, wide) for n, v in batch.items()}
-        value = loss(caller(model, given)(model, given), given) * times
+        fields = batch if wide is None else {n: _floating(v, wide) for n, v in batch.items()}
+        value = loss(caller(model, fields)(model, fields), fields) * times
     if value.requires_grad:
         with _taken(model, done):
             value.backward()  # type: ignore[no-untyped-call]
@@ -58,7 +58,8 @@ def _taken(model: nn.Module, done: Callable[[str, Tensor], None]) -> Iterator[No
     """Hand on each gradient of a model's parameters, and keep none."""
 
     def take(name: str, parameter: Tensor) -> None:
-        gradient, parameter.grad = parameter.grad, None
+        gradient = parameter.grad
+        parameter.grad = None
         if gradient is not None:
             done(name, gradient)
 
@@ -89,8 +90,8 @@ class Common:
         """Compute them."""
         fields = dict(batch) if wide is None else {n: _floating(v, wide) for n, v in batch.items()}
         template = program.templates[program.aux.template]
-        given = [buffers[b] for b in program.aux.buffers] + [fields[i] for i in template.inputs]
-        return cls(fields, runner(template.graph, wide)(*given))
+        arguments = [buffers[b] for b in program.aux.buffers] + [fields[i] for i in template.inputs]
+        return cls(fields, runner(template.graph, wide)(*arguments))
 
     def inputs(self, program: Program, block: Block) -> dict[str, Any]:
         """Return what one block takes of it, by its template's names."""
@@ -122,9 +123,9 @@ def add_captured(
         saved: list[list[Any]] = []
         hidden: Any = None
         for block, variant in ran:
-            given = common.inputs(program, block) | {"hidden": hidden}
-            given |= {n: tensors[c] for n, c in _local(program, block).items()}
-            hidden, *kept = runner(variant.forward, wide)(*(given[n] for n in variant.inputs))
+            values = common.inputs(program, block) | {"hidden": hidden}
+            values |= {n: tensors[c] for n, c in _local(program, block).items()}
+            hidden, *kept = runner(variant.forward, wide)(*(values[n] for n in variant.inputs))
             saved.append(kept)
         loss: Tensor = hidden
         tangent = torch.ones_like(loss)
@@ -159,24 +160,27 @@ def backward(
         saved: what its forward kept.
         tangent: the gradient of its output.
     """
-    given = {f"saved.{i}": value for i, value in enumerate(saved)} | {"tangent": tangent}
-    arguments: list[Any] = [given[n] if n in given else tensors[local[n]] for n in variant.needs]
+    kept = {f"saved.{i}": value for i, value in enumerate(saved)} | {"tangent": tangent}
+    arguments: list[Any] = [kept[n] if n in kept else tensors[local[n]] for n in variant.needs]
     for name in variant.added:
-        counts = float(local[name] in sums)  # 0.0: what lies in the new memory does not
+        # 0.0, and what lies in the new memory does not count.
+        counts = float(local[name] in sums)
         if not counts:
             like = tensors[local[name]]
             sums[local[name]] = pages.zeros(like.shape, like.dtype)
         arguments += [sums[local[name]], counts]
+    # A gradient may be a view of a saved value or of another gradient (two weights that are read as one). Adding to it
+    # would change that too, so only what nothing else holds is kept as the sum; of the rest a copy is.
     before = None
-    found = runner(variant.backward, wide)(*arguments)
-    known = Counter(map(_place, [*found, *(each for each in arguments if isinstance(each, Tensor))]))
-    for name, gradient in zip(variant.gradients, found, strict=True):
+    gradients = runner(variant.backward, wide)(*arguments)
+    holders = Counter(map(_place, [*gradients, *(argument for argument in arguments if isinstance(argument, Tensor))]))
+    for name, gradient in zip(variant.gradients, gradients, strict=True):
         if name == "hidden":
             before = gradient
         elif local[name] in sums:
             sums[local[name]].add_(gradient)
         else:  # what lies in memory of its own can be added to
-            alone = known[_place(gradient)] == 1 and gradient.untyped_storage().nbytes() == gradient.nbytes
+            alone = holders[_place(gradient)] == 1 and gradient.untyped_storage().nbytes() == gradient.nbytes
             sums[local[name]] = gradient if alone else gradient.clone(memory_format=torch.contiguous_format)
     return before
 

@@ -36,7 +36,8 @@ from hydragraph.runtime.batch import pack
 from hydragraph.runtime.variants import Variants, local_parameters, vocabulary_starts
 from hydragraph.spec.strategy import Strategy
 
-LARGEST = 1 << 28  # parameters of a block: both sides hold them and their gradients in fp32, 4 GiB in all
+# The most parameters of a block: both sides hold them and their gradients in fp32, 4 GiB in all.
+LARGEST = 1 << 28
 _LENGTHS = Lengths((5, 11, 3), ())
 _OUT = "its output"
 
@@ -74,7 +75,8 @@ class StageCheck:
     """
 
     def __init__(self, program: Program, buffers: Mapping[str, Tensor], fused_head: bool, added: bool = True) -> None:
-        self._program, self._fused_head = program, fused_head
+        self._program = program
+        self._fused_head = fused_head
         self._buffers = {name: value.detach().cpu() for name, value in buffers.items()}
         self._whole = Variants(program, "default")
         self._cut = Variants(program, fused_head=fused_head, added=added)
@@ -86,12 +88,16 @@ class StageCheck:
         Raises:
             Unsupported: a stage computes something else than the block, naming form, block and parameter.
         """
-        began, forms, errors, left = time.perf_counter(), set[Form](), [0.0], dict[str, str]()
+        began = time.perf_counter()
+        forms = set[Form]()
+        errors = [0.0]
+        left = dict[str, str]()
         for block, form in self._work(strategy):
             key = self._key(block, form)
             if key in self._passed:
                 continue
-            size, stored = sum(self._program.parameters[n].size for n in block.parameters), key_of(repr(key))
+            size = sum(self._program.parameters[n].size for n in block.parameters)
+            stored = key_of(repr(key))
             if size > LARGEST:
                 left[block.name] = f"{size / 1e6:.3g} M parameters, above {LARGEST / 1e6:.3g} M"
             elif recall(stored) is None:
@@ -107,8 +113,9 @@ class StageCheck:
             named = "; ".join(f"{name} ({why})" for name, why in left.items())
             log.warning("not compared with what ranks run: %s", named)
         if forms:
-            told, seconds = " and ".join(f"<{form}>" for form in sorted(forms, key=str)), time.perf_counter() - began
-            log.info("checked what ranks run under %s: worst error %.1e, %.1f s", told, max(errors), seconds)
+            names = " and ".join(f"<{form}>" for form in sorted(forms, key=str))
+            seconds = time.perf_counter() - began
+            log.info("checked what ranks run under %s: worst error %.1e, %.1f s", names, max(errors), seconds)
 
     def _work(self, strategy: Strategy) -> Iterator[tuple[Block, Form]]:
         """Yield what is not the plain uncut block, whose graphs were compared with the model."""
@@ -122,26 +129,27 @@ class StageCheck:
     def _key(self, block: Block, form: Form) -> Hashable:
         """Return what the outcome depends on, of a program's own."""
         program = self._program
-        held = tuple((p.shape, p.rule) for p in (program.parameters[n] for n in block.parameters))
+        cut_shapes = tuple((p.shape, p.rule) for p in (program.parameters[n] for n in block.parameters))
         learns = tuple(n in program.learning for n in block.parameters)
         content = program.templates[block.template].content
         fused = self._fused_head and block is program.blocks[-1]
-        passes_on = program.outline.index[block.name] > program.outline.lowest  # what comes before it learns
-        return content, held, learns, passes_on, form, fused, str(program.dtype)
+        # Whether what comes before the block learns, so that it has a gradient to pass on.
+        passes_on = program.outline.index[block.name] > program.outline.lowest
+        return content, cut_shapes, learns, passes_on, form, fused, str(program.dtype)
 
     def _compare(self, block: Block, form: Form) -> float | None:
         """Return the worst error of a gradient, as a part of its norm; None: nothing finite could be compared."""
         failed: list[tuple[Difference | Exception, Attempt]] = []
         for attempt in _attempts(self._program.dtype):
             try:
-                found = self._attempt(block, form, attempt)
+                difference = self._attempt(block, form, attempt)
             except (RuntimeError, TypeError, ValueError) as error:
                 failed.append((error, attempt))
                 continue
-            if found is not None and found.ratio <= 1:
-                return found.ratio * attempt.bound.own
-            if found is not None:
-                failed.append((found, attempt))
+            if difference is not None and difference.ratio <= 1:
+                return difference.ratio * attempt.bound.own
+            if difference is not None:
+                failed.append((difference, attempt))
         if not failed:
             return None
         raise _refusal(block, form, *failed[-1])
@@ -154,28 +162,32 @@ class StageCheck:
         degrees = [Degree(form.tp, i, form.sequence_parallel) for i in range(form.tp)]
         variants = [self._cut.get(block, degree, form.recompute) for degree in degrees]
         with torch.no_grad(), default_dtype(wide):
-            given = self._values(block, form, attempt)
-            tangent = _tangent(runner(whole.forward, wide)(*(given[n] for n in whole.inputs))[0], attempt.seed)
-            expected = _run(whole, given, tangent, wide)
-            stage = _Stage(form, parameters, variants, given, wide)
+            values = self._values(block, form, attempt)
+            tangent = _tangent(runner(whole.forward, wide)(*(values[n] for n in whole.inputs))[0], attempt.seed)
+            of_block = _run(whole, values, tangent, wide)
+            stage = _Stage(form, parameters, variants, values, wide)
             ranks = run_ranks(form.tp, lambda collectives: stage.run(collectives, tangent))
-        found: dict[str, Tensor] = {}
-        wanted: dict[str, Tensor] = {}
-        for name, value in expected.items():
-            for i, each in enumerate(stage.whole(name, value, [rank[name] for rank in ranks])):
+        # Ranks that hold a gradient whole must all hold the same one: each is compared, by a name of its own.
+        computed: dict[str, Tensor] = {}
+        expected: dict[str, Tensor] = {}
+        for name, value in of_block.items():
+            for i, part in enumerate(stage.whole(name, value, [rank[name] for rank in ranks])):
                 key = f"{name} on rank {i}" if i else name
-                found[key], wanted[key] = each, value
-        return compare(found, wanted, attempt.bound, (tokens_of(given),))  # the loss among them, as an output
+                computed[key] = part
+                expected[key] = value
+        return compare(computed, expected, attempt.bound, (tokens_of(values),))  # the loss among them, as an output
 
     def _values(self, block: Block, form: Form, attempt: Attempt) -> dict[str, Any]:
         """Draw a packed batch, a hidden state and weights: every input of a block's template, by its name there."""
-        program, wide = self._program, attempt.dtype if attempt.widened else None
+        program = self._program
+        wide = attempt.dtype if attempt.widened else None
         template = program.templates[block.template]
         sequences = draw_sequences(_LENGTHS, ids_read(program), program, None, attempt.seed)
         batch = pack(sequences, form.tp, several=True)
         values = Common.of(program, self._buffers, batch, wide).inputs(program, block)
         values |= {n: self._buffers[b] for n, b in zip(template.buffers, block.buffers, strict=True)}
-        tokens, generator = tokens_of(batch), torch.Generator().manual_seed(attempt.seed + 1)
+        tokens = tokens_of(batch)
+        generator = torch.Generator().manual_seed(attempt.seed + 1)
         if "hidden" in template.inputs:
             like = _value(template, "hidden")
             sizes = [s if isinstance(s, int) else tokens for s in like.shape]
@@ -211,12 +223,12 @@ def _tangent(out: Tensor, seed: int) -> Tensor:
     return torch.randn(out.shape, generator=generator, dtype=out.dtype) if out.dim() else torch.ones_like(out)
 
 
-def _run(variant: Variant, given: Mapping[str, Any], tangent: Tensor, wide: torch.dtype | None) -> dict[str, Tensor]:
+def _run(variant: Variant, inputs: Mapping[str, Any], tangent: Tensor, wide: torch.dtype | None) -> dict[str, Tensor]:
     """Run a variant forward and backward; return its output and gradients by local name."""
-    out, *saved = runner(variant.forward, wide)(*(given[n] for n in variant.inputs))
+    out, *saved = runner(variant.forward, wide)(*(inputs[n] for n in variant.inputs))
     sums: dict[str, Tensor] = {}
-    local = {name: name for name in given}
-    before = backward(local, variant, saved, tangent, given, sums, wide)
+    local = {name: name for name in inputs}
+    before = backward(local, variant, saved, tangent, inputs, sums, wide)
     return {_OUT: out, **sums, **({} if before is None else {"hidden": before})}
 
 
@@ -228,22 +240,23 @@ class _Stage:
         form: how it runs.
         parameters: local name -> parameter.
         variants: by rank.
-        given: the whole block's inputs.
+        inputs: of the whole block, by name.
         wide: the dtype to compute in; None: as captured.
     """
 
     form: Form
     parameters: Mapping[str, Parameter]
     variants: Sequence[Variant]
-    given: Mapping[str, Any]
+    inputs: Mapping[str, Any]
     wide: torch.dtype | None
 
     def run(self, collectives: EmulatedCollectives, tangent: Tensor) -> dict[str, Tensor]:
         """Run what one rank does; return its output and gradients by local name."""
-        index, tp = collectives.index, self.form.tp
-        own: dict[str, Any] = {**self.given, COLLECTIVES: collectives}
+        index = collectives.index
+        tp = self.form.tp
+        own: dict[str, Any] = {**self.inputs, COLLECTIVES: collectives}
         for name, parameter in self.parameters.items():
-            flat = parameter.canonical(self.given[name])
+            flat = parameter.canonical(self.inputs[name])
             own[name] = parameter.natural(torch.cat([flat[a:b] for a, b in parameter.intervals(tp, index)]), tp, index)
         own |= vocabulary_starts(self.variants[index], self.parameters, Degree(tp, index))
         if self.form.sequence_parallel:
@@ -262,22 +275,25 @@ class _Stage:
         parameter = self.parameters[name]
         total = torch.zeros_like(parameter.canonical(like))
         for index, part in enumerate(parts):  # every rank has a part of it, or a summand
-            flat, at = parameter.canonical(part), 0
+            flat = parameter.canonical(part)
+            at = 0
             for a, b in parameter.intervals(self.form.tp, index):
                 total[a:b] += flat[at : at + b - a]
                 at += b - a
         return [parameter.natural(total)]
 
 
-def _refusal(block: Block, form: Form, found: Difference | Exception, attempt: Attempt) -> Unsupported:
+def _refusal(block: Block, form: Form, difference: Difference | Exception, attempt: Attempt) -> Unsupported:
     where = f"{block.name} under <{form}>"
-    if isinstance(found, Exception):
-        first = (str(found).splitlines() or [""])[0]
-        return Unsupported(f"its graphs do not run ({type(found).__name__}: {first[:200]})", where=where, remedy=REMEDY)
+    if isinstance(difference, Exception):
+        first = (str(difference).splitlines() or [""])[0]
+        return Unsupported(
+            f"its graphs do not run ({type(difference).__name__}: {first[:200]})", where=where, remedy=REMEDY
+        )
     kind = str(attempt.dtype).removeprefix("torch.")
-    what = found.parameter if found.parameter.startswith(_OUT) else f"the gradient of {found.parameter}"
+    what = difference.parameter if difference.parameter.startswith(_OUT) else f"the gradient of {difference.parameter}"
     return Unsupported(
-        f"{what} is {found.relative:.2g} times its norm off what the whole block computes (in {kind})",
+        f"{what} is {difference.relative:.2g} times its norm off what the whole block computes (in {kind})",
         where=where,
         remedy=REMEDY,
     )

@@ -16,13 +16,18 @@ from torch import Tensor
 
 from hydragraph.check import pages
 
-_LENGTH = 131_071  # a prime, so that rows of a matrix are no multiples of one another
-_NOISE = 0.3  # of a parameter's own deviation
-_LEAST = 0.05  # of what deviation a new matrix has, or of 1 for vectors
-_VECTOR = 0.1  # deviation of a new vector around 1: most are the weights of norms
+# A prime, so that no two rows of a matrix hold the same part of the noise.
+_LENGTH = 131_071
+# The noise, as a part of a parameter's own deviation;
+_NOISE = 0.3
+# and at least this part of what deviation a new matrix has, or of 1 for vectors.
+_LEAST = 0.05
+# The deviation of a new vector around 1: most are the weights of norms.
+_VECTOR = 0.1
 
 
-_SHARED = 1 << 22  # elements, from which on matrices that are new lie in memory that they share
+# From so many elements on, matrices that are new lie in memory that they share.
+_SHARED = 1 << 22
 
 
 @dataclass(frozen=True)
@@ -53,29 +58,31 @@ class Weights:
         new = value.is_meta or not self.copied
         if new and kind.is_floating_point and value.dim() > 1 and value.numel() >= _SHARED:
             return self._part(value, name)
-        made = pages.zeros(value.shape, kind)
+        weights = pages.zeros(value.shape, kind)
         if new:
             scale = _VECTOR if value.dim() < 2 else 1 / math.sqrt(value.shape[-1])
             if value.dim() < 2:
-                made += 1
+                weights += 1
         else:
-            made.copy_(value.detach())
-            spread = float(made.std(correction=0)) if kind.is_floating_point and made.numel() else 0.0
+            weights.copy_(value.detach())
+            spread = float(weights.std(correction=0)) if kind.is_floating_point and weights.numel() else 0.0
             scale = max(_NOISE * spread, _LEAST / math.sqrt(value.shape[-1] if value.dim() > 1 else 1))
         if kind.is_floating_point:
-            _add_noise(made.view(-1), _start(name), self.seed, scale)
-        return made
+            _add_noise(weights.view(-1), _start(name), self.seed, scale)
+        return weights
 
     def _part(self, value: Tensor, name: str) -> Tensor:
         """Return a part of the shared memory whose deviation is about that of a new matrix, within a factor of 2."""
-        exponent = round(math.log(value.shape[-1], 16))  # of deviations 1, 1/4, 1/16, ...
-        start, size = _start(name), value.numel()
-        held = self._shared.get(exponent)
-        if held is None or len(held) < start + size:
-            held = pages.zeros(torch.Size([_LENGTH + size]), self.wide)
-            _add_noise(held, 0, self.seed, 0.25**exponent)
-            self._shared[exponent] = held
-        return held[start : start + size].view(value.shape)
+        # One noise for each of the deviations 1, 1/4, 1/16, ...
+        exponent = round(math.log(value.shape[-1], 16))
+        start = _start(name)
+        size = value.numel()
+        noise = self._shared.get(exponent)
+        if noise is None or len(noise) < start + size:
+            noise = pages.zeros(torch.Size([_LENGTH + size]), self.wide)
+            _add_noise(noise, 0, self.seed, 0.25**exponent)
+            self._shared[exponent] = noise
+        return noise[start : start + size].view(value.shape)
 
 
 def _start(name: str) -> int:

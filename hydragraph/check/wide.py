@@ -37,7 +37,8 @@ class _Wide(TorchFunctionMode):
 
     def __init__(self, wide: torch.dtype) -> None:
         super().__init__()
-        self._wide, self._narrow = wide, narrower(wide)
+        self._wide = wide
+        self._narrow = narrower(wide)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _CASTS:
@@ -72,7 +73,8 @@ class _Widened(fx.Interpreter):
 
     def __init__(self, graph: fx.GraphModule, wide: torch.dtype) -> None:
         super().__init__(graph)
-        self._wide, self._narrow = wide, narrower(wide)
+        self._wide = wide
+        self._narrow = narrower(wide)
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         """Call an operator; `half_to_float` says that it widens by itself, which is done already."""

@@ -55,17 +55,18 @@ def check_command(
     if cluster is not None and memory is not None:
         raise ValueError("--cluster says what memory devices have, and so does --memory: give one of them")
     settings = TrainConfig.load(config, overrides or ())
-    given = chosen_strategies(strategies, settings.strategies)
-    parsed, costs = _costs(settings, given, cluster, memory, profile)
-    screen, found = Console(stderr=True), []
+    texts = chosen_strategies(strategies, settings.strategies)
+    parsed, costs = _costs(settings, texts, cluster, memory, profile)
+    screen = Console(stderr=True)
+    fits = []
     for strategy in parsed:
         with screen.status(escape(f"checking {strategy.name}")):
             assignment = _step(settings, strategy, lengths)
-            each = fit(costs, strategy, assignment)
-            found.append((each, advice(costs, each, assignment)))
+            fitting = fit(costs, strategy, assignment)
+            fits.append((fitting, advice(costs, fitting, assignment)))
     print(costs.source)
-    _print(found)
-    if not all(each.fits for each, _ in found):
+    _print(fits)
+    if not all(fitting.fits for fitting, _ in fits):
         raise typer.Exit(1)
 
 
@@ -77,7 +78,6 @@ def _costs(
 
     import torch
 
-    from hydragraph.bench.link import default_cluster
     from hydragraph.cost.costs import Costs
     from hydragraph.cost.datasheet import datasheet
     from hydragraph.cost.memory import CompiledBlocks
@@ -85,6 +85,7 @@ def _costs(
     from hydragraph.passes.compiled import choose_backend
     from hydragraph.runtime.variants import Variants
     from hydragraph.spec.cluster import Cluster
+    from hydragraph.spec.default_cluster import default_cluster
     from hydragraph.train.loop import read_strategies
     from hydragraph.train.model import skeleton
     from hydragraph.train.plan_input import read_profile
@@ -108,7 +109,8 @@ def _step(config: TrainConfig, strategy: Strategy, lengths: Path | None) -> Assi
     """Return a step as a run without a profile assigns it."""
     from hydragraph.planner.quick import assign
 
-    longest, tokens = config.data.max_length, config.data.tokens_per_step
+    longest = config.data.max_length
+    tokens = config.data.tokens_per_step
     if lengths is None:
         return assign(strategy, [longest] * -(-tokens // longest))
     from hydragraph.planner.explain import mini_batches
@@ -118,14 +120,16 @@ def _step(config: TrainConfig, strategy: Strategy, lengths: Path | None) -> Assi
     return assign(strategy, mini_batches(data, tokens, 1, 0)[0])
 
 
-def _print(found: list[tuple[Fit, str]]) -> None:
+def _print(fits: list[tuple[Fit, str]]) -> None:
     table = Table(title="will it fit", title_justify="left")
     table.add_column("strategy", overflow="fold")
     for heading in ("", "peak", "of", "rank", "mostly", "a step takes", "change first"):
         table.add_column(heading, justify="right" if heading in ("peak", "of", "rank") else "left", overflow="fold")
-    for each, what in found:
-        rank = each.tightest
-        sizes = (bytes_text(each.memory[rank].total), bytes_text(each.limits[rank]), str(rank))
-        state = "fits" if each.fits else "DOES NOT FIT"
-        table.add_row(escape(each.strategy.name), state, *sizes, each.largest, seconds_text(each.seconds), escape(what))
+    for fitting, what in fits:
+        rank = fitting.tightest
+        sizes = (bytes_text(fitting.memory[rank].total), bytes_text(fitting.limits[rank]), str(rank))
+        state = "fits" if fitting.fits else "DOES NOT FIT"
+        table.add_row(
+            escape(fitting.strategy.name), state, *sizes, fitting.largest, seconds_text(fitting.seconds), escape(what)
+        )
     console().print(table)

@@ -79,9 +79,9 @@ def compile_command(
     _print_variants(summary)
     _print_strategies(summary)
     print(f"{output}: program.txt, graphs, strategies, summary.json")
-    for failed in (each for each in summary.strategies if each.problem):
+    for failed in (compiled for compiled in summary.strategies if compiled.problem):
         print(f"hydragraph: {failed.strategy}: {failed.problem}", file=sys.stderr)
-    if any(each.problem for each in summary.strategies):
+    if any(compiled.problem for compiled in summary.strategies):
         raise typer.Exit(1)
 
 
@@ -112,10 +112,12 @@ def _compile(config: TrainConfig, micro_batches: str, output: Path) -> Summary:
             program, owners, chosen, device, lambda what: bar.update(task, advance=1, description=escape(what))
         )
         parsed = [_parsed(text, program.layers) for text in config.strategies]
-        bar.update(task, total=compiler.steps([each for each in parsed if not isinstance(each, CompiledStrategy)]))
-        found = [_compiled(compiler, each, micro_batches) for each in parsed]
-        summary = summarise(program, compiler, found, seconds)
-        write_folder(output, program, summary, compiler.variants, found)
+        bar.update(
+            task, total=compiler.steps([strategy for strategy in parsed if not isinstance(strategy, CompiledStrategy)])
+        )
+        compiled = [_compiled(compiler, strategy, micro_batches) for strategy in parsed]
+        summary = summarise(program, compiler, compiled, seconds)
+        write_folder(output, program, summary, compiler.variants, compiled)
     return summary
 
 
@@ -151,10 +153,10 @@ def _print_variants(summary: Summary) -> None:
     )
     for heading in ("template", "variant", "blocks", "forward", "backward", "saved", "bytes/token", "took"):
         table.add_column(heading, justify="left" if heading in ("template", "variant") else "right", overflow="fold")
-    for each in summary.variants:
-        counts = (len(each.blocks), each.forward_nodes, each.backward_nodes, each.saved_values)
-        size = f"{each.saved_bytes_per_token:,.0f}"
-        table.add_row(each.template, each.name, *map(str, counts), size, seconds_text(each.seconds))
+    for variant in summary.variants:
+        counts = (len(variant.blocks), variant.forward_nodes, variant.backward_nodes, variant.saved_values)
+        size = f"{variant.saved_bytes_per_token:,.0f}"
+        table.add_row(variant.template, variant.name, *map(str, counts), size, seconds_text(variant.seconds))
     console().print(table)
 
 
@@ -162,11 +164,11 @@ def _print_strategies(summary: Summary) -> None:
     table = Table(title=f"on {summary.ranks} ranks", title_justify="left")
     for heading in ("strategy", "micro-batches", "instructions", "pulled", "pushed", ""):
         table.add_column(heading, justify="left" if heading in ("strategy", "") else "right", overflow="fold")
-    for each in summary.strategies:
-        if each.problem:
-            table.add_row(escape(each.strategy), "", "", "", "", "DOES NOT FIT")
+    for strategy in summary.strategies:
+        if strategy.problem:
+            table.add_row(escape(strategy.strategy), "", "", "", "", "DOES NOT FIT")
             continue
-        moved = (bytes_text(each.pull_bytes), bytes_text(each.push_bytes))
-        numbers = (counts_text(each.micro_batches), f"{each.instructions:,}", *moved)
-        table.add_row(escape(each.strategy), *numbers, "verified")
+        moved = (bytes_text(strategy.pull_bytes), bytes_text(strategy.push_bytes))
+        numbers = (counts_text(strategy.micro_batches), f"{strategy.instructions:,}", *moved)
+        table.add_row(escape(strategy.strategy), *numbers, "verified")
     console().print(table)

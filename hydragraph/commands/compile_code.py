@@ -16,6 +16,7 @@ from torch import Tensor, fx
 
 from hydragraph.ir.graph_data import value_of
 from hydragraph.passes.differentiate import Variant
+from hydragraph.private.operators import is_operator
 from hydragraph.private.tracing import symbol_name
 
 _LEGEND = """\
@@ -45,7 +46,10 @@ def backward_code(variant: Variant, title: str) -> str:
     """Return the backward as a function: saved values, named as in the forward, and the tangent to gradients."""
     forward = _names(variant.forward, [_identifier(name) for name in variant.inputs])
     saved = {f"saved.{i}": forward[node] for i, node in enumerate(_returned(variant.forward)[variant.outputs :])}
-    arguments = [*variant.needs, *(each for name in variant.added for each in (f"total of {name}", f"beta of {name}"))]
+    arguments = [
+        *variant.needs,
+        *(argument for name in variant.added for argument in (f"total of {name}", f"beta of {name}")),
+    ]
     names = _names(variant.backward, [saved.get(argument) or _identifier(argument) for argument in arguments])
     results = [f"the gradient of {name}" for name in variant.gradients]
     return _text("backward", variant, variant.backward, names, arguments, results, title)
@@ -77,16 +81,16 @@ def _text(
 
 def _names(module: fx.GraphModule, placeholders: Sequence[str]) -> dict[fx.Node, str]:
     """Name all nodes: placeholders as given, the others as they are called, unless a name is taken."""
-    found: dict[fx.Node, str] = {}
-    taken: set[str] = set()
-    given = iter(placeholders)
+    names: dict[fx.Node, str] = {}
+    used: set[str] = set()
+    placeholder_names = iter(placeholders)
     for node in module.graph.nodes:
-        name = next(given) if node.op == "placeholder" else node.name
-        while name in taken:
+        name = next(placeholder_names) if node.op == "placeholder" else node.name
+        while name in used:
             name += "_"
-        found[node] = name
-        taken.add(name)
-    return found
+        names[node] = name
+        used.add(name)
+    return names
 
 
 def _identifier(name: str) -> str:
@@ -101,7 +105,7 @@ def _sizes(variant: Variant) -> Callable[[object], str]:
     tokens = next((s for node in first for size in _shape(node)[1:2] for s in _symbols(size)), None)
 
     def write(size: object) -> str:
-        return re.sub(r"\b[su]\d+\b", lambda found: "T" if found[0] == tokens else "S", _expression(size))
+        return re.sub(r"\b[su]\d+\b", lambda match: "T" if match[0] == tokens else "S", _expression(size))
 
     return write
 
@@ -111,7 +115,7 @@ def _expression(size: object) -> str:
 
 
 def _symbols(size: object) -> Iterator[str]:
-    return (found[0] for found in re.finditer(r"\b[su]\d+\b", _expression(size)))
+    return (match[0] for match in re.finditer(r"\b[su]\d+\b", _expression(size)))
 
 
 def _shape(node: fx.Node) -> Sequence[Any]:
@@ -139,14 +143,14 @@ def _call(node: fx.Node, names: Mapping[fx.Node, str]) -> str:
 
 
 def _target(target: Any) -> str:
-    return str(target) if isinstance(target, torch._ops.OpOverload) else f"{target.__module__}.{target.__qualname__}"
+    return str(target) if is_operator(target) else f"{target.__module__}.{target.__qualname__}"
 
 
 def _argument(value: Any, names: Mapping[fx.Node, str]) -> str:
     if isinstance(value, fx.Node):
         return names[value]
     if isinstance(value, tuple | list):
-        inside = ", ".join(_argument(each, names) for each in value)
+        inside = ", ".join(_argument(item, names) for item in value)
         return f"[{inside}]" if isinstance(value, list) else f"({inside}{',' * (len(value) == 1)})"
     if isinstance(value, torch.device):
         return f'torch.device("{value}")'

@@ -76,8 +76,8 @@ def summarise(
         backend=compiler.backend,
         device=str(compiler.device),
         capture_seconds=capture_seconds,
-        variants=tuple(each.record for each in compiler.variants),
-        strategies=tuple(each.record for each in strategies),
+        variants=tuple(compiled.record for compiled in compiler.variants),
+        strategies=tuple(compiled.record for compiled in strategies),
     )
 
 
@@ -108,21 +108,21 @@ def write_folder(
         (folder / part).mkdir()
     templates = (template_text(program, name) for name in program.templates)
     _write(folder / "program.txt", "\n\n\n".join([str(program), *templates]) + "\n")
-    for each in variants:
+    for variant in variants:
         for kind, code in (("forward", forward_code), ("backward", backward_code)):
-            text = code(each.variant, f"{_title(each.record)}, {kind}.")
-            _write(folder / "graphs" / f"{each.record.name}.{kind}.py", text)
-    for found in strategies:
-        if found.programs is not None:
-            _write_strategy(folder / "strategies" / found.record.folder, found)
+            text = code(variant.variant, f"{_title(variant.record)}, {kind}.")
+            _write(folder / "graphs" / f"{variant.record.name}.{kind}.py", text)
+    for strategy in strategies:
+        if strategy.programs is not None:
+            _write_strategy(folder / "strategies" / strategy.record.folder, strategy)
     _write(folder / SUMMARY, json.dumps(asdict(summary), indent=1) + "\n")
 
 
-def _write_strategy(folder: Path, found: CompiledStrategy) -> None:
-    assert found.programs is not None
+def _write_strategy(folder: Path, compiled: CompiledStrategy) -> None:
+    assert compiled.programs is not None
     folder.mkdir(exist_ok=True)
-    found.programs.strategy.save(folder / "strategy.yaml")
-    for rank, program in enumerate(found.programs):
+    compiled.programs.strategy.save(folder / "strategy.yaml")
+    for rank, program in enumerate(compiled.programs):
         _write(folder / f"rank_{rank}.txt", str(program))
 
 

@@ -12,12 +12,13 @@ from dataclasses import dataclass
 import torch
 
 from hydragraph.api import RankPrograms, lower
-from hydragraph.bench.link import layouts, traffic
 from hydragraph.cost.footprint import MicroBatch, footprint
+from hydragraph.cost.link_bytes import traffic
 from hydragraph.cost.pieces import Kind
 from hydragraph.ir.home import HomeLayouts
 from hydragraph.ir.program import Block, Program, short
 from hydragraph.passes.differentiate import Variant
+from hydragraph.passes.layouts import layouts
 from hydragraph.passes.place import place
 from hydragraph.passes.shard import Degree
 from hydragraph.runtime.variants import Variants
@@ -128,9 +129,12 @@ class Compiler:
     """
 
     def __init__(self, program: Program, owners: HomeLayouts, backend: str, device: torch.device, tell: Tell) -> None:
-        self.ranks, self.backend, self.device = owners.ranks, backend, device
+        self.ranks = owners.ranks
         self._homes = owners.by_name(program.buckets)
-        self._program, self._tell = program, tell
+        self.backend = backend
+        self.device = device
+        self._program = program
+        self._tell = tell
         inductor = backend == "inductor"
         # Those whose graphs can be read.
         self._traced = Variants(program, capacity=_KEPT, fused_head=inductor, added=not inductor)
@@ -144,7 +148,7 @@ class Compiler:
     @property
     def variants(self) -> tuple[CompiledVariant, ...]:
         """All that were compiled, in that order."""
-        return tuple(each for found in self._known.values() for each in found)
+        return tuple(variant for variants in self._known.values() for variant in variants)
 
     def steps(self, strategies: Sequence[Strategy]) -> int:
         """Return how many times `tell` is called for strategies, at most."""
@@ -162,12 +166,12 @@ class Compiler:
         programs.verify()
         placed = layouts(self._program, strategy, self._homes)  # the link refuses what does not reach every owner
         moved = [traffic(self._program, placed, direction).total for direction in ("pull", "push")]
-        variants = [each.record.name for need in self._needs(strategy) for each in self._variants(need)]
+        variants = [variant.record.name for need in self._needs(strategy) for variant in self._variants(need)]
         record = StrategyRecord(
             str(strategy),
             folder=_folder(strategy),
             micro_batches=tuple(micro_batches),
-            instructions=sum(len(each.instructions) for each in programs),
+            instructions=sum(len(program.instructions) for program in programs),
             pull_bytes=moved[0],
             push_bytes=moved[1],
             variants=tuple(variants),
@@ -176,12 +180,12 @@ class Compiler:
 
     def _needs(self, strategy: Strategy) -> tuple[_Need, ...]:
         """Return what a strategy needs, the model's first block first."""
-        found: dict[_Need, None] = {}
+        needs: dict[_Need, None] = {}
         for stage in place(self._program.outline, strategy, [1] * len(strategy.pipelines)).stages:
             kind = Kind(len(stage.ranks), stage.sequence_parallel, stage.recompute)
             templates = dict.fromkeys(block.template for block in self._program.blocks[slice(*stage.blocks)])
-            found |= dict.fromkeys(_Need(self._first[template], kind) for template in templates)
-        return tuple(found)
+            needs |= dict.fromkeys(_Need(self._first[template], kind) for template in templates)
+        return tuple(needs)
 
     def _variants(self, need: _Need) -> tuple[CompiledVariant, ...]:
         if need not in self._known:
@@ -193,7 +197,8 @@ class Compiler:
         indices: dict[Variant, list[int]] = {}
         seconds: dict[Variant, float] = {}
         for index in range(need.kind.tp):
-            degree, began = Degree(need.kind.tp, index, need.kind.sequence_parallel), time.perf_counter()
+            degree = Degree(need.kind.tp, index, need.kind.sequence_parallel)
+            began = time.perf_counter()
             variant = self._traced.get(need.block, degree, need.kind.recompute)
             if self._filling is not None:
                 self._filling.get(need.block, degree, need.kind.recompute)

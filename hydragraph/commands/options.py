@@ -58,13 +58,13 @@ def chosen_home(text: str | None, configured: Home) -> Home:
     return configured if text is None else Home.parse(text)
 
 
-def chosen_strategies(given: Sequence[str] | None, configured: Sequence[str]) -> tuple[str, ...]:
+def chosen_strategies(named: Sequence[str] | None, configured: Sequence[str]) -> tuple[str, ...]:
     """Return the strategies that were given, or else the config's.
 
     Raises:
         ValueError: these are "auto", for which there must be data.
     """
-    texts = tuple(given or configured)
+    texts = tuple(named or configured)
     if "auto" in texts:
         raise ValueError("strategies: auto proposes them for the data, which is not read here: name some by --strategy")
     return texts

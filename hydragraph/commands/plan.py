@@ -52,7 +52,8 @@ def plan_command(
     from hydragraph.train.plan_picture import write_plan_picture
 
     own = read_candidates(strategies or ())
-    constants, data = read_profile(profile), read_lengths(lengths)
+    constants = read_profile(profile)
+    data = read_lengths(lengths)
     report = explained(constants, data, devices, context, tokens, strategies=own, iterations=iterations, seed=seed)
     print(json.dumps(to_record(report), indent=1) if as_json else to_text(report, explain), end="\n" * as_json)
     if picture is not None:

@@ -57,9 +57,9 @@ def profile_command(
     settings = TrainConfig.load(config, overrides or ())
     if not out.parent.is_dir():
         raise ValueError(f"--out {out}: the folder {out.parent} does not exist: make it, or name another")
-    wanted = None if schemes is None else _read_schemes(schemes)
+    chosen = None if schemes is None else _read_schemes(schemes)
     flags = (sequence_parallel, recompute)
-    profile, ranks = on_ranks(settings.ranks, profile_rank, settings, wanted, flags, longest, repeats, type_ or "")
+    profile, ranks = on_ranks(settings.ranks, profile_rank, settings, chosen, flags, longest, repeats, type_ or "")
     if leads():
         profile.save(out)
         _print_profile(profile, ranks, out)
@@ -93,33 +93,34 @@ def profile_rank(
     world = join(config.device)
     model = skeleton(config.model, config.data.vocab_size)
     program = capture(model, dtype=getattr(torch, config.dtype))
-    wanted = schemes or _every_scheme(program, world.ranks)
-    kinds = _kinds(read_strategies(config.strategies, model, world.ranks), wanted, flags)
+    chosen = schemes or _every_scheme(program, world.ranks)
+    kinds = _kinds(read_strategies(config.strategies, model, world.ranks), chosen, flags)
     tokens = longest or max(config.data.max_length, 4 * hidden_size(program), 1024)
-    settings = Settings(wanted, kinds, tokens, repeats)
+    settings = Settings(chosen, kinds, tokens, repeats)
     sizes = model.config
-    vocabulary, positions = int(sizes.vocab_size), getattr(sizes, "max_position_embeddings", None)  # type: ignore
+    vocabulary = int(sizes.vocab_size)  # type: ignore
+    positions = getattr(sizes, "max_position_embeddings", None)
     subject = Subject(program, initial_buffers(model), vocabulary, positions, config.backend, type_)
     console = Console(stderr=True)
     with Progress(console=console, disable=world.rank != 0 or not console.is_terminal) as bar:
         task = bar.add_task("measuring", total=None)
         groups = Groups(world, timedelta(minutes=10))
-        found = measure(
+        measured = measure(
             subject,
             settings,
             groups,
             lambda done, total, what: bar.update(task, completed=done, total=total, description=f"measuring {what}"),
         )
         groups.close()
-    return found, world.ranks
+    return measured, world.ranks
 
 
 def _read_schemes(text: str) -> tuple[Scheme, ...]:
     """Read tp1pp1,tp2pp4."""
-    found = [re.fullmatch(r"tp([1-9]\d*)pp([1-9]\d*)", part.strip()) for part in text.split(",")]
-    if not all(found):
+    matches = [re.fullmatch(r"tp([1-9]\d*)pp([1-9]\d*)", part.strip()) for part in text.split(",")]
+    if not all(matches):
         raise ValueError(f"--schemes {text!r}: write schemes as in tp1pp1,tp2pp4")
-    return tuple(dict.fromkeys((int(match[1]), int(match[2])) for match in found if match))
+    return tuple(dict.fromkeys((int(match[1]), int(match[2])) for match in matches if match))
 
 
 def _every_scheme(program: Program, ranks: int) -> tuple[Scheme, ...]:
@@ -132,8 +133,8 @@ def _kinds(strategies: tuple[Strategy, ...], schemes: tuple[Scheme, ...], flags:
     """Return the kinds of stages to measure: those of the strategies, and of the schemes with and without flags."""
     from hydragraph.cost.pieces import Kind
 
-    given = [stage for strategy in strategies for pipeline in strategy.pipelines for stage in pipeline.stages]
-    kinds = [Kind(s.tp, s.sequence_parallel, s.recompute) for s in given]
+    stages = [stage for strategy in strategies for pipeline in strategy.pipelines for stage in pipeline.stages]
+    kinds = [Kind(s.tp, s.sequence_parallel, s.recompute) for s in stages]
     for tp in dict.fromkeys(tp for tp, _ in schemes):
         parallel = [False, True] if flags[0] and tp > 1 else [False]
         kinds += [Kind(tp, sp, again) for sp in parallel for again in ([False, True] if flags[1] else [False])]
@@ -159,10 +160,10 @@ def _print_profile(profile: Profile, ranks: int, path: Path) -> None:
         link = profile.link
         print(f"link between ranks 0 and 1: {link.bytes_per_s / 1e9:.3g} GB/s, latency {1e6 * link.latency_s:.3g} us")
     if profile.update is not None:
-        constant, each = profile.update
+        constant, per_parameter = profile.update
         print(
-            f"device type {profile.type}: an update takes {1e6 * constant:.3g} us + {1e9 * each:.3g} ns per element of "
-            f"a rank's shard, a commit {1e6 * profile.commit_s:.3g} us"
+            f"device type {profile.type}: an update takes {1e6 * constant:.3g} us + {1e9 * per_parameter:.3g} ns per "
+            f"element of a rank's shard, a commit {1e6 * profile.commit_s:.3g} us"
         )
     for note in profile.notes:
         print(f"note: {note}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -12,19 +12,30 @@ from hydragraph.commands.options import Debug, Set, Strategies, read_counts
 from hydragraph.commands.process import quieten
 from hydragraph.train.config import TrainConfig
 
+if TYPE_CHECKING:
+    from torch import nn
+
+    from hydragraph.ir.program import Program
+
 
 def show_command(
     config: Annotated[Path | None, typer.Argument(help="The run's YAML file, such as examples/demo.yaml.")] = None,
     strategies: Strategies = None,
     micro_batches: Annotated[str, typer.Option(help="Of each pipeline, as in 4,2; one number is for all.")] = "2",
     rank: Annotated[int | None, typer.Option(help="Show this rank's program only.")] = None,
-    passes: Annotated[bool, typer.Option("--passes", help="List the passes that make rank programs.")] = False,
+    passes: Annotated[
+        bool, typer.Option("--passes", help="List the passes; with a config, print each block after each graph pass.")
+    ] = False,
     overrides: Set = None,
     debug: Debug = False,
 ) -> None:
     """Print the model's program and, with --strategy, the verified program of every rank."""
-    if passes:
-        _print_passes()
+    if config is None and passes:
+        from hydragraph.commands.show_passes import list_passes
+
+        print(*list_passes(), sep="\n")
+    elif config is not None and passes:
+        _show_passes(TrainConfig.load(config, overrides or ()), tuple(strategies or ()), rank)
     elif config is not None:
         _show(TrainConfig.load(config, overrides or ()), tuple(strategies or ()), micro_batches, rank)
     else:
@@ -33,17 +44,11 @@ def show_command(
 
 def _show(config: TrainConfig, strategies: Sequence[str], micro_batches: str, rank: int | None) -> None:
     """Print a program, or those of the ranks."""
-    import torch
-
     from hydragraph import api
-    from hydragraph.frontend.capture import capture
     from hydragraph.ir.rank_program import to_text
     from hydragraph.train.loop import read_strategies
-    from hydragraph.train.model import skeleton
 
-    quieten()
-    model = skeleton(config.model, config.data.vocab_size)
-    program = capture(model, dtype=getattr(torch, config.dtype))
+    model, program = _captured(config)
     if not strategies:
         print(program)
         return
@@ -53,15 +58,32 @@ def _show(config: TrainConfig, strategies: Sequence[str], micro_batches: str, ra
         programs.verify()
         if rank is not None and not 0 <= rank < len(programs):
             raise ValueError(f"--rank {rank}: there are ranks 0 to {len(programs) - 1}")
-        for i, each in enumerate(programs):
+        for i, rank_program in enumerate(programs):
             if rank in (None, i):
-                print(to_text(each), end="\n\n")
+                print(to_text(rank_program), end="\n\n")
         print(f"# {strategy}: the programs of {len(programs)} ranks are complete, agree and come to their end")
 
 
-def _print_passes() -> None:
-    from hydragraph.passes.pipeline import PASSES
+def _show_passes(config: TrainConfig, strategies: Sequence[str], rank: int | None) -> None:
+    """Print what the graph passes make of each block under each strategy; without one, on a single device."""
+    from hydragraph.commands.show_passes import dump_passes
+    from hydragraph.runtime.variants import Variants
+    from hydragraph.train.loop import read_strategies
 
-    for number, (name, function) in enumerate(PASSES, start=1):
-        meaning = (function.__doc__ or "").strip().split("\n")[0]
-        print(f"{number}. {name:<12}{meaning}")
+    model, program = _captured(config)
+    inductor = config.backend == "inductor"  # whose own code has no text; what it is given has
+    variants = Variants(program, fused_head=inductor, added=not inductor)
+    for strategy in read_strategies(strategies or ("<tp1,pp1>",), model, config.ranks):
+        print(*dump_passes(program, variants, strategy, rank), sep="\n")
+
+
+def _captured(config: TrainConfig) -> tuple[nn.Module, Program]:
+    """Return a run's model, without weights, and its program."""
+    import torch
+
+    from hydragraph.frontend.capture import capture
+    from hydragraph.train.model import skeleton
+
+    quieten()
+    model = skeleton(config.model, config.data.vocab_size)
+    return model, capture(model, dtype=getattr(torch, config.dtype))

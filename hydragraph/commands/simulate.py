@@ -100,29 +100,29 @@ def simulate_command(
     """
     settings = TrainConfig.load(config, overrides or ())
     where = _cluster(cluster, devices, settings.ranks)
-    given = chosen_strategies(strategies, settings.strategies)
+    texts = chosen_strategies(strategies, settings.strategies)
     if lengths is not None and (micro_batches or tokens):
         raise ValueError("--lengths draws micro-batches; leave out --micro-batches and --tokens")
-    parsed, costs = _costs(settings, where, given, profile, efficiency, chosen_home(home, settings.home))
-    found = _priced(settings, parsed, costs, micro_batches, tokens, lengths)
+    parsed, costs = _costs(settings, where, texts, profile, efficiency, chosen_home(home, settings.home))
+    priced = _priced(settings, parsed, costs, micro_batches, tokens, lengths)
     print(costs.source)
-    _print_table(found, where)
+    _print_table(priced, where)
     for change in changes or ():
-        _print_change(found, costs, change)
+        _print_change(priced, costs, change)
     if critical:
-        print(found[0][0].timeline.critical_path)
+        print(priced[0][0].timeline.critical_path)
     if trace is not None:
-        found[0][0].timeline.save_trace(trace)
-        print(f"{trace}: the timeline of {found[0][0].strategy.name}; https://ui.perfetto.dev opens it")
+        priced[0][0].timeline.save_trace(trace)
+        print(f"{trace}: the timeline of {priced[0][0].strategy.name}; https://ui.perfetto.dev opens it")
     if picture is not None:
         from hydragraph.commands.simulate_picture import write_timelines
 
-        write_timelines([each for each, _ in found], picture)
+        write_timelines([shown for shown, _ in priced], picture)
 
 
 def _cluster(path: Path | None, devices: int | None, ranks: int) -> Cluster:
-    from hydragraph.bench.link import default_cluster
     from hydragraph.spec.cluster import Cluster
+    from hydragraph.spec.default_cluster import default_cluster
 
     if path is not None and devices is not None:
         raise ValueError("--cluster names the devices and --devices counts standard ones: give one of them")
@@ -176,12 +176,12 @@ def _priced(
     screen = Console(stderr=True)
     with Progress(console=screen, disable=not screen.is_terminal, transient=True) as bar:
         task = bar.add_task("simulating", total=len(strategies))
-        found = []
+        priced = []
         for strategy in strategies:
             bar.update(task, advance=1, description=escape(f"simulating {strategy.name}"))
             assignment = _assignment(config, costs, strategy, micro_batches, tokens, lengths)
-            found.append((price(costs, strategy, assignment), assignment))
-    return sorted(found, key=lambda each: -each[0].tokens_per_s)
+            priced.append((price(costs, strategy, assignment), assignment))
+    return sorted(priced, key=lambda pair: -pair[0].tokens_per_s)
 
 
 def _assignment(
@@ -204,13 +204,13 @@ def _assignment(
         data = [min(n, config.data.max_length) for n in read_lengths(lengths) if n]
         (batch,) = mini_batches(data, config.data.tokens_per_step, 1, 0)
         return assign_pipelines([costs.pipeline(p, strategy.schedule) for p in strategy.pipelines], batch)
-    each = tokens or config.data.max_length
+    length = tokens or config.data.max_length
     if micro_batches is not None:
-        return Assignment.even(read_counts(micro_batches, len(strategy.pipelines)), each)
-    return Assignment.even(share(costs, strategy, each, -(-config.data.tokens_per_step // each)), each)
+        return Assignment.even(read_counts(micro_batches, len(strategy.pipelines)), length)
+    return Assignment.even(share(costs, strategy, length, -(-config.data.tokens_per_step // length)), length)
 
 
-def _print_change(found: Sequence[tuple[Priced, Assignment]], costs: Costs, change: str) -> None:
+def _print_change(priced: Sequence[tuple[Priced, Assignment]], costs: Costs, change: str) -> None:
     """Print what one changed number does to each strategy, the assignment being the same."""
     from hydragraph.commands.simulate_price import price
     from hydragraph.cost.what_if import what_if
@@ -220,14 +220,14 @@ def _print_change(found: Sequence[tuple[Priced, Assignment]], costs: Costs, chan
     table.add_column("strategy", overflow="fold")
     for heading in ("iteration", "then", "change"):
         table.add_column(heading, justify="right", overflow="fold")
-    for before, assignment in found:
+    for before, assignment in priced:
         after = price(changed, before.strategy, assignment)
         more = f"{after.seconds / before.seconds - 1:+.1%}"
         table.add_row(escape(before.strategy.name), seconds_text(before.seconds), seconds_text(after.seconds), more)
     console().print(table)
 
 
-def _print_table(found: Sequence[tuple[Priced, Assignment]], cluster: Cluster) -> None:
+def _print_table(priced: Sequence[tuple[Priced, Assignment]], cluster: Cluster) -> None:
     """Print a row per strategy."""
     from hydragraph.ir.instruction import Stream
 
@@ -238,14 +238,15 @@ def _print_table(found: Sequence[tuple[Priced, Assignment]], cluster: Cluster) -
     for heading in headings:
         table.add_column(heading, justify="right", overflow="fold")
     table.add_column("ranks busy", overflow="fold")
-    for each, _ in found:
-        counts, rate = counts_text(each.micro_batches), f"{each.tokens_per_s:,.0f}"
-        waits = (seconds_text(each.exposed_s(stream)) for stream in exposed)
+    for shown, _ in priced:
+        counts = counts_text(shown.micro_batches)
+        rate = f"{shown.tokens_per_s:,.0f}"
+        waits = (seconds_text(shown.exposed_s(stream)) for stream in exposed)
         table.add_row(
-            escape(each.strategy.name), counts, seconds_text(each.seconds), rate, *waits, _busy_text(each.busy())
+            escape(shown.strategy.name), counts, seconds_text(shown.seconds), rate, *waits, _busy_text(shown.busy())
         )
     console().print(table)
-    tokens = {each.tokens for each, _ in found}
+    tokens = {shown.tokens for shown, _ in priced}
     if len(tokens) > 1:
         print("note: strategies run different numbers of tokens here, so compare tokens/s, not seconds")
 

@@ -33,13 +33,13 @@ def write_timelines(priced: Sequence[Priced], path: Path) -> None:
     from matplotlib.patches import Patch
 
     shown = priced[:MOST]
-    heights = [0.5 + 0.3 * min(len(each.timeline.ranks), TALLEST) for each in shown]  # inches
+    heights = [0.5 + 0.3 * min(len(priced_strategy.timeline.ranks), TALLEST) for priced_strategy in shown]  # inches
     figure = Figure(figsize=(12, 1.4 + sum(heights)), layout="constrained")
     FigureCanvasAgg(figure)
     panels = figure.subplots(len(shown), 1, sharex=True, squeeze=False, height_ratios=heights)
-    longest = max(each.seconds for each in shown)
-    for axes, each in zip(panels[:, 0], shown, strict=True):
-        _draw(axes, each, longest)
+    longest = max(priced_strategy.seconds for priced_strategy in shown)
+    for axes, priced_strategy in zip(panels[:, 0], shown, strict=True):
+        _draw(axes, priced_strategy, longest)
     panels[-1, 0].set_xlabel("seconds")
     named = {**{op.value: colour for op, colour in _COMPUTE.items()}, **{s.value: c for s, c in _TRAFFIC.items()}}
     patches = [Patch(color=colour, label=name) for name, colour in named.items()]
@@ -78,6 +78,7 @@ def _bars(spans: Sequence[Span]) -> Iterator[tuple[Op, int | None, float, float]
             if end is not None and begin is not None and span.start_s > end + 1e-3 * (end - begin):  # it waited
                 yield op, micro_batch, begin, end
                 begin = None
-            begin, end = span.start_s if begin is None else begin, span.end_s
+            begin = span.start_s if begin is None else begin
+            end = span.end_s
         if begin is not None and end is not None:
             yield op, micro_batch, begin, end

@@ -102,7 +102,8 @@ def _train(
     """Train on all ranks, again from the last checkpoint where one fails and that may be."""
     from hydragraph.train.folder import RunFolder
 
-    folder, since = RunFolder(Path(config.output)), time.time()
+    folder = RunFolder(Path(config.output))
+    since = time.time()
     if may_be_restarted() and restarted() <= restarts and restarts:
         begin, step = folder.again(begin, since - running_s(os.getppid()), step)
     elif not launched():
@@ -162,7 +163,8 @@ def _print_stop(outcome: Outcome, config: TrainConfig) -> None:
 
 
 def _print_outcome(outcome: Outcome) -> None:
-    first, last = outcome.history[0], outcome.history[-1]
+    first = outcome.history[0]
+    last = outcome.history[-1]
     _print(f"loss {first.loss:.4f} -> {last.loss:.4f} in {last.step} steps; everything is in {outcome.folder.path}")
 
 

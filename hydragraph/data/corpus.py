@@ -31,7 +31,8 @@ class CorpusReport:
         text = f"read {self.documents} documents; left out {self.empty} empty"
         if not self.undecodable:
             return text
-        named, rest = ", ".join(self.undecodable[:3]), len(self.undecodable) - 3
+        named = ", ".join(self.undecodable[:3])
+        rest = len(self.undecodable) - 3
         more = f" and {rest} more" if rest > 0 else ""
         return f"{text} and {len(self.undecodable)} that are not UTF-8 text ({named}{more})"
 
@@ -60,8 +61,10 @@ def files(paths: Sequence[Path], suffixes: tuple[str, ...] | None = None) -> lis
                 raise ValueError(f"corpus file {path} is reached twice, from {first} and from {root}: list it once")
             reached[absolute] = root
     if not reached:
-        wanted = f" with a suffix of {', '.join(suffixes)}" if suffixes else ""
-        raise ValueError(f"no corpus file{wanted} in {[str(p) for p in paths]}: name at least one file or directory")
+        suffix_text = f" with a suffix of {', '.join(suffixes)}" if suffixes else ""
+        raise ValueError(
+            f"no corpus file{suffix_text} in {[str(p) for p in paths]}: name at least one file or directory"
+        )
     return [Path(path) for path in reached]
 
 
@@ -109,8 +112,8 @@ def _walk(root: Path, suffixes: tuple[str, ...] | None) -> Iterator[Path]:
         for name in sorted(names):
             path = Path(folder, name)
             # is_file: opening a pipe would block forever, and a dangling link has nothing to read.
-            wanted = suffixes is None or path.suffix.lower() in {suffix.lower() for suffix in suffixes}
-            if wanted and not name.startswith(".") and path.is_file():
+            matches = suffixes is None or path.suffix.lower() in {suffix.lower() for suffix in suffixes}
+            if matches and not name.startswith(".") and path.is_file():
                 yield path
 
 

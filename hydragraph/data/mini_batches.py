@@ -14,7 +14,8 @@ from hydragraph.data.token_file import TokenFile
 
 Split = Literal["train", "heldout"]
 _Indices = npt.NDArray[np.int64]
-_SPLIT_STREAM, _EPOCH_STREAM = 0, 1
+_SPLIT_STREAM = 0
+_EPOCH_STREAM = 1
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,9 +73,9 @@ def split_documents(count: int, split: Split, heldout: float, split_seed: int = 
         raise ValueError(f"heldout {heldout} of {count} document: give at least 2 documents, or heldout=0")
     if split == "heldout" and not heldout:
         raise ValueError("split 'heldout' with heldout 0.0 has no documents: choose a fraction above 0")
-    held = min(max(round(heldout * count), 1), count - 1) if heldout else 0
+    heldout_count = min(max(round(heldout * count), 1), count - 1) if heldout else 0
     order = _shuffle(count, _SPLIT_STREAM, split_seed)
-    return np.sort(order[count - held :] if split == "heldout" else order[: count - held])
+    return np.sort(order[count - heldout_count :] if split == "heldout" else order[: count - heldout_count])
 
 
 class MiniBatches(Iterator[list[Tensor]]):
@@ -127,7 +128,8 @@ class MiniBatches(Iterator[list[Tensor]]):
             "heldout": heldout,
             "split_seed": split_seed,
         }
-        self._budget, self._seed = tokens, seed
+        self._budget = tokens
+        self._seed = seed
         self._epoch = self._position = 0
         self._order = self._epoch_order(0)
 
@@ -151,7 +153,8 @@ class MiniBatches(Iterator[list[Tensor]]):
         for chunk, length in enumerate(self.chunks.lengths.tolist()):
             if length > room:
                 yield self._sequences(chosen)
-                chosen, room = [], self._budget
+                chosen = []
+                room = self._budget
             chosen.append(chunk)
             room -= length
         yield self._sequences(chosen)
@@ -178,7 +181,8 @@ class MiniBatches(Iterator[list[Tensor]]):
                     f"mini-batch state: {name} is {theirs!r}, but this stream's is {mine!r}: "
                     f"resume with the same {name}, or start a new run"
                 )
-        epoch, position = state.get("epoch"), state.get("position")
+        epoch = state.get("epoch")
+        position = state.get("position")
         if not (isinstance(epoch, int) and isinstance(position, int)):
             raise ValueError(
                 f"mini-batch state: epoch {epoch!r}, position {position!r}: load what state_dict() returned"
@@ -190,13 +194,16 @@ class MiniBatches(Iterator[list[Tensor]]):
             )
         if epoch != self._epoch:
             self._order = self._epoch_order(epoch)
-        self._epoch, self._position, self.lengths = epoch, position, ()
+        self._epoch = epoch
+        self._position = position
+        self.lengths = ()
 
     def _advance(self) -> None:
         """Step to the next chunk, into the next epoch after the last one."""
         self._position += 1
         if self._position == len(self.chunks):
-            self._epoch, self._position = self._epoch + 1, 0
+            self._epoch += 1
+            self._position = 0
             self._order = self._epoch_order(self._epoch)
 
     def _epoch_order(self, epoch: int) -> _Indices:

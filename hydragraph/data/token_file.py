@@ -130,7 +130,8 @@ class TokenFile:
         Raises:
             ValueError: a byte differs from what was written.
         """
-        digest, read = hashlib.sha256(), 0
+        digest = hashlib.sha256()
+        read = 0
         with self.path.open("rb") as file:
             file.seek(_HEADER_BYTES)
             while data := file.read(_READ_BYTES):
@@ -249,7 +250,8 @@ def _batches(documents: Iterable[str]) -> Iterator[list[str]]:
         characters += len(document)
         if len(batch) == _BATCH_DOCUMENTS or characters >= _BATCH_CHARACTERS:
             yield batch
-            batch, characters = [], 0
+            batch = []
+            characters = 0
     if batch:
         yield batch
 
@@ -285,7 +287,7 @@ def _read_header(path: Path) -> _Header:
     """Read and check a file's header, and the file's size against it."""
     if not path.is_file():
         raise ValueError(f"token file {path} does not exist: write it first with write_tokens")
-    found = path.stat().st_size
+    size = path.stat().st_size
     with path.open("rb") as file:
         data = file.read(_HEADER_BYTES)
     if data[: len(_MAGIC)] != _MAGIC[: len(data)]:
@@ -293,15 +295,15 @@ def _read_header(path: Path) -> _Header:
             f"{path} is not a token file: it starts with {data[:8]!r}, expected {_MAGIC!r}; check the path"
         )
     if len(data) < _HEADER_BYTES:
-        raise ValueError(_corrupt(path, f"expected at least {_HEADER_BYTES} bytes, found {found}"))
+        raise ValueError(_corrupt(path, f"expected at least {_HEADER_BYTES} bytes, found {size}"))
     _, version, *fields = _FIELDS.unpack_from(data)
     if version != _VERSION:
         raise ValueError(f"token file {path} has version {version}, expected {_VERSION}: delete it and rerun")
     header = _Header(*fields)
     if data != header.pack():
         raise ValueError(_corrupt(path, "its header does not match the header's hash"))
-    if found != header.file_bytes:
-        raise ValueError(_corrupt(path, f"expected {header.file_bytes} bytes, found {found}"))
+    if size != header.file_bytes:
+        raise ValueError(_corrupt(path, f"expected {header.file_bytes} bytes, found {size}"))
     return header
 
 

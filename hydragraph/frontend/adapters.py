@@ -10,7 +10,8 @@ from torch import nn
 
 from hydragraph.errors import Unsupported
 
-_UNTRIED = (  # of LoraConfig: they change what a layer computes, or where its weights are
+# Settings of LoraConfig that change what a layer computes, or where its weights are.
+_UNTRIED = (
     "alora_invocation_tokens",
     "arrow_config",
     "kasa_config",
@@ -38,7 +39,8 @@ def base_model(model: nn.Module) -> nn.Module:
 def refuse_untried(model: nn.Module) -> None:
     """Raise Unsupported for peft methods other than LoRA, and for options of LoRA that are not known to train right."""
     for name, config in getattr(model, "peft_config", {}).items() if is_peft(model) else ():
-        where, kind = f"peft adapter {name!r}", str(getattr(config.peft_type, "value", config.peft_type))
+        where = f"peft adapter {name!r}"
+        kind = str(getattr(config.peft_type, "value", config.peft_type))
         if kind != "LORA":
             raise Unsupported(f"the peft method {kind}", where=where, remedy="use peft.LoraConfig")
         for option in _UNTRIED:
@@ -52,13 +54,14 @@ def adapter_keys(model: nn.Module) -> frozenset[str]:
 
     state = model.state_dict()
     names = {id(tensor): key for key, tensor in state.items()}
-    found: set[str] = set()
+    keys: set[str] = set()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # peft says again what it saves when it does
+        # peft warns when it really saves; here it is only asked for names.
+        warnings.simplefilter("ignore")
         for name in adapter_names(model):
             kept: dict[str, Any] = get_peft_model_state_dict(model, state_dict=state, adapter_name=name)
-            found.update(names[id(tensor)] for tensor in kept.values())
-    return frozenset(found)
+            keys.update(names[id(tensor)] for tensor in kept.values())
+    return frozenset(keys)
 
 
 def adapter_names(model: nn.Module) -> Sequence[str]:

@@ -12,14 +12,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from hydragraph.errors import Unsupported
 from hydragraph.frontend.skeleton import Site
 from hydragraph.frontend.unseen import watched
 from hydragraph.private.tracing import symbol_name
+from hydragraph.private.trees import TorchDispatchMode
 
-_LARGEST = 1 << 20  # elements of a constant tensor that is compared by its content
+# The most elements of a constant tensor that is compared by its content.
+_LARGEST = 1 << 20
 
 
 def kind_of(site: Site, hints: dict[str, int]) -> str | None:
@@ -38,7 +39,8 @@ def kind_of(site: Site, hints: dict[str, int]) -> str | None:
 
 def refuse_state(site: Site, hints: dict[str, int]) -> None:
     """Run a block twice more; raise Unsupported where it does not do the same."""
-    first, second = _noted(site, hints), _noted(site, hints)
+    first = _noted(site, hints)
+    second = _noted(site, hints)
     if first is None or second is None or first == second:
         return
     differing = next((b for a, b in zip(first, second, strict=False) if a != b), "it runs other operators")
@@ -77,19 +79,19 @@ class _Notes(TorchDispatchMode):
         self.unknown = False  # a tensor without values came from nowhere
         self._names: dict[int, str] = {}
         self._kept: list[Tensor] = []  # so that no id is used twice
-        held = [*block.named_parameters(remove_duplicate=False), *block.named_buffers(remove_duplicate=False)]
-        for name, tensor in held:
-            known = self._names.setdefault(id(tensor), name)
-            self.lines.append(f"{name} {known} {list(tensor.shape)} {tensor.dtype} {tensor.requires_grad}")
+        tensors = [*block.named_parameters(remove_duplicate=False), *block.named_buffers(remove_duplicate=False)]
+        for name, tensor in tensors:
+            first_name = self._names.setdefault(id(tensor), name)
+            self.lines.append(f"{name} {first_name} {list(tensor.shape)} {tensor.dtype} {tensor.requires_grad}")
         for i, tensor in enumerate(inputs):
             self._names[id(tensor)] = f"input {i}"
             self.lines.append(f"input {i} {list(tensor.shape)} {tensor.dtype}")
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = f"{self.text(args)} {self.text(kwargs or {})}"  # before: an operator may write into its operands
+        operands = f"{self.text(args)} {self.text(kwargs or {})}"  # before: an operator may write into its operands
         result = func(*args, **(kwargs or {}))
         self._name(result)
-        self.lines.append(f"{func} {given} {torch.is_grad_enabled()} {_form(result)}")
+        self.lines.append(f"{func} {operands} {torch.is_grad_enabled()} {_form(result)}")
         return result
 
     def _name(self, result: Any) -> None:

@@ -18,9 +18,9 @@ from torch import Tensor, fx
 from hydragraph.frontend.rows import ARANGES, Routing, Rows, viewed
 from hydragraph.ir.graph_data import value_of
 from hydragraph.ir.placeholders import communicate
-from hydragraph.passes.cut import operands, shape, varlen
-from hydragraph.passes.cut_rules import MOVES, RULES, SPLITS, VIEWS, pointwise, split_dim
-from hydragraph.private.tracing import symbol_name
+from hydragraph.passes.node import operands, shape, varlen
+from hydragraph.passes.operator_rules import MOVES, SPLITS, VIEWS, is_pointwise, split_dim
+from hydragraph.private.tracing import symbol_name, symbols_in
 
 aten = torch.ops.aten
 
@@ -38,7 +38,8 @@ _ALONG = frozenset(
         *(aten.slice_scatter.default, aten.repeat_interleave.self_int),
     }
 )
-_DIM_AT: Mapping[Any, int] = {  # where they name it, if it is not argument 1
+# Where an operator names its dimension, if that is not argument 1.
+_DIM_AT: Mapping[Any, int] = {
     aten.norm.ScalarOpt_dim: 2,
     aten.linalg_vector_norm.default: 2,
     aten.topk.default: 2,
@@ -57,7 +58,8 @@ _DEFAULT_DIM: Mapping[Any, int] = {
     **dict.fromkeys((aten.unbind.int, aten.slice.Tensor, aten.slice_scatter.default), 0),
 }
 _MATRICES = frozenset({aten.matmul.default, aten.mm.default, aten.bmm.default})
-_MADE = frozenset(  # from the sizes of what they are given only
+# Operators that look at the sizes of their operands only: what they make is the same for every token.
+_MADE = frozenset(
     {
         *(aten.zeros_like.default, aten.ones_like.default, aten.full_like.default, aten.new_zeros.default),
         *(aten.new_ones.default, aten.new_full.default, aten.zeros.default, aten.ones.default, aten.full.default),
@@ -73,13 +75,15 @@ _MOVES = MOVES | frozenset(
     }
 )
 _RESHAPES = VIEWS | {aten.view_as.default}
-_ELEMENTWISE = frozenset(  # which PyTorch does not tag as such
+# Elementwise operators that PyTorch does not tag as such.
+_ELEMENTWISE = frozenset(
     {
         *(aten.polar.default, aten.complex.default, aten.__or__.Tensor, aten.__and__.Tensor, aten.__xor__.Tensor),
         *(aten.__or__.Scalar, aten.__and__.Scalar, aten.__xor__.Scalar),
     }
 )
-_LOSSES = frozenset({aten.cross_entropy_loss.default, aten.nll_loss_nd.default})  # behind them nothing has tokens
+# Behind a loss nothing has tokens.
+_LOSSES = frozenset({aten.cross_entropy_loss.default, aten.nll_loss_nd.default})
 _MIXES = "mixes the tokens of packed sequences"
 _COUNTS = "counts through a packed row; use position_ids"
 _ROUTED = "tells where in a packed row tokens are sent, outside of sending them there and back"
@@ -96,127 +100,133 @@ def mixing(graph: fx.GraphModule, tokens: str) -> tuple[str, str] | None:
     rows: dict[fx.Node, Rows] = {}
     routing = Routing(rows, tokens)
     for node in graph.graph.nodes:
-        found = _token_dims(node, tokens)
-        if node.op == "placeholder" and len(found) == 1:
-            rows[node] = Rows(found[0], 1)
-        if node.op == "output" or node.target in _LOSSES:  # what leaves a graph stands in the order of the batch
-            told = next((n for n in node.all_input_nodes if routing.tells(n) or rows.get(n, _FIRST).order != 1), None)
-            if told is not None:
-                return str(told.target), _ROUTED
+        dims = _token_dims(node, tokens)
+        if node.op == "placeholder" and len(dims) == 1:
+            rows[node] = Rows(dims[0], 1)
+        # What leaves a graph, or is compared with labels, stands in the order of the batch again.
+        if node.op == "output" or node.target in _LOSSES:
+            teller = next((n for n in node.all_input_nodes if routing.tells(n) or rows.get(n, _FIRST).order != 1), None)
+            if teller is not None:
+                return str(teller.target), _ROUTED
         if node.op != "call_function" or not isinstance(_first_tensor(node), Tensor) or node.target in _LOSSES:
             continue
         if routing.follow(node):
             continue
-        why = _problem(node, rows, routing, found, tokens)
+        why = _problem(node, rows, routing, dims, tokens)
         if why is not None:
             return why if isinstance(why, tuple) else (str(node.target), why)
-        given = [n for n in node.all_input_nodes if n in rows]
-        if node.target not in _MADE and given:
-            rows[node] = Rows(0, 1) if node.target is varlen else _result(node, rows, given[0], found[0], tokens)
+        with_tokens = [n for n in node.all_input_nodes if n in rows]
+        if node.target not in _MADE and with_tokens:
+            rows[node] = Rows(0, 1) if node.target is varlen else _result(node, rows, with_tokens[0], dims[0], tokens)
     return None
 
 
-def _result(node: fx.Node, rows: Mapping[fx.Node, Rows], given: fx.Node, dim: int, tokens: str) -> Rows:
+def _result(node: fx.Node, rows: Mapping[fx.Node, Rows], operand: fx.Node, dim: int, tokens: str) -> Rows:
     """Return the rows of a value that is computed from those of others."""
     seen = viewed(node, rows, dim, tokens) if node.target in _RESHAPES else None
-    return seen or Rows(dim, rows[given].order)
+    return seen or Rows(dim, rows[operand].order)
 
 
 def _problem(
-    node: fx.Node, rows: Mapping[fx.Node, Rows], routing: Routing, found: list[int], tokens: str
+    node: fx.Node, rows: Mapping[fx.Node, Rows], routing: Routing, dims: list[int], tokens: str
 ) -> str | tuple[str, str] | None:
     """Return what an operator does that may mix tokens; or an operator before it, and what that does."""
-    made = node.target in _MADE
-    given = [n for n in node.all_input_nodes if n in rows] if not made else []
-    told = next((n for n in node.all_input_nodes if routing.tells(n)), None) if not made else None
-    if told is not None:
-        return (str(told.target), _COUNTS) if told.target in ARANGES else _ROUTED
+    from_sizes = node.target in _MADE
+    with_tokens = [n for n in node.all_input_nodes if n in rows] if not from_sizes else []
+    teller = next((n for n in node.all_input_nodes if routing.tells(n)), None) if not from_sizes else None
+    if teller is not None:
+        return (str(teller.target), _COUNTS) if teller.target in ARANGES else _ROUTED
     scaled = any(_is_size(n, tokens) for n in node.all_input_nodes)
     if scaled and (_is_pointwise(node) or node.target in (aten.full.default, aten.scalar_tensor.default)):
         return "computes with the number of tokens of a packed row"
-    if not given:  # values that are the same for all tokens stay so; others count through the row
-        sized = bool(found) or any(_token_dims(n, tokens) for n in node.all_input_nodes)
-        uniform = made or node.target in _RESHAPES or node.target in _MOVES or _is_pointwise(node)
+    # Values that are the same for all tokens stay so. What is as long as the row without being computed from tokens
+    # # counts through it: position 3 of the row is position 0 of the second sequence.
+    if not with_tokens:
+        sized = bool(dims) or any(_token_dims(n, tokens) for n in node.all_input_nodes)
+        uniform = from_sizes or node.target in _RESHAPES or node.target in _MOVES or _is_pointwise(node)
         return _COUNTS if sized and not uniform else None
-    orders = {rows[n].order for n in given}
+    orders = {rows[n].order for n in with_tokens}
     if node.target is varlen:
         return None if orders == {1} else _ROUTED
-    if len(orders) > 1 or len(found) != 1:
+    if len(orders) > 1 or len(dims) != 1:
         return _MIXES
     if node.target in _RESHAPES:
-        return None if viewed(node, rows, found[0], tokens) is not None else _MIXES
-    return None if _keeps(node, given, {n: rows[n].dim for n in given}, found[0]) else _MIXES
+        return None if viewed(node, rows, dims[0], tokens) is not None else _MIXES
+    return None if _keeps(node, with_tokens, {n: rows[n].dim for n in with_tokens}, dims[0]) else _MIXES
 
 
 def _is_pointwise(node: fx.Node) -> bool:
-    tagged = isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise in node.target.tags
-    return tagged or RULES.get(node.target) is pointwise or node.target in _ELEMENTWISE
+    return is_pointwise(node) or node.target in _ELEMENTWISE
 
 
 def _is_size(node: fx.Node, tokens: str) -> bool:
     """Say whether a value is a number that comes from the token count."""
     value = value_of(node)
-    sized = isinstance(value, torch.SymInt | torch.SymFloat) and not value.node.is_constant()
-    return sized and any(str(symbol) == tokens for symbol in value.node.expr.free_symbols)
+    return isinstance(value, torch.SymInt | torch.SymFloat) and tokens in symbols_in(value)
 
 
-def _keeps(node: fx.Node, given: list[fx.Node], dims: Mapping[fx.Node, int], dim: int) -> bool:
+def _keeps(node: fx.Node, with_tokens: list[fx.Node], dims: Mapping[fx.Node, int], dim: int) -> bool:
     """Say whether each token of the result is computed from the same token of the operands."""
-    target, arguments = node.target, operands(node)
-    rank, first = len(shape(node)) if isinstance(value_of(node), Tensor) else 0, arguments[0]
+    target = node.target
+    arguments = operands(node)
+    ndim = len(shape(node)) if isinstance(value_of(node), Tensor) else 0
+    first = arguments[0]
     if target in (operator.getitem, communicate) or target in _SPATIAL:
         return True
     if _is_pointwise(node):
-        return all(dims[n] + rank - len(shape(n)) == dim for n in given)
+        return all(dims[n] + ndim - len(shape(n)) == dim for n in with_tokens)
     if target is aten.einsum.default:
-        return _einsum_keeps(node, given, dims, dim)
+        return _einsum_keeps(node, with_tokens, dims, dim)
     if target in (aten.cat.default, aten.stack.default):
-        axis = (arguments[1] if len(arguments) > 1 else 0) % rank
-        return axis != dim and len({dims[n] for n in given}) == 1
+        axis = (arguments[1] if len(arguments) > 1 else 0) % ndim
+        return axis != dim and len({dims[n] for n in with_tokens}) == 1
     if target is aten.linear.default:
-        return given == [first] and dims[first] < len(shape(first)) - 1
+        return with_tokens == [first] and dims[first] < len(shape(first)) - 1
     if target is aten.addmm.default:
-        return given == [arguments[1]] and dims[arguments[1]] == 0
+        return with_tokens == [arguments[1]] and dims[arguments[1]] == 0
     if target in _MATRICES:
         return _product_keeps(arguments[0], arguments[1], dims)
     if target is aten.embedding.default:
-        return given == [arguments[1]]
+        return with_tokens == [arguments[1]]
     if target is aten.index.Tensor:
         return first not in dims or all(
             i is None or (d != dims[first] and i not in dims) for d, i in enumerate(arguments[1])
         )
     if target in (aten.layer_norm.default, aten.rms_norm.default, aten.native_layer_norm.default):
-        return given == [first] and dims[first] < len(shape(first)) - len(arguments[1])
+        return with_tokens == [first] and dims[first] < len(shape(first)) - len(arguments[1])
     if target in _MOVES:
         return symbol_name(shape(first)[dims[first]]) == symbol_name(shape(node)[dim])
     if target in SPLITS:
-        return split_dim(node) != dims[given[0]]
+        return split_dim(node) != dims[with_tokens[0]]
     if target in (aten.constant_pad_nd.default, aten.pad.default):
         padded = {len(shape(first)) - 1 - i // 2 for i, p in enumerate(arguments[1]) if p}
         return dims[first] not in padded
-    if target is aten.gather.default and first not in dims:  # a table, of which tokens choose
+    # A table of the model's own, from which tokens choose.
+    if target is aten.gather.default and first not in dims:
         return bool(arguments[1] % len(shape(first)) == dim)
     if target in (aten.view_as_complex.default, aten.view_as_real.default):
         return dims[first] == dim < len(shape(node)) - (target is aten.view_as_real.default)
     if target in _ALONG or target in _DIM_AT:
-        return _along_keeps(node, given, dims)
+        return _along_keeps(node, with_tokens, dims)
     return False
 
 
-def _along_keeps(node: fx.Node, given: list[fx.Node], dims: Mapping[fx.Node, int]) -> bool:
-    arguments, target = operands(node), node.target
-    first, at = arguments[0], _DIM_AT.get(target, 1)
+def _along_keeps(node: fx.Node, with_tokens: list[fx.Node], dims: Mapping[fx.Node, int]) -> bool:
+    arguments = operands(node)
+    target = node.target
+    first = arguments[0]
+    at = _DIM_AT.get(target, 1)
     named: Any = arguments[at] if len(arguments) > at else node.kwargs.get("dim", _DEFAULT_DIM.get(target))
-    if named is None or len({dims[n] for n in given}) != 1:
+    if named is None or len({dims[n] for n in with_tokens}) != 1:
         return False
-    rank = len(shape(first))
+    ndim = len(shape(first))
     if node.target in (aten.tril.default, aten.triu.default):
-        return dims[given[0]] < rank - 2
+        return dims[with_tokens[0]] < ndim - 2
     axes: list[Any] = [named] if isinstance(named, int) else list(named)
-    return bool(axes) and all(axis % rank != dims[given[0]] for axis in axes)
+    return bool(axes) and all(axis % ndim != dims[with_tokens[0]] for axis in axes)
 
 
-def _einsum_keeps(node: fx.Node, given: list[fx.Node], dims: Mapping[fx.Node, int], dim: int) -> bool:
+def _einsum_keeps(node: fx.Node, with_tokens: list[fx.Node], dims: Mapping[fx.Node, int], dim: int) -> bool:
     """Say whether all tokens go by one letter, and still do so in the result."""
     equation, parts = operands(node)[:2]
     left, arrow, right = equation.replace(" ", "").partition("->")
@@ -246,7 +256,7 @@ def _token_dims(node: fx.Node, tokens: str) -> list[int]:
 
 
 def _counts(size: Any, tokens: str) -> bool:
-    return any(str(symbol) == tokens for symbol in size.node.expr.free_symbols)
+    return tokens in symbols_in(size)
 
 
 def _first_tensor(node: fx.Node) -> Any:

@@ -46,14 +46,14 @@ def block_list(model: nn.Module, path: str | None = None) -> tuple[str, nn.Modul
             where=type(model).__name__,
             remedy="name the nn.ModuleList of the repeated blocks with blocks='path.to.list'",
         )
-    found = lists[path]
-    if len({id(m) for m in found}) < len(found):
+    chosen = lists[path]
+    if len({id(m) for m in chosen}) < len(chosen):
         raise Unsupported(
             "the same block occurs twice (shared blocks)",
             where=path,
             remedy="give every layer its own module (copy.deepcopy)",
         )
-    return path, found
+    return path, chosen
 
 
 def _inside(name: str, lists: Iterable[str]) -> bool:

@@ -32,8 +32,8 @@ from hydragraph.ir.graph_data import value_of
 from hydragraph.ir.parameter import Bucket, Parameter
 from hydragraph.ir.program import Block, Program, Template
 from hydragraph.modes import own_modes
-from hydragraph.passes.cut import operands, varlen
-from hydragraph.passes.cuts import uncut_heads
+from hydragraph.passes.find_cuts import uncut_heads
+from hydragraph.passes.node import operands, varlen
 from hydragraph.passes.sizes import prove_sizes, with_an_example
 from hydragraph.private.experts import make_traceable
 from hydragraph.private.tracing import TensorSpec, one_pass, symbol_name
@@ -77,8 +77,8 @@ def capture(
     check_torch()
     where = type(model).__name__
     _refuse(model, dtype)
-    taken = {n for n, _ in [*model.named_parameters(), *model.named_buffers()]}
-    fields = fields_of(example, taken, where)
+    tensor_names = {n for n, _ in [*model.named_parameters(), *model.named_buffers()]}
+    fields = fields_of(example, tensor_names, where)
     began = time.perf_counter()
     program = with_an_example(lambda sizes: _captured(model, dtype, fields, loss, blocks, sizes))
     seconds = time.perf_counter() - began
@@ -101,19 +101,20 @@ def _captured(
     if is_huggingface:
         make_traceable()
         huggingface.use_packed_attention(copied)
-    path, found = block_list(copied, blocks)
-    keys = {id(block): structure(block) for block in found}
+    path, layers = block_list(copied, blocks)
+    keys = {id(block): structure(block) for block in layers}
     call = huggingface.caller(copied) if is_huggingface else modules.caller(copied, fields)
-    exported, sites = capture_skeleton(copied, found, outline, call, loss or token_cross_entropy, sizes, fields)
+    exported, sites = capture_skeleton(copied, layers, outline, call, loss or token_cross_entropy, sizes, fields)
     pieces = _slice_skeleton(exported, where, tuple(fields), sizes)
-    layers = _capture_layers(sites, keys, pieces.sizes)
-    _prove_sizes(pieces, layers, where)
+    templates = _capture_layers(sites, keys, pieces.sizes)
+    _prove_sizes(pieces, templates, where)
     if is_huggingface and any(n.target is torch.ops.aten.arange.default for n in pieces.embed.graph.graph.nodes):
-        huggingface.refuse_own_positions(where, _used_fields(pieces, layers))  # better said so than by the operator
-    _refuse_leaks(pieces, layers, where, own_loss=loss is not None)
+        # In the model's words: that it counts positions itself, and not that some arange counts through a row.
+        huggingface.refuse_own_positions(where, _used_fields(pieces, templates))
+    _refuse_leaks(pieces, templates, where, own_loss=loss is not None)
     if is_huggingface:
-        huggingface.refuse_uncaptured(where, _used_fields(pieces, layers), layers)
-    return _assemble(model, dtype, path, pieces, layers)
+        huggingface.refuse_uncaptured(where, _used_fields(pieces, templates), templates)
+    return _assemble(model, dtype, path, pieces, templates)
 
 
 def _refuse(model: nn.Module, dtype: torch.dtype) -> None:
@@ -145,6 +146,8 @@ def _slice_skeleton(
 ) -> _Pieces:
     skeleton, signature = functional_graph(exported, model)
     calls = [n for n in skeleton.graph.nodes if n.target is torch.ops.hydragraph.block.default]
+    # Blocks follow one another through the hidden state alone; whatever else they take is computed beside them (`aux`),
+    # once per micro-batch on every stage, so it may depend on the batch and on buffers only.
     outputs: list[fx.Node] = []
     feeds: dict[str, list[int]] = {}
     previous: fx.Node | None = None
@@ -196,28 +199,30 @@ def _capture_layers(sites: Sequence[Site], keys: Mapping[int, str], hints: dict[
         keys: id of a block -> what it is built of: blocks that share it, and are called alike, are equal. Of others it
             is seen by what they do whether they are.
     """
-    known: dict[tuple[str, str], Template] = {}
-    found: dict[str, Template] = {}
+    template_of: dict[tuple[str, str], Template] = {}
+    templates: dict[str, Template] = {}
     for site in sites:
+        # Three ways to see that two blocks are one template, cheapest first: built alike, doing alike, equal graphs.
         built = ("built", keys[id(site.module)] + site.called())
-        if built not in known:
+        if built not in template_of:
             kind = kind_of(site, hints)
             does = ("does", kind or site.name)
-            if does not in known:
+            if does not in template_of:
                 if kind is not None:
                     refuse_state(site, hints)
                 template = capture_template(site, hints)
-                # equal graphs are one template, however their blocks were told apart
-                known[does] = next((t for t in found.values() if t.content == template.content), template)
-            known[built] = known[does]
-        found[site.name] = known[built]
-    return found
+                # Equal graphs are one template, however their blocks were told apart.
+                template_of[does] = next((t for t in templates.values() if t.content == template.content), template)
+            template_of[built] = template_of[does]
+        templates[site.name] = template_of[built]
+    return templates
 
 
 def _sizes(skeleton: fx.GraphModule, fields: Mapping[str, str], example: Mapping[str, int]) -> dict[str, int]:
     """Return the symbols of the token and the sequence count, in this order, with example values."""
-    found = {fields.get(n.name): value_of(n).shape for n in skeleton.graph.nodes if n.op == "placeholder"}
-    tokens, bounds = symbol_name(found["input_ids"][1]), symbol_name(found["cu_seqlens"][0])
+    shapes = {fields.get(n.name): value_of(n).shape for n in skeleton.graph.nodes if n.op == "placeholder"}
+    tokens = symbol_name(shapes["input_ids"][1])
+    bounds = symbol_name(shapes["cu_seqlens"][0])
     assert tokens is not None
     assert bounds is not None
     return {tokens: example["T"], bounds: example["N+1"]}
@@ -236,7 +241,8 @@ def _refuse_leaks(pieces: _Pieces, layers: Mapping[str, Template], model: str, o
     Args:
         own_loss: the loss is the user's; behind the last block it may mix tokens as it likes.
     """
-    tokens, checked = next(iter(pieces.sizes)), set()
+    tokens = next(iter(pieces.sizes))
+    checked = set()
     behind = f"{model} after its last block"
     refuse_unproven(pieces.embed.graph, tokens, f"{model} before its first block")
     refuse_unproven(pieces.aux.graph, tokens, f"{model} beside its blocks")
@@ -263,6 +269,7 @@ def _assemble(
     pieces: _Pieces,
     layers: Mapping[str, Template],
 ) -> Program:
+    # Until here names were those within a block; from here on they are the model's, tied ones by their first name.
     canonical = _canonical_names(model)
     raw = {"embed": pieces.embed, **layers, "head": pieces.head}
     blocks = []
@@ -284,6 +291,7 @@ def _assemble(
     for alias, name in canonical.items():
         if alias != name:
             aliases[name].append(alias)
+    # All blocks that use a parameter must cut it alike; only then can the placeholders be put in.
     shard = agree(blocks, templates)
     described = {
         n: Parameter(n, tuple(p.shape), tuple(aliases[n]), shard.get(n), p.requires_grad) for n, p in parameters.items()
@@ -318,13 +326,13 @@ def origin(model: nn.Module) -> str:
 def _used_fields(pieces: _Pieces, layers: Mapping[str, Template]) -> set[str]:
     """Return the fields of the packed batch that the model before its last block computes with."""
     outputs = next(n for n in pieces.aux.graph.graph.nodes if n.op == "output").args[0]
-    wanted = {
+    used = {
         outputs[pieces.feeds[name][int(i.removeprefix("other."))]]
         for name, template in layers.items()
         for i in template.inputs
         if i.startswith("other.")
     }
-    aux = extract(pieces.aux.graph, list(wanted), {})
+    aux = extract(pieces.aux.graph, list(used), {})
     return {*pieces.embed.inputs, *(n.name for n in aux.graph.nodes if n.op == "placeholder")}
 
 
@@ -369,6 +377,6 @@ def _by_learning(
 ) -> Iterator[Bucket]:
     """Yield a bucket of the parameters that get a gradient, and one of the others, as far as there are any."""
     for suffix, kind in (("", True), ("/frozen", False)):
-        found = tuple(p for p in parameters if (p.name in learns) is kind)
-        if found:
-            yield Bucket(name + suffix, found, blocks, kind)
+        chosen = tuple(p for p in parameters if (p.name in learns) is kind)
+        if chosen:
+            yield Bucket(name + suffix, chosen, blocks, kind)

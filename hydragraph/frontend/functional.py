@@ -12,6 +12,7 @@ from torch.export.graph_signature import ExportGraphSignature
 from hydragraph.errors import Unsupported
 from hydragraph.frontend.unseen import watched
 from hydragraph.passes.clean import AUTOCAST, GRAD_MODE, clean, region
+from hydragraph.private.operators import arguments_of, has_tag
 from hydragraph.private.tracing import meta_as_cpu, writes
 
 
@@ -37,8 +38,8 @@ def export(module: nn.Module, arguments: tuple[Any, ...], dynamic: tuple[Any, ..
 def _reason(error: Exception) -> str:
     """Return the first line of an error that says something."""
     lines = [line.strip(" -") for line in str(error).splitlines() if line.strip()] or [""]
-    told = lines[1] if lines[0].startswith("Constraints violated") and len(lines) > 1 else lines[0]
-    return f"{type(error).__name__}: {told[:300]}"
+    line = lines[1] if lines[0].startswith("Constraints violated") and len(lines) > 1 else lines[0]
+    return f"{type(error).__name__}: {line[:300]}"
 
 
 def functional_graph(exported: ExportedProgram, where: str) -> tuple[fx.GraphModule, ExportGraphSignature]:
@@ -67,9 +68,11 @@ def functional_graph(exported: ExportedProgram, where: str) -> tuple[fx.GraphMod
 def _refuse_changes(exported: ExportedProgram, where: str) -> None:
     """Refuse a graph that writes into the model's buffers or parameters, and one that computes under autocast."""
     signature = exported.graph_signature
-    held = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
+    targets = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
     graph = exported.graph_module
-    changed = _changed(graph, {n: held[n.name] for n in graph.graph.nodes if n.op == "placeholder" and n.name in held})
+    changed = _changed(
+        graph, {n: targets[n.name] for n in graph.graph.nodes if n.op == "placeholder" and n.name in targets}
+    )
     if changed:
         raise changes(changed.removeprefix("model.").removeprefix("block."), where)
     for node in _nodes(graph):
@@ -88,28 +91,26 @@ def changes(name: str, where: str) -> Unsupported:
     )
 
 
-def _changed(graph: fx.GraphModule, held: dict[fx.Node, str]) -> str | None:
+def _changed(graph: fx.GraphModule, targets: dict[fx.Node, str]) -> str | None:
     """Return the name of a tensor of the model that a graph writes into, itself or through a view.
 
     Args:
-        held: the nodes that are tensors of the model.
+        targets: the nodes that are tensors of the model, with their names.
     """
-    held = dict(held)
+    targets = dict(targets)
     for node in graph.graph.nodes:
         if GRAD_MODE in str(node.target) or AUTOCAST in str(node.target):
             body, arguments = region(graph, node)
             inner = [n for n in body.graph.nodes if n.op == "placeholder"]
-            given = {n: held[a] for n, a in zip(inner, arguments, strict=True) if a in held}
-            found = _changed(body, given)
-            if found:
-                return found
-        if not isinstance(node.target, torch._ops.OpOverload):
-            continue
-        for argument, value in zip(node.target._schema.arguments, node.args, strict=False):
-            if argument.alias_info is not None and isinstance(value, fx.Node) and value in held:
-                if argument.alias_info.is_write:
-                    return held[value]
-                held[node] = held[value]
+            inner_targets = {n: targets[a] for n, a in zip(inner, arguments, strict=True) if a in targets}
+            inside = _changed(body, inner_targets)
+            if inside:
+                return inside
+        for argument in arguments_of(node):
+            if argument.aliased and isinstance(argument.value, fx.Node) and argument.value in targets:
+                if argument.written:
+                    return targets[argument.value]
+                targets[node] = targets[argument.value]
     return None
 
 
@@ -122,11 +123,9 @@ def _steady(graph: fx.GraphModule, where: str) -> fx.GraphModule:
     """Return the graph, which must draw no random numbers."""
     for node in graph.graph.nodes:
         if "scaled_dot_product" in str(node.target):
-            continue  # refused for mixing tokens
-        random = (
-            isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
-        )
-        if random or node.target is torch.ops.aten.dropout.default:
+            # It has dropout too, but is refused for mixing tokens, which says more.
+            continue
+        if has_tag(node.target, torch.Tag.nondeterministic_seeded) or node.target is torch.ops.aten.dropout.default:
             raise Unsupported(
                 f"{node.target} draws random numbers, and each rank would draw others",
                 where=where,

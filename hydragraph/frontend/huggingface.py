@@ -13,17 +13,20 @@ from hydragraph.frontend.adapters import base_model
 from hydragraph.frontend.masks import Marker, mask
 from hydragraph.ir.program import Template
 from hydragraph.kernels.varlen_attention import varlen_attention
-from hydragraph.passes.cut import varlen
+from hydragraph.passes.node import varlen
 
-ATTENTION = "hydragraph"  # the name under which transformers finds our attention function
+# The name under which transformers finds our attention function.
+ATTENTION = "hydragraph"
 
 _REFUSED = {
     "sliding_window": "set sliding_window to None in the config, or its layer_types to full_attention",
     "softcap": "set softcap to None in the config (attn_logit_softcapping)",
     "s_aux": "choose a model without attention sinks",
 }
-_IGNORED = frozenset({"position_ids", "cu_seq_lens_k", "max_length_k", "cache_position"})  # they say nothing new
-_ALIGNED = ("ForMaskedLM", "ForTokenClassification")  # classes whose labels stand where they are predicted
+# What transformers passes besides, and cu_seqlens says already.
+_IGNORED = frozenset({"position_ids", "cu_seq_lens_k", "max_length_k", "cache_position"})
+# Classes of transformers whose labels stand where they are predicted, not one place before.
+_ALIGNED = ("ForMaskedLM", "ForTokenClassification")
 
 
 def attention(
@@ -59,8 +62,10 @@ def attention(
     _refuse_options(options, where)
     if attention_mask is not None and (causal or not attention_mask.both_ways):
         attention_mask.refuse(_layer(module))
+    # Heads of unequal sizes (DeepSeek's values are narrower than its keys) are widened with zeros for the kernel.
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    widest, size = max(query.shape[-1], value.shape[-1]), value.shape[-1]
+    widest = max(query.shape[-1], value.shape[-1])
+    size = value.shape[-1]
     q, k, v = (_packed(x, widest) for x in (query, key, value))
     out = varlen_attention(q, k, v, cu_seq_lens_q, causal=bool(causal), scale=scale, max_length=max_length_q)
     out = out if size == widest else out[..., :size]

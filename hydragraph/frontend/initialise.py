@@ -18,7 +18,8 @@ from hydragraph.frontend.adapters import is_peft
 from hydragraph.frontend.blocks import block_list
 from hydragraph.frontend.huggingface import is_huggingface
 
-_UNSET = -(2**31)  # an integer that no initialiser sets
+# An integer that no initialiser sets: where it still stands afterwards, nothing was written.
+_UNSET = -(2**31)
 
 
 def is_meta(model: nn.Module) -> bool:
@@ -59,8 +60,8 @@ def initial_parameters(model: nn.Module, seed: int, blocks: str | None = None) -
     around = copy.deepcopy(model, {id(modules): nn.ModuleList()})
     units = [("", around), *((f"{path}.{i}.", block) for i, block in enumerate(modules))]
     for prefix, unit in units:
-        made = _initialised(model, unit if unit is around else copy.deepcopy(unit), prefix, seed)
-        named = {prefix + name: parameter.detach() for name, parameter in made.named_parameters()}
+        unit_tensors = _initialised(model, unit if unit is around else copy.deepcopy(unit), prefix, seed)
+        named = {prefix + name: parameter.detach() for name, parameter in unit_tensors.named_parameters()}
         _check_set(named)
         yield {name: parameter for name, parameter in named.items() if name in canonical}
 
@@ -71,15 +72,15 @@ def initial_buffers(model: nn.Module) -> dict[str, Tensor]:
     Raises:
         Unsupported: naming a buffer that it does not set.
     """
-    found: dict[str, Tensor] = {}
+    buffers: dict[str, Tensor] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
         own = dict(module.named_buffers(prefix, recurse=False, remove_duplicate=False))
         if any(buffer.is_meta for buffer in own.values()):
-            made = _initialised(model, copy.deepcopy(module), prefix, 0)
-            own = dict(made.named_buffers(prefix, recurse=False, remove_duplicate=False))
+            initialised = _initialised(model, copy.deepcopy(module), prefix, 0)
+            own = dict(initialised.named_buffers(prefix, recurse=False, remove_duplicate=False))
             _check_set(own)
-        found |= {name: buffer.detach() for name, buffer in own.items()}
-    return found
+        buffers |= {name: buffer.detach() for name, buffer in own.items()}
+    return buffers
 
 
 def _initialised(model: nn.Module, unit: nn.Module, name: str, seed: int) -> nn.Module:
@@ -93,7 +94,8 @@ def _initialised(model: nn.Module, unit: nn.Module, name: str, seed: int) -> nn.
             tensor.fill_(float("nan") if tensor.is_floating_point() else _UNSET if tensor.dtype != torch.bool else 0)
         digest = hashlib.blake2b(f"{seed} {name}".encode(), digest_size=7).digest()
         torch.manual_seed(int.from_bytes(digest))
-        for module in reversed(list(unit.modules())):  # what is inside first
+        # From the inside out, as `apply` goes: an outer module may set again what an inner one has set.
+        for module in reversed(list(unit.modules())):
             _initialise(model, module)
     return unit
 

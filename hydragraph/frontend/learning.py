@@ -15,12 +15,15 @@ from hydragraph.ir.parameter import Parameter
 from hydragraph.ir.program import Block, Template
 
 _LOG = logging.getLogger(__name__)
-_NAMED = 10  # parameters that a warning lists
+# The most parameters that a warning lists.
+_NAMED = 10
 
 aten = torch.ops.aten
 
-FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # what a master weight in fp32 can stand for
-CONSTANT = frozenset(  # results that do not depend on the values of their operands, as autograd sees it
+# The dtypes that a master weight in fp32 can stand for.
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+# Operators whose results do not depend on the values of their operands, as autograd sees it.
+CONSTANT = frozenset(
     {
         aten.detach.default,
         aten.zeros_like.default,
@@ -48,6 +51,7 @@ def refuse_other_dtypes(model: nn.Module) -> None:
 
 def reached(graph: fx.GraphModule) -> set[fx.Node]:
     """Return the placeholders of a forward graph that the gradient of its results flows to."""
+    # Backwards from the results; operators that autograd sees as constant end the way.
     pending: list[Any] = list(next(n for n in graph.graph.nodes if n.op == "output").args[0])
     seen: set[fx.Node] = set()
     while pending:
@@ -75,18 +79,20 @@ def learning(
         parameters: all of the model's, by canonical name.
     """
     flows = {name: reached(templates[name].graph) for name in {block.template for block in blocks}}
-    found: set[str] = set()
+    names: set[str] = set()
     for block in reversed(blocks):
-        template, flow = templates[block.template], flows[block.template]
+        template = templates[block.template]
+        flow = flows[block.template]
         nodes = [n for n in template.graph.graph.nodes if n.op == "placeholder"]
-        found.update(name for name, node in zip(block.parameters, nodes, strict=False) if node in flow)
+        names.update(name for name, node in zip(block.parameters, nodes, strict=False) if node in flow)
         inputs = dict(zip(template.inputs, nodes[len(nodes) - len(template.inputs) :], strict=True))
         if inputs.get("hidden") not in flow:
-            break  # nothing below has any part in the loss
+            # The loss is not computed from this block's hidden state, so nothing below has any part in it.
+            break
     used = {name for block in blocks for name in block.parameters}
     _warn("no block uses", (name for name in parameters if name not in used))
-    _warn("the loss does not reach", (n for n, p in parameters.items() if p.trainable and n in used and n not in found))
-    return {name for name in found if parameters[name].trainable}
+    _warn("the loss does not reach", (n for n, p in parameters.items() if p.trainable and n in used and n not in names))
+    return {name for name in names if parameters[name].trainable}
 
 
 def _warn(why: str, names: Iterable[str]) -> None:

@@ -18,7 +18,8 @@ from hydragraph.errors import Unsupported
 from hydragraph.private.tracing import constant_of
 
 _PLAIN = frozenset({"causal_mask_function", "bidirectional_mask_function"})
-_PACKED = frozenset({"packed_sequence_mask_function"})  # keeps packed sequences apart, as our attention does
+# Patterns that keep packed sequences apart, as our attention does anyway.
+_PACKED = frozenset({"packed_sequence_mask_function"})
 _COMBINED = frozenset({"and_masks", "remap_positions_for_packed_sequence", "add_offsets_to_mask_function"})
 _WINDOW = "set sliding_window to None in the config (or use_sliding_window to False, or layer_types to full_attention)"
 _CHUNKS = "set every one of the config's layer_types to full_attention"
@@ -67,11 +68,12 @@ def mask(
     """
     if attention_mask is not None and not constant_of(attention_mask):
         return Marker("a padding mask", "choose a model that makes no mask of its own")
-    kinds = [_described(each) for each in _parts(mask_function)]
+    # transformers builds a mask of functions that are combined; each says by its name and its closure what it hides.
+    kinds = [_described(part) for part in _parts(mask_function)]
     others = [kind for kind in kinds if kind is not None]
     if others:
         return Marker(*others[0])
-    both_ways = any(_name(each) == "bidirectional_mask_function" for each in _parts(mask_function))
+    both_ways = any(_name(part) == "bidirectional_mask_function" for part in _parts(mask_function))
     if both_ways and getattr(config, "is_causal", True) is False:
         return Marker("attention in both directions", "leave is_causal out of the config", both_ways=True)
     return None
@@ -83,16 +85,16 @@ def _parts(pattern: Pattern) -> Iterator[Pattern]:
     if name in _PACKED:
         return
     if name == "or_masks":
-        either = [each for each in inspect.getclosurevars(pattern).nonlocals["mask_functions"] if not _is_empty(each)]
+        either = [part for part in inspect.getclosurevars(pattern).nonlocals["mask_functions"] if not _is_empty(part)]
         if len(either) == 1:
             yield from _parts(either[0])
             return
     if name not in _COMBINED:
         yield pattern
         return
-    held = inspect.getclosurevars(pattern).nonlocals
-    for each in held.get("mask_functions", (held.get("mask_function"),)):
-        yield from _parts(each)
+    captured = inspect.getclosurevars(pattern).nonlocals
+    for part in captured.get("mask_functions", (captured.get("mask_function"),)):
+        yield from _parts(part)
 
 
 def _is_empty(pattern: Pattern) -> bool:
@@ -113,9 +115,9 @@ def _described(pattern: Pattern) -> tuple[str, str] | None:
     name = _name(pattern)
     if name in _PLAIN:
         return None
-    held = inspect.getclosurevars(pattern).nonlocals if inspect.isfunction(pattern) else {}
-    if "sliding_window" in held:
-        return f"a sliding window of {held['sliding_window']}", _WINDOW
-    if "chunk_size" in held:
-        return f"chunks of {held['chunk_size']}", _CHUNKS
+    captured = inspect.getclosurevars(pattern).nonlocals if inspect.isfunction(pattern) else {}
+    if "sliding_window" in captured:
+        return f"a sliding window of {captured['sliding_window']}", _WINDOW
+    if "chunk_size" in captured:
+        return f"chunks of {captured['chunk_size']}", _CHUNKS
     return f"a pattern of its own ({name})", _OTHER

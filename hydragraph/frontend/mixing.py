@@ -15,13 +15,14 @@ from torch import fx
 from hydragraph.errors import Unsupported
 from hydragraph.frontend.apart import mixing
 from hydragraph.ir.graph_data import value_of
-from hydragraph.passes.cut import operands, varlen
+from hydragraph.passes.node import operands, varlen
 from hydragraph.private.tracing import symbol_name
 
 aten = torch.ops.aten
 
 _ATTENTION = ("scaled_dot_product", "flash_attention", "efficient_attention", "multi_head_attention", "encoder_layer")
-_ALONG = frozenset(  # operators that mix what stands along the dimension that they name
+# Operators that mix what stands along the dimension that they name.
+_ALONG = frozenset(
     {
         aten.softmax.int,
         aten._softmax.default,
@@ -42,8 +43,10 @@ _ALONG = frozenset(  # operators that mix what stands along the dimension that t
         aten.logsumexp.default,
     }
 )
-_ALL = frozenset({aten.mean.default, aten.sum.default, aten.max.default, aten.min.default})  # they reduce everything
-_SPATIAL = ("conv", "batch_norm", "group_norm", "instance_norm")  # they mix what stands behind the channels
+# Operators that reduce all dimensions.
+_ALL = frozenset({aten.mean.default, aten.sum.default, aten.max.default, aten.min.default})
+# Parts of names of operators that mix what stands behind the channels.
+_SPATIAL = ("conv", "batch_norm", "group_norm", "instance_norm")
 _PRODUCTS = frozenset({aten.matmul.default, aten.mm.default, aten.bmm.default})
 REMEDY = "call hydragraph.varlen_attention(q, k, v, cu_seqlens) where tokens meet; it keeps packed sequences apart"
 
@@ -71,29 +74,30 @@ def refuse_mixing(graph: fx.GraphModule, tokens: str | None, where: str) -> None
 def refuse_unproven(graph: fx.GraphModule, tokens: str, where: str) -> None:
     """Raise Unsupported for the first operator that is not known to keep tokens apart; arguments as above."""
     refuse_mixing(graph, tokens, where)
-    found = mixing(graph, tokens)
-    if found is not None:
-        raise Unsupported(f"{found[0]} {found[1]}", where=where, remedy=REMEDY)
+    mixer = mixing(graph, tokens)
+    if mixer is not None:
+        raise Unsupported(f"{mixer[0]} {mixer[1]}", where=where, remedy=REMEDY)
 
 
 def _mixes(node: fx.Node, name: str, tokens: str) -> bool:
     first = operands(node)[0] if operands(node) else None
-    given, made = _dims(first, tokens), _dims(node, tokens)
-    if _is_float(node) and (len(made) > 1 or _is_shifted(node)):
+    dims_before = _dims(first, tokens)
+    dims_after = _dims(node, tokens)
+    if _is_float(node) and (len(dims_after) > 1 or _is_shifted(node)):
         return True
-    if not given:
+    if not dims_before:
         return False
-    rank = len(value_of(first).shape)  # type: ignore[union-attr]
+    ndim = len(value_of(first).shape)  # type: ignore[union-attr]
     if node.target in _ALONG and _is_float(first):
         named = operands(node)[1] if len(operands(node)) > 1 and node.target is not aten.roll.default else None
         named = operands(node)[2] if node.target is aten.roll.default and len(operands(node)) > 2 else named
-        dims = range(rank) if named is None else [named] if isinstance(named, int) else named
-        return any(d % rank in given for d in dims)
+        dims = range(ndim) if named is None else [named] if isinstance(named, int) else named
+        return any(d % ndim in dims_before for d in dims)
     if node.target in _PRODUCTS:
-        return rank - 1 in given
+        return ndim - 1 in dims_before
     if node.target in _ALL:
         return _is_float(first) and len(operands(node)) == 1
-    return any(part in name for part in _SPATIAL) and any(d >= 2 for d in given)
+    return any(part in name for part in _SPATIAL) and any(d >= 2 for d in dims_before)
 
 
 def _dims(value: Any, tokens: str) -> list[int]:

@@ -15,7 +15,8 @@ from hydragraph.ir.program import Program
 from hydragraph.private.tracing import TensorSpec
 from hydragraph.spec.workload import Field
 
-IGNORED = -100  # PyTorch's default ignore_index: a token with this label is no target
+# PyTorch's default ignore_index: a token with this label is no target.
+IGNORED = -100
 
 # name -> shape (T tokens, N sequences) and dtype of every field of a packed batch
 FIELDS = {
@@ -26,24 +27,25 @@ FIELDS = {
     "max_length": TensorSpec((), torch.int64),
 }
 
-RESERVED = ("hidden", "vocabulary_start", "collectives", "tangent")  # names that compiled graphs use themselves
+# Names that compiled graphs use themselves, so no field may have them.
+RESERVED = ("hidden", "vocabulary_start", "collectives", "tangent")
 
 Loss = Callable[[Any, dict[str, Tensor]], Tensor]
 
 
-def fields_of(example: Mapping[str, Tensor] | None, taken: set[str], where: str) -> dict[str, TensorSpec]:
+def fields_of(example: Mapping[str, Tensor] | None, tensor_names: set[str], where: str) -> dict[str, TensorSpec]:
     """Return the fields of a model's packed batch: FIELDS, and what an example brings besides, per token.
 
     Args:
         example: field name -> tensor; those of FIELDS as there, others [1, T, ...]. Only dtypes and sizes count.
-        taken: names of the model's parameters and buffers, which no field may have.
+        tensor_names: those of the model's parameters and buffers, which no field may have.
         where: the model, for errors.
     """
     example = dict(example or {})
     fields = dict(FIELDS)
     tokens = {int(t.shape[1]) for t in example.values() if t.dim() > 1}
     for name, tensor in example.items():
-        field = FIELDS.get(name) or _own_field(name, tensor, taken)
+        field = FIELDS.get(name) or _own_field(name, tensor, tensor_names)
         if field is None or not _fits(tensor, field) or len(tokens) > 1:
             raise Unsupported(
                 f"the example's field {name!r} is {tensor.dtype} {list(tensor.shape)}",
@@ -55,9 +57,15 @@ def fields_of(example: Mapping[str, Tensor] | None, taken: set[str], where: str)
     return fields
 
 
-def _own_field(name: str, tensor: Tensor, taken: set[str]) -> TensorSpec | None:
+def _own_field(name: str, tensor: Tensor, tensor_names: set[str]) -> TensorSpec | None:
     """Return what a field of the user's own looks like, [1, T, ...]; None: it cannot be one."""
-    if tensor.dim() < 2 or not name.isidentifier() or name in taken or name in RESERVED or name.startswith("other"):
+    if (
+        tensor.dim() < 2
+        or not name.isidentifier()
+        or name in tensor_names
+        or name in RESERVED
+        or name.startswith("other")
+    ):
         return None
     return TensorSpec((1, "T", *map(int, tensor.shape[2:])), tensor.dtype)
 
@@ -75,14 +83,14 @@ def _described() -> str:
 
 def own_fields(program: Program) -> dict[str, Field]:
     """Return the fields of the user's own that a program computes with, which every sequence must bring."""
-    found = {}
+    own = {}
     for template in program.templates.values():
         placeholders = [n for n in template.graph.graph.nodes if n.op == "placeholder"]
         for node, name in zip(placeholders[::-1], template.inputs[::-1], strict=False):
             if name != "hidden" and not name.startswith("other.") and name not in FIELDS:
                 value = value_of(node)
-                found[name] = Field(value.dtype, tuple(map(int, value.shape[2:])))
-    return dict(sorted(found.items()))
+                own[name] = Field(value.dtype, tuple(map(int, value.shape[2:])))
+    return dict(sorted(own.items()))
 
 
 def token_cross_entropy(outputs: Any, batch: dict[str, Tensor]) -> Tensor:

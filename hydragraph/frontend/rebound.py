@@ -20,49 +20,52 @@ def rebind(copied: nn.Module, memo: Mapping[int, Any]) -> None:
     Args:
         memo: as `copy.deepcopy` left it: id of an original -> its copy.
     """
-    known: dict[int, Any] = {}
+    rebuilt: dict[int, Any] = {}
     for module in copied.modules():
         for name, value in list(vars(module).items()):
             if isinstance(value, FunctionType | MethodType | functools.partial):
-                vars(module)[name] = _rebound(value, memo, known)
+                vars(module)[name] = _rebound(value, memo, rebuilt)
 
 
-def _rebound(value: Any, memo: Mapping[int, Any], known: dict[int, Any]) -> Any:
+def _rebound(value: Any, memo: Mapping[int, Any], rebuilt: dict[int, Any]) -> Any:
     """Return a value with modules and tensors of the original replaced, itself where it holds none."""
     if isinstance(value, nn.Module | Tensor):
         return memo.get(id(value), value)
     if isinstance(value, tuple | list) and type(value) in (tuple, list):
-        items = [_rebound(v, memo, known) for v in value]
+        items = [_rebound(v, memo, rebuilt) for v in value]
         return type(value)(items) if _differ(items, value) else value
     if type(value) is dict:
-        found = {k: _rebound(v, memo, known) for k, v in value.items()}
-        return found if _differ(found.values(), value.values()) else value
+        entries = {k: _rebound(v, memo, rebuilt) for k, v in value.items()}
+        return entries if _differ(entries.values(), value.values()) else value
     if isinstance(value, MethodType):
-        owner = _rebound(value.__self__, memo, known)
-        function = _rebound(value.__func__, memo, known)
+        owner = _rebound(value.__self__, memo, rebuilt)
+        function = _rebound(value.__func__, memo, rebuilt)
         return value if owner is value.__self__ and function is value.__func__ else MethodType(function, owner)
     if isinstance(value, functools.partial):
-        parts = [_rebound(p, memo, known) for p in (value.func, value.args, value.keywords)]
+        parts = [_rebound(p, memo, rebuilt) for p in (value.func, value.args, value.keywords)]
         return functools.partial(parts[0], *parts[1], **parts[2])
-    return _function(value, memo, known) if isinstance(value, FunctionType) else value
+    return _function(value, memo, rebuilt) if isinstance(value, FunctionType) else value
 
 
-def _function(function: FunctionType, memo: Mapping[int, Any], known: dict[int, Any]) -> FunctionType:
-    if id(function) in known:
-        return known[id(function)]  # type: ignore[no-any-return]
-    known[id(function)] = function  # a function may hold itself
+def _function(function: FunctionType, memo: Mapping[int, Any], rebuilt: dict[int, Any]) -> FunctionType:
+    if id(function) in rebuilt:
+        return rebuilt[id(function)]  # type: ignore[no-any-return]
+    # Noted before its parts are looked at, because a function may hold itself.
+    rebuilt[id(function)] = function
     cells = [_content(cell) for cell in function.__closure__ or ()]
-    held = [cells, function.__defaults__, function.__kwdefaults__, function.__dict__]
-    made = [_rebound(h, memo, known) for h in held]
-    if not _differ(made, held):
+    old_parts = [cells, function.__defaults__, function.__kwdefaults__, function.__dict__]
+    new_parts = [_rebound(h, memo, rebuilt) for h in old_parts]
+    if not _differ(new_parts, old_parts):
         return function
-    pairs = zip(function.__closure__ or (), made[0], strict=True)
+    pairs = zip(function.__closure__ or (), new_parts[0], strict=True)
     closure = tuple(old if _is_empty(old) else CellType(new) for old, new in pairs)
-    found = FunctionType(function.__code__, function.__globals__, function.__name__, made[1], closure)
-    found.__kwdefaults__, found.__qualname__, found.__module__ = made[2], function.__qualname__, function.__module__
-    found.__dict__.update(made[3])
-    known[id(function)] = found
-    return found
+    function_copy = FunctionType(function.__code__, function.__globals__, function.__name__, new_parts[1], closure)
+    function_copy.__kwdefaults__ = new_parts[2]
+    function_copy.__qualname__ = function.__qualname__
+    function_copy.__module__ = function.__module__
+    function_copy.__dict__.update(new_parts[3])
+    rebuilt[id(function)] = function_copy
+    return function_copy
 
 
 def _differ(one: Any, other: Any) -> bool:

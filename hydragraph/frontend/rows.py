@@ -22,13 +22,14 @@ import torch
 from torch import fx
 
 from hydragraph.ir.graph_data import value_of
-from hydragraph.passes.cut import operands, shape
-from hydragraph.passes.cut_rules import VIEWS
+from hydragraph.passes.node import operands, shape
+from hydragraph.passes.operator_rules import VIEWS
 from hydragraph.private.tracing import multiple_of, symbol_name
 
 aten = torch.ops.aten
 
-Order = int | fx.Node  # rows for each token; or the node that sorted them
+# How many rows there are for each token, in the tokens' order; or the node that sorted them.
+Order = int | fx.Node
 
 
 class Rows(NamedTuple):
@@ -53,7 +54,8 @@ _SAME = frozenset(
 )
 _SORTS = frozenset({aten.sort.default, aten.sort.stable, aten.argsort.default, aten.argsort.stable})
 ARANGES = frozenset({aten.arange.default, aten.arange.start, aten.arange.start_step})
-_CHOICES = frozenset({aten.topk.default, aten.max.dim, aten.sort.default, aten.sort.stable})  # what they give second
+# Operators whose second result are places along a dimension.
+_CHOICES = frozenset({aten.topk.default, aten.max.dim, aten.sort.default, aten.sort.stable})
 _CHOSEN = frozenset({aten.argmax.default, aten.argsort.default, aten.argsort.stable})
 _QUOTIENTS = frozenset({aten.floor_divide.default, aten.div.Tensor_mode})
 _GROUPED = ("aten._grouped_mm.default", "aten.grouped_mm.default", "transformers.grouped_mm_fallback.default")
@@ -63,12 +65,17 @@ class Routing:
     """Follows what sends rows elsewhere; `rows` is what `mixing` knows of each value, and is added to."""
 
     def __init__(self, rows: dict[fx.Node, Rows], tokens: str) -> None:
-        self._rows, self._tokens = rows, tokens
+        self._rows = rows
+        self._tokens = tokens
         self._points: dict[fx.Node, Points] = {}
-        self._counters: dict[fx.Node, Order] = {}  # 0, 1, 2, ... through the rows of an order
-        self._sorted: dict[fx.Node, fx.Node] = {}  # the values by which rows were sorted, sorted -> the sort
-        self._counts: dict[fx.Node, fx.Node] = {}  # how many rows have each of these values -> the sort
-        self._ends: dict[fx.Node, fx.Node] = {}  # the row after the last that has each of these values -> the sort
+        # What is noted of values: 0, 1, 2, ... through the rows of an order;
+        self._counters: dict[fx.Node, Order] = {}
+        # the values by which rows were sorted, in the sorted order -> the sort;
+        self._sorted: dict[fx.Node, fx.Node] = {}
+        # how many rows have each of these values -> the sort;
+        self._counts: dict[fx.Node, fx.Node] = {}
+        # the row after the last one that has each of these values -> the sort.
+        self._ends: dict[fx.Node, fx.Node] = {}
 
     def follow(self, node: fx.Node) -> bool:
         """Say whether a node is one of those that route, and note what it gives."""
@@ -100,25 +107,26 @@ class Routing:
 
     def tells(self, node: fx.Node) -> bool:
         """Say whether a value tells where other tokens stand, or how many there are of a kind."""
-        return any(node in known for known in (self._points, self._counters, self._counts, self._ends))
+        return any(node in notes for notes in (self._points, self._counters, self._counts, self._ends))
 
     def _first(self, node: fx.Node) -> Any:
         return operands(node)[0]
 
     def _flat(self, value: Any) -> Order | None:
         """Return the order of the rows of a vector; None: it has none."""
-        known = self._rows.get(value) if isinstance(value, fx.Node) else None
-        return known.order if known is not None and len(shape(value)) == 1 else None
+        rows = self._rows.get(value) if isinstance(value, fx.Node) else None
+        return rows.order if rows is not None and len(shape(value)) == 1 else None
 
     def _same(self, node: fx.Node) -> bool:
         """Carry on what is known of a value to its copy in another dtype."""
         first = self._first(node)
-        told: tuple[dict[fx.Node, Any], ...] = (self._points, self._counters, self._counts, self._ends)
-        for known in told:
-            if first in known:
-                known[node] = known[first]
+        kinds_of_notes: tuple[dict[fx.Node, Any], ...] = (self._points, self._counters, self._counts, self._ends)
+        for notes in kinds_of_notes:
+            if first in notes:
+                notes[node] = notes[first]
                 return True
-        if first in self._sorted:  # copied as any value is; besides, it is sorted
+        # A sorted value is copied as any other is; besides, the copy is sorted, too.
+        if first in self._sorted:
             self._sorted[node] = self._sorted[first]
         return False
 
@@ -142,17 +150,19 @@ class Routing:
         if part == 1:
             self._points[node] = Points(sort, order)
         else:
-            self._rows[node], self._sorted[node] = Rows(0, sort), sort
+            self._rows[node] = Rows(0, sort)
+            self._sorted[node] = sort
         return True
 
     def _is_permutation(self, value: Any) -> bool:
         """Say whether an index points to each row of an order of so many for each token, once."""
-        found = self._points.get(value)
-        return found is not None and multiple_of(shape(value)[0], self._tokens) == found.to
+        points = self._points.get(value)
+        return points is not None and multiple_of(shape(value)[0], self._tokens) == points.to
 
     def _arange(self, node: fx.Node) -> bool:
         times = multiple_of(shape(node)[0], self._tokens)
-        start, step = ([0, *operands(node)] if node.target is aten.arange.default else operands(node))[0], 1
+        start = ([0, *operands(node)] if node.target is aten.arange.default else operands(node))[0]
+        step = 1
         if node.target is aten.arange.start_step and len(operands(node)) > 2:
             step = operands(node)[2]
         if times is None or start != 0 or step != 1:
@@ -195,44 +205,46 @@ class Routing:
             if len(chosen) != 1:
                 return False
             dim, index = chosen[0]
-        found, known = self._points.get(index), self._rows.get(first)
-        if found is None or known != Rows(dim % len(shape(first)), found.to):
+        points = self._points.get(index)
+        rows = self._rows.get(first)
+        if points is None or rows != Rows(dim % len(shape(first)), points.to):
             return False
-        self._rows[node] = Rows(known.dim, found.along)
-        if isinstance(found.along, fx.Node) and self._first(found.along) is first:
-            self._sorted[node] = found.along
+        self._rows[node] = Rows(rows.dim, points.along)
+        if isinstance(points.along, fx.Node) and self._first(points.along) is first:
+            self._sorted[node] = points.along
         return True
 
     def _repeated(self, node: fx.Node) -> bool:
         """Repeat each row."""
         first, times, *rest = operands(node)
-        known, dim = self._rows.get(first), rest[0] if rest else node.kwargs.get("dim")
-        if known is None or type(known.order) is not int or type(times) is not int or type(dim) is not int:
+        repeated = self._rows.get(first)
+        dim = rest[0] if rest else node.kwargs.get("dim")
+        if repeated is None or type(repeated.order) is not int or type(times) is not int or type(dim) is not int:
             return False
-        if dim % len(shape(first)) != known.dim:
+        if dim % len(shape(first)) != repeated.dim:
             return False
-        self._rows[node] = Rows(known.dim, known.order * times)
+        self._rows[node] = Rows(repeated.dim, repeated.order * times)
         return True
 
     def _summed(self, node: fx.Node) -> bool:
         """Add rows to those that they point to."""
         into, dim, index, rows = operands(node)
-        found = self._points.get(index)
-        if found is None or self._rows.get(rows) != Rows(dim, found.along):
+        points = self._points.get(index)
+        if points is None or self._rows.get(rows) != Rows(dim, points.along):
             return False
-        if self._rows.get(into, Rows(dim, found.to)) != Rows(dim, found.to):
+        if self._rows.get(into, Rows(dim, points.to)) != Rows(dim, points.to):
             return False
-        if multiple_of(shape(node)[dim], self._tokens) != found.to:
+        if multiple_of(shape(node)[dim], self._tokens) != points.to:
             return False
-        self._rows[node] = Rows(dim, found.to)
+        self._rows[node] = Rows(dim, points.to)
         return True
 
     def _count(self, node: fx.Node) -> bool:
         """Count how many rows have each of the numbers 0, 1, 2, ..."""
         named: dict[str, Any] = dict(zip(("input", "bins", "min", "max"), operands(node), strict=False))
-        given = {"bins": 100, "min": 0, "max": 0, **named, **node.kwargs}
-        sort = self._sorted.get(given["input"])
-        if sort is None or given["min"] != 0 or given["max"] != given["bins"] - 1:
+        options = {"bins": 100, "min": 0, "max": 0, **named, **node.kwargs}
+        sort = self._sorted.get(options["input"])
+        if sort is None or options["min"] != 0 or options["max"] != options["bins"] - 1:
             return False
         if not _ascends(sort) or not _is_choice(self._first(sort)):
             return False
@@ -241,10 +253,10 @@ class Routing:
 
     def _grouped(self, node: fx.Node) -> bool:
         """Multiply the rows of each expert, which stand together, with its weight."""
-        given: list[Any] = [*operands(node), *node.kwargs.values()]
-        first, weight, *rest = given
-        ends = [self._ends[each] for each in rest if isinstance(each, fx.Node) and each in self._ends]
-        others = [each for each in rest if isinstance(each, fx.Node) and each not in self._ends]
+        arguments: list[Any] = [*operands(node), *node.kwargs.values()]
+        first, weight, *rest = arguments
+        ends = [self._ends[argument] for argument in rest if isinstance(argument, fx.Node) and argument in self._ends]
+        others = [argument for argument in rest if isinstance(argument, fx.Node) and argument not in self._ends]
         if len(ends) != 1 or others or weight in self._rows or self.tells(weight):
             return False
         if self._rows.get(first) != Rows(0, ends[0]):
@@ -256,8 +268,8 @@ class Routing:
 def _ascends(sort: fx.Node) -> bool:
     """Say whether an operator that sorts puts the least first."""
     at = 3 if "stable" in str(sort.target) else 2
-    given = operands(sort)
-    return not (given[at] if len(given) > at else sort.kwargs.get("descending", False))
+    arguments = operands(sort)
+    return not (arguments[at] if len(arguments) > at else sort.kwargs.get("descending", False))
 
 
 def _is_choice(value: Any) -> bool:
@@ -267,8 +279,8 @@ def _is_choice(value: Any) -> bool:
     if not isinstance(value, fx.Node):
         return False
     if value.target is operator.getitem:
-        made, part = operands(value)
-        return part == 1 and made.target in _CHOICES
+        chooser, part = operands(value)
+        return part == 1 and chooser.target in _CHOICES
     return value.target in _CHOSEN
 
 
@@ -279,16 +291,19 @@ def viewed(node: fx.Node, rows: Mapping[fx.Node, Rows], dim: int, tokens: str) -
         dim: of the result, whose size has to do with the number of tokens.
     """
     first = operands(node)[0]
-    known = rows[first]
-    before, after = shape(first), shape(node)
-    if _elements(before[: known.dim]) != _elements(after[:dim]):
+    rows_before = rows[first]
+    before = shape(first)
+    after = shape(node)
+    if _elements(before[: rows_before.dim]) != _elements(after[:dim]):
         return None
-    here, there = multiple_of(before[known.dim], tokens), multiple_of(after[dim], tokens)
+    here = multiple_of(before[rows_before.dim], tokens)
+    there = multiple_of(after[dim], tokens)
     if here is not None and here == there:
-        return Rows(dim, known.order)
-    if here is None or there is None or type(known.order) is not int or _elements(before[: known.dim]) != 1:
+        return Rows(dim, rows_before.order)
+    if here is None or there is None or type(rows_before.order) is not int or _elements(before[: rows_before.dim]) != 1:
         return None
-    return Rows(dim, there)  # rows of one token are joined, or parted
+    # [T, 2, H] as [2T, H]: the rows of one token are parted, or joined again, and stay together.
+    return Rows(dim, there)
 
 
 def _elements(sizes: Any) -> int | None:

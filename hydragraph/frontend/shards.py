@@ -11,7 +11,7 @@ from hydragraph.ir.parameter import ShardRule
 from hydragraph.ir.program import Block, Template
 from hydragraph.passes.annotate import annotate
 from hydragraph.passes.cut import Cuts
-from hydragraph.passes.cuts import find_cuts, rules
+from hydragraph.passes.find_cuts import find_cuts, rules
 
 
 def analyse(template: Template, whole: set[str]) -> tuple[Cuts, list[fx.Node]]:
@@ -43,26 +43,27 @@ def agree(blocks: Sequence[Block], templates: Mapping[str, Template]) -> dict[st
     A parameter that two blocks would cut differently (or only one of them would) stays whole in both; that may keep
     others whole too, so the analysis repeats until keeping whole what is not cut changes nothing.
     """
+    # An embedding that is tied to the head: were the head's product kept whole, a cut embedding would leave it a shard.
     whole: set[str] = set()
     while True:
-        wanted: dict[str, set[ShardRule | None]] = {}
+        choices_of: dict[str, set[ShardRule | None]] = {}
         analysed: dict[str, list[ShardRule | None]] = {}
         for block in blocks:
             template = templates[block.template]
             if template.name not in analysed:
-                found, nodes = analyse(template, excluded(template, blocks, whole))
-                by_node = rules(found)
+                cuts, nodes = analyse(template, excluded(template, blocks, whole))
+                by_node = rules(cuts)
                 analysed[template.name] = [by_node.get(n) for n in nodes]
             for name, choice in zip(block.parameters, analysed[template.name], strict=True):
-                wanted.setdefault(name, set()).add(choice)
-        uncut = {name for name, choices in wanted.items() if len(choices) > 1 or None in choices}
+                choices_of.setdefault(name, set()).add(choice)
+        uncut = {name for name, choices in choices_of.items() if len(choices) > 1 or None in choices}
         if uncut == whole:
-            return {n: rule for n, choices in wanted.items() for rule in choices if rule is not None}
+            return {n: rule for n, choices in choices_of.items() for rule in choices if rule is not None}
         whole |= uncut
 
 
 def annotated_template(template: Template, whole: set[str]) -> Template:
     """Return the template with Communicate-Activation placeholders in its graph."""
-    found, parameters = analyse(template, whole)
+    cuts, parameters = analyse(template, whole)
     hidden = next((n for n in template.graph.graph.nodes if n.op == "placeholder" and n.name == "hidden"), None)
-    return replace(template, graph=annotate(template.graph, found, set(parameters), hidden))
+    return replace(template, graph=annotate(template.graph, cuts, set(parameters), hidden))

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
 
 from hydragraph.errors import Unsupported
@@ -21,7 +20,9 @@ from hydragraph.frontend.functional import changes, export
 from hydragraph.frontend.packed import FIELDS, Loss
 from hydragraph.frontend.structure import structure
 from hydragraph.frontend.unseen import watched
+from hydragraph.private.modules import empty_tables, table_of
 from hydragraph.private.tracing import TensorSpec, untraced
+from hydragraph.private.trees import TreeSpec, tree_flatten, tree_unflatten
 
 
 @torch.library.custom_op("hydragraph::block", mutates_args=())
@@ -41,7 +42,7 @@ class Site:
 
     name: str
     module: nn.Module
-    spec: pytree.TreeSpec
+    spec: TreeSpec
     leaves: list[Any]  # the flat arguments, None where a tensor stands
     tensors: list[int]  # where the tensors stand; the first is the hidden state
     inputs: list[Tensor] = field(repr=False)  # their fake values; the hidden state as [1, T, H]
@@ -69,7 +70,8 @@ class FlatBlock(nn.Module):
 
     def __init__(self, site: Site) -> None:
         super().__init__()
-        self.block, self._site = site.module, site
+        self.block = site.module
+        self._site = site
 
     def forward(self, *tensors: Tensor) -> Tensor:
         """Rebuild the arguments that the model passed, call the block's own forward, and return its hidden state."""
@@ -78,7 +80,7 @@ class FlatBlock(nn.Module):
             leaves[position] = tensor
         if self._site.flat_tokens:
             leaves[self._site.tensors[0]] = tensors[0].squeeze(0)
-        arguments, keywords = pytree.tree_unflatten(leaves, self._site.spec)
+        arguments, keywords = tree_unflatten(leaves, self._site.spec)
         output = self._site.forward(*arguments, **keywords)
         hidden = hidden_output(output, self._site.name)[0]
         if self._site.form and self._site.form != form_of(output):
@@ -92,7 +94,7 @@ class FlatBlock(nn.Module):
 
 def hidden_output(output: Any, where: str) -> tuple[Tensor, Callable[[Tensor], Any]]:
     """Return the one tensor among a block's outputs, and how to put another in its place."""
-    leaves, spec = pytree.tree_flatten(output)
+    leaves, spec = tree_flatten(output)
     tensors = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
     if len(tensors) != 1:
         raise Unsupported(
@@ -103,21 +105,23 @@ def hidden_output(output: Any, where: str) -> tuple[Tensor, Callable[[Tensor], A
     position = tensors[0]
 
     def rebuild(hidden: Tensor) -> Any:
-        return pytree.tree_unflatten([*leaves[:position], hidden, *leaves[position + 1 :]], spec)
+        return tree_unflatten([*leaves[:position], hidden, *leaves[position + 1 :]], spec)
 
     return leaves[position], rebuild
 
 
 def form_of(output: Any) -> str:
     """Describe what a block returns, apart from its tensor."""
-    leaves, spec = pytree.tree_flatten(output)
+    leaves, spec = tree_flatten(output)
     return repr(["a tensor" if isinstance(leaf, Tensor) else leaf for leaf in leaves]) + str(spec)
 
 
 class _Traced(nn.Module):
     def __init__(self, model: nn.Module, call: Callable[..., Any], loss: Loss) -> None:
         super().__init__()
-        self.model, self._call, self._loss = model, call, loss
+        self.model = model
+        self._call = call
+        self._loss = loss
 
     def forward(self, batch: dict[str, Tensor]) -> Tensor:
         return _summed(self._loss(self._call(self.model, batch), batch), type(self.model).__name__)
@@ -127,8 +131,8 @@ def _summed(loss: Any, where: str) -> Tensor:
     """Return a loss as one number."""
     if isinstance(loss, Tensor) and loss.is_floating_point() and all(type(n) is int and n == 1 for n in loss.shape):
         return loss.reshape(())
-    given = f"{loss.dtype} {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-    raise Unsupported(f"its loss is {given}", where=where, remedy="return one number, the sum over all targets")
+    returned = f"{loss.dtype} {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+    raise Unsupported(f"its loss is {returned}", where=where, remedy="return one number, the sum over all targets")
 
 
 def capture_skeleton(
@@ -163,7 +167,8 @@ def capture_skeleton(
         exported = trace()
         if not exported.graph_signature.inputs_to_lifted_tensor_constants:
             return _in_order(exported, light, listed, type(model).__name__)
-    sites, forms = list[Site](), _Forms()
+    sites = list[Site]()
+    forms = _Forms()
     for name, block in _named(listed):
         block.forward = _opaque(name, block, alike(block), forms, sites)  # type: ignore[method-assign]
     return _in_order(trace(), sites, listed, type(model).__name__)
@@ -189,23 +194,24 @@ def _in_order(
 @contextlib.contextmanager
 def _light_blocks(listed: nn.ModuleList, alike: Callable[[nn.Module], str], sites: list[Site]) -> Iterator[None]:
     """Put blocks that are opaque, and have no parameters, in the places of a model's own."""
-    own, forms = dict(listed._modules), _Forms()
+    own = dict(table_of(listed))
+    forms = _Forms()
     try:
         for (name, block), place in zip(_named(listed), own, strict=True):
-            listed._modules[place] = _light(block, _opaque(name, block, alike(block), forms, sites))
+            table_of(listed)[place] = _light(block, _opaque(name, block, alike(block), forms, sites))
         before = [dict(vars(light)) for light in listed]
         yield
-        if any(vars(light) != held for light, held in zip(listed, before, strict=True)):
+        if any(vars(light) != attributes for light, attributes in zip(listed, before, strict=True)):
             raise Unsupported("forward sets attributes of blocks", where="blocks", remedy="trace the blocks themselves")
     finally:
-        listed._modules.update(own)
+        table_of(listed).update(own)
 
 
 def _light(block: nn.Module, forward: Callable[..., Any]) -> nn.Module:
     """Return a module of the block's kind with its attributes, whose parts are found in the block itself."""
     light: nn.Module = object.__new__(_light_kind(type(block)))
     vars(light).update(vars(block), forward=forward, _whole=block)
-    vars(light).update(_parameters={}, _buffers={}, _modules={}, _non_persistent_buffers_set=set())
+    vars(light).update(empty_tables())
     return light
 
 
@@ -213,8 +219,8 @@ def _light_kind(kind: type[nn.Module]) -> type[nn.Module]:
     def found(self: nn.Module, name: str) -> Any:  # of what is no attribute of its own
         return getattr(vars(self)["_whole"], name)
 
-    made: type[nn.Module] = type(kind.__name__, (kind,), {"__getattr__": found, "__module__": kind.__module__})
-    return made
+    light_class: type[nn.Module] = type(kind.__name__, (kind,), {"__getattr__": found, "__module__": kind.__module__})
+    return light_class
 
 
 @dataclass
@@ -235,24 +241,28 @@ def _opaque(name: str, block: nn.Module, key: str, forms: _Forms, sites: list[Si
     own = block.forward
 
     def forward(*arguments: Any, **keywords: Any) -> Any:
-        leaves, spec = pytree.tree_flatten((arguments, keywords))
+        leaves, spec = tree_flatten((arguments, keywords))
         tensors = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         inputs = [leaves[i] for i in tensors]
         constants = [None if i in tensors else leaf for i, leaf in enumerate(leaves)]
-        if key not in forms.of:  # run one block of each kind to learn what it returns
+        # One block of each kind is run, to learn in what form it returns its hidden state: alone, or first of a tuple.
+        if key not in forms.of:
             with untraced(), watched(name, block), _unchanged(block, name):
                 output = own(*arguments, **keywords)
             hidden, rebuild = hidden_output(output, name)
             forms.of[key] = rebuild, form_of(output)
             _refuse_other_hidden(hidden, inputs, name)
+        # A model that flattens its tokens hands on [T, H]. Templates know [1, T, H] only, so the opaque block takes
+        # that, and `wide` remembers it, lest a squeeze and an unsqueeze stand between two blocks of the skeleton.
         flat = inputs[0].dim() == 2
         if flat:
             inputs[0] = forms.wide.get(id(inputs[0]), inputs[0].unsqueeze(0))
         sites.append(Site(name, block, spec, constants, tensors, inputs, flat, instance, forms.of[key][1]))
         result = torch.ops.hydragraph.block(inputs[0], inputs[1:], name)
         if flat:
-            made, result = result, result.squeeze(0)
-            forms.wide[id(result)] = made
+            batched = result
+            result = result.squeeze(0)
+            forms.wide[id(result)] = batched
         return forms.of[key][0](result)
 
     return forward
@@ -268,18 +278,18 @@ def _unchanged(block: nn.Module, where: str) -> Iterator[None]:
             raise changes(name, where)
 
 
-def _refuse_other_hidden(made: Tensor, inputs: Sequence[Tensor], where: str) -> None:
-    given = list(inputs[0].shape) if inputs else []
-    kinds = (f" {inputs[0].dtype}", f" {made.dtype}") if inputs and made.dtype != inputs[0].dtype else ("", "")
-    if not inputs or made.shape != inputs[0].shape or made.dtype != inputs[0].dtype:
+def _refuse_other_hidden(result: Tensor, inputs: Sequence[Tensor], where: str) -> None:
+    sizes = list(inputs[0].shape) if inputs else []
+    kinds = (f" {inputs[0].dtype}", f" {result.dtype}") if inputs and result.dtype != inputs[0].dtype else ("", "")
+    if not inputs or result.shape != inputs[0].shape or result.dtype != inputs[0].dtype:
         raise Unsupported(
-            f"the block turns a hidden state of {given}{kinds[0]} into {list(made.shape)}{kinds[1]}",
+            f"the block turns a hidden state of {sizes}{kinds[0]} into {list(result.shape)}{kinds[1]}",
             where=where,
             remedy="blocks must keep shape and dtype of the hidden state, which must be their first tensor argument",
         )
-    if len(given) not in (2, 3) or not isinstance(given[-1], int):
+    if len(sizes) not in (2, 3) or not isinstance(sizes[-1], int):
         raise Unsupported(
-            f"a hidden state of {given}", where=where, remedy="pass the hidden state as [1, T, H] or [T, H]"
+            f"a hidden state of {sizes}", where=where, remedy="pass the hidden state as [1, T, H] or [T, H]"
         )
 
 

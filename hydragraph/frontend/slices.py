@@ -11,20 +11,21 @@ from hydragraph.errors import Unsupported
 from hydragraph.ir.program import Template, graph_digest
 
 
-def extract(graph: fx.GraphModule, outputs: Sequence[fx.Node], given: Mapping[fx.Node, str]) -> fx.GraphModule:
-    """Return the part of a graph that computes `outputs`; `given` nodes become placeholders of the given names."""
+def extract(graph: fx.GraphModule, outputs: Sequence[fx.Node], renamed: Mapping[fx.Node, str]) -> fx.GraphModule:
+    """Return the part of a graph that computes `outputs`; nodes of `renamed` become placeholders of these names."""
     needed: set[fx.Node] = set()
     pending = list(outputs)
     while pending:
         node = pending.pop()
         if node not in needed:
             needed.add(node)
-            if node not in given:
+            if node not in renamed:
                 pending += node.all_input_nodes
-    part, copied = fx.Graph(), {}
-    placeholders = [n for n in graph.graph.nodes if n in needed and (n.op == "placeholder" or n in given)]
+    part = fx.Graph()
+    copied = {}
+    placeholders = [n for n in graph.graph.nodes if n in needed and (n.op == "placeholder" or n in renamed)]
     for node in placeholders:
-        copied[node] = part.placeholder(given.get(node, node.name))
+        copied[node] = part.placeholder(renamed.get(node, node.name))
         copied[node].meta = dict(node.meta)
     for node in graph.graph.nodes:
         if node in needed and node not in copied:
@@ -48,6 +49,7 @@ def template_of(
         where: what is captured, for errors.
     """
     placeholders = [n for n in graph.graph.nodes if n.op == "placeholder"]
+    # The order of a template's placeholders is the order in which everything binds them: parameters, buffers, inputs.
     groups: tuple[list[fx.Node], ...] = ([], [], [])
     for node in placeholders:
         kind = next((i for i, names in enumerate((parameters, buffers, inputs)) if node.name in names), None)
@@ -59,12 +61,12 @@ def template_of(
             )
         if node.users:
             groups[kind].append(node)
-    known = {**parameters, **buffers, **inputs}
-    names = tuple(tuple(known[n.name] for n in group) for group in groups)
+    tensors = {**parameters, **buffers, **inputs}
+    names = tuple(tuple(tensors[n.name] for n in group) for group in groups)
     ordered = fx.Graph()
     copied: dict[fx.Node, fx.Node] = {}
     for node in (n for group in groups for n in group):
-        copied[node] = ordered.placeholder(_identifier(known[node.name]))
+        copied[node] = ordered.placeholder(_identifier(tensors[node.name]))
         copied[node].meta = dict(node.meta)
     for node in graph.graph.nodes:
         if node.op == "output":

@@ -13,12 +13,19 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from hydragraph.private.operators import PACKETS
+
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, range, slice)
-_TENSORS = ("_parameters", "_buffers", "_modules")  # read by name
-LAYER_INDEX = ("layer_idx", "layer_id", "layer_number")  # attributes that mostly only say where a block stands
-_OF_THIS_PROCESS = "_original_object_hash"  # of transformers' generation config: a hash that each process seeds anew
-_HEAP = 1 << 9  # the flag of classes that Python code makes
-_LARGEST = 20_000  # values, after which a structure counts as one of its own
+# A module's tensors and parts are read by name, not as attributes.
+_TENSORS = ("_parameters", "_buffers", "_modules")
+# Attributes that mostly only say where a block stands, so that blocks alike differ in them.
+LAYER_INDEX = ("layer_idx", "layer_id", "layer_number")
+# An attribute of transformers' generation config: a hash that each process seeds anew.
+_OF_THIS_PROCESS = "_original_object_hash"
+# Py_TPFLAGS_HEAPTYPE, the flag of classes that Python code makes.
+_HEAP = 1 << 9
+# After so many values, a structure counts as one of its own: a model may hold a whole data set.
+_LARGEST = 20_000
 
 
 def structure(value: object) -> str:
@@ -33,7 +40,7 @@ def structure(value: object) -> str:
 
 def outline(module: nn.Module) -> str:
     """Return what two blocks that return values of one form mostly share: classes, and a block's own plain settings."""
-    inside = [(name, type(each).__qualname__) for name, each in module.named_modules()]
+    inside = [(name, type(child).__qualname__) for name, child in module.named_modules()]
     own = {k: v for k, v in vars(module).items() if isinstance(v, _PLAIN) and k not in LAYER_INDEX}
     return repr((inside, sorted(own.items(), key=lambda item: item[0])))
 
@@ -41,7 +48,8 @@ def outline(module: nn.Module) -> str:
 class _Reader:
     def __init__(self) -> None:
         self._known: dict[int, int] = {}
-        self._kept: list[Any] = []  # so that no id is used twice
+        # What is held cannot be freed, so that no id is used twice.
+        self._kept: list[Any] = []
 
     def text(self, value: Any) -> str:
         """Describe a value; one that was described before, by its number: structures may hold themselves."""
@@ -82,7 +90,7 @@ class _Reader:
             return self._class(value)
         if isinstance(value, ModuleType | logging.Logger):
             return f"{kind} {getattr(value, '__name__', None) or value.name}"  # type: ignore[union-attr]
-        if isinstance(value, BuiltinFunctionType | torch._ops.OpOverload | torch._ops.OpOverloadPacket):
+        if isinstance(value, (BuiltinFunctionType, *PACKETS)):
             return f"{kind} {value}" if "0x" not in str(value) else _identity(value)
         if hasattr(value, "__dict__") and _is_of_python(type(value)):
             return f"{self.text(type(value))} {self._items(vars(value))}"
@@ -99,8 +107,8 @@ class _Reader:
                 cells.append(cell.cell_contents)
             except ValueError:
                 cells.append("empty")
-        held = self.text((function.__defaults__, function.__kwdefaults__, cells, function.__dict__))
-        return f"{name} {self._code(function.__code__)} {held}"
+        state = self.text((function.__defaults__, function.__kwdefaults__, cells, function.__dict__))
+        return f"{name} {self._code(function.__code__)} {state}"
 
     def _code(self, code: CodeType) -> str:
         constants = [self._code(c) if isinstance(c, CodeType) else self.text(c) for c in code.co_consts]

@@ -23,7 +23,8 @@ from hydragraph.ir.program import Template
 
 aten = torch.ops.aten
 
-_MEAN = 1  # what operators call reduction="mean"
+# The number by which operators know reduction="mean".
+_MEAN = 1
 _MEANS = frozenset({aten.mean.default, aten.mean.dim})
 _DIVISIONS = frozenset({aten.div.Tensor, aten.div.Scalar, aten.true_divide.Tensor, aten.mul.Tensor, aten.mul.Scalar})
 

@@ -24,7 +24,8 @@ def capture_template(site: Site, hints: dict[str, int]) -> Template:
         the template: inputs "hidden" and "other.{i}" for those of the other tensor arguments that it uses.
     """
     symbols: dict[str, torch.export.Dim] = {}
-    arguments, dynamic = [], []
+    arguments = []
+    dynamic = []
     for tensor in site.inputs:
         sizes, dims = _example(tensor, hints, symbols, site.name)
         arguments.append(
@@ -50,7 +51,8 @@ def _example(
     tensor: Tensor, hints: dict[str, int], symbols: dict[str, torch.export.Dim], where: str
 ) -> tuple[list[int], dict[int, torch.export.Dim]]:
     """Return an example size of a block's input, and which of its dimensions are symbolic."""
-    sizes, dims = [], {}
+    sizes = []
+    dims = {}
     for d, size in enumerate(tensor.shape):
         symbol = symbol_name(size)
         if symbol is None:

@@ -11,9 +11,8 @@ import numpy as np
 from torch import nn
 
 from hydragraph.errors import Unsupported
+from hydragraph.private.modules import BATCH_NORMS
 from hydragraph.private.unseen import global_hooks, hooks_of, hooks_of_tensor, is_wrapper, noticing
-
-_BATCH_NORMS = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm)
 
 
 def refuse_unseen(model: nn.Module) -> None:
@@ -51,7 +50,7 @@ def _refuse_module(module: nn.Module, where: str) -> None:
                     where=where,
                     remedy=f"build the embedding without {option}",
                 )
-    if isinstance(module, _BATCH_NORMS) and (module.training or not module.track_running_stats):
+    if isinstance(module, BATCH_NORMS) and (module.training or not module.track_running_stats):
         raise Unsupported(
             f"{type(module).__name__} takes its statistics over the tokens of a batch, and changes buffers",
             where=where,
@@ -77,7 +76,8 @@ def watched(where: str, module: nn.Module) -> Iterator[None]:
         where: what is traced.
         module: whose forward it is.
     """
-    before, numbers = _random_state(), _numbers(module)
+    before = _random_state()
+    numbers = _numbers(module)
     with noticing(lambda what, remedy: Unsupported(what, where=where, remedy=remedy)):
         yield
     for name, number in _numbers(module).items():
@@ -100,8 +100,8 @@ def _numbers(module: nn.Module) -> dict[str, float]:
     """Return the numbers among the attributes of a module and those inside it, by name."""
     return {
         f"{prefix}.{name}".removeprefix("."): value
-        for prefix, each in module.named_modules()
-        for name, value in vars(each).items()
+        for prefix, child in module.named_modules()
+        for name, value in vars(child).items()
         if isinstance(value, int | float) and not isinstance(value, bool) and value == value  # no NaN
     }
 

@@ -2,6 +2,12 @@
 
 Otherwise the product writes a matrix of its own, and a sum reads two and writes one: for every micro-batch three times
 the weights in traffic, and the memory of a second gradient.
+
+    before     dW = mm(dy^t, x)         returned; the executor computes total += dW
+    after      total.addmm_(dy^t, x, beta=beta)
+
+`total` is the buffer that the gradients of all micro-batches are summed in, `beta` 1, or 0 for the first of them, so
+that what lies in the buffer does not count. Of a transposed gradient, dW = t(mm(a, b)), `total` is transposed instead.
 """
 
 from __future__ import annotations
@@ -35,9 +41,13 @@ def accumulate(variant: Variant) -> Variant:
         return variant
     graph = fx.Graph()
     results: Any = graph.graph_copy(variant.backward.graph, {})
+    # The hidden state's gradient goes to the stage before, once per micro-batch: nothing to add up.
     gradients = dict(zip(variant.gradients, results, strict=True))
-    graph.output(results)  # a gradient has one user then, if the graph has no other
-    products = {n: found for n, node in gradients.items() if n != "hidden" and (found := _product(node)) is not None}
+    # With the output in the graph, a gradient that only it returns has exactly one user.
+    graph.output(results)
+    products = {
+        n: product for n, node in gradients.items() if n != "hidden" and (product := _product(node)) is not None
+    }
     last = [n for n in graph.nodes if n.op == "placeholder"][-1]
     for i, (name, product) in enumerate(products.items()):
         last = _add(graph, last, i, gradients[name], product)
@@ -51,13 +61,15 @@ def accumulate(variant: Variant) -> Variant:
 
 def _product(node: fx.Node) -> _Product | None:
     """Return the matrix product that a gradient is; None if it is something else, or read by something else too."""
+    # Back from the result through transposes; a second reader would miss the product's own value.
     transposed = False
     while len(node.users) == 1:
         if node.target is aten.mm.default:
             return _Product(node, transposed)
         if node.target is not aten.t.default:
             return None
-        (node,), transposed = node.all_input_nodes, not transposed
+        (node,) = node.all_input_nodes
+        transposed = not transposed
     return None
 
 

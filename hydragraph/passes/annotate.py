@@ -1,4 +1,14 @@
-"""Pass `annotate`: put Communicate-Activation placeholders into a template wherever tensor parallelism may cut it."""
+"""Pass `annotate`: put Communicate-Activation placeholders into a template wherever tensor parallelism may cut it.
+
+    norm -> x                     x is whole, and each rank's part of the products gives a part of its gradient
+    communicate(x, "enter")       so here, in the backward, the parts are added up
+    q, k, v, attention            cut by heads
+    linear(a, Wo) -> y            each rank has a part of a sum
+    communicate(y, "exit")        so here, in the forward, the parts are added up
+    hidden + y
+
+The placeholders are for no degree yet: `shard` makes collectives of them, or nothing for a degree of 1.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +19,13 @@ from torch import fx
 
 from hydragraph.ir.graph_data import value_of
 from hydragraph.ir.placeholders import communicate
-from hydragraph.passes.cut import Cuts, product
+from hydragraph.passes.cut import Cuts
+from hydragraph.passes.node import product
 
 aten = torch.ops.aten
 
 
-def annotate(graph: fx.GraphModule, found: Cuts, parameters: set[fx.Node], hidden: fx.Node | None) -> fx.GraphModule:
+def annotate(graph: fx.GraphModule, cuts: Cuts, parameters: set[fx.Node], hidden: fx.Node | None) -> fx.GraphModule:
     """Return a copy with `communicate(x, "enter")` and `communicate(y, "exit")` around what may be cut.
 
     "enter" stands before every use, by an operator with a cut result, of a replicated value that gets a gradient: that
@@ -22,12 +33,13 @@ def annotate(graph: fx.GraphModule, found: Cuts, parameters: set[fx.Node], hidde
     by cut operators needs no placeholder (its gradient is partial and is summed at the push), unless operators on
     replicated values use it too.
     """
+    # `entered`: one placeholder per value, however many cut operators use it: its gradient is summed once.
     result = fx.Graph()
     copied: dict[fx.Node, fx.Node] = {}
     entered: dict[fx.Node, fx.Node] = {}
     learns = differentiable(graph.graph, parameters, hidden)
-    cut_users = set(found.cut) | found.columns
-    mixed = {p for p in parameters if p not in found.cut and _mixed(p, cut_users, found)}
+    cut_users = set(cuts.cut) | cuts.columns
+    mixed = {p for p in parameters if p not in cuts.cut and _mixed(p, cut_users, cuts)}
 
     def entering(node: fx.Node) -> fx.Node:
         if node not in entered:
@@ -38,11 +50,14 @@ def annotate(graph: fx.GraphModule, found: Cuts, parameters: set[fx.Node], hidde
         if node.op == "output":
             result.output(fx.node.map_arg(node.args[0], lambda n: copied[n]))
             continue
-        whole = _whole_operands(node, found) if node in cut_users else set()
+        # What gets no gradient needs no sum of it. A parameter's is summed at the push, unless operators on whole
+        # values use it, too: their gradient is whole on every rank, and that of the cut ones must be before they meet.
+        whole = _whole_operands(node, cuts) if node in cut_users else set()
         enter = {n for n in whole if n in learns and (n not in parameters or n in mixed)}
         operand = {n: entering(n) if n in enter else copied[n] for n in node.all_input_nodes}
         copied[node] = result.node_copy(node, operand.__getitem__)
-        if node in found.rows and node.target is not aten.cross_entropy_loss.default:
+        # A vocabulary-parallel loss adds its parts up itself (`hydragraph.passes.vocabulary`).
+        if node in cuts.rows and node.target is not aten.cross_entropy_loss.default:
             copied[node] = _insert(result, copied[node], "exit")
     result.lint()
     return fx.GraphModule(graph, result)
@@ -50,12 +65,13 @@ def annotate(graph: fx.GraphModule, found: Cuts, parameters: set[fx.Node], hidde
 
 def differentiable(graph: fx.Graph, parameters: set[fx.Node], hidden: fx.Node | None) -> set[fx.Node]:
     """Return the nodes whose values depend on a parameter or the hidden state, and so get a gradient."""
-    found = parameters | ({hidden} if hidden is not None else set())
+    # Forwards through the graph: `detach` ends it, and so does what is computed in integers.
+    learning = parameters | ({hidden} if hidden is not None else set())
     for node in graph.nodes:
-        depends = any(n in found for n in node.all_input_nodes)
+        depends = any(n in learning for n in node.all_input_nodes)
         if depends and node.target is not aten.detach.default and _is_float(node):
-            found.add(node)
-    return found
+            learning.add(node)
+    return learning
 
 
 def _is_float(node: fx.Node) -> bool:
@@ -63,15 +79,17 @@ def _is_float(node: fx.Node) -> bool:
     return value.is_floating_point() if isinstance(value, torch.Tensor) else isinstance(value, tuple | list)
 
 
-def _whole_operands(node: fx.Node, found: Cuts) -> set[fx.Node]:
+def _whole_operands(node: fx.Node, cuts: Cuts) -> set[fx.Node]:
     """Return the operands of a cut operator that every rank uses whole."""
-    operands = {n for n in node.all_input_nodes if n not in found.cut}
-    taken = product(node) if node in found.columns else None
-    return operands - {taken[1], taken[2]} if taken else operands
+    # Of a column-parallel product, weight and bias are cut with it; only its operand x is whole.
+    operands = {n for n in node.all_input_nodes if n not in cuts.cut}
+    parts = product(node) if node in cuts.columns else None
+    return operands - {parts[1], parts[2]} if parts else operands
 
 
-def _mixed(parameter: fx.Node, cut_users: set[fx.Node], found: Cuts) -> bool:
-    products = found.columns | set(found.rows)
+def _mixed(parameter: fx.Node, cut_users: set[fx.Node], cuts: Cuts) -> bool:
+    # Products cut their weights or add them up; of what is left, some use a part of the parameter and some all of it.
+    products = cuts.columns | set(cuts.rows)
     users = [u for u in parameter.users if u not in products]
     return any(u in cut_users for u in users) and any(u not in cut_users for u in users)
 

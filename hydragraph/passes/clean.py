@@ -9,11 +9,13 @@ import torch
 from torch import fx
 
 from hydragraph.ir.graph_data import value_of
-from hydragraph.passes.cut import operands
+from hydragraph.passes.node import operands
 
 aten = torch.ops.aten
 
-GRAD_MODE, AUTOCAST = "wrap_with_set_grad_enabled", "wrap_with_autocast"
+GRAD_MODE = "wrap_with_set_grad_enabled"
+AUTOCAST = "wrap_with_autocast"
+# What may turn out to change nothing, in the dtype and on the device of this graph (`_is_no_op`).
 NO_OPS = frozenset(
     {
         aten.alias.default,
@@ -25,6 +27,7 @@ NO_OPS = frozenset(
         aten._to_copy.default,
     }
 )
+# What the export checks of an example; `prove_sizes` proves the graph for all.
 ASSERTIONS = frozenset(
     {aten._assert_tensor_metadata.default, aten._assert_scalar.default, aten.sym_constrain_range_for_size.default}
 )
@@ -37,6 +40,7 @@ def clean(graph: fx.GraphModule, device: str = "cpu") -> fx.GraphModule:
     Args:
         graph: as `torch.export` gives it; device constants in it (of the trace) become `device`.
     """
+    # Regions first: what is in them must be cleaned as well.
     result = fx.GraphModule(graph, _copy(graph))
     _inline_regions(result)
     for node in list(result.graph.nodes):
@@ -46,7 +50,8 @@ def clean(graph: fx.GraphModule, device: str = "cpu") -> fx.GraphModule:
             node.replace_all_uses_with(node.args[0])
             result.graph.erase_node(node)
         elif node.target is aten.copy.default and _fills(node):
-            node.replace_all_uses_with(node.args[1])  # it has no derivative; functionalizing x[...] = y leaves it
+            # What functionalizing x[...] = y leaves behind: it copies all of y over x, and has no derivative.
+            node.replace_all_uses_with(node.args[1])
             result.graph.erase_node(node)
         else:
             _move(node, torch.device(device))
@@ -66,6 +71,7 @@ def _copy(graph: fx.GraphModule) -> fx.Graph:
 
 def remove_dead_code(graph: fx.Graph) -> None:
     """Drop every node that no output needs (graphs here are functional); placeholders stay."""
+    # Backwards, so that a node's users are gone before it is asked.
     for node in reversed(list(graph.nodes)):
         if node.op not in IMPURE and not node.users:
             graph.erase_node(node)
@@ -75,9 +81,11 @@ def remove_dead_code(graph: fx.Graph) -> None:
 def _is_no_op(node: fx.Node) -> bool:
     if node.target is aten.dropout.default:
         return operands(node)[1] == 0 or not operands(node)[2]
-    before, after = value_of(operands(node)[0]), value_of(node)
+    before = value_of(operands(node)[0])
+    after = value_of(node)
     if before is None or after is None:
         return False
+    # A cast to the dtype that a value has, a copy to its device; the trace's meta device is none that was asked for.
     if node.target is aten.contiguous.default and not before.is_contiguous():
         return False
     return bool(before.dtype == after.dtype and (before.device == after.device or after.device.type == "meta"))
@@ -95,6 +103,7 @@ def _count_floats(graph: fx.Graph, node: fx.Node) -> None:
     dtype = value_of(counted).dtype
     if dtype.is_floating_point:
         return
+    # Counts below 2^24 are exact in fp32, and a micro-batch has fewer tokens.
     with graph.inserting_before(node):
         floats = graph.call_function(aten._to_copy.default, (counted,), {"dtype": torch.float32})
     floats.meta = {**counted.meta, "val": value_of(counted).float()}
@@ -115,7 +124,8 @@ def _move(node: fx.Node, device: torch.device) -> None:
 
 def region(module: fx.GraphModule, node: fx.Node) -> tuple[fx.GraphModule, list[fx.Node]]:
     """Return the body of a region, and what it is given."""
-    at = 1 if GRAD_MODE in str(node.target) else 4  # behind device, dtype, whether it is on, whether casts are kept
+    # Autocast's body stands behind device, dtype, whether it is on, and whether casts are kept.
+    at = 1 if GRAD_MODE in str(node.target) else 4
     body, *arguments = operands(node)[at:]
     return getattr(module, body.target), arguments
 
@@ -127,6 +137,7 @@ def _inline_regions(module: fx.GraphModule) -> None:
             continue
         body, arguments = region(module, node)
         _inline_regions(body)
+        # The first operand of such a region is the mode that it sets: False for no_grad, whose results are constants.
         detaches = GRAD_MODE in str(node.target) and not operands(node)[0]
         inputs = [n for n in body.graph.nodes if n.op == "placeholder"]
         with module.graph.inserting_before(node):

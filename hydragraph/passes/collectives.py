@@ -1,8 +1,21 @@
 """Tensor-parallel collectives as operators of the forward graph; each knows its own backward.
 
 They have no implementation: after differentiation they become calls on the `collectives` object that the runtime
-passes to the graph, so one graph serves any group of ranks. R: the same value on every rank of the stage; P: parts
-whose sum is meant; S: each rank has its tokens.
+passes to the graph, so one graph serves any group of ranks.
+
+    R    the same value on every rank of the stage
+    P    parts, whose sum over ranks is meant
+    S    each rank has its own tokens
+
+               forward             backward                      where
+    tp_enter   R -> R  nothing     P -> R  all_reduce            before cut products
+    tp_sum     P -> R  all_reduce  R -> R  nothing               behind row-parallel products
+    tp_gather  S -> R  all_gather  P -> S  reduce_scatter        before cut products, under sequence parallelism
+    tp_scatter P -> S  reduce_sc.  S -> R  all_gather            behind row-parallel products, likewise
+    tp_split   R -> S  split       S -> R  all_gather            from what all ranks have to what works by tokens
+    tp_join    S -> R  all_gather  R -> S  split                 to what every rank repeats for all tokens
+
+Each is the other's backward in pairs, as the adjoint of a sum over ranks is a copy to all of them.
 """
 
 from __future__ import annotations
@@ -72,6 +85,7 @@ def head_loss(
     _never("tp_head_loss")
 
 
+# What is received is contiguous, whatever strides were sent.
 def _like(x: Tensor) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
@@ -84,6 +98,7 @@ def _shorter(x: Tensor, dim: int, ranks: int) -> Tensor:
     return x.new_empty([s // ranks if d == dim else s for d, s in enumerate(x.shape)])
 
 
+# Shapes for the trace: nothing here moves data.
 for _op in (enter, sum_parts, maximum):
     _op.register_fake(_like)
 for _op in (gather, join):
@@ -104,6 +119,7 @@ def _backward(name: str) -> Any:
     return backward
 
 
+# tp_max has none: the only maximum, of logits, cancels in the loss.
 enter.register_autograd(_backward("tp_sum"), setup_context=_keep)
 sum_parts.register_autograd(lambda ctx, gradient: gradient, setup_context=_keep)
 gather.register_autograd(_backward("tp_scatter"), setup_context=_keep)
@@ -114,6 +130,7 @@ join.register_autograd(_backward("tp_split"), setup_context=_keep)
 head_loss.register_fake(lambda hidden, weight, labels, start, ignored, rows: like_gradients(hidden, weight))
 head_loss.register_autograd(scale_gradients, setup_context=keep_gradients)
 
+# What each becomes, once both directions are traced: a method of the object that the runtime passes.
 METHODS = {
     torch.ops.hydragraph.tp_sum.default: "all_reduce",
     torch.ops.hydragraph.tp_max.default: "all_reduce_max",

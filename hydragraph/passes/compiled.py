@@ -3,6 +3,18 @@
 Collectives stay calls on the runtime's object, in their order. Operators that add up rows in the order in which
 threads come stay PyTorch's, because Inductor's are not deterministic. What lies between is compiled for any number of
 tokens and of sequences.
+
+    run      nodes that follow one another, without any of those that must stay as they are
+    piece    a run that is worth compiling (`Piece`): its code is chosen by the sizes of each call
+    outer    the graph that is left: pieces, collectives, operators that stay (`_Outer`)
+
+    pow, mean, rsqrt, mul       run of 4     -> piece_0(T, hidden, weight)
+    collectives.all_gather      stays        -> the same call
+    linear, view, transpose     run of 3     -> as it is: a matrix product and views have nothing to fuse
+    embedding_dense_backward    stays        -> the same operator
+
+Fake values (`values`) go through the graph beside the nodes. They have the device and the strides that a run will
+bring, which the trace on the CPU did not know and Inductor's code depends on.
 """
 
 from __future__ import annotations
@@ -31,14 +43,19 @@ from hydragraph.private.inductor import (
     sources,
     symbols_of,
 )
+from hydragraph.private.operators import makes_tensors
 
 aten = torch.ops.aten
 
 BACKENDS = ("inductor", "eager")
-TUNED = 2048  # tokens (or sequences) that Inductor tunes for
-CODES = 4  # of one piece: Inductor may tell small sizes from large ones, and indices of 32 bits from 64
-WORTH = 2  # operators that could be fused; with fewer, a piece runs as it is
+# The tokens, or sequences, that Inductor tunes its kernels for: those of a usual micro-batch.
+TUNED = 2048
+# Codes of one piece, at most: Inductor may tell small sizes from large ones, and indices of 32 bits from 64.
+CODES = 4
+# How many operators that could be fused make a run worth compiling.
+WORTH = 2
 
+# What adds rows up in the order in which threads arrive: Inductor's kernels for these differ from run to run.
 UNORDERED = frozenset(
     {
         aten.embedding_dense_backward.default,
@@ -49,6 +66,7 @@ UNORDERED = frozenset(
         aten.scatter_reduce.two,
     }
 )
+# Products go to cuBLAS or oneDNN either way, and these change no element: neither makes a run worth compiling.
 UNFUSED = frozenset({aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default})
 NO_WORK = frozenset({aten._unsafe_view.default, aten.detach.default, aten.scalar_tensor.default})
 
@@ -84,6 +102,7 @@ def compile_variant(
     Raises:
         Unsupported: Inductor fails.
     """
+    # The forward's inputs, and what it saves, are the backward's inputs; so it is compiled first, for its fake results.
     fakes = {
         name: _place(value_of(node), device, strides.get(name))
         for node, name in zip(_placeholders(variant.forward), variant.inputs, strict=True)
@@ -91,13 +110,13 @@ def compile_variant(
     try:
         forward, results = _compile(variant.forward, [fakes[name] for name in variant.inputs], strides, variant.inputs)
         saved = {f"saved.{i}": value for i, value in enumerate(results[variant.outputs :])}
-        held = fakes | saved | {"tangent": fake_like(results[0], device)}
+        values = fakes | saved | {"tangent": fake_like(results[0], device)}
         backward = variant.backward
         if variant.gradients:
-            backward, _ = _compile(variant.backward, [held.get(n) for n in variant.needs], strides, variant.needs)
+            backward, _ = _compile(variant.backward, [values.get(n) for n in variant.needs], strides, variant.needs)
     except Exception as error:  # a compiler may raise anything
-        told = (str(error).strip().splitlines() or [""])[0]
-        what = f"Inductor cannot compile it ({type(error).__name__}: {told})"
+        first_line = (str(error).strip().splitlines() or [""])[0]
+        what = f"Inductor cannot compile it ({type(error).__name__}: {first_line})"
         raise Unsupported(what, where=where, remedy='pass backend="eager"; the cause is above') from error
     return replace(variant, forward=forward, backward=backward)
 
@@ -110,7 +129,8 @@ def _place(value: Any, device: torch.device, strides: tuple[int, ...] | None) ->
     """Return an input as a run will bring it."""
     if not isinstance(value, Tensor):
         return value
-    number = value.dim() == 0 and not value.is_floating_point()  # the longest sequence, the first row of a vocabulary
+    # A number, such as the longest sequence or a vocabulary's first row, is read by Python, so it stays on the CPU.
+    number = value.dim() == 0 and not value.is_floating_point()
     return fake_like(value, torch.device("cpu") if number else device, strides)
 
 
@@ -126,13 +146,17 @@ class Piece(nn.Module):
 
     def __init__(self, graph: fx.GraphModule, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
         super().__init__()
-        self.graph, self._inputs, self._outputs = graph, tuple(inputs), tuple(outputs)
+        self.graph = graph
+        self._inputs = tuple(inputs)
+        self._outputs = tuple(outputs)
         self.symbols = symbols_of(inputs)
         self.codes: list[tuple[Code, Condition]] = []
-        self._compiled([TUNED + 64 * i for i in range(len(self.symbols))])  # unlike sizes, lest they be taken for one
+        # Unlike sizes: were tokens and sequences equally many, Inductor would take the two symbols for one.
+        self._compiled([TUNED + 64 * i for i in range(len(self.symbols))])
 
     def forward(self, *arguments: Any) -> Sequence[Any]:
         """Compute the piece."""
+        # A size that no code is right for has one compiled, up to a number: lengths must not compile for ever.
         sizes = arguments[: len(self.symbols)]
         code = next((code for code, holds in self.codes if holds(sizes)), None)
         if code is None and self.codes and len(self.codes) < CODES and min(sizes) >= LEAST:
@@ -141,9 +165,9 @@ class Piece(nn.Module):
 
     def _compiled(self, sizes: Sequence[int]) -> Code | None:
         """Add the code for such sizes, if there can be one."""
-        found = compile_graph(self.graph, self._inputs, self._outputs, dict(zip(self.symbols, sizes, strict=True)))
-        self.codes += [found] if found is not None else []
-        return found[0] if found is not None else None
+        compiled = compile_graph(self.graph, self._inputs, self._outputs, dict(zip(self.symbols, sizes, strict=True)))
+        self.codes += [compiled] if compiled is not None else []
+        return compiled[0] if compiled is not None else None
 
 
 @dataclass
@@ -158,7 +182,8 @@ class _Outer:
     parts: dict[str, Any] = field(default_factory=dict)
 
     def copy(self, node: fx.Node, value: Any) -> None:
-        self.new[node], self.values[node] = self.graph.node_copy(node, lambda n: self.new[n]), value
+        self.new[node] = self.graph.node_copy(node, lambda n: self.new[n])
+        self.values[node] = value
 
 
 def _compile(
@@ -169,11 +194,14 @@ def _compile(
     placeholders = _placeholders(module)
     for node, value in zip(placeholders, inputs, strict=True):
         outer.copy(node, value)
+    # Code is compiled for contiguous inputs. Shards are views of a flat buffer, whose strides are known; what the
+    # forward saved has the strides that the fakes have.
     for node, name in zip(placeholders, names, strict=True):
         if isinstance(outer.values[node], Tensor) and name not in strides and not name.startswith("saved."):
             outer.new[node] = outer.graph.call_function(aten.contiguous.default, (outer.new[node],))
     _read_sizes(outer, placeholders)
     mode = mode_of(inputs)
+    # In the graph's own order, so that collectives keep theirs: all ranks must call them alike.
     for run in _runs(module):
         values = _run(outer, run, mode)
         if _worth(run, values):
@@ -198,6 +226,7 @@ def _read_sizes(outer: _Outer, placeholders: Sequence[fx.Node]) -> None:
 
 def _runs(module: fx.GraphModule) -> list[list[fx.Node]]:
     """Cut a graph's nodes, in their order, around those that stay as they are; a part of a result stays beside it."""
+    # `place` is the run of each node, so that getitem of a result goes to its operator's run, wherever it stands.
     runs: list[list[fx.Node]] = [[]]
     place: dict[fx.Node, int] = {}
     for node in module.graph.nodes:
@@ -229,7 +258,8 @@ def _run(outer: _Outer, run: Sequence[fx.Node], mode: Any) -> dict[fx.Node, Any]
             values[node] = _received(value_of(node), values[node.all_input_nodes[1]].device)
         else:
             constant = getattr(outer.module, str(node.target))
-            outer.parts[str(node.target)], values[node] = constant, mode.from_tensor(constant)
+            outer.parts[str(node.target)] = constant
+            values[node] = mode.from_tensor(constant)
     return values
 
 
@@ -240,6 +270,7 @@ def _received(value: Any, device: torch.device) -> Any:
 
 def _worth(run: Sequence[fx.Node], values: Mapping[fx.Node, Any]) -> bool:
     """Say whether Inductor could fuse something, and can be given the run."""
+    # A lone operator gains nothing from Inductor, and calling a piece costs more than calling PyTorch.
     fusable = [n for n in run if not _kept(n) and n.target not in UNFUSED and _works(n)]
     ends = {*_entering(run), *_leaving(run)}
     return len(fusable) >= WORTH and all(isinstance(values[n], Tensor | torch.SymInt) for n in ends)
@@ -247,11 +278,7 @@ def _worth(run: Sequence[fx.Node], values: Mapping[fx.Node, Any]) -> bool:
 
 def _works(node: fx.Node) -> bool:
     """Say whether a node computes elements, and is PyTorch's."""
-    target = node.target
-    if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten" or target in NO_WORK:
-        return False
-    tensors = [r for r in target._schema.returns if str(r.type) == "Tensor"]
-    return bool(tensors) and all(r.alias_info is None for r in tensors)
+    return node.target not in NO_WORK and makes_tensors(node.target)
 
 
 def _entering(run: Sequence[fx.Node]) -> list[fx.Node]:
@@ -265,8 +292,11 @@ def _leaving(run: Sequence[fx.Node]) -> list[fx.Node]:
 
 
 def _add_piece(outer: _Outer, run: Sequence[fx.Node], values: Mapping[fx.Node, Any]) -> None:
-    inputs, outputs = _entering(run), _leaving(run)
-    graph, inner = fx.Graph(), dict[fx.Node, fx.Node]()
+    inputs = _entering(run)
+    outputs = _leaving(run)
+    # The run as a graph of its own, then one node here that calls it, and one for each of its results.
+    graph = fx.Graph()
+    inner = dict[fx.Node, fx.Node]()
     for node in inputs:
         inner[node] = graph.placeholder(node.name)
     for node in run:
@@ -275,8 +305,8 @@ def _add_piece(outer: _Outer, run: Sequence[fx.Node], values: Mapping[fx.Node, A
     piece = Piece(fx.GraphModule({}, graph), [values[n] for n in inputs], [values[n] for n in outputs])
     name = f"piece_{len(outer.parts)}"
     outer.parts[name] = piece
-    taken = [outer.sizes[s] for s in piece.symbols] + [outer.new[n] for n in inputs]
-    results = outer.graph.create_node("call_module", name, tuple(taken))
+    arguments = [outer.sizes[s] for s in piece.symbols] + [outer.new[n] for n in inputs]
+    results = outer.graph.create_node("call_module", name, tuple(arguments))
     for i, node in enumerate(outputs):
         outer.new[node] = outer.graph.call_function(operator.getitem, (results, i))
         outer.values[node] = values[node]

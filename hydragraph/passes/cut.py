@@ -1,18 +1,26 @@
-"""What a cut value is, and what the analysis of a template finds (`hydragraph.passes.cuts`)."""
+"""What a cut value is, and what the analysis of a template finds (`hydragraph.passes.find_cuts`).
+
+    origin   a column-parallel product (or embedding): where a cut begins
+    element  one entry of an origin's cut dimension, of which it has `width(origin)`
+    unit     the fewest elements that stay together on a rank, such as the 16 of a head
+    segment  a range of elements that is cut by itself, such as q in a fused product of q, k and v
+
+For a fused product of q, k and v with 4 heads of 16 each, the origin has 192 elements in 3 segments of 4 units. Its
+result [1, T, 192] is `Cut(dim=2, scale=1, start=0, length=192)`; of that, k [1, T, 64] is `Cut(2, 1, 64, 64)`, and k's
+heads [1, T, 4, 16] are `Cut(2, 16, 64, 64)`: one entry of dimension 2 stands for 16 elements.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import fx
 
-import hydragraph.kernels.varlen_attention  # noqa: F401  registers the operator
-from hydragraph.ir.graph_data import value_of
+from hydragraph.passes.node import operands, shape
 
 aten = torch.ops.aten
-varlen = torch.ops.hydragraph.varlen_attention.default
 
 
 @dataclass(frozen=True)
@@ -68,11 +76,13 @@ class Cuts:
 
     def refine(self, cut: Cut, unit: int) -> None:
         """Note that a cut value's origins must not be cut finer than `unit` of their elements."""
+        # The coarsest demand counts: a head of 16 stays whole, whatever other readers would put up with.
         for origin in cut.origins:
             self.origins[origin].unit = max(self.origins[origin].unit, unit)
 
     def bound(self, cut: Cut, at: int) -> None:
         """Note that one fused segment of a cut value's origins ends, and another begins, at an element."""
+        # The ends of the whole dimension part nothing.
         for origin in cut.origins:
             if 0 < at < width(origin):
                 self.origins[origin].bounds.add(at)
@@ -80,46 +90,6 @@ class Cuts:
     def unit(self, cut: Cut) -> int:
         """Return the origin elements of one indivisible unit of a cut value."""
         return max((self.origins[o].unit for o in cut.origins), default=1)
-
-
-def shape(node: fx.Node) -> list[Any]:
-    """Return the traced sizes of a node's value."""
-    return list(value_of(node).shape)
-
-
-def operands(node: fx.Node) -> tuple[Any, ...]:
-    """Return a node's positional arguments; FX types them too widely to work with."""
-    return node.args
-
-
-class Product(NamedTuple):
-    """A product with a weight, taken apart; `inner` is the weight's input dimension."""
-
-    x: fx.Node
-    weight: fx.Node
-    bias: fx.Node | None
-    inner: int
-
-
-def product(node: fx.Node) -> Product | None:
-    """Take a product with a weight apart; None: the node is none."""
-    if node.target is aten.linear.default:
-        x, weight, *bias = operands(node)
-        return Product(x, weight, bias[0] if bias else None, 1)
-    if node.target is aten.addmm.default:
-        bias, x, weight = operands(node)[:3]
-        return Product(x, weight, bias, 0)
-    if node.target is aten.mm.default:
-        x, weight = operands(node)
-        return Product(x, weight, None, 0)
-    return None
-
-
-def known_product(node: fx.Node) -> Product:
-    """Take apart what is known to be a product."""
-    taken = product(node)
-    assert taken is not None, node
-    return taken
 
 
 def width(node: fx.Node) -> int:

@@ -1,4 +1,18 @@
-"""Pass `differentiate`: a sharded forward graph becomes a forward and a backward graph with explicit saved values."""
+"""Pass `differentiate`: a sharded forward graph becomes a forward and a backward graph with explicit saved values.
+
+    primals    the inputs of the forward, in order: parameters, buffers, the template's inputs, vocabulary starts
+    tangents   the gradients that arrive, one for each output
+    saved.i    the i-th value that the forward hands to the backward
+
+For y = linear(x, W), with W [8, 4] and the hidden state x [1, T, 4], the joint graph and what "min_cut" cuts it into:
+
+    joint      (W, x, dy) -> (y, dW = dy^t x, dx = dy W)      placeholders primals_1, primals_2, tangents_1
+    forward    (W, x) -> (y, x as [T, 4], W again, T)         `outputs` 1; the three others are saved.0, .1 and .2
+    backward   (T, x as [T, 4], W again, dy) -> (dW, dx)      `needs` saved.2, saved.0, saved.1, tangent
+
+Saved views share the memory of what they view. A parameter that the backward needs as it is (the weight of a norm) is
+no saved value: it is in `needs` by its own name, so that no micro-batch in flight holds it.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +31,7 @@ from hydragraph.passes.clean import remove_dead_code
 from hydragraph.passes.collectives import IDENTITY, METHODS
 from hydragraph.passes.shard import Degree, Sharded
 from hydragraph.passes.sizes import prove_sizes
+from hydragraph.private.operators import arguments_of, is_operator
 from hydragraph.private.tracing import TensorSpec, hint_of, one_pass, partition, recompute, symbol_name, trace_joint
 
 COLLECTIVES = "collectives"
@@ -83,6 +98,7 @@ def differentiate(
     Raises:
         Unsupported: its graphs would hold for some numbers of tokens only.
     """
+    # One trace of both directions: the partitioner sees what the backward needs, and chooses what is saved for it.
     names = [*template.parameters, *template.buffers, *template.inputs]
     names += [start_of(table) for table in sharded.vocabulary]
     learns = {*template.parameters, "hidden"} if learning is None else learning
@@ -90,29 +106,33 @@ def differentiate(
     joint, values = trace_joint(sharded.graph, specs, results, hints)
     prove_sizes(joint, f"{where}, with its gradient")
     outputs = len(results)
+    # Where nothing learns there is no backward to save for, and the partitioner would find nothing to cut at.
     if partitioner == RECOMPUTE or not any(_outputs(joint)[outputs:]):
         forward, backward = recompute(joint, outputs)
     else:
         forward, backward = partition(joint, values, outputs, partitioner)
+    # Parameters that the backward needs are passed to it again, not saved.
     by_primal = {f"primals_{i + 1}": name for i, name in enumerate(names)}
     saved = [n.name for n in _outputs(forward)[outputs:]]
     kept = [s for s in saved if by_primal.get(s) not in template.parameters]
     _output(forward, _outputs(forward)[:outputs] + [n for n in _outputs(forward)[outputs:] if n.name in kept])
-    found = _outputs(backward)
-    wanted = [(names[i], node) for i, node in enumerate(found) if node is not None]
-    _output(backward, [node for _, node in wanted])
+    # Inputs that get no gradient (buffers, ids, what does not learn) have None in their place.
+    computed = _outputs(backward)
+    learnt = [(names[i], node) for i, node in enumerate(computed) if node is not None]
+    _output(backward, [node for _, node in learnt])
     needs = []
     for node in (n for n in backward.graph.nodes if n.op == "placeholder"):
         if node.name in kept:
             needs.append(f"saved.{kept.index(node.name)}")
         else:
             needs.append("tangent" if node.name.startswith("tangents") else by_primal[node.name])
+    # The runtime's object comes last, and only where a graph communicates.
     inputs = list(names)
     if _bind(forward):
         inputs.append(COLLECTIVES)
     if _bind(backward):
         needs.append(COLLECTIVES)
-    gradients = tuple(name for name, _ in wanted)
+    gradients = tuple(name for name, _ in learnt)
     return Variant(
         forward, backward, tuple(inputs), outputs, tuple(needs), gradients, sharded.kinds, sharded.vocabulary
     )
@@ -132,6 +152,8 @@ def _specs(
     learning: Collection[str],
 ) -> tuple[list[TensorSpec], list[TensorSpec], dict[str, int]]:
     """Describe the graph's inputs (local shards, then everything else with its symbolic sizes) and its outputs."""
+    # A template's own trace had all tokens. Under sequence parallelism, hidden states have T / tp of them here and
+    # everything else T, so these become two symbols, of which one is `tp` times the other.
     hints: dict[str, int] = {}
     shapes = {n: parameters[n].local_shape(degree.tp, degree.index) for n in template.parameters}
     specs = [TensorSpec(shape, dtype, name in learning) for name, shape in shapes.items()]
@@ -151,7 +173,9 @@ def _spec(
 
     A size's hint is then `ranks` times the traced one, so that it divides.
     """
-    value, sizes = value_of(node), []
+    # "s0" for T; with `ranks` 2, "s0/2" for a rank's part. Their hints, 227 and 454, keep T twice the part.
+    value = value_of(node)
+    sizes = []
     for size in value.shape:
         symbol = symbol_name(size)
         if symbol is not None:
@@ -173,14 +197,14 @@ def _output(graph: fx.GraphModule, values: list[fx.Node]) -> None:
 
 def _given(collective: fx.Node) -> list[Any]:
     """Return what a collective's method takes: all but the number of ranks, which the group knows."""
-    assert isinstance(collective.target, torch._ops.OpOverload)
-    named = zip(collective.target._schema.arguments, collective.args, strict=True)
-    return [value for argument, value in named if argument.name != "ranks"]
+    assert is_operator(collective.target)
+    return [argument.value for argument in arguments_of(collective) if argument.name != "ranks"]
 
 
 def _bind(module: fx.GraphModule) -> bool:
     """Turn collectives into method calls on a last placeholder; return whether there are any."""
     graph = module.graph
+    # "enter" has done its work: it became a sum in the backward, and is nothing in the forward.
     for node in [n for n in graph.nodes if n.target is IDENTITY]:
         node.replace_all_uses_with(node.args[0])
         graph.erase_node(node)

@@ -1,5 +1,12 @@
 """Pass `fuse_head`: the head's product and the loss become one operator, so that the logits never exist as a whole.
 
+    hidden [1, T, H] -- linear(weight [V, H]) --> logits [1, T, V] -- view, to fp32 --> [T, V]
+                     -- cross_entropy(labels [T], "sum") --> loss []
+    becomes
+    hidden -- flatten --> [T, H] -- head_loss(weight, labels) --> (loss, and its gradients of hidden and of weight)
+
+For 32K tokens and a vocabulary of 128K, logits in fp32 alone would be 16 GiB. The operator goes through them in chunks.
+
 It applies where a rank has the whole vocabulary. Where that is cut, `shard` writes the operator itself, because the
 loss of parts is no single node that could be found afterwards.
 """
@@ -7,31 +14,84 @@ loss of parts is no single node that could be found afterwards.
 from __future__ import annotations
 
 import operator
-from dataclasses import replace
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import fx
 
-from hydragraph.kernels.linear_cross_entropy import head_loss
-from hydragraph.passes.head import find_head
-from hydragraph.passes.shard import Sharded
+import hydragraph.kernels.linear_cross_entropy  # noqa: F401  registers the operator
+from hydragraph.ir.graph_data import value_of
+from hydragraph.passes.vocabulary import MEAN, SUM
 
 aten = torch.ops.aten
+head_loss = torch.ops.hydragraph.head_loss.default
+
+# Between the product and the loss: the same numbers in another shape, or exactly as many of them in fp32.
+_BETWEEN = frozenset({aten.flatten.using_ints, aten.view.default, aten.reshape.default, aten.to.dtype})
 
 
-def fuse_head(sharded: Sharded) -> Sharded:
-    """Return the same with the operator in place of head and loss; unchanged where it does not find these two."""
+@dataclass(frozen=True)
+class Head:
+    """A head's nodes: hidden states [..., H], weight [V, H], labels [T], the ignored label, and the loss."""
+
+    hidden: fx.Node
+    weight: fx.Node
+    labels: fx.Node
+    ignored: int
+    loss: fx.Node
+
+
+def fuse_head(module: fx.GraphModule) -> fx.GraphModule:
+    """Return a graph with the operator in place of head and loss; the same one where it does not find these two.
+
+    Args:
+        module: a forward graph over whole weights, as `shard` gives it for tensor-parallel degree 1.
+    """
     graph = fx.Graph()
-    graph.output(graph.graph_copy(sharded.graph.graph, {}))
+    graph.output(graph.graph_copy(module.graph, {}))
     head = next((h for n in graph.nodes if (h := find_head(n)) is not None), None)
     if head is None:
-        return sharded
+        return module
     with graph.inserting_before(head.loss):
         flat = graph.call_function(aten.flatten.using_ints, (head.hidden, 0, -2))
-        fused = graph.call_function(head_loss._opoverload, (flat, head.weight, head.labels, head.ignored))
+        fused = graph.call_function(head_loss, (flat, head.weight, head.labels, head.ignored))
         loss = graph.call_function(operator.getitem, (fused, 0))
     loss.meta = dict(head.loss.meta)
     head.loss.replace_all_uses_with(loss)
     graph.eliminate_dead_code()
     graph.lint()
-    return replace(sharded, graph=fx.GraphModule(sharded.graph, graph))
+    return fx.GraphModule(module, graph)
+
+
+def find_head(loss: fx.Node) -> Head | None:
+    """Return the head that ends in this node, if it is a summed cross-entropy of a product without a bias."""
+    if loss.target is not aten.cross_entropy_loss.default:
+        return None
+    # What the operator does not compute stays two operators: weighted classes, a mean, smoothed labels, a bias.
+    defaults: tuple[Any, ...] = (None, MEAN, -100, 0.0)
+    logits, labels, *rest = loss.args
+    weight, reduction, ignored, smoothing = tuple(rest) + defaults[len(rest) :]
+    if weight is not None or reduction != SUM or smoothing:
+        return None
+    # Back from the loss to the product; a value between them that something else reads must be computed anyway.
+    product = _node(logits)
+    while product.target in _BETWEEN and len(product.users) == 1:
+        product = _node(product.args[0])
+    if product.target is not aten.linear.default or len(product.users) != 1 or any(product.args[2:]):
+        return None
+    hidden = _node(product.args[0])
+    matrix = _node(product.args[1])
+    assert isinstance(ignored, int)
+    return Head(hidden, matrix, _node(labels), ignored, loss) if _in_fp32(loss, hidden) else None
+
+
+def _node(value: object) -> fx.Node:
+    assert isinstance(value, fx.Node)
+    return value
+
+
+def _in_fp32(loss: fx.Node, hidden: fx.Node) -> bool:
+    """Say whether the loss is computed in fp32 at least, as the operator does; some models keep it in 16 bits."""
+    dtype = value_of(loss).dtype
+    return bool(dtype == torch.promote_types(value_of(hidden).dtype, torch.float32))

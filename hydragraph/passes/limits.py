@@ -1,4 +1,9 @@
-"""Find what values the fields of a batch may have: follow each to the tables it is looked up in, and to the loss."""
+"""Find what values the fields of a batch may have: follow each to the tables it is looked up in, and to the loss.
+
+A table of 50 rows that is read at `position_ids + 2`, as OPT's, admits positions from -2 to 47; indexing (`table[ids]`)
+counts from the end as well, hence from -52. What is computed from a field in another way sets no limit: a value that
+is out of range there fails as it would on one device.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +16,8 @@ from torch import fx
 from hydragraph.ir.graph_data import value_of
 from hydragraph.ir.placeholders import communicate
 from hydragraph.ir.program import Block, Program
-from hydragraph.passes.cut import operands
-from hydragraph.passes.cut_rules import MOVES, VIEWS
+from hydragraph.passes.node import operands
+from hydragraph.passes.operator_rules import MOVES, VIEWS
 from hydragraph.spec.limits import Limit
 from hydragraph.spec.workload import IGNORED
 
@@ -41,12 +46,14 @@ def limits_of(program: Program) -> tuple[Limit, ...]:
 
     Where positions index no table but are computed with (rotary embeddings), the config says how many there are.
     """
-    found: set[Limit] = set()
+    limits: set[Limit] = set()
     aux = program.templates[program.aux.template]
     fields: dict[fx.Node, Shifted] = {}
-    found.update(_lookups(aux.graph, {name: (name, 0) for name in aux.inputs}, program.aux, program, fields))
+    limits.update(_lookups(aux.graph, {name: (name, 0) for name in aux.inputs}, program.aux, program, fields))
+    # What aux passes on to blocks may still be a field: positions that each layer looks up in a table of its own.
     outputs = next(n for n in aux.graph.graph.nodes if n.op == "output").args[0]
     shared = [fields.get(node) for node in outputs]
+    # Blocks of one template that are given the same values set the same limits.
     seen = set()
     for block in program.blocks:
         key = (block.template, block.aux)
@@ -55,63 +62,73 @@ def limits_of(program: Program) -> tuple[Limit, ...]:
         seen.add(key)
         template = program.templates[block.template]
         others = [name for name in template.inputs if name.startswith("other.")]
-        given: dict[str, Shifted] = {name: (name, 0) for name in template.inputs if name not in ("hidden", *others)}
-        given |= {name: known for name, at in zip(others, block.aux, strict=True) if (known := shared[at])}
-        found.update(_lookups(template.graph, given, block, program, {}))
+        known_inputs: dict[str, Shifted] = {
+            name: (name, 0) for name in template.inputs if name not in ("hidden", *others)
+        }
+        known_inputs |= {name: field for name, at in zip(others, block.aux, strict=True) if (field := shared[at])}
+        limits.update(_lookups(template.graph, known_inputs, block, program, {}))
+    # Rotary embeddings compute with positions, and no table says how many there are: the config does.
     placed = any("position_ids" in template.inputs for template in program.templates.values())
-    if program.positions is not None and placed and not any(limit.field == "position_ids" for limit in found):
+    if program.positions is not None and placed and not any(limit.field == "position_ids" for limit in limits):
         most, setting = program.positions
-        found.add(Limit("position_ids", 0, most, f"the model's config ({setting})"))
-    return tuple(sorted(found))
+        limits.add(Limit("position_ids", 0, most, f"the model's config ({setting})"))
+    return tuple(sorted(limits))
 
 
 def _lookups(
-    graph: fx.GraphModule, given: Mapping[str, Shifted], block: Block, program: Program, fields: dict[fx.Node, Shifted]
+    graph: fx.GraphModule,
+    known_inputs: Mapping[str, Shifted],
+    block: Block,
+    program: Program,
+    fields: dict[fx.Node, Shifted],
 ) -> Iterator[Limit]:
     """Yield the limits of one block's lookups; note in `fields` which values are a field plus a number.
 
     Args:
-        given: template input -> the field it is.
+        known_inputs: template input -> the field it is.
     """
+    # Placeholders are parameters and buffers first, by which a limit names its table, then the template's inputs.
     template = program.templates[block.template]
     placeholders = [n for n in graph.graph.nodes if n.op == "placeholder"]
-    held = dict(zip(placeholders, (*block.parameters, *block.buffers), strict=False))
-    for node, name in zip(placeholders[len(held) :], template.inputs, strict=True):
+    tensor_names = dict(zip(placeholders, (*block.parameters, *block.buffers), strict=False))
+    for node, name in zip(placeholders[len(tensor_names) :], template.inputs, strict=True):
         value = value_of(node)
-        if name in given and isinstance(value, torch.Tensor) and not value.is_floating_point():
-            fields[node] = given[name]
+        if name in known_inputs and isinstance(value, torch.Tensor) and not value.is_floating_point():
+            fields[node] = known_inputs[name]
     for node in graph.graph.nodes:
         if node.op == "call_function":
-            known = _shifted(node, fields)
-            if known is not None:
-                fields[node] = known
-            yield from _limits(node, fields, held)
+            shifted = _shifted(node, fields)
+            if shifted is not None:
+                fields[node] = shifted
+            yield from _limits(node, fields, tensor_names)
 
 
 def _shifted(node: fx.Node, fields: Mapping[fx.Node, Shifted]) -> Shifted | None:
     first, *rest = operands(node) or (None,)
-    known = fields.get(first) if isinstance(first, fx.Node) else None
+    shifted = fields.get(first) if isinstance(first, fx.Node) else None
     value = value_of(node)
-    if known is None or not isinstance(value, torch.Tensor) or value.is_floating_point():
+    if shifted is None or not isinstance(value, torch.Tensor) or value.is_floating_point():
         return None
     if node.target in _SAME:
-        return known
+        return shifted
+    # Adding a constant shifts a field; anything else makes another value of it.
     sign = _SUMS.get(node.target)
     if sign is not None and type(rest[0]) is int and len(rest) == 1 and not node.kwargs:
-        return known[0], known[1] + sign * rest[0]
+        return shifted[0], shifted[1] + sign * rest[0]
     return None
 
 
-def _limits(node: fx.Node, fields: Mapping[fx.Node, Shifted], held: Mapping[fx.Node, str]) -> Iterator[Limit]:
+def _limits(node: fx.Node, fields: Mapping[fx.Node, Shifted], tensor_names: Mapping[fx.Node, str]) -> Iterator[Limit]:
     """Yield what one operator demands of the fields that index its table."""
+    # (table, dimension, index) of each operator that reads rows by number; then the loss, whose table are the classes.
     arguments = operands(node)
     if node.target is aten.embedding.default:
-        yield from _rows(arguments[0], 0, arguments[1], fields, held)
+        yield from _rows(arguments[0], 0, arguments[1], fields, tensor_names)
     elif node.target in (aten.index_select.default, aten.gather.default):
-        yield from _rows(arguments[0], arguments[1], arguments[2], fields, held)
+        yield from _rows(arguments[0], arguments[1], arguments[2], fields, tensor_names)
     elif node.target is aten.index.Tensor:
         for dim, index in enumerate(arguments[1]):
-            yield from _rows(arguments[0], dim, index, fields, held, backwards=True)
+            yield from _rows(arguments[0], dim, index, fields, tensor_names, backwards=True)
     elif node.target in _LOSSES and arguments[1] in fields:
         name, added = fields[arguments[1]]
         sizes = value_of(arguments[0]).shape
@@ -126,7 +143,7 @@ def _rows(
     dim: int,
     index: Any,
     fields: Mapping[fx.Node, Shifted],
-    held: Mapping[fx.Node, str],
+    tensor_names: Mapping[fx.Node, str],
     backwards: bool = False,
 ) -> Iterator[Limit]:
     """Yield the limit of a lookup by a field in a table of constant size."""
@@ -137,4 +154,4 @@ def _rows(
     if isinstance(rows, int):
         name, added = fields[index]
         low = -rows if backwards else 0
-        yield Limit(name, low - added, rows - added, held.get(table, f"a table of {rows} rows"))
+        yield Limit(name, low - added, rows - added, tensor_names.get(table, f"a table of {rows} rows"))

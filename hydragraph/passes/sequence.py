@@ -3,6 +3,14 @@
 Between the tensor-parallel regions of a stage every rank then has its own tokens only: norms, residuals and dropout
 cost and save a part, and the all-reduce at a region's end becomes a reduce-scatter there and an all-gather at the next
 region's start (Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", section 4.2).
+
+In a Llama's layer of hidden state [1, T, H], `parts` maps each value that a rank has for its own tokens to dimension 1:
+
+    hidden, pow, mean, rsqrt, mul       the norm of each token needs that token alone
+    communicate(mul, "enter")     no    behind it, q, k and v need all tokens: gathered here
+    communicate(o, "exit")              scattered here: the sum over ranks, of this rank's tokens
+    add                                 the residual
+    cos, sin [1, T, D]            no    inputs that every rank has; what uses them is cut by heads, with all tokens
 """
 
 from __future__ import annotations
@@ -15,8 +23,9 @@ from torch import fx
 
 from hydragraph.ir.graph_data import value_of
 from hydragraph.ir.placeholders import communicate
-from hydragraph.passes.cut import Cuts, operands, product, shape
-from hydragraph.passes.cut_rules import MOVES, RULES, SPLITS, VIEWS, carried, pointwise, split_dim
+from hydragraph.passes.cut import Cuts
+from hydragraph.passes.node import operands, product, shape
+from hydragraph.passes.operator_rules import MOVES, SPLITS, VIEWS, carried, is_pointwise, split_dim
 from hydragraph.private.tracing import symbol_name
 
 aten = torch.ops.aten
@@ -36,6 +45,7 @@ def token_symbol(graph: fx.Graph) -> str | None:
 
 def token_dim(node: fx.Node, symbol: str | None) -> int | None:
     """Return the only dimension of a value that counts tokens; None where there is none, or several."""
+    # Several dimensions of that size, as of attention scores, cannot be told apart: such a value stays whole.
     value: Any = value_of(node)
     value = value[0] if isinstance(value, tuple | list) and value else value
     if not isinstance(value, torch.Tensor) or symbol is None:
@@ -44,40 +54,45 @@ def token_dim(node: fx.Node, symbol: str | None) -> int | None:
     return dims[0] if len(dims) == 1 else None
 
 
-def find_parts(graph: fx.Graph, found: Cuts) -> dict[fx.Node, int]:
+def find_parts(graph: fx.Graph, cuts: Cuts) -> dict[fx.Node, int]:
     """Return the values of an annotated template that are cut by tokens, with their token dimension.
 
     Args:
         graph: with "enter" and "exit" placeholders.
-        found: what tensor parallelism cuts; those values have all tokens.
+        cuts: what tensor parallelism cuts; those values have all tokens.
     """
     symbol = token_symbol(graph)
     parts: dict[fx.Node, int] = {}
     for node in graph.nodes:
         dim = token_dim(node, symbol)
-        if dim is not None and _is_part(node, dim, found, parts):
+        if dim is not None and _is_part(node, dim, cuts, parts):
             parts[node] = dim
     return parts
 
 
-def _is_part(node: fx.Node, dim: int, found: Cuts, parts: Mapping[fx.Node, int]) -> bool:
+def _is_part(node: fx.Node, dim: int, cuts: Cuts, parts: Mapping[fx.Node, int]) -> bool:
+    # Where values begin to be cut: what the stage before sends, and what leaves a tensor-parallel region.
     if node.op == "placeholder":
         return node.name == "hidden"
     if node.target is communicate:
         return bool(operands(node)[1] == "exit")
-    if node.op != "call_function" or node in found.cut or node in found.rows:
+    # Inside a region values are cut by units, and there they have all tokens.
+    if node.op != "call_function" or node in cuts.cut or node in cuts.rows:
         return False
     return any(n in parts for n in node.all_input_nodes) and _tokenwise(node, dim, parts)
 
 
 def _tokenwise(node: fx.Node, dim: int, parts: Mapping[fx.Node, int]) -> bool:
     """Say whether an operator on values cut by tokens gives its result for those tokens alone."""
-    target, first = node.target, operands(node)[0]
+    # A list of what works token by token. What is not on it gets all tokens by an all-gather: slower, and right.
+    target = node.target
+    first = operands(node)[0]
     if is_pointwise(node):
-        rank = len(shape(node))
-        return all(parts[n] + rank - len(shape(n)) == dim for n in node.all_input_nodes if n in parts)
+        ndim = len(shape(node))
+        return all(parts[n] + ndim - len(shape(n)) == dim for n in node.all_input_nodes if n in parts)
     if target is aten.cat.default:
         return (operands(node)[1] if len(operands(node)) > 1 else 0) % len(shape(node)) != dim
+    # Of the others, only the first operand may be cut: weights, indices and bounds are whole.
     if first not in parts or any(n in parts for n in node.all_input_nodes if n is not first):
         return False
     if product(node) is not None:
@@ -96,12 +111,6 @@ def _tokenwise(node: fx.Node, dim: int, parts: Mapping[fx.Node, int]) -> bool:
     return target in MOVES or target in _REDUCTIONS or getattr(target, "__name__", "") == "getitem"
 
 
-def is_pointwise(node: fx.Node) -> bool:
-    """Say whether an operator works element by element, with broadcasting."""
-    tagged = isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise in node.target.tags
-    return tagged or RULES.get(node.target) is pointwise
-
-
 def aligned_dim(node: fx.Node, operand: fx.Node, parts: Mapping[fx.Node, int], symbol: str | None) -> int | None:
     """Return the token dimension of an operand that has all tokens, where `node` needs only this rank's of it."""
     if operand in parts or not (is_pointwise(node) or node.target is aten.cat.default):
@@ -110,17 +119,18 @@ def aligned_dim(node: fx.Node, operand: fx.Node, parts: Mapping[fx.Node, int], s
     return dim if dim is not None and dim + len(shape(node)) - len(shape(operand)) == parts[node] else None
 
 
-def learns_in_part(parameter: fx.Node, found: Cuts, parts: Mapping[fx.Node, int]) -> tuple[bool, bool]:
+def learns_in_part(parameter: fx.Node, cuts: Cuts, parts: Mapping[fx.Node, int]) -> tuple[bool, bool]:
     """Say whether a whole parameter gets the gradient of this rank's part from some users, and the whole from others.
 
     Parts come from users that are cut by heads or columns, or by tokens; the bias of a row-parallel product is added
     after its "exit".
     """
-    users = [_user_has_part(user, found, parts) for user in parameter.users]
+    # For instance a norm's weight, between two regions: each rank's tokens give it a part of its gradient.
+    users = [_user_has_part(user, cuts, parts) for user in parameter.users]
     return any(users), not all(users)
 
 
-def _user_has_part(user: fx.Node, found: Cuts, parts: Mapping[fx.Node, int]) -> bool:
-    if user in found.rows:
+def _user_has_part(user: fx.Node, cuts: Cuts, parts: Mapping[fx.Node, int]) -> bool:
+    if user in cuts.rows:
         return any(n in parts for n in user.users)
-    return user in parts or (user in found.cut and user not in found.columns)
+    return user in parts or (user in cuts.cut and user not in cuts.columns)

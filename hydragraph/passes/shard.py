@@ -3,6 +3,22 @@
 Parameters become this rank's shards, sizes along cut dimensions become local, "enter" and "exit" become collectives,
 and the embedding and the loss become vocabulary-parallel. The result is still a forward graph; its collectives know
 their backward, so `differentiate` needs no rules.
+
+Each value is in one of four states, as in `hydragraph.passes.collectives`:
+
+    R  whole     the same on every rank of the stage
+    U  by units  a rank has some columns or heads of it     `cuts.cut`: node -> `Cut`
+    P  parts     of a sum over ranks                        behind a product of `cuts.rows`, until its "exit"
+    S  by tokens a rank has its tokens of it                `parts`: node -> token dimension; sequence parallelism only
+
+An attention block of a Llama with 4 heads of 16, for rank 0 of 2, first without and then with sequence parallelism:
+
+    annotated                                rank 0                                   with sequence parallelism
+    x1 = communicate(x, "enter")             tp_enter(x)                R             tp_gather(x, 1, 2)       S -> R
+    q  = linear(x1, W [64, 64])              linear(x1, W [32, 64])     R -> U        the same
+    h  = view(q, [1, T, 4, 16])              view(q, [1, -1, 2, 16])    U             the same
+    y  = linear(a, O [64, 64])               linear(a, O [64, 32])      U -> P        the same
+    y1 = communicate(y, "exit")              tp_sum(y)                  P -> R        tp_scatter(y, 1, 2)      P -> S
 """
 
 from __future__ import annotations
@@ -23,10 +39,11 @@ from hydragraph.ir.placeholders import communicate
 from hydragraph.ir.program import Template
 from hydragraph.passes import collectives as _collectives  # noqa: F401  registers hydragraph::tp_*
 from hydragraph.passes.clean import remove_dead_code
-from hydragraph.passes.cut import Cut, Cuts, known_product, operands, product, shape
-from hydragraph.passes.cut_rules import SIZED_VIEWS, SPLITS, VIEWS, split_dim, split_sizes
-from hydragraph.passes.cuts import find_cuts
-from hydragraph.passes.head import Head, find_head
+from hydragraph.passes.cut import Cut, Cuts
+from hydragraph.passes.find_cuts import find_cuts
+from hydragraph.passes.fuse_head import Head, find_head
+from hydragraph.passes.node import known_product, operands, product, shape
+from hydragraph.passes.operator_rules import SIZED_VIEWS, SPLITS, VIEWS, split_dim, split_sizes
 from hydragraph.passes.place import PlacedStage
 from hydragraph.passes.sequence import aligned_dim, find_parts, learns_in_part, token_dim, token_symbol
 from hydragraph.passes.vocabulary import embedding_part, loss_of_parts
@@ -79,11 +96,12 @@ def shard(template: Template, parameters: Mapping[str, Parameter], degree: Degre
     Raises:
         Unsupported: naming the block's parameter or operator, for a degree that cannot cut it.
     """
-    found, described = _analyse(template, parameters)
+    cuts, described = _analyse(template, parameters)
     kinds = gradient_kinds(template, parameters, degree)
+    # A stage of one rank has all of everything: its graph is the template's own, without the placeholders.
     if degree.tp == 1:
         return Sharded(_without_placeholders(template.graph), kinds)
-    rewrite = _Rewrite(found, described, degree, fused_head)
+    rewrite = _Rewrite(cuts, described, degree, fused_head)
     graph = rewrite.run(template.graph)
     names = dict(zip(described, template.parameters, strict=True))
     return Sharded(graph, kinds, tuple(names[table] for table in rewrite.starts))
@@ -91,22 +109,24 @@ def shard(template: Template, parameters: Mapping[str, Parameter], degree: Degre
 
 def gradient_kinds(template: Template, parameters: Mapping[str, Parameter], degree: Degree) -> dict[str, GradientKind]:
     """Say, for the stage of a rank, whether each parameter's gradient is whole on every rank, or a part."""
+    # PARTIAL: of one rank alone, its part is all there is, and every pipeline's is added up at the push.
     if degree.tp == 1:
         return dict.fromkeys(template.parameters, GradientKind.PARTIAL)
-    found, described = _analyse(template, parameters)
-    parts = find_parts(template.graph.graph, found) if degree.sequence_parallel else {}
+    cuts, described = _analyse(template, parameters)
+    parts = find_parts(template.graph.graph, cuts) if degree.sequence_parallel else {}
     return {
-        name: _kind(node, found, parts, described[node])
+        name: _kind(node, cuts, parts, described[node])
         for name, node in zip(template.parameters, described, strict=True)
     }
 
 
-def _kind(node: fx.Node, found: Cuts, parts: Mapping[fx.Node, int], parameter: Parameter) -> GradientKind:
-    in_part, whole = learns_in_part(node, found, parts)
+def _kind(node: fx.Node, cuts: Cuts, parts: Mapping[fx.Node, int], parameter: Parameter) -> GradientKind:
+    in_part, whole = learns_in_part(node, cuts, parts)
     return GradientKind.PARTIAL if parameter.rule is not None or (in_part and not whole) else GradientKind.REPLICA
 
 
 def _analyse(template: Template, parameters: Mapping[str, Parameter]) -> tuple[Cuts, dict[fx.Node, Parameter]]:
+    # The analysis ran at capture as well; graphs are kept without its result, which is cheap beside tracing.
     nodes = [n for n in template.graph.graph.nodes if n.op == "placeholder"]
     described = {node: parameters[name] for node, name in zip(nodes, template.parameters, strict=False)}
     whole = {node.name for node, parameter in described.items() if parameter.rule is None}
@@ -137,29 +157,39 @@ def _weight(column: fx.Node) -> fx.Node:
 class _Rewrite:
     """One walk over an annotated template that writes the local graph.
 
-    Values are whole (R), cut along units (`found.cut`), parts of a sum (behind row-parallel products), or cut by
-    tokens (`parts`, under sequence parallelism only).
+    Attributes:
+        copied: node of the template -> the node here that has its value, in the state that `cuts` and `parts` say.
+        converted: (collective, node of the template) -> the node here that has its value in another state. Each is
+            written once: two readers of a gathered value share the message.
+        starts: see `Sharded.vocabulary`.
+        symbol: the name of the token count's symbol; None without sequence parallelism.
     """
 
-    def __init__(self, found: Cuts, parameters: Mapping[fx.Node, Parameter], degree: Degree, fused_head: bool) -> None:
-        self.found, self.parameters, self.degree, self.fused_head = found, parameters, degree, fused_head
+    def __init__(self, cuts: Cuts, parameters: Mapping[fx.Node, Parameter], degree: Degree, fused_head: bool) -> None:
+        self.cuts = cuts
+        self.parameters = parameters
+        self.degree = degree
+        self.fused_head = fused_head
         self.graph = fx.Graph()
         self.copied: dict[fx.Node, fx.Node] = {}
-        self.starts: dict[fx.Node, fx.Node] = {}  # table -> its first row here
+        self.starts: dict[fx.Node, fx.Node] = {}
         self.parts: Mapping[fx.Node, int] = {}
         self.symbol: str | None = None
         self.converted: dict[tuple[Any, fx.Node], fx.Node] = {}
 
     def run(self, source: fx.GraphModule) -> fx.GraphModule:
         if self.degree.sequence_parallel:
-            self.parts, self.symbol = find_parts(source.graph, self.found), token_symbol(source.graph)
+            self.parts = find_parts(source.graph, self.cuts)
+            self.symbol = token_symbol(source.graph)
         placeholders = [n for n in source.graph.nodes if n.op == "placeholder"]
         for node in placeholders:
             self.copied[node] = self.graph.node_copy(node)
-        for table in dict.fromkeys(self._table(n) for n in source.graph.nodes if n in self.found.rows):
+        # One placeholder more for each table that is cut along the vocabulary.
+        for table in dict.fromkeys(self._table(n) for n in source.graph.nodes if n in self.cuts.rows):
             if table is not None:
                 start = self.graph.placeholder("vocabulary_start")
-                start.target = start.name  # which is unique
+                # FX makes names unique, not targets; inputs are bound by target.
+                start.target = start.name
                 self.starts[table] = start
         for node in source.graph.nodes:
             if node.op == "output":
@@ -167,7 +197,8 @@ class _Rewrite:
             elif node.op != "placeholder":
                 self.copied[node] = self._write(node)
         if self.fused_head:
-            remove_dead_code(self.graph)  # the product
+            # The product that the fused operator computes itself.
+            remove_dead_code(self.graph)
         self.graph.lint()
         return fx.GraphModule(source, self.graph)
 
@@ -175,7 +206,7 @@ class _Rewrite:
         """Return the weight that a vocabulary-parallel embedding or loss works on."""
         if row.target not in VOCABULARY:
             return None
-        return _weight(self.found.rows[row].lead)
+        return _weight(self.cuts.rows[row].lead)
 
     def _result(self, node: fx.Node) -> fx.Node:
         """Return an output, which under sequence parallelism is cut by tokens if it has any."""
@@ -190,20 +221,35 @@ class _Rewrite:
         return self.converted[op, node]
 
     def _operand(self, node: fx.Node, user: fx.Node) -> fx.Node:
-        """Return an operand with the tokens that its user needs."""
+        """Return an operand with the tokens that its user needs.
+
+        What is converted here decides gradients: each collective sums, gathers or splits the gradient in the backward.
+
+            operand             user      written     because the gradient of the operand
+            S                   S         as it is    is this rank's tokens' on both sides
+            S                   R, U      tp_join     comes whole from all ranks' equal work, and each keeps its tokens'
+            R                   R, U      as it is    is whole already, or "enter" stands between
+            R parameter         S and R   tp_enter    is a part from one user, whole from another: sum the parts first
+            R, has tokens       S         tp_split    is needed whole where it was made: gather it from the ranks
+            R, computed, float  S         tp_enter    is one part per rank, as of 1 + weight: sum it before it goes on
+            R, other            S         as it is    does not exist, or is the parameter's own, summed at the push
+        """
+        # Without sequence parallelism all tokens are everywhere. A size is asked of the value that is here, and
+        # `_write` multiplies the token count by the number of ranks.
         if not self.parts or user.target is aten.sym_size.int:
             return self.copied[node]
         if node in self.parts:
             return self.copied[node] if user in self.parts else self._convert(tp_ops.tp_join, node, self.parts[node])
         if user not in self.parts:
             return self.copied[node]
-        if node in self.parameters and all(learns_in_part(node, self.found, self.parts)):
+        # From here on: every rank has all of the operand, and its user works on this rank's tokens.
+        if node in self.parameters and all(learns_in_part(node, self.cuts, self.parts)):
             return self._convert(tp_ops.tp_enter, node)
         dim = aligned_dim(user, node, self.parts, self.symbol)
         if dim is not None:
             return self._convert(tp_ops.tp_split, node, dim)
         computed = node.op == "call_function" and isinstance(value_of(node), torch.Tensor)
-        learns = computed and value_of(node).is_floating_point()  # as 1 + weight: its gradient is one part per rank
+        learns = computed and value_of(node).is_floating_point()
         return self._convert(tp_ops.tp_enter, node) if learns else self.copied[node]
 
     def _local(self, value: Any, user: fx.Node) -> Any:
@@ -214,11 +260,13 @@ class _Rewrite:
         return self.graph.call_function(target, args)
 
     def _write(self, node: fx.Node) -> fx.Node:
+        # What the cut changes: collectives, products and losses, the sizes that views, expansions, splits and slices
+        # name. Every other operator is the same on a part as on the whole, which is what its rule has promised.
         if node.target is communicate:
             return self._communicate(node)
-        if node in self.found.rows:
+        if node in self.cuts.rows:
             return self._row(node)
-        cut = self.found.cut.get(node)
+        cut = self.cuts.cut.get(node)
         if node.target in VIEWS and (cut is not None or self.parts):
             return self._view(node, cut)
         if node.target is aten.expand.default and (cut is not None or node in self.parts):
@@ -228,6 +276,7 @@ class _Rewrite:
         if node.target in SPLITS or node.target is aten.slice.Tensor:
             return self._part(node)
         copied = self._copy(node)
+        # Whoever asks for the number of tokens means those of the micro-batch, and this rank has a part of them.
         if node.target is aten.sym_size.int and self.parts.get(operands(node)[0]) == operands(node)[1]:
             return self.call(operator.mul, copied, self.degree.tp)
         return copied
@@ -237,7 +286,8 @@ class _Rewrite:
 
     def _view(self, node: fx.Node, cut: Cut | None) -> fx.Node:
         """Write a view with local sizes; at most one of them is not known before the step, the token count's."""
-        source, cut_dim = self._local(operands(node)[0], node), self.parts.get(node) if cut is None else cut.dim
+        source = self._local(operands(node)[0], node)
+        cut_dim = self.parts.get(node) if cut is None else cut.dim
         if sum(isinstance(s, torch.SymInt) for s in shape(node)) <= 1 and (
             self.parts or node.target not in SIZED_VIEWS
         ):
@@ -257,6 +307,7 @@ class _Rewrite:
     def _communicate(self, node: fx.Node) -> fx.Node:
         value, where = operands(node)
         if where == "enter":
+            # Cut operators need all tokens, and give parts of the operand's gradient: both collectives sum them.
             if value in self.parts:
                 return self._convert(tp_ops.tp_gather, value, self.parts[value])
             return self._convert(tp_ops.tp_enter, value)
@@ -264,9 +315,10 @@ class _Rewrite:
             reduced = self._convert(tp_ops.tp_scatter, value, self.parts[node])
         else:
             reduced = self._convert(tp_ops.tp_sum, value)
-        taken = product(value)
-        if taken is not None and taken[2] is not None:  # the bias is added once, after the sum
-            return self.call(aten.add.Tensor, reduced, self._operand(taken[2], node))
+        # Were the bias added before the sum, it would count once per rank.
+        parts = product(value)
+        if parts is not None and parts[2] is not None:
+            return self.call(aten.add.Tensor, reduced, self._operand(parts[2], node))
         return reduced
 
     def _row(self, node: fx.Node) -> fx.Node:
@@ -276,49 +328,60 @@ class _Rewrite:
             head = find_head(node) if self.fused_head else None
             if head is not None:
                 return self._fused(head, self.starts[table])
-            held = self.local_size(self.found.rows[node])
-            return VOCABULARY[node.target](self.graph, self._local(operands(node), node), self.starts[table], held)
+            units = self.local_size(self.cuts.rows[node])
+            return VOCABULARY[node.target](self.graph, self._local(operands(node), node), self.starts[table], units)
         x, weight, _, inner = known_product(node)
         target = aten.linear.default if inner == 1 else aten.mm.default
         return self.call(target, self.copied[x], self.copied[weight])
 
     def _fused(self, head: Head, start: fx.Node) -> fx.Node:
+        # About as many rows on each rank, and the same number on all: they choose their chunks by it, and must agree.
         flat = self.call(aten.flatten.using_ints, self.copied[head.hidden], 0, -2)
         labels = self._operand(head.labels, head.loss)
         rows = -(-int(shape(head.weight)[0]) // self.degree.tp)
-        given = (flat, self.copied[head.weight], labels, start, head.ignored, rows)
-        return self.call(operator.getitem, self.call(tp_ops.tp_head_loss.default, *given), 0)
+        arguments = (flat, self.copied[head.weight], labels, start, head.ignored, rows)
+        return self.call(operator.getitem, self.call(tp_ops.tp_head_loss.default, *arguments), 0)
 
     def _part(self, node: fx.Node) -> fx.Node:
         """Write a split or slice along a cut dimension with local bounds."""
         source = operands(node)[0]
-        cut = self.found.cut.get(source)
+        cut = self.cuts.cut.get(source)
         is_slice = node.target is aten.slice.Tensor
         dim = operands(node)[1] % len(shape(source)) if is_slice else split_dim(node)
         if cut is None or dim != cut.dim:
             return self._copy(node)
         if is_slice:
-            part = self.found.cut[node]
+            # Units before the slice, and those in it, on this rank: they need not be the same share on each rank.
+            part = self.cuts.cut[node]
             before = Cut(cut.dim, cut.scale, cut.start, part.start - cut.start, cut.lead, cut.origins)
             first = self.local_size(before) if before.length else 0
             return self.call(node.target, self.copied[source], dim, first, first + self.local_size(part))
-        sizes, at = [], cut.start
+        # A split of 3 * 64 fused columns into q, k and v: each third has units of its own, so each its own local size.
+        sizes = []
+        at = cut.start
         for size in split_sizes(node):
             sizes.append(self.local_size(Cut(cut.dim, cut.scale, at, size * cut.scale, cut.lead, cut.origins)))
             at += size * cut.scale
         return self.call(aten.split_with_sizes.default, self.copied[source], sizes, dim)
 
     def local_size(self, cut: Cut) -> int:
-        """Return this rank's elements along the dimension of a cut value."""
+        """Return this rank's elements along the dimension of a cut value.
+
+        A fused weight [3 * 64, 64] has segments (4, 4, 4) of units of 16. Of the middle third, `start` 64 and `length`
+        64 of the origin, rank 0 of 2 has 2 units: 32 elements; viewed as heads (`scale` 16), 2.
+        """
         parameter = self.parameters[_weight(cut.lead)]
-        rule, at, held = parameter.rule, 0, 0
+        rule = parameter.rule
+        at = 0
+        elements = 0
         assert rule is not None
+        # `at` walks through the origin's dimension; segments begin where the analysis noted that cut values end.
         for segment, units in enumerate(rule.segments):
             if cut.start <= at < cut.start + cut.length:
                 try:
                     a, b = rule.units(segment, self.degree.tp, self.degree.index)
                 except Unsupported as error:
                     raise Unsupported(error.what, where=parameter.name, remedy=error.remedy) from None
-                held += (b - a) * rule.unit
+                elements += (b - a) * rule.unit
             at += units * rule.unit
-        return held // cut.scale
+        return elements // cut.scale

@@ -1,4 +1,18 @@
-"""Vocabulary-parallel embedding and loss: each rank has some rows of the table and some columns of the logits."""
+"""Vocabulary-parallel embedding and loss: each rank has some rows of the table and some columns of the logits.
+
+    start     the first row (or column) that this rank has
+    local     ids or labels, counted from there: negative, or too large, where another rank has the row
+    here      whether this rank has it
+
+A table of 5 rows on 2 ranks: rank 0 has rows 0 and 1, rank 1 rows 2, 3 and 4. For the ids [1, 4]:
+
+    rank 0    start 0    local [1, 4]     here [yes, no]    embedding [row 1, 0]     the sum over ranks is
+    rank 1    start 2    local [-1, 2]    here [no, yes]    embedding [0, row 4]     [row 1, row 4]
+
+The loss of a token with logits z and label y is log(sum_v exp(z_v - m)) - (z_y - m), with m the largest logit. Each
+rank adds its columns' part of the sum, and z_y - m if it has column y; the maximum and two numbers per token travel,
+and no logits (Shoeybi et al., "Megatron-LM", section 3).
+"""
 
 from __future__ import annotations
 
@@ -10,7 +24,8 @@ from torch import fx
 aten = torch.ops.aten
 tp_ops = torch.ops.hydragraph
 
-MEAN, SUM = 1, 2  # PyTorch's reduction codes
+# PyTorch's codes for what becomes of the losses of all tokens.
+MEAN, SUM = 1, 2
 
 
 def embedding_part(graph: fx.Graph, args: tuple[Any, ...], start: fx.Node, rows: int) -> fx.Node:
@@ -21,14 +36,18 @@ def embedding_part(graph: fx.Graph, args: tuple[Any, ...], start: fx.Node, rows:
         start: 0-d int64, the first row held.
     """
     weight, ids, *rest = args
+    # Where another rank has the row, row 0 is read instead, and multiplied by 0: there is no branch in a graph.
     local = graph.call_function(aten.sub.Tensor, (ids, start))
     here = _within(graph, local, rows)
-    found = graph.call_function(aten.embedding.default, (weight, graph.call_function(aten.mul.Tensor, (local, here))))
+    embedded = graph.call_function(
+        aten.embedding.default, (weight, graph.call_function(aten.mul.Tensor, (local, here)))
+    )
+    # The padding id's row is read like any other, and detached, so that nothing is added to its gradient.
     if rest and rest[0] >= 0:
         learns = graph.call_function(aten.unsqueeze.default, (graph.call_function(aten.ne.Scalar, (ids, rest[0])), -1))
-        still = graph.call_function(aten.detach.default, (found,))
-        found = graph.call_function(aten.where.self, (learns, found, still))
-    return graph.call_function(aten.mul.Tensor, (found, graph.call_function(aten.unsqueeze.default, (here, -1))))
+        still = graph.call_function(aten.detach.default, (embedded,))
+        embedded = graph.call_function(aten.where.self, (learns, embedded, still))
+    return graph.call_function(aten.mul.Tensor, (embedded, graph.call_function(aten.unsqueeze.default, (here, -1))))
 
 
 def loss_of_parts(graph: fx.Graph, args: tuple[Any, ...], start: fx.Node, columns: int) -> fx.Node:
@@ -42,16 +61,20 @@ def loss_of_parts(graph: fx.Graph, args: tuple[Any, ...], start: fx.Node, column
     reduction = args[3] if len(args) > 3 else MEAN
     ignored = args[4] if len(args) > 4 else -100
     call = graph.call_function
+    # m, which only keeps exp in range: it cancels, so it has no gradient.
     largest = call(tp_ops.tp_max.default, (call(aten.amax.default, (call(aten.detach.default, (logits,)), [-1])),))
     shifted = call(aten.sub.Tensor, (logits, call(aten.unsqueeze.default, (largest, -1))))
     mass = call(aten.sum.dim_IntList, (call(aten.exp.default, (shifted,)), [-1]))
+    # z_y - m where this rank has column y, else 0; an ignored label of -100 is on no rank.
     local = call(aten.sub.Tensor, (labels, start))
     here = _within(graph, local, columns)
     index = call(aten.unsqueeze.default, (call(aten.mul.Tensor, (local, here)), -1))
     target = call(aten.mul.Tensor, (call(aten.squeeze.dim, (call(aten.gather.default, (shifted, 1, index)), -1)), here))
-    sums = call(tp_ops.tp_sum.default, (call(aten.stack.default, ([mass, target],)),))  # one message for both
+    # One message for both.
+    sums = call(tp_ops.tp_sum.default, (call(aten.stack.default, ([mass, target],)),))
     log_mass = call(aten.log.default, (call(aten.select.int, (sums, 0, 0)),))
     loss = call(aten.sub.Tensor, (log_mass, call(aten.select.int, (sums, 0, 1))))
+    # Tokens whose label is ignored have a loss, too, as a graph has no branch: it is replaced by 0 in the sum.
     counts = call(aten.ne.Scalar, (labels, ignored))
     total = call(aten.sum.default, (call(aten.where.ScalarOther, (counts, loss, 0.0)),))
     if reduction == SUM:

@@ -22,7 +22,9 @@ def grouped_mm_backward(rows: Tensor, weight: Tensor, ends: Tensor, gradient: Te
         ends: [E], the row after each expert's last.
         gradient: [T, O], of rows @ the weight of their expert.
     """
-    of_rows, of_weight, start = torch.zeros_like(rows), torch.zeros_like(weight), 0
+    of_rows = torch.zeros_like(rows)
+    of_weight = torch.zeros_like(weight)
+    start = 0
     for expert, end in enumerate(ends.tolist()):
         torch.mm(gradient[start:end], weight[expert].T, out=of_rows[start:end])
         torch.mm(rows[start:end].T, gradient[start:end], out=of_weight[expert])

@@ -41,6 +41,11 @@ def missing_compiler(device: torch.device) -> str | None:
     return None
 
 
+def may_vary(value: Tensor, dim: int) -> None:
+    """Let `torch.compile` keep a size symbolic where it can; 0, 1 and what its code needs stay numbers."""
+    torch._dynamo.maybe_mark_dynamic(value, dim)
+
+
 def fake_like(value: Tensor, device: torch.device, strides: Sequence[int] | None = None) -> Tensor:
     """Return a fake tensor of another's trace, shape and dtype; contiguous, unless strides are given."""
     assert isinstance(value, FakeTensor)
@@ -64,8 +69,8 @@ def run_fake(node: fx.Node, values: Mapping[fx.Node, Any], mode: FakeTensorMode)
 
 def symbols_of(values: Iterable[object]) -> list[sympy.Symbol]:
     """Return the symbols in the sizes and strides of fake values, in the order of their names."""
-    found = {s for value in values for size in _sizes(value) for s in size.node.expr.free_symbols}
-    return sorted(found, key=str)
+    symbols = {s for value in values for size in _sizes(value) for s in size.node.expr.free_symbols}
+    return sorted(symbols, key=str)
 
 
 def sources(values: Sequence[object]) -> dict[sympy.Symbol, tuple[int, int | None, int]]:
@@ -73,14 +78,14 @@ def sources(values: Sequence[object]) -> dict[sympy.Symbol, tuple[int, int | Non
 
     The symbol is that size divided by the factor; a value without dimensions is the size itself (None).
     """
-    found: dict[sympy.Symbol, tuple[int, int | None, int]] = {}
+    places: dict[sympy.Symbol, tuple[int, int | None, int]] = {}
     for index, value in enumerate(values):
         dims = [(None, value)] if isinstance(value, torch.SymInt) else list(enumerate(getattr(value, "shape", ())))
         for dim, size in dims:
             factor, symbol = size.node.expr.as_coeff_Mul() if isinstance(size, torch.SymInt) else (0, None)
-            if isinstance(symbol, sympy.Symbol) and (symbol not in found or factor < found[symbol][2]):
-                found[symbol] = (index, dim, int(factor))
-    return found
+            if isinstance(symbol, sympy.Symbol) and (symbol not in places or factor < places[symbol][2]):
+                places[symbol] = (index, dim, int(factor))
+    return places
 
 
 def _sizes(value: object) -> list[torch.SymInt]:
@@ -104,8 +109,8 @@ class _Trace:
         if not isinstance(size, torch.SymInt):
             return size
         expression = size.node.expr.xreplace({old: new.node.expr for old, new in self.symbols.items()})
-        known = expression.xreplace({new.node.expr: sympy.Integer(hint_of(new)) for new in self.symbols.values()})
-        return self.mode.shape_env.create_symintnode(expression, hint=int(known))
+        value = expression.xreplace({new.node.expr: sympy.Integer(hint_of(new)) for new in self.symbols.values()})
+        return self.mode.shape_env.create_symintnode(expression, hint=int(value))
 
     def fake(self, value: Any) -> Any:
         if not isinstance(value, Tensor):
@@ -130,16 +135,17 @@ def compile_graph(
     from torch._inductor.utils import BoxedBool
 
     trace = _Trace.of(hints)
-    sizes, given = list(trace.symbols.values()), [trace.fake(value) for value in inputs]
-    traced = _decompose(graph, sizes, given, trace.mode)
+    sizes = list(trace.symbols.values())
+    fakes = [trace.fake(value) for value in inputs]
+    traced = _decompose(graph, sizes, fakes, trace.mode)
     results = next(n for n in traced.graph.nodes if n.op == "output").args[0]
     for result, output in zip(results, outputs, strict=True):
         if isinstance(output, Tensor) and _text(result.meta["val"].stride()) != _text(trace.fake(output).stride()):
             return None
     # Ranks of one machine compile beside one another, and each C++ compiler would take a core of the others.
-    alone = {"compile_threads": 1} if all(v.device.type == "cpu" for v in given if isinstance(v, Tensor)) else {}
+    alone = {"compile_threads": 1} if all(v.device.type == "cpu" for v in fakes if isinstance(v, Tensor)) else {}
     with tracing(TracingContext(trace.mode)), config.patch(alone):
-        code = compile_fx_inner(traced, [*sizes, *given], cudagraphs=BoxedBool(False), is_inference=True)
+        code = compile_fx_inner(traced, [*sizes, *fakes], cudagraphs=BoxedBool(False), is_inference=True)
     return code, _condition(trace.mode.shape_env.produce_guards_expression(sizes))
 
 

@@ -69,7 +69,7 @@ def assumptions(values: Iterable[object]) -> list[str]:
     if env is None:
         return []
     decided = [guard.expr for guard in env.guards if not _same_for_all(guard.expr)]
-    return [f"{symbol} = {value}" for symbol, value in env.replacements.items()] + [str(each) for each in decided]
+    return [f"{symbol} = {value}" for symbol, value in env.replacements.items()] + [str(guard) for guard in decided]
 
 
 def _same_for_all(decision: Any) -> bool:
@@ -89,12 +89,17 @@ def symbol_name(size: int | torch.SymInt) -> str | None:
     return str(size.node.expr) if isinstance(size, torch.SymInt) and not size.node.is_constant() else None
 
 
+def symbols_in(size: torch.SymInt | torch.SymFloat) -> set[str]:
+    """Return the names of all symbols that a number is computed from; none for a constant."""
+    return set() if size.node.is_constant() else {str(symbol) for symbol in size.node.expr.free_symbols}
+
+
 def multiple_of(size: int | torch.SymInt, symbol: str) -> int | None:
     """Return how many times a symbol a size is; None: it is something else."""
     if symbol_name(size) is None:
         return None
     expression = size.node.expr  # type: ignore[union-attr]
-    if [str(each) for each in expression.free_symbols] != [symbol]:
+    if [str(free) for free in expression.free_symbols] != [symbol]:
         return None
     times = sympy.simplify(expression / next(iter(expression.free_symbols)))
     return int(times) if times.is_Integer else None
@@ -118,8 +123,8 @@ def constant_of(value: torch.Tensor) -> float | None:
         node = node.args[0]
     if node is None:
         return None
-    made = {torch.ops.aten.ones.default: 1, torch.ops.aten.zeros.default: 0}
-    filled = node.args[1] if node.target is torch.ops.aten.full.default else made.get(node.target)
+    fills = {torch.ops.aten.ones.default: 1, torch.ops.aten.zeros.default: 0}
+    filled = node.args[1] if node.target is torch.ops.aten.full.default else fills.get(node.target)
     return filled if isinstance(filled, int | float) else None
 
 
@@ -203,7 +208,7 @@ def trace_joint(
     """
     mode = FakeTensorMode(shape_env=ShapeEnv())
     primals, tangents = _split(_fake_inputs(mode, [*inputs, *outputs], hints), len(inputs))
-    wanted = [i for i, spec in enumerate(inputs) if spec.differentiable]
+    learning = [i for i, spec in enumerate(inputs) if spec.differentiable]
 
     def joint(primals: list[torch.Tensor], tangents: list[torch.Tensor]) -> list:
         results = list(fx.Interpreter(graph).run(*primals))
@@ -212,10 +217,10 @@ def trace_joint(
         if not ends:
             return [*results, *gradients]
         arriving = [tangents[i] for i in ends]
-        found = torch.autograd.grad(
-            [results[i] for i in ends], [primals[i] for i in wanted], arriving, allow_unused=True
+        computed = torch.autograd.grad(
+            [results[i] for i in ends], [primals[i] for i in learning], arriving, allow_unused=True
         )
-        for i, gradient in zip(wanted, found, strict=True):
+        for i, gradient in zip(learning, computed, strict=True):
             gradients[i] = gradient
         return [*results, *gradients]
 
@@ -288,7 +293,8 @@ def recompute(joint: fx.GraphModule, outputs: int) -> tuple[fx.GraphModule, fx.G
 
 def _part(joint: fx.GraphModule, outputs: Callable, keep: str) -> fx.GraphModule:
     """Copy what some outputs of a graph need, and every placeholder whose name begins with `keep` (if not empty)."""
-    graph, copied = fx.Graph(), {}
+    graph = fx.Graph()
+    copied = {}
     for node in joint.graph.nodes:
         if node.op != "output":
             copied[node] = graph.node_copy(node, lambda n: copied[n])
@@ -303,10 +309,10 @@ def _part(joint: fx.GraphModule, outputs: Callable, keep: str) -> fx.GraphModule
 def _ancestors(joint: fx.GraphModule, outputs: int) -> set[fx.Node]:
     """Return every node that one of the first outputs needs."""
     pending = list(next(n for n in joint.graph.nodes if n.op == "output").args[0][:outputs])
-    found: set[fx.Node] = set()
+    ancestors: set[fx.Node] = set()
     while pending:
         node = pending.pop()
-        if node not in found and node.op != "placeholder":
-            found.add(node)
+        if node not in ancestors and node.op != "placeholder":
+            ancestors.add(node)
             pending += node.all_input_nodes
-    return found
+    return ancestors

@@ -63,8 +63,8 @@ def noticing(refuse: Callable[[str, str], Exception]) -> Iterator[None]:
     apply = inspect.getattr_static(Function, "apply")  # a classmethod, of Python or of C (since PyTorch 2.14)
 
     def own_backward(kind: type[Function], *arguments: Any, **keywords: Any) -> Any:
-        given = [*arguments, *keywords.values()]
-        floats = any(isinstance(x, Tensor) and x.is_floating_point() for x in given)
+        values = [*arguments, *keywords.values()]
+        floats = any(isinstance(x, Tensor) and x.is_floating_point() for x in values)
         if torch.is_grad_enabled() and floats and kind.__module__ == "torch.utils.checkpoint":
             raise refuse("reentrant checkpointing", "pass use_reentrant=False, or let the strategy recompute")
         if torch.is_grad_enabled() and floats and not kind.__module__.startswith("torch."):

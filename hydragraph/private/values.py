@@ -72,9 +72,9 @@ class Decoder:
         if data[0] == "list":
             return tuple(map(self.value, data[1:]))
         _, dtype, device, shape, strides, _ = data
-        sizes = [[self._size(s) for s in each] for each in (shape, strides)]
-        made = torch.empty_strided(*sizes, dtype=getattr(torch, dtype), device="meta")
-        return FakeTensor(self._trace(), made, torch.device(device))
+        sizes = [[self._size(s) for s in dims] for dims in (shape, strides)]
+        tensor = torch.empty_strided(*sizes, dtype=getattr(torch, dtype), device="meta")
+        return FakeTensor(self._trace(), tensor, torch.device(device))
 
     def _trace(self) -> FakeTensorMode:
         if self._mode is None:
@@ -96,7 +96,7 @@ def storages(data: Data) -> list[int]:
     """Return the numbers of the storages of a value's tensors, in order."""
     if not isinstance(data, list):
         return []
-    return [data[5]] if data[0] == "tensor" else [n for each in data[1:] for n in storages(each)]
+    return [data[5]] if data[0] == "tensor" else [n for part in data[1:] for n in storages(part)]
 
 
 _OPERATORS: Mapping[type[ast.AST], Callable[[Any, Any], Any]] = {

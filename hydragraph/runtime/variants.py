@@ -10,7 +10,7 @@ import time
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
-from weakref import WeakValueDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -18,12 +18,10 @@ from torch import Tensor
 from hydragraph.ir.layout import GradientKind
 from hydragraph.ir.parameter import Parameter
 from hydragraph.ir.program import Block, Program, Template
-from hydragraph.passes.accumulate import accumulate
-from hydragraph.passes.compiled import compile_variant
-from hydragraph.passes.differentiate import RECOMPUTE, Variant, differentiate, start_of
-from hydragraph.passes.fuse_head import fuse_head
+from hydragraph.passes.differentiate import Variant, start_of
+from hydragraph.passes.graph_passes import VariantSpec, make_variant, passes_for
 from hydragraph.passes.place import place
-from hydragraph.passes.shard import Degree, gradient_kinds, shard
+from hydragraph.passes.shard import Degree, gradient_kinds
 from hydragraph.runtime.recent import Recent
 from hydragraph.spec.strategy import Strategy
 
@@ -32,7 +30,10 @@ _LOG = logging.getLogger(__name__)
 CPU = torch.device("cpu")
 CAPACITY = 64  # variants kept: a model has about three templates, and a strategy few degrees
 
+_LOG = logging.getLogger(__name__)
+
 _shared: WeakValueDictionary[Hashable, Variant] = WeakValueDictionary()  # what any program of this process keeps
+_seconds: WeakKeyDictionary[Variant, Mapping[str, float]] = WeakKeyDictionary()  # of each graph pass
 
 
 class Variants:
@@ -58,10 +59,13 @@ class Variants:
         fused_head: bool = False,
         added: bool = False,
     ) -> None:
-        self.program, self._partitioner, self._backend = program, partitioner, backend
-        self._device, self._fused_head = device, fused_head
-        self._added = added and backend == "eager" and program.dtype is torch.float32
-        self._how = (partitioner, backend, device, fused_head, self._added, program.dtype)
+        self.program = program
+        self._partitioner = partitioner
+        self._backend = backend
+        self._device = device
+        self._fused_head = fused_head
+        self._added = added
+        self._how = (partitioner, backend, device, fused_head, program.dtype)
         self._known = Recent[Hashable, Variant](capacity)
         self._kinds: dict[tuple[str, Degree], Mapping[str, GradientKind]] = {}
 
@@ -78,22 +82,21 @@ class Variants:
         Args:
             recompute: save the block's inputs only.
         """
-        template = self.program.templates[block.template]
-        parameters = local_parameters(self.program, block, template)
-        held = tuple((p.rule, p.local_shape(degree.tp, degree.index)) for p in parameters.values())
-        learns = self._learning(block)
-        key = (template.content, held, degree.tp, degree.sequence_parallel, recompute, learns, self._how)
+        spec = self.spec(block, degree, recompute)
+        shards = tuple((p.rule, p.local_shape(degree.tp, degree.index)) for p in spec.parameters.values())
+        how = (recompute, spec.learning, self._how, passes_for(spec))
+        key = (spec.template.content, shards, degree.tp, degree.sequence_parallel, *how)
 
         def make() -> Variant:
-            found = _shared.get(key)
-            if found is None:
+            variant = _shared.get(key)
+            if variant is None:
                 began = time.perf_counter()
-                found = _shared[key] = self._compile(block, parameters, degree, recompute)
+                variant = _shared[key] = self._compile(spec)
                 form, seconds = _form(degree, recompute), time.perf_counter() - began
                 _LOG.info("compiled %s (%s) for %s in %.2f s", block.name, self._backend, form, seconds)
             else:
                 _LOG.info("took %s for %s from what this process has compiled", block.name, _form(degree, recompute))
-            return found
+            return variant
 
         return self._known.get(key, make)
 
@@ -107,19 +110,30 @@ class Variants:
                     self.get(block, degree, stage.recompute)
                     self.kinds(block, degree)
 
-    def _compile(self, block: Block, parameters: Mapping[str, Parameter], degree: Degree, recompute: bool) -> Variant:
+    def spec(self, block: Block, degree: Degree, recompute: bool = False) -> VariantSpec:
+        """Return all that the variant of a block for one rank of a stage is made of; arguments as for `get`."""
         template = self.program.templates[block.template]
-        sharded = shard(template, parameters, degree, self._fused_head)
-        if self._fused_head and degree.tp == 1:
-            sharded = fuse_head(sharded)
-        partitioner = RECOMPUTE if recompute else self._partitioner
-        variant = differentiate(
-            template, sharded, parameters, degree, self.program.dtype, partitioner, block.name, self._learning(block)
+        return VariantSpec(
+            template,
+            local_parameters(self.program, block, template),
+            degree,
+            self.program.dtype,
+            self._learning(block),
+            recompute,
+            self._partitioner,
+            self._fused_head,
+            self._added,
+            self._backend,
+            self._device,
+            block.name,
         )
-        if self._backend == "eager":
-            return accumulate(variant) if self._added else variant
-        strides = {name: shard_strides(p, degree) for name, p in parameters.items()}
-        return compile_variant(variant, strides, self._device, where=block.name)
+
+    def _compile(self, spec: VariantSpec) -> Variant:
+        variant, seconds = make_variant(spec)
+        _seconds[variant] = seconds
+        parts = ", ".join(f"{name} {took:.3f} s" for name, took in seconds.items())
+        _LOG.info("compiled %s for rank %d of %d: %s", spec.where, spec.degree.index, spec.degree.tp, parts)
+        return variant
 
     def _learning(self, block: Block) -> frozenset[str]:
         """Return what a block computes gradients of: its parameters that learn, and the hidden state if others do."""
@@ -149,11 +163,9 @@ def local_parameters(program: Program, block: Block, template: Template) -> Mapp
     return {n: program.parameters[c] for n, c in zip(template.parameters, block.parameters, strict=True)}
 
 
-def shard_strides(parameter: Parameter, degree: Degree) -> tuple[int, ...]:
-    """Return the strides of a rank's shard as the executor hands it over: a view of a flat buffer."""
-    held = sum(hi - lo for lo, hi in parameter.intervals(degree.tp, degree.index))
-    flat = torch.empty(held, device="meta")
-    return tuple(parameter.natural(flat, degree.tp, degree.index).stride())
+def pass_seconds(variant: Variant) -> Mapping[str, float]:
+    """Return graph pass -> the seconds that it took to make a variant; nothing where another process made it."""
+    return _seconds.get(variant, {})
 
 
 def vocabulary_starts(variant: Variant, parameters: Mapping[str, Parameter], degree: Degree) -> dict[str, Tensor]:

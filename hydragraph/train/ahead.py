@@ -27,14 +27,16 @@ class Ahead:
     """
 
     def __init__(self, source: Source, count: int, announce: Callable[[Sequence[Tensor]], None]) -> None:
-        self._source, self._count, self._announce = source, count, announce
+        self._source = source
+        self._count = count
+        self._announce = announce
         self._waiting: deque[tuple[list[Tensor], dict[str, Any]]] = deque()
         self.position = dict(source.state_dict())
 
     def take(self, last: bool = False) -> list[Tensor]:
         """Return the next mini-batch; `last`: nothing behind it will be needed."""
-        wanted = 1 if last or not self._count else 1 + self._count
-        while len(self._waiting) < wanted:
+        upcoming = 1 if last or not self._count else 1 + self._count
+        while len(self._waiting) < upcoming:
             batch = next(self._source)
             if self._count:
                 self._announce(batch)

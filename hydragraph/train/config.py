@@ -29,8 +29,8 @@ def _check_text(name: str, value: object, optional: bool = False) -> None:
 def _texts(name: str, value: object) -> tuple[str, ...]:
     if isinstance(value, str) or not isinstance(value, Sequence) or not value:
         raise ValueError(f"{name} is {value!r}: give a list of at least one text")
-    for each in value:
-        _check_text(name, each)
+    for item in value:
+        _check_text(name, item)
     return tuple(value)
 
 
@@ -356,8 +356,8 @@ def differences(before: TrainConfig, after: TrainConfig) -> list[str]:
 
 def _fields(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(value, Mapping):
-        for name, each in value.items():
-            yield from _fields(f"{prefix}.{name}" if prefix else str(name), each)
+        for name, item in value.items():
+            yield from _fields(f"{prefix}.{name}" if prefix else str(name), item)
     else:
         yield prefix, value
 
@@ -400,5 +400,5 @@ def _value(text: str, value: str) -> object:
 def _plain(value: Any) -> Any:
     """Return a value with lists for tuples, as YAML knows it."""
     if isinstance(value, Mapping):
-        return {name: _plain(each) for name, each in value.items()}
-    return [_plain(each) for each in value] if isinstance(value, tuple | list) else value
+        return {name: _plain(item) for name, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, tuple | list) else value

@@ -46,20 +46,21 @@ def prepare(config: TrainConfig, progress: Progress | None = None) -> Path:
     Raises:
         ValueError: the corpus or the tokenizer cannot be used.
     """
-    data, known = config.data, _known_tokenizer(config)
+    data = config.data
+    existing = _known_tokenizer(config)
     paths, suffixes = _paths(data)
-    directory = _cache(config) / _key(data, paths, suffixes, known)
+    directory = _cache(config) / _key(data, paths, suffixes, existing)
     if _is_whole(directory):
         return directory
     report = progress or (lambda what, done: None)
     directory.parent.mkdir(parents=True, exist_ok=True)
     partial = directory.with_name(f".{directory.name}.{uuid.uuid4().hex}.partial")
     try:
-        if known is None:
+        if existing is None:
             texts = corpus.documents(paths, suffixes, data.text_field)
             encoder = tokenizer.train_bpe(_counted(texts, "training a tokenizer", report), data.vocab_size)
         else:
-            encoder = tokenizer.load(known)
+            encoder = tokenizer.load(existing)
         tokenizer.save(encoder, partial)
         texts = corpus.documents(paths, suffixes, data.text_field)
         write_tokens(partial / _TOKENS, texts, encoder, lambda done, _: report("writing the token file", done))
@@ -117,9 +118,9 @@ def stdlib_files(root: Path | None = None) -> list[Path]:
     folder = root or Path(sysconfig.get_path("stdlib"))
     # Entry by entry: installed packages may be many more files than the library itself.
     entries = [e for e in sorted(folder.iterdir()) if e.name not in _NOT_STDLIB and not e.name.startswith((".", "__"))]
-    wanted = [e for e in entries if e.suffix == ".py" or (e.is_dir() and any(e.rglob("*.py")))]
-    found = corpus.files(wanted, (".py",))
-    return [path for path in found if not set(path.relative_to(folder).parts) & set(_NOT_STDLIB)]
+    sources = [e for e in entries if e.suffix == ".py" or (e.is_dir() and any(e.rglob("*.py")))]
+    paths = corpus.files(sources, (".py",))
+    return [path for path in paths if not set(path.relative_to(folder).parts) & set(_NOT_STDLIB)]
 
 
 def _paths(data: DataConfig) -> tuple[list[Path], tuple[str, ...] | None]:
@@ -150,9 +151,9 @@ def _cache(config: TrainConfig) -> Path:
     return Path(config.data.cache) if config.data.cache is not None else Path(config.output) / "data"
 
 
-def _key(data: DataConfig, paths: list[Path], suffixes: tuple[str, ...] | None, known: Path | None) -> str:
+def _key(data: DataConfig, paths: list[Path], suffixes: tuple[str, ...] | None, existing: Path | None) -> str:
     """Return 16 hexadecimal digits over all that the cached files depend on."""
-    how = f"vocab_size {data.vocab_size}" if known is None else hashlib.sha256(known.read_bytes()).hexdigest()
+    how = f"vocab_size {data.vocab_size}" if existing is None else hashlib.sha256(existing.read_bytes()).hexdigest()
     content = json.dumps([corpus.fingerprint(paths, suffixes, data.text_field), how])
     return hashlib.sha256(content.encode()).hexdigest()[:16]
 

@@ -112,9 +112,9 @@ class RunFolder:
         last = self.check(config, how, step)
         if how == "overwrite":
             self._clear()
-        for each in self._all() if step is not None else ():
-            if last is not None and each.step > last.step:
-                set_aside(each.path, "later")
+        for checkpoint in self._all() if step is not None else ():
+            if last is not None and checkpoint.step > last.step:
+                set_aside(checkpoint.path, "later")
         self.path.mkdir(parents=True, exist_ok=True)
         config.save(self.config)
         write_whole(self.owner, json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "began": time.time()}))
@@ -136,9 +136,9 @@ class RunFolder:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 owner = _read(self.owner)
-                known = f"process {owner['pid']} on {owner['host']}" if {"pid", "host"} <= owner.keys() else "starting"
+                holder = f"process {owner['pid']} on {owner['host']}" if {"pid", "host"} <= owner.keys() else "starting"
                 raise ValueError(
-                    f"output {self.path} belongs to a run that is under way ({known}): stop that one, or choose "
+                    f"output {self.path} belongs to a run that is under way ({holder}): stop that one, or choose "
                     "another output"
                 ) from None
             yield
@@ -180,7 +180,7 @@ class RunFolder:
 
     def replace_damaged(self, damaged: Checkpoint) -> Checkpoint | None:
         """Set a damaged checkpoint aside and return the one before it; without one, leave it and return None."""
-        earlier = [each for each in self._all() if each.step < damaged.step]
+        earlier = [place for place in self._all() if place.step < damaged.step]
         if not earlier:
             return None
         set_aside(damaged.path, "damaged")
@@ -201,15 +201,15 @@ class RunFolder:
         if step is None:
             return self.last()
         there = self._all()
-        for each in there:
-            if each.step == step:
-                return each
-        steps = " or ".join(f"step-{each.step}" for each in there) or "none"
+        for place in there:
+            if place.step == step:
+                return place
+        steps = " or ".join(f"step-{place.step}" for place in there) or "none"
         raise ValueError(f"output {self.path} holds no complete checkpoint after step {step}: there is {steps}")
 
     def _refuse_unwritable(self) -> None:
         """Find out before the slow part whether anything can be written; as root also on a read-only file system."""
-        there = next(each for each in (self.path, *self.path.absolute().parents) if each.exists())
+        there = next(parent for parent in (self.path, *self.path.absolute().parents) if parent.exists())
         if not there.is_dir():
             raise ValueError(f"output {self.path}: {there} is no directory: choose another output")
         if not os.access(there, os.W_OK | os.X_OK):
@@ -226,7 +226,7 @@ class RunFolder:
 def _read(path: Path) -> dict[str, Any]:
     """Return what a small JSON file holds; nothing where there is none, or a damaged one."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        record = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return record if isinstance(record, dict) else {}

@@ -18,7 +18,7 @@ from hydragraph.planner.policy import Policy
 from hydragraph.runtime.checkpoint.folder import prune
 from hydragraph.runtime.checkpoint.manifest import Damaged
 from hydragraph.runtime.checkpoint.sharing import leave_mark, see
-from hydragraph.runtime.failure.watch import agreed
+from hydragraph.runtime.failure.agreement import Failure, raise_first
 from hydragraph.runtime.launch import World, join
 from hydragraph.runtime.stopping import Stopping
 from hydragraph.runtime.trace import Exposed, Span, write_trace
@@ -161,7 +161,8 @@ def train(
         OSError: the disk is full, the folder vanished, ...; the last checkpoint stays, and is named.
         FloatingPointError: a loss or gradient is not finite; nothing was updated, and the last checkpoint stays.
     """
-    world, folder = join(config.device), RunFolder(Path(config.output))
+    world = join(config.device)
+    folder = RunFolder(Path(config.output))
     world.watch.progress_s = config.progress_s
     with world.calling("train"), ExitStack() as owned:
 
@@ -170,7 +171,8 @@ def train(
             owned.enter_context(folder.owned())
             return last
 
-        last = _together(world, world.rank == 0, own)[0]  # before the slow part
+        # Before the slow part.
+        last = _together(world, "taking the run's folder", world.rank == 0, own)[0]
         _refuse_apart(world, folder)
         start = _Start(begin, step, last)
         return _session(config, start, compile, watcher, trace, world, folder, stopping or Stopping(config.grace_s))
@@ -187,10 +189,10 @@ class _Start:
 
 def _refuse_apart(world: World, folder: RunFolder) -> None:
     """Refuse hosts that have a folder of their own at the path of the run's, where no checkpoint could be whole."""
-    mark = _together(world, world.rank == 0, lambda: leave_mark(folder.path))[0]
+    mark = _together(world, "marking the run's folder", world.rank == 0, lambda: leave_mark(folder.path))[0]
     assert mark is not None
     try:
-        _together(world, True, lambda: see(mark, f"output {folder.path}", world.rank))
+        _together(world, "looking into the run's folder", True, lambda: see(mark, f"output {folder.path}", world.rank))
     finally:
         if world.rank == 0:
             mark.unlink(missing_ok=True)
@@ -232,7 +234,8 @@ def _session(
         stack.enter_context(stopping.working())
         changed = folder.changes(config) if leader is not None and start.last is not None else ""
         # Once nothing else can be refused, because this may remove an earlier run.
-        last = _together(world, world.rank == 0, lambda: folder.begin(config, start.begin, start.step))[0]
+        begin = partial(folder.begin, config, start.begin, start.step)
+        last = _together(world, "beginning the run's folder", world.rank == 0, begin)[0]
         done = 0
         if last is not None:
             last, extra = _load(world, folder, executor, last, start.step is None, leader)
@@ -272,7 +275,9 @@ def _load(
             if not any(world.gather(isinstance(error, Damaged))) or not fall_back:
                 raise
             reason = error
-        earlier = _together(world, world.rank == 0, partial(folder.replace_damaged, last))[0]
+        earlier = _together(
+            world, "setting a checkpoint aside", world.rank == 0, partial(folder.replace_damaged, last)
+        )[0]
         if earlier is None:
             raise reason
         last = earlier
@@ -282,7 +287,8 @@ def _load(
 
 def _steps(run: _Run, done: int, coming: Ahead, stopping: Stopping) -> int:
     """Train after `done` steps, to the end or until a rank is asked to stop; return what asked, or 0."""
-    config, executor = run.config, run.executor
+    config = run.config
+    executor = run.executor
     saved = done
     for step in range(done + 1, config.steps + 1):
         if executor.spans is not None and (step == done + 1 + TRACED_STEPS):
@@ -318,8 +324,11 @@ def _chosen_from(config: TrainConfig, strategies: tuple[Strategy, ...], tokens: 
     """Return what `compile` is told of strategies: the first of those that take turns, or all to choose from."""
     if not config.plan.choose:
         return {"strategy": strategies[0]}
-    plan, batches = config.plan, mini_batches(config, tokens.file)
-    policy = Policy(plan.gain, plan.sample, plan.workers, plan.ahead + 1, plan.patience_s, config.seed)
+    plan = config.plan
+    batches = mini_batches(config, tokens.file)
+    # `Ahead` announces so many mini-batches beyond the one that is trained, and the planner counts that one, too.
+    at_a_time = plan.ahead + 1
+    policy = Policy(plan.gain, plan.sample, plan.workers, at_a_time, plan.patience_s, config.seed)
     return {
         "strategy": "auto" if config.automatic else strategies,
         "profile": Profile.load(plan.profile) if plan.profile is not None else None,
@@ -330,7 +339,8 @@ def _chosen_from(config: TrainConfig, strategies: tuple[Strategy, ...], tokens: 
 
 def _model(config: TrainConfig, tokens: Tokens) -> nn.Module:
     """Return the model, on the meta device where each rank is to read its own part of the weights."""
-    vocabulary, end_of_text = tokens.file.vocabulary, tokens.file.end_of_text
+    vocabulary = tokens.file.vocabulary
+    end_of_text = tokens.file.end_of_text
     if config.model.weights is None:
         return build_model(config.model, vocabulary, end_of_text, config.seed)
     model = skeleton(config.model, vocabulary, end_of_text)
@@ -345,11 +355,12 @@ def shared_tokens(config: TrainConfig, world: World, watcher: Watcher) -> Tokens
         ValueError: the corpus cannot be used, a host's copy of it is damaged, or hosts differ.
     """
     watched = watcher.preparing
-    _together(world, world.local_rank == 0, lambda: verify(prepare(config, watched), watched))
+    reads = world.local_rank == 0
+    _together(world, "preparing the data", reads, lambda: verify(prepare(config, watched), watched))
     tokens = open_tokens(prepare(config))
-    found = world.gather(tokens.file.fingerprint)
-    if len(set(found)) > 1:
-        different = next(rank for rank, each in enumerate(found) if each != found[0])
+    fingerprints = world.gather(tokens.file.fingerprint)
+    if len(set(fingerprints)) > 1:
+        different = next(rank for rank, fingerprint in enumerate(fingerprints) if fingerprint != fingerprints[0])
         raise ValueError(f"data: rank {different} read another corpus than rank 0: give every host the same files")
     return tokens
 
@@ -361,7 +372,8 @@ def read_strategies(texts: Sequence[str], model: nn.Module, ranks: int) -> tuple
         ValueError: naming the entry.
     """
     config: Any = model.config
-    layers, heads = config.num_hidden_layers, getattr(config, "num_attention_heads", None)
+    layers = config.num_hidden_layers
+    heads = getattr(config, "num_attention_heads", None)
     strategies = []
     for i, text in enumerate(texts):
         try:
@@ -424,7 +436,8 @@ def _evaluate(run: _Run, strategy: Strategy | None) -> float:
 
 def _checkpoint(run: _Run, step: int, position: Mapping[str, Any]) -> None:
     """Save everything that resuming needs, and the picture so far."""
-    place, extra = run.folder.place(step), {"mini_batches": dict(position)}
+    place = run.folder.place(step)
+    extra = {"mini_batches": dict(position)}
     if run.config.checkpoint.asynchronous:
         _settle_checkpoints(run)
         run.executor.save(place, extra, asynchronous=True)
@@ -478,8 +491,13 @@ def _due(step: int, every: int, steps: int) -> bool:
     return step == steps or (every > 0 and step % every == 0)
 
 
-def _together(world: World, acts: bool, make: Callable[[], T]) -> list[T | None]:
-    """Call a function on the ranks that act, and return every rank's result; an error on one is raised on all."""
+def _together(world: World, what: str, acts: bool, make: Callable[[], T]) -> list[T | None]:
+    """Call a function on the ranks that act, and return every rank's result; an error on one is raised on all.
+
+    Args:
+        what: this is, for the ranks on which nothing failed.
+        acts: whether this rank calls it.
+    """
     value: T | None = None
     error: Exception | None = None
     if acts:
@@ -487,11 +505,6 @@ def _together(world: World, acts: bool, make: Callable[[], T]) -> list[T | None]
             value = make()
         except Exception as raised:
             error = raised
-    # The error as text: not every exception can be pickled.
-    found = world.gather((value, None if error is None else str(error)))
-    if error is not None:
-        raise agreed(error)
-    for _, text in found:
-        if text is not None:
-            raise ValueError(text)
-    return [value for value, _ in found]
+    outcomes = world.gather((value, None if error is None else Failure.of(error)))
+    raise_first({rank: failure for rank, (_, failure) in enumerate(outcomes) if failure is not None}, error, what)
+    return [value for value, _ in outcomes]

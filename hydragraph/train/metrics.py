@@ -100,7 +100,8 @@ class MetricsLog:
     def __init__(self, path: Path, events: Path | None, after: int) -> None:
         self.history = [metrics for metrics in read_metrics(path) if metrics.step <= after]
         write_whole(path, "".join(map(_line, self.history)))
-        self._path, self._file = path, path.open("a", encoding="utf-8")
+        self._path = path
+        self._file = path.open("a", encoding="utf-8")
         self._events: Any = None
         if events is not None:
             from torch.utils.tensorboard import SummaryWriter
@@ -160,7 +161,7 @@ def _line(metrics: Metrics) -> str:
 def _parse(line: str, place: str) -> Metrics:
     try:
         record = json.loads(line)
-        known = {field.name: record[field.name] for field in fields(Metrics) if field.name in record}
-        return Metrics(**{**known, "micro_batches": tuple(known["micro_batches"])})
+        values = {field.name: record[field.name] for field in fields(Metrics) if field.name in record}
+        return Metrics(**{**values, "micro_batches": tuple(values["micro_batches"])})
     except (json.JSONDecodeError, KeyError, TypeError) as error:
         raise ValueError(f"{place}: not a line of metrics ({error}): delete the run folder or the line") from None

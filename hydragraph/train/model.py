@@ -61,9 +61,9 @@ def check_vocabulary(config: ModelConfig, model: Any, vocabulary: int) -> None:
 
 def model_config(config: ModelConfig, vocabulary: int, end_of_text: int) -> Any:
     """Return the transformers config of a new model; arguments as for `build_model`."""
-    given = dict(config.config or {})
+    settings = dict(config.config or {})
     kind = _model_class(str(config.architecture)).config_class
-    _check_names(kind, given)
+    _check_names(kind, settings)
     # A new vocabulary has no other special token; the class's own defaults would be ids of ordinary tokens.
     defaults = {
         "vocab_size": vocabulary,
@@ -73,7 +73,7 @@ def model_config(config: ModelConfig, vocabulary: int, end_of_text: int) -> Any:
         "use_cache": False,
     }
     try:
-        return kind(**{**defaults, **given})
+        return kind(**{**defaults, **settings})
     except Exception as error:  # transformers has error types of its own
         raise ValueError(f"model.config: {kind.__name__} refuses it: {error}") from error
 
@@ -92,7 +92,8 @@ def _read(config: ModelConfig, vocabulary: int, end_of_text: int) -> nn.Module:
     kind: Any = AutoModelForCausalLM
     settings = None
     if config.architecture is not None:
-        kind, settings = _model_class(config.architecture), model_config(config, vocabulary, end_of_text)
+        kind = _model_class(config.architecture)
+        settings = model_config(config, vocabulary, end_of_text)
     with _own_code(config):
         model: nn.Module = kind.from_pretrained(
             _directory(config), config=settings, dtype=torch.float32, trust_remote_code=config.trust_remote_code
@@ -131,22 +132,22 @@ def _model_class(name: str) -> Any:
     import transformers
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    found = getattr(transformers, name, None)
-    if isinstance(found, type) and issubclass(found, transformers.PreTrainedModel):
-        return found
+    architecture = getattr(transformers, name, None)
+    if isinstance(architecture, type) and issubclass(architecture, transformers.PreTrainedModel):
+        return architecture
     close = get_close_matches(name, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values(), n=1)
     hint = f"did you mean {close[0]}?" if close else "name one such as LlamaForCausalLM"
     raise ValueError(f"model.architecture: transformers has no model class {name!r}: {hint}")
 
 
-def _check_names(kind: type[Any], given: Mapping[str, Any]) -> None:
+def _check_names(kind: type[Any], settings: Mapping[str, Any]) -> None:
     """Refuse settings that the config class does not declare, which transformers itself would accept and ignore."""
     label = kind.__name__
     if not is_dataclass(kind):
         return
-    known = {field.name for field in fields(kind)} | set(getattr(kind, "attribute_map", {})) | {"rope_theta"}
-    for name in given:
-        if name not in known:
-            close = get_close_matches(name, known, n=1)
+    names = {field.name for field in fields(kind)} | set(getattr(kind, "attribute_map", {})) | {"rope_theta"}
+    for name in settings:
+        if name not in names:
+            close = get_close_matches(name, names, n=1)
             hint = f"did you mean {close[0]!r}?" if close else "leave it out"
             raise ValueError(f"model.config: {label} has no field {name!r}: {hint}")

@@ -23,17 +23,17 @@ def optimizer_factory(config: OptimizerConfig, model: nn.Module, device: torch.d
     Raises:
         ValueError: torch.optim has no such class, or it does not take a setting that the config gives.
     """
-    found = getattr(torch.optim, config.name, None)
-    if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
+    optimizer = getattr(torch.optim, config.name, None)
+    if not (isinstance(optimizer, type) and issubclass(optimizer, torch.optim.Optimizer)):
         raise ValueError(f"optimizer.name: torch.optim has no optimizer {config.name!r}: use one such as AdamW")
-    kind: Callable[..., torch.optim.Optimizer] = found
-    if found is torch.optim.AdamW and device is not None and device.type == "cuda":
+    kind: Callable[..., torch.optim.Optimizer] = optimizer
+    if optimizer is torch.optim.AdamW and device is not None and device.type == "cuda":
         kind = AdamW
     settings = {name: getattr(config, name) for name in ("betas", "eps", "momentum")}
     settings = {name: value for name, value in settings.items() if value is not None}
-    taken = inspect.signature(found.__init__).parameters
+    accepted = inspect.signature(optimizer.__init__).parameters
     for name in settings:
-        if name not in taken:
+        if name not in accepted:
             raise ValueError(f"optimizer.{name}: {config.name} has no such setting: leave it out")
     matrices = {name for name, parameter in model.named_parameters() if parameter.dim() >= 2}
 

@@ -57,7 +57,7 @@ def read_candidates(texts: Sequence[str]) -> list[list[Scheme]]:
     Raises:
         ValueError: naming the strategy that is none, or that has other pipelines.
     """
-    found = []
+    candidates = []
     for i, text in enumerate(texts):
         if "[" in text:
             raise ValueError(f"--strategy {i}: {text!r}: write pipelines as <tp4,pp2>, which is what a plan compares")
@@ -65,8 +65,8 @@ def read_candidates(texts: Sequence[str]) -> list[list[Scheme]]:
             pipelines = parse_strategy(text, layers=1024).pipelines  # the layers do not matter to a scheme
         except ValueError as error:
             raise ValueError(f"--strategy {i}: {error}") from error
-        found.append([(len(stages[0].devices), len(stages)) for stages in pipelines])
-    return found
+        candidates.append([(len(stages[0].devices), len(stages)) for stages in pipelines])
+    return candidates
 
 
 def _json(path: Path) -> object:

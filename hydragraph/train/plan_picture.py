@@ -43,7 +43,8 @@ def write_plan_picture(example: Example, path: Path) -> None:
 
 
 def _draw_pipeline(axes: Any, example: Example, row: int, shades: Any) -> None:
-    pipeline, at = example.pipelines[row], 0.0
+    pipeline = example.pipelines[row]
+    at = 0.0
     for micro_batch in example.assignment.micro_batches[row]:
         sizes = [example.lengths[i] for i in micro_batch]
         seconds = pipeline.micro_batch_seconds(sizes)

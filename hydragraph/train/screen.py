@@ -38,7 +38,8 @@ class Screen:
             disable=not console.is_terminal,
         )
         self._task: TaskID | None = None
-        self._what, self._steps = "", 0
+        self._what = ""
+        self._steps = 0
 
     def __enter__(self) -> Screen:
         self._progress.start()
@@ -65,11 +66,11 @@ class Screen:
         """Show a step's numbers."""
         numbers = f"loss {metrics.loss:.4f}  {metrics.tokens_per_s:,.0f} tokens/s  {metrics.strategy}"
         self._update(metrics.step, numbers)
-        held = "" if metrics.eval_loss is None else f"  held out {metrics.eval_loss:.4f}"
+        heldout_text = "" if metrics.eval_loss is None else f"  held out {metrics.eval_loss:.4f}"
         regular = metrics.step in (1, self._steps) or metrics.step % max(self._steps // _LINES, 1) == 0
-        if not self._console.is_terminal and (regular or held):
-            self._print(f"step {metrics.step}/{self._steps}  {numbers}{held}")
-        elif held:
+        if not self._console.is_terminal and (regular or heldout_text):
+            self._print(f"step {metrics.step}/{self._steps}  {numbers}{heldout_text}")
+        elif heldout_text:
             self._print(f"step {metrics.step}: held-out loss {metrics.eval_loss:.4f}")
 
     def note(self, sentence: str) -> None:

@@ -1,120 +1,23 @@
-"""Bytes of pulls and pushes against an element by element count, and what overlap means."""
+"""What overlap means, and that it is simulated within its bounds."""
 
 from __future__ import annotations
-
-from collections import Counter
 
 import pytest
 import torch
 
-from hydragraph.bench.link import Overlap, Traffic, default_cluster, layouts, simulated, traffic
+from hydragraph.bench.link import Overlap, simulated
+from hydragraph.cost.link_bytes import traffic
 from hydragraph.frontend.capture import capture
-from hydragraph.ir.home import HomeLayouts
-from hydragraph.ir.layout import GradientKind, Layout
 from hydragraph.ir.program import Program
-from hydragraph.passes.shard import Degree
-from hydragraph.runtime.variants import Variants
-from hydragraph.spec.home import EQUAL, Home
+from hydragraph.passes.layouts import layouts
+from hydragraph.spec.default_cluster import default_cluster
 from hydragraph.spec.strategy import Strategy
 from tests.models import llama
-
-STRATEGIES = ["<tp1,pp1>", "<tp2,pp2>", "<tp4,pp1>", "2*<tp1,pp2>", "<[0,1]x3s,[2]x1> + <[3]x4>"]
-
-HOMES = [EQUAL, Home([3, 0, 2, 1])]
-
-
-def homes(program: Program, ranks: int, home: Home = EQUAL) -> dict[str, Layout]:
-    return HomeLayouts(home, ranks).by_name(program.buckets)
 
 
 @pytest.fixture(scope="module")
 def program() -> Program:
     return capture(llama(layers=4, heads=4, kv=2), dtype=torch.bfloat16)
-
-
-def held(program: Program, strategy: Strategy) -> dict[str, list[tuple[int, int, set[int]]]]:
-    """Return for every bucket (pipeline, rank, elements) of all ranks that compute with it, by the rules."""
-    found: dict[str, list[tuple[int, int, set[int]]]] = {b.name: [] for b in program.buckets}
-    for rank in strategy.devices:
-        place = strategy.place(rank)
-        assert place is not None
-        tp = strategy.pipelines[place.pipeline].stages[place.stage].tp
-        blocks = {f"layer.{i}" for i in range(place.first_layer, place.last_layer)}
-        blocks |= {program.blocks[0].name} if place.first_layer == 0 else set()
-        blocks |= {program.blocks[-1].name} if place.last_layer == program.layers else set()
-        for bucket in program.buckets:
-            if blocks.isdisjoint(bucket.blocks):
-                continue
-            elements: set[int] = set()
-            for parameter in bucket.parameters:
-                at = bucket.offsets()[parameter.name]
-                elements |= {at + e for lo, hi in parameter.intervals(tp, place.index) for e in range(lo, hi)}
-            found[bucket.name].append((place.pipeline, rank, elements))
-    return found
-
-
-@pytest.mark.parametrize("text", STRATEGIES)
-@pytest.mark.parametrize("home", HOMES, ids=str)
-def test_a_pull_brings_each_rank_what_it_lacks(program: Program, text: str, home: Home) -> None:
-    strategy, ranks = Strategy.parse(text, program.layers), 4
-    placed = layouts(program, strategy, homes(program, ranks, home))
-    expected: Counter[tuple[int, int]] = Counter()
-    needed = held(program, strategy)
-    for each in placed:
-        rows = zip(each.home.rank.tolist(), each.home.lo, each.home.hi, strict=True)
-        owner = {element: rank for rank, lo, hi in rows for element in range(lo, hi)}
-        for _, rank, elements in needed[each.bucket.name]:
-            expected.update((owner[e], rank) for e in elements)
-    found = traffic(program, placed, "pull")
-    assert found.pairs == {pair: 2 * n for pair, n in expected.items() if pair[0] != pair[1]}
-    assert found.local == sum(2 * n for (a, b), n in expected.items() if a == b)
-
-
-@pytest.mark.parametrize("text", STRATEGIES)
-@pytest.mark.parametrize("home", HOMES, ids=str)
-def test_a_push_brings_each_owner_all_contributions_once(program: Program, text: str, home: Home) -> None:
-    """Of a replica one holder sends, the owner itself where it is one; of a partial gradient all do."""
-    strategy, ranks = Strategy.parse(text, program.layers), 4
-    placed, users = layouts(program, strategy, homes(program, ranks, home)), held(program, strategy)
-    incoming: Counter[int] = Counter()
-    for each in placed:
-        kinds = replicas(program, strategy, each.bucket.name)
-        for rank, lo, hi in zip(each.home.rank.tolist(), each.home.lo, each.home.hi, strict=True):
-            for element in range(lo, hi):
-                for pipeline in {p for p, _, _ in users[each.bucket.name]}:
-                    holders = {r for p, r, there in users[each.bucket.name] if p == pipeline and element in there}
-                    once = element in kinds.get(pipeline, set())
-                    incoming[rank] += (rank not in holders) if once else len(holders - {rank})
-    found = traffic(program, placed, "push")
-    received: Counter[int] = Counter()
-    for (_, target), size in found.pairs.items():
-        received[target] += size
-    assert received == Counter({rank: 4 * n for rank, n in incoming.items() if n})
-
-
-def replicas(program: Program, strategy: Strategy, bucket_name: str) -> dict[int, set[int]]:
-    """Return by pipeline the elements of a bucket of which every holder in a stage has the same gradient."""
-    bucket = next(b for b in program.buckets if b.name == bucket_name)
-    block = next(b for b in program.blocks if b.name in bucket.blocks)
-    found: dict[int, set[int]] = {}
-    for index, pipeline in enumerate(strategy.pipelines):
-        layer = int(block.name.split(".")[1]) if block.name.startswith("layer.") else 0
-        layer = program.layers - 1 if block is program.blocks[-1] else layer
-        ends = [sum(s.layers for s in pipeline.stages[: i + 1]) for i in range(len(pipeline.stages))]
-        stage = pipeline.stages[next(i for i, end in enumerate(ends) if layer < end)]
-        if stage.tp == 1:
-            continue
-        kinds = Variants(program).kinds(block, Degree(stage.tp, 0, stage.sequence_parallel))
-        names = [n for n, kind in zip(block.parameters, kinds.values(), strict=True) if kind is GradientKind.REPLICA]
-        whole = [p for p in bucket.parameters if p.name in names and p.rule is None]
-        found[index] = {bucket.offsets()[p.name] + element for p in whole for element in range(p.size)}
-    return found
-
-
-def test_the_most_of_one_rank() -> None:
-    found = Traffic({(0, 1): 5, (0, 2): 4, (2, 1): 7}, local=100)
-    assert (found.total, found.most) == (16, 12)
-    assert Traffic({}, 3).most == 0
 
 
 @pytest.mark.parametrize(
@@ -126,7 +29,7 @@ def test_percent_overlapped(alone: float, exposed: float, percent: float) -> Non
 
 def test_simulation(program: Program) -> None:
     strategy, cluster = Strategy.parse("2*<tp1,pp2>", program.layers), default_cluster(4)
-    placed = layouts(program, strategy, homes(program, 4))
+    placed = layouts(program, strategy, HomeLayouts(EQUAL, 4).by_name(program.buckets))
     for direction in ("pull", "push"):
         moved = traffic(program, placed, direction)  # type: ignore[arg-type]
         found = simulated(program, strategy, cluster, 4096, 2, direction, moved)  # type: ignore[arg-type]
@@ -137,7 +40,7 @@ def test_simulation(program: Program) -> None:
 
 def test_one_rank_sends_nothing(program: Program) -> None:
     strategy = Strategy.parse("<tp1,pp1>", program.layers)
-    moved = traffic(program, layouts(program, strategy, homes(program, 1)), "pull")
+    moved = traffic(program, layouts(program, strategy, HomeLayouts(EQUAL, 1).by_name(program.buckets)), "pull")
     assert moved.total == 0
     assert moved.local == 2 * sum(b.size for b in program.buckets)
     assert simulated(program, strategy, default_cluster(1), 64, 1, "pull", moved).percent == 100

@@ -5,11 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hydragraph.bench.link import Overlap, layouts, traffic
+from hydragraph.bench.link import Overlap
 from hydragraph.bench.link_measure import Measured, measure_rank, over_ranks
 from hydragraph.bench.shapes import meta_model
+from hydragraph.cost.link_bytes import traffic
 from hydragraph.frontend.capture import capture
 from hydragraph.ir.home import HomeLayouts
+from hydragraph.passes.layouts import layouts
 from hydragraph.runtime.launch import launch
 from hydragraph.spec.home import EQUAL
 from hydragraph.spec.strategy import Strategy

@@ -10,8 +10,29 @@ from tests.commands.tiny import LOPSIDED, run, write
 def test_show_lists_the_passes() -> None:
     result = run("show", "--passes")
     assert result.exit_code == 0
-    assert [line.split()[:2] for line in result.stdout.splitlines()][:2] == [["1.", "order"], ["2.", "overlap"]]
-    assert all(len(line.split()) > 4 for line in result.stdout.splitlines()), "each says what it does"
+    lines = result.stdout.splitlines()
+    passes = [line.split()[1] for line in lines if line[0].isdigit()]
+    assert passes[:5] == ["shard", "fuse_head", "differentiate", "accumulate", "compile"]
+    assert passes[5:7] == ["order", "overlap"]
+    assert [line.partition(":")[0] for line in lines if not line[0].isdigit()] == ["graph passes", "program passes"]
+    assert all(len(line.split()) > 4 for line in lines), "each says what it does"
+
+
+def test_show_prints_each_block_after_each_graph_pass(tmp_path: Path) -> None:
+    config = write(tmp_path, ranks=2)
+    alone = run("show", config, "--passes")
+    assert alone.exit_code == 0, alone.stderr
+    heads = [line for line in alone.stdout.splitlines() if line.startswith("# ")]
+    assert any(line.startswith("# layer.0, place 0 of tp 1") for line in heads)
+    assert not any(line.startswith("# layer.1") for line in heads), "layers of one template are shown once"
+    cut = run("show", config, "--passes", "--strategy", LOPSIDED[1], "--rank", "1")
+    assert cut.exit_code == 0, cut.stderr
+    layer = cut.stdout.partition("# layer.0, place 1 of tp 2\n")[2].partition("\n# ")[0]
+    steps = [line.split()[2] for line in layer.splitlines() if line.startswith("## after")]
+    assert steps == ["shard", "differentiate", "differentiate", "accumulate", "accumulate"]
+    assert "+2 hydragraph.tp_sum.default" in layer
+    assert "hydragraph.tp_sum.default(" in layer, "its text is printed, too"
+    assert "accumulate" in layer.rpartition("## after")[2], "the last pass comes last"
 
 
 def test_show_prints_the_program_and_the_ranks(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from hydragraph.errors import Unsupported
 from hydragraph.frontend.capture import capture
 from hydragraph.ir.program import Program
-from hydragraph.passes.uncut import refuse_uncut
+from hydragraph.passes.check_strategy import refuse_uncut
 from hydragraph.spec.strategy import Strategy
 from tests.frontend.execute import batch, loss
 

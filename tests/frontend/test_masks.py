@@ -22,7 +22,7 @@ from hydragraph.errors import Unsupported
 from hydragraph.frontend.capture import capture
 from hydragraph.frontend.huggingface import attention
 from hydragraph.frontend.masks import Marker, mask
-from hydragraph.passes.cut import operands, varlen
+from hydragraph.passes.node import operands, varlen
 from tests.models import tiny
 
 POSITIONS = torch.tensor([[0, 1, 0, 1, 2]])

@@ -25,7 +25,7 @@ from transformers import CONFIG_MAPPING
 import hydragraph as hg
 from hydragraph.check.stages import StageCheck
 from hydragraph.frontend.initialise import initial_buffers
-from hydragraph.passes.uncut import refuse_uncut
+from hydragraph.passes.check_strategy import refuse_uncut
 from tests import reference
 from tests.frontend.families import DOCS, NAMES, build, shrink  # type: ignore[attr-defined]
 from tests.models import sequences

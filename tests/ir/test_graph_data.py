@@ -13,6 +13,7 @@ from torch import fx
 import hydragraph as hg
 from hydragraph.cost.footprint import MicroBatch, footprint
 from hydragraph.ir.graph_data import decode, encode, value_of
+from hydragraph.passes.graph_passes import make_variant
 from hydragraph.passes.shard import Degree
 from hydragraph.private.tracing import hint_of
 from hydragraph.runtime.variants import Variants
@@ -66,16 +67,9 @@ def test_a_program_that_was_pickled_is_the_same_and_compiles_the_same() -> None:
     for name, template in program.templates.items():
         assert back.templates[name].graph.code == template.graph.code
     block = program.blocks[1]
-    one, other = (Variants(p)._compile(block, *arguments(p)) for p in (program, back))
+    one, other = (make_variant(Variants(p).spec(block, Degree(2)))[0] for p in (program, back))
     assert one.forward.code == other.forward.code
     assert one.backward.code == other.backward.code
-
-
-def arguments(program: hg.Program) -> tuple[Any, ...]:
-    block = program.blocks[1]
-    template = program.templates[block.template]
-    parameters = {n: program.parameters[c] for n, c in zip(template.parameters, block.parameters, strict=True)}
-    return parameters, Degree(2, 0, False), False
 
 
 def graph_of(*nodes: list[Any]) -> dict[str, Any]:

@@ -10,8 +10,8 @@ from torch import fx
 
 from hydragraph.ir.parameter import Parameter
 from hydragraph.ir.program import Template
+from hydragraph.passes.graph_text import graph_text
 from tests.models import captured
-from tests.passes.graph_text import graph_text
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -26,7 +26,12 @@ def llama_layer() -> tuple[Template, Mapping[str, Parameter]]:
 
 def check_golden(name: str, graph: fx.GraphModule) -> None:
     """Compare a graph's text with tests/passes/golden/{name}.txt; HYDRAGRAPH_UPDATE_GOLDEN=1 rewrites it first."""
-    path, text = GOLDEN / f"{name}.txt", graph_text(graph)
+    check_golden_text(name, graph_text(graph))
+
+
+def check_golden_text(name: str, text: str) -> None:
+    """Compare a text with tests/passes/golden/{name}.txt; HYDRAGRAPH_UPDATE_GOLDEN=1 rewrites it first."""
+    path = GOLDEN / f"{name}.txt"
     if os.environ.get("HYDRAGRAPH_UPDATE_GOLDEN"):
         path.write_text(text, encoding="utf-8")
     assert text == path.read_text(encoding="utf-8"), f"{path} differs; if meant, run with HYDRAGRAPH_UPDATE_GOLDEN=1"

@@ -12,7 +12,7 @@ from hydragraph.ir.placeholders import communicate
 from hydragraph.ir.program import Template
 from hydragraph.passes.annotate import annotate, differentiable
 from hydragraph.passes.cut import Cuts
-from hydragraph.passes.cuts import find_cuts
+from hydragraph.passes.find_cuts import find_cuts
 from hydragraph.passes.shard import Degree, shard
 from tests.models import captured
 from tests.passes.golden_template import check_golden, llama_layer

@@ -14,11 +14,10 @@ import torch
 from torch.fx import Graph, GraphModule
 
 from hydragraph.frontend.capture import capture
-from hydragraph.ir.parameter import Parameter, ShardRule
 from hydragraph.passes.differentiate import Variant
 from hydragraph.passes.shard import Degree
 from hydragraph.runtime import variants
-from hydragraph.runtime.variants import Variants, shard_strides
+from hydragraph.runtime.variants import Variants
 from tests.models import MODELS, captured, llama
 
 
@@ -77,11 +76,3 @@ def test_executables_of_one_model_share_what_they_compile(caplog: pytest.LogCapt
 def test_what_differs_is_compiled_apart(other: Callable[[], Variants]) -> None:
     theirs, ours = other(), Variants(captured("llama")[0])
     assert theirs.get(theirs.program.blocks[1], Degree()) is not ours.get(ours.program.blocks[1], Degree())
-
-
-def test_a_shard_that_is_cut_along_columns_is_a_transposed_view() -> None:
-    rows, columns = (Parameter("w", (6, 4), rule=ShardRule(dim, (n,))) for dim, n in ((0, 6), (1, 4)))
-    assert shard_strides(rows, Degree(2, 1)) == (4, 1)
-    assert shard_strides(columns, Degree(2, 1)) == (1, 6)
-    assert shard_strides(columns, Degree()) == columns.natural(torch.empty(24)).stride()
-    assert shard_strides(Parameter("w", (6, 4)), Degree(2, 1)) == (4, 1)

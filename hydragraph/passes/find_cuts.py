@@ -8,6 +8,21 @@ of module names, any model. It does not depend on the degree.
 
 A parameter is cut only where everything that reads it works on the same cut of it: what reads it in another way (its
 norm, one of its rows, its transpose) would see this rank's shard and take it for the whole.
+
+In a Llama with 4 heads of 16 (H = 64), the walk through the query's product, with (dim, scale) of each cut:
+
+    q = linear(x, Wq)           [1, T, 64]      (2, 1)    a candidate: one element of q is one of Wq's rows
+    view, transpose             [1, 4, T, 16]   (1, 16)   a head is 16 rows of Wq, so its unit becomes 16
+    q * cos                     [1, 4, T, 16]   (1, 16)   cos [1, 1, T, 16] is the same for every head
+    varlen_attention(q, k, v)   [T, 4, 16]      (1, 16)   the origins of q, k and v are heads from now on
+    reshape                     [1, T, 64]      (2, 1)
+    linear(y, Wo)               [1, T, 64]      -         y is cut where Wo sums: the parts are added up here
+
+So Wq is cut along dimension 0 in 4 units of 16, and Wo along dimension 1. Had some operator needed all of q (its norm
+over the 64), the query's product would have been dropped, and the walk begun again without it.
+
+The walk is repeated until it changes nothing: because a candidate was dropped (`banned`), a parameter is to stay whole
+(`excluded`), or a unit was found late and what stands before it must know it (`origins` outlive a walk).
 """
 
 from __future__ import annotations
@@ -19,19 +34,23 @@ import torch
 from torch import fx
 
 from hydragraph.ir.parameter import ShardRule
-from hydragraph.passes.cut import Cut, Cuts, Origin, known_product, operands, product, shape, varlen, width
-from hydragraph.passes.cut_rules import RULES, VIEWS, pointwise
+from hydragraph.passes.cut import Cut, Cuts, Origin, width
+from hydragraph.passes.node import known_product, operands, product, shape, varlen
+from hydragraph.passes.operator_rules import RULES, VIEWS, pointwise
+from hydragraph.private.operators import has_tag
 
 aten = torch.ops.aten
 
-NARROWEST = 16  # a dimension of fewer units than this is not worth cutting (heads are)
+# A dimension of fewer units than this is not worth the messages, unless its units are heads.
+NARROWEST = 16
 
 
 class _Conflict(Exception):  # noqa: N818
     """Candidates whose whole dimension some operator needs, which may be one that no rule knows."""
 
     def __init__(self, origins: frozenset[fx.Node], unknown: fx.Node | None) -> None:
-        self.origins, self.unknown = origins, unknown
+        self.origins = origins
+        self.unknown = unknown
 
 
 def find_cuts(graph: fx.Graph, parameters: set[fx.Node], tokens: fx.Node | None, excluded: set[str]) -> Cuts:
@@ -42,6 +61,7 @@ def find_cuts(graph: fx.Graph, parameters: set[fx.Node], tokens: fx.Node | None,
         tokens: the placeholder of token ids, whose embedding may be cut along the vocabulary.
         excluded: names of parameters that must stay whole.
     """
+    # What something reads otherwise than as a weight, a bias or a table must stay whole from the start.
     excluded = excluded | {p.name for p in parameters if not all(_cuts(user, p) for user in p.users)}
     banned: set[fx.Node] = set()
     origins: dict[fx.Node, Origin] = {}
@@ -49,21 +69,23 @@ def find_cuts(graph: fx.Graph, parameters: set[fx.Node], tokens: fx.Node | None,
     while True:
         before = {n: (o.unit, len(o.bounds), o.heads) for n, o in origins.items()}
         try:
-            found = _Walk(parameters, tokens, excluded, banned, origins).run(graph)
+            cuts = _Walk(parameters, tokens, excluded, banned, origins).run(graph)
         except _Conflict as conflict:
             banned |= conflict.origins
             unknown |= {o: conflict.unknown for o in conflict.origins if conflict.unknown is not None}
             origins.clear()
             continue
-        stray = _unfinished(found)
+        stray = _unfinished(cuts)
+        # Each turn bans a product or excludes a parameter, or refines a unit, and there are finitely many of these.
         if stray:
             banned |= stray
             origins.clear()
         elif before == {n: (o.unit, len(o.bounds), o.heads) for n, o in origins.items()}:
-            disputed = {p.name for p, choices in _wanted(found).items() if len(choices) > 1}
+            # Its readers want a parameter cut in different ways, or one of them wants it whole: then all have it whole.
+            disputed = {p.name for p, choices in _wanted(cuts).items() if len(choices) > 1}
             if not disputed:
-                found.unknown = unknown
-                return found
+                cuts.unknown = unknown
+                return cuts
             excluded = excluded | disputed
             banned.clear()
             origins.clear()
@@ -71,19 +93,20 @@ def find_cuts(graph: fx.Graph, parameters: set[fx.Node], tokens: fx.Node | None,
 
 def _cuts(user: fx.Node, parameter: fx.Node) -> bool:
     """Say whether an operator can work with a part of a parameter: a product with it, or an embedding in it."""
-    taken = product(user)
-    if taken is None:
+    parts = product(user)
+    if parts is None:
         return user.target is aten.embedding.default and operands(user)[0] is parameter
-    return [taken.x, taken.weight, taken.bias].count(parameter) == 1 and taken.x is not parameter
+    return [parts.x, parts.weight, parts.bias].count(parameter) == 1 and parts.x is not parameter
 
 
-def _unfinished(found: Cuts) -> set[fx.Node]:
+def _unfinished(cuts: Cuts) -> set[fx.Node]:
     """Return column products that no row product or loss uses, and those too narrow to cut."""
-    used = {o for cut in found.rows.values() for o in cut.origins}
+    # A cut that no row product ends would have to be gathered, which costs more than it saves.
+    used = {o for cut in cuts.rows.values() for o in cut.origins}
     return {
         node
-        for node in found.columns
-        if node not in used or (not found.origins[node].heads and width(node) // found.origins[node].unit < NARROWEST)
+        for node in cuts.columns
+        if node not in used or (not cuts.origins[node].heads and width(node) // cuts.origins[node].unit < NARROWEST)
     }
 
 
@@ -98,8 +121,11 @@ class _Walk:
         banned: set[fx.Node],
         origins: dict[fx.Node, Origin],
     ) -> None:
-        self.parameters, self.tokens, self.excluded, self.banned = parameters, tokens, excluded, banned
-        self.found = Cuts(origins=origins)
+        self.parameters = parameters
+        self.tokens = tokens
+        self.excluded = excluded
+        self.banned = banned
+        self.cuts = Cuts(origins=origins)
 
     def run(self, graph: fx.Graph) -> Cuts:
         for node in graph.nodes:
@@ -108,11 +134,11 @@ class _Walk:
             elif node.op == "call_function":
                 cut = self._visit(node)
                 if cut is not None:
-                    self.found.cut[node] = cut
-        return self.found
+                    self.cuts.cut[node] = cut
+        return self.cuts
 
     def _need_whole(self, node: fx.Node, unknown: bool = False) -> None:
-        origins = [c.origins for n in node.all_input_nodes if (c := self.found.of(n))]
+        origins = [c.origins for n in node.all_input_nodes if (c := self.cuts.of(n))]
         if origins:
             raise _Conflict(frozenset().union(*origins), node if unknown else None)
 
@@ -122,18 +148,19 @@ class _Walk:
         if node.target is aten.embedding.default:
             self._embedding(node)
             return None
-        if not any(self.found.of(n) for n in node.all_input_nodes):
+        if not any(self.cuts.of(n) for n in node.all_input_nodes):
             return None
         if node.target is aten.cross_entropy_loss.default:
             self._loss(node)
             return None
         rule = RULES.get(node.target)
-        if rule is None and isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise in node.target.tags:
+        if rule is None and has_tag(node.target, torch.Tag.pointwise):
             rule = pointwise
         if rule is None:
             self._need_whole(node, unknown=True)
             return None
-        cut = rule(self.found, node)
+        # A rule that cannot carry the cut needs its operands whole: all products that they come from are dropped.
+        cut = rule(self.cuts, node)
         if cut is None:
             self._prefer_wider(node)
             self._need_whole(node)
@@ -141,11 +168,14 @@ class _Walk:
 
     def _prefer_wider(self, node: fx.Node) -> None:
         """Where a cut value meets what thinner products were cut for, drop those instead: adapters beside a layer."""
-        cut = next(c for n in node.all_input_nodes if (c := self.found.of(n)))
+        # LoRA: a layer's result [T, 4096] is cut, and its adapter's comes whole out of a row product over 8 columns.
+        # Where they meet, the cut one is worth more: once the adapter's first product is no candidate, its second is.
+        cut = next(c for n in node.all_input_nodes if (c := self.cuts.of(n)))
         for operand in node.all_input_nodes:
-            while operand not in self.found.rows and len(operand.all_input_nodes) == 1 and product(operand) is None:
-                operand = operand.all_input_nodes[0]  # a scale, a cast, a view
-            row = self.found.rows.get(operand)
+            while operand not in self.cuts.rows and len(operand.all_input_nodes) == 1 and product(operand) is None:
+                # Past a scale, a cast or a view, to the product itself.
+                operand = operand.all_input_nodes[0]
+            row = self.cuts.rows.get(operand)
             if row is not None and sum(map(width, row.origins)) < sum(map(width, cut.origins)):
                 raise _Conflict(row.origins, None)
 
@@ -154,68 +184,76 @@ class _Walk:
 
     def _product(self, node: fx.Node) -> Cut | None:
         x, weight, bias, inner = known_product(node)
-        cut, last = self.found.of(x), len(shape(x)) - 1
+        # Three things that a product can be, in this order: the end of a region (row-parallel), a part of one (the
+        # same weight for every unit), or the beginning of one (column-parallel).
+        cut = self.cuts.of(x)
+        last = len(shape(x)) - 1
         known_bias = bias is None or bias in self.parameters
         if cut is not None and cut.dim == last and known_bias and self._may_cut(weight, node):
-            self.found.rows[node] = cut
+            self.cuts.rows[node] = cut
             return None
-        if cut is not None and cut.dim != last and self.found.of(weight) is None:
-            return cut  # the same product for every unit, as in per-head projections
+        if cut is not None and cut.dim != last and self.cuts.of(weight) is None:
+            # The same product for every unit, as in projections within each head: the cut goes through.
+            return cut
         self._need_whole(node)
         if not self._may_cut(weight, node) or not (bias is None or self._may_cut(bias, node)):
             return None
-        self.found.columns.add(node)
-        self.found.origins.setdefault(node, Origin())
+        self.cuts.columns.add(node)
+        self.cuts.origins.setdefault(node, Origin())
         return Cut(len(shape(node)) - 1, 1, 0, int(shape(weight)[1 - inner]), node, frozenset({node}))
 
     def _embedding(self, node: fx.Node) -> None:
+        # Only the token ids: tables of positions or types are small, and looked up by what every rank has.
         weight, ids = operands(node)[:2]
         while ids.target in VIEWS:
             ids = operands(ids)[0]
         if ids is self.tokens and self._may_cut(weight, node):
-            self.found.origins.setdefault(node, Origin())
-            self.found.columns.add(node)
+            self.cuts.origins.setdefault(node, Origin())
+            self.cuts.columns.add(node)
             rows = int(shape(weight)[0])
-            self.found.rows[node] = Cut(0, 1, 0, rows, node, frozenset({node}))
+            self.cuts.rows[node] = Cut(0, 1, 0, rows, node, frozenset({node}))
 
     def _loss(self, node: fx.Node) -> None:
         logits, _, weight = (*operands(node), None)[:3]
-        cut = self.found.of(logits)
+        cut = self.cuts.of(logits)
+        # Vocabulary-parallel: plain classes (scale 1), no weights of classes, and a sum or a mean at the end.
         reduction = operands(node)[3] if len(operands(node)) > 3 else 1
         if cut is None or cut.dim != 1 or weight is not None or cut.scale != 1 or reduction == 0:
             self._need_whole(node)
         else:
-            self.found.rows[node] = cut
+            self.cuts.rows[node] = cut
 
 
-def rules(found: Cuts) -> dict[fx.Node, ShardRule]:
+def rules(cuts: Cuts) -> dict[fx.Node, ShardRule]:
     """Return the shard rule of every parameter that is cut, by placeholder."""
-    settled = {parameter: choices.pop() for parameter, choices in _wanted(found).items()}
+    settled = {parameter: choices.pop() for parameter, choices in _wanted(cuts).items()}
     return {parameter: rule for parameter, rule in settled.items() if rule is not None}
 
 
-def _wanted(found: Cuts) -> dict[fx.Node, set[ShardRule | None]]:
+def _wanted(cuts: Cuts) -> dict[fx.Node, set[ShardRule | None]]:
     """Return how the readers of each parameter want it cut, for those that at least one cuts; None: whole."""
-    wanted: dict[fx.Node, dict[fx.Node, ShardRule]] = {}
-    for node in found.columns:
-        origin = found.origins[node]
+    rule_of_reader: dict[fx.Node, dict[fx.Node, ShardRule]] = {}
+    # A column product cuts its weight's output dimension, and its bias alike; a fused one has several segments.
+    for node in cuts.columns:
+        origin = cuts.origins[node]
         bounds = [0, *sorted(origin.bounds), width(node)]
         segments = tuple((b - a) // origin.unit for a, b in pairwise(bounds))
         if node.target is aten.embedding.default:
-            wanted.setdefault(operands(node)[0], {})[node] = ShardRule(0, segments)
+            rule_of_reader.setdefault(operands(node)[0], {})[node] = ShardRule(0, segments)
             continue
         _, weight, bias, inner = known_product(node)
-        wanted.setdefault(weight, {})[node] = ShardRule(1 - inner, segments, origin.unit, origin.heads)
+        rule_of_reader.setdefault(weight, {})[node] = ShardRule(1 - inner, segments, origin.unit, origin.heads)
         if bias is not None:
-            wanted.setdefault(bias, {})[node] = ShardRule(0, segments, origin.unit, origin.heads)
-    for node, cut in found.rows.items():
+            rule_of_reader.setdefault(bias, {})[node] = ShardRule(0, segments, origin.unit, origin.heads)
+    # A row product cuts its weight's input dimension as its operand is cut; its bias stays whole.
+    for node, cut in cuts.rows.items():
         if product(node) is not None:
             _, weight, _, inner = known_product(node)
-            unit = found.unit(cut)
-            heads = any(found.origins[o].heads for o in cut.origins)
+            unit = cuts.unit(cut)
+            heads = any(cuts.origins[o].heads for o in cut.origins)
             rule = ShardRule(inner, (cut.length // unit,), unit // cut.scale, heads)
-            wanted.setdefault(weight, {})[node] = rule
-    return {parameter: {by.get(user) for user in parameter.users} for parameter, by in wanted.items()}
+            rule_of_reader.setdefault(weight, {})[node] = rule
+    return {parameter: {by.get(user) for user in parameter.users} for parameter, by in rule_of_reader.items()}
 
 
 def uncut_heads(graph: fx.Graph) -> int:

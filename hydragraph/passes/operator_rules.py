@@ -1,4 +1,12 @@
-"""How each operator carries a cut: from the cuts of its operands to that of its result; None: it needs them whole."""
+"""How each operator carries a cut: from the cuts of its operands to that of its result; None: it needs them whole.
+
+A rule gets the analysis under way (to read operands' cuts, and to note units and segments) and a node. For instance,
+if x [1, T, 64] is cut as `Cut(dim=2, scale=1)`, then view(x, [1, T, 4, 16]) is `Cut(dim=2, scale=16)`, and its
+transpose(1, 2) is `Cut(dim=1, scale=16)`. Softmax over dimension 1 of that needs it whole: each rank would normalise
+over its own heads.
+
+To admit an operator, add a rule to `RULES`; those that PyTorch tags as pointwise need none.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +19,15 @@ import torch
 from torch import fx
 
 from hydragraph.ir.graph_data import value_of
-from hydragraph.passes.cut import Cut, Cuts, operands, shape, varlen
+from hydragraph.passes.cut import Cut, Cuts
+from hydragraph.passes.node import operands, shape, varlen
+from hydragraph.private.operators import has_tag
 from hydragraph.private.tracing import hint_of
 
 aten = torch.ops.aten
 
-SIZED_VIEWS = frozenset({aten.view.default, aten.reshape.default, aten._unsafe_view.default})  # they list their sizes
+# Views that list their sizes: `shard` writes this rank's sizes into the list.
+SIZED_VIEWS = frozenset({aten.view.default, aten.reshape.default, aten._unsafe_view.default})
 VIEWS = SIZED_VIEWS | {aten.flatten.using_ints, aten.unflatten.int}
 MOVES = frozenset(  # of dimensions, or of none but one of size 1
     {aten.transpose.int, aten.permute.default, aten.unsqueeze.default, aten.squeeze.dim, aten.expand.default}
@@ -26,111 +37,124 @@ SPLITS = frozenset({aten.split.Tensor, aten.split_with_sizes.default, aten.chunk
 Rule = Callable[[Cuts, fx.Node], Cut | None]
 
 
-def pointwise(found: Cuts, node: fx.Node) -> Cut | None:
+def pointwise(cuts: Cuts, node: fx.Node) -> Cut | None:
     """Return the one cut that all cut operands of an elementwise operator share, with broadcasting."""
+    # Dimensions are matched from the back, as broadcasting does: in [4, T, 16] * [T, 1], dimension 1 meets dimension 0.
     out: Cut | None = None
-    rank = len(shape(node))
+    ndim = len(shape(node))
     for operand in node.all_input_nodes:
-        cut = found.of(operand)
+        cut = cuts.of(operand)
         if cut is None:
             continue
-        cut = replace(cut, dim=cut.dim + rank - len(shape(operand)))
+        cut = replace(cut, dim=cut.dim + ndim - len(shape(operand)))
         if out is not None:
+            # Two cut operands, as gate and up of an MLP: equal units of each must meet on the same rank.
             if (cut.dim, cut.scale, cut.length) != (out.dim, out.scale, out.length):
                 return None
             cut = replace(cut, origins=cut.origins | out.origins)
         out = cut
     assert out is not None
-    for operand in node.all_input_nodes:  # a replicated operand must be the same for every unit
-        if found.of(operand) is None and isinstance(value_of(operand), torch.Tensor):
-            dim = out.dim - (rank - len(shape(operand)))
+    # A whole operand must be the same for every unit: cos [1, 1, T, 16] is, a bias [64] along the cut is not.
+    for operand in node.all_input_nodes:
+        if cuts.of(operand) is None and isinstance(value_of(operand), torch.Tensor):
+            dim = out.dim - (ndim - len(shape(operand)))
             if dim >= 0 and shape(operand)[dim] != 1:
                 return None
-    found.refine(out, found.unit(out))
+    # The origins meet here, so what is the unit of one is the unit of all.
+    cuts.refine(out, cuts.unit(out))
     return out
 
 
-def _reduction(found: Cuts, node: fx.Node) -> Cut | None:
+def _reduction(cuts: Cuts, node: fx.Node) -> Cut | None:
     x, dims, *rest = operands(node)
-    cut, rank = found.of(x), len(shape(x))
-    reduced = {d % rank for d in ([dims] if isinstance(dims, int) else dims or range(rank))}
+    cut = cuts.of(x)
+    ndim = len(shape(x))
+    reduced = {d % ndim for d in ([dims] if isinstance(dims, int) else dims or range(ndim))}
     if cut is None or cut.dim in reduced:
         return None
     keep = bool(rest[0]) if rest else bool(node.kwargs.get("keepdim", False))
     return cut if keep else replace(cut, dim=cut.dim - sum(d < cut.dim for d in reduced))
 
 
-def _softmax(found: Cuts, node: fx.Node) -> Cut | None:
+def _softmax(cuts: Cuts, node: fx.Node) -> Cut | None:
     x, dim = operands(node)[:2]
-    cut = found.of(x)
+    cut = cuts.of(x)
     return None if cut is None or dim % len(shape(x)) == cut.dim else cut
 
 
-def _norm(found: Cuts, node: fx.Node) -> Cut | None:
+def _norm(cuts: Cuts, node: fx.Node) -> Cut | None:
     x, normalized = operands(node)[:2]
-    cut = found.of(x)
+    cut = cuts.of(x)
     if cut is None or cut.dim >= len(shape(x)) - len(normalized):
         return None
     return cut
 
 
-def _transpose(found: Cuts, node: fx.Node) -> Cut | None:
+def _transpose(cuts: Cuts, node: fx.Node) -> Cut | None:
     x, a, b = operands(node)
-    cut, rank = found.of(x), len(shape(x))
-    swapped = {a % rank: b % rank, b % rank: a % rank}
+    cut = cuts.of(x)
+    ndim = len(shape(x))
+    swapped = {a % ndim: b % ndim, b % ndim: a % ndim}
     return cut and replace(cut, dim=swapped.get(cut.dim, cut.dim))
 
 
-def _permute(found: Cuts, node: fx.Node) -> Cut | None:
+def _permute(cuts: Cuts, node: fx.Node) -> Cut | None:
     x, dims = operands(node)
-    cut, rank = found.of(x), len(shape(x))
-    return cut and replace(cut, dim=[d % rank for d in dims].index(cut.dim))
+    cut = cuts.of(x)
+    ndim = len(shape(x))
+    return cut and replace(cut, dim=[d % ndim for d in dims].index(cut.dim))
 
 
-def _unsqueeze(found: Cuts, node: fx.Node) -> Cut | None:
-    cut = found.of(operands(node)[0])
+def _unsqueeze(cuts: Cuts, node: fx.Node) -> Cut | None:
+    cut = cuts.of(operands(node)[0])
     return cut and replace(cut, dim=cut.dim + (operands(node)[1] % len(shape(node)) <= cut.dim))
 
 
-def _squeeze(found: Cuts, node: fx.Node) -> Cut | None:
+def _squeeze(cuts: Cuts, node: fx.Node) -> Cut | None:
     x, dim = operands(node)
-    cut = found.of(x)
+    cut = cuts.of(x)
     dim %= len(shape(x))
     return None if cut is None or dim == cut.dim else replace(cut, dim=cut.dim - (dim < cut.dim))
 
 
-def _expand(found: Cuts, node: fx.Node) -> Cut | None:
+def _expand(cuts: Cuts, node: fx.Node) -> Cut | None:
     x = operands(node)[0]
-    cut, added = found.of(x), len(shape(node)) - len(shape(x))
+    cut = cuts.of(x)
+    added = len(shape(node)) - len(shape(x))
     return cut and replace(cut, dim=cut.dim + added)
 
 
-def _cat(found: Cuts, node: fx.Node) -> Cut | None:
-    parts, dim = operands(node)[0], operands(node)[1] if len(operands(node)) > 1 else 0
-    cuts = [found.of(p) for p in parts]
-    first = cuts[0]
+def _cat(cuts: Cuts, node: fx.Node) -> Cut | None:
+    # All parts cut alike, and joined along another dimension, as the halves of rotary embeddings are.
+    parts = operands(node)[0]
+    dim = operands(node)[1] if len(operands(node)) > 1 else 0
+    part_cuts = [cuts.of(p) for p in parts]
+    first = part_cuts[0]
     if first is None or any(
-        c is None or (c.dim, c.scale, c.length) != (first.dim, first.scale, first.length) for c in cuts
+        c is None or (c.dim, c.scale, c.length) != (first.dim, first.scale, first.length) for c in part_cuts
     ):
         return None
     if dim % len(shape(node)) == first.dim:
         return None
-    return replace(first, origins=frozenset().union(*(c.origins for c in cuts if c)))
+    return replace(first, origins=frozenset().union(*(c.origins for c in part_cuts if c)))
 
 
-def _view(found: Cuts, node: fx.Node) -> Cut | None:
+def _view(cuts: Cuts, node: fx.Node) -> Cut | None:
     x = operands(node)[0]
-    cut = found.of(x)
+    cut = cuts.of(x)
     if cut is None:
         return None
     dim = carried(shape(x), shape(node), cut.dim)
     if dim is None:
         return None
-    before, after = shape(x)[cut.dim], shape(node)[dim]
-    if after <= before:  # split: each element of the new dimension is a unit of `scale` origin elements
+    before = shape(x)[cut.dim]
+    after = shape(node)[dim]
+    # [.., 64] -> [.., 4, 16]: each of the 4 is a unit of 16 origin elements.
+    if after <= before:
         scale = cut.scale * (before // after)
-        found.refine(cut, scale)
-    else:  # merged with what stands behind it
+        cuts.refine(cut, scale)
+    # [.., 4, 16] -> [.., 64]: merged with what stands behind it, each of the 64 is an origin element again.
+    else:
         scale = cut.scale // (after // before)
         if scale == 0:
             return None
@@ -138,20 +162,32 @@ def _view(found: Cuts, node: fx.Node) -> Cut | None:
 
 
 def carried(before: list[Any], after: list[Any], dim: int) -> int | None:
-    """Return the dimension of a view that has dimension `dim` of the viewed value as its outermost factor, or None."""
+    """Return the dimension of a view that has dimension `dim` of the viewed value as its outermost factor, or None.
+
+    [1, T, 4, 16] as [T, 64]: dimension 2 is the outer factor of 64 = 4 * 16, hence 1; dimension 3 is the inner one, so
+    that each rank's part would be scattered over the 64: None.
+    """
+    # Both shapes are read from the left in groups of equal product: (1, T) | (4, 16) and (T) | (64).
     i = j = 0
     while i < len(before) and j < len(after):
-        first_i, first_j = i, j
-        a, b = before[i], after[j]
-        i, j = i + 1, j + 1
+        first_i = i
+        first_j = j
+        a = before[i]
+        b = after[j]
+        i += 1
+        j += 1
+        # Symbolic sizes are compared by name, and by the trace's example where one must grow; both fit there.
         while not _same(a, b):
             if hint_of(a) < hint_of(b):
-                a, i = a * before[i], i + 1
+                a = a * before[i]
+                i += 1
             else:
-                b, j = b * after[j], j + 1
+                b = b * after[j]
+                j += 1
         if first_i <= dim < i:
             outer_is_one = all(hint_of(s) == 1 and not isinstance(s, torch.SymInt) for s in before[first_i:dim])
-            return first_j if outer_is_one else None  # of [T, H] as [T, 1, H], the one head
+            # Of [T, H] as [T, 1, H], the 1 is not what is cut.
+            return first_j if outer_is_one else None
     return None
 
 
@@ -159,15 +195,16 @@ def _same(a: Any, b: Any) -> bool:
     return str(a) == str(b)
 
 
-def _split(found: Cuts, node: fx.Node) -> Cut | None:
+def _split(cuts: Cuts, node: fx.Node) -> Cut | None:
     x = operands(node)[0]
-    cut, dim = found.of(x), split_dim(node)
+    cut = cuts.of(x)
+    dim = split_dim(node)
     if cut is None or dim != cut.dim:
         return cut
     at = cut.start
     for size in split_sizes(node)[:-1]:
         at += size * cut.scale
-        found.bound(cut, at)
+        cuts.bound(cut, at)
     return cut
 
 
@@ -188,9 +225,9 @@ def split_dim(node: fx.Node) -> int:
     return int(dim) % len(shape(operands(node)[0]))
 
 
-def _getitem(found: Cuts, node: fx.Node) -> Cut | None:
+def _getitem(cuts: Cuts, node: fx.Node) -> Cut | None:
     source, index = operands(node)
-    cut = found.of(source)
+    cut = cuts.of(source)
     if cut is None or source.target is varlen:
         return cut
     if split_dim(source) != cut.dim:
@@ -200,9 +237,10 @@ def _getitem(found: Cuts, node: fx.Node) -> Cut | None:
     return replace(cut, start=start, length=sizes[index] * cut.scale)
 
 
-def _slice(found: Cuts, node: fx.Node) -> Cut | None:
+def _slice(cuts: Cuts, node: fx.Node) -> Cut | None:
+    # Defaults fill in what the call leaves out; what is cut across, in steps, would give ranks uneven parts.
     x, dim, start, stop, step = (operands(node) + (0, 0, 2**63 - 1, 1)[len(operands(node)) - 1 :])[:5]
-    cut = found.of(x)
+    cut = cuts.of(x)
     if cut is None or dim % len(shape(x)) != cut.dim:
         return cut
     size = int(shape(x)[cut.dim])
@@ -211,49 +249,52 @@ def _slice(found: Cuts, node: fx.Node) -> Cut | None:
     if step != 1:
         return None
     for bound in (cut.start + a * cut.scale, cut.start + b * cut.scale):
-        found.bound(cut, bound)
+        cuts.bound(cut, bound)
     return replace(cut, start=cut.start + a * cut.scale, length=(b - a) * cut.scale)
 
 
-def _attention(found: Cuts, node: fx.Node) -> Cut | None:
-    cuts = [c for n in operands(node)[:3] if (c := found.of(n)) is not None and c.dim == 1]
-    if len(cuts) < 3 or any(found.of(n) for n in operands(node)[3:]):
+def _attention(cuts: Cuts, node: fx.Node) -> Cut | None:
+    # [T, heads, D] each: query, key and value are cut by heads or not at all; bounds and lengths are whole.
+    head_cuts = [c for n in operands(node)[:3] if (c := cuts.of(n)) is not None and c.dim == 1]
+    if len(head_cuts) < 3 or any(cuts.of(n) for n in operands(node)[3:]):
         return None
-    for cut in cuts:
+    # Fewer key heads than ranks are shared, not split: a rule must know that these units are heads.
+    for cut in head_cuts:
         for origin in cut.origins:
-            found.origins[origin].heads = True
-    return replace(cuts[0], origins=frozenset().union(*(c.origins for c in cuts)))
+            cuts.origins[origin].heads = True
+    return replace(head_cuts[0], origins=frozenset().union(*(c.origins for c in head_cuts)))
 
 
-def _stack(found: Cuts, node: fx.Node) -> Cut | None:
-    parts, dim = operands(node)[0], operands(node)[1] if len(operands(node)) > 1 else 0
-    cuts = [found.of(p) for p in parts]
-    first = cuts[0]
+def _stack(cuts: Cuts, node: fx.Node) -> Cut | None:
+    parts = operands(node)[0]
+    dim = operands(node)[1] if len(operands(node)) > 1 else 0
+    part_cuts = [cuts.of(p) for p in parts]
+    first = part_cuts[0]
     if first is None or any(
         c is None or (c.dim, c.scale, c.start, c.length) != (first.dim, first.scale, first.start, first.length)
-        for c in cuts
+        for c in part_cuts
     ):
         return None
     moved = first.dim + (dim % len(shape(node)) <= first.dim)
-    return replace(first, dim=moved, origins=frozenset().union(*(c.origins for c in cuts if c)))
+    return replace(first, dim=moved, origins=frozenset().union(*(c.origins for c in part_cuts if c)))
 
 
-def _select(found: Cuts, node: fx.Node) -> Cut | None:
+def _select(cuts: Cuts, node: fx.Node) -> Cut | None:
     x, dim = operands(node)[:2]
-    cut = found.of(x)
+    cut = cuts.of(x)
     dim %= len(shape(x))
     return None if cut is None or dim == cut.dim else replace(cut, dim=cut.dim - (dim < cut.dim))
 
 
-def _pad(found: Cuts, node: fx.Node) -> Cut | None:
+def _pad(cuts: Cuts, node: fx.Node) -> Cut | None:
     x, padding = operands(node)[:2]
-    cut = found.of(x)
+    cut = cuts.of(x)
     padded = {len(shape(x)) - 1 - i // 2 for i, p in enumerate(padding) if p}
     return None if cut is None or cut.dim in padded else cut
 
 
-def _type_as(found: Cuts, node: fx.Node) -> Cut | None:
-    return found.of(operands(node)[0])
+def _type_as(cuts: Cuts, node: fx.Node) -> Cut | None:
+    return cuts.of(operands(node)[0])
 
 
 RULES: dict[Any, Rule] = {
@@ -287,3 +328,8 @@ RULES: dict[Any, Rule] = {
     operator.getitem: _getitem,
     varlen: _attention,
 }
+
+
+def is_pointwise(node: fx.Node) -> bool:
+    """Say whether an operator works element by element, with broadcasting."""
+    return has_tag(node.target, torch.Tag.pointwise) or RULES.get(node.target) is pointwise

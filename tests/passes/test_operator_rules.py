@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import hydragraph.kernels.varlen_attention  # noqa: F401  registers the operator that has a rule
-from hydragraph.passes.cut_rules import carried
+from hydragraph.passes.operator_rules import carried
 
 
 @pytest.mark.parametrize(

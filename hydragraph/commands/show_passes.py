@@ -1,0 +1,68 @@
+"""What `hydragraph show --passes` prints: the lists of passes; with a config, what each graph pass makes of blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from torch import fx
+
+from hydragraph.ir.program import Block, Program
+from hydragraph.passes.graph_passes import GRAPH_PASSES, VariantSpec, modules_of, run_passes
+from hydragraph.passes.graph_text import changes, graph_text
+from hydragraph.passes.pipeline import PASSES
+from hydragraph.passes.place import place
+from hydragraph.passes.shard import Degree
+from hydragraph.runtime.variants import Variants
+from hydragraph.spec.strategy import Strategy
+
+
+def list_passes() -> Iterator[str]:
+    """Yield a line for each pass, in the order in which they run."""
+    yield "graph passes: from a block's template to the graphs that one rank of a stage runs"
+    for number, graph_pass in enumerate(GRAPH_PASSES, start=1):
+        yield f"{number}. {graph_pass.name:<15}{graph_pass.meaning} ({graph_pass.when})"
+    yield "program passes: from a placed strategy to the instructions of each rank"
+    for number, (name, function) in enumerate(PASSES, start=1):
+        meaning = (function.__doc__ or "").strip().split("\n")[0]
+        yield f"{number}. {name:<15}{meaning}"
+
+
+def dump_passes(program: Program, variants: Variants, strategy: Strategy, rank: int | None) -> Iterator[str]:
+    """Yield, for each kind of block in each kind of stage, its template's text and its graphs after each pass.
+
+    Args:
+        variants: the program's, which say what is compiled and how.
+        rank: of which rank; None: the first of each kind of stage.
+    """
+    shown = set()
+    for block, degree, recompute in _places(program, strategy, rank):
+        key = (block.template, degree, recompute)
+        if key not in shown:
+            shown.add(key)
+            yield from _dump(variants.spec(block, degree, recompute))
+
+
+def _places(program: Program, strategy: Strategy, rank: int | None) -> Iterator[tuple[Block, Degree, bool]]:
+    placement = place(program.outline, strategy, [1] * len(strategy.pipelines))
+    ranks: Sequence[int] = [stage.ranks[0] for stage in placement.stages] if rank is None else [rank]
+    for owner in ranks:
+        stage = placement.stage_of.get(owner)
+        for block in program.blocks[slice(*stage.blocks)] if stage is not None else ():
+            assert stage is not None
+            yield block, Degree.of(stage, owner), stage.recompute
+
+
+def _dump(spec: VariantSpec) -> Iterator[str]:
+    kind = f"place {spec.degree.index} of tp {spec.degree.tp}"
+    kind += ", sequence parallel" * spec.degree.sequence_parallel + ", recomputed" * spec.recompute
+    before: dict[str, fx.GraphModule] = modules_of(spec.template)
+    yield f"# {spec.where}, {kind}"
+    yield f"## its template\n{graph_text(before['forward'])}"
+    for result in run_passes(spec):
+        after = modules_of(result.graphs)
+        for name, module in after.items():
+            change = changes(before.get(name), module)
+            yield f"## after {result.name} ({1e3 * result.seconds:.1f} ms): {name}, {change}"
+            if not change.endswith("unchanged"):
+                yield graph_text(module)
+        before = after

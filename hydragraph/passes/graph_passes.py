@@ -1,0 +1,190 @@
+"""The graph passes: what turns a block's template into the graphs that one rank of a stage runs, in order.
+
+    Template   what capture made of a block, with the places where tensor parallelism communicates
+      shard, fuse_head
+    Sharded    a rank's own forward graph
+      differentiate, accumulate, compile
+    Variant    its forward and its backward
+
+Each is a pure function: it leaves the graphs that it takes as they are. `hydragraph show CONFIG --passes` prints what
+each of them makes of a model's blocks. The passes that make rank programs, in which blocks are single instructions, are
+listed in `hydragraph.passes.pipeline`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import fx
+
+from hydragraph.ir.parameter import Parameter
+from hydragraph.ir.program import Template
+from hydragraph.passes.accumulate import accumulate
+from hydragraph.passes.compiled import compile_variant
+from hydragraph.passes.differentiate import RECOMPUTE, Variant, differentiate
+from hydragraph.passes.fuse_head import fuse_head
+from hydragraph.passes.shard import Degree, Sharded, shard
+
+Graphs = Template | Sharded | Variant
+
+
+@dataclass(frozen=True)
+class VariantSpec:
+    """All that the graphs of one block on one rank depend on.
+
+    Attributes:
+        template: what the block is an instance of.
+        parameters: the template's local parameter names -> the parameters of one block.
+        degree: which rank of which stage.
+        dtype: that the model computes in.
+        learning: what to compute gradients of: local parameter names, and "hidden".
+        recompute: save the block's inputs only, and run its forward again in the backward.
+        partitioner: what decides otherwise what is saved: "min_cut" or "default" (functorch's).
+        fused_head: make a head and its loss one operator.
+        added: let products add gradients up where they can.
+        backend: "eager", or "inductor", which compiles the graphs for `device`.
+        device: what they run on.
+        where: the block's name, for errors.
+    """
+
+    template: Template
+    parameters: Mapping[str, Parameter]
+    degree: Degree
+    dtype: torch.dtype
+    learning: frozenset[str]
+    recompute: bool = False
+    partitioner: str = "min_cut"
+    fused_head: bool = False
+    added: bool = False
+    backend: str = "eager"
+    device: torch.device = torch.device("cpu")  # noqa: RUF009
+    where: str = "template"
+
+
+@dataclass(frozen=True)
+class GraphPass:
+    """One step from a template to the graphs that a rank runs.
+
+    Attributes:
+        name: what it is called in lists and dumps.
+        when: what it applies to, in words.
+        applies: whether it does, to a spec.
+        run: makes the next graphs of those that the pass before it made.
+    """
+
+    name: str
+    when: str
+    applies: Callable[[VariantSpec], bool]
+    run: Callable[[VariantSpec, Graphs], Graphs]
+
+    @property
+    def meaning(self) -> str:
+        """Return what it does, in a sentence."""
+        return " ".join((self.run.__doc__ or "").split())
+
+
+@dataclass(frozen=True, eq=False)
+class PassResult:
+    """What one pass made of a template's graphs, and the seconds that this took."""
+
+    name: str
+    graphs: Graphs
+    seconds: float
+
+
+def _shard(spec: VariantSpec, graphs: Graphs) -> Graphs:
+    """Cut parameters and sizes to this rank's part, and write collectives where communication was annotated."""
+    assert isinstance(graphs, Template)
+    return shard(graphs, spec.parameters, spec.degree, spec.fused_head)
+
+
+def _fuse_head(spec: VariantSpec, graphs: Graphs) -> Graphs:
+    """Make the head's product and the loss one operator, so that the logits never exist as a whole."""
+    assert isinstance(graphs, Sharded)
+    return replace(graphs, graph=fuse_head(graphs.graph))
+
+
+def _differentiate(spec: VariantSpec, graphs: Graphs) -> Graphs:
+    """Trace forward and backward together, decide what is saved between them, and cut them apart."""
+    assert isinstance(graphs, Sharded)
+    partitioner = RECOMPUTE if spec.recompute else spec.partitioner
+    arguments = (spec.template, graphs, spec.parameters, spec.degree, spec.dtype, partitioner, spec.where)
+    return differentiate(*arguments, spec.learning)
+
+
+def _accumulate(spec: VariantSpec, graphs: Graphs) -> Graphs:
+    """Let the product that makes a weight's gradient add it to those of earlier micro-batches."""
+    assert isinstance(graphs, Variant)
+    return accumulate(graphs)
+
+
+def _compile(spec: VariantSpec, graphs: Graphs) -> Graphs:
+    """Let Inductor compile what lies between collectives and between operators that must stay PyTorch's."""
+    assert isinstance(graphs, Variant)
+    strides = {name: shard_strides(parameter, spec.degree) for name, parameter in spec.parameters.items()}
+    return compile_variant(graphs, strides, spec.device, where=spec.where)
+
+
+def _is_added(spec: VariantSpec) -> bool:
+    # Sums of gradients are in fp32, so a product can add to one only in that dtype; Inductor fuses its own sums.
+    return spec.added and spec.backend == "eager" and spec.dtype is torch.float32
+
+
+GRAPH_PASSES: tuple[GraphPass, ...] = (
+    GraphPass("shard", "always", lambda spec: True, _shard),
+    # Where the vocabulary is cut, `shard` has written the fused operator already.
+    GraphPass(
+        "fuse_head", "fused head, uncut vocabulary", lambda spec: spec.fused_head and spec.degree.tp == 1, _fuse_head
+    ),
+    GraphPass("differentiate", "always", lambda spec: True, _differentiate),
+    GraphPass("accumulate", "eager graphs in fp32", _is_added, _accumulate),
+    GraphPass("compile", "backend inductor", lambda spec: spec.backend == "inductor", _compile),
+)
+
+
+def passes_for(spec: VariantSpec) -> tuple[str, ...]:
+    """Return the names of the passes that apply."""
+    return tuple(graph_pass.name for graph_pass in GRAPH_PASSES if graph_pass.applies(spec))
+
+
+def run_passes(spec: VariantSpec) -> Iterator[PassResult]:
+    """Run the passes that apply, one after another, and yield what each of them made.
+
+    Raises:
+        Unsupported: naming the block, for what a pass cannot do.
+    """
+    graphs: Graphs = spec.template
+    for graph_pass in GRAPH_PASSES:
+        if graph_pass.applies(spec):
+            began = time.perf_counter()
+            graphs = graph_pass.run(spec, graphs)
+            yield PassResult(graph_pass.name, graphs, time.perf_counter() - began)
+
+
+def make_variant(spec: VariantSpec) -> tuple[Variant, dict[str, float]]:
+    """Run all passes that apply; return the graphs that a rank runs, and pass -> the seconds that it took."""
+    # One after another, and only the last graphs are kept: those of a large block hold thousands of nodes.
+    seconds: dict[str, float] = {}
+    graphs: Graphs = spec.template
+    for result in run_passes(spec):
+        graphs = result.graphs
+        seconds[result.name] = result.seconds
+    assert isinstance(graphs, Variant)
+    return graphs, seconds
+
+
+def modules_of(graphs: Graphs) -> dict[str, fx.GraphModule]:
+    """Return the graphs by name: "forward", and "backward" once there is one."""
+    if isinstance(graphs, Variant):
+        return {"forward": graphs.forward, "backward": graphs.backward}
+    return {"forward": graphs.graph}
+
+
+def shard_strides(parameter: Parameter, degree: Degree) -> tuple[int, ...]:
+    """Return the strides of a rank's shard as the executor hands it over: a view of a flat buffer."""
+    elements = sum(hi - lo for lo, hi in parameter.intervals(degree.tp, degree.index))
+    flat = torch.empty(elements, device="meta")
+    return tuple(parameter.natural(flat, degree.tp, degree.index).stride())

@@ -1,0 +1,76 @@
+"""FX graphs as text that a person can compare: one operator a line, values numbered in order; and how two differ."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from torch import fx
+
+
+def graph_text(module: fx.GraphModule) -> str:
+    """Return a graph's operators; only placeholders keep their names, since all others vary with what ran before.
+
+    Those of other tensors that a block was called with are counted: releases of transformers differ in how many a block
+    does not use.
+    """
+    # Numbered by place: the names that FX gives depend on what else was traced in the process.
+    names: dict[fx.Node, str] = {}
+    others = 0
+    lines = []
+    for node in module.graph.nodes:
+        if node.op == "placeholder":
+            is_other = node.name.startswith("other_")
+            names[node] = f"other_{others}" if is_other else node.name
+            others += is_other
+            lines.append(f"placeholder {names[node]}")
+            continue
+        names[node] = f"%{len(names)}"
+        args: Any = fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: _Name(names[n]))
+        if node.op == "output":
+            lines.append(f"return {args[0][0]}")
+        else:
+            operands = [*map(repr, args[0]), *(f"{k}={v!r}" for k, v in args[1].items())]
+            lines.append(f"{names[node]} = {operator_name(node)}({', '.join(operands)})")
+    return "\n".join(lines) + "\n"
+
+
+def changes(before: fx.GraphModule | None, after: fx.GraphModule) -> str:
+    """Say in one line how many operators a graph has, and which it has more or fewer times than another.
+
+    For instance "21 operators: +2 hydragraph.tp_enter.default, -2 communicate"; "21 operators: unchanged".
+
+    Args:
+        before: None where there was no such graph.
+    """
+    old, new = (_operators(module) for module in (before, after))
+    count = f"{new.total()} operator{'s' * (new.total() != 1)}"
+    if before is not None and graph_text(before) == graph_text(after):
+        return f"{count}: unchanged"
+    more = [f"+{times} {name}" for name, times in sorted((new - old).items())]
+    fewer = [f"-{times} {name}" for name, times in sorted((old - new).items())]
+    return f"{count}: {', '.join(more + fewer) or 'the same ones, otherwise arranged'}"
+
+
+def operator_name(node: fx.Node) -> str:
+    """Return what a node calls, such as "aten.mm.default", "getitem", or ".all_reduce" of the runtime's object."""
+    if isinstance(node.target, str):
+        return f".{node.target}" if node.op == "call_method" else node.target
+    if node.target.__module__ == "_operator":
+        return node.target.__name__
+    return str(node.target).split(" at 0x")[0]
+
+
+def _operators(module: fx.GraphModule | None) -> Counter[str]:
+    nodes = module.graph.nodes if module is not None else ()
+    # A function of ours is written as "<function communicate".
+    return Counter(
+        operator_name(node).removeprefix("<function ") for node in nodes if node.op not in ("placeholder", "output")
+    )
+
+
+class _Name(str):
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return str(self)

@@ -1,0 +1,93 @@
+"""Where the elements of each bucket live: at home, and where a strategy computes with them.
+
+A bucket's *home* layout says which rank owns which elements; its *used* layout, which ranks compute with which, and
+what their gradients are there: parts of a sum, or the same on several ranks. The link between the two is a pull in one
+direction and a push in the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from hydragraph.errors import Unsupported
+from hydragraph.ir.layout import GradientKind, Layout, propagation
+from hydragraph.ir.parameter import Bucket
+from hydragraph.ir.program import Block, Program
+from hydragraph.passes.place import place
+from hydragraph.passes.shard import Degree, gradient_kinds
+from hydragraph.spec.strategy import Strategy
+
+KindsOf = Callable[[Block, Degree], Mapping[str, GradientKind]]
+
+
+@dataclass(frozen=True)
+class BucketLayouts:
+    """Where one bucket's state lives: at home, and where a strategy computes with it."""
+
+    bucket: Bucket
+    home: Layout
+    used: Layout
+
+
+def layouts(program: Program, strategy: Strategy, homes: Mapping[str, Layout]) -> list[BucketLayouts]:
+    """Return the layouts of every bucket when all pipelines of a strategy have work.
+
+    Args:
+        homes: bucket name -> home layout (`ir.home.HomeLayouts`).
+
+    Raises:
+        Unsupported: as `bucket_kinds`.
+    """
+    placement = place(program.outline, strategy, [1] * len(strategy.pipelines))
+    holders = dict(placement.holders)
+    kinds_of = _kinds_once(program)
+    result = []
+    for bucket in program.buckets:
+        stages = holders.get(bucket.name, ())
+        degrees = [Degree.of(placement.stage_of[members[0]], members[0]) for members in stages]
+        kinds = [bucket_kinds(program, bucket, degree, kinds_of) for degree in degrees]
+        result.append(BucketLayouts(bucket, homes[bucket.name], propagation(bucket, stages, kinds)))
+    return result
+
+
+def bucket_kinds(program: Program, bucket: Bucket, degree: Degree, kinds_of: KindsOf) -> dict[str, GradientKind]:
+    """Return what the gradient of each of a bucket's parameters is in a stage; that of a frozen one says nothing.
+
+    Args:
+        degree: any rank's place in the stage.
+        kinds_of: tells it of a block's parameters, by the names that its template has for them.
+
+    Raises:
+        Unsupported: a parameter that several blocks share gets a whole gradient from one and a part from another.
+    """
+    if not bucket.learns:
+        return {p.name: GradientKind.REPLICA for p in bucket.parameters}
+    # Tied weights are one parameter of several blocks: their gradients are added up, so they must be of one kind.
+    kind_of: dict[str, GradientKind] = {}
+    for block in (b for b in program.blocks if b.name in bucket.blocks):
+        template = program.templates[block.template]
+        kinds = kinds_of(block, degree)
+        for local, name in zip(template.parameters, block.parameters, strict=True):
+            if kind_of.setdefault(name, kinds[local]) is not kinds[local]:
+                raise Unsupported(
+                    f"{name} gets a whole gradient from one block and a part from another under tp {degree.tp}",
+                    where=block.name,
+                    remedy="untie it, or use tensor-parallel degree 1 for the stages that hold it",
+                )
+    return {p.name: kind_of[p.name] for p in bucket.parameters}
+
+
+def _kinds_once(program: Program) -> KindsOf:
+    """Return what analyses each template once for each degree: its layers are alike, and so are a stage's ranks."""
+    kinds_by_template: dict[tuple[str, int, bool], Mapping[str, GradientKind]] = {}
+
+    def kinds_of(block: Block, degree: Degree) -> Mapping[str, GradientKind]:
+        key = (block.template, degree.tp, degree.sequence_parallel)
+        if key not in kinds_by_template:
+            template = program.templates[block.template]
+            parameters = {n: program.parameters[c] for n, c in zip(template.parameters, block.parameters, strict=True)}
+            kinds_by_template[key] = gradient_kinds(template, parameters, degree)
+        return kinds_by_template[key]
+
+    return kinds_of

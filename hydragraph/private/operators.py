@@ -1,0 +1,57 @@
+"""Operators registered with PyTorch: what is one, what it promises, and what it takes and returns.
+
+The class of an operator (`torch.ops.aten.mm.default`) and its schema have no public name in any release from 2.11 to
+2.15, though none of these changed them; `torch.Tag` is public.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+
+PACKETS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)  # an operator, and all operators of one name
+
+
+class OperatorArgument(NamedTuple):
+    """One argument of a call of an operator.
+
+    Attributes:
+        name: in the operator's schema.
+        value: that the node passes.
+        aliased: whether the result is, or holds, a view of it, or the operator writes into it.
+        written: whether it writes into it.
+    """
+
+    name: str
+    value: Any
+    aliased: bool
+    written: bool
+
+
+def is_operator(target: object) -> bool:
+    """Say whether what a node calls is an operator, and not a function of Python's, a method or a module."""
+    return isinstance(target, torch._ops.OpOverload)
+
+
+def has_tag(target: object, *tags: torch.Tag) -> bool:
+    """Say whether what a node calls is an operator with any of some tags."""
+    return isinstance(target, torch._ops.OpOverload) and any(tag in target.tags for tag in tags)
+
+
+def arguments_of(node: fx.Node) -> Iterator[OperatorArgument]:
+    """Yield the positional arguments of a node, with what its operator's schema says of them; none if it calls none."""
+    if isinstance(node.target, torch._ops.OpOverload):
+        for argument, value in zip(node.target._schema.arguments, node.args, strict=False):
+            alias = argument.alias_info
+            yield OperatorArgument(argument.name, value, alias is not None, alias is not None and alias.is_write)
+
+
+def makes_tensors(target: object, namespace: str = "aten") -> bool:
+    """Say whether what a node calls is an operator of a namespace that returns tensors, each in memory of its own."""
+    if not isinstance(target, torch._ops.OpOverload) or target.namespace != namespace:
+        return False
+    tensors = [r for r in target._schema.returns if str(r.type) == "Tensor"]
+    return bool(tensors) and all(r.alias_info is None for r in tensors)

@@ -1,0 +1,11 @@
+"""Nested arguments as flat lists and back, and the mode that sees every operator: private modules of all releases.
+
+PyTorch 2.15 has no public name for either; both have kept their functions since 2.1.
+"""
+
+from __future__ import annotations
+
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
+
+__all__ = ["TorchDispatchMode", "TreeSpec", "tree_flatten", "tree_leaves", "tree_unflatten"]
