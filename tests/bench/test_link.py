@@ -8,9 +8,11 @@ import torch
 from hydragraph.bench.link import Overlap, simulated
 from hydragraph.cost.link_bytes import traffic
 from hydragraph.frontend.capture import capture
+from hydragraph.ir.home import HomeLayouts
 from hydragraph.ir.program import Program
 from hydragraph.passes.layouts import layouts
 from hydragraph.spec.default_cluster import default_cluster
+from hydragraph.spec.home import EQUAL
 from hydragraph.spec.strategy import Strategy
 from tests.models import llama
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from tests.models import randomised
 from tests.passes.test_shard import check
 
 VOCABULARY, WIDTH = 102, 32
-Use = Callable[["Layer", Tensor, Tensor], Tensor]  # (layer, its result, its input) -> its result
+Use = Callable[[Any, Tensor, Tensor], Tensor]  # (layer, its result, its input) -> its result
 
 IN_LAYER: dict[str, Use] = {
     "the norm of a column weight": lambda m, y, _: y / m.up.weight.norm(),
