@@ -56,3 +56,23 @@ def test_issue_forms_ask_for_something() -> None:
             assert {"name", "description", "body"} <= content.keys(), form
             ids = [part["id"] for part in content["body"] if part["type"] != "markdown"]
             assert len(ids) == len(set(ids)) > 0, form
+
+
+def test_the_glossary_explains_each_word_once() -> None:
+    page = (ROOT / "docs/glossary.md").read_text()
+    rows = re.findall(r"^\| ([^|\n]+) \| ([^|\n]+) \|[^|\n]*\|$", page, re.MULTILINE)
+    words = [word.strip() for row in rows if row[0] not in ("word", "---") for word in row[0].split(",")]
+    assert len(words) >= 90
+    assert not sorted({word for word in words if words.count(word) > 1})
+
+
+def test_what_a_run_says_is_in_its_page() -> None:
+    """Each module of whose events the page speaks says something, at the level that it names."""
+    page = (ROOT / "docs/logging.md").read_text()
+    rows = re.findall(r"^\| .+ \| (`.+`) \| (info|debug) \|$", page, re.MULTILINE)
+    assert len(rows) >= 12
+    for names, level in rows:
+        for name in re.findall(r"`([\w.]+)`", names):
+            path = ROOT / "hydragraph" / Path(*name.split("."))
+            texts = [p.read_text() for p in (path.with_suffix(".py"), *sorted(path.glob("*.py"))) if p.exists()]
+            assert re.search(rf"(?i)\blog\.{level}\(|_log\.{level}\(", "\n".join(texts)), (name, level)
