@@ -132,6 +132,7 @@ class Actor:
     def pairs(self, index: int) -> tuple[Pair, ...]:
         """Return which ranks send to which by a send and its equals: rank i of t serves receivers i, i + t, ..."""
         message, turn = self.program.messages[index]
+        # The j-th send of t ranks goes to the j-th t of the receivers.
         receivers = (self.following if message.ahead else self.previous)[turn * len(self.ranks) :]
         return tuple(zip(self.ranks, receivers, strict=False))
 
@@ -160,6 +161,7 @@ def _actor(
     members: tuple[int, ...],
     compiled: dict[object, Compiled],
 ) -> Actor:
+    # A thousand ranks have millions of instructions: only one rank's per program is lowered now, the others when asked.
     def of(rank: int) -> tuple[Instruction, ...]:
         where = (None, None, (), (0, 0), 0)
         if stage is not None:
@@ -169,6 +171,7 @@ def _actor(
             program = run(placement, mode, program)
         return program.instructions
 
+    # Stages that hold the same blocks, at the same place of equally deep pipelines, run the same program but for ranks.
     key: object = None
     if stage is not None:
         fans = (len(stage.ranks), len(stage.previous), len(stage.following))
@@ -214,6 +217,7 @@ def _check_alike(programs: Sequence[RankProgram]) -> None:
         kept = (i for i in program.instructions if i.op not in (Op.FREE, Op.SEND))
         return [(i.op.value, i.target, i.micro_batch, i.reads, i.writes) for i in kept]
 
+    # Frees follow sends, and ranks of a stage may send differently often: neither says anything of what they compute.
     first = shape(programs[0])
     for other in programs[1:]:
         for at, (one, two) in enumerate(zip(first, shape(other), strict=False)):

@@ -6,6 +6,13 @@
 
 A strategy's seconds are those of its slowest pipeline (`PipelineCost.seconds`, the exact recurrence) and what pulling
 weights, pushing gradients, agreeing and updating add (`fixed`). The simulator goes by the same `work`.
+
+Formulas of the papers -> functions:
+
+    AutoHet, T* = max_j { sum_i t_i^j + (K - 1) max_c t_c^j } + T_sync  `Costs.seconds`: the recurrence itself, `fixed`
+    Malleus, y = rho_k max x_g: a stage is as slow as its slowest rank   `Costs.stages`; x_g is `Costs.rate`
+    Malleus, l mu + nu <= C: what fits                                   `Costs.max_len`, by walking each rank's memory
+    Hydraulis, section 5.2, mutual slices of pull and push               `CostedWork.moved`
 """
 
 from __future__ import annotations
@@ -45,7 +52,8 @@ from hydragraph.spec.home import Home
 from hydragraph.spec.strategy import Pipeline, Stage, Strategy
 
 OWN = Stack()
-FILLED = 2  # micro-batches per stage of the iteration by which `fixed` is judged
+# Micro-batches per stage of the iteration by which `fixed` is judged: enough for traffic to hide behind.
+FILLED = 2
 
 
 class Costs:
@@ -133,6 +141,7 @@ class Costs:
             )
         stages = self.stages(pipeline)
         util = max(self.piece_profile(rank).util.get(s.tp, 1) for s in pipeline.stages for rank in s.devices)
+        # Which stage is slowest may depend on the length. Search knows one set of constants: a useful length decides.
         slowest = max((s.constants for s in stages), key=lambda k: (k.a * util + k.b) * util + k.c)
         self._check_fit(stages, slowest)
         limit = self.max_len(pipeline)
@@ -201,6 +210,7 @@ class Costs:
         times = [sum(pieces[t].reduced[way] for t in self.profile.blocks[slice(*span)]) for way in (0, 1)]
         if not any(times):
             return None
+        # A ring is as slow as its slowest link; which one that is may depend on the size, so a typical message decides.
         around = zip(stage.devices, (*stage.devices[1:], stage.devices[0]), strict=True)
         part = self.sizes.hidden_bytes * 2048 / stage.tp
         link = max((self.cluster.link(a, b) for a, b in around), key=lambda each: each.seconds(part))
@@ -214,6 +224,7 @@ class Costs:
         pairs = list(zip(senders, receivers, strict=False))
         link = max((self.cluster.link(a, b) for a, b in pairs), key=lambda each: each.seconds(1 << 20))
         uses: dict[object, int] = {}
+        # Ranks that share a network card share its bandwidth.
         for a, b in pairs:
             for resource in self.cluster.resources(a, b):
                 uses[resource] = uses.get(resource, 0) + 1
@@ -226,6 +237,7 @@ class Costs:
         measured = profile.limits.get((pipeline.stages[0].tp, len(pipeline.stages)))
         if measured is not None and all(kind_of(s) == Kind(pipeline.stages[0].tp) for s in pipeline.stages):
             return int(measured)
+        # A pipeline's memory does not depend on the others, except that all ranks share what lives at home.
         strategy = Strategy((pipeline,))
         limits = []
         for stage in pipeline.stages:
@@ -245,6 +257,7 @@ class Costs:
         step = 64 * max(s.tp for s in strategy.pipelines[0].stages)
         if peak(step) > limit:
             return 0
+        # The peak is a maximum of lines, so each step lands at or above the answer, and a few steps reach its line.
         tokens = float(step)
         for _ in range(8):
             at = max(step, math.floor(tokens / step) * step)
@@ -352,6 +365,7 @@ class Costs:
                 for p in strategy.pipelines
             ]
             work = self.work(strategy, Assignment.even(counts, [max(256, n) for n in tokens]))
+            # Traffic hides in part, so it is not added up: the iteration is simulated with it and without.
             whole = self._timeline(strategy, counts, work).seconds
             self._fixed[key] = max(
                 0.0, whole - self._timeline(strategy, counts, Without(work, "pull", "push", "ending")).seconds
@@ -364,6 +378,7 @@ class Costs:
         A ring of d replicas moves 2 (d - 1) / d of the gradients through each of them; ranks that share a network card
         share it.
         """
+        # Other runtimes keep the state with the replicas: no pull or push, but an all-reduce after the last backward.
         worst = 0.0
         places = [self._blocks_of(p) for p in strategy.pipelines]
         for pipeline, mine in zip(strategy.pipelines, places, strict=True):
@@ -517,6 +532,7 @@ class CostedWork:
         for name, rate in kinds:
             for m in range(micro_batches):
                 seconds[m] = max(seconds[m], rate * self._seconds(name, kind, template, op, batches[m]))
+        # What was measured contains its tensor-parallel sums; a datasheet's operations do not, and get rings.
         if len(ranks) > 1 and block != "aux":
             at = costs.outline.index[block]
             rings = costs._rings(self._strategy.pipelines[stage.pipeline].stages[stage.stage], kind, (at, at + 1))
@@ -545,6 +561,7 @@ class CostedWork:
         owners = self._costs.home_of(weights)
         key = (op, weights.form, owners, stages)
         if key not in self._moved:
+            # Where tokens are split, each rank of a stage saw a part of them, and its gradients are partial sums.
             sums = GradientKind.PARTIAL if self._splits_tokens(stages) else GradientKind.REPLICA
             users = propagation(weights, stages, {p.name: sums for p in weights.parameters})
             slices = copy(owners, users) if op is Op.PULL else reduce(users, owners)
@@ -654,6 +671,7 @@ class _Curves(Sequence[MemoryCurve]):
         walk = Walk(costs.blocks, self._strategy, self._batches, rank, costs.ranks, home_of=costs.home_of)
         peak, at, after = walk.curve()
         spans = self._timeline.ranks[rank]
+        # A point where the size changes; of what changes at the same instant, the last size counts.
         points: list[tuple[float, int]] = []
         now = 0.0
         for span, size in zip(spans, after, strict=True):

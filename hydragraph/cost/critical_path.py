@@ -78,6 +78,7 @@ class CriticalPath:
 
 def critical_path(actors: Sequence[Actor], times: Sequence[Times]) -> CriticalPath:
     """Follow what ended last back to the beginning."""
+    # Neighbours of one kind on one actor are one step: a reader wants stages and transfers, not a thousand blocks.
     chain = list(_chain(times))
     chain.reverse()
     steps: list[Step] = []
@@ -99,6 +100,7 @@ def _chain(times: Sequence[Times]) -> Iterator[tuple[int, int]]:
         return
     end, a = max(ends, key=lambda pair: (pair[0], -pair[1]))
     order = range(len(times[a].end))
+    # Of those that end last, one that waited for something tells more than one that did not.
     i = max((j for j in order if times[a].end[j] == end), key=lambda j: (times[a].actor[j] >= 0, j))
     while i >= 0:
         yield a, i

@@ -10,7 +10,8 @@ from typing import Any
 
 from hydragraph.errors import Unsupported
 
-BEYOND = 2.0  # how far past its largest micro-batch a table may be read, as a multiple of its tokens
+# How far past its largest micro-batch a table may be read, as a multiple of its tokens.
+BEYOND = 2.0
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,9 @@ class Table:
                 where="profile",
                 remedy="measure larger micro-batches, or cut this one",
             )
+        # Micro-batches of the same tokens differ in attention, which goes by the sum of l^2: so in this mean length.
         length = sum(n * n for n in lengths) / tokens
+        # Lines of the neighbouring lengths, each read at these tokens, and joined by a line over the length.
         at = bisect_left([measured for measured, _ in self._lines], length)
         if at == 0 or at == len(self._lines):
             return _on_line(self._lines[min(at, len(self._lines) - 1)][1], tokens)
@@ -106,6 +109,7 @@ class Table:
         if not len(rows):
             return Constants(0.0, 0.0, 0.0)
         rows /= np.array([x for _, _, x in self.rows if x > 0])[:, None]  # so that short ones count as much
+        # Of one length, l^2 and l are in proportion: only one of them can be told.
         used = [1, 2] if len(self._lines) == 1 else [0, 1, 2]
         scale = np.linalg.norm(rows[:, used], axis=0)
         constants = np.zeros(3)
@@ -136,6 +140,7 @@ def read_curve(data: Any) -> Curve:
 def _on_line(points: tuple[tuple[float, float], ...], tokens: float) -> float:
     if len(points) == 1:
         return points[0][1] * tokens / points[0][0]
+    # Outside of what was measured, the nearest two points' line goes on.
     i = min(max(1, bisect_left([at for at, _ in points], tokens)), len(points) - 1)
     low, early = points[i - 1]
     high, late = points[i]

@@ -24,8 +24,10 @@ from hydragraph.ir.placeholders import communicate
 from hydragraph.ir.program import Block, Program
 from hydragraph.spec.cluster import Cluster
 
-EFFICIENCY = 0.45  # of a datasheet's FLOP/s: what well-tuned training of dense models reaches (Megatron-LM, 2021)
-UPDATE_BYTES = 28  # AdamW per element: reads weight, gradient and two moments, writes weight and two moments, in fp32
+# Of a datasheet's FLOP/s: what well-tuned training of dense models reaches (Megatron-LM, 2021).
+EFFICIENCY = 0.45
+# AdamW per element: reads weight, gradient and two moments, writes weight and two moments, in fp32.
+UPDATE_BYTES = 28
 
 
 def datasheet(
@@ -75,6 +77,7 @@ def _of_type(
 
 def _kinds(program: Program, ranks: int, degrees: Sequence[int] | None) -> Iterator[Kind]:
     for tp in degrees or range(1, ranks + 1):
+        # What does not divide the heads cannot cut attention.
         if all(heads % tp == 0 for heads in program.heads):
             for sequence_parallel in (False, True) if tp > 1 else (False,):
                 for recompute in (False, True):
@@ -91,6 +94,7 @@ def _piece(program: Program, block: Block, kind: Kind, rate: float) -> Piece:
         parameters //= kind.tp
         frozen //= kind.tp
     forward = Constants(a / rate, b / rate, 0.0)
+    # Backward computes the gradients of both operands of a product: twice forward.
     again = forward.times(1.0) if kind.recompute else Constants(0.0, 0.0, 0.0)
     backward = Constants(2 * forward.a + again.a, 2 * forward.b + again.b, 0.0)
     return Piece.apart(
@@ -105,6 +109,7 @@ def _piece(program: Program, block: Block, kind: Kind, rate: float) -> Piece:
 def _operations(program: Program, block: Block, tp: int) -> tuple[float, float, int, int]:
     """Return the first rank's operations per token^2 and per token, and its elements of weights, and of frozen ones."""
     graph = program.templates[block.template].graph.graph
+    # An embedding is looked up, not multiplied: its weight adds no operations.
     looked_up = {n.args[0].name for n in graph.nodes if n.target is torch.ops.aten.embedding.default}  # type: ignore[union-attr]
     nodes = [n.name for n in graph.nodes if n.op == "placeholder"]
     linear = 0.0

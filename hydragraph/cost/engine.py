@@ -3,6 +3,16 @@
 Computation is a chain: an actor runs ahead for as long as all that it waits for has a known end. Transfers share
 ports and cards, so their ends are known only when the clock reaches them (`cost.flows`). Nothing begins before the
 clock: what becomes known at some time was made then or later.
+
+    a, b    actors, by number (`cost.actors`): the ranks of a stage, or one rank without work
+    i       an instruction of an actor's program, by index
+    queue   pull, push or send: one at a time each, in the order of the program; computation is a queue of its own
+    ready   when an instruction can begin;  cause: the one that it waited for last, for the critical path
+
+Example: two stages of one rank and one micro-batch; forward takes 1 s, backward 2 s, and a message 0.5 s.
+
+    stage 0  computes forward 0-1;  sends 1-1.5;                                    computes backward 5-7
+    stage 1                         computes forward 1.5-2.5 and backward 2.5-4.5;  sends 4.5-5
 """
 
 from __future__ import annotations
@@ -63,6 +73,7 @@ class Engine:
         group = np.zeros(len(cluster.devices), dtype=np.int64)
         for a, actor in enumerate(actors):
             group[list(actor.ranks)] = a
+        # A transfer is priced for all ranks of an actor together: the slowest of them counts.
         self._roads = Roads(cluster, group)
         self._flows = Flows()
         self._group = group.tolist()
@@ -98,6 +109,7 @@ class Engine:
         Raises:
             ValueError: the programs never end.
         """
+        # Everything that needs no transfer first; then whatever the end of each transfer lets begin.
         self._dirty.extend(range(len(self.actors)))
         self._settle()
         for now, flow in self._flows.ended():
@@ -123,6 +135,8 @@ class Engine:
         )
 
     def _settle(self) -> None:
+        # Until nobody can go on without the clock. Computing makes values that transfers wait for, and a commit moves
+        # other actors on, which marks them again.
         while self._dirty:
             a = self._dirty.popleft()
             self._compute(a)
@@ -159,6 +173,7 @@ class Engine:
             if ready < 0:
                 break
             seconds = durations[i]
+            # The commit is the one instruction whose end depends on the other actors.
             if seconds < 0:
                 if not self._commit(a, i, ready, cause):
                     break
@@ -178,6 +193,7 @@ class Engine:
 
     def _commit(self, a: int, i: int, ready: float, cause: int) -> bool:
         """Let an actor come to the commit, which waits for its transfers; say whether all are there."""
+        # Transfers of its own must have ended, received messages too; those of others are theirs to wait for.
         if self._open[a] or a in self._committing:
             return False
         other, index = self._other[a]
@@ -243,6 +259,7 @@ class Engine:
         """Let an actor enter an exchange; whoever has all its partners there begins."""
         instruction = self.actors[a].program.instructions[i]
         meeting = self._meeting(instruction.op, instruction.target)
+        # Who exchanges nothing, as both ends are on one rank, passes at once.
         row = meeting.passage.partners[a]
         if not row[a]:
             self._begin(a, i, ready, (a, cause), 0.0, ())

@@ -68,6 +68,7 @@ def advice(costs: Costs, found: Fit, assignment: Assignment) -> str:
     """
     if found.fits:
         return ""
+    # What changes least first: recomputation keeps the strategy, shorter micro-batches keep its shape.
     again = recomputing(found.strategy)
     if again != found.strategy and fit_only(costs, again, assignment):
         return f"recompute: {again.name} fits"
@@ -86,6 +87,7 @@ def advice(costs: Costs, found: Fit, assignment: Assignment) -> str:
 
 def recomputing(strategy: Strategy) -> Strategy:
     """Return a strategy whose stages all recompute."""
+    # Recomputation changes what stages keep, not which rank holds what: the strategy stays otherwise the same.
     pipelines = (Pipeline(tuple(replace(s, recompute=True) for s in p.stages)) for p in strategy.pipelines)
     return replace(strategy, pipelines=tuple(pipelines))
 

@@ -3,6 +3,19 @@
 Every row is divided by its measured seconds, so that short micro-batches count as much as long ones and the residual is
 a relative error. Noise may pull a coefficient below 0, which means nothing; bounded at 0 it says that the measurements
 do not show it.
+
+Example: a micro-batch of one sequence of 4 tokens takes 14 s, of two of 2 tokens 10 s, of one of 8 tokens 42 s.
+
+    sum of l^2, sum of l, 1   [16, 4, 1], [8, 4, 1] and [64, 8, 1]
+    the first two differ by 4 s in nothing but 8 of sum of l^2: a = 0.5
+    the last is 28 s above the first, of which 0.5 x 48 = 24 are quadratic: b = 4 / 4 = 1, and c = 14 - 8 - 4 = 2
+
+This is why each number of tokens is measured whole and in parts (`micro_batches`).
+
+Formulas of Hydraulis -> functions:
+
+    Appendix B.2, T(l) = a l^2 + b l + c by profiling   `fit_work`, of a stage `_slowest`
+    section 6.1, UtilLen: 85 % of the plateau of tokens/s  `util_len`
 """
 
 from __future__ import annotations
@@ -86,6 +99,7 @@ def fit_work(micro_batches: Sequence[Sequence[int]], seconds: Sequence[float], q
     constants = np.zeros(3)
     constants[used] = _nnls(rows[:, used], measured)
     predicted = rows @ constants
+    # A quadratic part shows in the longest micro-batch first: if it is not seen there, it is not seen at all.
     longest = int(np.argmax(rows[:, QUADRATIC]))
     attention = constants[QUADRATIC] * rows[longest, QUADRATIC]
     part = attention / predicted[longest] if predicted[longest] > 0 else 0.0
@@ -121,6 +135,7 @@ def util_len(micro_batches: Sequence[Sequence[int]], seconds: Sequence[float], f
     rows = _features(micro_batches)
     measured = _positive(seconds, 1)
     linear = np.maximum(measured - fit.a * rows[:, QUADRATIC], 1e-3 * measured)
+    # Several micro-batches have the same tokens, whole or in parts; without the quadratic part they are alike.
     tokens = np.unique(rows[:, LINEAR])
     speed = np.array([t / linear[rows[:, LINEAR] == t].mean() for t in tokens])
     useful = PLATEAU * speed.max()
@@ -132,6 +147,7 @@ def util_len(micro_batches: Sequence[Sequence[int]], seconds: Sequence[float], f
 
 def token_counts(longest: int, multiple: int, points: int = 6, span: int = 64) -> tuple[int, ...]:
     """Return token counts to measure: a geometric series from longest / span to longest, in multiples of `multiple`."""
+    # Geometric, as what changes with tokens changes by ratios: overheads at the short end, attention at the long one.
     exact = np.geomspace(max(longest / span, multiple), max(longest, multiple), points)
     return tuple(sorted({max(1, round(n / multiple)) * multiple for n in exact.tolist()}))
 
@@ -209,6 +225,7 @@ def fit_profile(
             unfit[kind] = f"the fit failed: {fit.failure}"
         else:
             pieces[kind] = {template: _fitted(m, measured.rows) for template, m in measured.times.items()}
+        # Schemes are of plain stages, and only those have a UtilLen of their own; other kinds share it by degree.
         if kind == Kind(kind.tp):
             util[kind.tp] = util_len(measured.rows, whole, fit)
     fits = {s: _slowest(blocks, s, found[Kind(s[0])], util[s[0]]) for s in schemes if s[0] in util}
@@ -237,6 +254,7 @@ def _fitted(measured: Measured, rows: Sequence[Lengths]) -> Piece:
     if not measured.forward:
         fit = fit_work(rows, measured.seconds, quadratic=measured.attention)
         return replace(measured.piece, seconds=Constants(fit.a, fit.b, fit.c))
+    # Forward and the whole were measured; backward is the rest, which noise may put below 0.
     rest = [max(whole - part, 1e-9) for whole, part in zip(measured.seconds, measured.forward, strict=True)]
     fits = [fit_work(rows, seconds, quadratic=measured.attention) for seconds in (measured.forward, rest)]
     forward, backward = (Constants(fit.a, fit.b, fit.c) for fit in fits)

@@ -4,6 +4,11 @@ A flow occupies a resource for a part of its time alone: a message of 1 GB over 
 other reasons occupies the card for a half. While the parts of all flows on a resource come to more than 1, each of
 them goes on at 1 / their sum of its speed; a flow goes at the speed of its slowest resource. So no resource ever
 carries more than it can, and what does not meet anybody takes what it takes alone, to the last bit.
+
+Example: A takes 1 s alone and B 0.4 s; both begin at 0 and fill 0.8 of one card, together 1.6.
+
+    0 to 0.64     both go at 1 / 1.6 = 0.625 of their speed; then B's 0.4 s are done, and 0.4 of A's
+    0.64 to 1.24  A's other 0.6 s, alone again: it ends at 1.24 and not at 1
 """
 
 from __future__ import annotations
@@ -11,6 +16,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterator
 
+# Parts that come to 1 but for rounding do not slow each other.
 FULL = 1 + 1e-9
 
 Used = tuple[tuple[int, float], ...]  # (resource, part)
@@ -35,6 +41,8 @@ class Flows:
     """All flows: those that will begin, and those under way."""
 
     def __init__(self) -> None:
+        # A heap of beginnings and ends. An end stays in it when its flow's rate changes; its version is then outdated,
+        # and it is passed over when its time comes. The turn settles ties in the order in which they were pushed.
         self._events: list[tuple[float, int, int, Flow]] = []  # when, turn, version (0: begins), which
         self._turn = 0
         self._load: dict[int, float] = {}
@@ -76,15 +84,18 @@ class Flows:
             users.discard(flow)
             if self._load[resource] > FULL:
                 freed |= users
+            # 0 where nobody is left, so that rounding does not add up over a long run.
             self._load[resource] = self._load[resource] - part if users else 0.0
         self._set_rates(now, freed)
 
     def _set_rates(self, now: float, flows: set[Flow]) -> None:
+        # In a fixed order: sets have none, and ties of ends must be settled alike in every run.
         for flow in sorted(flows, key=lambda f: (f.actor, f.index)):
             most = max((self._load[resource] for resource, _ in flow.used), default=0.0)
             rate = 1.0 if most <= FULL else 1.0 / most
             if rate == flow.rate:
                 continue
+            # What it did at the old rate is done; the rest takes the new one.
             flow.left = max(0.0, flow.left - (now - flow.since) * flow.rate)
             flow.since = now
             flow.rate = rate

@@ -1,4 +1,17 @@
-"""What fits into a device by published constants: a model of memory for whole schemes (Hydraulis, section 6)."""
+"""What fits into a device by published constants: a model of memory for whole schemes (Hydraulis, Appendix B.1).
+
+    H, V     hidden size, entries of the vocabulary
+    N        devices that share the sharded state
+    A        bytes of activations per element of a layer's hidden state, by tensor-parallel degree
+    B        bytes of states per element of H^2 and layer
+    alpha    the part of states that is sharded over all devices
+
+Formulas of Hydraulis -> functions, all for a device of the first stage:
+
+    layers H^2 B (alpha / N + (1 - alpha) / (PP TP)), and the embedding's likewise    `MemoryModel.states_bytes`
+    (layers / PP) (l H / TP) A per micro-batch, of which PP are in flight: per token  `MemoryModel.token_bytes`
+    MaxLen(P), the l at which they reach the device's memory less a margin            `MemoryModel.max_len`
+"""
 
 from __future__ import annotations
 
@@ -8,8 +21,10 @@ from dataclasses import dataclass
 
 from hydragraph.cost.pieces import Scheme
 
-FUSED_EMBEDDING_BYTES = 32  # per element of an embedding, where one stage holds the embedding and the head
-EMBEDDING_BYTES = 16  # where it holds one of them: fp32 weight and moments, 16-bit weight and gradient
+# Per element of an embedding where a stage holds one: fp32 weight and moments, 16-bit weight and gradient.
+EMBEDDING_BYTES = 16
+# Where one stage holds the embedding and the head.
+FUSED_EMBEDDING_BYTES = 32
 
 
 @dataclass(frozen=True)
@@ -40,6 +55,7 @@ class MemoryModel:
     def states_bytes(self, scheme: Scheme, devices: int) -> float:
         """Return the bytes of weights, gradients and optimizer state on one device of the first stage."""
         tp, pp = scheme
+        # The embedding is on the first stage alone, so PP does not divide it; on a single stage the head is there too.
         layer = self.layers * self.hidden**2 * self.states
         alpha = self.sharded
         embedding = self.hidden * self.vocab * (FUSED_EMBEDDING_BYTES if pp == 1 else EMBEDDING_BYTES)
@@ -53,6 +69,7 @@ class MemoryModel:
     def gap_bytes(self, scheme: Scheme) -> float:
         """Return what the allocator and the communicators of a pipeline take."""
         used = scheme[0] * scheme[1]
+        # The last entry holds beyond its number of devices, too.
         return next((lost for upto, lost in self.gap if used <= upto), self.gap[-1][1])
 
     def max_len(self, scheme: Scheme, devices: int) -> int:

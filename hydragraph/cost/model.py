@@ -83,6 +83,7 @@ class ModelSizes:
     @classmethod
     def rough(cls, sizes: tuple[int, ...], hidden_bytes: int, itemsize: int) -> ModelSizes:
         """Return a model of which only the elements of each block are known: all of them cut evenly."""
+        # Cut evenly along one dimension: no names or shapes are known, only how much there is to move.
         last = len(sizes) - 1
         names = tuple("embed" if i == 0 else "head" if i == last else f"layer.{i - 1}" for i in range(len(sizes)))
         weights = tuple(
@@ -96,6 +97,7 @@ class ModelSizes:
         """Return what rank programs are built from."""
         from hydragraph.ir.outline import Outline
 
+        # Buckets that no block uses have a home, but no instruction pulls or pushes them.
         used = [w for w in self.weights if w.blocks]
         return Outline(
             self.blocks, tuple((w.name, w.blocks) for w in used), tuple(w.name for w in used if not w.learns)

@@ -11,10 +11,13 @@ from hydragraph.cost.curves import Curve, Table
 
 Scheme = tuple[int, int]  # (tp, pp): how one pipeline is deployed, on tp * pp devices
 
-AUX = "aux"  # stands for what every stage computes once per micro-batch, such as rotary tables
-FROZEN_BYTES = 4  # per element of a home shard without a gradient: the weight in fp32
-HOME_BYTES = 16  # per element of a home shard: weight, gradient and AdamW's two moments in fp32
-GRADIENT_BYTES = 4  # per element of a stage's gradients, which are added up in fp32
+# Stands for what every stage computes once per micro-batch, such as rotary tables.
+AUX = "aux"
+# Per element of a home shard: weight, gradient and AdamW's two moments in fp32; without a gradient, the weight alone.
+HOME_BYTES = 16
+FROZEN_BYTES = 4
+# Per element of a stage's gradients, which are added up in fp32.
+GRADIENT_BYTES = 4
 
 
 class Kind(NamedTuple):
@@ -88,6 +91,7 @@ class Piece:
     @classmethod
     def apart(cls, forward: Curve, backward: Curve, **sizes: Any) -> Piece:
         """Return a piece whose forward and backward are known apart; `sizes` are its other fields."""
+        # Search goes by constants, so tables get some that come near them; exact seconds are read from the tables.
         one, two = (c.constants() if isinstance(c, Table) else c for c in (forward, backward))
         together = Constants(one.a + two.a, one.b + two.b, one.c + two.c)
         return cls(together, **sizes, forward=forward, backward=backward)
@@ -96,6 +100,7 @@ class Piece:
         """Return its forward and backward."""
         if self.forward is not None and self.backward is not None:
             return self.forward, self.backward
+        # Backward computes two products for each of forward's, and forward's once more where it recomputes.
         part = 1 / 4 if recompute else 1 / 3
         return self.seconds.times(part), self.seconds.times(1 - part)
 
@@ -141,6 +146,7 @@ class PricedStage:
 
     def max_len(self, device: Device, devices: int) -> int:
         """Return the tokens for which its rank's memory suffices."""
+        # What is there whatever the tokens, then what grows with them: under 1F1B, `in_flight` micro-batches at once.
         local = sum(piece.parameters for piece in self.pieces)
         alone = devices == 1  # then gradients are added up at home, and fp32 weights used there
         weights = 0 if alone and device.itemsize == 4 else local * device.itemsize

@@ -1,4 +1,13 @@
-"""Measured constants: what a micro-batch costs under each scheme, and what fits into memory (Hydraulis, section 6)."""
+"""Measured constants: what a micro-batch costs under each scheme, and what fits into memory (Hydraulis, section 6).
+
+Formulas of Hydraulis -> functions:
+
+    T(l, P) = a l^2 + b l + c (Appendix B.2)  `Profile.seconds`
+    T of a packed micro-batch                 `PipelineCost.micro_batch_seconds`
+    MaxLen(P) (Appendix B.1, or measured)     `Profile.max_len`
+    UtilLen(P)                                `Profile.util_len`
+    when a pipeline ends, exactly (ours)      `PipelineCost.seconds`
+"""
 
 from __future__ import annotations
 
@@ -23,7 +32,8 @@ from hydragraph.spec.cluster import Device as SpecDevice
 from hydragraph.spec.strategy import Pipeline
 from hydragraph.spec.strategy_text import regular_pipeline
 
-INSTANT = Link(1e300, 0.0)  # where none was measured: one rank has none
+# Where no link was measured, as on one rank, which has none.
+INSTANT = Link(1e300, 0.0)
 
 
 @dataclass(frozen=True)
@@ -131,6 +141,7 @@ class Profile:
         Raises:
             ValueError: they are of different models, or two of them of one type.
         """
+        # Merged profiles may be merged again: they are taken apart first.
         every = [replace(profile, others=()) for p in profiles for profile in (p, *p.others)]
         if not every:
             raise ValueError("no profiles: give at least one to merge")
@@ -192,6 +203,7 @@ class Profile:
             of_blocks = tuple(self.pieces[kind][t].parameters * kind.tp for t in self.blocks)
             return ModelSizes.rough(of_blocks, 0, self.device.itemsize)
         if self.memory is not None:
+            # Published constants give bytes per element of H^2; at home's bytes per element that is so many elements.
             hidden = self.memory.hidden
             layer = round(hidden**2 * self.memory.states / HOME_BYTES)
             sizes = (hidden * self.memory.vocab, *[layer] * self.memory.layers, hidden * self.memory.vocab)
@@ -260,6 +272,7 @@ class Profile:
     def max_len(self, scheme: Scheme, devices: int) -> int:
         """Return MaxLen: how many tokens a micro-batch may have, 0 where none fits; `devices` share the state."""
         self.constants(scheme)
+        # A measured limit knows what no model does, such as an allocator's losses.
         if scheme in self.limits:
             return int(self.limits[scheme])
         if self.memory is None and self.device is not None and self.blocks:
@@ -316,9 +329,11 @@ class Profile:
                 f"{self.layers}: measure this model with hydragraph profile"
             )
         scheme = _scheme_of(pipeline)
+        # A regular pipeline of plain stages was measured as a scheme: those constants are the better ones.
         if scheme in self.schemes or scheme in self.failed:
             assert scheme is not None
             return self.pipeline(scheme, devices)
+        # Anything else is added up from blocks. Search goes by one stage's constants, so the slowest stands for all.
         stages = self._stages([(Kind(s.tp, s.sequence_parallel, s.recompute), s.layers) for s in pipeline.stages])
         for stage in stages:
             if stage.kind.tp not in self.util:

@@ -16,6 +16,7 @@ from hydragraph.spec.cluster import Link
 
 def saved(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Return a profile's fields as what JSON can hold."""
+    # Keys become text and tuples lists; what is None stays None, so that a reader sees what was not measured.
     memory = fields["memory"]
     device = fields["device"]
     link = fields["link"]
@@ -86,6 +87,7 @@ def _piece_record(piece: Piece) -> dict[str, Any]:
 def _read_piece(data: Mapping[str, Any]) -> Piece:
     """Read a piece; those of older files have neither curves of their own nor details of what they hold."""
     curves = {name: read_curve(data[name]) for name in ("forward", "backward") if data.get(name)}
+    # JSON has no tuples: lines over the tokens come back as lists.
     record = data.get("held")
     details = record and Held(
         **{  # type: ignore[arg-type]
@@ -102,6 +104,7 @@ def published(entry: Mapping[str, Any]) -> dict[str, Any]:
     failed: dict[Scheme, str] = {}
     for row in entry["schemes"]:
         scheme = (int(row["tp"]), int(row["pp"]))
+        # Published tables are in milliseconds; some of their fits failed, and are kept as failed rather than used.
         k = Constants(row["a_ms_per_token2"] / 1e3, row["b_ms_per_token"] / 1e3, row["c_ms"] / 1e3)
         if k.failed:
             failed[scheme] = f"its fit failed (a = {k.a:g}, b = {k.b:g}, c = {k.c:g})"

@@ -32,6 +32,7 @@ def pipeline_end(early: Rows, forward: Rows, backward: Rows, ahead: Rows, back: 
     # As in `planner.one_f_one_b`: each stage goes on until it waits for a neighbour, round after round.
     while left:
         for s in range(stages):
+            # GPipe is 1F1B that may be any number of forwards ahead.
             most = count if schedule == "gpipe" else min(stages - s, count)
             mine_f = ends_f[s]
             mine_b = ends_b[s]
@@ -41,6 +42,7 @@ def pipeline_end(early: Rows, forward: Rows, backward: Rows, ahead: Rows, back: 
                 if m < count and m - len(mine_b) < most:
                     if s and len(ends_f[s - 1]) <= m:
                         break
+                    # Auxiliary values need no message, so they are computed while it is still under way.
                     now += early[s][m]
                     if s:
                         now = max(now, ends_f[s - 1][m] + ahead[s - 1][m])

@@ -67,6 +67,7 @@ class _Ranks(Sequence[tuple[Span, ...]]):
 
 def _aligned(instructions: Sequence[Instruction], first: Sequence[Instruction], times: Times) -> Iterator[Span]:
     """Give a rank that sends less often than the first of its stage the times of what it shares with it."""
+    # Sends are what ranks of a stage differ in; all else they run at the same times, in the same order.
     at = 0
     end = 0.0
     for i, instruction in enumerate(instructions):
@@ -163,6 +164,7 @@ class Timeline:
     @property
     def bubble(self) -> float:
         """The share of time, from 0 to 1, in which ranks that compute anything do not; 0 when there are none."""
+        # Ranks without a stage only hold state; they do not wait for anybody's computation.
         working = [rank for rank in self.actor_of if self.busy_s(rank, Stream.COMPUTE) > 0]
         if not working:
             return 0.0
@@ -194,14 +196,15 @@ class Timeline:
 
 def _waits(instructions: Sequence[Instruction], times: Times) -> Iterator[tuple[Stream, float]]:
     """Yield each wait of a rank's computation: for which stream, and its seconds."""
-    maker: dict[Value, int] = {}
-    latest: dict[Stream, int] = {}
+    maker: dict[Value, int] = {}  # of each value
+    latest: dict[Stream, int] = {}  # of each stream, what ended last
     free = 0.0  # when computation could go on
     for i, instruction in enumerate(instructions):
         if instruction.op is Op.FREE:
             continue
         if instruction.stream is Stream.COMPUTE:
             needed = [maker[value] for value in instruction.after]
+            # The commit waits for all transfers, not for values: for what ends last on each stream.
             if instruction.op is Op.COMMIT:
                 needed = [latest[stream] for stream in (Stream.PULL, Stream.PUSH, Stream.P2P) if stream in latest]
             for other in needed:

@@ -58,6 +58,7 @@ class Hop:
     def seconds(self, tokens: int) -> float:
         """Return the seconds for a micro-batch."""
         size = tokens * self.token_bytes * self.part
+        # Messages through one card move together no faster than the card's full bandwidth.
         together = self.link.latency_s + self.sharing * size / max(self.link.bytes_per_s, self.link.bandwidth(size))
         return self.turns * max(self.link.seconds(size), together)
 
@@ -87,6 +88,7 @@ class StageCost:
 
     def apart(self, lengths: Sequence[int]) -> tuple[float, float, float]:
         """Return the seconds of aux, forward and backward."""
+        # The slowest kind of rank counts, and it may be another one forward than backward.
         early, one, two = (
             max((sum(n * curve.seconds(lengths) for n, curve in parts) for parts in every), default=0.0)
             for every in (self.aux, self.forward, self.backward)
@@ -107,6 +109,7 @@ class StageCost:
                 a += times * k.a
                 b += times * k.b
                 c += times * k.c
+            # Rings are lines over the tokens, so they add to b and c exactly where the link is latency and bandwidth.
             for ring in self.rings or ():
                 messages = ring.times * 2 * (ring.ranks - 1)
                 b += messages * ring.token_bytes / ring.ranks / ring.link.bytes_per_s

@@ -88,6 +88,7 @@ class Roads:
         }
         self._card = np.array([cards[int(n), cluster.card_of(r)] for r, n in enumerate(nodes)], dtype=np.int64)
         self._cards = len(cards)
+        # Equal nodes have equal links: these are kept by pairs of kinds of nodes, of which there are few.
         kinds: dict[object, int] = {}
         numbers = {
             number: kinds.setdefault(cluster.node(number), len(kinds)) for number in dict.fromkeys(nodes.tolist())
@@ -110,6 +111,7 @@ class Roads:
         for pair in np.unique(code):
             link = self._link(*divmod(int(pair) // 2, self._kinds), across=bool(pair % 2))
             at = code == pair
+            # Measured bandwidths are read by the logarithm of the size, as in `Link.bandwidth`.
             if link.points:
                 speed = np.interp(np.log(size[at]), *np.array([(np.log(s), v) for s, v in link.points]).T)
             else:
@@ -137,6 +139,7 @@ class Roads:
         size = moved.size[kept]
         alone, moving, filling = self.link_seconds(src, dst, size)
         across = self._node[src] != self._node[dst]
+        # A card carries what all its ranks send to other nodes, and as much the other way at the same time.
         leave = np.bincount(self._card[src[across]], filling[across], self._cards)
         enter = np.bincount(self._card[dst[across]], filling[across], self._cards)
         rank_s = np.maximum(np.bincount(src, alone, ranks), np.bincount(dst, alone, ranks))
@@ -144,6 +147,7 @@ class Roads:
         shared = np.maximum(leave[self._card[src[across]]], enter[self._card[dst[across]]]) + latency
         np.maximum.at(rank_s, src[across], shared)
         np.maximum.at(rank_s, dst[across], shared)
+        # A group ends with its slowest rank, and takes part only with whom it exchanges anything.
         seconds = np.zeros(groups)
         np.maximum.at(seconds, self._group, rank_s)
         partners = np.zeros((groups, groups), dtype=np.bool_)

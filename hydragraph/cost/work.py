@@ -11,6 +11,7 @@ import numpy as np
 from hydragraph.cost.traffic import Pair, Transfers
 from hydragraph.ir.instruction import Op
 
+# One object for all that moves nothing, as equal transfers are priced once by identity.
 NOTHING = Transfers(np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0))
 
 

@@ -31,6 +31,11 @@ def seconds(a: float, b: float, c: float, noise: float = 0.0, seed: int = 0) -> 
     return [t * (1 + noise * float(generator.uniform(-1, 1))) for t in exact]
 
 
+def test_the_example_of_the_module() -> None:
+    found = fit_work([(4,), (2, 2), (8,)], [14.0, 10.0, 42.0])
+    assert (found.a, found.b, found.c) == pytest.approx((0.5, 1.0, 2.0))
+
+
 @settings(deadline=None, max_examples=50)
 @given(constants)
 def test_exact_measurements_give_the_constants_back(exponents: tuple[float, float, float]) -> None:

@@ -52,3 +52,8 @@ def test_a_full_resource_is_busy_until_all_its_work_is_done(drawn: list[tuple[fl
             assert end == begin + seconds
     shared_ends = [end for (_, _, used), end in zip(flows, found, strict=True) if used]
     assert max(shared_ends, default=0.0) == pytest.approx(busy)
+
+
+def test_the_example_of_the_module() -> None:
+    card = 0
+    assert ends([(0.0, 1.0, ((card, 0.8),)), (0.0, 0.4, ((card, 0.8),))]) == pytest.approx([1.24, 0.64])

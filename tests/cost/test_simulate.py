@@ -55,6 +55,13 @@ def starts(found: Timeline, rank: int) -> list[tuple[str, int | None, float, flo
     return [(s.instruction.op.name[0], s.instruction.micro_batch, s.start_s, s.end_s) for s in spans]
 
 
+def test_the_example_of_the_engine() -> None:
+    work = Work(compute(model(2), 2, 1, 2), {}, {}, {0: 0.5})
+    found = timeline(chain(2, "1f1b"), [1], work, Link(1.0, 0.0))
+    assert starts(found, 0) == [("F", 0, 0, 1), ("B", 0, 5, 7)]
+    assert starts(found, 1) == [("F", 0, 1.5, 2.5), ("B", 0, 2.5, 4.5)]
+
+
 def test_two_stages_of_one_forward_one_backward_by_hand() -> None:
     found = timeline(chain(2, "1f1b"), [3], Work(compute(model(2), 2, 1, 2), {}, {}, {}))
     assert starts(found, 0) == [
