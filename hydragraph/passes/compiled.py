@@ -10,7 +10,7 @@ tokens and of sequences.
 
     pow, mean, rsqrt, mul       run of 4     -> piece_0(T, hidden, weight)
     collectives.all_gather      stays        -> the same call
-    linear, view, transpose     run of 3     -> as it is: a matrix product and views have nothing to fuse
+    view, t, mm                 run of 3     -> as it is: views and a matrix product have nothing to fuse
     embedding_dense_backward    stays        -> the same operator
 
 Fake values (`values`) go through the graph beside the nodes. They have the device and the strides that a run will

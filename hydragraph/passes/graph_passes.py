@@ -6,9 +6,9 @@
       differentiate, accumulate, compile
     Variant    its forward and its backward
 
-Each is a pure function: it leaves the graphs that it takes as they are. `hydragraph show CONFIG --passes` prints what
-each of them makes of a model's blocks. The passes that make rank programs, in which blocks are single instructions, are
-listed in `hydragraph.passes.pipeline`.
+At capture, `clean` and `annotate` have made the templates. Each pass is a pure function: it leaves the graphs that it
+takes as they are. `hydragraph show CONFIG --passes` prints what each of them makes of a model's blocks. The passes that
+make rank programs, in which blocks are single instructions, are listed in `hydragraph.passes.pipeline`.
 """
 
 from __future__ import annotations
