@@ -374,8 +374,10 @@ class Executable:
         """
         self._agree("home", str(home))
         home.check(self.world.ranks, [bucket.name for bucket in self.program.buckets])
-        hosts = self.groups.gather_objects(self.world.node)
-        return HomeLayouts(home.on([hosts.index(host) for host in hosts]), self.world.ranks)
+        if home.copies > 1:
+            nodes = self.groups.gather_objects(self.world.node)
+            home = home.on([nodes.index(node) for node in nodes])
+        return HomeLayouts(home, self.world.ranks)
 
     def _begin(self) -> None:
         """Give a model that was built on the meta device its initial weights, unless some were loaded."""
