@@ -105,19 +105,21 @@ def check_once(sizes: Sizes) -> Measured:
 
 def one_rank(sizes: Sizes) -> Measured:
     """Build one rank's program and link tables for a strategy that it has not seen, on 64 ranks."""
-    from hydragraph.ir.layout import GradientKind, home, propagation
+    from hydragraph.ir.home import HomeLayouts
+    from hydragraph.ir.layout import GradientKind, propagation
     from hydragraph.ir.link import copy, reduce
     from hydragraph.ir.outline import Outline
     from hydragraph.ir.parameter import Bucket
     from hydragraph.passes.pipeline import rank_program
     from hydragraph.passes.place import place
+    from hydragraph.spec.home import EQUAL
     from hydragraph.spec.strategy import Strategy
 
     ranks, rank, counts = 64, 17, [8, 8, 4, 4]
     buckets = _buckets(sizes)
     outline = Outline(tuple(b.blocks[0] for b in buckets), tuple((b.name, b.blocks) for b in buckets))
     strategy = Strategy.parse("<tp8,pp2> + <tp4,pp4> + 2*<tp2,pp8>", sizes.layers)
-    homes = {bucket.name: home(bucket.size, range(ranks)) for bucket in buckets}  # the same for every strategy
+    homes = HomeLayouts(EQUAL, ranks).by_name(buckets)  # the same for every strategy
 
     def links(bucket: Bucket, stages: tuple[tuple[int, ...], ...]) -> None:
         target = propagation(bucket, stages, {p.name: GradientKind.REPLICA for p in bucket.parameters})

@@ -169,17 +169,17 @@ def ready(sizes: Sizes, texts: Sequence[str], dtype: torch.dtype = torch.float32
     return program, hg.precompile(program, [hg.Strategy.parse(text, sizes.layers) for text in texts])
 
 
-def measure(prepared: tuple[hg.Program, object], sizes: Sizes, text: str) -> Measured:
+def measure(prepared: tuple[hg.Program, object], sizes: Sizes, text: str, home: hg.Home | None = None) -> Measured:
     """Train on every rank and watch its memory."""
     strategy = hg.Strategy.parse(text, sizes.layers)
-    exe = hg.compile(sizes.model(), strategy, optimizer=adamw, device="cpu", program=prepared[0])
+    exe = hg.compile(sizes.model(), strategy, optimizer=adamw, device="cpu", program=prepared[0], home=home)
     live = LiveBytes()
     with live:
         for turn in range(STEPS):
             exe.step(sizes.sequences(turn))
     compiled, batches = exe._session.preparer._variants.get, micro_batches(strategy, sizes.lengths)  # compiled already
     expected, at_most = (
-        rank_memory(exe.program, strategy, batches, exe.rank, exe.ranks, compiled, messages)
+        rank_memory(exe.program, strategy, batches, exe.rank, exe.ranks, compiled, messages, home)
         for messages in (False, True)
     )
     exe.close()
@@ -230,18 +230,25 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="*", choices=sorted(STRATEGIES), default=sorted(STRATEGIES))
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--hidden", type=int, default=Sizes.hidden)
+    parser.add_argument(
+        "--home", default="equal", help="shares of the state by rank, for one number of --ranks: 3,1,0,2"
+    )
     parser.add_argument("--lora", type=int, default=8, help="rank of the adapters; 0: full fine-tuning only")
     chosen = parser.parse_args()
     warnings.filterwarnings("ignore")
     limit, dtype = timedelta(minutes=10), getattr(torch, chosen.dtype)
+    home = hg.Home.parse(chosen.home)
     for ranks, lora in itertools.product(chosen.ranks, (0, chosen.lora) if chosen.lora else (0,)):
         sizes = Sizes(hidden=chosen.hidden, lora=lora)
         prepare = partial(ready, sizes, list(STRATEGIES[ranks].values()), dtype)
         found = {
-            n: hg.launch(measure, ranks, sizes, s, timeout=limit, prepare=prepare) for n, s in STRATEGIES[ranks].items()
+            n: hg.launch(measure, ranks, sizes, s, home, timeout=limit, prepare=prepare)
+            for n, s in STRATEGIES[ranks].items()
         }
         what = f"LoRA of rank {lora}" if lora else "all parameters"
-        shape = f"hidden {sizes.hidden}, {sizes.layers} layers, {sum(sizes.lengths)} tokens, {chosen.dtype}"
+        shape = (
+            f"hidden {sizes.hidden}, {sizes.layers} layers, {sum(sizes.lengths)} tokens, {chosen.dtype}, home {home}"
+        )
         title = f"{ranks} ranks, {what}: {shape}"
         Console(width=170).print(table(title, found))
 

@@ -177,7 +177,11 @@ class RankPrograms(Sequence[RankProgram]):
         verify(self.programs, self.program.outline, self.mode)
 
     def simulate(
-        self, cluster: Cluster | Costs, tokens: int | Sequence[int] = 2048, efficiency: float | None = None
+        self,
+        cluster: Cluster | Costs,
+        tokens: int | Sequence[int] = 2048,
+        efficiency: float | None = None,
+        home: Home | None = None,
     ) -> Timeline:
         """Price the programs: an event simulation of every stream of every rank.
 
@@ -186,12 +190,13 @@ class RankPrograms(Sequence[RankProgram]):
             tokens: of one micro-batch, one sequence, the same for all pipelines or one number for each.
             efficiency: of the datasheet, the part of its FLOP/s that computation reaches; default:
                 `cost.datasheet.EFFICIENCY`.
+            home: of a cluster: who owns state; None: equal shares of all ranks. Costs have their own.
         """
         from hydragraph.cost.datasheet import EFFICIENCY, datasheet
 
         costs = cluster
         if isinstance(costs, Cluster):
-            costs = Costs(datasheet(self.program, costs, efficiency or EFFICIENCY), costs)
+            costs = Costs(datasheet(self.program, costs, efficiency or EFFICIENCY), costs, home=home)
         busy = {p.pipeline: p.micro_batches for p in self.programs if p.pipeline is not None}
         counts = [busy.get(i, 0) for i in range(len(self.strategy.pipelines))]
         work = costs.work(self.strategy, Assignment.even(counts, tokens))

@@ -94,8 +94,10 @@ class Session:
         for what, text in {**alike, "home": str(home)}.items():
             agree(groups, what, text)
         home.check(world.ranks, [bucket.name for bucket in program.buckets])
-        hosts = groups.gather_objects(world.node)
-        owners = HomeLayouts(home.on([hosts.index(host) for host in hosts]), world.ranks)
+        if home.copies > 1:
+            nodes = groups.gather_objects(world.node)
+            home = home.on([nodes.index(node) for node in nodes])
+        owners = HomeLayouts(home, world.ranks)
         state = HomeState.allocate(program, owners.by_name(program.buckets), world.rank, world.device)
         fill(groups, state)
         trained_by = make_optimizer(optimizer, state) if optimizer else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -198,13 +199,14 @@ def test_clipping_and_16_bits(tmp_path: Path) -> None:
 
 
 def refused(prepared: Ready) -> list[str]:
-    """Compile with homes that do not fit; return what each says."""
+    """Compile with homes that do not fit three ranks on two nodes; return what each says."""
     rank, said = torch.distributed.get_rank(), []
+    os.environ["GROUP_RANK"] = "01"[rank == 2]  # as torchrun tells the ranks of a node
     homes = [
-        hg.Home([1, 1, 1]),
-        hg.Home([1, 1] if rank else [1, 2]),
-        hg.Home(buckets={"layer.9": [1, 1]}),
-        hg.Home([1, 0], copies=2),
+        hg.Home([1, 1]),
+        hg.Home([1, 1, 1] if rank else [1, 2, 1]),
+        hg.Home(buckets={"layer.9": [1, 1, 1]}),
+        hg.Home([1, 1, 0], copies=2),
     ]
     for home in homes:
         try:
@@ -215,11 +217,11 @@ def refused(prepared: Ready) -> list[str]:
 
 
 def test_homes_that_do_not_fit_are_refused_on_all_ranks() -> None:
-    one, other = hg.launch(refused, 2, prepare=partial(ready, torch.float32))
-    assert one == other
+    one, *others = hg.launch(refused, 3, prepare=partial(ready, torch.float32))
+    assert others == [one, one]
     count, differ, bucket, alone = one
-    assert "the world of 2 ranks knows no rank 2" in count
-    assert "home differs between ranks: '1,2' on ranks [0]; '1,1' on ranks [1]" in differ
+    assert "it says nothing of rank 2" in count
+    assert "home differs between ranks: '1,2,1' on ranks [0]; '1,1,1' on ranks [1, 2]" in differ
     assert "the model has no bucket 'layer.9': use one of model.embed_tokens.weight, layer.0" in bucket
     assert "all owners are on node 0, so a second one on another node cannot be" in alone
 

@@ -402,7 +402,7 @@ class Executor:
                 if value.kind is Kind.LOSS:
                     totals[0] += loss.double()
         if it.pushed:
-            totals[1] += sum(square_sum(gradient) for gradient in self._home.counted_gradients())
+            totals[1] += sum(square_sum(gradient) for gradient in self._home.counted)
         self._groups.all_reduce(Role.COMMIT, totals)
         self._watch.check()  # an aborted communicator may have let us through
         with self._watch.waiting():  # of a GPU, the numbers come once all ranks have given theirs

@@ -78,6 +78,7 @@ class HomeState:
         rank: whose.
         layouts: bucket name -> home layout.
         weights, gradients: bucket name -> 1-D fp32 tensor of this rank's shard; gradients of the buckets that learn.
+        counted: views into `gradients` of what counts here: over all ranks every element once, however many own it.
         pieces: parameter name -> what this rank owns of it (perhaps nothing), in model order.
         parameters: parameter name -> 1-D fp32 view into `weights`, whose `.grad` is a view into `gradients`, or None
             where the parameter is frozen or the loss does not reach it.
@@ -87,6 +88,7 @@ class HomeState:
     layouts: Mapping[str, Layout]
     weights: Mapping[str, Tensor]
     gradients: Mapping[str, Tensor]
+    counted: Sequence[Tensor]
     pieces: Mapping[str, Piece]
     parameters: Mapping[str, nn.Parameter]
 
@@ -103,7 +105,8 @@ class HomeState:
         found = {p.parameter.name: p for pieces in owned.values() for p in pieces}
         pieces = {name: found[name] for name in program.parameters}
         parameters = {n: nn.Parameter(piece.of(weights), piece.parameter.trainable) for n, piece in pieces.items()}
-        state = HomeState(rank, layouts, weights, gradients, pieces, parameters)
+        counted = [part for name, shard in gradients.items() for part in _counted(layouts[name], rank, shard)]
+        state = HomeState(rank, layouts, weights, gradients, counted, pieces, parameters)
         state.attach_gradients()
         return state
 
@@ -121,17 +124,17 @@ class HomeState:
             for (lo, hi), owned in piece.cut(self.parameters[name]):
                 owned.copy_(canonical[lo:hi])
 
-    def counted_gradients(self) -> Iterator[Tensor]:
-        """Yield the gradients that count here, 1-D: over all ranks every element once, however many own it."""
-        for name, shard in self.gradients.items():
-            mine = self.layouts[name].of(self.rank)
-            counted = mine.copy == 0
-            for at, size in zip(mine.at[counted].tolist(), (mine.hi - mine.lo)[counted].tolist(), strict=True):
-                yield shard[at : at + size]
-
     def named(self) -> list[tuple[str, nn.Parameter]]:
         """Return (name, 1-D fp32 tensor) of every trainable parameter in model order; perhaps without any elements."""
         return [(name, parameter) for name, parameter in self.parameters.items() if parameter.requires_grad]
+
+
+def _counted(layout: Layout, rank: int, shard: Tensor) -> Iterator[Tensor]:
+    """Yield the parts of a rank's shard whose elements count with it, and not with their other owner."""
+    mine = layout.of(rank)
+    for at, size, copy in zip(mine.at.tolist(), (mine.hi - mine.lo).tolist(), mine.copy.tolist(), strict=True):
+        if copy == 0:
+            yield shard[at : at + size]
 
 
 def _owned(bucket: Bucket, layout: Layout, rank: int) -> Sequence[Piece]:

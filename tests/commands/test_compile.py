@@ -132,6 +132,7 @@ def test_strategies_that_do_not_fit_stand_beside_those_that_do(tmp_path: Path) -
             "for the data, which is not read here: name some by --strategy",
         ),
         (("--backend", "fast"), "backend is 'fast': use 'inductor' or 'eager'"),
+        (("--home", "1,2"), "home 1,2: shares is for 2 ranks, but the world of 1 ranks knows no rank 1"),
     ],
 )
 def test_a_mistake_is_a_sentence(tmp_path: Path, arguments: tuple[str, ...], sentence: str) -> None:
@@ -140,6 +141,15 @@ def test_a_mistake_is_a_sentence(tmp_path: Path, arguments: tuple[str, ...], sen
     assert sentence in result.stderr
     assert result.stdout == ""
     assert not (tmp_path / "out").exists()
+
+
+def test_what_travels_follows_from_who_owns_it(tmp_path: Path) -> None:
+    config, out = write(tmp_path), tmp_path / "out"
+    result = run("compile", config, "--ranks", 2, "--strategy", "<[1]x2>", "--home", "1,0", "--output", out)
+    assert result.exit_code == 0, result.output
+    (record,) = Summary.load(out).strategies
+    elements = sum(bucket.size for bucket in program_of(config).buckets)
+    assert (record.pull_bytes, record.push_bytes) == (4 * elements, 4 * elements)  # rank 1 computes, rank 0 owns
 
 
 def test_unequal_shards_are_variants_of_their_own(tmp_path: Path) -> None:

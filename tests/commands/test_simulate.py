@@ -155,6 +155,9 @@ def test_given_micro_batches_are_compared_by_their_tokens(tmp_path: Path) -> Non
     result = run("simulate", write(tmp_path), *options)
     assert result.exit_code == 0, result.output
     assert "3,3" in result.stdout
+    uneven = run("simulate", write(tmp_path), *options, "--home", "1,0")
+    assert uneven.exit_code == 0, uneven.output
+    assert uneven.stdout != result.stdout  # what is pulled and pushed takes other times
     assert "different numbers of tokens here, so compare tokens/s" in result.stdout
 
 
@@ -167,6 +170,7 @@ def test_given_micro_batches_are_compared_by_their_tokens(tmp_path: Path) -> Non
         (("--micro-batches", "0"), "give at least one pipeline something to do"),
         (("--micro-batches", "1,2"), "--micro-batches '1,2'"),
         (("--strategy", "auto"), "name some by --strategy"),
+        (("--home", "1,2"), "home 1,2: shares is for 2 ranks, but the world of 1 ranks knows no rank 1"),
     ],
 )
 def test_a_mistake_is_a_sentence(tmp_path: Path, arguments: tuple[str, ...], sentence: str) -> None:

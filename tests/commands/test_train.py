@@ -51,7 +51,10 @@ def test_resume_continues_bit_for_bit(trained: tuple[Path, Result], tmp_path: Pa
 
 def test_a_strategy_chosen_every_step_resumes_bit_for_bit(tmp_path: Path) -> None:
     plan = {"choose": True, "gain": 0.0, "sample": 2}
-    config = write(tmp_path, ranks=2, strategies=[*LOPSIDED, "2*<tp1,pp1>"], steps=4, checkpoint_every=2, plan=plan)
+    # Shares of the state that are unequal, too.
+    config = write(
+        tmp_path, ranks=2, strategies=[*LOPSIDED, "2*<tp1,pp1>"], steps=4, checkpoint_every=2, plan=plan, home="3,1"
+    )
     first = run("train", config)
     assert first.exit_code == 0, first.output
     folder = tmp_path / "run"

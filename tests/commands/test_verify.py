@@ -14,7 +14,7 @@ from tests.commands.tiny import run, write
 
 def test_verify_passes_and_prints_a_table(trained: tuple[Path, Result]) -> None:
     folder, _ = trained
-    result = run("verify", folder / "config.yaml")
+    result = run("verify", folder / "config.yaml", "--home", "1,0")
     assert result.exit_code == 0, result.output
     assert result.stdout.count("ok") == 2
     assert "WRONG" not in result.stdout

@@ -19,7 +19,7 @@ from hydragraph.cost.work import Without
 from hydragraph.errors import Unsupported
 from hydragraph.ir.instruction import Op
 from hydragraph.spec.assignment import Assignment
-from hydragraph.spec.cluster import Link
+from hydragraph.spec.cluster import Cluster, DeviceType, Link, Node
 from hydragraph.spec.strategy import Pipeline, Stage, Strategy
 from tests.cost.measured import measured
 from tests.cost.priced import HIDDEN, cluster, costs, mixed, profile
@@ -129,6 +129,37 @@ def test_unequal_home_shares_move_what_others_own() -> None:
     found = Costs(Profile.merge([profile(2, "fast", elements=10**6)]), where, home=hg.Home([3, 1]))
     assert found.owned(0) == pytest.approx(3 * found.owned(1), rel=1e-3)
     assert found_traffic(found, Strategy.parse("2*<tp1,pp1>", 2)) == pytest.approx(4 * 7.5e6, rel=1e-3)
+
+
+def test_copies_are_on_the_nodes_of_the_cluster_and_cost_what_they_move() -> None:
+    nodes = tuple(Node("fast", size, INSTANT, INSTANT) for size in (2, 1))
+    where = Cluster.of({"fast": DeviceType(1e15, 10**9, 1e12)}, nodes)
+    known = Profile.merge([profile(2, "fast", elements=10**6)])
+    once, twice = (Costs(known, where, home=hg.Home(copies=copies)) for copies in (1, 2))
+    elements = sum(once.owned(rank) for rank in range(3))
+    assert [twice.owned(rank) / elements for rank in range(3)] == pytest.approx([0.5, 0.5, 1], rel=1e-3)
+    strategy = Strategy.parse("<tp1,pp1>", 2)
+    pushed = []
+    for found in (once, twice):
+        work = found.work(strategy, Assignment.even([1], 100))
+        pushed.append(sum(work.moved(Op.PUSH, bucket.name).total for bucket in found.buckets))
+    assert pushed == pytest.approx([4 * elements * 2 / 3, 4 * elements * 1.5], rel=1e-3)  # what others own
+    assert [m.state for m in twice.memory(strategy)] == [12 * twice.owned(rank) for rank in range(3)]
+    refused = [
+        (hg.Home([1, 1, 0], copies=2), "all owners are on node 0"),
+        (hg.Home([1, 1]), "says nothing of rank 2"),
+        (hg.Home(buckets={"layer.9": [1, 1, 1]}), r"no bucket 'layer\.9'"),
+    ]
+    for home, said in refused:
+        with pytest.raises(ValueError, match=said):
+            Costs(known, where, home=home)
+
+
+def test_a_rank_that_owns_much_has_room_for_fewer_tokens() -> None:
+    known, pair = Profile.merge([profile(2, "fast", elements=10**6)]), Strategy.parse("2*<tp1,pp1>", 2)
+    even, uneven = (Costs(known, cluster(2), home=home) for home in (hg.Home(), hg.Home([9, 1])))
+    limits = [uneven.max_len(pipeline) for pipeline in pair.pipelines]
+    assert 0 < limits[0] < even.max_len(pair.pipelines[0]) < limits[1]
 
 
 def test_what_if_changes_one_number() -> None:

@@ -54,6 +54,15 @@ def held(program: Program, strategy: Strategy) -> dict[str, list[tuple[int, int,
     return found
 
 
+def test_state_that_lives_where_its_stage_is_does_not_travel(program: Program) -> None:
+    strategy = Strategy.parse("<[0]x2,[1]x2>", program.layers)
+    ends = {b.name: int(max(b.blocks) in ("layer.2", "layer.3", program.blocks[-1].name)) for b in program.buckets}
+    home = Home(buckets={name: (1 - at, at) for name, at in ends.items()})
+    for placed in layouts(program, strategy, homes(program, 2, home)):
+        for way in ("pull", "push"):
+            assert traffic(program, [placed], way).total == 0, placed.bucket.name  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("text", STRATEGIES)
 @pytest.mark.parametrize("home", HOMES, ids=str)
 def test_a_pull_brings_each_rank_what_it_lacks(program: Program, text: str, home: Home) -> None:

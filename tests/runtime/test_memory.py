@@ -17,25 +17,30 @@ LIMIT = timedelta(seconds=120)
 SMALL = Sizes(hidden=64, layers=2, vocabulary=257, lengths=(300, 240, 160, 120, 100, 80, 60, 40, 30, 20))
 
 
-def measured(prepared: tuple[hg.Program, object], texts: list[str]) -> list[Measured]:
-    return [measure(prepared, SMALL, text) for text in texts]
+def measured(prepared: tuple[hg.Program, object], texts: list[str], home: hg.Home | None = None) -> list[Measured]:
+    return [measure(prepared, SMALL, text, home) for text in texts]
 
 
 @pytest.mark.parametrize(
-    ("ranks", "texts"),
+    ("ranks", "texts", "home"),
     [
-        (1, ["<tp1,pp1>"]),
-        pytest.param(2, ["2*<tp1,pp1>", "<tp2,pp1>", "<[1,0]x2s>", "<tp1,pp2>"], marks=thorough),
-        (3, ["<[0,1]x1s,[2]x1>", "<[1,2]x2s> + <[0]x2r>"]),
+        (1, ["<tp1,pp1>"], hg.Home()),
+        pytest.param(2, ["2*<tp1,pp1>", "<tp2,pp1>", "<[1,0]x2s>", "<tp1,pp2>"], hg.Home(), marks=thorough),
+        (3, ["<[0,1]x1s,[2]x1>", "<[1,2]x2s> + <[0]x2r>"], hg.Home()),
+        (3, ["<[0,1]x1s,[2]x1>", "<[1,2]x2s> + <[0]x2r>"], hg.Home([3, 0, 1])),
+        pytest.param(3, ["<[0,1]x1s,[2]x1>", "3*<tp1,pp1>"], hg.Home(copies=2), marks=thorough),
     ],
+    ids=str,
 )
-def test_measured_is_expected(ranks: int, texts: list[str]) -> None:
+def test_measured_is_expected(ranks: int, texts: list[str], home: hg.Home) -> None:
     for rank, found in enumerate(
-        hg.launch(measured, ranks, texts, timeout=LIMIT, prepare=partial(ready, SMALL, texts))
+        hg.launch(measured, ranks, texts, home, timeout=LIMIT, prepare=partial(ready, SMALL, texts))
     ):
         for text, one in zip(texts, found, strict=True):
             assert one.peak >= 0.95 * one.expected.total, f"{text}, rank {rank}: {one}"
-            assert one.peak <= 1.05 * one.expected.total, f"{text}, rank {rank}: {one}"
+            # An owner of much has messages for many under way while others wait for theirs.
+            most = one.expected if home == hg.Home() else one.at_most
+            assert one.peak <= 1.05 * most.total, f"{text}, rank {rank}: {one}"
             assert one.at_most.total >= one.expected.total
 
 

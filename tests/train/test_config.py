@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
+from hydragraph.spec.home import Home
 from hydragraph.train.config import TrainConfig, differences
 from tests.train.plain import settings
 
@@ -67,6 +68,10 @@ def test_yaml_takes_off_for_false(tmp_path: Path) -> None:
         ("model.path", "somewhere", "model: give either architecture"),
         ("model.config", [1], "model: config is"),
         ("max_grad_norm", float("nan"), "max_grad_norm is nan"),
+        ("home", {"shares": [1, -1]}, "home: shares: rank 1 has -1"),
+        ("home", {"share": [1, 1]}, "home: unknown field 'share': did you mean 'shares'"),
+        ("home", "3,1 copies=3", "home '3,1 copies=3': copies is 3"),
+        ("home", 1, "home: expected a mapping with shares, copies, buckets, nodes"),
     ],
 )
 def test_errors_name_the_field(tmp_path: Path, field: str, value: object, sentence: str) -> None:
@@ -102,6 +107,20 @@ def test_a_wrong_override_is_named(tmp_path: Path, text: str, sentence: str) -> 
     with pytest.raises(ValueError, match=r"^override") as caught:
         TrainConfig.load(write(tmp_path, {}), [text])
     assert sentence in str(caught.value)
+
+
+def test_a_home_is_a_text_or_a_mapping(tmp_path: Path) -> None:
+    assert TrainConfig.load(write(tmp_path, {})).home == Home()
+    text = TrainConfig.load(write(tmp_path, {"home": "3,1 copies=2 embed=1,1"}))
+    mapping = TrainConfig.load(write(tmp_path, {"home": {"shares": [3, 1], "copies": 2, "buckets": {"embed": [1, 1]}}}))
+    assert text == mapping
+    assert text.home == Home([3, 1], 2, {"embed": [1, 1]})
+    text.save(tmp_path / "resolved.yaml")
+    assert TrainConfig.load(tmp_path / "resolved.yaml") == text
+    assert TrainConfig.load(write(tmp_path, {}), ["home=equal layer.0=1,0", "home.copies=2"]).home == Home(
+        copies=2, buckets={"layer.0": [1, 0]}
+    )
+    assert differences(text, TrainConfig.load(write(tmp_path, {"home": "3,1"}))) != []
 
 
 def test_differences_name_every_field_that_changed(tmp_path: Path) -> None:

@@ -1,0 +1,90 @@
+"""A rank's state under any home layout: what it owns of each parameter, and what of that counts with it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import cast
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hydragraph.ir.layout import Layout, home
+from hydragraph.ir.program import Program
+from hydragraph.runtime.sharded import sharded_weights
+from hydragraph.runtime.state import HomeState
+from tests.runtime.homes import MODEL, tensors
+
+
+def states(layouts: dict[str, Layout], ranks: int) -> list[HomeState]:
+    found = [HomeState.allocate(cast(Program, MODEL), layouts, rank) for rank in range(ranks)]
+    for state in found:
+        state.fill(tensors(0))
+    return found
+
+
+def check(layouts: dict[str, Layout], ranks: int) -> None:
+    """Check that shards are the intervals of what was filled in, and that each element counts and is written once."""
+    full, found = tensors(0), states(layouts, ranks)
+    canonical = {p.name: p.canonical(full[p.name]) for bucket in MODEL.buckets for p in bucket.parameters}
+    written = {name: torch.zeros(tensor.shape) for name, tensor in full.items()}
+    for state in found:
+        for bucket in MODEL.buckets:
+            whole = torch.cat([canonical[p.name] for p in bucket.parameters])
+            mine = layouts[bucket.name].of(state.rank)
+            parts = [whole[lo:hi] for lo, hi in zip(mine.lo.tolist(), mine.hi.tolist(), strict=True)]
+            assert torch.equal(state.weights[bucket.name], torch.cat(parts) if parts else torch.zeros(0))
+        for name, piece in state.pieces.items():
+            assert state.parameters[name].numel() == piece.size
+            parts = [canonical[name][lo:hi] for lo, hi in piece.intervals]
+            assert torch.equal(state.parameters[name].detach(), torch.cat(parts) if parts else torch.zeros(0))
+        for name, value in sharded_weights(state, once=True).items():
+            for offsets, box in value.boxes.items():
+                at = tuple(slice(o, o + n) for o, n in zip(offsets, box.shape, strict=True))
+                assert torch.equal(full[name][at], box)
+                written[name][at] += 1
+    assert all((count == 1).all() for count in written.values())
+    assert sum(part.numel() for state in found for part in state.counted) == sum(b.size for b in MODEL.buckets)
+
+
+@given(st.integers(1, 5), st.sampled_from((1, 8)), st.data())
+def test_any_home(ranks: int, align: int, data: st.DataObject) -> None:
+    copies = data.draw(st.sampled_from((1, 2) if ranks > 1 else (1,)))
+    weights = st.lists(st.sampled_from((0.0, 1.0, 3.0)), min_size=ranks, max_size=ranks)
+    shares = data.draw(weights.filter(lambda w: sum(map(bool, w)) >= copies))
+    check({b.name: home(b.size, range(ranks), shares, copies, align) for b in MODEL.buckets}, ranks)
+
+
+@given(st.data())
+def test_a_part_of_a_bucket_may_have_a_second_owner_while_it_moves(data: st.DataObject) -> None:
+    """As when shares move in chunks beside training: each chunk first has two owners."""
+    layouts = {}
+    for bucket in MODEL.buckets:
+        owners = home(bucket.size, range(2), [1, 1], align=1)
+        lo, hi = sorted(data.draw(st.lists(st.integers(0, owners.local_size(0)), min_size=2, max_size=2, unique=True)))
+        # Rank 1 also owns [lo, hi) of what rank 0 does: before its own, as rows are by element.
+        add = lambda column, value: np.insert(column, 1, value)  # noqa: E731
+        moved = replace(
+            owners,
+            rank=add(owners.rank, 1),
+            lo=add(owners.lo, lo),
+            hi=add(owners.hi, hi),
+            at=np.append(add(owners.at, 0)[:-1], hi - lo),
+            copy=add(owners.copy, 1),
+            partial=add(owners.partial, True),
+        )
+        layouts[bucket.name] = moved
+    check(layouts, 2)
+
+
+def test_parameters_that_learn_have_their_part_of_the_gradients() -> None:
+    layouts = {b.name: home(b.size, range(2), [1, 0]) for b in MODEL.buckets}
+    owner, other = states(layouts, 2)
+    assert {p.grad.numel() if p.grad is not None else None for p in other.parameters.values()} == {0}
+    assert other.counted == []
+    owner.gradients["layer.0"].fill_(2.0)
+    gradient = owner.parameters["layer.0.norm"].grad
+    assert gradient is not None
+    assert gradient.tolist() == pytest.approx([2.0] * 7)
