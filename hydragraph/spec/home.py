@@ -34,10 +34,10 @@ class Home:
         ValueError: naming the shares that are not numbers of at least 0, or all 0, or not as many as others.
     """
 
-    shares: Shares | None = None
+    shares: Sequence[float] | None = None
     copies: int = 1
-    buckets: Mapping[str, Shares] = field(default_factory=dict)
-    nodes: tuple[int, ...] | None = None
+    buckets: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    nodes: Sequence[int] | None = None
 
     def __post_init__(self) -> None:
         if self.shares is not None:
@@ -66,7 +66,7 @@ class Home:
             *((f"buckets.{name}", each) for name, each in self.buckets.items()),
         ]
 
-    def shares_of(self, bucket: str) -> Shares | None:
+    def shares_of(self, bucket: str) -> Sequence[float] | None:
         """Return a bucket's shares by rank; None: equal ones."""
         return self.buckets.get(bucket, self.shares)
 

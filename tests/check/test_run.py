@@ -96,9 +96,9 @@ def compiled() -> str:
     run.AUTO = "auto"
     usual = run.check_here
 
-    def changed(subject: Subject, given: str | bool) -> Any:
+    def changed(subject: Subject, asked: str | bool) -> Any:
         Doubled.factor = 2.0
-        return usual(subject, given)
+        return usual(subject, asked)
 
     run.check_here = changed
     model: nn.Module = randomised(Doubled())

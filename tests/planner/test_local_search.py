@@ -41,7 +41,7 @@ def after_any_step(problem: Problem, placed: np.ndarray, last: int) -> list[floa
     ends = []
     for i in np.flatnonzero(placed == last):
         for q in range(len(problem.pipelines)):
-            partners = [-1, *(k for k in np.flatnonzero(placed == q) if k > i)] if q != last else []
+            partners: list[int] = [-1, *(int(k) for k in np.flatnonzero(placed == q) if k > i)] if q != last else []
             for k in partners:
                 trial = placed.copy()
                 trial[i] = q
