@@ -1,0 +1,34 @@
+"""Kinds of stages and places in them."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hydragraph.spec.stage_kind import StageKind, StagePlace
+
+kinds = st.builds(StageKind, st.integers(1, 64), st.booleans(), st.booleans())
+
+
+@given(kinds)
+def test_a_name_gives_the_kind_back(kind: StageKind) -> None:
+    assert StageKind.parse(kind.text) == kind
+
+
+@given(kinds)
+def test_a_kind_has_a_place_for_each_of_its_ranks(kind: StageKind) -> None:
+    places = kind.places()
+    assert [place.index for place in places] == list(range(kind.tp))
+    assert all((place.tp, place.sequence_parallel, place.recompute) == kind for place in places)
+
+
+def test_names() -> None:
+    assert StageKind(2, sequence_parallel=True, recompute=True).text == "tp2sr"
+    assert str(StagePlace(StageKind(2, True), 1)) == "tp2s:1"
+
+
+@pytest.mark.parametrize("text", ["", "2", "tp", "tp0", "tp2rs", "tp2x", "tp-1"])
+def test_other_names_are_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="is no kind of stage: write tp2"):
+        StageKind.parse(text)
