@@ -26,7 +26,7 @@ class Fit:
     """One strategy.
 
     Attributes:
-        strategy: which.
+        strategy: the one that was walked.
         memory: of every rank, when it holds most.
         limits: bytes that each rank may use.
         seconds: of the iteration that was asked about.

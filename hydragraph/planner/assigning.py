@@ -127,6 +127,7 @@ def assign_pipelines(
 def bound_pipelines(pipelines: Sequence[PipelineCost], lengths: Sequence[int]) -> float:
     """Return seconds that no assignment to these pipelines can beat."""
     problem = problem_of(pipelines, lengths, formed=True)
+    # Any spread will do to start from: all on the pipeline that takes the longest sequences is one that always fits.
     somewhere = np.full(len(problem.lengths), int(np.argmax([p.max_len for p in pipelines])), dtype=np.int64)
     return bounded(problem, _least_cost(problem), formed_room(problem), somewhere).seconds
 

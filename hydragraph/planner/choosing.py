@@ -86,6 +86,7 @@ def compare(
         all_of_them: assign candidates too whose bound already loses, to show what they would take.
     """
     pipelines = [profile.pipelines(candidate) for candidate in candidates]
+    # Published constants know pull and push only as one number, paid where pipelines are not all alike.
     charges = [profile.hetero_sync_s if len(set(candidate)) > 1 else 0.0 for candidate in candidates]
     return compare_pipelines(pipelines, lengths, charges, all_of_them=all_of_them, seed=seed)
 

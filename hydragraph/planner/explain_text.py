@@ -126,6 +126,7 @@ def _few(report: Report) -> list[Candidate]:
 
 def _memory(report: Report) -> list[str]:
     """Return a line for each scheme that a shown candidate has, with what its fullest device holds."""
+    # Strategies of as many devices share a scheme's memory; of others, the first that is shown stands for it.
     by_scheme: dict[tuple[int, int], MemoryUse] = {}
     for candidate in _few(report):
         for use in candidate.memory:

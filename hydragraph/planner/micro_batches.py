@@ -213,6 +213,7 @@ def form_in_order(
     best, bound, count, placed = form(work, lengths, terms, stages, c, util_len, objective, kicks)
     if count == 0:
         return best, bound, 0, placed, np.inf
+    # A micro-batch costs c whatever is in it, and then its sequences' work.
     used = np.zeros(count, np.bool_)
     costs = np.full(count, c)
     for i in range(len(work)):

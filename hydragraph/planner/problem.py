@@ -109,6 +109,7 @@ def _checked(lengths: Sequence[int]) -> Ints:
 
 def _terms(kind: PipelineCost, formed: bool, bubble: Bubble) -> Floats:
     """Return the row that `local_search.finish` reads."""
+    # Where the bubble is a constant, it is in FIXED, and BUBBLE stays 0.
     depth = float(kind.stages - 1)
     row = np.zeros(local_search.COLUMNS)
     row[local_search.QUADRATIC] = kind.a

@@ -179,6 +179,7 @@ def needed(t: float, steps: int, devices: Ints, levels: Ints, work: Floats, unit
                 continue
             # From the shortest interval on: the longer it is, the more pipelines it needs.
             for above in range(upto - 1, -1, -1):
+                # A little less than exact, so that rounding does not ask for a tenth of a pipeline more.
                 d = math.ceil((work[k, upto] - work[k, above]) * steps / t * (1.0 - 1e-12))
                 grown = max(d, 1) * devices[k]
                 if grown >= best:
@@ -283,6 +284,7 @@ def expected_seconds(strategy: Sequence[Scheme], data: Histogram, upto: int) -> 
     All pipelines that take a level share it in proportion to their speed. Sequences above any pipeline's reach can only
     go to the others, so the same holds of what is above each reach alone; the largest of these times counts.
     """
+    # What the proposal's shares said is gone after rounding: who takes which level is decided anew, by speed alone.
     index = {s: k for k, s in enumerate(data.schemes)}
     counts = np.bincount([index[s] for s in strategy], minlength=len(data.schemes)).astype(np.float64)
     reach = max(int(data.levels[index[s]]) for s in strategy)

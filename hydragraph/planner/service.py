@@ -152,6 +152,7 @@ class PlanService:
             stdout=subprocess.PIPE,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
         )
+        # The request once; then only lengths go out, and answers come back.
         self._processes[index] = process
         stdin = cast(IO[bytes], process.stdin)
         pickle.dump(self._request, stdin)

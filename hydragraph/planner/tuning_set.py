@@ -50,6 +50,7 @@ class TuningSet:
     """
 
     def __init__(self, profile: Profile, batches: Sequence[Sequence[int]], devices: int) -> None:
+        # Whole mini-batches, as long as the budget lasts.
         work = np.cumsum([len(lengths) * devices for lengths in batches])
         self._batches = [list(b) for b, upto in zip(batches, work.tolist(), strict=True) if upto <= WORK] or [
             list(b) for b in batches[:1]

@@ -6,12 +6,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import hydragraph as hg
+from hydragraph.cost.profile import PipelineCost
 from hydragraph.planner.quick import (
     MICRO_BATCHES_PER_STAGE,
     OVERHEAD_TOKENS,
     USEFUL_TOKENS,
     assign,
+    assign_pipelines,
 )
+
+
+def test_the_example_of_the_module() -> None:
+    pipeline = PipelineCost(0.0, 1e-3, 0.0, 2, 10_000, 1, 2)
+    plan = assign_pipelines([pipeline, pipeline], [5000, 4000, 3000, 3000, 3000])
+    assert plan.micro_batches == (((0,), (3,)), ((1,), (2,), (4,)))
 
 
 @given(

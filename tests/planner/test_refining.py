@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import combinations_with_replacement
 
 import numpy as np
@@ -22,6 +23,12 @@ UNEVEN = Profile(
     "uneven", {s: PROFILE.schemes[s] for s in LIMITS}, PROFILE.util, None, limits=LIMITS, hetero_sync_s=0.01
 )
 BATCHES = [lengths(60, seed, longest) for seed, longest in enumerate((6000, 6000, 2400, 800, 1400, 850))]
+
+
+def test_the_example_of_the_module() -> None:
+    schemes = {scheme: PROFILE.schemes[scheme] for scheme in [(2, 1), (4, 1), (8, 1)]}
+    found = exchanges(((4, 1), (4, 1)), replace(PROFILE, schemes=schemes), 8)
+    assert set(found) == {((4, 1), (2, 1), (2, 1)), ((2, 1),) * 4, ((8, 1),)}
 
 
 def every(profile: Profile, devices: int) -> list[tuple[Scheme, ...]]:
