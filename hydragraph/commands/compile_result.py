@@ -21,7 +21,7 @@ from hydragraph.passes.differentiate import Variant
 from hydragraph.passes.layouts import layouts
 from hydragraph.passes.place import place
 from hydragraph.passes.shard import Degree
-from hydragraph.runtime.variants import Variants
+from hydragraph.runtime.variants import Variants, pass_seconds
 from hydragraph.spec.strategy import Strategy
 
 _KEPT = 1 << 20  # nothing may be forgotten: a variant that was compiled twice would be taken for two
@@ -43,7 +43,8 @@ class VariantRecord:
         forward_nodes, backward_nodes: operators.
         saved_values: what its forward hands to its backward.
         saved_bytes_per_token: of that, what is neither an input nor the output, per token of the micro-batch.
-        seconds: that compiling took.
+        seconds: that compiling took here; next to none where this process had compiled it before.
+        pass_seconds: graph pass -> the seconds that it took, whenever that was.
     """
 
     name: str
@@ -58,6 +59,7 @@ class VariantRecord:
     saved_values: int
     saved_bytes_per_token: float
     seconds: float
+    pass_seconds: Mapping[str, float]
 
     def __post_init__(self) -> None:
         for name in ("blocks", "indices"):  # lists, where they come from JSON
@@ -224,6 +226,7 @@ class Compiler:
             saved_values=sum(need.startswith("saved.") for need in variant.needs),
             saved_bytes_per_token=(more - less) / _TOKENS,
             seconds=seconds,
+            pass_seconds=dict(pass_seconds(variant)),
         )
 
 

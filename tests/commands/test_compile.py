@@ -85,6 +85,9 @@ def test_the_summary_is_plain_json(compiled: tuple[Path, Path, Result]) -> None:
     assert {name: type(record[name]) for name in kinds} == kinds
     assert (record["ranks"], record["backend"], record["layers"]) == (2, "eager", 2)
     assert all(isinstance(each["indices"], list) and isinstance(each["seconds"], float) for each in record["variants"])
+    passes = [list(each["pass_seconds"]) for each in record["variants"]]
+    assert all(names[0] == "shard" and "differentiate" in names for names in passes)
+    assert all(value > 0 for each in record["variants"] for value in each["pass_seconds"].values())
 
 
 def test_a_later_compile_replaces_an_earlier_one_and_nothing_else(tmp_path: Path) -> None:
