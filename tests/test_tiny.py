@@ -60,16 +60,16 @@ def on_a_rank(checkpoint: Path) -> tuple[list[float], dict[str, Tensor]]:
     strategies = [hg.Strategy.parse(text, layers=1) for text in (COPIES, CUT)]
     program = hg.capture(tiny())  # traced once; both executables below run it
 
-    executable = hg.compile(tiny(), strategies, optimizer=adamw, device="cpu", program=program)
-    losses = [executable.step(STEPS[i], strategies[i]).loss for i in range(2)]
-    executable.save(checkpoint)
-    executable.close()
+    first = hg.compile(tiny(), strategies, optimizer=adamw, device="cpu", program=program)
+    losses = [first.step(STEPS[i], strategies[i]).loss for i in range(2)]
+    first.save(checkpoint)
 
-    executable = hg.compile(tiny(), strategies, optimizer=adamw, device="cpu", program=program)
-    executable.load(checkpoint)  # any number of ranks could; the next steps take the strategies in the other order
-    losses += [executable.step(STEPS[2 + i], strategies[1 - i]).loss for i in range(2)]
-    weights = executable.full_state_dict()  # whole on rank 0, nothing elsewhere
-    executable.close()
+    second = hg.compile(tiny(), strategies, optimizer=adamw, device="cpu", program=program)
+    second.load(checkpoint)  # any number of ranks could; its steps take the strategies in the other order
+    losses += [second.step(STEPS[2 + i], strategies[1 - i]).loss for i in range(2)]
+    weights = second.full_state_dict()  # whole on rank 0, nothing elsewhere
+    for executable in (first, second):
+        executable.close()
     return losses, weights
 
 
