@@ -76,7 +76,8 @@ def compile_all(sizes: Sizes) -> Measured:
     """Capture a model and compile every template for rank 0 of each tensor-parallel degree."""
     from hydragraph.frontend.capture import capture
     from hydragraph.passes.differentiate import differentiate
-    from hydragraph.passes.shard import Degree, shard
+    from hydragraph.passes.shard import shard
+    from hydragraph.spec.stage_kind import StageKind, StagePart
 
     model = _llama(sizes)
 
@@ -86,9 +87,9 @@ def compile_all(sizes: Sizes) -> Measured:
             template = program.templates[block.template]
             names = zip(template.parameters, block.parameters, strict=True)
             parameters = {local: program.parameters[name] for local, name in names}
-            for degree in map(Degree, DEGREES):
-                sharded = shard(template, parameters, degree)
-                differentiate(template, sharded, parameters, degree, program.dtype)
+            for part in (StagePart(StageKind(tp)) for tp in DEGREES):
+                sharded = shard(template, parameters, part)
+                differentiate(template, sharded, parameters, part, program.dtype)
 
     return measure(action)
 

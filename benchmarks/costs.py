@@ -32,10 +32,11 @@ from rich.table import Table as Printed
 import hydragraph as hg
 from hydragraph.cost.curves import Constants, Table
 from hydragraph.cost.model import ModelSizes
-from hydragraph.cost.pieces import AUX, Device, Kind, Piece
+from hydragraph.cost.pieces import AUX, Device, Piece
 from hydragraph.cost.profile import Profile
 from hydragraph.cost.stack import DEEPSPEED, Stack
 from hydragraph.spec.cluster import Cluster, DeviceType, Link, Node
+from hydragraph.spec.stage_kind import StageKind
 
 SEQUENCE = 2048  # tokens: act_output_floats of model_memory.json over the hidden size
 FLOAT = 4  # bytes
@@ -72,7 +73,7 @@ class Sailor:
         for tp in sorted({int(tp) for each in tables.values() for tp in each}):
             rows = {int(n): _expanded(each[str(tp)]) for n, each in tables.items() if str(tp) in each}
             sizes = [int(row[0]) for row in memory[tp]] if tp in memory else [int(row[0]) // tp for row in memory[1]]
-            pieces[Kind(tp)] = {
+            pieces[StageKind(tp)] = {
                 f"block {i}": Piece.apart(
                     Table(tuple((n, n * SEQUENCE, each[i][0]) for n, each in rows.items())),
                     Table(tuple((n, n * SEQUENCE, each[i][1]) for n, each in rows.items())),
@@ -192,7 +193,7 @@ def big_profile(layers: int, hidden: int = 8192) -> Profile:
         {},
         dict.fromkeys((1, 2, 8), 2048),
         blocks=("embed", *["layer"] * layers, "head"),
-        pieces={Kind(tp): pieces(tp) for tp in (1, 2, 8)},
+        pieces={StageKind(tp): pieces(tp) for tp in (1, 2, 8)},
         device=Device("large", 80e9, sum(12 * hidden * hidden for _ in range(layers)), 2),
         sizes=sizes,
         update=(1e-5, 1e-11),

@@ -22,8 +22,8 @@ from hydragraph.errors import Unsupported
 from hydragraph.frontend.blocks import block_list
 from hydragraph.frontend.packed import Loss, token_cross_entropy
 from hydragraph.ir.program import Block, Program
-from hydragraph.passes.shard import Degree
 from hydragraph.runtime.variants import Variants
+from hydragraph.spec.stage_kind import StagePart
 
 log = logging.getLogger("hydragraph.check")
 
@@ -264,7 +264,7 @@ def _attempt(
     failed: _Unrunnable | None = None
     try:
         with _side("captured"):
-            ran = [(block, variants.get(block, Degree())) for block in _kept(program, group)]
+            ran = [(block, variants.get(block, StagePart())) for block in _kept(program, group)]
             for batch, _ in packed:
                 loss = loss + add_captured(program, ran, tensors, sums, batch, wide).double()
     except _Unrunnable as error:

@@ -31,9 +31,9 @@ from hydragraph.ir.parameter import Parameter
 from hydragraph.ir.program import Block, Program, Template
 from hydragraph.passes.differentiate import COLLECTIVES, Variant
 from hydragraph.passes.place import place
-from hydragraph.passes.shard import Degree
 from hydragraph.runtime.batch import pack
 from hydragraph.runtime.variants import Variants, local_parameters, vocabulary_starts
+from hydragraph.spec.stage_kind import StageKind, StagePart
 from hydragraph.spec.strategy import Strategy
 
 # The most parameters of a block: both sides hold them and their gradients in fp32, 4 GiB in all.
@@ -45,23 +45,6 @@ REMEDY = (
     "run it with another tensor-parallel degree, without sequence parallelism or recomputation, and report this with "
     "the model's config; check='off' trains with the graphs as they are"
 )
-
-
-@dataclass(frozen=True)
-class Form:
-    """How a stage runs its blocks.
-
-    Attributes:
-        tp: tensor-parallel degree.
-        sequence_parallel, recompute: as in `hydragraph.spec.strategy.Stage`.
-    """
-
-    tp: int
-    sequence_parallel: bool
-    recompute: bool
-
-    def __str__(self) -> str:
-        return f"tp{self.tp}" + ", sp" * self.sequence_parallel + ", recomputed" * self.recompute
 
 
 class StageCheck:
@@ -89,7 +72,7 @@ class StageCheck:
             Unsupported: a stage computes something else than the block, naming form, block and parameter.
         """
         began = time.perf_counter()
-        forms = set[Form]()
+        forms = set[StageKind]()
         errors = [0.0]
         left = dict[str, str]()
         for block, form in self._work(strategy):
@@ -107,26 +90,26 @@ class StageCheck:
                 else:
                     errors.append(error)
                     forms.add(form)
-                    remember(stored, f"{block.name} under <{form}>")
+                    remember(stored, f"{block.name} under <{form.text}>")
             self._passed.add(key)
         if left:
             named = "; ".join(f"{name} ({why})" for name, why in left.items())
             log.warning("not compared with what ranks run: %s", named)
         if forms:
-            names = " and ".join(f"<{form}>" for form in sorted(forms, key=str))
+            names = " and ".join(f"<{form.text}>" for form in sorted(forms))
             seconds = time.perf_counter() - began
             log.info("checked what ranks run under %s: worst error %.1e, %.1f s", names, max(errors), seconds)
 
-    def _work(self, strategy: Strategy) -> Iterator[tuple[Block, Form]]:
+    def _work(self, strategy: Strategy) -> Iterator[tuple[Block, StageKind]]:
         """Yield what is not the plain uncut block, whose graphs were compared with the model."""
         head = self._program.blocks[-1]
         for stage in place(self._program.outline, strategy, [1] * len(strategy.pipelines)).stages:
-            form = Form(len(stage.ranks), stage.sequence_parallel, stage.recompute)
+            form = stage.kind
             for block in self._program.blocks[slice(*stage.blocks)]:
                 if form.tp > 1 or form.recompute or (self._fused_head and block is head):
                     yield block, form
 
-    def _key(self, block: Block, form: Form) -> Hashable:
+    def _key(self, block: Block, form: StageKind) -> Hashable:
         """Return what the outcome depends on, of a program's own."""
         program = self._program
         cut_shapes = tuple((p.shape, p.rule) for p in (program.parameters[n] for n in block.parameters))
@@ -137,7 +120,7 @@ class StageCheck:
         passes_on = program.outline.index[block.name] > program.outline.lowest
         return content, cut_shapes, learns, passes_on, form, fused, str(program.dtype)
 
-    def _compare(self, block: Block, form: Form) -> float | None:
+    def _compare(self, block: Block, form: StageKind) -> float | None:
         """Return the worst error of a gradient, as a part of its norm; None: nothing finite could be compared."""
         failed: list[tuple[Difference | Exception, Attempt]] = []
         for attempt in _attempts(self._program.dtype):
@@ -154,13 +137,13 @@ class StageCheck:
             return None
         raise _refusal(block, form, *failed[-1])
 
-    def _attempt(self, block: Block, form: Form, attempt: Attempt) -> Difference | None:
+    def _attempt(self, block: Block, form: StageKind, attempt: Attempt) -> Difference | None:
         """Compare the whole block with all ranks of a stage, once."""
         wide = attempt.dtype if attempt.widened else None
         parameters = local_parameters(self._program, block, self._program.templates[block.template])
-        whole = self._whole.get(block, Degree())
-        degrees = [Degree(form.tp, i, form.sequence_parallel) for i in range(form.tp)]
-        variants = [self._cut.get(block, degree, form.recompute) for degree in degrees]
+        whole = self._whole.get(block, StagePart())
+        parts = form.parts()
+        variants = [self._cut.get(block, part) for part in parts]
         with torch.no_grad(), default_dtype(wide):
             values = self._values(block, form, attempt)
             tangent = _tangent(runner(whole.forward, wide)(*(values[n] for n in whole.inputs))[0], attempt.seed)
@@ -177,7 +160,7 @@ class StageCheck:
                 expected[key] = value
         return compare(computed, expected, attempt.bound, (tokens_of(values),))  # the loss among them, as an output
 
-    def _values(self, block: Block, form: Form, attempt: Attempt) -> dict[str, Any]:
+    def _values(self, block: Block, form: StageKind, attempt: Attempt) -> dict[str, Any]:
         """Draw a packed batch, a hidden state and weights: every input of a block's template, by its name there."""
         program = self._program
         wide = attempt.dtype if attempt.widened else None
@@ -244,7 +227,7 @@ class _Stage:
         wide: the dtype to compute in; None: as captured.
     """
 
-    form: Form
+    form: StageKind
     parameters: Mapping[str, Parameter]
     variants: Sequence[Variant]
     inputs: Mapping[str, Any]
@@ -258,7 +241,7 @@ class _Stage:
         for name, parameter in self.parameters.items():
             flat = parameter.canonical(self.inputs[name])
             own[name] = parameter.natural(torch.cat([flat[a:b] for a, b in parameter.intervals(tp, index)]), tp, index)
-        own |= vocabulary_starts(self.variants[index], self.parameters, Degree(tp, index))
+        own |= vocabulary_starts(self.variants[index], self.parameters, StagePart(StageKind(tp), index))
         if self.form.sequence_parallel:
             own |= {"hidden": collectives.split(own["hidden"], 1)} if "hidden" in own else {}
             tangent = collectives.split(tangent, 1) if tangent.dim() else tangent
@@ -283,8 +266,8 @@ class _Stage:
         return [parameter.natural(total)]
 
 
-def _refusal(block: Block, form: Form, difference: Difference | Exception, attempt: Attempt) -> Unsupported:
-    where = f"{block.name} under <{form}>"
+def _refusal(block: Block, form: StageKind, difference: Difference | Exception, attempt: Attempt) -> Unsupported:
+    where = f"{block.name} under <{form.text}>"
     if isinstance(difference, Exception):
         first = (str(difference).splitlines() or [""])[0]
         return Unsupported(

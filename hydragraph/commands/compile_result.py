@@ -14,14 +14,13 @@ import torch
 from hydragraph.api import RankPrograms, lower
 from hydragraph.cost.footprint import MicroBatch, footprint
 from hydragraph.cost.link_bytes import traffic
-from hydragraph.cost.pieces import Kind
 from hydragraph.ir.home import HomeLayouts
 from hydragraph.ir.program import Block, Program, short
 from hydragraph.passes.differentiate import Variant
 from hydragraph.passes.layouts import layouts
 from hydragraph.passes.place import place
-from hydragraph.passes.shard import Degree
 from hydragraph.runtime.variants import Variants, pass_seconds
+from hydragraph.spec.stage_kind import StageKind, StagePart
 from hydragraph.spec.strategy import Strategy
 
 _KEPT = 1 << 20  # nothing may be forgotten: a variant that was compiled twice would be taken for two
@@ -116,7 +115,7 @@ class _Need:
     """A template in a kind of stage, by the first block of the model that has the template."""
 
     block: Block
-    kind: Kind
+    kind: StageKind
 
 
 class Compiler:
@@ -184,7 +183,7 @@ class Compiler:
         """Return what a strategy needs, the model's first block first."""
         needs: dict[_Need, None] = {}
         for stage in place(self._program.outline, strategy, [1] * len(strategy.pipelines)).stages:
-            kind = Kind(len(stage.ranks), stage.sequence_parallel, stage.recompute)
+            kind = stage.kind
             templates = dict.fromkeys(block.template for block in self._program.blocks[slice(*stage.blocks)])
             needs |= dict.fromkeys(_Need(self._first[template], kind) for template in templates)
         return tuple(needs)
@@ -198,13 +197,12 @@ class Compiler:
     def _compile(self, need: _Need) -> Iterator[CompiledVariant]:
         indices: dict[Variant, list[int]] = {}
         seconds: dict[Variant, float] = {}
-        for index in range(need.kind.tp):
-            degree = Degree(need.kind.tp, index, need.kind.sequence_parallel)
+        for part in need.kind.parts():
             began = time.perf_counter()
-            variant = self._traced.get(need.block, degree, need.kind.recompute)
+            variant = self._traced.get(need.block, part)
             if self._filling is not None:
-                self._filling.get(need.block, degree, need.kind.recompute)
-            indices.setdefault(variant, []).append(index)
+                self._filling.get(need.block, part)
+            indices.setdefault(variant, []).append(part.index)
             seconds[variant] = seconds.get(variant, 0.0) + time.perf_counter() - began
         for variant, places in indices.items():
             name = f"{need.block.name}.{need.kind.text}" + (f".rank{places[0]}" if len(indices) > 1 else "")
@@ -213,8 +211,8 @@ class Compiler:
     def _record(
         self, name: str, need: _Need, variant: Variant, indices: tuple[int, ...], seconds: float
     ) -> VariantRecord:
-        degree = Degree(need.kind.tp, indices[0], need.kind.sequence_parallel)
-        less, more = (footprint(variant, degree, MicroBatch(n * _TOKENS, 1)).saved for n in (1, 2))
+        part = StagePart(need.kind, indices[0])
+        less, more = (footprint(variant, part, MicroBatch(n * _TOKENS, 1)).saved for n in (1, 2))
         return VariantRecord(
             name,
             short(need.block.template),

@@ -17,9 +17,9 @@ from hydragraph.commands.process import leads, on_ranks, quieten
 from hydragraph.train.config import TrainConfig
 
 if TYPE_CHECKING:
-    from hydragraph.cost.pieces import Kind
     from hydragraph.cost.profile import Profile, Scheme
     from hydragraph.ir.program import Program
+    from hydragraph.spec.stage_kind import StageKind
     from hydragraph.spec.strategy import Strategy
 
 EXAMPLE = (
@@ -129,15 +129,17 @@ def _every_scheme(program: Program, ranks: int) -> tuple[Scheme, ...]:
     return tuple((tp, pp) for tp in degrees for pp in range(1, min(ranks // tp, program.layers) + 1))
 
 
-def _kinds(strategies: tuple[Strategy, ...], schemes: tuple[Scheme, ...], flags: tuple[bool, bool]) -> tuple[Kind, ...]:
+def _kinds(
+    strategies: tuple[Strategy, ...], schemes: tuple[Scheme, ...], flags: tuple[bool, bool]
+) -> tuple[StageKind, ...]:
     """Return the kinds of stages to measure: those of the strategies, and of the schemes with and without flags."""
-    from hydragraph.cost.pieces import Kind
+    from hydragraph.spec.stage_kind import StageKind
 
     stages = [stage for strategy in strategies for pipeline in strategy.pipelines for stage in pipeline.stages]
-    kinds = [Kind(s.tp, s.sequence_parallel, s.recompute) for s in stages]
+    kinds = [s.kind for s in stages]
     for tp in dict.fromkeys(tp for tp, _ in schemes):
         parallel = [False, True] if flags[0] and tp > 1 else [False]
-        kinds += [Kind(tp, sp, again) for sp in parallel for again in ([False, True] if flags[1] else [False])]
+        kinds += [StageKind(tp, sp, again) for sp in parallel for again in ([False, True] if flags[1] else [False])]
     return tuple(kinds)
 
 

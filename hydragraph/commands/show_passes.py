@@ -11,8 +11,8 @@ from hydragraph.passes.graph_passes import GRAPH_PASSES, VariantSpec, modules_of
 from hydragraph.passes.graph_text import changes, graph_text
 from hydragraph.passes.pipeline import PASSES
 from hydragraph.passes.place import place
-from hydragraph.passes.shard import Degree
 from hydragraph.runtime.variants import Variants
+from hydragraph.spec.stage_kind import StagePart
 from hydragraph.spec.strategy import Strategy
 
 
@@ -35,26 +35,26 @@ def dump_passes(program: Program, variants: Variants, strategy: Strategy, rank: 
         rank: of which rank; None: the first of each kind of stage.
     """
     shown = set()
-    for block, degree, recompute in _places(program, strategy, rank):
-        key = (block.template, degree, recompute)
+    for block, part in _places(program, strategy, rank):
+        key = (block.template, part)
         if key not in shown:
             shown.add(key)
-            yield from _dump(variants.spec(block, degree, recompute))
+            yield from _dump(variants.spec(block, part))
 
 
-def _places(program: Program, strategy: Strategy, rank: int | None) -> Iterator[tuple[Block, Degree, bool]]:
+def _places(program: Program, strategy: Strategy, rank: int | None) -> Iterator[tuple[Block, StagePart]]:
     placement = place(program.outline, strategy, [1] * len(strategy.pipelines))
     ranks: Sequence[int] = [stage.ranks[0] for stage in placement.stages] if rank is None else [rank]
     for owner in ranks:
         stage = placement.stage_of.get(owner)
         for block in program.blocks[slice(*stage.blocks)] if stage is not None else ():
             assert stage is not None
-            yield block, Degree.of(stage, owner), stage.recompute
+            yield block, stage.part_of(owner)
 
 
 def _dump(spec: VariantSpec) -> Iterator[str]:
-    kind = f"place {spec.degree.index} of tp {spec.degree.tp}"
-    kind += ", sequence parallel" * spec.degree.sequence_parallel + ", recomputed" * spec.recompute
+    kind = f"place {spec.part.index} of tp {spec.part.tp}"
+    kind += ", sequence parallel" * spec.part.sequence_parallel + ", recomputed" * spec.part.recompute
     before: dict[str, fx.GraphModule] = modules_of(spec.template)
     yield f"# {spec.where}, {kind}"
     yield f"## its template\n{graph_text(before['forward'])}"

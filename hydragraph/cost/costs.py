@@ -29,7 +29,7 @@ from hydragraph.cost.footprint import Footprint, MicroBatch
 from hydragraph.cost.memory import Blocks, Memory, MemoryCurve, Walk
 from hydragraph.cost.messages import GRADIENT_BYTES
 from hydragraph.cost.model import ModelSizes
-from hydragraph.cost.pieces import AUX, Kind, Piece
+from hydragraph.cost.pieces import AUX, Piece
 from hydragraph.cost.profile import PipelineCost, Profile
 from hydragraph.cost.simulate import Timeline, run
 from hydragraph.cost.stack import Stack
@@ -44,11 +44,11 @@ from hydragraph.ir.link import Slices, copy, reduce
 from hydragraph.ir.outline import Outline
 from hydragraph.ir.parameter import Bucket
 from hydragraph.passes.place import Placement, place
-from hydragraph.passes.shard import Degree
 from hydragraph.spec.assignment import Assignment
 from hydragraph.spec.cluster import Cluster
 from hydragraph.spec.health import Health
 from hydragraph.spec.home import Home
+from hydragraph.spec.stage_kind import StageKind, StagePart
 from hydragraph.spec.strategy import Pipeline, Stage, Strategy
 
 OWN = Stack()
@@ -179,7 +179,7 @@ class Costs:
         return tuple(costs)
 
     def _stage(self, stage: Stage, span: tuple[int, int], following: Stage | None) -> StageCost:
-        kind = kind_of(stage)
+        kind = stage.kind
         # A stage is as slow as its slowest rank; ranks of one type and rate are alike, so each such pair counts once.
         forwards = []
         backwards = []
@@ -203,7 +203,7 @@ class Costs:
         lowest = self.outline.lowest
         return template in self.profile.blocks[lowest:]
 
-    def _rings(self, stage: Stage, kind: Kind, span: tuple[int, int]) -> tuple[Ring, Ring] | None:
+    def _rings(self, stage: Stage, kind: StageKind, span: tuple[int, int]) -> tuple[Ring, Ring] | None:
         if stage.tp == 1:
             return None
         pieces = self.pieces(self.cluster.type_of(stage.devices[0]), kind)
@@ -235,7 +235,7 @@ class Costs:
         """Return how many tokens a micro-batch of a pipeline may have under 1F1B, by the memory of each rank."""
         profile = self.piece_profile(pipeline.devices[0])
         measured = profile.limits.get((pipeline.stages[0].tp, len(pipeline.stages)))
-        if measured is not None and all(kind_of(s) == Kind(pipeline.stages[0].tp) for s in pipeline.stages):
+        if measured is not None and all(s.kind == StageKind(pipeline.stages[0].tp) for s in pipeline.stages):
             return int(measured)
         # A pipeline's memory does not depend on the others, except that all ranks share what lives at home.
         strategy = Strategy((pipeline,))
@@ -308,7 +308,7 @@ class Costs:
         """Return what was measured on a rank's type of device."""
         return self._of_type[self.cluster.type_of(rank)]
 
-    def pieces(self, type_: str, kind: Kind) -> Mapping[str, Piece]:
+    def pieces(self, type_: str, kind: StageKind) -> Mapping[str, Piece]:
         """Return what every template costs in a kind of stage on a type of device.
 
         Raises:
@@ -383,7 +383,7 @@ class Costs:
         places = [self._blocks_of(p) for p in strategy.pipelines]
         for pipeline, mine in zip(strategy.pipelines, places, strict=True):
             for stage, span in zip(pipeline.stages, mine, strict=True):
-                pieces = self.pieces(self.cluster.type_of(stage.devices[0]), kind_of(stage))
+                pieces = self.pieces(self.cluster.type_of(stage.devices[0]), stage.kind)
                 elements = sum(pieces[t].parameters - pieces[t].frozen for t in self.profile.blocks[slice(*span)])
                 update = max(self._update_s(rank, elements) for rank in stage.devices)
                 others = [
@@ -475,16 +475,11 @@ class Costs:
         ]
 
 
-def kind_of(stage: Stage) -> Kind:
-    """Return how a stage's ranks compute; a single rank has no tokens to split."""
-    return Kind(stage.tp, stage.sequence_parallel and stage.tp > 1, stage.recompute)
-
-
 def micro_batches_of(strategy: Strategy, assignment: Assignment) -> list[list[MicroBatch]]:
     """Return the packed micro-batches of every pipeline, padded where tokens must divide."""
     by_pipeline = []
     for pipeline, batches in zip(strategy.pipelines, assignment.tokens, strict=True):
-        parts = math.lcm(*(s.tp for s in pipeline.stages if kind_of(s).sequence_parallel), 1)
+        parts = math.lcm(*(s.tp for s in pipeline.stages if s.kind.sequence_parallel), 1)
         packed = []
         for lengths in batches:
             padding = -sum(lengths) % parts  # a sequence of its own
@@ -523,7 +518,7 @@ class CostedWork:
     def computing(self, op: Op, block: str, ranks: Sequence[int], micro_batches: int) -> Sequence[float]:
         """See `Priced`."""
         stage = self._where[ranks[0]]
-        kind = kind_of(self._strategy.pipelines[stage.pipeline].stages[stage.stage])
+        kind = self._strategy.pipelines[stage.pipeline].stages[stage.stage].kind
         costs = self._costs
         template = AUX if block == "aux" else self._templates[block]
         kinds = dict.fromkeys((costs.cluster.type_of(r), costs.rate(r)) for r in ranks)
@@ -541,7 +536,7 @@ class CostedWork:
                 seconds = [alone + ring.seconds(sum(m)) for alone, m in zip(seconds, batches, strict=True)]
         return seconds
 
-    def _seconds(self, type_: str, kind: Kind, template: str, op: Op, lengths: tuple[int, ...]) -> float:
+    def _seconds(self, type_: str, kind: StageKind, template: str, op: Op, lengths: tuple[int, ...]) -> float:
         key = (type_, kind, template, op, lengths)
         if key not in self._known:
             pieces = self._costs.pieces(type_, kind)
@@ -570,7 +565,7 @@ class CostedWork:
         return self._moved[key]
 
     def _splits_tokens(self, stages: Sequence[tuple[int, ...]]) -> bool:
-        return any(self._where[ranks[0]].sequence_parallel for ranks in stages)
+        return any(self._where[ranks[0]].kind.sequence_parallel for ranks in stages)
 
     def message_bytes(self, pipeline: int, micro_batch: int) -> float:
         """See `Priced`."""
@@ -621,12 +616,12 @@ class ProfileBlocks:
         by_kind = costs.profile.of(self._first).pieces.values()
         self._aux_bytes = next((pieces[AUX].kept for pieces in by_kind if AUX in pieces), 0.0)
 
-    def _piece(self, template: str, degree: Degree, recompute: bool) -> Piece:
-        return self._pieces(self._first, Kind(degree.tp, degree.sequence_parallel, recompute))[template]
+    def _piece(self, template: str, part: StagePart) -> Piece:
+        return self._pieces(self._first, part.kind)[template]
 
-    def footprint(self, block: str, degree: Degree, recompute: bool, batch: MicroBatch) -> Footprint:
+    def footprint(self, block: str, part: StagePart, batch: MicroBatch) -> Footprint:
         """See `Blocks`."""
-        piece = self._piece(self._templates[block], degree, recompute)
+        piece = self._piece(self._templates[block], part)
         tokens = batch.tokens
         added = piece.held.added if piece.held else False
         gradients = 0 if added else GRADIENT_BYTES * (piece.parameters - piece.frozen)
@@ -642,9 +637,9 @@ class ProfileBlocks:
         )
         return Footprint(output, saved, frozenset(lines.keeps), forward, backward, gradients)
 
-    def adds(self, block: str, degree: Degree, recompute: bool) -> bool:
+    def adds(self, block: str, part: StagePart) -> bool:
         """See `Blocks`."""
-        lines = self._piece(self._templates[block], degree, recompute).held
+        lines = self._piece(self._templates[block], part).held
         return lines is not None and lines.added
 
     def aux_bytes(self, batch: MicroBatch) -> int:

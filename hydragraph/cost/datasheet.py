@@ -16,13 +16,14 @@ from torch import fx
 
 from hydragraph.cost.curves import Constants
 from hydragraph.cost.model import ModelSizes
-from hydragraph.cost.pieces import AUX, Device, Kind, Piece
+from hydragraph.cost.pieces import AUX, Device, Piece
 from hydragraph.cost.profile import Profile
 from hydragraph.errors import Unsupported
 from hydragraph.ir.graph_data import value_of
 from hydragraph.ir.placeholders import communicate
 from hydragraph.ir.program import Block, Program
 from hydragraph.spec.cluster import Cluster
+from hydragraph.spec.stage_kind import StageKind
 
 # Of a datasheet's FLOP/s: what well-tuned training of dense models reaches (Megatron-LM, 2021).
 EFFICIENCY = 0.45
@@ -75,16 +76,16 @@ def _of_type(
     )
 
 
-def _kinds(program: Program, ranks: int, degrees: Sequence[int] | None) -> Iterator[Kind]:
+def _kinds(program: Program, ranks: int, degrees: Sequence[int] | None) -> Iterator[StageKind]:
     for tp in degrees or range(1, ranks + 1):
         # What does not divide the heads cannot cut attention.
         if all(heads % tp == 0 for heads in program.heads):
             for sequence_parallel in (False, True) if tp > 1 else (False,):
                 for recompute in (False, True):
-                    yield Kind(tp, sequence_parallel, recompute)
+                    yield StageKind(tp, sequence_parallel, recompute)
 
 
-def _piece(program: Program, block: Block, kind: Kind, rate: float) -> Piece:
+def _piece(program: Program, block: Block, kind: StageKind, rate: float) -> Piece:
     try:
         a, b, parameters, frozen = _operations(program, block, kind.tp)
     except Unsupported:  # this degree does not cut this block; who asks for it is told when it is lowered

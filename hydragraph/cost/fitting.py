@@ -28,9 +28,10 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import nnls
 
-from hydragraph.cost.pieces import AUX, Constants, Device, Kind, Piece
+from hydragraph.cost.pieces import AUX, Constants, Device, Piece
 from hydragraph.cost.profile import Profile, Scheme
 from hydragraph.spec.cluster import Link
+from hydragraph.spec.stage_kind import StageKind
 from hydragraph.spec.strategy_text import regular_pipeline
 
 Lengths = tuple[int, ...]  # of the sequences of a micro-batch
@@ -197,7 +198,7 @@ def fit_profile(
     blocks: Sequence[str],
     schemes: Sequence[Scheme],
     device: Device,
-    found: Mapping[Kind, Measurements],
+    found: Mapping[StageKind, Measurements],
     messages: Sequence[tuple[int, float]],
     **more: Any,
 ) -> Profile:
@@ -226,10 +227,10 @@ def fit_profile(
         else:
             pieces[kind] = {template: _fitted(m, measured.rows) for template, m in measured.times.items()}
         # Schemes are of plain stages, and only those have a UtilLen of their own; other kinds share it by degree.
-        if kind == Kind(kind.tp):
+        if kind == StageKind(kind.tp):
             util[kind.tp] = util_len(measured.rows, whole, fit)
-    fits = {s: _slowest(blocks, s, found[Kind(s[0])], util[s[0]]) for s in schemes if s[0] in util}
-    failed = {s: unfit[Kind(s[0])] for s in schemes if s not in fits}
+    fits = {s: _slowest(blocks, s, found[StageKind(s[0])], util[s[0]]) for s in schemes if s[0] in util}
+    failed = {s: unfit[StageKind(s[0])] for s in schemes if s not in fits}
     failed |= {s: f"its fit failed: {fit.failure}" for s, fit in fits.items() if fit.failure}
     link = fit_link([size for size, _ in messages], [seconds for _, seconds in messages]) if messages else None
     return Profile(

@@ -16,8 +16,8 @@ from hydragraph.ir.graph_data import storages_of, value_of
 from hydragraph.kernels.linear_cross_entropy import working_bytes
 from hydragraph.passes.collectives import METHODS
 from hydragraph.passes.differentiate import Variant
-from hydragraph.passes.shard import Degree
 from hydragraph.private.tracing import hint_of, symbol_name
+from hydragraph.spec.stage_kind import StagePart
 
 
 @dataclass(frozen=True)
@@ -48,9 +48,9 @@ class Footprint:
     gradients: int
 
 
-def footprint(variant: Variant, degree: Degree, micro_batch: MicroBatch) -> Footprint:
+def footprint(variant: Variant, part: StagePart, micro_batch: MicroBatch) -> Footprint:
     """Measure a compiled block on a micro-batch."""
-    sizes = Sizes.of(variant, degree, micro_batch)
+    sizes = Sizes.of(variant, part, micro_batch)
     given = dict(zip(variant.inputs, _nodes(variant.forward, "placeholder"), strict=True))
     inputs = {key: name for name, node in given.items() for key in sizes.storages(node)}
     outputs = _results(variant.forward)
@@ -69,13 +69,13 @@ def footprint(variant: Variant, degree: Degree, micro_batch: MicroBatch) -> Foot
     )
 
 
-def held_by(variant: Variant, degree: Degree) -> Held:
+def held_by(variant: Variant, part: StagePart) -> Held:
     """Return a block's footprint as lines over its tokens, which go through those of 1,024 and of 2,048 per rank.
 
     One sequence is assumed: more of them add 4 bytes each to the bounds that an attention keeps.
     """
-    small, large = 1024 * degree.tp, 2048 * degree.tp
-    one, two = (footprint(variant, degree, MicroBatch(tokens, 1)) for tokens in (small, large))
+    small, large = 1024 * part.tp, 2048 * part.tp
+    one, two = (footprint(variant, part, MicroBatch(tokens, 1)) for tokens in (small, large))
 
     def line(first: int, second: int) -> tuple[float, float]:
         slope = (second - first) / (large - small)
@@ -120,11 +120,11 @@ class Sizes:
     bounds: int
 
     @staticmethod
-    def of(variant: Variant, degree: Degree, micro_batch: MicroBatch) -> Sizes:
+    def of(variant: Variant, part: StagePart, micro_batch: MicroBatch) -> Sizes:
         """Learn them from a block's inputs."""
         given = dict(zip(variant.inputs, _nodes(variant.forward, "placeholder"), strict=True))
         if "hidden" in given:
-            return Sizes.of_inputs([given["hidden"]], degree.tp if degree.sequence_parallel else 1, micro_batch)
+            return Sizes.of_inputs([given["hidden"]], part.tp if part.sequence_parallel else 1, micro_batch)
         return Sizes.of_inputs(list(given.values()), 1, micro_batch)
 
     @staticmethod

@@ -25,14 +25,14 @@ from hydragraph.ir.value import Kind, Value, aux, gradients, weights
 from hydragraph.passes.differentiate import Variant
 from hydragraph.passes.pipeline import rank_program
 from hydragraph.passes.place import place
-from hydragraph.passes.shard import Degree
 from hydragraph.spec.home import Home
+from hydragraph.spec.stage_kind import StagePart
 from hydragraph.spec.strategy import Strategy
 
 STATE_BYTES = 3 * WEIGHT_BYTES  # per element at home: the weight and AdamW's two moments
 INTEGER_BYTES = 8  # token ids, positions and labels
 
-Compiled = Callable[[Block, Degree, bool], Variant]  # (block, degree, recompute) -> its graphs
+Compiled = Callable[[Block, StagePart], Variant]  # (block, which part of it) -> its graphs
 
 
 @dataclass(frozen=True)
@@ -110,11 +110,11 @@ class Blocks(Protocol):
         """Bytes of one token's hidden state."""
         ...
 
-    def footprint(self, block: str, degree: Degree, recompute: bool, batch: MicroBatch) -> Footprint:
+    def footprint(self, block: str, part: StagePart, batch: MicroBatch) -> Footprint:
         """Return what a block holds."""
         ...
 
-    def adds(self, block: str, degree: Degree, recompute: bool) -> bool:
+    def adds(self, block: str, part: StagePart) -> bool:
         """Say whether products of a block add gradients up where they are kept."""
         ...
 
@@ -138,17 +138,17 @@ class CompiledBlocks:
         self.itemsize = program.dtype.itemsize
         self.hidden_bytes = token_bytes(program.templates[program.blocks[0].template].graph)
 
-    def footprint(self, block: str, degree: Degree, recompute: bool, batch: MicroBatch) -> Footprint:
+    def footprint(self, block: str, part: StagePart, batch: MicroBatch) -> Footprint:
         """See `Blocks`."""
-        variant = self._compiled(self._blocks[block], degree, recompute)
+        variant = self._compiled(self._blocks[block], part)
         key = (variant, batch)
         if key not in self._known:
-            self._known[key] = footprint(variant, degree, batch)
+            self._known[key] = footprint(variant, part, batch)
         return self._known[key]
 
-    def adds(self, block: str, degree: Degree, recompute: bool) -> bool:
+    def adds(self, block: str, part: StagePart) -> bool:
         """See `Blocks`."""
-        return bool(self._compiled(self._blocks[block], degree, recompute).added)
+        return bool(self._compiled(self._blocks[block], part).added)
 
     def aux_bytes(self, batch: MicroBatch) -> int:
         """See `Blocks`."""
@@ -215,7 +215,7 @@ class Walk:
         self._holders = dict(placement.holders)
         self._stages = placement.stage_of
         self._stage = placement.stage_of.get(rank)
-        self._degree = Degree.of(self._stage, rank) if self._stage else Degree()
+        self._part = self._stage.part_of(rank) if self._stage else StagePart()
         self._batches = micro_batches[self._stage.pipeline] if self._stage else ()
         self._everyones = sum(m.tokens for each in micro_batches for m in each)
         self._buckets = {b.name: b for b in blocks.buckets}
@@ -318,7 +318,7 @@ class Walk:
             self._alive.add(aux(m), "activations", self._model.aux_bytes(self._batches[m]))
             return
         found, (enters, leaves) = self._footprint(instruction.target, m), self._borders(instruction.target)
-        part = self._hidden_bytes(m) // self._degree.tp if enters else 0  # its own part of what came whole
+        part = self._hidden_bytes(m) // self._part.tp if enters else 0  # its own part of what came whole
         yield found.forward + part
         self._alive.add(instruction.writes[0], "activations", self._hidden_bytes(m) if leaves else found.output)
         if len(instruction.writes) > 1:
@@ -333,13 +333,13 @@ class Walk:
         found = self._footprint(instruction.target, instruction.micro_batch)
         sums = [v for v in instruction.writes if v.kind is Kind.GRADIENTS and v not in self._alive]
         assert self._stage is not None
-        if self._model.adds(instruction.target, self._degree, self._stage.recompute):  # while it runs
+        if self._model.adds(instruction.target, self._part):  # while it runs
             self._begin_sums(sums)
         yield found.backward
         self._alive.drop(instruction.reads[0])
         for value in instruction.writes:
             if value.kind is Kind.ACTIVATION_GRADIENT:
-                self._hidden(value, whole=not self._degree.sequence_parallel or self._borders(instruction.target)[0])
+                self._hidden(value, whole=not self._part.sequence_parallel or self._borders(instruction.target)[0])
         self._begin_sums([value for value in sums if value not in self._alive])
         yield found.gradients
 
@@ -350,7 +350,7 @@ class Walk:
 
     def _hidden(self, value: Value, whole: bool = True) -> None:
         size = self._hidden_bytes(value.micro_batch)
-        self._alive.add(value, "activations", size if whole else size // self._degree.tp)
+        self._alive.add(value, "activations", size if whole else size // self._part.tp)
 
     def _hidden_bytes(self, m: int) -> int:
         return self._batches[m].tokens * self._model.hidden_bytes
@@ -360,9 +360,9 @@ class Walk:
         stage, index = self._stage, self._model.outline.index[block]
         assert stage is not None
         first, last = stage.blocks[0], stage.blocks[1] - 1
-        split = self._degree.sequence_parallel
+        split = self._part.sequence_parallel
         return split and index == first and bool(stage.previous), split and index == last and bool(stage.following)
 
     def _footprint(self, block: str, m: int) -> Footprint:
         assert self._stage is not None
-        return self._model.footprint(block, self._degree, self._stage.recompute, self._batches[m])
+        return self._model.footprint(block, self._part, self._batches[m])

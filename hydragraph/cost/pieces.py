@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from hydragraph.cost.curves import Constants as Constants
 from hydragraph.cost.curves import Curve, Table
+from hydragraph.spec.stage_kind import StageKind
 
 Scheme = tuple[int, int]  # (tp, pp): how one pipeline is deployed, on tp * pp devices
 
@@ -18,25 +19,6 @@ HOME_BYTES = 16
 FROZEN_BYTES = 4
 # Per element of a stage's gradients, which are added up in fp32.
 GRADIENT_BYTES = 4
-
-
-class Kind(NamedTuple):
-    """How the ranks of a stage compute their blocks: what one measurement of a block holds for."""
-
-    tp: int
-    sequence_parallel: bool = False
-    recompute: bool = False
-
-    @property
-    def text(self) -> str:
-        """A short name, as a strategy's text marks stages: tp2, tp2s, tp2sr."""
-        return f"tp{self.tp}{'s' * self.sequence_parallel}{'r' * self.recompute}"
-
-    @classmethod
-    def parse(cls, text: str) -> Kind:
-        """Read what `text` gives."""
-        flags = text.removeprefix("tp").lstrip("0123456789")
-        return cls(int(text.removeprefix("tp").removesuffix(flags)), "s" in flags, "r" in flags)
 
 
 @dataclass(frozen=True)
@@ -134,7 +116,7 @@ class PricedStage:
         in_flight: micro-batches that it holds at once under 1F1B.
     """
 
-    kind: Kind
+    kind: StageKind
     pieces: tuple[Piece, ...]
     in_flight: int
 

@@ -23,12 +23,13 @@ from numpy.typing import ArrayLike, NDArray
 from hydragraph.cost import profile_record
 from hydragraph.cost.memory_model import MemoryModel
 from hydragraph.cost.model import ModelSizes
-from hydragraph.cost.pieces import AUX, HOME_BYTES, Constants, Device, Kind, Piece, PricedStage
+from hydragraph.cost.pieces import AUX, HOME_BYTES, Constants, Device, Piece, PricedStage
 from hydragraph.cost.pieces import Scheme as Scheme
 from hydragraph.cost.stages import StageCost, stages_end
 from hydragraph.errors import Unsupported
 from hydragraph.spec.cluster import Cluster, Link
 from hydragraph.spec.cluster import Device as SpecDevice
+from hydragraph.spec.stage_kind import StageKind
 from hydragraph.spec.strategy import Pipeline
 from hydragraph.spec.strategy_text import regular_pipeline
 
@@ -120,8 +121,8 @@ class Profile:
     hetero_sync_s: float = 0.0
     failed: Mapping[Scheme, str] = field(default_factory=dict)
     blocks: tuple[str, ...] = ()
-    pieces: Mapping[Kind, Mapping[str, Piece]] = field(default_factory=dict)
-    unfit: Mapping[Kind, str] = field(default_factory=dict)
+    pieces: Mapping[StageKind, Mapping[str, Piece]] = field(default_factory=dict)
+    unfit: Mapping[StageKind, str] = field(default_factory=dict)
     device: Device | None = None
     link: Link | None = None
     messages: tuple[tuple[int, float], ...] = ()
@@ -334,7 +335,7 @@ class Profile:
             assert scheme is not None
             return self.pipeline(scheme, devices)
         # Anything else is added up from blocks. Search goes by one stage's constants, so the slowest stands for all.
-        stages = self._stages([(Kind(s.tp, s.sequence_parallel, s.recompute), s.layers) for s in pipeline.stages])
+        stages = self._stages([(s.kind, s.layers) for s in pipeline.stages])
         for stage in stages:
             if stage.kind.tp not in self.util:
                 raise self._unmeasured(f"tensor-parallel degree {stage.kind.tp} has no utilisation length", stage.kind)
@@ -348,7 +349,7 @@ class Profile:
             slowest.a, slowest.b, slowest.c, len(stages), limit, min(useful, max(limit, 1)), len(pipeline.devices)
         )
 
-    def _stages(self, kinds: Sequence[tuple[Kind, int]]) -> tuple[PricedStage, ...]:
+    def _stages(self, kinds: Sequence[tuple[StageKind, int]]) -> tuple[PricedStage, ...]:
         """Add up the pieces of every stage of a pipeline, of which the kind and the number of layers are given."""
         if not self.blocks:
             raise self._unmeasured("it has constants of whole schemes only, not of blocks", kinds[0][0])
@@ -372,7 +373,7 @@ class Profile:
             raise self._unmeasured("the memory of its device is not known", stages[0].kind)
         return min(stage.max_len(self.device, devices) for stage in stages)
 
-    def _unmeasured(self, what: str, kind: Kind) -> Unsupported:
+    def _unmeasured(self, what: str, kind: StageKind) -> Unsupported:
         flags = " --sequence-parallel" * kind.sequence_parallel + " --recompute" * kind.recompute
         return Unsupported(
             what,
@@ -391,13 +392,13 @@ def _alike(k: Constants) -> StageCost:
     return StageCost((((1 / 3, k),),), (((2 / 3, k),),))
 
 
-def _regular(scheme: Scheme, layers: int) -> list[tuple[Kind, int]]:
+def _regular(scheme: Scheme, layers: int) -> list[tuple[StageKind, int]]:
     """Return the stages of a scheme's pipeline: as even as they can be, remainders to the last stages."""
-    return [(Kind(len(s.devices)), s.layers) for s in regular_pipeline(*scheme, layers, 0)]
+    return [(StageKind(len(s.devices)), s.layers) for s in regular_pipeline(*scheme, layers, 0)]
 
 
 def _scheme_of(pipeline: Pipeline) -> Scheme | None:
     """Return the scheme of a regular pipeline of plain stages; None for any other."""
     scheme = pipeline.stages[0].tp, len(pipeline.stages)
-    stages = [(Kind(s.tp, s.sequence_parallel, s.recompute), s.layers) for s in pipeline.stages]
+    stages = [(s.kind, s.layers) for s in pipeline.stages]
     return scheme if stages == _regular(scheme, pipeline.layers) else None

@@ -10,8 +10,9 @@ from typing import Any
 from hydragraph.cost.curves import Constants, curve_record, read_curve
 from hydragraph.cost.memory_model import MemoryModel
 from hydragraph.cost.model import ModelSizes
-from hydragraph.cost.pieces import Device, Held, Kind, Piece, Scheme
+from hydragraph.cost.pieces import Device, Held, Piece, Scheme
 from hydragraph.spec.cluster import Link
+from hydragraph.spec.stage_kind import StageKind
 
 
 def saved(fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -61,10 +62,10 @@ def loaded(data: Mapping[str, Any]) -> dict[str, Any]:
         "failed": {_scheme(s): why for s, why in data["failed"].items()},
         "blocks": tuple(data.get("blocks", ())),
         "pieces": {
-            Kind.parse(kind): {t: _read_piece(p) for t, p in pieces.items()}
+            StageKind.parse(kind): {t: _read_piece(p) for t, p in pieces.items()}
             for kind, pieces in data.get("pieces", {}).items()
         },
-        "unfit": {Kind.parse(kind): why for kind, why in data.get("unfit", {}).items()},
+        "unfit": {StageKind.parse(kind): why for kind, why in data.get("unfit", {}).items()},
         "device": device and Device(**device),
         "link": link and Link(**{**link, "points": [tuple(p) for p in link.get("points", ())]}),
         "messages": tuple((int(size), float(seconds)) for size, seconds in data.get("messages", ())),

@@ -29,10 +29,11 @@ from hydragraph.ir.parameter import Parameter
 from hydragraph.ir.program import Template
 from hydragraph.passes.clean import remove_dead_code
 from hydragraph.passes.collectives import IDENTITY, METHODS
-from hydragraph.passes.shard import Degree, Sharded
+from hydragraph.passes.shard import Sharded
 from hydragraph.passes.sizes import prove_sizes
 from hydragraph.private.operators import arguments_of, is_operator
 from hydragraph.private.tracing import TensorSpec, hint_of, one_pass, partition, recompute, symbol_name, trace_joint
+from hydragraph.spec.stage_kind import StagePart
 
 COLLECTIVES = "collectives"
 RECOMPUTE = "recompute"
@@ -80,7 +81,7 @@ def differentiate(
     template: Template,
     sharded: Sharded,
     parameters: Mapping[str, Parameter],
-    degree: Degree,
+    part: StagePart,
     dtype: torch.dtype,
     partitioner: str = "min_cut",
     where: str = "template",
@@ -102,7 +103,7 @@ def differentiate(
     names = [*template.parameters, *template.buffers, *template.inputs]
     names += [start_of(table) for table in sharded.vocabulary]
     learns = {*template.parameters, "hidden"} if learning is None else learning
-    specs, results, hints = _specs(template, sharded, parameters, degree, dtype, learns)
+    specs, results, hints = _specs(template, sharded, parameters, part, dtype, learns)
     joint, values = trace_joint(sharded.graph, specs, results, hints)
     prove_sizes(joint, f"{where}, with its gradient")
     outputs = len(results)
@@ -147,7 +148,7 @@ def _specs(
     template: Template,
     sharded: Sharded,
     parameters: Mapping[str, Parameter],
-    degree: Degree,
+    part: StagePart,
     dtype: torch.dtype,
     learning: Collection[str],
 ) -> tuple[list[TensorSpec], list[TensorSpec], dict[str, int]]:
@@ -155,10 +156,10 @@ def _specs(
     # A template's own trace had all tokens. Under sequence parallelism, hidden states have T / tp of them here and
     # everything else T, so these become two symbols, of which one is `tp` times the other.
     hints: dict[str, int] = {}
-    shapes = {n: parameters[n].local_shape(degree.tp, degree.index) for n in template.parameters}
+    shapes = {n: parameters[n].local_shape(part.tp, part.index) for n in template.parameters}
     specs = [TensorSpec(shape, dtype, name in learning) for name, shape in shapes.items()]
     nodes = [n for n in template.graph.graph.nodes if n.op == "placeholder"][len(specs) :]
-    ranks = degree.tp if degree.sequence_parallel else 1
+    ranks = part.tp if part.sequence_parallel else 1
     for node, name in zip(nodes, [*template.buffers, *template.inputs], strict=True):
         hidden = name == "hidden"
         specs.append(_spec(node, hints, ranks, in_part=hidden, differentiable=hidden and name in learning))

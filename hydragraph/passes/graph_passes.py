@@ -26,7 +26,8 @@ from hydragraph.passes.accumulate import accumulate
 from hydragraph.passes.compiled import compile_variant
 from hydragraph.passes.differentiate import RECOMPUTE, Variant, differentiate
 from hydragraph.passes.fuse_head import fuse_head
-from hydragraph.passes.shard import Degree, Sharded, shard
+from hydragraph.passes.shard import Sharded, shard
+from hydragraph.spec.stage_kind import StagePart
 
 Graphs = Template | Sharded | Variant
 
@@ -38,10 +39,9 @@ class VariantSpec:
     Attributes:
         template: what the block is an instance of.
         parameters: the template's local parameter names -> the parameters of one block.
-        degree: which rank of which stage.
+        part: which rank of which stage.
         dtype: that the model computes in.
         learning: what to compute gradients of: local parameter names, and "hidden".
-        recompute: save the block's inputs only, and run its forward again in the backward.
         partitioner: what decides otherwise what is saved: "min_cut" or "default" (functorch's).
         fused_head: make a head and its loss one operator.
         added: let products add gradients up where they can.
@@ -52,10 +52,9 @@ class VariantSpec:
 
     template: Template
     parameters: Mapping[str, Parameter]
-    degree: Degree
+    part: StagePart
     dtype: torch.dtype
     learning: frozenset[str]
-    recompute: bool = False
     partitioner: str = "min_cut"
     fused_head: bool = False
     added: bool = False
@@ -98,7 +97,7 @@ class PassResult:
 def _shard(spec: VariantSpec, graphs: Graphs) -> Graphs:
     """Cut parameters and sizes to this rank's part, and write collectives where communication was annotated."""
     assert isinstance(graphs, Template)
-    return shard(graphs, spec.parameters, spec.degree, spec.fused_head)
+    return shard(graphs, spec.parameters, spec.part, spec.fused_head)
 
 
 def _fuse_head(spec: VariantSpec, graphs: Graphs) -> Graphs:
@@ -110,8 +109,8 @@ def _fuse_head(spec: VariantSpec, graphs: Graphs) -> Graphs:
 def _differentiate(spec: VariantSpec, graphs: Graphs) -> Graphs:
     """Trace forward and backward together, decide what is saved between them, and cut them apart."""
     assert isinstance(graphs, Sharded)
-    partitioner = RECOMPUTE if spec.recompute else spec.partitioner
-    arguments = (spec.template, graphs, spec.parameters, spec.degree, spec.dtype, partitioner, spec.where)
+    partitioner = RECOMPUTE if spec.part.recompute else spec.partitioner
+    arguments = (spec.template, graphs, spec.parameters, spec.part, spec.dtype, partitioner, spec.where)
     return differentiate(*arguments, spec.learning)
 
 
@@ -124,7 +123,7 @@ def _accumulate(spec: VariantSpec, graphs: Graphs) -> Graphs:
 def _compile(spec: VariantSpec, graphs: Graphs) -> Graphs:
     """Let Inductor compile what lies between collectives and between operators that must stay PyTorch's."""
     assert isinstance(graphs, Variant)
-    strides = {name: shard_strides(parameter, spec.degree) for name, parameter in spec.parameters.items()}
+    strides = {name: shard_strides(parameter, spec.part) for name, parameter in spec.parameters.items()}
     return compile_variant(graphs, strides, spec.device, where=spec.where)
 
 
@@ -137,7 +136,7 @@ GRAPH_PASSES: tuple[GraphPass, ...] = (
     GraphPass("shard", "always", lambda spec: True, _shard),
     # Where the vocabulary is cut, `shard` has written the fused operator already.
     GraphPass(
-        "fuse_head", "fused head, uncut vocabulary", lambda spec: spec.fused_head and spec.degree.tp == 1, _fuse_head
+        "fuse_head", "fused head, uncut vocabulary", lambda spec: spec.fused_head and spec.part.tp == 1, _fuse_head
     ),
     GraphPass("differentiate", "always", lambda spec: True, _differentiate),
     GraphPass("accumulate", "eager graphs in fp32", _is_added, _accumulate),
@@ -183,8 +182,8 @@ def modules_of(graphs: Graphs) -> dict[str, fx.GraphModule]:
     return {"forward": graphs.graph}
 
 
-def shard_strides(parameter: Parameter, degree: Degree) -> tuple[int, ...]:
+def shard_strides(parameter: Parameter, part: StagePart) -> tuple[int, ...]:
     """Return the strides of a rank's shard as the executor hands it over: a view of a flat buffer."""
-    elements = sum(hi - lo for lo, hi in parameter.intervals(degree.tp, degree.index))
+    elements = sum(hi - lo for lo, hi in parameter.intervals(part.tp, part.index))
     flat = torch.empty(elements, device="meta")
-    return tuple(parameter.natural(flat, degree.tp, degree.index).stride())
+    return tuple(parameter.natural(flat, part.tp, part.index).stride())

@@ -15,10 +15,11 @@ from hydragraph.ir.layout import GradientKind, Layout, propagation
 from hydragraph.ir.parameter import Bucket
 from hydragraph.ir.program import Block, Program
 from hydragraph.passes.place import place
-from hydragraph.passes.shard import Degree, gradient_kinds
+from hydragraph.passes.shard import gradient_kinds
+from hydragraph.spec.stage_kind import StagePart
 from hydragraph.spec.strategy import Strategy
 
-KindsOf = Callable[[Block, Degree], Mapping[str, GradientKind]]
+KindsOf = Callable[[Block, StagePart], Mapping[str, GradientKind]]
 
 
 @dataclass(frozen=True)
@@ -45,17 +46,17 @@ def layouts(program: Program, strategy: Strategy, homes: Mapping[str, Layout]) -
     result = []
     for bucket in program.buckets:
         stages = holders.get(bucket.name, ())
-        degrees = [Degree.of(placement.stage_of[members[0]], members[0]) for members in stages]
-        kinds = [bucket_kinds(program, bucket, degree, kinds_of) for degree in degrees]
+        parts = [placement.stage_of[members[0]].part_of(members[0]) for members in stages]
+        kinds = [bucket_kinds(program, bucket, part, kinds_of) for part in parts]
         result.append(BucketLayouts(bucket, homes[bucket.name], propagation(bucket, stages, kinds)))
     return result
 
 
-def bucket_kinds(program: Program, bucket: Bucket, degree: Degree, kinds_of: KindsOf) -> dict[str, GradientKind]:
+def bucket_kinds(program: Program, bucket: Bucket, part: StagePart, kinds_of: KindsOf) -> dict[str, GradientKind]:
     """Return what the gradient of each of a bucket's parameters is in a stage; that of a frozen one says nothing.
 
     Args:
-        degree: any rank's place in the stage.
+        part: any rank's part of the stage.
         kinds_of: tells it of a block's parameters, by the names that its template has for them.
 
     Raises:
@@ -67,11 +68,11 @@ def bucket_kinds(program: Program, bucket: Bucket, degree: Degree, kinds_of: Kin
     kind_of: dict[str, GradientKind] = {}
     for block in (b for b in program.blocks if b.name in bucket.blocks):
         template = program.templates[block.template]
-        kinds = kinds_of(block, degree)
+        kinds = kinds_of(block, part)
         for local, name in zip(template.parameters, block.parameters, strict=True):
             if kind_of.setdefault(name, kinds[local]) is not kinds[local]:
                 raise Unsupported(
-                    f"{name} gets a whole gradient from one block and a part from another under tp {degree.tp}",
+                    f"{name} gets a whole gradient from one block and a part from another under tp {part.tp}",
                     where=block.name,
                     remedy="untie it, or use tensor-parallel degree 1 for the stages that hold it",
                 )
@@ -79,15 +80,15 @@ def bucket_kinds(program: Program, bucket: Bucket, degree: Degree, kinds_of: Kin
 
 
 def _kinds_once(program: Program) -> KindsOf:
-    """Return what analyses each template once for each degree: its layers are alike, and so are a stage's ranks."""
+    """Return what analyses each template once for each part: its layers are alike, and so are a stage's ranks."""
     kinds_by_template: dict[tuple[str, int, bool], Mapping[str, GradientKind]] = {}
 
-    def kinds_of(block: Block, degree: Degree) -> Mapping[str, GradientKind]:
-        key = (block.template, degree.tp, degree.sequence_parallel)
+    def kinds_of(block: Block, part: StagePart) -> Mapping[str, GradientKind]:
+        key = (block.template, part.tp, part.sequence_parallel)
         if key not in kinds_by_template:
             template = program.templates[block.template]
             parameters = {n: program.parameters[c] for n, c in zip(template.parameters, block.parameters, strict=True)}
-            kinds_by_template[key] = gradient_kinds(template, parameters, degree)
+            kinds_by_template[key] = gradient_kinds(template, parameters, part)
         return kinds_by_template[key]
 
     return kinds_of

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from hydragraph.ir.outline import Outline
+from hydragraph.spec.stage_kind import StageKind, StagePart
 from hydragraph.spec.strategy import Strategy
 
 
@@ -21,7 +22,7 @@ class PlacedStage:
         layers: the half-open range of layers it computes.
         blocks: the half-open range of positions of the blocks it computes.
         micro_batches: how many its pipeline runs, at least 1.
-        sequence_parallel, recompute: as the strategy says; there is nothing to split on a single rank.
+        kind: what its ranks run.
         previous, following: the ranks of the neighbouring stages, in tensor-parallel order; empty at the ends.
     """
 
@@ -32,10 +33,13 @@ class PlacedStage:
     layers: tuple[int, int]
     blocks: tuple[int, int]
     micro_batches: int
-    sequence_parallel: bool = False
-    recompute: bool = False
+    kind: StageKind = StageKind()  # noqa: RUF009
     previous: tuple[int, ...] = ()
     following: tuple[int, ...] = ()
+
+    def part_of(self, rank: int) -> StagePart:
+        """Return which part of it one of its ranks is."""
+        return StagePart(self.kind, self.ranks.index(rank))
 
 
 @dataclass(frozen=True)
@@ -122,8 +126,7 @@ def _pipeline_stages(outline: Outline, strategy: Strategy, pipeline: int, micro_
                 layers=layers,
                 blocks=outline.span(*layers),
                 micro_batches=micro_batches,
-                sequence_parallel=stage.sequence_parallel and stage.tp > 1,
-                recompute=stage.recompute,
+                kind=stage.kind,
                 previous=stages[i - 1].devices if i > 0 else (),
                 following=stages[i + 1].devices if i + 1 < len(stages) else (),
             )

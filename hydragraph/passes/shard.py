@@ -44,28 +44,14 @@ from hydragraph.passes.find_cuts import find_cuts
 from hydragraph.passes.fuse_head import Head, find_head
 from hydragraph.passes.node import known_product, operands, product, shape
 from hydragraph.passes.operator_rules import SIZED_VIEWS, SPLITS, VIEWS, split_dim, split_sizes
-from hydragraph.passes.place import PlacedStage
 from hydragraph.passes.sequence import aligned_dim, find_parts, learns_in_part, token_dim, token_symbol
 from hydragraph.passes.vocabulary import embedding_part, loss_of_parts
+from hydragraph.spec.stage_kind import StagePart
 
 aten = torch.ops.aten
 tp_ops = torch.ops.hydragraph
 
 VOCABULARY = {aten.embedding.default: embedding_part, aten.cross_entropy_loss.default: loss_of_parts}
-
-
-@dataclass(frozen=True)
-class Degree:
-    """Which part of a stage a rank is: `index` of `tp`, with or without sequence parallelism."""
-
-    tp: int = 1
-    index: int = 0
-    sequence_parallel: bool = False
-
-    @staticmethod
-    def of(stage: PlacedStage, rank: int) -> Degree:
-        """Return a rank's place in its stage."""
-        return Degree(len(stage.ranks), stage.ranks.index(rank), stage.sequence_parallel)
 
 
 @dataclass(frozen=True)
@@ -84,12 +70,14 @@ class Sharded:
     vocabulary: tuple[str, ...] = ()
 
 
-def shard(template: Template, parameters: Mapping[str, Parameter], degree: Degree, fused_head: bool = False) -> Sharded:
+def shard(
+    template: Template, parameters: Mapping[str, Parameter], part: StagePart, fused_head: bool = False
+) -> Sharded:
     """Instantiate a template.
 
     Args:
         parameters: the template's local parameter names -> any block's parameters (blocks of a template are alike).
-        degree: which rank of which stage.
+        part: which rank of which stage.
         fused_head: make a head with a cut vocabulary and its loss one operator, so that a rank's logits never exist as
             a whole.
 
@@ -97,23 +85,23 @@ def shard(template: Template, parameters: Mapping[str, Parameter], degree: Degre
         Unsupported: naming the block's parameter or operator, for a degree that cannot cut it.
     """
     cuts, described = _analyse(template, parameters)
-    kinds = gradient_kinds(template, parameters, degree)
+    kinds = gradient_kinds(template, parameters, part)
     # A stage of one rank has all of everything: its graph is the template's own, without the placeholders.
-    if degree.tp == 1:
+    if part.tp == 1:
         return Sharded(_without_placeholders(template.graph), kinds)
-    rewrite = _Rewrite(cuts, described, degree, fused_head)
+    rewrite = _Rewrite(cuts, described, part, fused_head)
     graph = rewrite.run(template.graph)
     names = dict(zip(described, template.parameters, strict=True))
     return Sharded(graph, kinds, tuple(names[table] for table in rewrite.starts))
 
 
-def gradient_kinds(template: Template, parameters: Mapping[str, Parameter], degree: Degree) -> dict[str, GradientKind]:
+def gradient_kinds(template: Template, parameters: Mapping[str, Parameter], part: StagePart) -> dict[str, GradientKind]:
     """Say, for the stage of a rank, whether each parameter's gradient is whole on every rank, or a part."""
     # PARTIAL: of one rank alone, its part is all there is, and every pipeline's is added up at the push.
-    if degree.tp == 1:
+    if part.tp == 1:
         return dict.fromkeys(template.parameters, GradientKind.PARTIAL)
     cuts, described = _analyse(template, parameters)
-    parts = find_parts(template.graph.graph, cuts) if degree.sequence_parallel else {}
+    parts = find_parts(template.graph.graph, cuts) if part.sequence_parallel else {}
     return {
         name: _kind(node, cuts, parts, described[node])
         for name, node in zip(template.parameters, described, strict=True)
@@ -165,10 +153,10 @@ class _Rewrite:
         symbol: the name of the token count's symbol; None without sequence parallelism.
     """
 
-    def __init__(self, cuts: Cuts, parameters: Mapping[fx.Node, Parameter], degree: Degree, fused_head: bool) -> None:
+    def __init__(self, cuts: Cuts, parameters: Mapping[fx.Node, Parameter], part: StagePart, fused_head: bool) -> None:
         self.cuts = cuts
         self.parameters = parameters
-        self.degree = degree
+        self.part = part
         self.fused_head = fused_head
         self.graph = fx.Graph()
         self.copied: dict[fx.Node, fx.Node] = {}
@@ -178,7 +166,7 @@ class _Rewrite:
         self.converted: dict[tuple[Any, fx.Node], fx.Node] = {}
 
     def run(self, source: fx.GraphModule) -> fx.GraphModule:
-        if self.degree.sequence_parallel:
+        if self.part.sequence_parallel:
             self.parts = find_parts(source.graph, self.cuts)
             self.symbol = token_symbol(source.graph)
         placeholders = [n for n in source.graph.nodes if n.op == "placeholder"]
@@ -216,7 +204,7 @@ class _Rewrite:
     def _convert(self, op: Any, node: fx.Node, *where: int) -> fx.Node:
         """Write a collective on a value, once."""
         if (op, node) not in self.converted:
-            ranks = (self.degree.tp,) if where else ()
+            ranks = (self.part.tp,) if where else ()
             self.converted[op, node] = self.call(op.default, self.copied[node], *where, *ranks)
         return self.converted[op, node]
 
@@ -278,7 +266,7 @@ class _Rewrite:
         copied = self._copy(node)
         # Whoever asks for the number of tokens means those of the micro-batch, and this rank has a part of them.
         if node.target is aten.sym_size.int and self.parts.get(operands(node)[0]) == operands(node)[1]:
-            return self.call(operator.mul, copied, self.degree.tp)
+            return self.call(operator.mul, copied, self.part.tp)
         return copied
 
     def _copy(self, node: fx.Node) -> fx.Node:
@@ -338,7 +326,7 @@ class _Rewrite:
         # About as many rows on each rank, and the same number on all: they choose their chunks by it, and must agree.
         flat = self.call(aten.flatten.using_ints, self.copied[head.hidden], 0, -2)
         labels = self._operand(head.labels, head.loss)
-        rows = -(-int(shape(head.weight)[0]) // self.degree.tp)
+        rows = -(-int(shape(head.weight)[0]) // self.part.tp)
         arguments = (flat, self.copied[head.weight], labels, start, head.ignored, rows)
         return self.call(operator.getitem, self.call(tp_ops.tp_head_loss.default, *arguments), 0)
 
@@ -379,7 +367,7 @@ class _Rewrite:
         for segment, units in enumerate(rule.segments):
             if cut.start <= at < cut.start + cut.length:
                 try:
-                    a, b = rule.units(segment, self.degree.tp, self.degree.index)
+                    a, b = rule.units(segment, self.part.tp, self.part.index)
                 except Unsupported as error:
                     raise Unsupported(error.what, where=parameter.name, remedy=error.remedy) from None
                 elements += (b - a) * rule.unit

@@ -189,7 +189,7 @@ class Executor:
         if value not in it.views:
             flat, places = it.values[value], it.prepared.shards[value.bucket]
             it.views[value] = {
-                name: shard_view(self._parameters[name], flat, place, it.prepared.degree)
+                name: shard_view(self._parameters[name], flat, place, it.prepared.part)
                 for name, place in places.items()
             }
         return it.views[value]
@@ -287,7 +287,7 @@ class Executor:
         if passed.kind is Kind.ACTIVATION_GRADIENT and passed not in it.values:
             # The loss reaches what is below by a tied weight only.
             tokens = it.batches[passed.micro_batch]["input_ids"].shape[1]
-            split = 1 if block.enters or not it.prepared.degree.sequence_parallel else it.prepared.degree.tp
+            split = 1 if block.enters or not it.prepared.part.sequence_parallel else it.prepared.part.tp
             shape = (1, tokens // split, self._hidden)
             it.values[passed] = torch.zeros(shape, dtype=self._program.dtype, device=self._device)
 
@@ -397,7 +397,7 @@ class Executor:
         totals = torch.zeros(2 + 4 * world.ranks, dtype=torch.float64, device=self._device)
         mine = it.timing.times
         totals[2:].view(-1, 4)[world.rank] = torch.tensor([mine.seconds, *astuple(mine.exposed)], dtype=torch.float64)
-        if it.prepared.degree.index == 0:
+        if it.prepared.part.index == 0:
             for value, loss in it.values.items():
                 if value.kind is Kind.LOSS:
                     totals[0] += loss.double()

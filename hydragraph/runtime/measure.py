@@ -27,18 +27,18 @@ from hydragraph.cost import fitting
 from hydragraph.cost.fitting import Lengths, Measured, Measurements
 from hydragraph.cost.footprint import MicroBatch, footprint, held_by
 from hydragraph.cost.model import ModelSizes
-from hydragraph.cost.pieces import AUX, Constants, Device, Kind, Piece
+from hydragraph.cost.pieces import AUX, Constants, Device, Piece
 from hydragraph.cost.profile import Profile, Scheme
 from hydragraph.frontend.packed import own_fields
 from hydragraph.ir.program import Block, Program, Template
 from hydragraph.passes.compiled import choose_backend
 from hydragraph.passes.differentiate import COLLECTIVES
-from hydragraph.passes.shard import Degree
 from hydragraph.runtime.batch import pack
 from hydragraph.runtime.executor import hidden_dtype, hidden_size, loss_dtype
 from hydragraph.runtime.groups import Groups, Role
 from hydragraph.runtime.variants import Variants, local_parameters, vocabulary_starts
 from hydragraph.spec import workload
+from hydragraph.spec.stage_kind import StageKind, StagePart
 
 MESSAGES = tuple(4**n for n in range(5, 13))  # bytes: 1 KiB to 16 MiB
 UPDATED = (1 << 16, 1 << 21)  # elements of home shards whose update is timed
@@ -83,14 +83,14 @@ class Settings:
     """
 
     schemes: tuple[Scheme, ...]
-    kinds: tuple[Kind, ...] = ()
+    kinds: tuple[StageKind, ...] = ()
     longest: int = 4096
     repeats: int = 5
 
     @property
-    def every_kind(self) -> tuple[Kind, ...]:
+    def every_kind(self) -> tuple[StageKind, ...]:
         """All kinds of stage to measure, each once."""
-        return tuple(dict.fromkeys([*(Kind(tp) for tp, _ in self.schemes), *self.kinds]))
+        return tuple(dict.fromkeys([*(StageKind(tp) for tp, _ in self.schemes), *self.kinds]))
 
     @property
     def micro_batches(self) -> tuple[Lengths, ...]:
@@ -137,7 +137,7 @@ def measure(subject: Subject, settings: Settings, groups: Groups, progress: Prog
     kinds, told = settings.every_kind, progress or (lambda done, total, what: None)
     representatives = {block.template: block for block in program.blocks}
     total, done = len(kinds) * (len(representatives) + 1) + 2, 0
-    found: dict[Kind, Measurements] = {}
+    found: dict[StageKind, Measurements] = {}
     for kind in kinds:
         bench = _Bench(subject, kind, groups)
         rows = bench.that_fit(settings.micro_batches, list(representatives.values()), device)
@@ -284,13 +284,13 @@ def _commit(groups: Groups, repeats: int) -> float:
 class _Bench:
     """Runs templates in one kind of stage on this rank; ranks that are left over take part in gathering only."""
 
-    def __init__(self, subject: Subject, kind: Kind, groups: Groups) -> None:
+    def __init__(self, subject: Subject, kind: StageKind, groups: Groups) -> None:
         self._subject, self._program, self._kind, self._groups = subject, subject.program, kind, groups
         self._device, rank, tp = groups.world.device, groups.world.rank, kind.tp
         stages = [tuple(range(i * tp, i * tp + tp)) for i in range(groups.world.ranks // tp)]
         self._stages = stages
         self._collectives = next(iter(groups.tensor_parallel(stages).values()), None)
-        self._degree = Degree(tp, rank % tp, kind.sequence_parallel)
+        self._part = StagePart(kind, rank % tp)
         backend = choose_backend(subject.backend, self._device)
         fused = backend == "inductor"
         self._traced = Variants(subject.program, fused_head=fused, added=not fused)  # whose graphs know their sizes
@@ -403,9 +403,9 @@ class _Bench:
 
     def _sizes(self, block: Block) -> Piece:
         """Return what a block holds on this rank: its values are as many bytes per token, and some that are fixed."""
-        variant = self._traced.get(block, self._degree, self._kind.recompute)
+        variant = self._traced.get(block, self._part)
         small, large = 1024 * self._kind.tp, 2048 * self._kind.tp
-        one, two = (footprint(variant, self._degree, MicroBatch(n, 1)) for n in (small, large))
+        one, two = (footprint(variant, self._part, MicroBatch(n, 1)) for n in (small, large))
 
         def line(first: int, second: int) -> tuple[float, float]:
             slope = (second - first) / (large - small)
@@ -415,7 +415,7 @@ class _Bench:
         forward = line(one.forward - one.saved - one.output, two.forward - two.saved - two.output)
         backward = line(one.backward, two.backward)
         names = local_parameters(self._program, block, self._program.templates[block.template])
-        sizes = {p.name: math.prod(p.local_shape(self._kind.tp, self._degree.index)) for p in names.values()}
+        sizes = {p.name: math.prod(p.local_shape(self._kind.tp, self._part.index)) for p in names.values()}
         return Piece(
             Constants(0.0, 0.0, 0.0),
             sum(sizes.values()),
@@ -423,23 +423,23 @@ class _Bench:
             max(0.0, forward[0], backward[0]),
             max(0.0, constant, forward[1], backward[1]),
             sum(size for name, size in sizes.items() if name not in self._program.learning),
-            held=held_by(variant, self._degree),
+            held=held_by(variant, self._part),
         )
 
     def _block_run(self, block: Block) -> _Run:
         """Return a function that runs a block forward, and returns one that runs it backward and adds gradients up."""
         template = self._program.templates[block.template]
         parameters = local_parameters(self._program, block, template)
-        variant = self._run.get(block, self._degree, self._kind.recompute)
-        shapes = {name: p.local_shape(self._degree.tp, self._degree.index) for name, p in parameters.items()}
-        dtype, device, tp = self._program.dtype, self._device, self._degree.tp
+        variant = self._run.get(block, self._part)
+        shapes = {name: p.local_shape(self._part.tp, self._part.index) for name, p in parameters.items()}
+        dtype, device, tp = self._program.dtype, self._device, self._part.tp
         flat = {name: 0.02 * torch.randn(math.prod(shape), device=device) for name, shape in shapes.items()}
-        weights = {name: p.natural(flat[name].to(dtype), tp, self._degree.index) for name, p in parameters.items()}
+        weights = {name: p.natural(flat[name].to(dtype), tp, self._part.index) for name, p in parameters.items()}
         sums = {name: torch.zeros(shape, device=device) for name, shape in shapes.items()}
         fixed = {local: self._buffers[n] for local, n in zip(template.buffers, block.buffers, strict=True)}
         others = dict(zip((i for i in template.inputs if i.startswith("other.")), block.aux, strict=True))
         hidden = hidden_size(self._program)
-        fixed |= vocabulary_starts(variant, parameters, self._degree)
+        fixed |= vocabulary_starts(variant, parameters, self._part)
         last = block is self._program.blocks[-1]
 
         def given(name: str, batch: Mapping[str, Tensor], aux: Sequence[Tensor]) -> Any:

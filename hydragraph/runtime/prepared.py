@@ -17,10 +17,10 @@ from hydragraph.ir.rank_program import RankProgram
 from hydragraph.passes.differentiate import Variant
 from hydragraph.passes.pipeline import rank_program
 from hydragraph.passes.place import PlacedStage, Placement, place
-from hydragraph.passes.shard import Degree
 from hydragraph.runtime.exchange import Exchange, pull_exchange, push_exchange
 from hydragraph.runtime.recent import Recent
 from hydragraph.runtime.variants import Variants, local_parameters, vocabulary_starts
+from hydragraph.spec.stage_kind import StagePart
 from hydragraph.spec.strategy import Strategy
 
 CAPACITY = 64  # prepared iterations kept: with unequal batches, counts of micro-batches vary from step to step
@@ -58,7 +58,7 @@ class Prepared:
     Attributes:
         program: the instructions.
         pipeline: this rank's pipeline, None where it computes nothing.
-        degree: this rank's place in its stage.
+        part: this rank's place in its stage.
         blocks: by name, those of this rank's stage.
         pulls, pushes: by bucket; only those that learn are pushed.
         shards: bucket -> for each of its parameters: name -> (offset, length) in the local buffer; where held.
@@ -67,7 +67,7 @@ class Prepared:
 
     program: RankProgram
     pipeline: int | None
-    degree: Degree
+    part: StagePart
     blocks: Mapping[str, BoundBlock]
     pulls: Mapping[str, Exchange]
     pushes: Mapping[str, Exchange]
@@ -117,27 +117,25 @@ class Preparer:
         strategy.check(self._program.layers, self._ranks, self._program.heads)
         placement = place(self._program.outline, strategy, counts)
         here = placement.stage_of.get(self._rank)
-        degree = Degree.of(here, self._rank) if here else Degree()
-        blocks = (
-            {b.name: self._bind(b, degree, here) for b in self._program.blocks[slice(*here.blocks)]} if here else {}
-        )
+        part = here.part_of(self._rank) if here else StagePart()
+        blocks = {b.name: self._bind(b, part, here) for b in self._program.blocks[slice(*here.blocks)]} if here else {}
         links = {b.name: self._link(b, placement) for b in self._program.buckets if b.blocks}
         held = placement.held(self._rank)
         return Prepared(
             rank_program(self._program.outline, strategy, counts, self._rank, mode, ranks=self._ranks),
             here.pipeline if here else None,
-            degree,
+            part,
             blocks,
             {name: pull for name, (pull, _) in links.items()},
             {name: push for name, (_, push) in links.items() if push is not None},
-            {b.name: local_shards(b, degree) for b in self._program.buckets if b.name in held},
+            {b.name: local_shards(b, part) for b in self._program.buckets if b.name in held},
             tuple(stage.ranks for stage in placement.stages),
         )
 
-    def _bind(self, block: Block, degree: Degree, stage: PlacedStage) -> BoundBlock:
+    def _bind(self, block: Block, part: StagePart, stage: PlacedStage) -> BoundBlock:
         template = self._program.templates[block.template]
         parameters = local_parameters(self._program, block, template)
-        variant = self._variants.get(block, degree, stage.recompute)
+        variant = self._variants.get(block, part)
         first, last = (self._program.outline.blocks[i] for i in (stage.blocks[0], stage.blocks[1] - 1))
         others = [i for i in template.inputs if i.startswith("other.")]
         return BoundBlock(
@@ -145,15 +143,15 @@ class Preparer:
             dict(zip(template.parameters, block.parameters, strict=True)),
             {local: self._buffers[name] for local, name in zip(template.buffers, block.buffers, strict=True)},
             dict(zip(others, block.aux, strict=True)),
-            vocabulary_starts(variant, parameters, degree),
-            enters=degree.sequence_parallel and block.name == first and bool(stage.previous),
-            leaves=degree.sequence_parallel and block.name == last and bool(stage.following),
-            recompute=stage.recompute,
+            vocabulary_starts(variant, parameters, part),
+            enters=part.sequence_parallel and block.name == first and bool(stage.previous),
+            leaves=part.sequence_parallel and block.name == last and bool(stage.following),
+            recompute=part.recompute,
         )
 
     def _link(self, bucket: Bucket, placement: Placement) -> tuple[Exchange, Exchange | None]:
         stages = dict(placement.holders).get(bucket.name, ())
-        kinds = [self._kinds(bucket, Degree.of(placement.stage_of[ranks[0]], ranks[0])) for ranks in stages]
+        kinds = [self._kinds(bucket, placement.stage_of[ranks[0]].part_of(ranks[0])) for ranks in stages]
         source = self._homes[bucket.name]  # one object for all buckets that live alike
         key = (bucket.form, bucket.learns, source, stages, tuple(tuple(k.values()) for k in kinds))
 
@@ -166,35 +164,35 @@ class Preparer:
 
         return self._links.get(key, make)
 
-    def _kinds(self, bucket: Bucket, degree: Degree) -> dict[str, GradientKind]:
+    def _kinds(self, bucket: Bucket, part: StagePart) -> dict[str, GradientKind]:
         """Return the gradient kind of every parameter of a bucket in a stage; that of a frozen one says nothing."""
         if not bucket.learns:
             return {p.name: GradientKind.REPLICA for p in bucket.parameters}
         found: dict[str, GradientKind] = {}
         for block in (b for b in self._program.blocks if b.name in bucket.blocks):
             template = self._program.templates[block.template]
-            kinds = self._variants.kinds(block, degree)
+            kinds = self._variants.kinds(block, part)
             for local, name in zip(template.parameters, block.parameters, strict=True):
                 if found.setdefault(name, kinds[local]) is not kinds[local]:
                     raise Unsupported(
-                        f"{name} gets a whole gradient from one block and a part from another under tp {degree.tp}",
+                        f"{name} gets a whole gradient from one block and a part from another under tp {part.tp}",
                         where=block.name,
                         remedy="untie it, or use tensor-parallel degree 1 for the stages that hold it",
                     )
         return {p.name: found[p.name] for p in bucket.parameters}
 
 
-def local_shards(bucket: Bucket, degree: Degree) -> dict[str, tuple[int, int]]:
+def local_shards(bucket: Bucket, part: StagePart) -> dict[str, tuple[int, int]]:
     """Return where each parameter's shard lies in a rank's local buffer of a bucket: offset and length, elements."""
     found, at = {}, 0
     for parameter in bucket.parameters:
-        length = sum(b - a for a, b in parameter.intervals(degree.tp, degree.index))
+        length = sum(b - a for a, b in parameter.intervals(part.tp, part.index))
         found[parameter.name] = (at, length)
         at += length
     return found
 
 
-def shard_view(parameter: Parameter, flat: Tensor, place: tuple[int, int], degree: Degree) -> Tensor:
+def shard_view(parameter: Parameter, flat: Tensor, place: tuple[int, int], part: StagePart) -> Tensor:
     """View one parameter's shard inside a local buffer, in its natural shape."""
     at, length = place
-    return parameter.natural(flat[at : at + length], degree.tp, degree.index)
+    return parameter.natural(flat[at : at + length], part.tp, part.index)

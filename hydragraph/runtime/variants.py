@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Hashable, Iterable, Mapping
-from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
@@ -21,8 +20,9 @@ from hydragraph.ir.program import Block, Program, Template
 from hydragraph.passes.differentiate import Variant, start_of
 from hydragraph.passes.graph_passes import VariantSpec, make_variant, passes_for
 from hydragraph.passes.place import place
-from hydragraph.passes.shard import Degree, gradient_kinds
+from hydragraph.passes.shard import gradient_kinds
 from hydragraph.runtime.recent import Recent
+from hydragraph.spec.stage_kind import StageKind, StagePart
 from hydragraph.spec.strategy import Strategy
 
 _LOG = logging.getLogger(__name__)
@@ -67,7 +67,7 @@ class Variants:
         self._added = added
         self._how = (partitioner, backend, device, fused_head, program.dtype)
         self._known = Recent[Hashable, Variant](capacity)
-        self._kinds: dict[tuple[str, Degree], Mapping[str, GradientKind]] = {}
+        self._kinds: dict[tuple[str, StageKind], Mapping[str, GradientKind]] = {}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
@@ -76,26 +76,22 @@ class Variants:
     def __len__(self) -> int:
         return len(self._known)
 
-    def get(self, block: Block, degree: Degree, recompute: bool = False) -> Variant:
-        """Return the variant of a block for one rank of a stage, compiling it once while it is kept.
-
-        Args:
-            recompute: save the block's inputs only.
-        """
-        spec = self.spec(block, degree, recompute)
-        shards = tuple((p.rule, p.local_shape(degree.tp, degree.index)) for p in spec.parameters.values())
-        how = (recompute, spec.learning, self._how, passes_for(spec))
-        key = (spec.template.content, shards, degree.tp, degree.sequence_parallel, *how)
+    def get(self, block: Block, part: StagePart) -> Variant:
+        """Return the variant of a block for one rank of a stage, compiling it once while it is kept."""
+        spec = self.spec(block, part)
+        shards = tuple((p.rule, p.local_shape(part.tp, part.index)) for p in spec.parameters.values())
+        how = (spec.learning, self._how, passes_for(spec))
+        key = (spec.template.content, shards, part.kind, *how)
 
         def make() -> Variant:
             variant = _shared.get(key)
             if variant is None:
                 began = time.perf_counter()
                 variant = _shared[key] = self._compile(spec)
-                form, seconds = _form(degree, recompute), time.perf_counter() - began
+                form, seconds = _form(part), time.perf_counter() - began
                 _LOG.info("compiled %s (%s) for %s in %.2f s", block.name, self._backend, form, seconds)
             else:
-                _LOG.info("took %s for %s from what this process has compiled", block.name, _form(degree, recompute))
+                _LOG.info("took %s for %s from what this process has compiled", block.name, _form(part))
             return variant
 
         return self._known.get(key, make)
@@ -105,21 +101,20 @@ class Variants:
         for strategy in strategies:
             placement = place(self.program.outline, strategy, [1] * len(strategy.pipelines))
             for rank, stage in placement.stage_of.items():
-                degree = Degree.of(stage, rank)
+                part = stage.part_of(rank)
                 for block in self.program.blocks[slice(*stage.blocks)]:
-                    self.get(block, degree, stage.recompute)
-                    self.kinds(block, degree)
+                    self.get(block, part)
+                    self.kinds(block, part)
 
-    def spec(self, block: Block, degree: Degree, recompute: bool = False) -> VariantSpec:
+    def spec(self, block: Block, part: StagePart) -> VariantSpec:
         """Return all that the variant of a block for one rank of a stage is made of; arguments as for `get`."""
         template = self.program.templates[block.template]
         return VariantSpec(
             template,
             local_parameters(self.program, block, template),
-            degree,
+            part,
             self.program.dtype,
             self._learning(block),
-            recompute,
             self._partitioner,
             self._fused_head,
             self._added,
@@ -132,7 +127,7 @@ class Variants:
         variant, seconds = make_variant(spec)
         _seconds[variant] = seconds
         parts = ", ".join(f"{name} {took:.3f} s" for name, took in seconds.items())
-        _LOG.info("compiled %s for rank %d of %d: %s", spec.where, spec.degree.index, spec.degree.tp, parts)
+        _LOG.info("compiled %s for rank %d of %d: %s", spec.where, spec.part.index, spec.part.tp, parts)
         return variant
 
     def _learning(self, block: Block) -> frozenset[str]:
@@ -142,20 +137,20 @@ class Variants:
         outline = self.program.outline
         return frozenset(names | ({"hidden"} if outline.index[block.name] > outline.lowest else set()))
 
-    def kinds(self, block: Block, degree: Degree) -> Mapping[str, GradientKind]:
+    def kinds(self, block: Block, part: StagePart) -> Mapping[str, GradientKind]:
         """Return what the gradient of each of a block's parameters is in a rank's stage, by local name."""
-        key = (block.template, replace(degree, index=0))
+        key = (block.template, part.kind._replace(recompute=False))
         if key not in self._kinds:
             template = self.program.templates[block.template]
             parameters = local_parameters(self.program, block, template)
-            self._kinds[key] = gradient_kinds(template, parameters, degree)
+            self._kinds[key] = gradient_kinds(template, parameters, part)
         return self._kinds[key]
 
 
-def _form(degree: Degree, recompute: bool) -> str:
+def _form(part: StagePart) -> str:
     """Say for whom a variant is."""
-    also = ", sequence parallel" * degree.sequence_parallel + ", recomputed" * recompute
-    return f"rank {degree.index} of tp{degree.tp}{also}"
+    also = ", sequence parallel" * part.sequence_parallel + ", recomputed" * part.recompute
+    return f"rank {part.index} of tp{part.tp}{also}"
 
 
 def local_parameters(program: Program, block: Block, template: Template) -> Mapping[str, Parameter]:
@@ -168,8 +163,8 @@ def pass_seconds(variant: Variant) -> Mapping[str, float]:
     return _seconds.get(variant, {})
 
 
-def vocabulary_starts(variant: Variant, parameters: Mapping[str, Parameter], degree: Degree) -> dict[str, Tensor]:
+def vocabulary_starts(variant: Variant, parameters: Mapping[str, Parameter], part: StagePart) -> dict[str, Tensor]:
     """Return a variant's inputs that say which rows a rank holds of what is cut along the vocabulary (0-d int64)."""
     rules = {name: parameters[name].rule for name in variant.vocabulary}
-    firsts = {name: rule.units(0, degree.tp, degree.index)[0] * rule.unit for name, rule in rules.items() if rule}
+    firsts = {name: rule.units(0, part.tp, part.index)[0] * rule.unit for name, rule in rules.items() if rule}
     return {start_of(name): torch.tensor(first) for name, first in firsts.items()}

@@ -1,10 +1,10 @@
 """What a stage is, and which part of it a rank is: all that the graphs of a block on one rank depend on.
 
     kind    tp2s   two ranks, tokens split between products (sequence parallel); tp2sr: and recomputed
-    place   tp2s:1 the second of these ranks
+    part    tp2s:1 the second of these ranks
 
-Another way of dividing a block among the ranks of a stage (by context, by experts) is another field of the kind, and the
-rank's coordinate in it another field of the place.
+Another way of dividing a block among the ranks of a stage (by context, by experts) is another field of the kind, and
+the rank's coordinate in it another field of the part.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ class StageKind(NamedTuple):
             raise ValueError(f"{text!r} is no kind of stage: write tp2, tp2s (sequence parallel) or tp2sr (recomputed)")
         return cls(int(match[1]), bool(match[2]), bool(match[3]))
 
-    def places(self) -> tuple[StagePlace, ...]:
-        """Return the places of all its ranks, in order."""
-        return tuple(StagePlace(self, index) for index in range(self.tp))
+    def parts(self) -> tuple[StagePart, ...]:
+        """Return the parts of all its ranks, in order."""
+        return tuple(StagePart(self, index) for index in range(self.tp))
 
 
 @dataclass(frozen=True)
-class StagePlace:
+class StagePart:
     """Which part of a stage a rank is.
 
     Attributes:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from hydragraph.spec.record import flow_yaml, from_record, load_record, to_record
+from hydragraph.spec.stage_kind import StageKind
 from hydragraph.spec.strategy_text import SCHEDULES, StageText, StrategyText, format_strategy, parse_strategy
 
 
@@ -50,6 +51,11 @@ class Stage:
         for name in ("sequence_parallel", "recompute"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} is {getattr(self, name)!r}: use true or false")
+
+    @property
+    def kind(self) -> StageKind:
+        """What decides its graphs and its costs; a single rank has no tokens to split."""
+        return StageKind(self.tp, self.sequence_parallel and self.tp > 1, self.recompute)
 
     @property
     def tp(self) -> int:

@@ -90,9 +90,9 @@ def test_wrong_graphs_are_refused(
     checked = stage_check(llama(layers=2))
     right = Variants.get
 
-    def get(self: Variants, block: Any, degree: Any, recompute: bool = False) -> Variant:
-        variant = right(self, block, degree, recompute)
-        return variant if degree.tp == 1 else change(variant, degree.index)
+    def get(self: Variants, block: Any, part: Any) -> Variant:
+        variant = right(self, block, part)
+        return variant if part.tp == 1 else change(variant, part.index)
 
     monkeypatch.setattr(Variants, "get", get)
     with pytest.raises(Unsupported, match=sentence):

@@ -15,8 +15,8 @@ from hydragraph.commands.compile_files import Summary
 from hydragraph.ir.program import Program
 from hydragraph.ir.rank_program import RankProgram
 from hydragraph.passes.differentiate import Variant
-from hydragraph.passes.shard import Degree
 from hydragraph.runtime.variants import Variants
+from hydragraph.spec.stage_kind import StagePart
 from hydragraph.train.config import TrainConfig
 from hydragraph.train.model import skeleton
 from tests.commands.tiny import LOPSIDED, run, write
@@ -191,9 +191,9 @@ def test_inductor_compiles_what_can_be_read(tmp_path: Path, monkeypatch: pytest.
             super().__init__(program, partitioner, "eager", *args, **more)
             self.asked = backend
 
-        def get(self, block: Any, degree: Degree, recompute: bool = False) -> Variant:
-            asked.append((self.asked, block.name, recompute))
-            return super().get(block, degree, recompute)
+        def get(self, block: Any, part: StagePart) -> Variant:
+            asked.append((self.asked, block.name, part.recompute))
+            return super().get(block, part)
 
     monkeypatch.setattr(compile_result, "Variants", Recorder)
     monkeypatch.setattr("hydragraph.passes.compiled.missing_compiler", lambda device: None)

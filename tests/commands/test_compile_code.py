@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,8 +13,8 @@ import hydragraph as hg
 from hydragraph.commands.compile_code import backward_code, forward_code
 from hydragraph.ir.program import Program
 from hydragraph.passes.differentiate import Variant
-from hydragraph.passes.shard import Degree
 from hydragraph.runtime.variants import Variants
+from hydragraph.spec.stage_kind import StageKind, StagePart
 from hydragraph.train.config import ModelConfig
 from hydragraph.train.model import skeleton
 
@@ -84,9 +85,12 @@ def same(one: Any, other: Any) -> bool:
 
 @pytest.mark.parametrize("block", [0, 1, 2], ids=["embed", "layer", "head"])
 @pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("degree", [Degree(), Degree(2, 0), Degree(2, 1, True)], ids=["tp1", "tp2", "tp2s"])
-def test_the_text_computes_what_the_graphs_do(program: Program, block: int, degree: Degree, recompute: bool) -> None:
-    variant = Variants(program, added=True).get(program.blocks[block], degree, recompute)
+@pytest.mark.parametrize(
+    "part", [StagePart(), StagePart(StageKind(2), 0), StagePart(StageKind(2, True), 1)], ids=["tp1", "tp2", "tp2s"]
+)
+def test_the_text_computes_what_the_graphs_do(program: Program, block: int, part: StagePart, recompute: bool) -> None:
+    part = replace(part, kind=part.kind._replace(recompute=recompute))
+    variant = Variants(program, added=True).get(program.blocks[block], part)
     arguments = inputs(variant)
     results = variant.forward(*arguments)
     found = defined(forward_code(variant, "Title."), "forward")(*arguments)
@@ -107,7 +111,7 @@ def test_the_text_computes_what_the_graphs_do(program: Program, block: int, degr
 
 
 def test_names_and_sizes_are_the_models(program: Program) -> None:
-    variant = Variants(program, added=True).get(program.blocks[1], Degree(2, 0, True))
+    variant = Variants(program, added=True).get(program.blocks[1], StagePart(StageKind(2, True), 0))
     text = forward_code(variant, "One layer.")
     assert text.startswith('"""One layer.\n')
     assert 'self_attn_q_proj_weight: "float32[8, 16]",  # self_attn.q_proj.weight' in text

@@ -12,8 +12,9 @@ from typer.testing import CliRunner, Result
 import hydragraph as hg
 from hydragraph import cli
 from hydragraph.commands import profile as command
-from hydragraph.cost.pieces import Constants, Kind
+from hydragraph.cost.pieces import Constants
 from hydragraph.cost.profile import Profile
+from hydragraph.spec.stage_kind import StageKind
 from tests.train.plain import settings
 
 
@@ -39,7 +40,7 @@ def test_a_model_is_measured_and_its_strategies_can_be_priced(tmp_path: Path) ->
     assert result.exit_code in (0, 1), result.output  # 1: this machine is so busy that no fit is any good
     profile = hg.Profile.load(out)
     assert {*profile.schemes, *profile.failed} == {(1, 1), (1, 2)}
-    assert {*profile.pieces, *profile.unfit} == {Kind(1), Kind(1, False, True)}
+    assert {*profile.pieces, *profile.unfit} == {StageKind(1), StageKind(1, False, True)}
     assert all(f"<tp1,pp{pp}>" in result.stdout for pp in (1, 2))
     assert "note: one rank has no links" in result.stdout
     assert result.exit_code == int(not profile.schemes)
@@ -48,7 +49,12 @@ def test_a_model_is_measured_and_its_strategies_can_be_priced(tmp_path: Path) ->
 def test_what_failed_is_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     good = Profile("here", {(1, 1): Constants(2e-9, 3e-6, 4e-3)}, {1: 96}, limits={(1, 1): 12345}, notes=("a hint",))
     found = Profile(
-        **{**vars(good), "failed": {(2, 1): "all noise"}, "residuals": {(1, 1): 0.05}, "unfit": {Kind(2, True): "no"}}
+        **{
+            **vars(good),
+            "failed": {(2, 1): "all noise"},
+            "residuals": {(1, 1): 0.05},
+            "unfit": {StageKind(2, True): "no"},
+        }
     )
     monkeypatch.setattr(command, "profile_rank", lambda *_: (found, 1))
     result = run(write(tmp_path), "--out", tmp_path / "p.json")

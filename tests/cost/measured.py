@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 import hydragraph as hg
-from hydragraph.cost.pieces import Constants, Device, Kind, Piece
+from hydragraph.cost.pieces import Constants, Device, Piece
 from hydragraph.cost.profile import Profile
+from hydragraph.spec.stage_kind import StageKind
 
 PIECES = {
     "embed": Piece(Constants(0.0, 1e-7, 1e-4), 1000, 40.0, 10.0),
@@ -22,7 +23,7 @@ def measured(**changes: object) -> Profile:
         {(1, 1): Constants(1.0, 1.0, 1.0)},
         {1: 1000, 2: 1500},
         blocks=("embed", "layer", "layer", "layer", "layer", "head"),
-        pieces={Kind(1): PIECES, Kind(2): half},
+        pieces={StageKind(1): PIECES, StageKind(2): half},
         device=Device("toy", 1e7, 4000, 4),
         limits={(1, 1): 77},
     )

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from hydragraph.cost.costs import Costs
 from hydragraph.cost.model import ModelSizes
-from hydragraph.cost.pieces import AUX, Constants, Device, Held, Kind, Piece
+from hydragraph.cost.pieces import AUX, Constants, Device, Held, Piece
 from hydragraph.cost.profile import Profile
 from hydragraph.spec.cluster import Cluster, DeviceType, Link, Node
 from hydragraph.spec.health import Health
+from hydragraph.spec.stage_kind import StageKind
 
 HIDDEN = 512  # bytes of a token's hidden state
 FAST, SLOW = Link(1e12, 1e-7), Link(1e11, 1e-6)
@@ -35,7 +36,7 @@ def profile(layers: int, type_: str = "", slower: float = 1.0, elements: int = 1
         {},
         {1: 1000, 2: 1500},
         blocks=("embed", *["layer"] * layers, "head"),
-        pieces={Kind(tp, False, again): pieces(tp, again) for tp in (1, 2, 4) for again in (False, True)},
+        pieces={StageKind(tp, False, again): pieces(tp, again) for tp in (1, 2, 4) for again in (False, True)},
         device=Device(type_, 1e9, elements * (layers + 8), 4),
         type=type_,
         sizes=ModelSizes.rough((4 * elements, *[elements] * layers, 4 * elements), HIDDEN, 4),

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 import hydragraph as hg
 from hydragraph.cost.costs import Costs
 from hydragraph.cost.curves import Table
-from hydragraph.cost.pieces import Constants, Kind, Piece
+from hydragraph.cost.pieces import Constants, Piece
 from hydragraph.cost.profile import Profile
 from hydragraph.cost.stack import Stack
 from hydragraph.cost.what_if import what_if
@@ -20,6 +20,7 @@ from hydragraph.errors import Unsupported
 from hydragraph.ir.instruction import Op
 from hydragraph.spec.assignment import Assignment
 from hydragraph.spec.cluster import Cluster, DeviceType, Link, Node
+from hydragraph.spec.stage_kind import StageKind
 from hydragraph.spec.strategy import Pipeline, Stage, Strategy
 from tests.cost.measured import measured
 from tests.cost.priced import HIDDEN, cluster, costs, mixed, profile
@@ -245,7 +246,7 @@ def test_tables_price_an_iteration() -> None:
         {},
         {1: 1},
         blocks=("l", "l", "l"),
-        pieces={Kind(1): {"l": piece}},
+        pieces={StageKind(1): {"l": piece}},
         device=measured().device,
         type="fast",
     )

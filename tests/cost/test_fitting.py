@@ -17,8 +17,9 @@ from hydragraph.cost.fitting import (
     token_counts,
     util_len,
 )
-from hydragraph.cost.pieces import AUX, Constants, Device, Kind, Piece
+from hydragraph.cost.pieces import AUX, Constants, Device, Piece
 from hydragraph.cost.profile import Profile
+from hydragraph.spec.stage_kind import StageKind
 from hydragraph.spec.strategy import Pipeline, Stage
 
 ROWS = micro_batches(token_counts(8192, 16))
@@ -143,7 +144,7 @@ def measurements(scale: float, rows: tuple[tuple[int, ...], ...] = ROWS, flat: b
 
 
 def fitted(**changes: Measurements) -> Profile:
-    found = {Kind(1): changes.get("one", measurements(1.0)), Kind(2): changes.get("two", measurements(0.6))}
+    found = {StageKind(1): changes.get("one", measurements(1.0)), StageKind(2): changes.get("two", measurements(0.6))}
     messages = [(4**n, 1e-5 + 4**n / 1e9) for n in range(5, 12)]
     return fit_profile("made up", BLOCKS, SCHEMES, Device("toy", 1e9, 60, 4), found, messages)
 
@@ -170,16 +171,16 @@ def test_what_cannot_be_fitted_has_failed_and_why() -> None:
     flat = fitted(two=measurements(0.6, flat=True))
     assert set(flat.schemes) == {(1, 1), (1, 2)}
     assert "the quadratic part is below the noise" in flat.failed[2, 1]
-    assert "the quadratic part is below the noise" in flat.unfit[Kind(2)]
-    assert set(flat.pieces) == {Kind(1)}
+    assert "the quadratic part is below the noise" in flat.unfit[StageKind(2)]
+    assert set(flat.pieces) == {StageKind(1)}
     little = fitted(two=measurements(0.6, ROWS[:2]))
     assert "the device's memory holds" in little.failed[2, 1]
     assert set(little.util) == {1}
 
 
 def test_profiles_say_what_is_doubtful() -> None:
-    one = fit_profile("alone", BLOCKS, [(1, 1)], Device("toy", 1e9, 60, 4), {Kind(1): measurements(1.0)}, [])
+    one = fit_profile("alone", BLOCKS, [(1, 1)], Device("toy", 1e9, 60, 4), {StageKind(1): measurements(1.0)}, [])
     assert one.notes == ("one rank has no links: no message was measured",)
     odd = [(4**n, (1 + n % 2) * (1e-5 + 4**n / 1e9)) for n in range(5, 12)]
-    two = fit_profile("odd", BLOCKS, [(1, 1)], Device("toy", 1e9, 60, 4), {Kind(1): measurements(1.0)}, odd)
+    two = fit_profile("odd", BLOCKS, [(1, 1)], Device("toy", 1e9, 60, 4), {StageKind(1): measurements(1.0)}, odd)
     assert "off latency + bytes / bandwidth" in two.notes[0]

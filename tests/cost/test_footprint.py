@@ -9,12 +9,12 @@ from torch import Tensor
 from hydragraph.cost.footprint import MicroBatch, Sizes, footprint, most_alive
 from hydragraph.ir.program import Program
 from hydragraph.kernels.linear_cross_entropy import working_bytes
-from hydragraph.passes.shard import Degree
 from hydragraph.runtime.variants import Variants
+from hydragraph.spec.stage_kind import StageKind, StagePart
 from tests.models import captured
 
 TOKENS = MicroBatch(tokens=48, sequences=3)
-ALONE = Degree()
+ALONE = StagePart()
 
 
 def llama() -> Program:
@@ -50,7 +50,7 @@ def inputs(block: int) -> dict[str, object]:
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("block", [0, 1, -1])
 def test_what_a_block_saves_is_what_its_graph_really_keeps(block: int, recompute: bool) -> None:
-    variant = Variants(llama()).get(llama().blocks[block], ALONE, recompute)
+    variant = Variants(llama()).get(llama().blocks[block], StagePart(StageKind(recompute=recompute)))
     given = inputs(block)
     output, *saved = variant.forward(*(given[name] for name in variant.inputs))
     own = storages(saved).keys() - storages([output, *given.values()]).keys()
@@ -64,8 +64,8 @@ def test_what_a_block_saves_is_what_its_graph_really_keeps(block: int, recompute
 @pytest.mark.parametrize("tp", [1, 2])
 def test_a_fused_head_takes_a_chunk_of_logits_beside_its_results(tp: int) -> None:
     head, many = llama().blocks[-1], MicroBatch(tokens=4096, sequences=3)
-    degree = Degree(tp)
-    fused, whole = (footprint(Variants(llama(), fused_head=f).get(head, degree), degree, many) for f in (True, False))
+    part = StagePart(StageKind(tp))
+    fused, whole = (footprint(Variants(llama(), fused_head=f).get(head, part), part, many) for f in (True, False))
     rows = -(-101 // tp)
     beside = working_bytes(4096, 64, rows, torch.float32)
     assert fused.output == whole.output

@@ -14,9 +14,9 @@ from hydragraph.ir.home import HomeLayouts
 from hydragraph.ir.layout import GradientKind, Layout
 from hydragraph.ir.program import Program
 from hydragraph.passes.layouts import layouts
-from hydragraph.passes.shard import Degree
 from hydragraph.runtime.variants import Variants
 from hydragraph.spec.home import EQUAL, Home
+from hydragraph.spec.stage_kind import StageKind, StagePart
 from hydragraph.spec.strategy import Strategy
 from tests.models import llama
 
@@ -114,7 +114,7 @@ def replicas(program: Program, strategy: Strategy, bucket_name: str) -> dict[int
         stage = pipeline.stages[next(i for i, end in enumerate(ends) if layer < end)]
         if stage.tp == 1:
             continue
-        kinds = Variants(program).kinds(block, Degree(stage.tp, 0, stage.sequence_parallel))
+        kinds = Variants(program).kinds(block, StagePart(StageKind(stage.tp, stage.sequence_parallel), 0))
         names = [n for n, kind in zip(block.parameters, kinds.values(), strict=True) if kind is GradientKind.REPLICA]
         whole = [p for p in bucket.parameters if p.name in names and p.rule is None]
         found[index] = {bucket.offsets()[p.name] + element for p in whole for element in range(p.size)}

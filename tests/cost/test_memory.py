@@ -10,14 +10,14 @@ from hydragraph import capture
 from hydragraph.cost.footprint import MicroBatch, footprint
 from hydragraph.cost.memory import Memory, rank_memory
 from hydragraph.ir.program import Program
-from hydragraph.passes.shard import Degree
 from hydragraph.runtime.variants import Variants
+from hydragraph.spec.stage_kind import StagePart
 from hydragraph.spec.strategy import Strategy
 from tests.adapted import frozen
 from tests.models import captured
 
 TOKENS = MicroBatch(tokens=48, sequences=3)
-ALONE = Degree()
+ALONE = StagePart()
 HEAD = 101 * 64 + 64  # elements of the last block, whose weights go first
 
 

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 import hydragraph as hg
-from hydragraph.cost.pieces import Kind
 from hydragraph.cost.profile import Profile
 from hydragraph.errors import Unsupported
+from hydragraph.spec.stage_kind import StageKind
 from tests.cost.measured import PIECES, measured, pipeline
 from tests.planner.examples import ENTRY, PROFILE
 
@@ -95,7 +95,7 @@ def test_a_kind_that_was_not_measured_is_refused() -> None:
     with pytest.raises(ValueError, match="a pipeline of 4 layers, but it was measured on a model of 32"):
         PROFILE.pipeline_of(pipeline((1, 4)), 1)
     with pytest.raises(hg.Unsupported, match="stage 1: stages of kind tp4: too noisy"):
-        measured(unfit={Kind(4): "too noisy"}).pipeline_of(pipeline((2, 1), (4, 3)), 6)
+        measured(unfit={StageKind(4): "too noisy"}).pipeline_of(pipeline((2, 1), (4, 3)), 6)
     failed = measured(schemes={}, failed={(1, 1): "noise"})
     with pytest.raises(hg.Unsupported, match="noise"):
         failed.pipeline_of(pipeline((1, 4)), 1)
@@ -108,7 +108,7 @@ def test_published_constants_price_regular_pipelines() -> None:
 def test_pieces_whose_fit_failed_are_refused() -> None:
     flat = {name: replace(p, seconds=replace(p.seconds, a=0.0)) for name, p in PIECES.items()}
     with pytest.raises(hg.Unsupported, match="a stage's fit failed"):
-        measured(pieces={Kind(1): flat}).pipeline_of(pipeline((1, 1), (1, 3)), 2)
+        measured(pieces={StageKind(1): flat}).pipeline_of(pipeline((1, 1), (1, 3)), 2)
 
 
 def test_profiles_of_several_types_merge() -> None:

@@ -8,9 +8,10 @@ import pytest
 
 from hydragraph.cost.curves import Constants, Table
 from hydragraph.cost.model import ModelSizes
-from hydragraph.cost.pieces import Held, Kind, Piece
+from hydragraph.cost.pieces import Held, Piece
 from hydragraph.cost.profile import Profile
 from hydragraph.spec.cluster import Link
+from hydragraph.spec.stage_kind import StageKind
 from tests.cost.measured import PIECES, measured
 from tests.models import captured
 from tests.planner.examples import PROFILE
@@ -31,12 +32,12 @@ def test_a_file_that_is_no_profile_is_named(tmp_path: Path) -> None:
 
 def test_a_measured_profile_is_saved_whole(tmp_path: Path) -> None:
     every = measured(
-        pieces={Kind(1): PIECES, Kind(2, True): PIECES, Kind(4, True, True): PIECES},
+        pieces={StageKind(1): PIECES, StageKind(2, True): PIECES, StageKind(4, True, True): PIECES},
         link=Link(1e9, 1e-5),
         messages=((1024, 1e-5), (1 << 20, 1e-3)),
         residuals={(1, 1): 0.02},
         failed={(4, 1): "noise"},
-        unfit={Kind(4): "noise"},
+        unfit={StageKind(4): "noise"},
         notes=("two words",),
     )
     every.save(tmp_path / "p.json")
@@ -47,7 +48,7 @@ def test_types_sizes_and_curves_are_saved_too(tmp_path: Path) -> None:
     piece = Piece.apart(Table(((1, 10, 1.0),)), Constants(1e-9, 1e-6, 1e-3), parameters=7, held=HELD, reduced=(2, 3))
     sizes = ModelSizes.of(captured("llama")[0])
     one = measured(
-        type="a", pieces={Kind(1): {**PIECES, "layer": piece}}, sizes=sizes, update=(1e-5, 1e-9), commit_s=1e-4
+        type="a", pieces={StageKind(1): {**PIECES, "layer": piece}}, sizes=sizes, update=(1e-5, 1e-9), commit_s=1e-4
     )
     every = Profile.merge([one, measured(type="b", link=Link(1e9, 1e-5, ((1e3, 1e8), (1e6, 1e9))))])
     every.save(tmp_path / "p.json")

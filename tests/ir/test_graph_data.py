@@ -14,9 +14,9 @@ import hydragraph as hg
 from hydragraph.cost.footprint import MicroBatch, footprint
 from hydragraph.ir.graph_data import decode, encode, value_of
 from hydragraph.passes.graph_passes import make_variant
-from hydragraph.passes.shard import Degree
 from hydragraph.private.tracing import hint_of
 from hydragraph.runtime.variants import Variants
+from hydragraph.spec.stage_kind import StageKind, StagePart
 from tests.models import captured
 
 
@@ -53,9 +53,9 @@ def test_variants_that_were_pickled_measure_the_same(variants: Variants) -> None
     back = pickle.loads(pickle.dumps(variants))
     for (key, variant), (other, loaded) in zip(variants._known.items(), back._known.items(), strict=True):
         assert key == other
-        degree = Degree(key[2], 0, key[3])
+        part = StagePart(StageKind(key[2], key[3]), 0)
         batch = MicroBatch(48, 3)
-        assert footprint(loaded, degree, batch) == footprint(variant, degree, batch)
+        assert footprint(loaded, part, batch) == footprint(variant, part, batch)
 
 
 def test_a_program_that_was_pickled_is_the_same_and_compiles_the_same() -> None:
@@ -67,7 +67,7 @@ def test_a_program_that_was_pickled_is_the_same_and_compiles_the_same() -> None:
     for name, template in program.templates.items():
         assert back.templates[name].graph.code == template.graph.code
     block = program.blocks[1]
-    one, other = (make_variant(Variants(p).spec(block, Degree(2)))[0] for p in (program, back))
+    one, other = (make_variant(Variants(p).spec(block, StagePart(StageKind(2))))[0] for p in (program, back))
     assert one.forward.code == other.forward.code
     assert one.backward.code == other.backward.code
 

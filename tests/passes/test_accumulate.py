@@ -12,26 +12,27 @@ from torch import Tensor, fx
 from hydragraph.ir.program import Block, Program
 from hydragraph.passes.accumulate import accumulate
 from hydragraph.passes.differentiate import Variant, differentiate
-from hydragraph.passes.shard import Degree, shard
+from hydragraph.passes.shard import shard
 from hydragraph.runtime.variants import Variants, local_parameters
+from hydragraph.spec.stage_kind import StageKind, StagePart
 from tests.models import captured
 from tests.passes.golden_template import check_golden, llama_layer
 
 TOKENS = 5
 
 
-def layer(degree: Degree, partitioner: str = "min_cut") -> Variant:
+def layer(part: StagePart, partitioner: str = "min_cut") -> Variant:
     template, parameters = llama_layer()
-    return differentiate(template, shard(template, parameters, degree), parameters, degree, torch.float32, partitioner)
+    return differentiate(template, shard(template, parameters, part), parameters, part, torch.float32, partitioner)
 
 
 def test_golden_text() -> None:
-    check_golden("llama_accumulate_tp2_rank0", accumulate(layer(Degree(2, 0))).backward)
+    check_golden("llama_accumulate_tp2_rank0", accumulate(layer(StagePart(StageKind(2), 0))).backward)
 
 
 @pytest.mark.parametrize("tp", [1, 2])
 def test_every_matrix_of_a_layer_is_added_up_and_nothing_else_is(tp: int) -> None:
-    before = layer(Degree(tp, 0))
+    before = layer(StagePart(StageKind(tp), 0))
     after = accumulate(before)
     assert {name.rpartition(".")[0].rpartition(".")[2] for name in after.added} == {
         *("q_proj", "k_proj", "v_proj", "o_proj"),
@@ -96,7 +97,7 @@ def test_sums_equal_those_of_returned_gradients(family: str, recompute: bool) ->
     program, _ = captured(family)
     variants, seen = Variants(program), 0
     for block in {b.template: b for b in program.blocks}.values():
-        plain = variants.get(block, Degree(), recompute)
+        plain = variants.get(block, StagePart(StageKind(recompute=recompute)))
         adding = accumulate(plain)
         seen += len(adding.added)
         for contiguous in (True, False):
@@ -120,4 +121,4 @@ def compare(program: Program, block: Block, plain: Variant, adding: Variant, con
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_only_what_is_computed_as_it_is_summed_is_added_up(dtype: torch.dtype) -> None:
     program = replace(captured("llama")[0], dtype=dtype)
-    assert Variants(program, added=True).get(program.blocks[1], Degree()).added == ()
+    assert Variants(program, added=True).get(program.blocks[1], StagePart()).added == ()

@@ -13,7 +13,8 @@ from hydragraph.ir.program import Template
 from hydragraph.passes.annotate import annotate, differentiable
 from hydragraph.passes.cut import Cuts
 from hydragraph.passes.find_cuts import find_cuts
-from hydragraph.passes.shard import Degree, shard
+from hydragraph.passes.shard import shard
+from hydragraph.spec.stage_kind import StagePart
 from tests.models import captured
 from tests.passes.golden_template import check_golden, llama_layer
 
@@ -26,7 +27,7 @@ def placeholders(template: Template) -> list[tuple[str, str]]:
 
 def test_golden_text_before_and_after() -> None:
     template, parameters = llama_layer()
-    check_golden("llama_clean", shard(template, parameters, Degree()).graph)  # one rank: no placeholders
+    check_golden("llama_clean", shard(template, parameters, StagePart()).graph)  # one rank: no placeholders
     check_golden("llama_annotate", template.graph)
 
 

@@ -16,9 +16,9 @@ from hydragraph.ir.program import Block, Program
 from hydragraph.passes import compiled
 from hydragraph.passes.compiled import UNORDERED, Piece, choose_backend
 from hydragraph.passes.differentiate import Variant
-from hydragraph.passes.shard import Degree
 from hydragraph.private.inductor import missing_compiler
 from hydragraph.runtime.variants import Variants, local_parameters, vocabulary_starts
+from hydragraph.spec.stage_kind import StageKind, StagePart
 from tests import reference
 from tests.models import gpt2, llama, sequences
 from tests.thorough import first
@@ -60,7 +60,7 @@ def inputs(program: Program, model: nn.Module, block: Block, tokens: int) -> dic
 
 
 def run(
-    program: Program, model: nn.Module, block: Block, degree: Degree, variant: Variant, tokens: int
+    program: Program, model: nn.Module, block: Block, part: StagePart, variant: Variant, tokens: int
 ) -> list[list[Tensor]]:
     """Return what every rank of a stage computes: the output, then the gradients."""
     parameters = local_parameters(program, block, program.templates[block.template])
@@ -69,22 +69,22 @@ def run(
     def shard(name: str, index: int) -> Tensor:
         parameter = parameters[name]
         flat = parameter.canonical(weights[parameter.name].detach())
-        held = torch.cat([flat[a:b] for a, b in parameter.intervals(degree.tp, index)])
-        return parameter.natural(held, degree.tp, index).to(program.dtype)
+        held = torch.cat([flat[a:b] for a, b in parameter.intervals(part.tp, index)])
+        return parameter.natural(held, part.tp, index).to(program.dtype)
 
     def rank(collectives: EmulatedCollectives) -> list[Tensor]:
-        here = Degree(degree.tp, collectives.index, degree.sequence_parallel)
+        here = StagePart(StageKind(part.tp, part.sequence_parallel), collectives.index)
         values: dict[str, object] = {n: shard(n, collectives.index) for n in parameters} | given  # type: ignore[assignment]
-        if degree.sequence_parallel:
+        if part.sequence_parallel:
             own = [n for n in ("hidden", "tangent") if n in given and given[n].dim() == 3]
-            values |= {n: given[n].chunk(degree.tp, 1)[collectives.index] for n in own}
+            values |= {n: given[n].chunk(part.tp, 1)[collectives.index] for n in own}
         values |= vocabulary_starts(variant, parameters, here) | {"collectives": collectives}
         with torch.no_grad():
             out, *saved = variant.forward(*(values[n] for n in variant.inputs))
             values |= {f"saved.{i}": s for i, s in enumerate(saved)}
             return [out, *variant.backward(*(values[n] for n in variant.needs))]
 
-    return run_ranks(degree.tp, rank)
+    return run_ranks(part.tp, rank)
 
 
 def pieces(variant: Variant) -> list[Piece]:
@@ -92,30 +92,30 @@ def pieces(variant: Variant) -> list[Piece]:
 
 
 CASES = {
-    "llama, two ranks with their tokens": ("llama", Degree(2, 0, True), False, torch.float32, (1,)),
-    "llama, two ranks: embed and head": ("llama", Degree(2, 0, True), False, torch.float32, (0, 3)),
-    "gpt2, two ranks": ("gpt2", Degree(2, 0), False, torch.float32, (1,)),
-    "llama in bfloat16, recomputed": ("llama", Degree(), True, torch.bfloat16, (1,)),
+    "llama, two ranks with their tokens": ("llama", StagePart(StageKind(2, True), 0), torch.float32, (1,)),
+    "llama, two ranks: embed and head": ("llama", StagePart(StageKind(2, True), 0), torch.float32, (0, 3)),
+    "gpt2, two ranks": ("gpt2", StagePart(StageKind(2), 0), torch.float32, (1,)),
+    "llama in bfloat16, recomputed": ("llama", StagePart(StageKind(recompute=True)), torch.bfloat16, (1,)),
 }
 KEPT = ("llama, two ranks with their tokens", "llama in bfloat16, recomputed")
 
 
 @functools.cache
 def variants(case: str, backend: str) -> Variants:
-    name, _, _, dtype, _ = CASES[case]
+    name, _, dtype, _ = CASES[case]
     return Variants(captured(name, dtype)[0], backend=backend)
 
 
 @needs_compiler
 @pytest.mark.parametrize("case", first(KEPT, CASES))
 def test_compiled_graphs_compute_the_same_for_any_number_of_tokens(case: str) -> None:
-    name, degree, recompute, dtype, blocks = CASES[case]
+    name, part, dtype, blocks = CASES[case]
     program, model = captured(name, dtype)
     for block in (program.blocks[i] for i in blocks):
-        wanted, found = (variants(case, b).get(block, degree, recompute) for b in ("eager", "inductor"))
+        wanted, found = (variants(case, b).get(block, part) for b in ("eager", "inductor"))
         assert pieces(found)
         for tokens in TOKENS:
-            results = (run(program, model, block, degree, v, tokens) for v in (wanted, found))
+            results = (run(program, model, block, part, v, tokens) for v in (wanted, found))
             for one, other in zip(*results, strict=True):
                 scale = float(torch.stack([w.float().norm() for w in one]).norm())
                 for what, w, f in zip(("output", *wanted.gradients), one, other, strict=True):
@@ -127,15 +127,15 @@ def test_compiled_graphs_compute_the_same_for_any_number_of_tokens(case: str) ->
 @needs_compiler
 @pytest.mark.parametrize("case", first(KEPT, CASES))
 def test_nothing_is_compiled_again_for_another_number_of_tokens(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    name, degree, recompute, dtype, _ = CASES[case]
+    name, part, dtype, _ = CASES[case]
     program, model = captured(name, dtype)
     block = program.blocks[1]
-    found = variants(case, "inductor").get(block, degree, recompute)
+    found = variants(case, "inductor").get(block, part)
     for piece in pieces(found):
         monkeypatch.setattr(piece.graph, "forward", None)  # would run where no code holds
     before = dict(counters["inductor"])
     for tokens in (6, 8, 30, 300):
-        run(program, model, block, degree, found, tokens)
+        run(program, model, block, part, found, tokens)
     assert all(len(piece.codes) == 1 for piece in pieces(found))
     assert dict(counters["inductor"]) == before
 
@@ -152,9 +152,9 @@ def operators(graph: fx.GraphModule) -> list[object]:
 @pytest.mark.parametrize("block", first([1], [0, 1, 3]))
 def test_collectives_stay_in_their_order_and_unordered_sums_stay_pytorchs(block: int) -> None:
     case = "llama, two ranks with their tokens"
-    name, degree, recompute, _, _ = CASES[case]
+    name, part, _, _ = CASES[case]
     program, _ = captured(name)
-    eager, found = (variants(case, b).get(program.blocks[block], degree, recompute) for b in ("eager", "inductor"))
+    eager, found = (variants(case, b).get(program.blocks[block], part) for b in ("eager", "inductor"))
     for before, after in ((eager.forward, found.forward), (eager.backward, found.backward)):
         assert calls(after) == calls(before) != []
         assert [o for o in operators(after) if o in UNORDERED] == [o for o in operators(before) if o in UNORDERED]
@@ -162,10 +162,10 @@ def test_collectives_stay_in_their_order_and_unordered_sums_stay_pytorchs(block:
 
 def given_a_layer() -> tuple[Variant, dict[str, Tensor], set[str]]:
     """Return a compiled layer, values of all its inputs, and its weights' names."""
-    name, degree, recompute, dtype, _ = CASES["llama in bfloat16, recomputed"]
+    name, part, dtype, _ = CASES["llama in bfloat16, recomputed"]
     program, model = captured(name, dtype)
     block = program.blocks[1]
-    variant = variants("llama in bfloat16, recomputed", "inductor").get(block, degree, recompute)
+    variant = variants("llama in bfloat16, recomputed", "inductor").get(block, part)
     parameters = local_parameters(program, block, program.templates[block.template])
     weights = {n: dict(model.named_parameters())[p.name].detach().to(dtype) for n, p in parameters.items()}
     values = {n: p.natural(p.canonical(weights[n]).clone()) for n, p in parameters.items()}
@@ -218,7 +218,7 @@ def test_what_inductor_cannot_compile_is_refused_with_the_block(monkeypatch: pyt
     monkeypatch.setattr(compiled, "compile_graph", fail)
     program, _ = captured("gpt2")
     with pytest.raises(Unsupported, match=r"RuntimeError: no such instruction\).*backend=\"eager\"") as raised:
-        Variants(program, backend="inductor").get(program.blocks[1], Degree())
+        Variants(program, backend="inductor").get(program.blocks[1], StagePart())
     assert raised.value.where == program.blocks[1].name
 
 

@@ -13,22 +13,23 @@ from hydragraph.ir.layout import GradientKind
 from hydragraph.ir.parameter import Parameter
 from hydragraph.ir.program import Template
 from hydragraph.passes.differentiate import Variant, differentiate
-from hydragraph.passes.shard import Degree, shard
+from hydragraph.passes.shard import shard
+from hydragraph.spec.stage_kind import StageKind, StagePart
 from tests.passes.golden_template import check_golden, llama_layer
 
 
 @functools.cache
-def compiled(degree: Degree, partitioner: str = "min_cut") -> Variant:
+def compiled(part: StagePart, partitioner: str = "min_cut") -> Variant:
     template, parameters = llama_layer()
-    return differentiate(template, shard(template, parameters, degree), parameters, degree, torch.float32, partitioner)
+    return differentiate(template, shard(template, parameters, part), parameters, part, torch.float32, partitioner)
 
 
 def test_golden_texts() -> None:
     template, parameters = llama_layer()
-    degree = Degree(2, 0)
-    sharded = shard(template, parameters, degree)
+    part = StagePart(StageKind(2), 0)
+    sharded = shard(template, parameters, part)
     check_golden("llama_shard_tp2_rank0", sharded.graph)
-    variant = differentiate(template, sharded, parameters, degree, torch.float32)
+    variant = differentiate(template, sharded, parameters, part, torch.float32)
     check_golden("llama_forward_tp2_rank0", variant.forward)
     check_golden("llama_backward_tp2_rank0", variant.backward)
 
@@ -41,7 +42,7 @@ def inputs(graph: fx.GraphModule) -> list[fx.Node]:
 @pytest.mark.parametrize("partitioner", ["min_cut", "default"])
 def test_a_variant_describes_its_graphs(tp: int, partitioner: str) -> None:
     template, _ = llama_layer()
-    variant = compiled(Degree(tp, tp - 1), partitioner)
+    variant = compiled(StagePart(StageKind(tp), tp - 1), partitioner)
     extra = ("collectives",) if tp > 1 else ()
     assert variant.inputs == (*template.parameters, *template.buffers, *template.inputs, *extra)
     assert len(inputs(variant.forward)) == len(variant.inputs)
@@ -75,10 +76,10 @@ def fed(template: Template, parameters: dict[str, Parameter], tokens: int) -> di
 @pytest.mark.parametrize("tokens", [2, 3, 200])
 def test_gradients_equal_autograd_for_any_number_of_tokens(tokens: int, partitioner: str) -> None:
     template, parameters = llama_layer()
-    variant = compiled(Degree(), partitioner)
+    variant = compiled(StagePart(), partitioner)
     values = fed(template, dict(parameters), tokens)
     leaves = {n: values[n].clone().requires_grad_() for n in variant.gradients}
-    whole = shard(template, parameters, Degree()).graph
+    whole = shard(template, parameters, StagePart()).graph
     order = (*template.parameters, *template.buffers, *template.inputs)
     (expected,) = whole(*((values | leaves)[n] for n in order))
     tangent = torch.linspace(-1, 1, expected.numel()).view_as(expected)
@@ -99,7 +100,7 @@ def saved(variant: Variant) -> list[fx.Node]:
 
 def test_attention_is_saved_and_not_run_again() -> None:
     attention = torch.ops.hydragraph.varlen_attention.default
-    variant = compiled(Degree())
+    variant = compiled(StagePart())
     assert sum(n.target is attention for n in variant.forward.graph.nodes) == 1
     assert not any(n.target is attention for n in variant.backward.graph.nodes)
     assert {node.args[0].target for node in saved(variant) if node.name.startswith("getitem")} == {attention}
@@ -107,10 +108,10 @@ def test_attention_is_saved_and_not_run_again() -> None:
 
 def test_weights_are_handed_over_again_and_not_saved() -> None:
     template, _ = llama_layer()
-    names = [n.name for n in saved(compiled(Degree())) if n.op == "placeholder"]
+    names = [n.name for n in saved(compiled(StagePart())) if n.op == "placeholder"]
     assert names == [f"primals_{len(template.parameters) + 1 + i}" for i in range(len(template.inputs))]
 
 
 def test_the_default_partitioner_saves_everything() -> None:
-    backward = compiled(Degree(), "default").backward
+    backward = compiled(StagePart(), "default").backward
     assert not any(n.target is torch.ops.hydragraph.varlen_attention.default for n in backward.graph.nodes)

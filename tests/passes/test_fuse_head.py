@@ -14,8 +14,9 @@ from hydragraph.ir.program import Block, Program
 from hydragraph.kernels import linear_cross_entropy
 from hydragraph.kernels.linear_cross_entropy import head_loss
 from hydragraph.passes.fuse_head import fuse_head
-from hydragraph.passes.shard import Degree, Sharded, shard
+from hydragraph.passes.shard import Sharded, shard
 from hydragraph.runtime.variants import Variants, local_parameters
+from hydragraph.spec.stage_kind import StageKind, StagePart
 from tests.models import bert, gpt2, llama
 from tests.passes.golden_template import check_golden
 from tests.passes.test_shard import check
@@ -37,14 +38,14 @@ def captured(name: str, dtype: torch.dtype) -> tuple[Program, nn.Module]:
 def head(program: Program) -> tuple[Block, Sharded]:
     block = program.blocks[-1]
     template = program.templates[block.template]
-    return block, shard(template, local_parameters(program, block, template), Degree())
+    return block, shard(template, local_parameters(program, block, template), StagePart())
 
 
 def run(program: Program, model: nn.Module, fused: bool, recompute: bool, tokens: int) -> list[Tensor]:
     """Return the loss and all gradients of the last block, for the same input."""
     block, _ = head(program)
     template = program.templates[block.template]
-    variant = Variants(program, fused_head=fused).get(block, Degree(), recompute)
+    variant = Variants(program, fused_head=fused).get(block, StagePart(StageKind(recompute=recompute)))
     generator = torch.Generator().manual_seed(tokens)
     hidden = torch.randn(1, tokens, 64, generator=generator).to(program.dtype)
     labels = torch.randint(0, 101, (1, tokens), generator=generator)
@@ -101,9 +102,9 @@ def test_a_rank_with_a_part_of_the_vocabulary_has_no_logits_either() -> None:
     program, _ = captured("llama", torch.float32)
     block = program.blocks[-1]
     template = program.templates[block.template]
-    fused = shard(template, local_parameters(program, block, template), Degree(2), fused_head=True)
+    fused = shard(template, local_parameters(program, block, template), StagePart(StageKind(2)), fused_head=True)
     check_golden("llama_fuse_head_tp2_rank0", fused.graph)
-    variant = Variants(program, fused_head=True).get(block, Degree(2))
+    variant = Variants(program, fused_head=True).get(block, StagePart(StageKind(2)))
     for graph in (variant.forward.graph, variant.backward.graph):
         shapes = [s.shape for n in graph.nodes if n.op != "placeholder" and isinstance(s := n.meta.get("val"), Tensor)]
         assert not any(shape[-1:] == (51,) for shape in shapes)  # this rank's columns
@@ -114,7 +115,7 @@ def test_a_bias_is_left_alone() -> None:
     block, sharded = head(program)
     assert fuse_head(sharded.graph) is sharded.graph
     template = program.templates[block.template]
-    parts = shard(template, local_parameters(program, block, template), Degree(2), fused_head=True)
+    parts = shard(template, local_parameters(program, block, template), StagePart(StageKind(2)), fused_head=True)
     assert not any(n.target is torch.ops.hydragraph.tp_head_loss.default for n in parts.graph.graph.nodes)
 
 
@@ -122,5 +123,5 @@ def test_variants_fuse_where_they_are_told_to() -> None:
     program, _ = captured("llama", torch.float32)
     block, _ = head(program)
     for fused in (False, True):
-        graph = Variants(program, fused_head=fused).get(block, Degree()).forward.graph
+        graph = Variants(program, fused_head=fused).get(block, StagePart()).forward.graph
         assert any(n.target is head_loss._opoverload for n in graph.nodes) == fused

@@ -23,15 +23,15 @@ from hydragraph.passes.graph_passes import (
     shard_strides,
 )
 from hydragraph.passes.graph_text import changes, graph_text
-from hydragraph.passes.shard import Degree
 from hydragraph.runtime.variants import Variants, pass_seconds
+from hydragraph.spec.stage_kind import StageKind, StagePart
 from tests.models import captured
 from tests.passes.golden_template import check_golden_text
 
 
-def spec(degree: Degree = Degree(), **settings: object) -> VariantSpec:  # noqa: B008
+def spec(part: StagePart = StagePart(), **settings: object) -> VariantSpec:  # noqa: B008
     program, _ = captured("llama")
-    made = Variants(program, added=True).spec(program.blocks[1], degree)
+    made = Variants(program, added=True).spec(program.blocks[1], part)
     return replace(made, **settings)  # type: ignore[arg-type]
 
 
@@ -43,7 +43,7 @@ def spec(degree: Degree = Degree(), **settings: object) -> VariantSpec:  # noqa:
         ({"dtype": torch.bfloat16}, ["shard", "differentiate"]),
         ({"backend": "inductor"}, ["shard", "differentiate", "compile"]),
         ({"fused_head": True}, ["shard", "fuse_head", "differentiate", "accumulate"]),
-        ({"fused_head": True, "degree": Degree(2)}, ["shard", "differentiate", "accumulate"]),
+        ({"fused_head": True, "part": StagePart(StageKind(2))}, ["shard", "differentiate", "accumulate"]),
     ],
 )
 def test_a_spec_says_which_passes_apply(changed: dict[str, Any], names: list[str]) -> None:
@@ -57,7 +57,7 @@ def test_passes_have_names_of_their_own_and_say_what_they_do() -> None:
 
 
 def test_what_each_pass_changes_in_a_llama_layer() -> None:
-    wanted = spec(Degree(2))
+    wanted = spec(StagePart(StageKind(2)))
     before: dict[str, fx.GraphModule] = {"forward": wanted.template.graph}
     lines = []
     for result in run_passes(wanted):
@@ -68,7 +68,7 @@ def test_what_each_pass_changes_in_a_llama_layer() -> None:
 
 
 def test_passes_leave_what_they_take_as_it_is() -> None:
-    wanted = spec(Degree(2), fused_head=True)
+    wanted = spec(StagePart(StageKind(2)), fused_head=True)
     texts: list[list[str]] = [[graph_text(wanted.template.graph)]]
     results: list[PassResult] = list(run_passes(wanted))
     texts += [[graph_text(m) for m in modules_of(result.graphs).values()] for result in run_passes(wanted)]
@@ -80,8 +80,8 @@ def test_passes_leave_what_they_take_as_it_is() -> None:
 def test_a_variant_is_what_the_last_pass_made_and_keeps_the_seconds_of_each() -> None:
     program, _ = captured("llama")
     variants = Variants(program, added=True)
-    variant = variants.get(program.blocks[1], Degree())
-    last = list(run_passes(variants.spec(program.blocks[1], Degree())))[-1].graphs
+    variant = variants.get(program.blocks[1], StagePart())
+    last = list(run_passes(variants.spec(program.blocks[1], StagePart())))[-1].graphs
     assert isinstance(last, Variant)
     assert (graph_text(last.forward), graph_text(last.backward)) == (
         graph_text(variant.forward),
@@ -102,7 +102,7 @@ def test_a_pass_that_does_not_apply_is_not_run() -> None:
 
 def test_a_shard_that_is_cut_along_columns_is_a_transposed_view() -> None:
     rows, columns = (Parameter("w", (6, 4), rule=ShardRule(dim, (n,))) for dim, n in ((0, 6), (1, 4)))
-    assert shard_strides(rows, Degree(2, 1)) == (4, 1)
-    assert shard_strides(columns, Degree(2, 1)) == (1, 6)
-    assert shard_strides(columns, Degree()) == columns.natural(torch.empty(24)).stride()
-    assert shard_strides(Parameter("w", (6, 4)), Degree(2, 1)) == (4, 1)
+    assert shard_strides(rows, StagePart(StageKind(2), 1)) == (4, 1)
+    assert shard_strides(columns, StagePart(StageKind(2), 1)) == (1, 6)
+    assert shard_strides(columns, StagePart()) == columns.natural(torch.empty(24)).stride()
+    assert shard_strides(Parameter("w", (6, 4)), StagePart(StageKind(2), 1)) == (4, 1)

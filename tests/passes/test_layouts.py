@@ -12,9 +12,9 @@ from hydragraph.ir.home import HomeLayouts
 from hydragraph.ir.layout import GradientKind
 from hydragraph.ir.program import Block, Program
 from hydragraph.passes.layouts import bucket_kinds, layouts
-from hydragraph.passes.shard import Degree
 from hydragraph.runtime.variants import Variants
 from hydragraph.spec.home import EQUAL
+from hydragraph.spec.stage_kind import StageKind, StagePart
 from hydragraph.spec.strategy import Strategy
 from tests.models import llama
 
@@ -24,27 +24,29 @@ def program() -> Program:
     return capture(llama(layers=2, heads=4, kv=2, tied=True))
 
 
-@pytest.mark.parametrize("degree", [Degree(), Degree(2), Degree(4, 1, sequence_parallel=True)])
-def test_kinds_are_those_of_the_blocks(program: Program, degree: Degree) -> None:
+@pytest.mark.parametrize(
+    "part", [StagePart(), StagePart(StageKind(2)), StagePart(StageKind(4, sequence_parallel=True), 1)]
+)
+def test_kinds_are_those_of_the_blocks(program: Program, part: StagePart) -> None:
     kinds_of = Variants(program).kinds
     for bucket in program.buckets:
-        kinds = bucket_kinds(program, bucket, degree, kinds_of)
+        kinds = bucket_kinds(program, bucket, part, kinds_of)
         assert list(kinds) == [p.name for p in bucket.parameters]
         for block in program.blocks:
             local = dict(zip(block.parameters, program.templates[block.template].parameters, strict=True))
             for name in kinds.keys() & local.keys():
-                assert kinds[name] is kinds_of(block, degree)[local[name]]
+                assert kinds[name] is kinds_of(block, part)[local[name]]
 
 
 def test_blocks_that_share_a_parameter_must_agree_on_its_gradient(program: Program) -> None:
     shared = next(b for b in program.buckets if len(b.blocks) > 1)
 
-    def kinds_of(block: Block, degree: Degree) -> Mapping[str, GradientKind]:
+    def kinds_of(block: Block, part: StagePart) -> Mapping[str, GradientKind]:
         kind = GradientKind.PARTIAL if block is program.blocks[0] else GradientKind.REPLICA
         return dict.fromkeys(program.templates[block.template].parameters, kind)
 
     with pytest.raises(Unsupported, match="whole gradient from one block and a part from another under tp 2"):
-        bucket_kinds(program, shared, Degree(2), kinds_of)
+        bucket_kinds(program, shared, StagePart(StageKind(2)), kinds_of)
 
 
 @pytest.mark.parametrize("text", ["<tp1,pp1>", "<tp2,pp2>", "<[0,1]x1s,[2]x1> + <[3]x2>"])

@@ -14,8 +14,8 @@ from hydragraph.frontend.capture import capture
 from hydragraph.ir.layout import GradientKind
 from hydragraph.ir.program import Block, Program
 from hydragraph.passes.differentiate import Variant
-from hydragraph.passes.shard import Degree
 from hydragraph.runtime.variants import Variants, vocabulary_starts
+from hydragraph.spec.stage_kind import StageKind, StagePart
 from tests.models import gpt2, llama
 
 MODELS = {
@@ -82,7 +82,7 @@ def test_sharded_graphs_equal_the_whole_template(name: str, tp: int, sequence_pa
     program, model = captured(name)
     kv = MODELS[name].keywords.get("kv", 12)
     if program.heads[0] % tp or (kv % tp and tp % kv):
-        with pytest.raises(Unsupported, match=f"degree {tp}"):
+        with pytest.raises(Unsupported, match=f"part {tp}"):
             check(program, model, program.blocks[1], tp, sequence_parallel)
         return
     for block in program.blocks:
@@ -94,13 +94,13 @@ def check(
 ) -> None:
     template = program.templates[block.template]
     whole = values(program, model, block)
-    oracle = variants(program, "default").get(block, Degree())
+    oracle = variants(program, "default").get(block, StagePart())
     tangent = torch.randn(oracle.forward(*(whole[n] for n in oracle.inputs))[0].shape)
     want, want_gradients = run(oracle, whole, tangent)  # type: ignore[arg-type]
     described = {n: program.parameters[c] for n, c in zip(template.parameters, block.parameters, strict=True)}
 
     ranks = variants(program, fused_head=fused_head)
-    compiled = [ranks.get(block, Degree(tp, index, sequence_parallel)) for index in range(tp)]
+    compiled = [ranks.get(block, StagePart(StageKind(tp, sequence_parallel), index)) for index in range(tp)]
 
     def rank(collectives: object) -> tuple[Tensor, dict[str, Tensor]]:
         index = collectives.index  # type: ignore[attr-defined]
@@ -109,7 +109,9 @@ def check(
             flat = parameter.canonical(whole[local])
             held = torch.cat([flat[a:b] for a, b in parameter.intervals(tp, index)])
             given[local] = parameter.natural(held, tp, index)
-        given |= vocabulary_starts(compiled[index], described, Degree(tp, index)) | {"collectives": collectives}
+        given |= vocabulary_starts(compiled[index], described, StagePart(StageKind(tp), index)) | {
+            "collectives": collectives
+        }
         if not sequence_parallel:
             return run(compiled[index], given, tangent)
 
@@ -145,4 +147,4 @@ def check(
 def test_heads_that_do_not_divide_are_refused_by_name() -> None:
     program, _ = captured("shared kv heads")
     with pytest.raises(Unsupported, match=r"self_attn\.[kq]_proj\.weight.*tensor-parallel degree 5"):
-        variants(program).get(program.blocks[1], Degree(5, 0))
+        variants(program).get(program.blocks[1], StagePart(StageKind(5), 0))

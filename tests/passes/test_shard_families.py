@@ -11,7 +11,8 @@ from torch import nn
 from hydragraph.frontend.capture import capture
 from hydragraph.ir.layout import GradientKind
 from hydragraph.ir.program import Program
-from hydragraph.passes.shard import Degree, gradient_kinds
+from hydragraph.passes.shard import gradient_kinds
+from hydragraph.spec.stage_kind import StageKind, StagePart
 from tests.models import MODELS, bert, captured, randomised
 from tests.own_models import Own, distilled, weighted
 from tests.passes.test_shard import check
@@ -62,6 +63,6 @@ def test_norms_of_heads_have_partial_gradients() -> None:
     block = program.blocks[1]
     template = program.templates[block.template]
     local = {n: program.parameters[c] for n, c in zip(template.parameters, block.parameters, strict=True)}
-    kinds = gradient_kinds(template, local, Degree(2, 0))
+    kinds = gradient_kinds(template, local, StagePart(StageKind(2), 0))
     partial = {n for n, k in kinds.items() if "norm" in n and k is GradientKind.PARTIAL}
     assert partial == {"self_attn.q_norm.weight", "self_attn.k_norm.weight"}

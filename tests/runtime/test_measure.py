@@ -11,7 +11,7 @@ import pytest
 import hydragraph as hg
 from hydragraph.cost.footprint import MicroBatch
 from hydragraph.cost.memory import rank_memory
-from hydragraph.cost.pieces import AUX, Kind
+from hydragraph.cost.pieces import AUX
 from hydragraph.cost.profile import Profile
 from hydragraph.frontend.capture import capture
 from hydragraph.frontend.initialise import initial_buffers
@@ -19,10 +19,11 @@ from hydragraph.runtime.groups import Groups
 from hydragraph.runtime.launch import join, launch
 from hydragraph.runtime.measure import MESSAGES, Settings, Subject, least_share, measure
 from hydragraph.runtime.variants import Variants
+from hydragraph.spec.stage_kind import StageKind
 from tests.models import captured, llama
 
 LAYERS, RANKS = 2, 2
-SETTINGS = Settings(((1, 1), (2, 1), (1, 2)), (Kind(2, True), Kind(1, False, True)), longest=512, repeats=2)
+SETTINGS = Settings(((1, 1), (2, 1), (1, 2)), (StageKind(2, True), StageKind(1, False, True)), longest=512, repeats=2)
 
 
 def measured_rank(settings: Settings) -> tuple[Profile, list[str]]:
@@ -53,7 +54,12 @@ def test_everything_asked_for_is_measured_or_failed(ranks: list[tuple[Profile, l
     profile, told = ranks[0]
     assert {*profile.schemes, *profile.failed} == set(SETTINGS.schemes)
     assert not set(profile.schemes) & set(profile.failed)
-    assert {*profile.pieces, *profile.unfit} == {Kind(1), Kind(2), Kind(2, True), Kind(1, False, True)}
+    assert {*profile.pieces, *profile.unfit} == {
+        StageKind(1),
+        StageKind(2),
+        StageKind(2, True),
+        StageKind(1, False, True),
+    }
     assert set(profile.util) == {1, 2}
     assert [size for size, _ in profile.messages] == list(MESSAGES)
     assert all(seconds > 0 for _, seconds in profile.messages)
@@ -73,10 +79,10 @@ def test_only_layers_have_a_quadratic_part(ranks: list[tuple[Profile, list[str]]
 
 def test_halves_cut_weights_and_most_of_what_is_kept(ranks: list[tuple[Profile, list[str]]]) -> None:
     profile = ranks[0][0]
-    if not {Kind(1), Kind(2)} <= set(profile.pieces):
+    if not {StageKind(1), StageKind(2)} <= set(profile.pieces):
         pytest.skip(f"this machine is too busy to measure: {profile.unfit}")
     layer = profile.blocks[1]
-    one, two = (profile.pieces[Kind(tp)][layer] for tp in (1, 2))
+    one, two = (profile.pieces[StageKind(tp)][layer] for tp in (1, 2))
     assert two.parameters == pytest.approx(one.parameters / 2, rel=0.02)  # norms are whole on both
     assert one.kept / 2 < two.kept < one.kept
 
@@ -86,7 +92,7 @@ def test_max_len_is_what_the_memory_model_says(ranks: list[tuple[Profile, list[s
     profile = ranks[0][0]
     program, _ = captured("llama")
     strategy = hg.Strategy.parse(text, layers=LAYERS)
-    kinds = {Kind(s.tp, s.sequence_parallel, s.recompute) for s in strategy.pipelines[0].stages}
+    kinds = {StageKind(s.tp, s.sequence_parallel, s.recompute) for s in strategy.pipelines[0].stages}
     if not kinds <= set(profile.pieces):
         pytest.skip(f"this machine is too busy to measure: {profile.unfit}")
     assert profile.device is not None
@@ -103,7 +109,7 @@ def test_max_len_is_what_the_memory_model_says(ranks: list[tuple[Profile, list[s
     [
         (Settings(((4, 1),)), "scheme tp4pp1 needs 4 ranks for one stage, but there are 2: add ranks"),
         (Settings(((1, 3),)), "scheme tp1pp3 has 3 stages for 2 layers"),
-        (Settings(((1, 1),), (Kind(4, True),)), "tensor-parallel degree 4 on 2 ranks"),
+        (Settings(((1, 1),), (StageKind(4, True),)), "tensor-parallel degree 4 on 2 ranks"),
     ],
 )
 def test_what_cannot_be_measured_is_refused(settings: Settings, sentence: str) -> None:

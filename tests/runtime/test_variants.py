@@ -15,9 +15,9 @@ from torch.fx import Graph, GraphModule
 
 from hydragraph.frontend.capture import capture
 from hydragraph.passes.differentiate import Variant
-from hydragraph.passes.shard import Degree
 from hydragraph.runtime import variants
 from hydragraph.runtime.variants import Variants
+from hydragraph.spec.stage_kind import StageKind, StagePart
 from tests.models import MODELS, captured, llama
 
 
@@ -37,13 +37,13 @@ def test_equal_layers_share_a_variant_and_the_least_recently_used_is_forgotten()
     program, _ = captured("llama")
     kept_two = Variants(program, capacity=2)
     layer, head = program.blocks[1], program.blocks[-1]
-    kept = kept_two.get(layer, Degree())
-    assert kept_two.get(program.blocks[2], Degree()) is kept
-    other = ref(kept_two.get(head, Degree()))
-    assert kept_two.get(layer, Degree()) is kept  # now the head's is the older one
-    kept_two.get(layer, Degree(2))
+    kept = kept_two.get(layer, StagePart())
+    assert kept_two.get(program.blocks[2], StagePart()) is kept
+    other = ref(kept_two.get(head, StagePart()))
+    assert kept_two.get(layer, StagePart()) is kept  # now the head's is the older one
+    kept_two.get(layer, StagePart(StageKind(2)))
     assert len(kept_two) == 2
-    assert kept_two.get(layer, Degree()) is kept
+    assert kept_two.get(layer, StagePart()) is kept
     gc.collect()
     assert other() is None
 
@@ -52,14 +52,14 @@ def test_executables_of_one_model_share_what_they_compile(caplog: pytest.LogCapt
     caplog.set_level(logging.INFO, "hydragraph.runtime.variants")
     one, two = (Variants(capture(MODELS["llama"]())) for _ in range(2))
     for a, b in zip(one.program.blocks, two.program.blocks, strict=True):
-        assert one.get(a, Degree(2)) is two.get(b, Degree(2))
+        assert one.get(a, StagePart(StageKind(2))) is two.get(b, StagePart(StageKind(2)))
     names = ("embed", "layer.0", "head")
     took = [f"took {name} for rank 0 of tp2 from what this process has compiled" for name in names]
     assert [m for m in caplog.messages if m.startswith("took")] == took
     assert [m.split(" in ")[0] for m in caplog.messages if m.startswith("compiled")] == [
         f"compiled {name} (eager) for rank 0 of tp2" for name in names
     ]
-    assert one.get(one.program.blocks[1], Degree()) is not two.get(two.program.blocks[1], Degree(2))
+    assert one.get(one.program.blocks[1], StagePart()) is not two.get(two.program.blocks[1], StagePart(StageKind(2)))
 
 
 @pytest.mark.parametrize(
@@ -75,4 +75,4 @@ def test_executables_of_one_model_share_what_they_compile(caplog: pytest.LogCapt
 )
 def test_what_differs_is_compiled_apart(other: Callable[[], Variants]) -> None:
     theirs, ours = other(), Variants(captured("llama")[0])
-    assert theirs.get(theirs.program.blocks[1], Degree()) is not ours.get(ours.program.blocks[1], Degree())
+    assert theirs.get(theirs.program.blocks[1], StagePart()) is not ours.get(ours.program.blocks[1], StagePart())

@@ -1,4 +1,4 @@
-"""Kinds of stages and places in them."""
+"""Kinds of stages and parts of them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hydragraph.spec.stage_kind import StageKind, StagePlace
+from hydragraph.spec.stage_kind import StageKind, StagePart
 
 kinds = st.builds(StageKind, st.integers(1, 64), st.booleans(), st.booleans())
 
@@ -17,15 +17,15 @@ def test_a_name_gives_the_kind_back(kind: StageKind) -> None:
 
 
 @given(kinds)
-def test_a_kind_has_a_place_for_each_of_its_ranks(kind: StageKind) -> None:
-    places = kind.places()
-    assert [place.index for place in places] == list(range(kind.tp))
-    assert all((place.tp, place.sequence_parallel, place.recompute) == kind for place in places)
+def test_a_kind_has_a_part_for_each_of_its_ranks(kind: StageKind) -> None:
+    parts = kind.parts()
+    assert [part.index for part in parts] == list(range(kind.tp))
+    assert all((part.tp, part.sequence_parallel, part.recompute) == kind for part in parts)
 
 
 def test_names() -> None:
     assert StageKind(2, sequence_parallel=True, recompute=True).text == "tp2sr"
-    assert str(StagePlace(StageKind(2, True), 1)) == "tp2s:1"
+    assert str(StagePart(StageKind(2, True), 1)) == "tp2s:1"
 
 
 @pytest.mark.parametrize("text", ["", "2", "tp", "tp0", "tp2rs", "tp2x", "tp-1"])
