@@ -72,7 +72,7 @@ def test_a_run_tells_its_events_in_order(
         ("1", "runtime.checkpoint.store", r"began checkpoint .*step-1"),
         ("1", "runtime.checkpoint.store", r"wrote checkpoint .*step-1 in \d+\.\d\d s"),
         ("2", "runtime.variants", r"compiled layer\.0 \(eager\) for rank 0 of tp1, recomputed in \d+\.\d\d s"),
-        ("2", "check", r"checked what ranks run under <tp1, recomputed>: .*"),
+        ("2", "check", r"checked what ranks run under <tp1r>: .*"),
         ("2", "executable", r"prepared strategy <\[0\]x1r>@\w+ \(train\) .*"),
         ("3", "runtime.checkpoint.folder", r"pruned checkpoint .*step-1: the newest 2 stay"),
         ("4", "executable", r"a rank is asked to stop \(15\): the step is not begun"),

@@ -20,7 +20,8 @@ import torch
 from torch import Tensor, fx
 
 from hydragraph.ir.placeholders import communicate
-from hydragraph.private.values import SYMBOLIC, Decoder, Encoder, storages
+from hydragraph.private.operators import full_name, is_operator
+from hydragraph.private.values import SYMBOLIC, Decoder, Encoder, storage_of, storages
 
 _PYTHON: Mapping[str, Callable[..., Any]] = {
     **{
@@ -72,7 +73,7 @@ def storages_of(node: Any) -> list[tuple[int, Tensor]]:
     """Return a number for the storage of each tensor that a node makes, and the tensor; views share their number."""
     value = value_of(node)
     tensors = [v for v in (value if isinstance(value, tuple | list) else [value]) if isinstance(v, Tensor)]
-    known = (isinstance(node, fx.Node) and node.meta.get("storages")) or [t.untyped_storage()._cdata for t in tensors]
+    known = (isinstance(node, fx.Node) and node.meta.get("storages")) or [storage_of(t) for t in tensors]
     return list(zip(known, tensors, strict=True))
 
 
@@ -88,8 +89,8 @@ def _target(node: fx.Node, graph: fx.GraphModule) -> Any:
         if not isinstance(constant, Tensor):
             raise ValueError(f"{node.target}: a graph holds a {type(constant).__name__}, which data cannot say")
         return [str(node.target), str(constant.dtype).removeprefix("torch."), constant.tolist()]
-    if isinstance(node.target, torch._ops.OpOverload):
-        return f"{node.target._schema.name}.{node.target._overloadname}"
+    if is_operator(node.target):
+        return full_name(node.target)
     if isinstance(node.target, str):
         return node.target
     if node.target not in _NAMES:

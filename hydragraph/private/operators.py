@@ -36,6 +36,12 @@ def is_operator(target: object) -> bool:
     return isinstance(target, torch._ops.OpOverload)
 
 
+def full_name(target: object) -> str:
+    """Return the name of an operator, by which `torch.ops` finds it again: "aten::mm.default"."""
+    assert isinstance(target, torch._ops.OpOverload)
+    return f"{target._schema.name}.{target._overloadname}"
+
+
 def has_tag(target: object, *tags: torch.Tag) -> bool:
     """Say whether what a node calls is an operator with any of some tags."""
     return isinstance(target, torch._ops.OpOverload) and any(tag in target.tags for tag in tags)

@@ -25,6 +25,18 @@ SYMBOLIC = (torch._sym_sqrt,)  # functions of sizes that graphs call and PyTorch
 Data = Any
 
 
+def storage_of(value: Tensor) -> int:
+    """Return a number for the memory that a tensor lies in, fake or real: the same for all views of it."""
+    number: int = value.untyped_storage()._cdata
+    return number
+
+
+def version_of(value: Tensor) -> int:
+    """Return how often a tensor has been written in place; a compiled kernel of one's own does not count."""
+    version: int = value._version
+    return version
+
+
 @dataclass
 class Encoder:
     """Turns values of one trace into data; symbols and storages are numbered in order of appearance."""
@@ -36,7 +48,7 @@ class Encoder:
     def value(self, value: object) -> Data:
         """Return a node's value as data; None for what no reader of a graph needs (symbolic floats, for one)."""
         if isinstance(value, Tensor):
-            storage = self._storages.setdefault(value.untyped_storage()._cdata, len(self._storages))
+            storage = self._storages.setdefault(storage_of(value), len(self._storages))
             shape, strides = ([self._size(s) for s in sizes] for sizes in (value.shape, value.stride()))
             return ["tensor", str(value.dtype).removeprefix("torch."), str(value.device), shape, strides, storage]
         if isinstance(value, tuple | list):

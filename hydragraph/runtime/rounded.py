@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from hydragraph.kernels.adamw import AdamW
+from hydragraph.private.values import version_of
 from hydragraph.runtime.state import HomeState
 
 
@@ -32,9 +33,9 @@ class Rounded:
         weights = self._home.weights[bucket]
         if bucket not in self._copies:
             return weights
-        if self._versions.get(bucket) != weights._version:
+        if self._versions.get(bucket) != version_of(weights):
             self._copies[bucket].copy_(weights)
-            self._versions[bucket] = weights._version
+            self._versions[bucket] = version_of(weights)
         return self._copies[bucket]
 
     def by_parameter(self) -> dict[Tensor, Tensor]:
