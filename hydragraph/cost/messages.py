@@ -33,9 +33,12 @@ def pulled(owners: Layout, users: Layout, rank: int, ranks: int, itemsize: int) 
     shard = owners.local_size(rank)
     if is_all_gather(owners, users) and len(owners.ranks) == ranks > 1:
         return MessageBytes(0 if itemsize == WEIGHT_BYTES else shard * itemsize, incoming)
-    sends, _ = copy(owners, users, rank).of(rank)
+    sends, receives = copy(owners, users, rank).of(rank)
     as_it_is = itemsize == WEIGHT_BYTES and _in_order(sends.src_at, sends.hi - sends.lo, shard)
-    return MessageBytes(0 if as_it_is else sends.elements * itemsize, incoming)
+    # From two owners, parts come in the order of ranks, not of elements, and are then put in their places.
+    staged = not _in_order(receives.dst_at, receives.hi - receives.lo, users.local_size(rank))
+    copied = (0 if as_it_is else sends.elements) + (receives.elements if staged else 0)
+    return MessageBytes(copied * itemsize, incoming)
 
 
 def pushed(owners: Layout, users: Layout, rank: int, ranks: int) -> MessageBytes:

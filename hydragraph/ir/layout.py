@@ -8,7 +8,7 @@ a link between two layouts (`hydragraph.ir.link`). All intervals are in elements
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from fractions import Fraction
 
@@ -44,6 +44,7 @@ class Layout:
             layout, copy 0 is what counts where an element must count once: in norms, and in files.
         partial: bool, whether its gradient is PARTIAL, not REPLICA, among the holders in the same copy.
         size: elements of the whole bucket.
+        nodes: int64, the node of each rank from 0, -1 where that is not known; None: of a layout without such choices.
     """
 
     rank: Ints
@@ -53,10 +54,13 @@ class Layout:
     copy: Ints
     partial: Bools
     size: int
+    nodes: Ints | None = None
 
     def __post_init__(self) -> None:
         for array in (self.rank, self.lo, self.hi, self.at, self.copy, self.partial):
             array.flags.writeable = False
+        if self.nodes is not None:
+            self.nodes.flags.writeable = False
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -78,7 +82,7 @@ class Layout:
 
     def _where(self, rows: Bools) -> Layout:
         rank, lo, hi, at, copy = (column[rows] for column in (self.rank, self.lo, self.hi, self.at, self.copy))
-        return Layout(rank, lo, hi, at, copy, self.partial[rows], self.size)
+        return Layout(rank, lo, hi, at, copy, self.partial[rows], self.size, self.nodes)
 
 
 def home(
@@ -121,7 +125,12 @@ def home(
     copy = np.repeat(np.arange(copies), n)
     # By element within a rank: then what it owns of one parameter is contiguous, also where it has two intervals.
     row = np.lexsort((lo, rank))
-    return _layout(rank[row], lo[row], hi[row], copy[row], np.ones(n * copies, bool), size)
+    layout = _layout(rank[row], lo[row], hi[row], copy[row], np.ones(n * copies, bool), size)
+    if copies == 1 or nodes is None:
+        return layout
+    by_rank = np.full(max(ranks) + 1, -1, np.int64)
+    by_rank[np.asarray(ranks, np.int64)] = nodes
+    return replace(layout, nodes=by_rank)
 
 
 def _cuts(size: int, weights: npt.NDArray[np.float64], align: int) -> Ints:

@@ -69,8 +69,8 @@ class Slices:
 def copy(source: Layout, target: Layout, rank: int | None = None) -> Slices:
     """Link values: every target interval is covered exactly once, by its own rank where that holds it already.
 
-    Otherwise the nearest replica sends (smallest difference of ranks, as a node's ranks are neighbours); where two are
-    equally near, target ranks and cells take turns.
+    Otherwise the nearest replica sends: one on the same node, where the source knows nodes, then that of the smallest
+    difference of ranks, as a node's ranks are neighbours. Of equally near ones, target ranks and cells take turns.
 
     Args:
         source, target: layouts of one bucket, over any ranks.
@@ -80,7 +80,17 @@ def copy(source: Layout, target: Layout, rank: int | None = None) -> Slices:
         ValueError: the sizes differ, or no rank of the source holds what the target needs.
     """
     pairs = _pairs(source, target, np.zeros_like(source.copy), rank, target.rank)
-    return _slices(pairs, _one(pairs, np.abs(pairs.src - pairs.dst)), rank)
+    return _slices(pairs, _one(pairs, _distance(pairs, source.nodes)), rank)
+
+
+def _distance(pairs: _Pairs, nodes: Ints | None) -> Ints:
+    """Return how far each candidate is from its target: further on another node than anywhere on the same."""
+    distance: Ints = np.abs(pairs.src - pairs.dst)
+    if nodes is None:
+        return distance
+    known = pairs.dst < len(nodes)
+    apart = ~known | (nodes[pairs.src] != nodes[np.where(known, pairs.dst, 0)])
+    return np.where(apart, distance + int(distance.max(initial=0)) + 1, distance)
 
 
 def reduce(source: Layout, target: Layout, rank: int | None = None) -> Slices:

@@ -34,3 +34,17 @@ def test_a_rank_without_a_stage_receives_no_weights() -> None:
     assert pulled(owners, users, 1, 2, 4) == MessageBytes(0, 0)
     assert pulled(owners, users, 0, 2, 4).incoming == 4 * SIZE
     assert pushed(owners, users, 1, 2).outgoing == 0
+
+
+def test_what_second_owners_add() -> None:
+    # Ranks 0 and 1 on one node, 2 and 3 on another, each node with everything; rank 0 computes with all of it.
+    owners = home(SIZE, range(4), copies=2, nodes=[0, 0, 1, 1])
+    users = propagation(BUCKET, ((0,),), [WHOLE])
+    assert pulled(owners, users, 0, 4, 4) == MessageBytes(0, 4 * SIZE)  # the first half its own, the second of rank 1
+    # Rank 8 hears from 6, which owns the second half, before it hears from 7, which owns the first.
+    apart = home(SIZE, (9, 7, 6, 4), copies=2, nodes=[0, 1, 0, 1], align=1)
+    far = propagation(BUCKET, ((8,),), [WHOLE])
+    assert pulled(apart, far, 8, 10, 4).outgoing == 4 * SIZE
+    # One contribution to every element is staged all the same, so that both owners add alike.
+    assert pushed(owners, users, 1, 4) == MessageBytes(0, 4 * SIZE // 2)
+    assert pushed(home(SIZE, range(4)), users, 1, 4) == MessageBytes(0, 0)

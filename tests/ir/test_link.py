@@ -247,6 +247,17 @@ def test_holders_of_a_replica_take_turns() -> None:
     assert near.where(near.dst == 7).src.tolist() == [4, 5]
 
 
+def test_values_come_from_the_same_node_where_it_has_them() -> None:
+    users = propagation(norm_of(16), [(1,), (2,)], {})
+    for nodes, senders in (([0, 0, 1, 1], {1: {0, 1}, 2: {2, 3}}), ([0, 1, 1, 0], {1: {1, 2}, 2: {1, 2}})):
+        slices = link.copy(home(16, range(4), copies=2, nodes=nodes), users)
+        for rank, expected in senders.items():
+            assert set(slices.where(slices.dst == rank).src.tolist()) == expected
+            one, whole_table = link.copy(home(16, range(4), copies=2, nodes=nodes), users, rank), slices
+            assert one.of(rank)[1].src.tolist() == whole_table.of(rank)[1].src.tolist()
+    check_copy(home(16, range(4), copies=2, nodes=[0, 0, 1, 1]), whole(16, 9))  # which the source knows nothing of
+
+
 @given(cases(), st.data())
 def test_both_owners_of_an_element_add_up_the_same_in_the_same_order(case: Case, data: st.DataObject) -> None:
     owners = data.draw(homes(case.bucket.size, copies=2))
