@@ -57,13 +57,16 @@ def _cut(lo: int, hi: int, shape: Extent, prefix: Extent, at: int) -> list[Box]:
     if not shape:
         return [Box(prefix, (1,) * len(prefix), at)]
     row = math.prod(shape[1:])
-    first, last = -(-lo // row), hi // row  # the whole rows are [first, last)
+    # the whole rows are [first, last)
+    first = -(-lo // row)
+    last = hi // row
     if first > last:  # inside one row
         return _cut(lo - last * row, hi - last * row, shape[1:], (*prefix, last), at)
     head = _cut(lo - (first - 1) * row, row, shape[1:], (*prefix, first - 1), at) if lo < first * row else []
     whole = []
     if first < last:
-        offsets, sizes = (*prefix, first, *(0 for _ in shape[1:])), (*(1 for _ in prefix), last - first, *shape[1:])
+        offsets = (*prefix, first, *(0 for _ in shape[1:]))
+        sizes = (*(1 for _ in prefix), last - first, *shape[1:])
         whole = [Box(offsets, sizes, at + first * row - lo)]
     tail = _cut(0, hi - last * row, shape[1:], (*prefix, last), at + last * row - lo)
     return head + whole + tail

@@ -156,7 +156,8 @@ def _twice(size: int, weights: npt.NDArray[np.float64], nodes: Sequence[int], al
     for i, weight in zip(order, exact, strict=True):
         of_node[nodes[i]] = of_node.get(nodes[i], Fraction(0)) + weight
     largest = max(of_node, key=lambda node: of_node[node])
-    cuts, at = [0], Fraction(0)  # of the line, in buckets: from 0 to 2
+    cuts = [0]
+    at = Fraction(0)  # where the line is cut next, in buckets: from 0 to 2
     for i, weight in zip(order, exact, strict=True):
         if 2 * of_node[largest] <= total:
             at += 2 * weight / total
@@ -195,7 +196,8 @@ def propagation(
     tables: dict[tuple[bool, ...], dict[int, Ints]] = {}
     parts = []
     for copy, (stage, kind) in enumerate(zip(stages, kinds_by_stage, strict=True)):
-        partial, tp = _partial(bucket, len(stage), kind), len(stage)
+        partial = _partial(bucket, len(stage), kind)
+        tp = len(stage)
         by_tp = tables.setdefault(partial, {})
         if tp not in by_tp:
             by_tp[tp] = _shards(bucket, tp, partial)
@@ -266,13 +268,20 @@ def _layout(rank: Ints, lo: Ints, hi: Ints, copy: Ints, partial: Bools, size: in
     """Sort intervals by rank (else in the order given), drop empty ones, merge neighbours, and place them locally."""
     kept = np.flatnonzero(hi > lo)
     kept = kept[np.argsort(rank[kept], kind="stable")]
-    rank, lo, hi, copy, partial = rank[kept], lo[kept], hi[kept], copy[kept], partial[kept]
+    rank = rank[kept]
+    lo = lo[kept]
+    hi = hi[kept]
+    copy = copy[kept]
+    partial = partial[kept]
     # Rows of one rank follow each other in its buffer, so contiguous in the bucket means contiguous in both.
     opens = np.ones(len(rank), bool)
     same = (rank[1:] == rank[:-1]) & (copy[1:] == copy[:-1]) & (partial[1:] == partial[:-1])
     opens[1:] = ~same | (lo[1:] != hi[:-1])
     first = np.flatnonzero(opens)
-    rank, lo, copy, partial = rank[first], lo[first], copy[first], partial[first]
+    rank = rank[first]
+    lo = lo[first]
+    copy = copy[first]
+    partial = partial[first]
     hi = hi[np.append(first[1:], len(opens)) - 1] if len(first) else hi
     end = np.cumsum(hi - lo)
     at = end - (hi - lo)

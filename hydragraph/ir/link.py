@@ -197,15 +197,18 @@ def _pairs(source: Layout, target: Layout, line: Ints, rank: int | None, turns: 
     Every line must cover the target. With a `rank`, slices that it neither needs nor could send may be missing. Where
     several could send, whose turn it is depends on the cell and on `turns` of the target's row.
     """
-    size, lines = source.size, int(line.max(initial=0)) + 1
+    size = source.size
+    lines = int(line.max(initial=0)) + 1
     if size != target.size:
         raise ValueError(f"link: the source has {size} elements, the target {target.size}: link one bucket at a time")
     cells = _cells(source.lo + line * size, source.hi + line * size, lines * size)
     row, lo, hi = _targets(source, target, line, lines, rank)
     head = np.searchsorted(cells.ends, lo, "right") - 1
     item, place = _ragged(np.searchsorted(cells.ends, hi) - head)
-    row, cell = row[item], head[item] + place
-    lo, hi = np.maximum(cells.ends[cell], lo[item]), np.minimum(cells.ends[cell + 1], hi[item])
+    row = row[item]
+    cell = head[item] + place
+    lo = np.maximum(cells.ends[cell], lo[item])
+    hi = np.minimum(cells.ends[cell + 1], hi[item])
     holders = cells.first[cell + 1] - cells.first[cell]
     if not holders.all():
         i = int(np.argmin(holders))
@@ -215,10 +218,15 @@ def _pairs(source: Layout, target: Layout, line: Ints, rank: int | None, turns: 
         )
     turn = turns[row] + cell
     piece, place = _ragged(holders)
-    held, row = cells.rows[cells.first[cell[piece]] + place], row[piece]
-    lo, hi = lo[piece] - line[held] * size, hi[piece] - line[held] * size
-    src_at, dst_at = source.at[held] + lo - source.lo[held], target.at[row] + lo - target.lo[row]
-    src, dst, partial = source.rank[held], target.rank[row], source.partial[held]
+    holder = cells.rows[cells.first[cell[piece]] + place]
+    row = row[piece]
+    lo = lo[piece] - line[holder] * size
+    hi = hi[piece] - line[holder] * size
+    src_at = source.at[holder] + lo - source.lo[holder]
+    dst_at = target.at[row] + lo - target.lo[row]
+    src = source.rank[holder]
+    dst = target.rank[row]
+    partial = source.partial[holder]
     return _Pairs(src, dst, partial, lo, hi, src_at, dst_at, piece, np.cumsum(holders) - holders, turn)
 
 
@@ -226,13 +234,15 @@ def _targets(source: Layout, target: Layout, line: Ints, lines: int, rank: int |
     """Repeat the target on every line; return its rows' indices and intervals, or those that may concern `rank`."""
     row = np.tile(np.arange(len(target.rank)), lines)
     shift = np.arange(lines)[:, None] * source.size
-    lo, hi = (target.lo + shift).ravel(), (target.hi + shift).ravel()
+    lo = (target.lo + shift).ravel()
+    hi = (target.hi + shift).ravel()
     if rank is None:
         return row, lo, hi
     concerned = target.rank[row] == rank
     mine = source.rank == rank
     if mine.any():
-        begin, end = source.lo[mine] + line[mine] * source.size, source.hi[mine] + line[mine] * source.size
+        begin = source.lo[mine] + line[mine] * source.size
+        end = source.hi[mine] + line[mine] * source.size
         concerned |= (lo < end.max()) & (hi > begin.min())
     return row[concerned], lo[concerned], hi[concerned]
 
@@ -243,8 +253,8 @@ def _one(pairs: _Pairs, cost: Ints) -> Bools:
         return np.ones(len(cost), bool)
     cheapest = cost == np.minimum.reduceat(cost, pairs.start)[pairs.slice]
     before = np.cumsum(cheapest) - cheapest
-    wanted = before[pairs.start] + pairs.turn % np.add.reduceat(cheapest.astype(np.int64), pairs.start)
-    chosen: Bools = cheapest & (before == wanted[pairs.slice])
+    chosen_place = before[pairs.start] + pairs.turn % np.add.reduceat(cheapest.astype(np.int64), pairs.start)
+    chosen: Bools = cheapest & (before == chosen_place[pairs.slice])
     return chosen
 
 

@@ -121,13 +121,15 @@ class Parameter:
         """
         if self.rule is None or tp == 1:
             return ((0, self.size),)
-        found, start, row = [], 0, self._row
+        intervals = []
+        start = 0
+        row = self._row
         for segment, n in enumerate(self.rule.segments):
             a, b = self._units(self.rule, segment, tp, index)
             step = self.rule.unit * row
-            found.append((start + a * step, start + b * step))
+            intervals.append((start + a * step, start + b * step))
             start += n * step
-        return tuple(found)
+        return tuple(intervals)
 
     def _units(self, rule: ShardRule, segment: int, tp: int, index: int) -> tuple[int, int]:
         try:
@@ -139,8 +141,8 @@ class Parameter:
         """Return the natural shape of one rank's shard; raises what `intervals` raises."""
         if self.rule is None or tp == 1:
             return self.shape
-        held = sum(hi - lo for lo, hi in self.intervals(tp, index)) // self._row
-        return (*self.shape[: self.rule.dim], held, *self.shape[self.rule.dim + 1 :])
+        length = sum(hi - lo for lo, hi in self.intervals(tp, index)) // self._row
+        return (*self.shape[: self.rule.dim], length, *self.shape[self.rule.dim + 1 :])
 
     def canonical(self, tensor: Tensor) -> Tensor:
         """Return a full tensor or a shard (natural order) as its 1-D canonical order; copies only where it must."""
@@ -195,7 +197,8 @@ class Bucket:
 
     def offsets(self) -> dict[str, int]:
         """Return where each parameter starts in the flat vector, by name."""
-        starts, at = {}, 0
+        starts = {}
+        at = 0
         for parameter in self.parameters:
             starts[parameter.name] = at
             at += parameter.size

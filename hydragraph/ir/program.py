@@ -62,8 +62,8 @@ def short(name: str) -> str:
 
 def graph_digest(graph: fx.GraphModule) -> str:
     """Return a SHA-256, in hex, over a graph's text and the shapes and dtypes of its placeholders."""
-    given = [(str(tuple(v.shape)), str(v.dtype)) for v in _given(graph)]
-    return hashlib.sha256(graph.code.encode() + repr(given).encode()).hexdigest()
+    signature = [(str(tuple(v.shape)), str(v.dtype)) for v in _given(graph)]
+    return hashlib.sha256(graph.code.encode() + repr(signature).encode()).hexdigest()
 
 
 def _given(graph: fx.GraphModule) -> list[Tensor]:
@@ -123,7 +123,8 @@ class Program:
     origin: str = ""
 
     def __getstate__(self) -> dict[str, Any]:
-        return {each.name: getattr(self, each.name) for each in fields(self)}  # without what is worked out from them
+        # Without what is worked out from them.
+        return {attribute.name: getattr(self, attribute.name) for attribute in fields(self)}
 
     @property
     def layers(self) -> int:
@@ -157,7 +158,8 @@ class Program:
         tokens = graph.placeholder("batch")
         aux = self._call(graph, compute, (self.aux.template, tokens), "aux")
         weights: dict[str, fx.Node] = {}
-        hidden, users = tokens, {bucket.name: [] for bucket in self.buckets}  # type: ignore[var-annotated]
+        hidden = tokens
+        users = {bucket.name: [] for bucket in self.buckets}  # type: ignore[var-annotated]
         for block in self.blocks:
             used = [b.name for b in self.buckets if block.name in b.blocks]
             for name in used:

@@ -31,7 +31,8 @@ class Buffers:
     """
 
     def __init__(self, device: torch.device, lanes: Lanes | None = None) -> None:
-        self._device, self._lanes = device, lanes or HostLanes()
+        self._device = device
+        self._lanes = lanes or HostLanes()
         # What earlier iterations left, and what this one gave back.
         self._earlier: Idle = {}
         self._returned: Idle = defaultdict(list)
@@ -41,7 +42,8 @@ class Buffers:
         """Start an iteration: what the last one had no use for is dropped, such as what another strategy needed."""
         if _LOG.isEnabledFor(logging.DEBUG):
             _log_dropped(self._earlier)
-        self._earlier, self._returned = self._returned, defaultdict(list)
+        self._earlier = self._returned
+        self._returned = defaultdict(list)
         self._taken.clear()  # what a failed iteration never gave back
 
     def trim(self) -> None:
@@ -50,7 +52,7 @@ class Buffers:
             _log_dropped(self._earlier)
         self._earlier.clear()
         for key, idle in list(self._returned.items()):
-            self._returned[key] = [each for each in idle if not self._lanes.passed(each[1])]
+            self._returned[key] = [(buffer, mark) for buffer, mark in idle if not self._lanes.passed(mark)]
 
     def take(self, elements: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return a buffer of so many elements, with any content, for the current stream."""
@@ -73,11 +75,11 @@ class Buffers:
 
     def _free(self, idle: Idle, key: tuple[int, torch.dtype]) -> tuple[Tensor, Mark] | None:
         """Take out the newest that the device is done with, or the oldest where it still uses too many of them."""
-        found = idle.get(key, [])
-        at = next((i for i in reversed(range(len(found))) if self._lanes.passed(found[i][1])), None)
+        candidates = idle.get(key, [])
+        at = next((i for i in reversed(range(len(candidates))) if self._lanes.passed(candidates[i][1])), None)
         if at is None:
-            return found.pop(0) if len(found) > AHEAD else None
-        return found.pop(at)
+            return candidates.pop(0) if len(candidates) > AHEAD else None
+        return candidates.pop(at)
 
 
 def _log_dropped(idle: Idle) -> None:

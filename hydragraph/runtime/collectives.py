@@ -182,8 +182,12 @@ class StagedCollectives:
     """
 
     def __init__(self, host: Collectives, staging: Staging) -> None:
-        self._host, self._staging = host, staging
-        self.ranks, self.rank, self.size, self.index = host.ranks, host.rank, host.size, host.index
+        self._host = host
+        self._staging = staging
+        self.ranks = host.ranks
+        self.rank = host.rank
+        self.size = host.size
+        self.index = host.index
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """As `Collectives.all_reduce`."""

@@ -150,7 +150,8 @@ def start_pull(exchange: Exchange, home: Tensor, dtype: torch.dtype, groups: Gro
     if exchange.is_identity and home.dtype == dtype:
         return Finish(lambda: home)
     if exchange.native:
-        target, outgoing = buffers.take(exchange.target, dtype), home.to(dtype)
+        target = buffers.take(exchange.target, dtype)
+        outgoing = home.to(dtype)
         message = groups.all_gather(Role.PULL, target, outgoing)
         return _finisher(message, lambda: target, outgoing, groups, buffers)
     outgoing = _gathered(home, exchange, dtype, buffers)

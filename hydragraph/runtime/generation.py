@@ -60,11 +60,13 @@ class _Limit:
 
 def _propose(store: Store, ranks: int, limit: _Limit) -> str:
     """Be rank 0."""
-    name, words = "", [""]
+    name = ""
+    words = [""]
     while True:
-        found = [_get(store, f"joining/{rank}") for rank in range(ranks)]
-        if found != words:
-            name, words = uuid.uuid4().hex, found
+        current = [_get(store, f"joining/{rank}") for rank in range(ranks)]
+        if current != words:
+            name = uuid.uuid4().hex
+            words = current
             if all(words):
                 store.set("proposal", json.dumps([name, words]))
         missing = [rank for rank in range(1, ranks) if not store.check([f"agreed/{name}/{rank}"])]

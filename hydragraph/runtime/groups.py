@@ -69,7 +69,10 @@ class Groups:
     """
 
     def __init__(self, world: World, timeout: timedelta, *, watch: Watch | None = None, capacity: int = 64) -> None:
-        self.world, self._timeout, self._watch, self._capacity = world, timeout, watch, capacity
+        self.world = world
+        self._timeout = timeout
+        self._watch = watch
+        self._capacity = capacity
         self._guard: Guard = nullcontext if watch is None else watch.communicating
         self._waiter = None if watch is None else watch.waiter()
         self._staging = Staging(world.device) if world.backend == "gloo" and world.device.type != "cpu" else None
@@ -145,7 +148,8 @@ class Groups:
         staging = self._staging
         if staging is None:
             return Message(start(out, inp))
-        arriving, leaving = staging.incoming(out), staging.outgoing(inp)
+        arriving = staging.incoming(out)
+        leaving = staging.outgoing(inp)
         return Message(start(arriving, leaving), lambda: staging.arrived(arriving, out), (arriving, leaving))
 
     # Collectives of all ranks.
@@ -213,11 +217,11 @@ class Groups:
         """
         texts = self.gather_objects(text)
         if len(set(texts)) > 1:
-            found = "; ".join(
-                f"{each!r} on ranks {[rank for rank, other in enumerate(texts) if other == each]}"
-                for each in dict.fromkeys(texts)
+            differing = "; ".join(
+                f"{value!r} on ranks {[rank for rank, other in enumerate(texts) if other == value]}"
+                for value in dict.fromkeys(texts)
             )
-            raise ValueError(f"{what} differs between ranks: {found}; give every rank the same {what}")
+            raise ValueError(f"{what} differs between ranks: {differing}; give every rank the same {what}")
 
     # Point to point.
 
@@ -255,17 +259,17 @@ class Groups:
         Returns:
             The collectives of those sets that this rank is in; valid until the next call.
         """
-        wanted = list(dict.fromkeys(tuple(sorted(ranks)) for ranks in rank_sets if len(ranks) > 1))
-        missing = [ranks for ranks in wanted if ranks not in self._tensor_parallel]
+        needed = list(dict.fromkeys(tuple(sorted(ranks)) for ranks in rank_sets if len(ranks) > 1))
+        missing = [ranks for ranks in needed if ranks not in self._tensor_parallel]
         if missing:
             with nullcontext() if self._watch is None else self._watch.guarding():
                 for ranks in missing:
                     self._tensor_parallel[ranks] = self._new("tp-" + "-".join(map(str, ranks)), ranks)
                 self._settle()
             _LOG.info("made tensor-parallel communicators of ranks %s", " and ".join(map(str, missing)))
-        for ranks in wanted:
+        for ranks in needed:
             self._tensor_parallel.move_to_end(ranks)
-        self._evict(max(self._capacity, len(wanted)))
+        self._evict(max(self._capacity, len(needed)))
         return {ranks: self._collectives(ranks) for ranks in rank_sets if self.world.rank in ranks}
 
     @property
@@ -296,7 +300,8 @@ class Groups:
     def close(self) -> None:
         """Drops all communicators."""
         groups = list(self._all())
-        self._roles, self._directions = {}, {}
+        self._roles = {}
+        self._directions = {}
         self._tensor_parallel.clear()
         if self._waiter is not None:
             self._waiter.close()
@@ -327,14 +332,16 @@ def in_rounds(
     A round is a range of distances: every rank sends so far ahead and receives from so far behind, so that the two ends
     of a message are in the same round. What a rank has for itself is copied at once.
     """
-    leaving, arriving = inp.split(list(in_splits)), out.split(list(out_splits))
+    leaving = inp.split(list(in_splits))
+    arriving = out.split(list(out_splits))
     arriving[rank].copy_(leaving[rank])
     works: list[Work] = []
     ranks = len(leaving)
     for first in range(1, ranks, grouped):
         operations = []
         for distance in range(first, min(first + grouped, ranks)):
-            ahead, behind = (rank + distance) % ranks, (rank - distance) % ranks
+            ahead = (rank + distance) % ranks
+            behind = (rank - distance) % ranks
             if len(leaving[ahead]):
                 operations.append(dist.P2POp(dist.isend, leaving[ahead], ahead, group))
             if len(arriving[behind]):

@@ -131,7 +131,8 @@ class CudaLanes:
     """
 
     def __init__(self, device: torch.device, queued: bool) -> None:
-        self.queued, self._device = queued, device
+        self.queued = queued
+        self._device = device
         # Messages are short and others wait for them, so they go first where the GPU has a choice.
         self._streams = {s: torch.cuda.Stream(device, priority=-1) for s in Stream if s is not Stream.COMPUTE}
 

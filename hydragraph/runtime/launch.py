@@ -115,7 +115,9 @@ def join(device: torch.device | str | None = None) -> World:
         meet(kind, _store_of_launcher(rank, ranks), rank, ranks)
     if not dist.is_initialized():
         return World(0, 1, 0, device, backend)
-    rank, ranks, group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
+    rank = dist.get_rank()
+    ranks = dist.get_world_size()
+    group = dist.group.WORLD
     assert group is not None
     watch = watch_of(group, group.get_group_store, rank, ranks)
     node = f"{socket.gethostname()} {os.environ.get('GROUP_RANK', '')}"  # torchrun may start two on one host
@@ -127,7 +129,8 @@ def _store_of_launcher(rank: int, ranks: int) -> Store:
 
     torchrun's outlives its ranks, so each attempt has keys of its own: gloo would meet the addresses of the dead.
     """
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    address = os.environ["MASTER_ADDR"]
+    port = int(os.environ["MASTER_PORT"])
     shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if rank == 0 and not shared:
         store = _store(address, port)
@@ -191,8 +194,8 @@ def launch(
     with tempfile.TemporaryFile() as file:
         shared = SharedFile(file.fileno())
         prepare_for_ranks(context, _pickled(prepare, ()), shared, timeout)
-        found = run_crew(context, ranks, server.port, work, left_of(timeout, began), shared, relay)
-        return [pickle.loads(value) for value in found]
+        outcomes = run_crew(context, ranks, server.port, work, left_of(timeout, began), shared, relay)
+        return [pickle.loads(value) for value in outcomes]
 
 
 def _store(address: str, port: int) -> Any:

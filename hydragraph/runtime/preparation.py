@@ -76,7 +76,8 @@ def prepare_for_ranks(context: Context, prepare: bytes, file: SharedFile, timeou
     member = start(context, 0, _prepare, dict(os.environ), log.shown(), prepare, file)
     try:
         limit = float("inf") if timeout is None else timeout.total_seconds()
-        deadline, stops = time.monotonic() + limit, Stops()
+        deadline = time.monotonic() + limit
+        stops = Stops()
         signs: list[Any] = [member.connection, member.process.sentinel]
         while not multiprocessing.connection.wait(signs, min(0.5, max(0.0, deadline - time.monotonic()))):
             if time.monotonic() >= deadline:

@@ -27,8 +27,8 @@ class Sharded:
 
     def copied(self) -> Sharded:
         """Return the same with elements of its own in CPU memory, which what happens to this one does not change."""
-        held = {offsets: box.to("cpu", copy=True).contiguous() for offsets, box in self.boxes.items()}
-        return Sharded(self.shape, self.dtype, held)
+        copies = {offsets: box.to("cpu", copy=True).contiguous() for offsets, box in self.boxes.items()}
+        return Sharded(self.shape, self.dtype, copies)
 
 
 def sharded(piece: Piece, flat: Tensor, once: bool = False) -> Sharded:
@@ -39,7 +39,8 @@ def sharded(piece: Piece, flat: Tensor, once: bool = False) -> Sharded:
         flat: its elements.
         once: leave out those that count with their other owner.
     """
-    shape, rule = piece.parameter.shape, piece.parameter.rule
+    shape = piece.parameter.shape
+    rule = piece.parameter.rule
     dim = rule.dim if rule is not None else 0
     canonical = (*shape[dim : dim + 1], *shape[:dim], *shape[dim + 1 :])
     views = {}

@@ -90,10 +90,14 @@ class Stopping:
         overdue: Callable[[], str] = lambda: "it was ended",
     ) -> None:
         self.signal = 0
-        self._grace_s, self._work_s = grace_s, grace_s - min(_RESERVED * grace_s, _RESERVED_AT_MOST_S)
-        self._relay, self._led, self._overdue = relay, led, overdue
+        self._grace_s = grace_s
+        self._work_s = grace_s - min(_RESERVED * grace_s, _RESERVED_AT_MOST_S)
+        self._relay = relay
+        self._led = led
+        self._overdue = overdue
         self._before: dict[int, Any] = {}
-        self._in_hand, self._interrupts = False, 0
+        self._in_hand = False
+        self._interrupts = 0
         self._timer: threading.Timer | None = None
 
     def __enter__(self) -> Stopping:

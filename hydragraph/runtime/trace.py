@@ -46,7 +46,7 @@ class RankTimes:
 
 def mean_exposed(ranks: Sequence[RankTimes]) -> Exposed:
     """Return the mean over ranks of what each waited for."""
-    kinds = ([each.exposed.pull, each.exposed.push, each.exposed.p2p] for each in ranks)
+    kinds = ([times.exposed.pull, times.exposed.push, times.exposed.p2p] for times in ranks)
     return Exposed(*(sum(kind) / len(ranks) for kind in zip(*kinds, strict=True)))
 
 
@@ -72,7 +72,8 @@ class Timing:
 
     def __init__(self, step: int = 0, spans: list[Span] | None = None, clock: Clock | None = None) -> None:
         self.spans = spans
-        self._step, self._clock = step, clock or HostClock()
+        self._step = step
+        self._clock = clock or HostClock()
         self._waits: list[tuple[Stream, Reading, Reading]] = []
         self._parts: list[tuple[Stream, str, Reading, Reading]] = []
         self._started: dict[str, Reading] = {}

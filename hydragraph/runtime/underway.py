@@ -47,7 +47,9 @@ class Underway:
     """
 
     def __init__(self, lanes: Lanes, stream: Stream, finish: Finish, at_once: bool = True) -> None:
-        self._lanes, self._stream, self._finish = lanes, stream, finish
+        self._lanes = lanes
+        self._stream = stream
+        self._finish = finish
         self._end: tuple[Tensor, Mark] | None = None
         if lanes.queued and at_once:
             self._ended()

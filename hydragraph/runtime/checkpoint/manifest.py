@@ -106,8 +106,8 @@ def check_files(path: Path, manifest: Manifest, groups: Groups, what: str, shari
         Damaged: on all ranks: naming every file that is missing or not what was written.
     """
     mine = sorted(manifest.files)[sharing.index(groups.world.rank) :: len(sharing)]
-    found = together(groups, what, lambda: [text for n in mine if (text := _damage(path / n, manifest.files[n]))])
-    damages = [text for part in found for text in part]
+    by_rank = together(groups, what, lambda: [text for n in mine if (text := _damage(path / n, manifest.files[n]))])
+    damages = [text for part in by_rank for text in part]
     if damages:
         raise Damaged(f"checkpoint {path}: {'; '.join(damages)}: restore it from a copy, or load an earlier checkpoint")
 
@@ -152,11 +152,11 @@ def _damage(path: Path, expected: File) -> str | None:
     if not path.is_file():
         return f"{path.name} is missing, expected {expected.bytes} bytes with SHA-256 {expected.sha256}"
     try:
-        found = File.of(path)
+        actual = File.of(path)
     except OSError as error:
         return f"{path.name} cannot be read ({error.strerror})"
-    if found.bytes != expected.bytes:
-        return f"{path.name} has {found.bytes} bytes, expected {expected.bytes}"
-    if found.sha256 != expected.sha256:
-        return f"{path.name} is corrupt: SHA-256 {found.sha256}, expected {expected.sha256}"
+    if actual.bytes != expected.bytes:
+        return f"{path.name} has {actual.bytes} bytes, expected {expected.bytes}"
+    if actual.sha256 != expected.sha256:
+        return f"{path.name} is corrupt: SHA-256 {actual.sha256}, expected {expected.sha256}"
     return None

@@ -58,11 +58,11 @@ def elementwise_states(home: HomeState, optimizer: torch.optim.Optimizer | None)
     Raises:
         Unsupported: a state has another shape than its parameter.
     """
-    found = {}
+    states = {}
     for name, state, value in _states(home, optimizer) if optimizer is not None else ():
         if isinstance(value, Tensor) and value.dim():
-            found[state_key(state, name)] = sharded(home.pieces[name], value, once=True)
-    return found
+            states[state_key(state, name)] = sharded(home.pieces[name], value, once=True)
+    return states
 
 
 def merged(parts: Sequence[Plain]) -> Plain:
@@ -70,10 +70,10 @@ def merged(parts: Sequence[Plain]) -> Plain:
     scalars: dict[str, dict[str, Any]] = {}
     for rank, part in enumerate(parts):
         for name, values in part.scalars.items():
-            known = scalars.setdefault(name, values)
-            if known.keys() != values.keys() or any(bool(known[k] != values[k]) for k in known):
+            earlier = scalars.setdefault(name, values)
+            if earlier.keys() != values.keys() or any(bool(earlier[k] != values[k]) for k in earlier):
                 raise ValueError(
-                    f"optimizer, parameter {name}: {values} on rank {rank} but {known} on an earlier rank: step the"
+                    f"optimizer, parameter {name}: {values} on rank {rank} but {earlier} on an earlier rank: step the"
                     " optimizer on all ranks alike"
                 )
     return Plain(parts[0].groups, parts[0].hyperparameters, scalars)

@@ -39,7 +39,8 @@ class Saver:
     """
 
     def __init__(self, world: World, timeout: timedelta) -> None:
-        self._world, self._timeout = world, timeout
+        self._world = world
+        self._timeout = timeout
         self._groups: Groups | None = None
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
@@ -85,7 +86,8 @@ class Saver:
         if self._thread is not None:
             self._thread.join()
             self._thread = None
-        error, self._error = self._error, None
+        error = self._error
+        self._error = None
         if error is not None:
             raise error
 

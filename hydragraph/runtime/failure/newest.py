@@ -38,5 +38,7 @@ def watch_of(group: object, store: Callable[[], Store], rank: int, ranks: int) -
     if newest.watch is not None and not newest.watch.closed:
         newest.watch.close()
     number = newest.number + 1 if again else 0
-    newest.watch, newest.group, newest.number = Watch(store(), rank, ranks, number=number), group, number
+    newest.watch = Watch(store(), rank, ranks, number=number)
+    newest.group = group
+    newest.number = number
     return newest.watch
