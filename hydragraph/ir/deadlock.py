@@ -69,6 +69,8 @@ class _Run:
         """Run as far as the programs get."""
         waiting = deque(range(len(self.programs)))
         while waiting:
+            # A rank runs until it must wait, and is tried again only when another does what it may wait for: going
+            # round all ranks until nothing moves would try each of them once per instruction of the others.
             rank = waiting.popleft()
             while (instruction := self._current(rank)) is not None and not self._blockers(rank, instruction):
                 for peer in self._together(rank, instruction):
@@ -100,6 +102,8 @@ class _Run:
             pair = (_peer(instruction), rank)
             return () if self.received[pair] < self.sent[pair] else (_peer(instruction),)
         if instruction.op is Op.FREE:
+            # A message is over once its receiver has it. Between two ranks they arrive in order, so the n-th one has
+            # arrived when n have been received.
             messages = [value for value in instruction.reads if value.kind is Kind.MESSAGE]
             return tuple(m.peer for m in messages if self.received[rank, m.peer] < self.turn.get((rank, m), 0))
         if instruction.op not in (Op.FORWARD, Op.BACKWARD, Op.COMMIT):
@@ -107,6 +111,7 @@ class _Run:
         late = tuple(
             r for r in self._together(rank, instruction) if r != rank and not self._same(instruction, self._current(r))
         )
+        # A pull's weights are here once every rank has entered the pull: each of them may be an owner that sends.
         buckets = {value.bucket for value in instruction.reads if value.kind is Kind.WEIGHTS}
         unpulled = {bucket for bucket in buckets if self.pulled[bucket] < len(self.programs)}
         if not unpulled:
@@ -139,5 +144,7 @@ class _Run:
         """Return the ranks that may have waited for what has just run."""
         if instruction.op in (Op.SEND, Op.RECEIVE):
             return (_peer(instruction),)
+        # Only the last rank to enter a pull lets others go on. Peers of a computation, or of the commit, need no
+        # waking: the last one to get there steps all of them (`_together`).
         complete = instruction.op is Op.PULL and self.pulled[instruction.target] == len(self.programs)
         return range(len(self.programs)) if complete else ()

@@ -63,6 +63,7 @@ def value_of(node: Any) -> Any:
     """Return what stands for a node's value: a fake tensor, a size, a tuple of these; None if nothing is known."""
     if not isinstance(node, fx.Node):
         return None
+    # "val" is where PyTorch keeps it; for a graph that was read, "later" makes it when it is first asked for.
     if "val" not in node.meta and "later" in node.meta:
         node.meta["val"] = node.meta["later"]()
     return node.meta.get("val")
@@ -72,6 +73,8 @@ def storages_of(node: Any) -> list[tuple[int, Tensor]]:
     """Return a number for the storage of each tensor that a node makes, and the tensor; views share their number."""
     value = value_of(node)
     tensors = [v for v in (value if isinstance(value, tuple | list) else [value]) if isinstance(v, Tensor)]
+    # A graph that was read has the numbers of the storages it was written with: fake tensors that are made one by one
+    # would each have a storage of their own, and no two would be views of one.
     numbers = (isinstance(node, fx.Node) and node.meta.get("storages")) or [t.untyped_storage()._cdata for t in tensors]
     return list(zip(numbers, tensors, strict=True))
 
@@ -92,6 +95,7 @@ def _target(node: fx.Node, graph: fx.GraphModule) -> Any:
         return f"{node.target._schema.name}.{node.target._overloadname}"
     if isinstance(node.target, str):
         return node.target
+    # Python functions have no name that says the same everywhere: those of the list, and no others.
     if node.target not in _NAMES:
         raise ValueError(f"{node.name}: the target {node.target}, which data cannot say")
     return _NAMES[node.target]
@@ -129,6 +133,7 @@ def _graph(nodes: list[Any], values: Decoder) -> fx.GraphModule:
         callee = _known_target(target) if op == "call_function" else target
         operands = tuple(_read(a, by_name) for a in args)
         node = graph.create_node(op, callee, operands, {k: _read(v, by_name) for k, v in kwargs.items()}, name)
+        # create_node takes a name as a proposal, and changes what it holds for a builtin of Python's.
         node.name = name
         by_name[name] = node
         if value is not None:

@@ -50,6 +50,7 @@ class Template:
     @cached_property
     def content(self) -> Hashable:
         """All that it is: its graph's digest, what its placeholders stand for, and the sizes it was traced with."""
+        # Equal text does not say which sizes the symbols had in the trace, and the trace may have decided by them.
         sizes: list[Any] = [size for value in _given(self.graph) for size in value.shape]
         traced = [hint_of(size) for size in sizes if isinstance(size, torch.SymInt)]
         return graph_digest(self.graph), self.parameters, self.buffers, self.inputs, tuple(traced)
@@ -171,6 +172,7 @@ class Program:
                 users[name].append(hidden)
             if block is not self.blocks[-1]:
                 hidden = self._call(graph, communicate, (hidden, "stage"), f"c_{block.name}")
+        # Backward runs from the last block to the first, so the last block's gradients are complete first.
         for bucket in (b for b in reversed(self.buckets) if b.learns):
             self._call(graph, push, (bucket.name, *users[bucket.name]), f"G_{bucket.name}")
         graph.output(hidden)

@@ -100,6 +100,7 @@ def parse_instruction(line: str, number: int) -> Instruction:
     statement, waits, after = re.sub(r"\s+", " ", rest.strip()).partition(" after ")
     if waits and not re.fullmatch(_NAMES, after):
         raise ValueError(f"line {number}: expected values behind 'after', such as 'h1.0, W.head', found {after!r}")
+    # No statement has two forms: each begins with, or assigns by, words that no other has.
     for op, _, pattern in _FORMS:
         match = pattern.fullmatch(statement)
         if match is None:
@@ -118,6 +119,7 @@ def _instruction(op: Op, groups: Mapping[str, str | None], after: str) -> Instru
     peer = groups.get("peer")
     reads = _values(groups.get("reads"))
     writes = _values(groups.get("writes"))
+    # What a send makes follows from what it sends, so the text leaves it out.
     if op is Op.SEND and peer is not None:
         writes = (message(reads[0], int(peer)),)
     return Instruction(

@@ -125,7 +125,7 @@ def _place(program: RankProgram) -> tuple[object, ...]:
 
 def _check_pipeline(stages: Mapping[int, RankProgram], programs: Sequence[RankProgram], outline: Outline) -> None:
     """Check that the stages exist on all their ranks and chain the layers from 0 to the last."""
-    layer = 0
+    layer = 0  # where the next stage must start
     for i, (stage, program) in enumerate(sorted(stages.items())):
         if stage != i or program.layers[0] != layer:
             raise VerificationError(
@@ -170,6 +170,7 @@ def _check_work(program: RankProgram, site: _Site, outline: Outline, mode: Mode)
             )
         if instruction.op not in (Op.FORWARD, Op.BACKWARD):
             continue
+        # What is found is struck off, so a second one is a stranger too, and what is left at the end is missing.
         values = missing.pop((instruction.op, instruction.target, instruction.micro_batch), None)
         if values is None:
             raise _fail(program, index, "this rank should not run it, or has already run it")
@@ -199,6 +200,8 @@ def _work(blocks: range, m: int, outline: Outline, mode: Mode) -> Iterator[tuple
         output = {activation(k, m) if k < final else loss(m)}
         yield (Op.FORWARD, block, m), (frozenset(pulled | below | {aux(m)}), frozenset(output | kept))
         if learns:
+            # The last block's backward starts from the loss itself; the lowest block with anything to learn passes
+            # nothing on, since nobody below would use it.
             gradient = {activation_gradient(k, m)} if k < final else set()
             passed = {activation_gradient(k - 1, m)} if k > outline.lowest else set()
             yield (Op.BACKWARD, block, m), (frozenset(kept | gradient | pulled), frozenset(passed | summed))
@@ -226,6 +229,7 @@ def _check_values(program: RankProgram) -> None:
             freed.update(dict.fromkeys(instruction.reads, index))
             for value in instruction.reads:
                 del alive[value]
+        # A name is made once in a program, even after it was freed; gradients alone are added to.
         for value in instruction.writes:
             if value in freed or (
                 value in alive and not (instruction.op is Op.BACKWARD and value.kind is Kind.GRADIENTS)
@@ -248,6 +252,7 @@ def _check_exchanges(programs: Sequence[RankProgram], sites: Sequence[_Site], ou
         _check_exchange(program, site, Op.PUSH, used - {*outline.frozen} if mode != "evaluate" else frozenset())
         _check_pushed_values(program)
         _check_end(program, mode)
+    # Exchanges of one kind share a communicator, which pairs them by their order alone.
     for op in (Op.PULL, Op.PUSH):
         expected = [instruction.target for instruction in programs[0].instructions if instruction.op is op]
         for program in programs[1:]:
@@ -336,6 +341,7 @@ def _check_messages(programs: Sequence[RankProgram], sites: Sequence[_Site]) -> 
                 sends[program.rank, _peer(instruction)].append((index, value))
             else:
                 receives[_peer(instruction), program.rank].append((index, value))
+    # Messages of a pair of ranks arrive in order: the n-th send meets the n-th receive.
     for source, target in sorted({*sends, *receives}):
         for sent, received in zip_longest(sends[source, target], receives[source, target]):
             if received is None:
@@ -356,6 +362,7 @@ def _checked_value(program: RankProgram, index: int, site: _Site) -> Value:
     (value,) = values
     before = site.blocks.start - 1  # the position whose output enters the stage
     last = site.blocks.stop - 1  # the position whose output leaves it
+    # Activations enter behind position `before` and leave behind `last`; their gradients come back the other way.
     routes = {
         (Op.RECEIVE, Kind.ACTIVATION, before): site.previous,
         (Op.SEND, Kind.ACTIVATION, last): site.following,
