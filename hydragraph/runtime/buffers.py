@@ -3,6 +3,10 @@
 On the CPU, memory of this size goes back to the system when it is freed, and every step would pay for fresh pages
 again. On CUDA the host runs ahead of the device: what it gives back may still be read there, so a buffer carries the
 mark behind which it is free.
+
+A buffer is taken from what was given back in this iteration, else from what the last one left, else made. Iterations
+of one strategy ask for the same sizes, so from the second on hardly any is made; what one iteration has no use for is
+dropped when the next begins.
 """
 
 from __future__ import annotations
@@ -69,12 +73,16 @@ class Buffers:
 
     def give(self, tensor: Tensor) -> None:
         """Take back what nobody reads once the current stream got here; leave alone what is not one of these."""
+        # By address: what is given back may be another view than what was taken. Views that begin further in are not
+        # recognised, and neither are tensors of the home state.
         buffer = self._taken.pop(tensor.data_ptr(), None)
         if buffer is not None:
             self._returned[len(buffer), buffer.dtype].append((buffer, self._lanes.mark()))
 
     def _free(self, idle: Idle, key: tuple[int, torch.dtype]) -> tuple[Tensor, Mark] | None:
         """Take out the newest that the device is done with, or the oldest where it still uses too many of them."""
+        # Where the device is done with none of them, a new one costs memory and waiting costs time: up to AHEAD it is a new
+        # one, and then the oldest, which the device gets done with first.
         candidates = idle.get(key, [])
         at = next((i for i in reversed(range(len(candidates))) if self._lanes.passed(candidates[i][1])), None)
         if at is None:

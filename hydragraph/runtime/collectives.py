@@ -57,10 +57,10 @@ class Collectives:
 
     Attributes:
         ranks: the stage's, in tensor-parallel order, which is the order of parts.
-        rank: this one.
+        rank: this process's, one of them.
         group: their communicator; None for a single rank.
         guard: entered around the start of every communication.
-        wait: waits for one.
+        wait: waits for a communication that was started, and says so to the failure watch.
     """
 
     ranks: tuple[int, ...]
@@ -177,8 +177,8 @@ class StagedCollectives:
     """The same for tensors of a GPU, by way of host memory.
 
     Args:
-        host: the collectives of host memory.
-        staging: the way there and back.
+        host: what communicates, with tensors in host memory.
+        staging: copies tensors of the GPU there and back.
     """
 
     def __init__(self, host: Collectives, staging: Staging) -> None:

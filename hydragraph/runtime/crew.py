@@ -57,12 +57,13 @@ def run_crew(
     """Start ranks, wait for them, and leave none behind.
 
     Args:
-        context: what starts their processes.
-        port: of the store that they meet at.
+        context: of multiprocessing, which starts their processes.
+        ranks: how many processes.
+        port: where the store that they meet at listens, on this host.
         work: a pickled function and its arguments.
         timeout: for the whole run; None: no limit.
-        prepared: has what comes before the arguments.
-        relay: told whom to pass requests to stop on to.
+        prepared: what every rank reads, and passes to the function before these arguments; None: nothing.
+        relay: told of the processes while they run, so that requests to stop can be passed on to them.
 
     Returns:
         What each rank returned, pickled, by rank.

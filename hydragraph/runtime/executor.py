@@ -73,10 +73,10 @@ class Executor:
     """Runs prepared programs on one rank.
 
     Args:
-        program: the model.
+        program: the captured model, of which programs that are run were prepared.
         home: this rank's master weights and gradients.
         groups, watch: its communicators and its failure watch.
-        device: where it computes.
+        device: what this rank computes on.
         lanes: that device's queues; default: as the device and the communicators have them.
         rounded: the weights that are pulled, where the optimizer keeps them beside the master weights.
 
@@ -135,7 +135,7 @@ class Executor:
             tokens: target tokens of the global mini-batch; the loss is divided by them.
             update: called with the gradient norm where the program updates, if that norm is finite.
             aux_buffers: the values of the aux graph's buffers.
-            timing: filled.
+            timing: measures this iteration: waits and, where it keeps spans, every instruction and message.
         """
         self._buffers.begin()
         collectives = self._groups.tensor_parallel(prepared.stages)

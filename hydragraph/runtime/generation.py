@@ -31,8 +31,8 @@ def generation(store: Store, rank: int, ranks: int, timeout: timedelta) -> str:
 
     Args:
         store: that they share with generations before them; one in which nobody else writes these keys.
-        rank, ranks: which of how many.
-        timeout: for all to arrive.
+        rank, ranks: this process's number, from 0, and how many there are.
+        timeout: how long to wait until all have arrived.
 
     Raises:
         TimeoutError: some did not arrive, or did not agree.

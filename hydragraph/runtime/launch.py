@@ -59,7 +59,7 @@ class World:
     Attributes:
         rank, ranks: which of how many; 0 of 1 without any process group.
         local_rank: which of the ranks of this host.
-        device: what it computes on.
+        device: what this process computes on.
         backend: "nccl" where every rank of the host has a GPU of its own, else "gloo".
         watch: over the ranks, from here until this process ends.
         node: where it runs: ranks of the same one may be lost together.
@@ -163,7 +163,7 @@ def launch(
 
     Args:
         function: importable: defined at the top of a module.
-        ranks: how many.
+        ranks: how many processes to start.
         timeout: for the whole run; None: no limit.
         prepare: importable; called once, in a process of its own. What it returns comes before the function's
             arguments, so that a model is captured and compiled once and not on every rank: `prepare` returns the
@@ -202,8 +202,8 @@ def _store(address: str, port: int) -> Any:
     """Return a store that this process keeps, and that listens at one address; TCPStore by itself listens at all.
 
     Args:
-        address: of this host.
-        port: 0: any that is free.
+        address: a name or address of this host, at which the others find it.
+        port: where to listen; 0: at any port that is free.
     """
     try:
         family, _, _, _, where = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]

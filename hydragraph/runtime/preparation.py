@@ -64,8 +64,10 @@ def prepare_for_ranks(context: Context, prepare: bytes, file: SharedFile, timeou
     """Call a function in a process of its own, and write what it returns into a file.
 
     Args:
-        context: what starts that process.
-        prepare: a pickled function, and no arguments.
+        context: of multiprocessing, which starts that process.
+        prepare: a pickled function that takes no arguments.
+        file: where what it returns is written.
+        timeout: how long it may take; None: no limit.
 
     Raises:
         RuntimeError: that process died.

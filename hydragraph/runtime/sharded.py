@@ -35,9 +35,9 @@ def sharded(piece: Piece, flat: Tensor, once: bool = False) -> Sharded:
     """View this rank's canonical elements of a parameter, 1-D, as boxes of its natural shape.
 
     Args:
-        piece: what the rank owns.
-        flat: its elements.
-        once: leave out those that count with their other owner.
+        piece: which intervals of the parameter the rank owns.
+        flat: their elements, one interval after another.
+        once: leave out what has a second owner and counts there, so that all ranks together have it once.
     """
     shape = piece.parameter.shape
     rule = piece.parameter.rule

@@ -39,8 +39,8 @@ class Piece:
     """The part of one parameter that a rank owns, contiguous in its shard of the bucket, whatever intervals it has.
 
     Attributes:
-        parameter: whose.
-        bucket: the parameter's.
+        parameter: the parameter that it is a part of.
+        bucket: the name of the parameter's bucket.
         intervals: of canonical elements [lo, hi), ascending and disjoint, none empty: at most one of each copy.
         counted: of each interval, whether it is here, and not with its other owner, that its elements count where they
             must count once: in norms, and in files.
@@ -75,7 +75,7 @@ class HomeState:
     """One rank's master weights and gradients.
 
     Attributes:
-        rank: whose.
+        rank: the rank that owns it.
         layouts: bucket name -> home layout.
         weights, gradients: bucket name -> 1-D fp32 tensor of this rank's shard; gradients of the buckets that learn.
         counted: views into `gradients` of what counts here: over all ranks every element once, however many own it.

@@ -73,8 +73,8 @@ class Stopping:
 
     Args:
         grace_s: seconds from a request until the process has ended, whatever it is doing.
-        relay: of a launcher.
-        led: whether this is a rank of such a launcher.
+        relay: of a launcher, whom it passes requests on to; None where this process does the work itself.
+        led: whether this is a rank of a launcher, which then decides when it ends.
         overdue: returns what to say where the grace was not enough.
 
     Attributes:

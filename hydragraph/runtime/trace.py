@@ -65,9 +65,9 @@ class Timing:
     """What one rank measures during one iteration.
 
     Args:
-        step: its number.
-        spans: filled with every instruction and message; None: only waits are added up.
-        clock: of the device's queues; default: the host's.
+        step: the iteration's number, which its spans carry.
+        spans: a list to which every instruction and message is added; None: only waits are added up.
+        clock: reads the device's queues (`Lanes.clock`); default: the host's time.
     """
 
     def __init__(self, step: int = 0, spans: list[Span] | None = None, clock: Clock | None = None) -> None:
@@ -138,7 +138,7 @@ def write_trace(per_rank: Iterable[Iterable[Span]], path: Path) -> None:
     """Write all ranks' spans in the Trace Event Format, which https://ui.perfetto.dev opens: a process per rank.
 
     Args:
-        per_rank: spans by rank.
+        per_rank: each rank's spans, in the order of the ranks.
         path: a .json file.
     """
     write_events(((Event(s.step, s.stream, s.name, s.begin, s.end) for s in spans) for spans in per_rank), path)

@@ -42,11 +42,11 @@ class Manifest:
     """What `complete.json` says.
 
     Attributes:
-        format: of the whole directory.
+        format: the version of the directory's format (`FORMAT`); readers refuse others.
         versions: package -> version that saved it.
-        ranks: how many saved it.
+        ranks: how many ranks saved it; any number of them may load it.
         parameters: name -> natural shape.
-        optimizer: class name.
+        optimizer: its class's name; None where weights alone were saved.
         files: name -> what it must be.
     """
 
@@ -96,10 +96,10 @@ def check_files(path: Path, manifest: Manifest, groups: Groups, what: str, shari
     """Hash all files, each rank a share of them.
 
     Args:
-        path: of the checkpoint.
-        manifest: its manifest.
-        groups: of all ranks.
-        what: is being done, for errors.
+        path: the checkpoint's directory.
+        manifest: what it says of itself, as read before.
+        groups: the communicators of all ranks that train; each of them makes this call.
+        what: is being done ("load checkpoint ..."), for the errors of ranks that fail here.
         sharing: the ranks that read the same copy of it as this one.
 
     Raises:
@@ -116,8 +116,8 @@ def check_model(path: Path, manifest: Manifest, shapes: Mapping[str, tuple[int, 
     """See that a checkpoint is of this model, and of this optimizer unless weights alone are loaded.
 
     Args:
-        path: of the checkpoint.
-        manifest: its manifest.
+        path: the checkpoint's directory.
+        manifest: what it says of itself, as read before.
         shapes: the model's parameters by name, in their natural shapes.
         optimizer: class name; None: only weights are loaded.
 

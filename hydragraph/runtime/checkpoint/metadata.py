@@ -29,8 +29,8 @@ class Reader(FileSystemReader):
     """Reads a checkpoint's directory; its metadata by `_Plain`.
 
     Args:
-        path: of the checkpoint.
-        files: whose content has been checked; no other is read.
+        path: the checkpoint's directory.
+        files: the names of those whose content has been checked; no other is read.
     """
 
     def __init__(self, path: Path, files: Collection[str]) -> None:

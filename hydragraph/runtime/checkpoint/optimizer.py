@@ -24,7 +24,7 @@ class Plain:
 
     Attributes:
         groups: the names of each parameter group's parameters.
-        hyperparameters: of each group.
+        hyperparameters: each parameter group's settings, such as lr, by name.
         scalars: parameter -> state -> value; of a rank: only of parameters that it owns a part of, because an empty
             part need not have been stepped.
     """
@@ -101,8 +101,8 @@ def restore(
 
     Args:
         path: of the checkpoint, for the error.
-        home, optimizer: this rank's.
-        plain: what is not sharded.
+        home, optimizer: this rank's; the optimizer is changed in place.
+        plain: what the checkpoint holds once for all ranks: groups, hyperparameters, scalars.
         states: the others: parameter -> state -> this rank's part, 1-D.
 
     Raises:

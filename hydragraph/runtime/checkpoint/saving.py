@@ -34,8 +34,8 @@ class Saver:
     """One rank's saves in the background, one at a time; all ranks call the same methods in the same order.
 
     Args:
-        world: this process's place.
-        timeout: of one communication.
+        world: this process's place, from `join`; the saver makes communicators of its own.
+        timeout: after how long an operation of these communicators fails.
     """
 
     def __init__(self, world: World, timeout: timedelta) -> None:

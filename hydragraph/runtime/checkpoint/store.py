@@ -67,7 +67,7 @@ def save(
         home, optimizer: this rank's; no optimizer: only weights are saved.
         extra: step number, data position, random states, ...: numbers, strings, tensors, and containers of them.
             Rank 0's is kept.
-        groups: of all ranks.
+        groups: the communicators of all ranks that train; each of them makes this call.
 
     Raises:
         ValueError: on all ranks: `path` is something else, not all see it, or something cannot be stored.
@@ -82,11 +82,11 @@ class Prepared:
     """What one rank is about to write, and where.
 
     Attributes:
-        path: of the checkpoint.
+        path: the directory that the checkpoint will be.
         scratch: the directory to write into, which becomes the checkpoint once it is complete.
         contents: this rank's part of every entry.
         parameters: name -> natural shape.
-        optimizer: class name.
+        optimizer: its class's name; None where weights alone are saved.
     """
 
     path: Path
@@ -180,7 +180,7 @@ def load(path: PathLike, home: HomeState, optimizer: torch.optim.Optimizer | Non
     Args:
         path: the checkpoint's directory, which all ranks see, or of which every host has a copy.
         home, optimizer: this rank's; no optimizer: only weights are loaded.
-        groups: of all ranks.
+        groups: the communicators of all ranks that train; each of them makes this call.
 
     Returns:
         The `extra` it was saved with, on every rank.

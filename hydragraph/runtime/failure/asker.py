@@ -20,7 +20,7 @@ class Asker:
 
     Args:
         question: called every interval; a RuntimeError means that the store is gone: its client never reconnects.
-        interval: between two.
+        interval: how long to wait after one answer before asking again.
 
     Attributes:
         silent_s: for how long no answer has come, as whoever reads it counts: it is only set to 0 here.

@@ -45,7 +45,7 @@ class Board:
 
     Args:
         descriptor: of a file that is as long as its lines; taken over.
-        ranks: how many lines it has.
+        ranks: how many ranks write on it, a line each.
         address: where another process of the same user opens it.
         remove: called when the process that made it lets go of it.
     """

@@ -58,12 +58,14 @@ class Judge:
 
         Args:
             elapsed: seconds since the last look.
-            seen: by rank.
+            seen: what is seen of each rank that is watched from here, by rank.
             others_run: whether some rank that is not among them was running.
         """
+        # A judge that was itself stopped for a minute has not seen anybody stand still for a minute.
         elapsed = min(elapsed, PAUSE_S)
         running = others_run or any(sighting.state is State.RUNNING for sighting in seen.values())
         for rank, sighting in seen.items():
+            # Counts go back to 0 with the first look at which it is not so any more: only an unbroken time counts.
             ended = sighting.state is State.ENDED
             stopped = sighting.state is State.STOPPED and running
             if ended and sighting.progress.left:
@@ -80,6 +82,7 @@ class Judge:
         for rank, seconds in list(self._ended.items()):
             if seconds > 0:
                 return Accusation(rank, ENDED)
+        # To leave is no failure, unless somebody still waited for it: then its leaving is the cause.
         for rank in sorted(self._left):
             return Accusation(rank, "its process ended by itself while other ranks went on")
         return self._longest(stopped_s)
@@ -104,9 +107,11 @@ class Stall:
 
         Args:
             elapsed: seconds since the last look.
-            seen: by rank, of all.
+            seen: what is seen of each rank, by rank; all of them must be there.
             progress_s: after how long without progress of anybody the run has failed.
         """
+        # Some wait, nobody moves, and none is stopped (which is `Judge`'s matter). As long as nobody waits, ranks that
+        # stand still may as well compute.
         moves = {rank: sighting.progress.moves for rank, sighting in seen.items()}
         waits = [rank for rank, sighting in seen.items() if sighting.progress.waiting]
         awake = all(sighting.state is not State.STOPPED for sighting in seen.values())

@@ -16,7 +16,7 @@ class Fault:
     """The one failure that all ranks agree on.
 
     Attributes:
-        rank: who failed.
+        rank: the rank that failed.
         step: in which step, or after which.
         instruction: at which instruction, or in which call; "" where that is not known.
         error: what it raised, or how it ended.

@@ -27,7 +27,7 @@ class Roll:
     `board/M` is where their board is; `machines` counts machines, `machines/i` names the i-th.
 
     Args:
-        store, namespace: where.
+        store, namespace: where the roll is kept: a store that all ranks reach, and what its keys begin with there.
         machine: the one whose ranks are asked for.
     """
 

@@ -41,8 +41,8 @@ class Post:
     """Where a sentinel stands.
 
     Attributes:
-        address, port: of the store.
-        namespace: of its ranks in there.
+        address, port: where the store listens.
+        namespace: what the keys of its ranks begin with in the store.
         machine, board: whose ranks it speaks for, and where they write.
         ranks: how many there are on all machines.
     """

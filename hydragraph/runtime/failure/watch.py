@@ -227,7 +227,7 @@ class Watch:
         """Run one step inside: as `calling`, but whatever is raised is this rank's failure, unless it is `agreed`.
 
         Args:
-            number: of the step.
+            number: the step's, for the others' errors if this rank fails in it.
             describe: the text of the instruction at (rank, index); also called from the watching thread.
 
         Raises:
@@ -295,6 +295,7 @@ class Watch:
             if self._fault is None:
                 self.report(error)
             return
+        # An error of communication says that a connection broke, not who broke it: the failed rank may be another.
         failure = self.explain(error)
         cause = error.__cause__
         ours = self._fault is None or (self._fault.rank, self._fault.error) == (self.rank, _text(cause or error))
@@ -406,6 +407,7 @@ class Watch:
                 time.sleep(2 * _POLL.total_seconds())  # the launcher knows better how it ended
                 self._accuse(accused)
             time.sleep(_POLL.total_seconds() / 2)
+        # Nobody is seen to have failed: perhaps a rank has closed its executable, and sends no more.
         if self._fault is None and (closed := self._closed()) is not None:
             self._accuse(Accusation(closed, "it went no further, while others did: let every rank make the same calls"))
         own = Fault(self.rank, self._step, self._here(), _text(cause), self._host)
@@ -452,6 +454,7 @@ class Watch:
             if self._fault is not None:
                 if self._fault.stalled:
                     self._write_stacks(self._fault)  # before the cut: it lets this process end
+                # Until the cut, waits on the failed rank itself end by themselves, with errors that say more.
                 if not self._stopped.wait(_HEAD_START.total_seconds()):
                     self._cut()
                 return
@@ -482,6 +485,9 @@ class Watch:
         self._asker.silent_s += min(elapsed, PAUSE_S)  # of a pause (this process was stopped) little counts
         if self._fault is not None:
             return
+        # In order of how much each knows: the launcher, which saw how the process ended; what is seen of processes from
+        # here; and last, that the store is silent, which says nothing of other ranks. A rank outside of any call is not
+        # held up by others: it accuses only who has ended.
         if self._death is not None:
             self._accuse(Accusation(*self._death))
         elif accused is not None and (self._inside or accused.error == ENDED):

@@ -25,7 +25,7 @@ class Piece:
     """A stored tensor within a whole one.
 
     Attributes:
-        stored: where it is.
+        stored: the tensor in its file.
         at: where it begins, by the dimensions of the whole; before 0 where the whole is a later part of it.
         lacks: dimensions of the whole that it does not have, and along which it is one index.
     """
@@ -63,8 +63,8 @@ class Overlap:
 
     Attributes:
         source: offsets and sizes within the piece's own tensor.
-        target: the part of the box.
-        sizes: of that part.
+        target: slices of the box, one per dimension: where the elements go.
+        sizes: that part's extent along each dimension, to view what was read in.
     """
 
     source: tuple[list[int], list[int]]
@@ -105,7 +105,7 @@ def assemble(converter: Any, stored: Mapping[str, Sequence[Stored]], name: str) 
     Args:
         converter: a `transformers.core_model_loading.WeightConverter`.
         stored: by the converter's pattern, in the order of their names.
-        name: of the first of the tensors.
+        name: what the first of the tensors is called in the model.
     """
     from transformers.core_model_loading import Chunk, Concatenate, MergeModulelist
 

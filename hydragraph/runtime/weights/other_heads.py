@@ -24,7 +24,7 @@ class Family:
 
     Attributes:
         kinds: the classes, the model's own included.
-        config: of the model.
+        config: the model's, with which each class is built to see the names of its tensors.
     """
 
     kinds: tuple[type[nn.Module], ...] = ()

@@ -113,8 +113,8 @@ def load(path: Path, home: HomeState, buffers: Mapping[str, Tensor], names: Name
     Args:
         path: holds `model.safetensors`, or `model.safetensors.index.json` and what it names.
         home, buffers: this rank's, overwritten in place; weights of less than 32 bits become fp32 exactly.
-        names: of the model.
-        groups: of all ranks.
+        names: how the model calls its parameters and buffers, and what files may call them (`Names.of`).
+        groups: the communicators of all ranks that train; each of them makes this call.
 
     Raises:
         ValueError: on all ranks: no such files, a damaged one, or keys that are missing, unknown or of another shape.
