@@ -81,8 +81,8 @@ class Buffers:
 
     def _free(self, idle: Idle, key: tuple[int, torch.dtype]) -> tuple[Tensor, Mark] | None:
         """Take out the newest that the device is done with, or the oldest where it still uses too many of them."""
-        # Where the device is done with none of them, a new one costs memory and waiting costs time: up to AHEAD it is a new
-        # one, and then the oldest, which the device gets done with first.
+        # Where the device is done with none of them, a new one costs memory and waiting costs time: up to AHEAD it is a
+        # new one, and then the oldest, which the device gets done with first.
         candidates = idle.get(key, [])
         at = next((i for i in reversed(range(len(candidates))) if self._lanes.passed(candidates[i][1])), None)
         if at is None:

@@ -10,7 +10,8 @@ A gather or scatter that would move every element to where it is already is left
     `in_order`      incoming is the target, element by element: it is received in place
     `whole`         every rank that sends has the whole target: rows to add up, instead of a scatter that adds
 
-Sums are in the order of the source ranks, whichever message came first: the same step gives the same bits.
+What is summed here is summed in the order of the source ranks, whichever message came first: the same step gives the
+same bits.
 """
 
 from __future__ import annotations
