@@ -121,6 +121,7 @@ class Collectives:
             # At every size: gloo's own moves no less, and this adds in a fixed order.
             return _sum(self._exchange(parts))
         assert self.group is not None
+        # The group numbers its ranks in ascending order, the stage in tensor-parallel order, which may be another.
         by_group = torch.stack([parts[self.ranks.index(rank)] for rank in sorted(self.ranks)])
         out = torch.empty_like(by_group[0])
         with torch.no_grad(), self.guard():

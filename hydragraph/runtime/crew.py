@@ -119,6 +119,7 @@ def _collect(crew: Sequence[Member], store: Store, timeout: timedelta | None) ->
     stops = Stops()
     while waiting := [member for member in crew if member.outcome is None]:
         fault = last_fault(store) if failed else None
+        # All others have ended, each with its failure: only the rank that caused it is left, and it may hang for good.
         if fault is not None and [member.rank for member in waiting] == [fault.rank]:
             deadline = min(deadline, time.monotonic() + _CULPRIT_S)
         left = deadline - time.monotonic()
