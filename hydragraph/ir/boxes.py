@@ -2,6 +2,20 @@
 
 A rank owns an interval of a parameter's canonical order, a checkpoint stores boxes of its natural shape, so that any
 program can read the tensor without knowing how it was sharded.
+
+Symbols:
+
+    lo, hi       an interval [lo, hi) of the flattened (row-major) tensor
+    prefix       the index of a sub-tensor: its first len(prefix) dimensions are fixed; lo and hi count within it
+    row          elements of one index along a sub-tensor's first dimension
+    first, last  the rows [first, last) lie wholly in the interval
+    at           elements of the interval before a box: where its elements are in the rank's flat buffer
+
+Worked example: [3, 11) of a tensor of shape [3, 4], whose row r is the elements [4 r, 4 r + 4). Row 1 is whole.
+
+    offsets (0, 3)  sizes (1, 1)  at 0    the end of row 0: element 3
+    offsets (1, 0)  sizes (1, 4)  at 1    the whole row 1: elements 4 to 7
+    offsets (2, 0)  sizes (1, 3)  at 5    the beginning of row 2: elements 8 to 10
 """
 
 from __future__ import annotations
@@ -57,13 +71,19 @@ def _cut(lo: int, hi: int, shape: Extent, prefix: Extent, at: int) -> list[Box]:
     if not shape:
         return [Box(prefix, (1,) * len(prefix), at)]
     row = math.prod(shape[1:])
-    first, last = -(-lo // row), hi // row  # the whole rows are [first, last)
-    if first > last:  # inside one row
+    first = -(-lo // row)  # rounded up: the first row that begins at lo or behind it
+    last = hi // row
+    # Not even one boundary between rows lies in the interval: it is inside row `last`, a tensor of one dimension less.
+    if first > last:
         return _cut(lo - last * row, hi - last * row, shape[1:], (*prefix, last), at)
+    # The end of the row before the whole ones, these, and the beginning of the row behind them. The ends are intervals
+    # that touch an end of their row, so cutting them leaves one end each, not two: a dimension more is two boxes more,
+    # not twice as many.
     head = _cut(lo - (first - 1) * row, row, shape[1:], (*prefix, first - 1), at) if lo < first * row else []
     whole = []
     if first < last:
-        offsets, sizes = (*prefix, first, *(0 for _ in shape[1:])), (*(1 for _ in prefix), last - first, *shape[1:])
+        offsets = (*prefix, first, *(0 for _ in shape[1:]))
+        sizes = (*(1 for _ in prefix), last - first, *shape[1:])
         whole = [Box(offsets, sizes, at + first * row - lo)]
     tail = _cut(0, hi - last * row, shape[1:], (*prefix, last), at + last * row - lo)
     return head + whole + tail

@@ -69,41 +69,50 @@ class _Run:
         """Run as far as the programs get."""
         waiting = deque(range(len(self.programs)))
         while waiting:
+            # A rank runs until it must wait, and is tried again only when another does what it may wait for: going
+            # round all ranks until nothing moves would try each of them once per instruction of the others.
             rank = waiting.popleft()
-            while (each := self._current(rank)) is not None and not self._blockers(rank, each):
-                for peer in self._together(rank, each):
+            while (instruction := self._current(rank)) is not None and not self._blockers(rank, instruction):
+                for peer in self._together(rank, instruction):
                     self._step(peer)
                     if peer != rank:
                         waiting.append(peer)
-                waiting.extend(self._woken(each))
+                waiting.extend(self._woken(instruction))
 
     def waits(self) -> dict[int, tuple[int, ...]]:
         """Return, for every rank that has not ended, the ranks it waits for."""
         current = {rank: self._current(rank) for rank in range(len(self.programs))}
-        return {rank: self._blockers(rank, each) for rank, each in current.items() if each is not None}
+        return {
+            rank: self._blockers(rank, instruction) for rank, instruction in current.items() if instruction is not None
+        }
 
     def _current(self, rank: int) -> Instruction | None:
         instructions = self.programs[rank].instructions
         return instructions[self.at[rank]] if self.at[rank] < len(instructions) else None
 
-    def _together(self, rank: int, each: Instruction) -> Sequence[int]:
+    def _together(self, rank: int, instruction: Instruction) -> Sequence[int]:
         """Return the ranks that must be at the same instruction."""
-        if each.op in (Op.FORWARD, Op.BACKWARD):
+        if instruction.op in (Op.FORWARD, Op.BACKWARD):
             return self.programs[rank].tp
-        return range(len(self.programs)) if each.op is Op.COMMIT else (rank,)
+        return range(len(self.programs)) if instruction.op is Op.COMMIT else (rank,)
 
-    def _blockers(self, rank: int, each: Instruction) -> tuple[int, ...]:
+    def _blockers(self, rank: int, instruction: Instruction) -> tuple[int, ...]:
         """Return the ranks that an instruction waits for; none when it can run."""
-        if each.op is Op.RECEIVE:
-            pair = (_peer(each), rank)
-            return () if self.received[pair] < self.sent[pair] else (_peer(each),)
-        if each.op is Op.FREE:
-            messages = [value for value in each.reads if value.kind is Kind.MESSAGE]
+        if instruction.op is Op.RECEIVE:
+            pair = (_peer(instruction), rank)
+            return () if self.received[pair] < self.sent[pair] else (_peer(instruction),)
+        if instruction.op is Op.FREE:
+            # A message is over once its receiver has it. Between two ranks they arrive in order, so the n-th one has
+            # arrived when n have been received.
+            messages = [value for value in instruction.reads if value.kind is Kind.MESSAGE]
             return tuple(m.peer for m in messages if self.received[rank, m.peer] < self.turn.get((rank, m), 0))
-        if each.op not in (Op.FORWARD, Op.BACKWARD, Op.COMMIT):
+        if instruction.op not in (Op.FORWARD, Op.BACKWARD, Op.COMMIT):
             return ()
-        late = tuple(r for r in self._together(rank, each) if r != rank and not self._same(each, self._current(r)))
-        buckets = {value.bucket for value in each.reads if value.kind is Kind.WEIGHTS}
+        late = tuple(
+            r for r in self._together(rank, instruction) if r != rank and not self._same(instruction, self._current(r))
+        )
+        # A pull's weights are here once every rank has entered the pull: each of them may be an owner that sends.
+        buckets = {value.bucket for value in instruction.reads if value.kind is Kind.WEIGHTS}
         unpulled = {bucket for bucket in buckets if self.pulled[bucket] < len(self.programs)}
         if not unpulled:
             return late
@@ -120,20 +129,22 @@ class _Run:
         return other is not None and key == (other.op, other.target, other.micro_batch)
 
     def _step(self, rank: int) -> None:
-        each = self.programs[rank].instructions[self.at[rank]]
+        instruction = self.programs[rank].instructions[self.at[rank]]
         self.at[rank] += 1
-        if each.op is Op.SEND:
-            self.sent[rank, _peer(each)] += 1
-            for message in each.writes:
-                self.turn[rank, message] = self.sent[rank, _peer(each)]
-        elif each.op is Op.RECEIVE:
-            self.received[_peer(each), rank] += 1
-        elif each.op is Op.PULL:
-            self.pulled[each.target] += 1
+        if instruction.op is Op.SEND:
+            self.sent[rank, _peer(instruction)] += 1
+            for message in instruction.writes:
+                self.turn[rank, message] = self.sent[rank, _peer(instruction)]
+        elif instruction.op is Op.RECEIVE:
+            self.received[_peer(instruction), rank] += 1
+        elif instruction.op is Op.PULL:
+            self.pulled[instruction.target] += 1
 
-    def _woken(self, each: Instruction) -> Sequence[int]:
+    def _woken(self, instruction: Instruction) -> Sequence[int]:
         """Return the ranks that may have waited for what has just run."""
-        if each.op in (Op.SEND, Op.RECEIVE):
-            return (_peer(each),)
-        complete = each.op is Op.PULL and self.pulled[each.target] == len(self.programs)
+        if instruction.op in (Op.SEND, Op.RECEIVE):
+            return (_peer(instruction),)
+        # Only the last rank to enter a pull lets others go on. Peers of a computation, or of the commit, need no
+        # waking: the last one to get there steps all of them (`_together`).
+        complete = instruction.op is Op.PULL and self.pulled[instruction.target] == len(self.programs)
         return range(len(self.programs)) if complete else ()

@@ -64,6 +64,7 @@ def value_of(node: Any) -> Any:
     """Return what stands for a node's value: a fake tensor, a size, a tuple of these; None if nothing is known."""
     if not isinstance(node, fx.Node):
         return None
+    # "val" is where PyTorch keeps it; for a graph that was read, "later" makes it when it is first asked for.
     if "val" not in node.meta and "later" in node.meta:
         node.meta["val"] = node.meta["later"]()
     return node.meta.get("val")
@@ -73,8 +74,10 @@ def storages_of(node: Any) -> list[tuple[int, Tensor]]:
     """Return a number for the storage of each tensor that a node makes, and the tensor; views share their number."""
     value = value_of(node)
     tensors = [v for v in (value if isinstance(value, tuple | list) else [value]) if isinstance(v, Tensor)]
-    known = (isinstance(node, fx.Node) and node.meta.get("storages")) or [storage_of(t) for t in tensors]
-    return list(zip(known, tensors, strict=True))
+    # A graph that was read has the numbers of the storages it was written with: fake tensors that are made one by one
+    # would each have a storage of their own, and no two would be views of one.
+    numbers = (isinstance(node, fx.Node) and node.meta.get("storages")) or [storage_of(t) for t in tensors]
+    return list(zip(numbers, tensors, strict=True))
 
 
 def _node(node: fx.Node, graph: fx.GraphModule, values: Encoder) -> list[Any]:
@@ -93,6 +96,7 @@ def _target(node: fx.Node, graph: fx.GraphModule) -> Any:
         return full_name(node.target)
     if isinstance(node.target, str):
         return node.target
+    # Python functions have no name that says the same everywhere: those of the list, and no others.
     if node.target not in _NAMES:
         raise ValueError(f"{node.name}: the target {node.target}, which data cannot say")
     return _NAMES[node.target]
@@ -121,17 +125,18 @@ def _argument(value: Any) -> Any:
 
 def _graph(nodes: list[Any], values: Decoder) -> fx.GraphModule:
     graph = fx.Graph()
-    known: dict[str, fx.Node] = {}
+    by_name: dict[str, fx.Node] = {}
     constants: dict[str, Tensor] = {}
     for name, op, target, args, kwargs, value in nodes:
         if op == "get_attr":
             target, dtype, content = target
             constants[target] = torch.tensor(content, dtype=getattr(torch, dtype))
-        found = _known_target(target) if op == "call_function" else target
-        given = tuple(_read(a, known) for a in args)
-        node = graph.create_node(op, found, given, {k: _read(v, known) for k, v in kwargs.items()}, name)
+        callee = _known_target(target) if op == "call_function" else target
+        operands = tuple(_read(a, by_name) for a in args)
+        node = graph.create_node(op, callee, operands, {k: _read(v, by_name) for k, v in kwargs.items()}, name)
+        # create_node takes a name as a proposal, and changes what it holds for a builtin of Python's.
         node.name = name
-        known[name] = node
+        by_name[name] = node
         if value is not None:
             node.meta["later"] = lambda value=value: values.value(value)
             node.meta["storages"] = storages(value)
@@ -152,21 +157,21 @@ def _known_target(name: str) -> Callable[..., Any]:
 _FORMATS = (torch.dtype, torch.memory_format, torch.layout)
 
 
-def _read(value: Any, known: Mapping[str, fx.Node]) -> Any:
+def _read(value: Any, by_name: Mapping[str, fx.Node]) -> Any:
     if isinstance(value, list):
-        return [_read(v, known) for v in value]
+        return [_read(v, by_name) for v in value]
     if not isinstance(value, dict):
         return value
     ((kind, content),) = value.items()
     if kind == "node":
-        return known[content]
+        return by_name[content]
     if kind == "tuple":
-        return tuple(_read(v, known) for v in content)
+        return tuple(_read(v, by_name) for v in content)
     if kind == "slice":
-        return slice(*(_read(v, known) for v in content))
+        return slice(*(_read(v, by_name) for v in content))
     if kind == "device":
         return torch.device(content)
-    found = getattr(torch, content, None)
-    if kind != "torch" or not isinstance(found, _FORMATS):
+    constant = getattr(torch, content, None)
+    if kind != "torch" or not isinstance(constant, _FORMATS):
         raise ValueError(f"a graph's data has the argument {value!r}: capture the model again")
-    return found
+    return constant

@@ -23,7 +23,8 @@ class HomeLayouts:
 
     def __init__(self, home: Home, ranks: int) -> None:
         home.check(ranks)
-        self.home, self.ranks = home, ranks
+        self.home = home
+        self.ranks = ranks
         self._known: dict[object, Layout] = {}
 
     def of(self, bucket: Bucket) -> Layout:

@@ -3,6 +3,22 @@
 A bucket's flat state is parameter-major: each parameter in its canonical order, one after another. A tensor-parallel
 shard is then one interval per parameter and fused segment, a home shard one interval, and every movement of state is
 a link between two layouts (`hydragraph.ir.link`). All intervals are in elements; bytes appear only where data moves.
+
+Symbols of a layout's arrays, each with one entry per interval:
+
+    rank     its holder
+    lo, hi   the interval [lo, hi) of the bucket
+    at       where it starts in the holder's local buffer: 0 for a rank's first, then the lengths before it, added up
+    copy     which copy of the state it belongs to
+    partial  whether the holders' gradients add up (PARTIAL), or are the same (REPLICA)
+    tp       tensor-parallel degree: the ranks of a stage. A rank's `index` is its place among them
+
+Worked example: a bucket of 11 is w [4, 2], cut along its rows, with q and k fused in it, 2 rows each, then a norm n of
+3 elements, which every rank holds whole. A stage of ranks 5 and 6 holds it so; q is [0, 4), k is [4, 8), n is [8, 11):
+
+    rank 5   q [0, 2) at 0   k [4, 6) at 2   n [8, 11) at 4   its buffer has 7 elements
+    rank 6   q [2, 4) at 0   k [6, 8) at 2   n [8, 11) at 4   likewise
+    partial  w: yes, each rank alone has its rows; n: as its kind says, REPLICA where both computed the same gradient
 """
 
 from __future__ import annotations
@@ -118,7 +134,8 @@ def home(
     _check_home(size, ranks, weights, copies, align, places)
     order, cuts = (np.arange(n), _cuts(size, weights, align)) if copies == 1 else _twice(size, weights, places, align)
     rank = np.tile(np.asarray(ranks, np.int64)[order], copies)
-    # Copy c is what lies on the c-th part of the line.
+    # Copy c is what lies on the c-th part of the line; a rank whose part of the line lies elsewhere gets an empty
+    # interval here, which `_layout` drops.
     lo, hi = (
         np.concatenate([np.clip(end - c * size, 0, size) for c in range(copies)]) for end in (cuts[:-1], cuts[1:])
     )
@@ -138,6 +155,7 @@ def _cuts(size: int, weights: npt.NDArray[np.float64], align: int) -> Ints:
     n = len(weights)
     if size % n == 0 and (weights == weights[0]).all():
         return np.arange(n + 1, dtype=np.int64) * (size // n)
+    # Rounding the cuts, not the lengths: errors do not add up, and the intervals still follow one another.
     ideal = size * (np.concatenate(([0.0], np.cumsum(weights))) / weights.sum())
     cuts: Ints = np.minimum(np.rint(ideal / align).astype(np.int64) * align, size)
     cuts[np.flatnonzero(weights)[-1] + 1 :] = size  # what rounding leaves goes to the last rank with a share
@@ -157,6 +175,7 @@ def _twice(size: int, weights: npt.NDArray[np.float64], nodes: Sequence[int], al
     Returns:
         The ranks' indices in the order of the line, and where each one's part of it begins, then the end.
     """
+    # A node's ranks must follow one another on the line: nodes go in order of their first rank.
     first = {node: i for i, node in reversed(list(enumerate(nodes)))}
     order = sorted(range(len(nodes)), key=lambda i: first[nodes[i]])
     exact = [Fraction(float(weights[i])) for i in order]  # a rounded sum could let a node reach beyond `size`
@@ -164,8 +183,11 @@ def _twice(size: int, weights: npt.NDArray[np.float64], nodes: Sequence[int], al
     of_node: dict[int, Fraction] = {}
     for i, weight in zip(order, exact, strict=True):
         of_node[nodes[i]] = of_node.get(nodes[i], Fraction(0)) + weight
+    # Only one node can have more than half of all shares. In proportion it would reach over more than one bucket of the
+    # line, and have elements twice; so it gets one bucket's length, and all others together the other.
     largest = max(of_node, key=lambda node: of_node[node])
-    cuts, at = [0], Fraction(0)  # of the line, in buckets: from 0 to 2
+    cuts = [0]
+    at = Fraction(0)  # where the line is cut next, in buckets: from 0 to 2
     for i, weight in zip(order, exact, strict=True):
         if 2 * of_node[largest] <= total:
             at += 2 * weight / total
@@ -201,10 +223,12 @@ def propagation(
     assert len(set(members)) == len(members), f"stages {list(stages)} of bucket {bucket.name} share a rank"
     assert all(stages), f"a stage of bucket {bucket.name} has no rank"
     kinds_by_stage = [kinds] * len(stages) if isinstance(kinds, Mapping) else kinds
+    # Data-parallel stages are cut alike: each distinct cut is made once, then given to every stage's ranks.
     tables: dict[tuple[bool, ...], dict[int, Ints]] = {}
     parts = []
     for copy, (stage, kind) in enumerate(zip(stages, kinds_by_stage, strict=True)):
-        partial, tp = _partial(bucket, len(stage), kind), len(stage)
+        partial = _partial(bucket, len(stage), kind)
+        tp = len(stage)
         by_tp = tables.setdefault(partial, {})
         if tp not in by_tp:
             by_tp[tp] = _shards(bucket, tp, partial)
@@ -248,6 +272,8 @@ def _check_home(
 
 def _partial(bucket: Bucket, tp: int, kinds: Mapping[str, GradientKind]) -> tuple[bool, ...]:
     """Return whether each parameter's gradient is PARTIAL in a stage of `tp` ranks."""
+    # A single holder's gradient is the sum over the holders: PARTIAL. Then neighbouring parameters are of one kind,
+    # and merge into one interval.
     if tp == 1:
         return (True,) * len(bucket.parameters)
     for parameter in bucket.parameters:
@@ -275,13 +301,21 @@ def _layout(rank: Ints, lo: Ints, hi: Ints, copy: Ints, partial: Bools, size: in
     """Sort intervals by rank (else in the order given), drop empty ones, merge neighbours, and place them locally."""
     kept = np.flatnonzero(hi > lo)
     kept = kept[np.argsort(rank[kept], kind="stable")]
-    rank, lo, hi, copy, partial = rank[kept], lo[kept], hi[kept], copy[kept], partial[kept]
+    rank = rank[kept]
+    lo = lo[kept]
+    hi = hi[kept]
+    copy = copy[kept]
+    partial = partial[kept]
     # Rows of one rank follow each other in its buffer, so contiguous in the bucket means contiguous in both.
     opens = np.ones(len(rank), bool)
     same = (rank[1:] == rank[:-1]) & (copy[1:] == copy[:-1]) & (partial[1:] == partial[:-1])
     opens[1:] = ~same | (lo[1:] != hi[:-1])
     first = np.flatnonzero(opens)
-    rank, lo, copy, partial = rank[first], lo[first], copy[first], partial[first]
+    # A merged interval begins where its first part does and ends where its last does.
+    rank = rank[first]
+    lo = lo[first]
+    copy = copy[first]
+    partial = partial[first]
     hi = hi[np.append(first[1:], len(opens)) - 1] if len(first) else hi
     end = np.cumsum(hi - lo)
     at = end - (hi - lo)

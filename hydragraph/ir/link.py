@@ -3,6 +3,28 @@
 Hydraulis (5.2) cuts even shards into LCM pieces; intersecting intervals gives the same pieces and covers uneven shards.
 The source layout's interval ends cut a line into *cells*; the ranks that hold a cell hold all of it, and each target
 interval, cut at the same ends, chooses its senders cell by cell. All arrays are int64 and no object exists per slice.
+
+Symbols; [n] is the length of an array:
+
+    line           [source rows]  which line each source interval lies on. Values need one line; gradients need one for
+                                  each copy of the state, since every copy's gradient must be found. Line i is the
+                                  elements [i * size, (i + 1) * size): all lines together are one long line
+    ends           [cells + 1]    where cells begin, and the end of the last: cell c is [ends[c], ends[c + 1])
+    first, rows                   the source rows rows[first[c] : first[c + 1]] hold cell c
+    row, lo, hi    [T]            the target's intervals, one for each of them and each line
+    item           [S]            of T, for each slice: the interval that it is part of; a slice is an interval and a
+                                  cell that meet
+    cell           [S]            the slice's cell
+    holders        [S]            how many source rows hold that cell: the slice's candidates
+    turn           [S]            whose turn it is where several candidates cost the same
+    piece, holder  [P]            of S and of the source rows, for each pair of a slice and a candidate
+    place                         a number within a group: 0, 1, ... within an interval's cells, or a slice's candidates
+
+Worked example: of a bucket of 8, rank 0 holds [0, 4), rank 1 [4, 8) and rank 2 all; rank 3 needs [2, 6). One line.
+
+    cells    ends 0 4 8; cell 0 is held by the rows of ranks 0 and 2, cell 1 by those of ranks 1 and 2
+    slices   [2, 4) in cell 0 and [4, 6) in cell 1; 2 holders each, so pairs 0 -> 3, 2 -> 3, then 1 -> 3, 2 -> 3
+    copy     the nearest to rank 3 is rank 2, in both: it sends 2 -> 3 [2, 6), which is one slice after merging
 """
 
 from __future__ import annotations
@@ -108,7 +130,8 @@ def reduce(source: Layout, target: Layout, rank: int | None = None) -> Slices:
     Raises:
         ValueError: the sizes differ, or a copy of the source lacks elements that the target needs.
     """
-    # Each copy gets a line of its own, so that cells, and with them the choice of a holder, are per copy.
+    # Each copy gets a line of its own, so that cells, and with them the choice of a holder, are per copy. Copies may be
+    # numbered with gaps, lines are not.
     lines = np.unique(source.copy, return_inverse=True)[1]
     if has_copies(target):  # the choice of a holder may not depend on which owner it is for
         pairs = _pairs(source, target, lines, rank, np.zeros_like(target.rank))
@@ -129,6 +152,7 @@ def is_all_gather(source: Layout, target: Layout) -> bool:
 
 def is_reduce_scatter(source: Layout, target: Layout) -> bool:
     """Say whether `reduce(source, target)` is the native reduce-scatter over `target.ranks`, ascending."""
+    # Several holders of one copy may all have its one gradient (REPLICA), which a reduce-scatter would add up.
     own_copies = len(np.unique(source.copy)) == len(source.copy)
     same_ranks = np.array_equal(source.rank, target.rank)
     return _equal_shards(target) and _whole_everywhere(source) and own_copies and same_ranks
@@ -141,7 +165,7 @@ def _equal_shards(layout: Layout) -> bool:
         return False
     shard = layout.size // n
     starts = np.arange(n) * shard
-    one_each = bool((np.diff(layout.rank) > 0).all())
+    one_each = bool((np.diff(layout.rank) > 0).all())  # rows are sorted by rank: no rank occurs twice
     return one_each and np.array_equal(layout.lo, starts) and np.array_equal(layout.hi, starts + shard)
 
 
@@ -194,9 +218,12 @@ def _ragged(counts: Ints) -> tuple[Ints, Ints]:
 def _cells(lo: Ints, hi: Ints, end: int) -> _Cells:
     """Cut [0, end) at every end of the source's intervals; within a cell, rows are in ascending order."""
     ends = np.unique(np.concatenate((np.array([0, end]), lo, hi)))
+    # Every lo and hi is among the ends, so the search is exact: a source row is whole cells, begin, begin + 1, ...
     begin = np.searchsorted(ends, lo)
     row, place = _ragged(np.searchsorted(ends, hi) - begin)
     cell = begin[row] + place
+    # The pairs (row, cell) are in order of rows; a stable sort by cell keeps that order within each cell, and the sums
+    # of the counts say where each cell's rows begin.
     first = np.concatenate((np.zeros(1, np.int64), np.cumsum(np.bincount(cell, minlength=len(ends)))))
     return _Cells(ends, first, row[np.argsort(cell, kind="stable")])
 
@@ -207,15 +234,23 @@ def _pairs(source: Layout, target: Layout, line: Ints, rank: int | None, turns: 
     Every line must cover the target. With a `rank`, slices that it neither needs nor could send may be missing. Where
     several could send, whose turn it is depends on the cell and on `turns` of the target's row.
     """
-    size, lines = source.size, int(line.max(initial=0)) + 1
+    size = source.size
+    lines = int(line.max(initial=0)) + 1
     if size != target.size:
         raise ValueError(f"link: the source has {size} elements, the target {target.size}: link one bucket at a time")
     cells = _cells(source.lo + line * size, source.hi + line * size, lines * size)
     row, lo, hi = _targets(source, target, line, lines, rank)
+
+    # Slices: the cells that each interval meets, from the one that lo lies in to the one that ends at or behind hi.
+    # What hangs over at both ends is clipped.
     head = np.searchsorted(cells.ends, lo, "right") - 1
     item, place = _ragged(np.searchsorted(cells.ends, hi) - head)
-    row, cell = row[item], head[item] + place
-    lo, hi = np.maximum(cells.ends[cell], lo[item]), np.minimum(cells.ends[cell + 1], hi[item])
+    row = row[item]
+    cell = head[item] + place
+    lo = np.maximum(cells.ends[cell], lo[item])
+    hi = np.minimum(cells.ends[cell + 1], hi[item])
+
+    # A cell that no row holds lies between the intervals of the source: the state there is lost.
     holders = cells.first[cell + 1] - cells.first[cell]
     if not holders.all():
         i = int(np.argmin(holders))
@@ -223,26 +258,41 @@ def _pairs(source: Layout, target: Layout, line: Ints, rank: int | None, turns: 
             f"link: elements [{lo[i] % size}, {(hi[i] - 1) % size + 1}), which rank {target.rank[row[i]]} needs, are"
             " missing from the source layout: add a rank that holds them, keep two home copies, or load a checkpoint"
         )
+    # By the cell's number and the target's, not by the slice's: every rank makes the same choice, also one that makes
+    # only the slices that concern it.
     turn = turns[row] + cell
+
+    # Pairs: each slice once for each of its holders. Back from the long line to elements of the bucket, then from these
+    # to places in both local buffers: an interval's own place, and how far into it the slice begins.
     piece, place = _ragged(holders)
-    held, row = cells.rows[cells.first[cell[piece]] + place], row[piece]
-    lo, hi = lo[piece] - line[held] * size, hi[piece] - line[held] * size
-    src_at, dst_at = source.at[held] + lo - source.lo[held], target.at[row] + lo - target.lo[row]
-    src, dst, partial = source.rank[held], target.rank[row], source.partial[held]
+    holder = cells.rows[cells.first[cell[piece]] + place]
+    row = row[piece]
+    lo = lo[piece] - line[holder] * size
+    hi = hi[piece] - line[holder] * size
+    src_at = source.at[holder] + lo - source.lo[holder]
+    dst_at = target.at[row] + lo - target.lo[row]
+    src = source.rank[holder]
+    dst = target.rank[row]
+    partial = source.partial[holder]
     return _Pairs(src, dst, partial, lo, hi, src_at, dst_at, piece, np.cumsum(holders) - holders, turn)
 
 
 def _targets(source: Layout, target: Layout, line: Ints, lines: int, rank: int | None) -> tuple[Ints, Ints, Ints]:
     """Repeat the target on every line; return its rows' indices and intervals, or those that may concern `rank`."""
+    # Line by line, and within a line in order of the target's rows.
     row = np.tile(np.arange(len(target.rank)), lines)
     shift = np.arange(lines)[:, None] * source.size
-    lo, hi = (target.lo + shift).ravel(), (target.hi + shift).ravel()
+    lo = (target.lo + shift).ravel()
+    hi = (target.hi + shift).ravel()
     if rank is None:
         return row, lo, hi
     concerned = target.rank[row] == rank
     mine = source.rank == rank
     if mine.any():
-        begin, end = source.lo[mine] + line[mine] * source.size, source.hi[mine] + line[mine] * source.size
+        # Between this rank's first and last element: more than it holds where its intervals have gaps, but two
+        # comparisons per target instead of one for each of its intervals. `_slices` drops what it does not send.
+        begin = source.lo[mine] + line[mine] * source.size
+        end = source.hi[mine] + line[mine] * source.size
         concerned |= (lo < end.max()) & (hi > begin.min())
     return row[concerned], lo[concerned], hi[concerned]
 
@@ -251,10 +301,12 @@ def _one(pairs: _Pairs, cost: Ints) -> Bools:
     """Choose one candidate per slice: a cheapest one, taking turns among equals."""
     if len(pairs.start) == len(cost):  # one candidate each, as from a home layout of one copy
         return np.ones(len(cost), bool)
+    # Of a slice with m cheapest candidates the one numbered turn % m of them is chosen. `before` counts the cheapest
+    # candidates ahead of each entry, over all slices, so a slice's own numbers begin at before[start].
     cheapest = cost == np.minimum.reduceat(cost, pairs.start)[pairs.slice]
     before = np.cumsum(cheapest) - cheapest
-    wanted = before[pairs.start] + pairs.turn % np.add.reduceat(cheapest.astype(np.int64), pairs.start)
-    chosen: Bools = cheapest & (before == wanted[pairs.slice])
+    chosen_place = before[pairs.start] + pairs.turn % np.add.reduceat(cheapest.astype(np.int64), pairs.start)
+    chosen: Bools = cheapest & (before == chosen_place[pairs.slice])
     return chosen
 
 
@@ -266,9 +318,12 @@ def _slices(pairs: _Pairs, kept: Bools, rank: int | None) -> Slices:
     chosen = chosen[np.lexsort((pairs.lo[chosen], pairs.src[chosen], pairs.dst[chosen]))]
     columns = (pairs.src, pairs.dst, pairs.lo, pairs.hi, pairs.src_at, pairs.dst_at)
     src, dst, lo, hi, src_at, dst_at = (column[chosen] for column in columns)
+    # A slice goes on with the one before if they are of one pair of ranks, touch in the bucket, and touch in both
+    # buffers: there the distance between a place and its element stays the same.
     opens = np.ones(len(chosen), bool)
     opens[1:] = (src[1:] != src[:-1]) | (dst[1:] != dst[:-1]) | (lo[1:] != hi[:-1])
     opens[1:] |= (np.diff(src_at - lo) != 0) | (np.diff(dst_at - lo) != 0)
     first = np.flatnonzero(opens)
+    # A merged slice ends where the last of its parts does: the one before the next that opens.
     hi = hi[np.append(first[1:], len(opens)) - 1] if len(first) else hi
     return Slices(src[first], dst[first], lo[first], hi, src_at[first], dst_at[first])

@@ -38,6 +38,7 @@ class Outline:
         object.__setattr__(self, "buckets", tuple((name, tuple(blocks)) for name, blocks in self.buckets))
         if len(self.blocks) < 2:
             raise ValueError(f"blocks is {self.blocks}: give a first and a last block, and the layers between them")
+        # `forward aux [m]` is an instruction already: of the values that every stage computes for itself.
         if "aux" in self.blocks:
             raise ValueError('block "aux": the name is taken by a micro-batch\'s auxiliary values; rename the block')
         for kind, names in (("block", self.blocks), ("bucket", tuple(name for name, _ in self.buckets))):
@@ -66,6 +67,7 @@ class Outline:
     @cached_property
     def pull_order(self) -> tuple[str, ...]:
         """The buckets by the first block that uses them, those of one block as listed; pushes run in reverse."""
+        # The order of first use in a forward: what is needed first is pulled first. Sorting is stable.
         first = {name: min(self.index[block] for block in blocks) for name, blocks in self.buckets}
         return tuple(sorted(first, key=first.__getitem__))
 
@@ -87,6 +89,8 @@ class Outline:
 
     def span(self, first_layer: int, last_layer: int) -> tuple[int, int]:
         """Return the half-open range of block positions of a stage with layers [first_layer, last_layer)."""
+        # Layer i is the block at position i + 1. The stage with the first layer also has the first block, and the one
+        # with the last layer the last block.
         first = 0 if first_layer == 0 else first_layer + 1
         last = len(self.blocks) if last_layer == self.layers else last_layer + 1
         return first, last

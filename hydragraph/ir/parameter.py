@@ -3,6 +3,21 @@
 A parameter's *canonical order* is its elements with the cut dimension moved to the front, row by row; for a parameter
 that is never cut, or is cut along dimension 0, that is its natural order. A shard is then one interval per fused
 segment, whatever the degree, so the state of a whole block is a flat vector and every layout a set of intervals.
+
+Symbols:
+
+    t = tp      tensor-parallel degree: the ranks of a stage
+    j = index   a rank's place among them
+    segment     one of several matrices fused in one parameter, such as q, k and v; each is cut by itself
+    n           units of a segment: what may not be cut further, such as heads
+    [a, b)      the units of a segment that a rank holds
+    row         elements of one index along the cut dimension: the product of all other dimensions
+
+Worked example: w has shape [3, 4], is cut along dimension 1, and fuses two segments of 2 columns each. In canonical
+order its columns follow one another, so row = 3, and of t = 2 ranks
+
+    j = 0   holds column 0 of segment 0 and column 2, the first of segment 1: [0, 3) and [6, 9)
+    j = 1   holds columns 1 and 3: [3, 6) and [9, 12), which `natural` shows as a view of shape [3, 2]
 """
 
 from __future__ import annotations
@@ -45,6 +60,8 @@ class ShardRule:
     def units(self, segment: int, tp: int, index: int) -> tuple[int, int]:
         """Return the units [a, b) of one segment that rank j = `index` of t = `tp` holds: from floor(j n / t)."""
         n = self.segments[segment]
+        # Fewer heads than ranks: t / n ranks in a row hold the same head. Both divisions must come out even, or some
+        # rank's query heads would need a key/value head that it does not hold.
         if self.heads and n < tp:
             if tp % n:
                 raise Unsupported(
@@ -59,6 +76,7 @@ class ShardRule:
                 where=f"tp {tp}",
                 remedy="use a degree that divides the head count",
             )
+        # Rank j ends where rank j + 1 begins: the units are covered once, and no two ranks differ by more than one.
         return index * n // tp, (index + 1) * n // tp
 
     def shared(self, tp: int) -> bool:
@@ -121,13 +139,15 @@ class Parameter:
         """
         if self.rule is None or tp == 1:
             return ((0, self.size),)
-        found, start, row = [], 0, self._row
+        intervals = []
+        start = 0
+        row = self._row
         for segment, n in enumerate(self.rule.segments):
             a, b = self._units(self.rule, segment, tp, index)
             step = self.rule.unit * row
-            found.append((start + a * step, start + b * step))
+            intervals.append((start + a * step, start + b * step))
             start += n * step
-        return tuple(found)
+        return tuple(intervals)
 
     def _units(self, rule: ShardRule, segment: int, tp: int, index: int) -> tuple[int, int]:
         try:
@@ -139,8 +159,8 @@ class Parameter:
         """Return the natural shape of one rank's shard; raises what `intervals` raises."""
         if self.rule is None or tp == 1:
             return self.shape
-        held = sum(hi - lo for lo, hi in self.intervals(tp, index)) // self._row
-        return (*self.shape[: self.rule.dim], held, *self.shape[self.rule.dim + 1 :])
+        length = sum(hi - lo for lo, hi in self.intervals(tp, index)) // self._row
+        return (*self.shape[: self.rule.dim], length, *self.shape[self.rule.dim + 1 :])
 
     def canonical(self, tensor: Tensor) -> Tensor:
         """Return a full tensor or a shard (natural order) as its 1-D canonical order; copies only where it must."""
@@ -151,6 +171,7 @@ class Parameter:
         shape = self.local_shape(tp, index)
         if self.rule is None:
             return flat.view(shape)
+        # Canonical order has the cut dimension in front; moving it back changes strides only.
         dim = self.rule.dim
         return flat.view(shape[dim], *shape[:dim], *shape[dim + 1 :]).movedim(0, dim)
 
@@ -195,7 +216,8 @@ class Bucket:
 
     def offsets(self) -> dict[str, int]:
         """Return where each parameter starts in the flat vector, by name."""
-        starts, at = {}, 0
+        starts = {}
+        at = 0
         for parameter in self.parameters:
             starts[parameter.name] = at
             at += parameter.size

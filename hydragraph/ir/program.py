@@ -50,6 +50,7 @@ class Template:
     @cached_property
     def content(self) -> Hashable:
         """All that it is: its graph's digest, what its placeholders stand for, and the sizes it was traced with."""
+        # Equal text does not say which sizes the symbols had in the trace, and the trace may have decided by them.
         sizes: list[Any] = [size for value in _given(self.graph) for size in value.shape]
         traced = [hint_of(size) for size in sizes if isinstance(size, torch.SymInt)]
         return graph_digest(self.graph), self.parameters, self.buffers, self.inputs, tuple(traced)
@@ -62,8 +63,8 @@ def short(name: str) -> str:
 
 def graph_digest(graph: fx.GraphModule) -> str:
     """Return a SHA-256, in hex, over a graph's text and the shapes and dtypes of its placeholders."""
-    given = [(str(tuple(v.shape)), str(v.dtype)) for v in _given(graph)]
-    return hashlib.sha256(graph.code.encode() + repr(given).encode()).hexdigest()
+    signature = [(str(tuple(v.shape)), str(v.dtype)) for v in _given(graph)]
+    return hashlib.sha256(graph.code.encode() + repr(signature).encode()).hexdigest()
 
 
 def _given(graph: fx.GraphModule) -> list[Tensor]:
@@ -123,7 +124,8 @@ class Program:
     origin: str = ""
 
     def __getstate__(self) -> dict[str, Any]:
-        return {each.name: getattr(self, each.name) for each in fields(self)}  # without what is worked out from them
+        # Without what is worked out from them.
+        return {attribute.name: getattr(self, attribute.name) for attribute in fields(self)}
 
     @property
     def layers(self) -> int:
@@ -157,7 +159,8 @@ class Program:
         tokens = graph.placeholder("batch")
         aux = self._call(graph, compute, (self.aux.template, tokens), "aux")
         weights: dict[str, fx.Node] = {}
-        hidden, users = tokens, {bucket.name: [] for bucket in self.buckets}  # type: ignore[var-annotated]
+        hidden = tokens
+        users = {bucket.name: [] for bucket in self.buckets}  # type: ignore[var-annotated]
         for block in self.blocks:
             used = [b.name for b in self.buckets if block.name in b.blocks]
             for name in used:
@@ -169,6 +172,7 @@ class Program:
                 users[name].append(hidden)
             if block is not self.blocks[-1]:
                 hidden = self._call(graph, communicate, (hidden, "stage"), f"c_{block.name}")
+        # Backward runs from the last block to the first, so the last block's gradients are complete first.
         for bucket in (b for b in reversed(self.buckets) if b.learns):
             self._call(graph, push, (bucket.name, *users[bucket.name]), f"G_{bucket.name}")
         graph.output(hidden)

@@ -122,18 +122,20 @@ def parse(text: str) -> RankProgram:
 
 
 def _parse_header(line: str, number: int) -> RankProgram:
-    found = _HEADER.fullmatch(line)
-    if found is None:
+    header = _HEADER.fullmatch(line)
+    if header is None:
         raise ValueError(
             f"line {number}: expected the header 'rank R of N  strategy TEXT  idle' or '... pipeline P, stage S: "
             f"layers A-B, tp T (ranks R ...), micro-batches M', found {line!r}"
         )
-    rank, ranks, strategy = int(found["rank"]), int(found["ranks"]), found["strategy"]
-    if found["place"] == "idle":
+    rank = int(header["rank"])
+    ranks = int(header["ranks"])
+    strategy = header["strategy"]
+    if header["place"] == "idle":
         return RankProgram(rank, ranks, strategy, None, None, (), (0, 0), 0, ())
-    tp = tuple(map(int, found["tp_ranks"].split()))
-    if len(tp) != int(found["tp"]):
-        raise ValueError(f"line {number}: expected {found['tp']} ranks behind 'tp {found['tp']}', found {len(tp)}")
-    layers = (int(found["first"]), int(found["last"]) + 1)
-    pipeline, stage, micro_batches = (int(found[name]) for name in ("pipeline", "stage", "micro_batches"))
+    tp = tuple(map(int, header["tp_ranks"].split()))
+    if len(tp) != int(header["tp"]):
+        raise ValueError(f"line {number}: expected {header['tp']} ranks behind 'tp {header['tp']}', found {len(tp)}")
+    layers = (int(header["first"]), int(header["last"]) + 1)
+    pipeline, stage, micro_batches = (int(header[name]) for name in ("pipeline", "stage", "micro_batches"))
     return RankProgram(rank, ranks, strategy, pipeline, stage, tp, layers, micro_batches, ())

@@ -57,8 +57,10 @@ def instruction_text(instruction: Instruction) -> str:
 
 
 def _statement(instruction: Instruction) -> str:
-    op, target = instruction.op, instruction.target
-    reads, writes = ", ".join(instruction.reads), ", ".join(instruction.writes)
+    op = instruction.op
+    target = instruction.target
+    reads = ", ".join(instruction.reads)
+    writes = ", ".join(instruction.writes)
     arguments = f" ({reads})" if reads else ""
     match op:
         case Op.PULL:
@@ -67,8 +69,8 @@ def _statement(instruction: Instruction) -> str:
             return f"link {reads} -> home" if reads else f"link G.{target} others -> home"
         case Op.FORWARD | Op.BACKWARD:
             sign = "=" if op is Op.FORWARD else "+="
-            made = f"{writes} {sign} " if writes else ""
-            return f"{made}{op.value} {target} [{instruction.micro_batch}]{arguments}"
+            assigned = f"{writes} {sign} " if writes else ""
+            return f"{assigned}{op.value} {target} [{instruction.micro_batch}]{arguments}"
         case Op.SEND:
             return f"send {reads} -> rank {instruction.peer}"
         case Op.RECEIVE:
@@ -93,11 +95,12 @@ def parse_instruction(line: str, number: int) -> Instruction:
     try:
         stream = Stream(name)
     except ValueError:
-        streams = ", ".join(each.value for each in Stream)
+        streams = ", ".join(s.value for s in Stream)
         raise ValueError(f"line {number}: expected a stream ({streams}), found {name!r}") from None
     statement, waits, after = re.sub(r"\s+", " ", rest.strip()).partition(" after ")
     if waits and not re.fullmatch(_NAMES, after):
         raise ValueError(f"line {number}: expected values behind 'after', such as 'h1.0, W.head', found {after!r}")
+    # No statement has two forms: each begins with, or assigns by, words that no other has.
     for op, _, pattern in _FORMS:
         match = pattern.fullmatch(statement)
         if match is None:
@@ -116,6 +119,7 @@ def _instruction(op: Op, groups: Mapping[str, str | None], after: str) -> Instru
     peer = groups.get("peer")
     reads = _values(groups.get("reads"))
     writes = _values(groups.get("writes"))
+    # What a send makes follows from what it sends, so the text leaves it out.
     if op is Op.SEND and peer is not None:
         writes = (message(reads[0], int(peer)),)
     return Instruction(
@@ -130,7 +134,7 @@ def _instruction(op: Op, groups: Mapping[str, str | None], after: str) -> Instru
 
 
 def _values(text: str | None) -> tuple[Value, ...]:
-    return tuple(parse_value(each) for each in text.split(", ")) if text else ()
+    return tuple(parse_value(name) for name in text.split(", ")) if text else ()
 
 
 def _expected(statement: str) -> str:

@@ -44,7 +44,10 @@ class VerificationError(ValueError):
     def __init__(self, what: str, rank: int, index: int | None = None, instruction: str = "") -> None:
         at = "" if index is None else f", instruction {index} `{instruction}`"
         super().__init__(f"rank {rank}{at}: {what}")
-        self.what, self.rank, self.index, self.instruction = what, rank, index, instruction
+        self.what = what
+        self.rank = rank
+        self.index = index
+        self.instruction = instruction
 
 
 @dataclass(frozen=True)
@@ -122,7 +125,7 @@ def _place(program: RankProgram) -> tuple[object, ...]:
 
 def _check_pipeline(stages: Mapping[int, RankProgram], programs: Sequence[RankProgram], outline: Outline) -> None:
     """Check that the stages exist on all their ranks and chain the layers from 0 to the last."""
-    layer = 0
+    layer = 0  # where the next stage must start
     for i, (stage, program) in enumerate(sorted(stages.items())):
         if stage != i or program.layers[0] != layer:
             raise VerificationError(
@@ -144,7 +147,8 @@ def _site(program: RankProgram, pipelines: Mapping[int, Mapping[int, RankProgram
     stages = pipelines[program.pipeline]
     blocks = range(*outline.span(*program.layers))
     buckets = frozenset(bucket for k in blocks for bucket in outline.weights[outline.blocks[k]])
-    before, behind = stages.get(program.stage - 1), stages.get(program.stage + 1)
+    before = stages.get(program.stage - 1)
+    behind = stages.get(program.stage + 1)
     return _Site(blocks, buckets, program.tp, before.tp if before else (), behind.tp if behind else ())
 
 
@@ -156,18 +160,21 @@ def _check_work(program: RankProgram, site: _Site, outline: Outline, mode: Mode)
     missing = {
         key: values for m in range(program.micro_batches) for key, values in _work(site.blocks, m, outline, mode)
     }
-    for index, each in enumerate(program.instructions):
-        rule = RULES[each.op]
-        strangers = [value for value in each.reads if value.kind not in rule.reads]
-        strangers += [value for value in each.writes if value.kind not in rule.writes]
+    for index, instruction in enumerate(program.instructions):
+        rule = RULES[instruction.op]
+        strangers = [value for value in instruction.reads if value.kind not in rule.reads]
+        strangers += [value for value in instruction.writes if value.kind not in rule.writes]
         if strangers:
-            raise _fail(program, index, f"{each.op.value} neither reads nor makes {', '.join(strangers)} like this")
-        if each.op not in (Op.FORWARD, Op.BACKWARD):
+            raise _fail(
+                program, index, f"{instruction.op.value} neither reads nor makes {', '.join(strangers)} like this"
+            )
+        if instruction.op not in (Op.FORWARD, Op.BACKWARD):
             continue
-        values = missing.pop((each.op, each.target, each.micro_batch), None)
+        # What is found is struck off, so a second one is a stranger too, and what is left at the end is missing.
+        values = missing.pop((instruction.op, instruction.target, instruction.micro_batch), None)
         if values is None:
             raise _fail(program, index, "this rank should not run it, or has already run it")
-        if values != (frozenset(each.reads), frozenset(each.writes)):
+        if values != (frozenset(instruction.reads), frozenset(instruction.writes)):
             reads, writes = (", ".join(sorted(names)) for names in values)
             raise _fail(program, index, f"it should read ({reads}) and write ({writes})")
     for op, target, m in missing:
@@ -183,7 +190,8 @@ def _work(blocks: range, m: int, outline: Outline, mode: Mode) -> Iterator[tuple
     if blocks:
         yield (Op.FORWARD, "aux", m), (frozenset(), frozenset({aux(m)}))
     for k in blocks:
-        block, final = outline.blocks[k], len(outline.blocks) - 1
+        block = outline.blocks[k]
+        final = len(outline.blocks) - 1
         pulled = {weights(bucket) for bucket in outline.weights[block]}
         summed = {gradients(bucket) for bucket in outline.gradients[block]}
         learns = mode != "evaluate" and k >= outline.lowest
@@ -192,6 +200,8 @@ def _work(blocks: range, m: int, outline: Outline, mode: Mode) -> Iterator[tuple
         output = {activation(k, m) if k < final else loss(m)}
         yield (Op.FORWARD, block, m), (frozenset(pulled | below | {aux(m)}), frozenset(output | kept))
         if learns:
+            # The last block's backward starts from the loss itself; the lowest block with anything to learn passes
+            # nothing on, since nobody below would use it.
             gradient = {activation_gradient(k, m)} if k < final else set()
             passed = {activation_gradient(k - 1, m)} if k > outline.lowest else set()
             yield (Op.BACKWARD, block, m), (frozenset(kept | gradient | pulled), frozenset(passed | summed))
@@ -205,24 +215,27 @@ def _check_values(program: RankProgram) -> None:
     alive: dict[Value, Instruction] = {}
     freed: dict[Value, int] = {}
     last: dict[Value, int] = {}
-    for index, each in enumerate(program.instructions):
-        for value in each.reads:
+    for index, instruction in enumerate(program.instructions):
+        for value in instruction.reads:
             if value not in alive:
                 why = f"instruction {freed[value]} freed it" if value in freed else "nothing here has made it"
-                raise _fail(program, index, f"{value} is {'freed' if each.op is Op.FREE else 'read'}, but {why}")
+                raise _fail(program, index, f"{value} is {'freed' if instruction.op is Op.FREE else 'read'}, but {why}")
             last[value] = index
-        needed = waits(each, {value: alive[value].stream for value in each.reads})
-        if set(each.after) != set(needed) or len(each.after) != len(needed):
+        needed = waits(instruction, {value: alive[value].stream for value in instruction.reads})
+        if set(instruction.after) != set(needed) or len(instruction.after) != len(needed):
             expected = ", ".join(sorted(needed)) or "nothing"
             raise _fail(program, index, f"it should wait for what other streams make of its reads: {expected}")
-        if each.op is Op.FREE:
-            freed.update(dict.fromkeys(each.reads, index))
-            for value in each.reads:
+        if instruction.op is Op.FREE:
+            freed.update(dict.fromkeys(instruction.reads, index))
+            for value in instruction.reads:
                 del alive[value]
-        for value in each.writes:
-            if value in freed or (value in alive and not (each.op is Op.BACKWARD and value.kind is Kind.GRADIENTS)):
+        # A name is made once in a program, even after it was freed; gradients alone are added to.
+        for value in instruction.writes:
+            if value in freed or (
+                value in alive and not (instruction.op is Op.BACKWARD and value.kind is Kind.GRADIENTS)
+            ):
                 raise _fail(program, index, f"{value} is made a second time")
-            alive[value] = each
+            alive[value] = instruction
             last[value] = index
     for value in alive:
         raise _fail(program, last[value], f"{value} is used last here and never freed")
@@ -233,16 +246,19 @@ def _check_values(program: RankProgram) -> None:
 
 def _check_exchanges(programs: Sequence[RankProgram], sites: Sequence[_Site], outline: Outline, mode: Mode) -> None:
     """Check pulls, pushes, commit and update on every rank, and that all ranks order pulls and pushes alike."""
-    held = frozenset(bucket for site in sites for bucket in site.buckets)
+    used = frozenset(bucket for site in sites for bucket in site.buckets)
     for program, site in zip(programs, sites, strict=True):
-        _check_exchange(program, site, Op.PULL, held)
-        _check_exchange(program, site, Op.PUSH, held - {*outline.frozen} if mode != "evaluate" else frozenset())
+        _check_exchange(program, site, Op.PULL, used)
+        _check_exchange(program, site, Op.PUSH, used - {*outline.frozen} if mode != "evaluate" else frozenset())
         _check_pushed_values(program)
         _check_end(program, mode)
+    # Exchanges of one kind share a communicator, which pairs them by their order alone.
     for op in (Op.PULL, Op.PUSH):
-        expected = [each.target for each in programs[0].instructions if each.op is op]
+        expected = [instruction.target for instruction in programs[0].instructions if instruction.op is op]
         for program in programs[1:]:
-            entered = ((i, each.target) for i, each in enumerate(program.instructions) if each.op is op)
+            entered = (
+                (i, instruction.target) for i, instruction in enumerate(program.instructions) if instruction.op is op
+            )
             for bucket, (index, target) in zip(expected, entered, strict=True):
                 if bucket != target:
                     raise _fail(program, index, f"rank 0 enters the {op.value} of {bucket} at this point in the order")
@@ -251,17 +267,17 @@ def _check_exchanges(programs: Sequence[RankProgram], sites: Sequence[_Site], ou
 def _check_exchange(program: RankProgram, site: _Site, op: Op, buckets: frozenset[str]) -> None:
     """Check that a rank enters the exchange of every bucket once, and takes part with exactly what it holds."""
     missing = set(buckets)
-    for index, each in enumerate(program.instructions):
-        if each.op is not op:
+    for index, instruction in enumerate(program.instructions):
+        if instruction.op is not op:
             continue
-        if each.target not in missing:
-            raise _fail(program, index, f"the {op.value} of {each.target} is repeated, or no rank needs it")
-        missing.remove(each.target)
-        mine = each.target in site.buckets
-        reads = (gradients(each.target),) if op is Op.PUSH and mine else ()
-        writes = (weights(each.target),) if op is Op.PULL and mine else ()
-        if (each.reads, each.writes) != (reads, writes):
-            raise _fail(program, index, f"this rank {'holds' if mine else 'does not hold'} {each.target}")
+        if instruction.target not in missing:
+            raise _fail(program, index, f"the {op.value} of {instruction.target} is repeated, or no rank needs it")
+        missing.remove(instruction.target)
+        mine = instruction.target in site.buckets
+        reads = (gradients(instruction.target),) if op is Op.PUSH and mine else ()
+        writes = (weights(instruction.target),) if op is Op.PULL and mine else ()
+        if (instruction.reads, instruction.writes) != (reads, writes):
+            raise _fail(program, index, f"this rank {'holds' if mine else 'does not hold'} {instruction.target}")
     for bucket in sorted(missing):
         raise VerificationError(f"the {op.value} of {bucket} is missing; every rank takes part in it", program.rank)
 
@@ -269,10 +285,10 @@ def _check_exchange(program: RankProgram, site: _Site, op: Op, buckets: frozense
 def _check_pushed_values(program: RankProgram) -> None:
     """Check that nothing adds to a gradient once its push is issued."""
     pushed: dict[Value, int] = {}
-    for index, each in enumerate(program.instructions):
-        if each.op is Op.PUSH:
-            pushed.update(dict.fromkeys(each.reads, index))
-        for value in each.writes:
+    for index, instruction in enumerate(program.instructions):
+        if instruction.op is Op.PUSH:
+            pushed.update(dict.fromkeys(instruction.reads, index))
+        for value in instruction.writes:
             if value in pushed:
                 raise _fail(program, pushed[value], f"{value} is pushed before instruction {index} adds to it")
 
@@ -282,7 +298,7 @@ def _check_end(program: RankProgram, mode: Mode) -> None:
 
     No message is on its way any more when it comes.
     """
-    ops = [each.op for each in program.instructions]
+    ops = [instruction.op for instruction in program.instructions]
     update = 1 if mode == "train" else 0
     if ops.count(Op.COMMIT) != 1 or ops.count(Op.UPDATE) != update:
         raise VerificationError(
@@ -299,7 +315,12 @@ def _check_end(program: RankProgram, mode: Mode) -> None:
             raise _fail(program, index, "messages are freed before the commit")
         if index < commit and op is Op.UPDATE:
             raise _fail(program, index, "the update precedes the commit")
-    results = {value for each in program.instructions for value in each.writes if value.kind in RULES[Op.COMMIT].reads}
+    results = {
+        value
+        for instruction in program.instructions
+        for value in instruction.writes
+        if value.kind in RULES[Op.COMMIT].reads
+    }
     if set(program.instructions[commit].reads) != results:
         raise _fail(program, commit, f"it should read ({', '.join(sorted(results))})")
 
@@ -312,14 +333,15 @@ def _check_messages(programs: Sequence[RankProgram], sites: Sequence[_Site]) -> 
     sends: dict[tuple[int, int], list[tuple[int, Value]]] = defaultdict(list)
     receives: dict[tuple[int, int], list[tuple[int, Value]]] = defaultdict(list)
     for program, site in zip(programs, sites, strict=True):
-        for index, each in enumerate(program.instructions):
-            if each.op not in (Op.SEND, Op.RECEIVE):
+        for index, instruction in enumerate(program.instructions):
+            if instruction.op not in (Op.SEND, Op.RECEIVE):
                 continue
             value = _checked_value(program, index, site)
-            if each.op is Op.SEND:
-                sends[program.rank, _peer(each)].append((index, value))
+            if instruction.op is Op.SEND:
+                sends[program.rank, _peer(instruction)].append((index, value))
             else:
-                receives[_peer(each), program.rank].append((index, value))
+                receives[_peer(instruction), program.rank].append((index, value))
+    # Messages of a pair of ranks arrive in order: the n-th send meets the n-th receive.
     for source, target in sorted({*sends, *receives}):
         for sent, received in zip_longest(sends[source, target], receives[source, target]):
             if received is None:
@@ -333,25 +355,28 @@ def _check_messages(programs: Sequence[RankProgram], sites: Sequence[_Site]) -> 
 
 def _checked_value(program: RankProgram, index: int, site: _Site) -> Value:
     """Return the value a send or receive moves, having checked that it is its stage's and goes to a neighbour."""
-    each = program.instructions[index]
-    values = each.reads if each.op is Op.SEND else each.writes
-    if len(values) != 1 or (each.op is Op.RECEIVE and each.reads):
-        raise _fail(program, index, f"a {each.op.value} moves one value")
+    instruction = program.instructions[index]
+    values = instruction.reads if instruction.op is Op.SEND else instruction.writes
+    if len(values) != 1 or (instruction.op is Op.RECEIVE and instruction.reads):
+        raise _fail(program, index, f"a {instruction.op.value} moves one value")
     (value,) = values
     before = site.blocks.start - 1  # the position whose output enters the stage
     last = site.blocks.stop - 1  # the position whose output leaves it
+    # Activations enter behind position `before` and leave behind `last`; their gradients come back the other way.
     routes = {
         (Op.RECEIVE, Kind.ACTIVATION, before): site.previous,
         (Op.SEND, Kind.ACTIVATION, last): site.following,
         (Op.RECEIVE, Kind.ACTIVATION_GRADIENT, last): site.following,
         (Op.SEND, Kind.ACTIVATION_GRADIENT, before): site.previous,
     }
-    peers = routes.get((each.op, value.kind, value.position), ()) if site.blocks else ()
-    if each.peer is None or each.peer not in peers:
+    peers = routes.get((instruction.op, value.kind, value.position), ()) if site.blocks else ()
+    if instruction.peer is None or instruction.peer not in peers:
         allowed = f"ranks {peers}" if peers else "nowhere"
-        raise _fail(program, index, f"rank {each.peer} is the wrong peer: this value moves between it and {allowed}")
-    if each.op is Op.SEND and each.writes != (message(value, each.peer),):
-        raise _fail(program, index, f"it should make {message(value, each.peer)}, and nothing else")
+        raise _fail(
+            program, index, f"rank {instruction.peer} is the wrong peer: this value moves between it and {allowed}"
+        )
+    if instruction.op is Op.SEND and instruction.writes != (message(value, instruction.peer),):
+        raise _fail(program, index, f"it should make {message(value, instruction.peer)}, and nothing else")
     return value
 
 
@@ -360,15 +385,15 @@ def _checked_value(program: RankProgram, index: int, site: _Site) -> Value:
 
 def _check_end_of_all(programs: Sequence[RankProgram]) -> None:
     """Check that no ranks wait for one another; name every rank that is stuck, and one cycle of them."""
-    found = find_deadlock(programs)
-    if found is None:
+    deadlock = find_deadlock(programs)
+    if deadlock is None:
         return
     stuck = "; ".join(
-        f"rank {rank} at instruction {found.at[rank]} `{_line(programs[rank].instructions[found.at[rank]])}` "
+        f"rank {rank} at instruction {deadlock.at[rank]} `{_line(programs[rank].instructions[deadlock.at[rank]])}` "
         f"waits for {', '.join(f'rank {r}' for r in blockers)}"
-        for rank, blockers in found.waits.items()
+        for rank, blockers in deadlock.waits.items()
     )
-    ended = ", which has ended" if found.chain[-1] not in found.waits else ""
-    chain = " -> ".join(f"rank {rank}" for rank in found.chain) + ended
-    first = found.chain[0]
-    raise _fail(programs[first], found.at[first], f"deadlock: {chain}. All that wait: {stuck}")
+    ended = ", which has ended" if deadlock.chain[-1] not in deadlock.waits else ""
+    chain = " -> ".join(f"rank {rank}" for rank in deadlock.chain) + ended
+    first = deadlock.chain[0]
+    raise _fail(programs[first], deadlock.at[first], f"deadlock: {chain}. All that wait: {stuck}")

@@ -3,6 +3,10 @@
 On the CPU, memory of this size goes back to the system when it is freed, and every step would pay for fresh pages
 again. On CUDA the host runs ahead of the device: what it gives back may still be read there, so a buffer carries the
 mark behind which it is free.
+
+A buffer is taken from what was given back in this iteration, else from what the last one left, else made. Iterations
+of one strategy ask for the same sizes, so from the second on hardly any is made; what one iteration has no use for is
+dropped when the next begins.
 """
 
 from __future__ import annotations
@@ -31,7 +35,8 @@ class Buffers:
     """
 
     def __init__(self, device: torch.device, lanes: Lanes | None = None) -> None:
-        self._device, self._lanes = device, lanes or HostLanes()
+        self._device = device
+        self._lanes = lanes or HostLanes()
         # What earlier iterations left, and what this one gave back.
         self._earlier: Idle = {}
         self._returned: Idle = defaultdict(list)
@@ -41,7 +46,8 @@ class Buffers:
         """Start an iteration: what the last one had no use for is dropped, such as what another strategy needed."""
         if _LOG.isEnabledFor(logging.DEBUG):
             _log_dropped(self._earlier)
-        self._earlier, self._returned = self._returned, defaultdict(list)
+        self._earlier = self._returned
+        self._returned = defaultdict(list)
         self._taken.clear()  # what a failed iteration never gave back
 
     def trim(self) -> None:
@@ -50,7 +56,7 @@ class Buffers:
             _log_dropped(self._earlier)
         self._earlier.clear()
         for key, idle in list(self._returned.items()):
-            self._returned[key] = [each for each in idle if not self._lanes.passed(each[1])]
+            self._returned[key] = [(buffer, mark) for buffer, mark in idle if not self._lanes.passed(mark)]
 
     def take(self, elements: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return a buffer of so many elements, with any content, for the current stream."""
@@ -67,17 +73,21 @@ class Buffers:
 
     def give(self, tensor: Tensor) -> None:
         """Take back what nobody reads once the current stream got here; leave alone what is not one of these."""
+        # By address: what is given back may be another view than what was taken. Views that begin further in are not
+        # recognised, and neither are tensors of the home state.
         buffer = self._taken.pop(tensor.data_ptr(), None)
         if buffer is not None:
             self._returned[len(buffer), buffer.dtype].append((buffer, self._lanes.mark()))
 
     def _free(self, idle: Idle, key: tuple[int, torch.dtype]) -> tuple[Tensor, Mark] | None:
         """Take out the newest that the device is done with, or the oldest where it still uses too many of them."""
-        found = idle.get(key, [])
-        at = next((i for i in reversed(range(len(found))) if self._lanes.passed(found[i][1])), None)
+        # Where the device is done with none of them, a new one costs memory and waiting costs time: up to AHEAD it is a
+        # new one, and then the oldest, which the device gets done with first.
+        candidates = idle.get(key, [])
+        at = next((i for i in reversed(range(len(candidates))) if self._lanes.passed(candidates[i][1])), None)
         if at is None:
-            return found.pop(0) if len(found) > AHEAD else None
-        return found.pop(at)
+            return candidates.pop(0) if len(candidates) > AHEAD else None
+        return candidates.pop(at)
 
 
 def _log_dropped(idle: Idle) -> None:

@@ -57,10 +57,10 @@ class Collectives:
 
     Attributes:
         ranks: the stage's, in tensor-parallel order, which is the order of parts.
-        rank: this one.
+        rank: this process's, one of them.
         group: their communicator; None for a single rank.
         guard: entered around the start of every communication.
-        wait: waits for one.
+        wait: waits for a communication that was started, and says so to the failure watch.
     """
 
     ranks: tuple[int, ...]
@@ -121,6 +121,7 @@ class Collectives:
             # At every size: gloo's own moves no less, and this adds in a fixed order.
             return _sum(self._exchange(parts))
         assert self.group is not None
+        # The group numbers its ranks in ascending order, the stage in tensor-parallel order, which may be another.
         by_group = torch.stack([parts[self.ranks.index(rank)] for rank in sorted(self.ranks)])
         out = torch.empty_like(by_group[0])
         with torch.no_grad(), self.guard():
@@ -177,13 +178,17 @@ class StagedCollectives:
     """The same for tensors of a GPU, by way of host memory.
 
     Args:
-        host: the collectives of host memory.
-        staging: the way there and back.
+        host: what communicates, with tensors in host memory.
+        staging: copies tensors of the GPU there and back.
     """
 
     def __init__(self, host: Collectives, staging: Staging) -> None:
-        self._host, self._staging = host, staging
-        self.ranks, self.rank, self.size, self.index = host.ranks, host.rank, host.size, host.index
+        self._host = host
+        self._staging = staging
+        self.ranks = host.ranks
+        self.rank = host.rank
+        self.size = host.size
+        self.index = host.index
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """As `Collectives.all_reduce`."""

@@ -57,12 +57,13 @@ def run_crew(
     """Start ranks, wait for them, and leave none behind.
 
     Args:
-        context: what starts their processes.
-        port: of the store that they meet at.
+        context: of multiprocessing, which starts their processes.
+        ranks: how many processes.
+        port: where the store that they meet at listens, on this host.
         work: a pickled function and its arguments.
         timeout: for the whole run; None: no limit.
-        prepared: has what comes before the arguments.
-        relay: told whom to pass requests to stop on to.
+        prepared: what every rank reads, and passes to the function before these arguments; None: nothing.
+        relay: told of the processes while they run, so that requests to stop can be passed on to them.
 
     Returns:
         What each rank returned, pickled, by rank.
@@ -114,9 +115,11 @@ def start(context: Context, rank: int, function: Callable[..., None], *args: obj
 def _collect(crew: Sequence[Member], store: Store, timeout: timedelta | None) -> None:
     """Waits for every rank's outcome; after a failure only as long as peers may need to fail by themselves."""
     deadline = time.monotonic() + timeout.total_seconds() if timeout is not None else float("inf")
-    failed, stops = False, Stops()
+    failed = False
+    stops = Stops()
     while waiting := [member for member in crew if member.outcome is None]:
         fault = last_fault(store) if failed else None
+        # All others have ended, each with its failure: only the rank that caused it is left, and it may hang for good.
         if fault is not None and [member.rank for member in waiting] == [fault.rank]:
             deadline = min(deadline, time.monotonic() + _CULPRIT_S)
         left = deadline - time.monotonic()
@@ -133,19 +136,22 @@ def _collect(crew: Sequence[Member], store: Store, timeout: timedelta | None) ->
             if isinstance(member.outcome, Died):
                 announce_death(store, member.rank, member.outcome.how)
             if isinstance(member.outcome, Died | Raised) and not failed:
-                failed, deadline = True, min(deadline, time.monotonic() + _GRACE_S)
+                failed = True
+                deadline = min(deadline, time.monotonic() + _GRACE_S)
 
 
 class Stops:
     """Notices which of the processes that a launcher waits for has been stopped: none of its own is there to tell."""
 
     def __init__(self) -> None:
-        self._judge, self._before = Judge(), time.monotonic()
+        self._judge = Judge()
+        self._before = time.monotonic()
 
     def look(self, waiting: Sequence[Member], *, others_run: bool = False) -> tuple[int, str] | None:
         """Return the rank that has been stopped for too long while others were running, and how it is said."""
         now = time.monotonic()
-        elapsed, self._before = now - self._before, now
+        elapsed = now - self._before
+        self._before = now
         states = {member.rank: Process(member.process.pid or 0).state() for member in waiting}
         nothing = Progress(0, 0, None, "", waiting=False, left=False)
         seen = {rank: Seen(state, nothing) for rank, state in states.items() if state is not State.ENDED}

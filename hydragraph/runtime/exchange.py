@@ -1,4 +1,18 @@
-"""Run a link: one grouped operation per bucket that every rank enters, one message per pair of ranks."""
+"""Run a link: one grouped operation per bucket that every rank enters, one message per pair of ranks.
+
+    source buffer --gather--> outgoing --all-to-all--> incoming --scatter--> target buffer
+    [source]                  [sum(sent)]              [sum(received)]       [target]
+
+A gather or scatter that would move every element to where it is already is left out, and so is the buffer behind it:
+
+    `is_identity`   the shard is all there is and stays here (one rank): nothing moves
+    `native`        equal shards, whole copies: all-gather or reduce-scatter, without buffers between
+    `in_order`      incoming is the target, element by element: it is received in place
+    `whole`         every rank that sends has the whole target: rows to add up, instead of a scatter that adds
+
+What is summed here is summed in the order of the source ranks, whichever message came first: the same step gives the
+same bits.
+"""
 
 from __future__ import annotations
 
@@ -49,6 +63,7 @@ class Exchange:
     @cached_property
     def gather(self) -> SliceTable:
         """What puts the pieces that are sent side by side."""
+        # From where each piece lies to the end of those before it: outgoing is ordered by peer, as `sent` splits it.
         at, length = _columns(self.sends)
         return SliceTable.make(at, length.cumsum(0) - length, length, device=self.device)
 
@@ -66,6 +81,7 @@ class Exchange:
             return 0
         at = 0
         for offset, length in self.receives:  # peer after peer
+            # Each peer's pieces must follow one another from 0 to the end, so that its part of incoming is one row.
             if offset != at % self.target:
                 return 0
             at += length
@@ -150,7 +166,8 @@ def start_pull(exchange: Exchange, home: Tensor, dtype: torch.dtype, groups: Gro
     if exchange.is_identity and home.dtype == dtype:
         return Finish(lambda: home)
     if exchange.native:
-        target, outgoing = buffers.take(exchange.target, dtype), home.to(dtype)
+        target = buffers.take(exchange.target, dtype)
+        outgoing = home.to(dtype)
         message = groups.all_gather(Role.PULL, target, outgoing)
         return _finisher(message, lambda: target, outgoing, groups, buffers)
     outgoing = _gathered(home, exchange, dtype, buffers)
@@ -182,6 +199,7 @@ def start_push(exchange: Exchange, gradients: Tensor, home: Tensor, groups: Grou
     if exchange.native and groups.world.backend == "nccl":  # gloo's own is slower: it copies what it is given
         message = groups.reduce_scatter(Role.PUSH, home, gradients)
         return _finisher(message, lambda: home, gradients, groups, buffers)
+    # With two large buffers alive at a time instead of three: what is copied is given back before incoming is taken.
     outgoing = _gathered(gradients, exchange, gradients.dtype, buffers)
     if outgoing is not gradients:
         buffers.give(gradients)
@@ -195,6 +213,7 @@ def start_push(exchange: Exchange, gradients: Tensor, home: Tensor, groups: Grou
         if exchange.whole > 1:
             _sum(incoming.view(exchange.whole, -1), home)
         else:
+            # Incoming is ordered by peer, and so is its table: every element is summed in the order of the ranks.
             home.zero_()
             slice_copy(incoming, home, exchange.scatter, accumulate=True)
         buffers.give(incoming)

@@ -73,10 +73,10 @@ class Executor:
     """Runs prepared programs on one rank.
 
     Args:
-        program: the model.
+        program: the captured model, of which programs that are run were prepared.
         home: this rank's master weights and gradients.
         groups, watch: its communicators and its failure watch.
-        device: where it computes.
+        device: what this rank computes on.
         lanes: that device's queues; default: as the device and the communicators have them.
         rounded: the weights that are pulled, where the optimizer keeps them beside the master weights.
 
@@ -94,14 +94,19 @@ class Executor:
         lanes: Lanes | None = None,
         rounded: Rounded | None = None,
     ) -> None:
-        self._program, self._home, self._groups, self._watch, self._device = program, home, groups, watch, device
+        self._program = program
+        self._home = home
+        self._groups = groups
+        self._watch = watch
+        self._device = device
         self.lanes = lanes or lanes_of(device, groups.world.backend, groups.world.ranks)
         self._rounded = rounded
         self.before: Callable[[Instruction], None] | None = None
         self._buffers = Buffers(device, self.lanes)
         self._aux = program.templates[program.aux.template]
         self._parameters = program.parameters
-        self._hidden, self._hidden_dtype = hidden_size(program), hidden_dtype(program)
+        self._hidden = hidden_size(program)
+        self._hidden_dtype = hidden_dtype(program)
         self._run: dict[Op, Callable[[_Iteration, Instruction], None]] = {
             Op.PULL: self._pull,
             Op.FORWARD: self._forward,
@@ -130,7 +135,7 @@ class Executor:
             tokens: target tokens of the global mini-batch; the loss is divided by them.
             update: called with the gradient norm where the program updates, if that norm is finite.
             aux_buffers: the values of the aux graph's buffers.
-            timing: filled.
+            timing: measures this iteration: waits and, where it keeps spans, every instruction and message.
         """
         self._buffers.begin()
         collectives = self._groups.tensor_parallel(prepared.stages)
@@ -187,7 +192,8 @@ class Executor:
     def _shards(self, it: _Iteration, value: Value) -> dict[str, Tensor]:
         """Return a bucket's shards, of its weights or gradients, in their natural shapes, by parameter name."""
         if value not in it.views:
-            flat, places = it.values[value], it.prepared.shards[value.bucket]
+            flat = it.values[value]
+            places = it.prepared.shards[value.bucket]
             it.views[value] = {
                 name: shard_view(self._parameters[name], flat, place, it.prepared.part)
                 for name, place in places.items()
@@ -312,9 +318,9 @@ class Executor:
         (value,) = instruction.reads
         (on_its_way,) = instruction.writes
         tensor = it.values[value].contiguous()
-        made = self.lanes.mark()
+        computed = self.lanes.mark()
         with self.lanes.on(Stream.P2P), self._watch.communicating():
-            self.lanes.wait(made)
+            self.lanes.wait(computed)
             it.timing.started(on_its_way)
             message = self._groups.send(tensor, instruction.peer, message_tag(value))
         it.arriving[on_its_way] = self._underway(message, tensor)
@@ -357,9 +363,9 @@ class Executor:
         it.values.pop(value, None)  # it is the message's now, which gives its memory back
         it.views.pop(value, None)
         self._end_ready(it, Stream.PUSH, it.pushing)
-        made = self.lanes.mark()
+        computed = self.lanes.mark()
         with self.lanes.on(Stream.PUSH), self._watch.communicating():
-            self.lanes.wait(made)
+            self.lanes.wait(computed)
             self.lanes.hold(total)
             it.timing.started(value)
             finish = start_push(exchange, total, home, self._groups, self._buffers)

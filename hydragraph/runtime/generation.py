@@ -31,8 +31,8 @@ def generation(store: Store, rank: int, ranks: int, timeout: timedelta) -> str:
 
     Args:
         store: that they share with generations before them; one in which nobody else writes these keys.
-        rank, ranks: which of how many.
-        timeout: for all to arrive.
+        rank, ranks: this process's number, from 0, and how many there are.
+        timeout: how long to wait until all have arrived.
 
     Raises:
         TimeoutError: some did not arrive, or did not agree.
@@ -60,11 +60,13 @@ class _Limit:
 
 def _propose(store: Store, ranks: int, limit: _Limit) -> str:
     """Be rank 0."""
-    name, words = "", [""]
+    name = ""
+    words = [""]
     while True:
-        found = [_get(store, f"joining/{rank}") for rank in range(ranks)]
-        if found != words:
-            name, words = uuid.uuid4().hex, found
+        current = [_get(store, f"joining/{rank}") for rank in range(ranks)]
+        if current != words:
+            name = uuid.uuid4().hex
+            words = current
             if all(words):
                 store.set("proposal", json.dumps([name, words]))
         missing = [rank for rank in range(1, ranks) if not store.check([f"agreed/{name}/{rank}"])]

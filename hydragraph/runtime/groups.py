@@ -2,6 +2,14 @@
 
 Traffic is kept apart because a connection is a queue: behind 64 MB of weights, a 4-byte message to the same peer waits
 17-45 ms in one gloo group and 0.2-2.7 ms in two.
+
+    communicator      of                  what travels                      in which order
+    Role.PULL         all ranks           weights from their owners         of the programs' pulls
+    Role.PUSH         all ranks           gradients to their owners         of the programs' pushes
+    Role.COMMIT       all ranks           totals of a step, objects         of calls
+    _Direction.UP     all ranks           stages' messages to higher ranks  of sends, per pair of ranks
+    _Direction.DOWN   all ranks           stages' messages to lower ranks   likewise
+    tp-0-1-...        ranks of one stage  what its graphs exchange          of the stage's instructions
 """
 
 from __future__ import annotations
@@ -69,7 +77,10 @@ class Groups:
     """
 
     def __init__(self, world: World, timeout: timedelta, *, watch: Watch | None = None, capacity: int = 64) -> None:
-        self.world, self._timeout, self._watch, self._capacity = world, timeout, watch, capacity
+        self.world = world
+        self._timeout = timeout
+        self._watch = watch
+        self._capacity = capacity
         self._guard: Guard = nullcontext if watch is None else watch.communicating
         self._waiter = None if watch is None else watch.waiter()
         self._staging = Staging(world.device) if world.backend == "gloo" and world.device.type != "cpu" else None
@@ -132,6 +143,8 @@ class Groups:
         """Waits for what an operation returned, on gloo until it is done, on NCCL on the current stream only."""
         if message is None:
             return
+        # NCCL's wait only queues on the current stream, and returns at once. gloo's would hold this thread until the
+        # message is there, and a broken connection may never end it: a thread of the watch waits instead.
         if self._watch is None or self.world.backend == "nccl":
             with self._guard():
                 message.work.wait()
@@ -145,7 +158,8 @@ class Groups:
         staging = self._staging
         if staging is None:
             return Message(start(out, inp))
-        arriving, leaving = staging.incoming(out), staging.outgoing(inp)
+        arriving = staging.incoming(out)
+        leaving = staging.outgoing(inp)
         return Message(start(arriving, leaving), lambda: staging.arrived(arriving, out), (arriving, leaving))
 
     # Collectives of all ranks.
@@ -167,6 +181,7 @@ class Groups:
             out.copy_(inp)
             return None
         group = self._roles[role]
+        # NCCL would send to all peers in one grouped operation, and hold channel buffers for each of them.
         if self.world.backend == "nccl" and self.world.ranks > _GROUPED:
             return Message(
                 in_rounds(out, inp, out_splits, in_splits, self.world.rank, group, _GROUPED), kept=(inp, out)
@@ -192,6 +207,7 @@ class Groups:
         """Reduces a tensor over all ranks in place, to the same bits everywhere."""
         if self.world.ranks > 1:
             staging = self._staging
+            # In place, on the copy in host memory where there is one: it is what comes back, too.
             host = tensor if staging is None else staging.outgoing(tensor)
             with self._guard():
                 work = dist.all_reduce(host, operation, group=self._roles[role], async_op=True)
@@ -213,11 +229,11 @@ class Groups:
         """
         texts = self.gather_objects(text)
         if len(set(texts)) > 1:
-            found = "; ".join(
-                f"{each!r} on ranks {[rank for rank, other in enumerate(texts) if other == each]}"
-                for each in dict.fromkeys(texts)
+            differing = "; ".join(
+                f"{value!r} on ranks {[rank for rank, other in enumerate(texts) if other == value]}"
+                for value in dict.fromkeys(texts)
             )
-            raise ValueError(f"{what} differs between ranks: {found}; give every rank the same {what}")
+            raise ValueError(f"{what} differs between ranks: {differing}; give every rank the same {what}")
 
     # Point to point.
 
@@ -255,17 +271,20 @@ class Groups:
         Returns:
             The collectives of those sets that this rank is in; valid until the next call.
         """
-        wanted = list(dict.fromkeys(tuple(sorted(ranks)) for ranks in rank_sets if len(ranks) > 1))
-        missing = [ranks for ranks in wanted if ranks not in self._tensor_parallel]
+        # Sorted, as the order of parts is the collectives' matter: stages of the same ranks in any order share one. In
+        # the order of the list, which is the same on all ranks: they make each group together.
+        needed = list(dict.fromkeys(tuple(sorted(ranks)) for ranks in rank_sets if len(ranks) > 1))
+        missing = [ranks for ranks in needed if ranks not in self._tensor_parallel]
         if missing:
             with nullcontext() if self._watch is None else self._watch.guarding():
                 for ranks in missing:
                     self._tensor_parallel[ranks] = self._new("tp-" + "-".join(map(str, ranks)), ranks)
                 self._settle()
             _LOG.info("made tensor-parallel communicators of ranks %s", " and ".join(map(str, missing)))
-        for ranks in wanted:
+        for ranks in needed:
             self._tensor_parallel.move_to_end(ranks)
-        self._evict(max(self._capacity, len(wanted)))
+        # Never one that is about to be used, even where a strategy has more stages than the capacity.
+        self._evict(max(self._capacity, len(needed)))
         return {ranks: self._collectives(ranks) for ranks in rank_sets if self.world.rank in ranks}
 
     @property
@@ -296,7 +315,8 @@ class Groups:
     def close(self) -> None:
         """Drops all communicators."""
         groups = list(self._all())
-        self._roles, self._directions = {}, {}
+        self._roles = {}
+        self._directions = {}
         self._tensor_parallel.clear()
         if self._waiter is not None:
             self._waiter.close()
@@ -327,14 +347,19 @@ def in_rounds(
     A round is a range of distances: every rank sends so far ahead and receives from so far behind, so that the two ends
     of a message are in the same round. What a rank has for itself is copied at once.
     """
-    leaving, arriving = inp.split(list(in_splits)), out.split(list(out_splits))
+    # Example: 5 ranks, grouped = 2. In its first round rank 0 sends to 1 and 2 and receives from 4 and 3; in its second
+    # it sends to 3 and 4 and receives from 2 and 1. The message 0 -> 3 has distance 3 at both of its ends: rank 3, too,
+    # receives it, from rank (3 - 3) % 5, in its second round.
+    leaving = inp.split(list(in_splits))
+    arriving = out.split(list(out_splits))
     arriving[rank].copy_(leaving[rank])
     works: list[Work] = []
     ranks = len(leaving)
     for first in range(1, ranks, grouped):
         operations = []
         for distance in range(first, min(first + grouped, ranks)):
-            ahead, behind = (rank + distance) % ranks, (rank - distance) % ranks
+            ahead = (rank + distance) % ranks
+            behind = (rank - distance) % ranks
             if len(leaving[ahead]):
                 operations.append(dist.P2POp(dist.isend, leaving[ahead], ahead, group))
             if len(arriving[behind]):

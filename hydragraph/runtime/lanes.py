@@ -2,6 +2,13 @@
 
 A CPU has none: an operation is done when its call returns, and the host itself waits for communication. On CUDA every
 stream of the program is a stream of the device; the host only queues, and a mark is an event.
+
+How a value crosses from one stream to another, such as weights that are pulled and then computed with:
+
+    on(PULL)     start the message; mark() -> m behind what puts the weights in their buffer
+    on(COMPUTE)  wait(m), then use them: the device waits, the host goes on at once
+    hold(w)      where w may be dropped by the host before the stream that reads it got there: the allocator must not
+                 hand its memory out until then
 """
 
 from __future__ import annotations
@@ -131,7 +138,8 @@ class CudaLanes:
     """
 
     def __init__(self, device: torch.device, queued: bool) -> None:
-        self.queued, self._device = queued, device
+        self.queued = queued
+        self._device = device
         # Messages are short and others wait for them, so they go first where the GPU has a choice.
         self._streams = {s: torch.cuda.Stream(device, priority=-1) for s in Stream if s is not Stream.COMPUTE}
 

@@ -59,7 +59,7 @@ class World:
     Attributes:
         rank, ranks: which of how many; 0 of 1 without any process group.
         local_rank: which of the ranks of this host.
-        device: what it computes on.
+        device: what this process computes on.
         backend: "nccl" where every rank of the host has a GPU of its own, else "gloo".
         watch: over the ranks, from here until this process ends.
         node: where it runs: ranks of the same one may be lost together.
@@ -115,7 +115,9 @@ def join(device: torch.device | str | None = None) -> World:
         meet(kind, _store_of_launcher(rank, ranks), rank, ranks)
     if not dist.is_initialized():
         return World(0, 1, 0, device, backend)
-    rank, ranks, group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
+    rank = dist.get_rank()
+    ranks = dist.get_world_size()
+    group = dist.group.WORLD
     assert group is not None
     watch = watch_of(group, group.get_group_store, rank, ranks)
     node = f"{socket.gethostname()} {os.environ.get('GROUP_RANK', '')}"  # torchrun may start two on one host
@@ -127,7 +129,8 @@ def _store_of_launcher(rank: int, ranks: int) -> Store:
 
     torchrun's outlives its ranks, so each attempt has keys of its own: gloo would meet the addresses of the dead.
     """
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    address = os.environ["MASTER_ADDR"]
+    port = int(os.environ["MASTER_PORT"])
     shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if rank == 0 and not shared:
         store = _store(address, port)
@@ -160,7 +163,7 @@ def launch(
 
     Args:
         function: importable: defined at the top of a module.
-        ranks: how many.
+        ranks: how many processes to start.
         timeout: for the whole run; None: no limit.
         prepare: importable; called once, in a process of its own. What it returns comes before the function's
             arguments, so that a model is captured and compiled once and not on every rank: `prepare` returns the
@@ -191,16 +194,16 @@ def launch(
     with tempfile.TemporaryFile() as file:
         shared = SharedFile(file.fileno())
         prepare_for_ranks(context, _pickled(prepare, ()), shared, timeout)
-        found = run_crew(context, ranks, server.port, work, left_of(timeout, began), shared, relay)
-        return [pickle.loads(value) for value in found]
+        outcomes = run_crew(context, ranks, server.port, work, left_of(timeout, began), shared, relay)
+        return [pickle.loads(value) for value in outcomes]
 
 
 def _store(address: str, port: int) -> Any:
     """Return a store that this process keeps, and that listens at one address; TCPStore by itself listens at all.
 
     Args:
-        address: of this host.
-        port: 0: any that is free.
+        address: a name or address of this host, at which the others find it.
+        port: where to listen; 0: at any port that is free.
     """
     try:
         family, _, _, _, where = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]

@@ -46,7 +46,7 @@ class Message:
     Attributes:
         work: what torch.distributed returned.
         landed: called after it, on the stream that waits: brings what came in through host memory to its place.
-        kept: what must live until then.
+        kept: tensors that the operation still reads or writes; held here so that their memory is not reused.
     """
 
     work: Work

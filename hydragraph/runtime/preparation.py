@@ -64,8 +64,10 @@ def prepare_for_ranks(context: Context, prepare: bytes, file: SharedFile, timeou
     """Call a function in a process of its own, and write what it returns into a file.
 
     Args:
-        context: what starts that process.
-        prepare: a pickled function, and no arguments.
+        context: of multiprocessing, which starts that process.
+        prepare: a pickled function that takes no arguments.
+        file: where what it returns is written.
+        timeout: how long it may take; None: no limit.
 
     Raises:
         RuntimeError: that process died.
@@ -76,7 +78,8 @@ def prepare_for_ranks(context: Context, prepare: bytes, file: SharedFile, timeou
     member = start(context, 0, _prepare, dict(os.environ), log.shown(), prepare, file)
     try:
         limit = float("inf") if timeout is None else timeout.total_seconds()
-        deadline, stops = time.monotonic() + limit, Stops()
+        deadline = time.monotonic() + limit
+        stops = Stops()
         signs: list[Any] = [member.connection, member.process.sentinel]
         while not multiprocessing.connection.wait(signs, min(0.5, max(0.0, deadline - time.monotonic()))):
             if time.monotonic() >= deadline:

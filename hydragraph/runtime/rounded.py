@@ -16,8 +16,8 @@ class Rounded:
     Frozen weights have no copy: they are cast whenever they are pulled.
 
     Args:
-        home: the master weights.
-        dtype: of the copies.
+        home: this rank's master weights, in fp32.
+        dtype: what the model computes in, and weights travel in: bfloat16 or float16.
     """
 
     def __init__(self, home: HomeState, dtype: torch.dtype) -> None:

@@ -27,19 +27,20 @@ class Sharded:
 
     def copied(self) -> Sharded:
         """Return the same with elements of its own in CPU memory, which what happens to this one does not change."""
-        held = {offsets: box.to("cpu", copy=True).contiguous() for offsets, box in self.boxes.items()}
-        return Sharded(self.shape, self.dtype, held)
+        copies = {offsets: box.to("cpu", copy=True).contiguous() for offsets, box in self.boxes.items()}
+        return Sharded(self.shape, self.dtype, copies)
 
 
 def sharded(piece: Piece, flat: Tensor, once: bool = False) -> Sharded:
     """View this rank's canonical elements of a parameter, 1-D, as boxes of its natural shape.
 
     Args:
-        piece: what the rank owns.
-        flat: its elements.
-        once: leave out those that count with their other owner.
+        piece: which intervals of the parameter the rank owns.
+        flat: their elements, one interval after another.
+        once: leave out what has a second owner and counts there, so that all ranks together have it once.
     """
-    shape, rule = piece.parameter.shape, piece.parameter.rule
+    shape = piece.parameter.shape
+    rule = piece.parameter.rule
     dim = rule.dim if rule is not None else 0
     canonical = (*shape[dim : dim + 1], *shape[:dim], *shape[dim + 1 :])
     views = {}

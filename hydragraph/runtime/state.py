@@ -39,8 +39,8 @@ class Piece:
     """The part of one parameter that a rank owns, contiguous in its shard of the bucket, whatever intervals it has.
 
     Attributes:
-        parameter: whose.
-        bucket: the parameter's.
+        parameter: the parameter that it is a part of.
+        bucket: the name of the parameter's bucket.
         intervals: of canonical elements [lo, hi), ascending and disjoint, none empty: at most one of each copy.
         counted: of each interval, whether it is here, and not with its other owner, that its elements count where they
             must count once: in norms, and in files.
@@ -75,7 +75,7 @@ class HomeState:
     """One rank's master weights and gradients.
 
     Attributes:
-        rank: whose.
+        rank: the rank that owns it.
         layouts: bucket name -> home layout.
         weights, gradients: bucket name -> 1-D fp32 tensor of this rank's shard; gradients of the buckets that learn.
         counted: views into `gradients` of what counts here: over all ranks every element once, however many own it.
@@ -102,8 +102,8 @@ class HomeState:
         learning = {b.name for b in program.buckets if b.learns}
         gradients = {n: torch.zeros(s, dtype=torch.float32, device=device) for n, s in sizes.items() if n in learning}
         owned = {b.name: _owned(b, layouts[b.name], rank) for b in program.buckets}
-        found = {p.parameter.name: p for pieces in owned.values() for p in pieces}
-        pieces = {name: found[name] for name in program.parameters}
+        by_name = {p.parameter.name: p for pieces in owned.values() for p in pieces}
+        pieces = {name: by_name[name] for name in program.parameters}
         parameters = {n: nn.Parameter(piece.of(weights), piece.parameter.trainable) for n, piece in pieces.items()}
         counted = [part for name, shard in gradients.items() for part in _counted(layouts[name], rank, shard)]
         state = HomeState(rank, layouts, weights, gradients, counted, pieces, parameters)
@@ -141,12 +141,15 @@ def _owned(bucket: Bucket, layout: Layout, rank: int) -> Sequence[Piece]:
     """Return what a rank owns of each parameter of a bucket, perhaps nothing."""
     mine = layout.of(rank)
     rows = list(zip(mine.lo.tolist(), mine.hi.tolist(), mine.copy.tolist(), strict=True))
-    pieces, at, start = [], 0, 0
+    pieces = []
+    at = 0
+    start = 0
     for parameter in bucket.parameters:
         end = start + parameter.size
         parts = [(max(lo, start), min(hi, end), copy == 0) for lo, hi, copy in rows]
         parts = [(lo - start, hi - start, first) for lo, hi, first in parts if lo < hi]
-        intervals, counted = tuple((lo, hi) for lo, hi, _ in parts), tuple(first for *_, first in parts)
+        intervals = tuple((lo, hi) for lo, hi, _ in parts)
+        counted = tuple(first for *_, first in parts)
         # A home layout's rows are ordered by element, so the parameters follow one another in the shard.
         pieces.append(Piece(parameter, bucket.name, intervals, counted, at))
         at += pieces[-1].size
@@ -176,8 +179,8 @@ def make_optimizer(factory: OptimizerFactory, state: HomeState) -> torch.optim.O
             where=f"optimizer {type(optimizer).__name__}",
             remedy=f"use one of torch.optim's {names}",
         )
-    held: list[Any] = [p for group in optimizer.param_groups for p in group["params"]]
-    strangers = {id(p) for p in held} - {id(p) for _, p in named}
+    optimized: list[Any] = [p for group in optimizer.param_groups for p in group["params"]]
+    strangers = {id(p) for p in optimized} - {id(p) for _, p in named}
     if strangers:
         raise Unsupported(
             f"it holds {len(strangers)} tensors that are not the ones it was given",

@@ -73,8 +73,8 @@ class Stopping:
 
     Args:
         grace_s: seconds from a request until the process has ended, whatever it is doing.
-        relay: of a launcher.
-        led: whether this is a rank of such a launcher.
+        relay: of a launcher, whom it passes requests on to; None where this process does the work itself.
+        led: whether this is a rank of a launcher, which then decides when it ends.
         overdue: returns what to say where the grace was not enough.
 
     Attributes:
@@ -90,10 +90,14 @@ class Stopping:
         overdue: Callable[[], str] = lambda: "it was ended",
     ) -> None:
         self.signal = 0
-        self._grace_s, self._work_s = grace_s, grace_s - min(_RESERVED * grace_s, _RESERVED_AT_MOST_S)
-        self._relay, self._led, self._overdue = relay, led, overdue
+        self._grace_s = grace_s
+        self._work_s = grace_s - min(_RESERVED * grace_s, _RESERVED_AT_MOST_S)
+        self._relay = relay
+        self._led = led
+        self._overdue = overdue
         self._before: dict[int, Any] = {}
-        self._in_hand, self._interrupts = False, 0
+        self._in_hand = False
+        self._interrupts = 0
         self._timer: threading.Timer | None = None
 
     def __enter__(self) -> Stopping:

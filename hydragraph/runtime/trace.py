@@ -46,7 +46,7 @@ class RankTimes:
 
 def mean_exposed(ranks: Sequence[RankTimes]) -> Exposed:
     """Return the mean over ranks of what each waited for."""
-    kinds = ([each.exposed.pull, each.exposed.push, each.exposed.p2p] for each in ranks)
+    kinds = ([times.exposed.pull, times.exposed.push, times.exposed.p2p] for times in ranks)
     return Exposed(*(sum(kind) / len(ranks) for kind in zip(*kinds, strict=True)))
 
 
@@ -65,14 +65,15 @@ class Timing:
     """What one rank measures during one iteration.
 
     Args:
-        step: its number.
-        spans: filled with every instruction and message; None: only waits are added up.
-        clock: of the device's queues; default: the host's.
+        step: the iteration's number, which its spans carry.
+        spans: a list to which every instruction and message is added; None: only waits are added up.
+        clock: reads the device's queues (`Lanes.clock`); default: the host's time.
     """
 
     def __init__(self, step: int = 0, spans: list[Span] | None = None, clock: Clock | None = None) -> None:
         self.spans = spans
-        self._step, self._clock = step, clock or HostClock()
+        self._step = step
+        self._clock = clock or HostClock()
         self._waits: list[tuple[Stream, Reading, Reading]] = []
         self._parts: list[tuple[Stream, str, Reading, Reading]] = []
         self._started: dict[str, Reading] = {}
@@ -137,7 +138,7 @@ def write_trace(per_rank: Iterable[Iterable[Span]], path: Path) -> None:
     """Write all ranks' spans in the Trace Event Format, which https://ui.perfetto.dev opens: a process per rank.
 
     Args:
-        per_rank: spans by rank.
+        per_rank: each rank's spans, in the order of the ranks.
         path: a .json file.
     """
     write_events(((Event(s.step, s.stream, s.name, s.begin, s.end) for s in spans) for spans in per_rank), path)

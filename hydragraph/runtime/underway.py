@@ -17,7 +17,7 @@ class Finish:
     """The end of an exchange: called once, on the stream that began it, it waits for its message and gives the result.
 
     Attributes:
-        result: waits and gives the result.
+        result: called once, after which the value is there: waits for the message and returns the tensor.
         message: what it waits for; None where it has nothing to wait for.
     """
 
@@ -41,13 +41,15 @@ class Underway:
 
     Args:
         lanes: the device's queues.
-        stream: where it ends.
-        finish: how.
+        stream: the one on which it is ended.
+        finish: what ends it, and gives the value.
         at_once: False where its end would hold up what comes later on its stream: it then ends when it is asked for.
     """
 
     def __init__(self, lanes: Lanes, stream: Stream, finish: Finish, at_once: bool = True) -> None:
-        self._lanes, self._stream, self._finish = lanes, stream, finish
+        self._lanes = lanes
+        self._stream = stream
+        self._finish = finish
         self._end: tuple[Tensor, Mark] | None = None
         if lanes.queued and at_once:
             self._ended()

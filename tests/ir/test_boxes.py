@@ -23,6 +23,10 @@ def intervals(draw: st.DrawFn, dims: int = 0) -> Case:
     return shape, lo, draw(st.integers(lo, size))
 
 
+def test_the_example_of_the_module() -> None:
+    assert boxes(3, 11, (3, 4)) == (Box((0, 3), (1, 1), 0), Box((1, 0), (1, 4), 1), Box((2, 0), (1, 3), 5))
+
+
 def inside(box: Box, tensor: torch.Tensor) -> torch.Tensor:
     return tensor[tuple(slice(o, o + s) for o, s in zip(box.offsets, box.sizes, strict=True))]
 

@@ -21,6 +21,20 @@ def rows(layout: Layout) -> list[tuple[int, int, int, int, int, bool]]:
     return list(zip(*(column.tolist() for column in columns), strict=True))
 
 
+def test_the_example_of_the_module() -> None:
+    w = Parameter("w", (4, 2), rule=ShardRule(0, (2, 2)))
+    layout = propagation(Bucket("layer.0", (w, Parameter("n", (3,))), ("layer.0",)), [(5, 6)], {"n": REPLICA})
+    assert rows(layout) == [
+        (5, 0, 2, 0, 0, True),
+        (5, 4, 6, 2, 0, True),
+        (5, 8, 11, 4, 0, False),
+        (6, 2, 4, 0, 0, True),
+        (6, 6, 8, 2, 0, True),
+        (6, 8, 11, 4, 0, False),
+    ]
+    assert layout.local_size(5) == layout.local_size(6) == 7
+
+
 def elements(layout: Layout, rank: int) -> Ints:
     """Return which elements of the bucket lie in one rank's local buffer, in order."""
     mine = layout.of(rank)

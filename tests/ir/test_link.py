@@ -352,3 +352,39 @@ def test_slices_of_one_rank_and_counts() -> None:
     assert (len(slices), slices.elements, slices.travelling.elements) == (4, 32, 24)
     with pytest.raises(ValueError, match="read-only"):
         slices.lo[0] = 1
+
+
+def test_the_example_of_the_module() -> None:
+    source = Layout(
+        rank=np.array([0, 1, 2]),
+        lo=np.array([0, 4, 0]),
+        hi=np.array([4, 8, 8]),
+        at=np.zeros(3, np.int64),
+        copy=np.zeros(3, np.int64),
+        partial=np.ones(3, bool),
+        size=8,
+    )
+    needed = Layout(
+        rank=np.array([3]),
+        lo=np.array([2]),
+        hi=np.array([6]),
+        at=np.array([0]),
+        copy=np.array([0]),
+        partial=np.ones(1, bool),
+        size=8,
+    )
+    cells = link._cells(source.lo, source.hi, 8)
+    assert cells.ends.tolist() == [0, 4, 8]
+    assert [cells.rows[a:b].tolist() for a, b in zip(cells.first[:2], cells.first[1:3], strict=True)] == [
+        [0, 2],
+        [1, 2],
+    ]
+    pairs = link._pairs(source, needed, np.zeros(3, np.int64), None, needed.rank)
+    assert list(zip(pairs.src, pairs.dst, pairs.lo, pairs.hi, strict=True)) == [
+        (0, 3, 2, 4),
+        (2, 3, 2, 4),
+        (1, 3, 4, 6),
+        (2, 3, 4, 6),
+    ]
+    slices = link.copy(source, needed)
+    assert (slices.src.tolist(), slices.dst.tolist(), slices.lo.tolist(), slices.hi.tolist()) == ([2], [3], [2], [6])

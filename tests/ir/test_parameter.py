@@ -167,3 +167,12 @@ def test_full_vector_is_parameter_major(data: st.DataObject) -> None:
     for p in members:
         part = vector[offsets[p.name] : offsets[p.name] + p.size]
         assert torch.equal(p.natural(part), tensors[p.name])
+
+
+def test_the_example_of_the_module() -> None:
+    w = Parameter("w", (3, 4), rule=ShardRule(1, (2, 2)))
+    assert w.intervals(2, 0) == ((0, 3), (6, 9))
+    assert w.intervals(2, 1) == ((3, 6), (9, 12))
+    full = torch.arange(12).view(3, 4)
+    flat = torch.cat([w.canonical(full)[lo:hi] for lo, hi in w.intervals(2, 1)])
+    assert torch.equal(w.natural(flat, 2, 1), full[:, [1, 3]])

@@ -18,8 +18,8 @@ def file_errors(directory: Path, shown: Path) -> Iterator[None]:
     PyTorch's writer, written in C++, raises RuntimeError("... inline_container.cc ... unexpected pos") on a full disk.
 
     Args:
-        directory: that is written to.
-        shown: the path to name.
+        directory: where files are written; a probe there finds what the writer did not say.
+        shown: the path that the user gave, which errors name.
     """
     try:
         yield

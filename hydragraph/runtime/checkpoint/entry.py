@@ -15,8 +15,8 @@ def packed(extra: Mapping[str, Any], parts: Sequence[bytes]) -> bytes:
     """Serialise everything that is no tensor, `parts` being what the ranks know of the optimizer."""
     for name, value in extra.items():
         encoded(f"extra[{name!r}]", value)
-    known = [Plain(**fields) for part in parts if (fields := decoded(part)) is not None]
-    return encoded("extra", {"extra": dict(extra), "optimizer": vars(merged(known)) if known else None})
+    states = [Plain(**fields) for part in parts if (fields := decoded(part)) is not None]
+    return encoded("extra", {"extra": dict(extra), "optimizer": vars(merged(states)) if states else None})
 
 
 def encoded(what: str, value: object) -> bytes:

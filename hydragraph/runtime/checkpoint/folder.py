@@ -23,8 +23,8 @@ _LEFTOVER = re.compile(r"step-(\d+)\.(?:tmp|old)-[0-9a-f]{8}")
 
 def latest(directory: PathLike) -> Path | None:
     """Return the complete checkpoint `step-N` of the highest N in a directory; None where there is none."""
-    found = complete(directory)
-    return found[-1][1] if found else None
+    checkpoints = complete(directory)
+    return checkpoints[-1][1] if checkpoints else None
 
 
 def complete(directory: PathLike) -> list[tuple[int, Path]]:
@@ -51,13 +51,13 @@ def prune(directory: PathLike, keep: int) -> None:
     if keep < 1:
         raise ValueError(f"prune {directory}: keep={keep}: keep at least one checkpoint")
     directory = Path(directory)
-    found = complete(directory)
-    for _, path in found[:-keep]:
+    checkpoints = complete(directory)
+    for _, path in checkpoints[:-keep]:
         _discard(path)
         _LOG.info("pruned checkpoint %s: the newest %d stay", path, keep)
-    for path in directory.iterdir() if found else ():
+    for path in directory.iterdir() if checkpoints else ():
         leftover = _LEFTOVER.fullmatch(path.name)
-        if leftover is not None and int(leftover[1]) <= found[-1][0]:
+        if leftover is not None and int(leftover[1]) <= checkpoints[-1][0]:
             shutil.rmtree(path)
 
 

@@ -42,11 +42,11 @@ class Manifest:
     """What `complete.json` says.
 
     Attributes:
-        format: of the whole directory.
+        format: the version of the directory's format (`FORMAT`); readers refuse others.
         versions: package -> version that saved it.
-        ranks: how many saved it.
+        ranks: how many ranks saved it; any number of them may load it.
         parameters: name -> natural shape.
-        optimizer: class name.
+        optimizer: its class's name; None where weights alone were saved.
         files: name -> what it must be.
     """
 
@@ -96,18 +96,18 @@ def check_files(path: Path, manifest: Manifest, groups: Groups, what: str, shari
     """Hash all files, each rank a share of them.
 
     Args:
-        path: of the checkpoint.
-        manifest: its manifest.
-        groups: of all ranks.
-        what: is being done, for errors.
+        path: the checkpoint's directory.
+        manifest: what it says of itself, as read before.
+        groups: the communicators of all ranks that train; each of them makes this call.
+        what: is being done ("load checkpoint ..."), for the errors of ranks that fail here.
         sharing: the ranks that read the same copy of it as this one.
 
     Raises:
         Damaged: on all ranks: naming every file that is missing or not what was written.
     """
     mine = sorted(manifest.files)[sharing.index(groups.world.rank) :: len(sharing)]
-    found = together(groups, what, lambda: [text for n in mine if (text := _damage(path / n, manifest.files[n]))])
-    damages = [text for part in found for text in part]
+    by_rank = together(groups, what, lambda: [text for n in mine if (text := _damage(path / n, manifest.files[n]))])
+    damages = [text for part in by_rank for text in part]
     if damages:
         raise Damaged(f"checkpoint {path}: {'; '.join(damages)}: restore it from a copy, or load an earlier checkpoint")
 
@@ -116,8 +116,8 @@ def check_model(path: Path, manifest: Manifest, shapes: Mapping[str, tuple[int, 
     """See that a checkpoint is of this model, and of this optimizer unless weights alone are loaded.
 
     Args:
-        path: of the checkpoint.
-        manifest: its manifest.
+        path: the checkpoint's directory.
+        manifest: what it says of itself, as read before.
         shapes: the model's parameters by name, in their natural shapes.
         optimizer: class name; None: only weights are loaded.
 
@@ -152,11 +152,11 @@ def _damage(path: Path, expected: File) -> str | None:
     if not path.is_file():
         return f"{path.name} is missing, expected {expected.bytes} bytes with SHA-256 {expected.sha256}"
     try:
-        found = File.of(path)
+        actual = File.of(path)
     except OSError as error:
         return f"{path.name} cannot be read ({error.strerror})"
-    if found.bytes != expected.bytes:
-        return f"{path.name} has {found.bytes} bytes, expected {expected.bytes}"
-    if found.sha256 != expected.sha256:
-        return f"{path.name} is corrupt: SHA-256 {found.sha256}, expected {expected.sha256}"
+    if actual.bytes != expected.bytes:
+        return f"{path.name} has {actual.bytes} bytes, expected {expected.bytes}"
+    if actual.sha256 != expected.sha256:
+        return f"{path.name} is corrupt: SHA-256 {actual.sha256}, expected {expected.sha256}"
     return None

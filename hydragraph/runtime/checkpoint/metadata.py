@@ -29,8 +29,8 @@ class Reader(FileSystemReader):
     """Reads a checkpoint's directory; its metadata by `_Plain`.
 
     Args:
-        path: of the checkpoint.
-        files: whose content has been checked; no other is read.
+        path: the checkpoint's directory.
+        files: the names of those whose content has been checked; no other is read.
     """
 
     def __init__(self, path: Path, files: Collection[str]) -> None:
@@ -68,7 +68,7 @@ class _Plain(pickle.Unpickler):
             return getattr(importlib.import_module(module), name)
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
-        found = getattr(importlib.import_module(module), name, None) if module in _PLAIN else None
-        if isinstance(found, type) and (dataclasses.is_dataclass(found) or issubclass(found, Enum)):
-            return cast(Any, found)
+        named = getattr(importlib.import_module(module), name, None) if module in _PLAIN else None
+        if isinstance(named, type) and (dataclasses.is_dataclass(named) or issubclass(named, Enum)):
+            return cast(Any, named)
         raise pickle.UnpicklingError(f"it names {module}.{name}, which could run code")

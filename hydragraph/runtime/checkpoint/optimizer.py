@@ -24,7 +24,7 @@ class Plain:
 
     Attributes:
         groups: the names of each parameter group's parameters.
-        hyperparameters: of each group.
+        hyperparameters: each parameter group's settings, such as lr, by name.
         scalars: parameter -> state -> value; of a rank: only of parameters that it owns a part of, because an empty
             part need not have been stepped.
     """
@@ -58,11 +58,11 @@ def elementwise_states(home: HomeState, optimizer: torch.optim.Optimizer | None)
     Raises:
         Unsupported: a state has another shape than its parameter.
     """
-    found = {}
+    states = {}
     for name, state, value in _states(home, optimizer) if optimizer is not None else ():
         if isinstance(value, Tensor) and value.dim():
-            found[state_key(state, name)] = sharded(home.pieces[name], value, once=True)
-    return found
+            states[state_key(state, name)] = sharded(home.pieces[name], value, once=True)
+    return states
 
 
 def merged(parts: Sequence[Plain]) -> Plain:
@@ -70,10 +70,10 @@ def merged(parts: Sequence[Plain]) -> Plain:
     scalars: dict[str, dict[str, Any]] = {}
     for rank, part in enumerate(parts):
         for name, values in part.scalars.items():
-            known = scalars.setdefault(name, values)
-            if known.keys() != values.keys() or any(bool(known[k] != values[k]) for k in known):
+            earlier = scalars.setdefault(name, values)
+            if earlier.keys() != values.keys() or any(bool(earlier[k] != values[k]) for k in earlier):
                 raise ValueError(
-                    f"optimizer, parameter {name}: {values} on rank {rank} but {known} on an earlier rank: step the"
+                    f"optimizer, parameter {name}: {values} on rank {rank} but {earlier} on an earlier rank: step the"
                     " optimizer on all ranks alike"
                 )
     return Plain(parts[0].groups, parts[0].hyperparameters, scalars)
@@ -101,8 +101,8 @@ def restore(
 
     Args:
         path: of the checkpoint, for the error.
-        home, optimizer: this rank's.
-        plain: what is not sharded.
+        home, optimizer: this rank's; the optimizer is changed in place.
+        plain: what the checkpoint holds once for all ranks: groups, hyperparameters, scalars.
         states: the others: parameter -> state -> this rank's part, 1-D.
 
     Raises:

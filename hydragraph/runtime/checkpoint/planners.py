@@ -66,7 +66,8 @@ class ShardedLoad(LoadPlanner):
         items: list[ReadItem] = []
         for name, value in self._contents.items():
             if isinstance(value, bytes):
-                nothing, index = torch.Size((0,)), MetadataIndex(name)
+                nothing = torch.Size((0,))
+                index = MetadataIndex(name)
                 items.append(ReadItem(LoadItemType.BYTE_IO, index, nothing, index, nothing, nothing))
             else:
                 stored = cast(TensorStorageMetadata, self._stored[name])
@@ -87,7 +88,8 @@ class ShardedLoad(LoadPlanner):
 
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:
         """Return where an item's elements go."""
-        value, offset = self._contents[read_item.dest_index.fqn], read_item.dest_index.offset
+        value = self._contents[read_item.dest_index.fqn]
+        offset = read_item.dest_index.offset
         assert isinstance(value, Sharded)
         assert offset is not None
         tensor = value.boxes[offset]

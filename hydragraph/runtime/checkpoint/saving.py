@@ -34,12 +34,13 @@ class Saver:
     """One rank's saves in the background, one at a time; all ranks call the same methods in the same order.
 
     Args:
-        world: this process's place.
-        timeout: of one communication.
+        world: this process's place, from `join`; the saver makes communicators of its own.
+        timeout: after how long an operation of these communicators fails.
     """
 
     def __init__(self, world: World, timeout: timedelta) -> None:
-        self._world, self._timeout = world, timeout
+        self._world = world
+        self._timeout = timeout
         self._groups: Groups | None = None
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
@@ -85,7 +86,8 @@ class Saver:
         if self._thread is not None:
             self._thread.join()
             self._thread = None
-        error, self._error = self._error, None
+        error = self._error
+        self._error = None
         if error is not None:
             raise error
 

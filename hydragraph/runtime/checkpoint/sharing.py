@@ -43,7 +43,7 @@ def read_alike(path: Path, groups: Groups, what: str) -> Manifest:
         ValueError: on all ranks: there is none; some ranks see none, or another one than rank 0: it names them.
     """
     there = together(groups, what, (path / MARKER).is_file)
-    if lacking := [rank for rank, found in enumerate(there) if found < max(there)]:
+    if lacking := [rank for rank, is_there in enumerate(there) if is_there < max(there)]:
         raise ValueError(
             f"checkpoint {path}: ranks {lacking} see no {MARKER} there, the others do: name a directory that all hosts "
             "share, or copy the checkpoint to every host"
@@ -60,7 +60,7 @@ def read_alike(path: Path, groups: Groups, what: str) -> Manifest:
 def same_copy(path: Path, groups: Groups, what: str) -> tuple[int, ...]:
     """Return the ranks that read the same copy of a checkpoint as this one, ascending."""
     seen = together(groups, what, lambda: _identity(path / MARKER))
-    return tuple(rank for rank, each in enumerate(seen) if each == seen[groups.world.rank])
+    return tuple(rank for rank, identity in enumerate(seen) if identity == seen[groups.world.rank])
 
 
 def _identity(file: Path) -> tuple[int, int, int]:

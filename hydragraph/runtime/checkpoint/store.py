@@ -67,7 +67,7 @@ def save(
         home, optimizer: this rank's; no optimizer: only weights are saved.
         extra: step number, data position, random states, ...: numbers, strings, tensors, and containers of them.
             Rank 0's is kept.
-        groups: of all ranks.
+        groups: the communicators of all ranks that train; each of them makes this call.
 
     Raises:
         ValueError: on all ranks: `path` is something else, not all see it, or something cannot be stored.
@@ -82,11 +82,11 @@ class Prepared:
     """What one rank is about to write, and where.
 
     Attributes:
-        path: of the checkpoint.
+        path: the directory that the checkpoint will be.
         scratch: the directory to write into, which becomes the checkpoint once it is complete.
         contents: this rank's part of every entry.
         parameters: name -> natural shape.
-        optimizer: class name.
+        optimizer: its class's name; None where weights alone are saved.
     """
 
     path: Path
@@ -122,7 +122,9 @@ def prepare(
     Returns:
         What `write` writes; its tensors are the state's own.
     """
-    path, what, rank = Path(path), f"save checkpoint {path}", groups.world.rank
+    what = f"save checkpoint {path}"
+    path = Path(path)
+    rank = groups.world.rank
     parts = together(groups, what, lambda: encoded("the optimizer", plain_state(home, optimizer)))
     entry = together_own(groups, what, lambda: packed(extra, parts) if rank == 0 else b"")
     contents = together_own(
@@ -146,7 +148,9 @@ def write(prepared: Prepared, groups: Groups) -> None:
     Raises:
         ValueError, OSError, RankFailure: as for `save`; what was at the path stays as it was.
     """
-    what, rank, scratch = prepared.what, groups.world.rank, prepared.scratch
+    what = prepared.what
+    rank = groups.world.rank
+    scratch = prepared.scratch
     began = time.perf_counter()
     try:
         _write_entries(prepared, groups)
@@ -176,7 +180,7 @@ def load(path: PathLike, home: HomeState, optimizer: torch.optim.Optimizer | Non
     Args:
         path: the checkpoint's directory, which all ranks see, or of which every host has a copy.
         home, optimizer: this rank's; no optimizer: only weights are loaded.
-        groups: of all ranks.
+        groups: the communicators of all ranks that train; each of them makes this call.
 
     Returns:
         The `extra` it was saved with, on every rank.
@@ -185,7 +189,8 @@ def load(path: PathLike, home: HomeState, optimizer: torch.optim.Optimizer | Non
         Damaged: on all ranks, or on some and a ValueError in the same words on others: it is not what was written.
         ValueError: on all ranks: no whole checkpoint is there, or it is of another model or optimizer.
     """
-    path, what = Path(path), f"load checkpoint {path}"
+    what = f"load checkpoint {path}"
+    path = Path(path)
     manifest = read_alike(path, groups, what)
     check_files(path, manifest, groups, what, same_copy(path, groups, what))
     together(groups, what, lambda: check_model(path, manifest, _shapes(home), kind_of(optimizer)))
@@ -205,8 +210,10 @@ def load(path: PathLike, home: HomeState, optimizer: torch.optim.Optimizer | Non
 
 def _write_entries(prepared: Prepared, groups: Groups) -> None:
     """Do what DCP's save does, step by step, over these groups: its own would use the default process group."""
-    what, leader = prepared.what, groups.world.rank == 0
-    writer, planner = FileSystemWriter(prepared.scratch, overwrite=False), ShardedSave()
+    what = prepared.what
+    leader = groups.world.rank == 0
+    writer = FileSystemWriter(prepared.scratch, overwrite=False)
+    planner = ShardedSave()
 
     def plan() -> SavePlan:
         planner.set_up_planner(dict(prepared.contents), writer.storage_meta(), leader)

@@ -33,7 +33,8 @@ def together(groups: Groups, what: str, work: Callable[[], T]) -> list[T]:
     try:
         outcome: T | Failure = work()
     except Exception as raised:
-        outcome, error = Failure.of(raised), raised
+        outcome = Failure.of(raised)
+        error = raised
     outcomes = groups.gather_objects(outcome)
     raise_first({r: o for r, o in enumerate(outcomes) if isinstance(o, Failure)}, error, what)
     return cast(list[T], outcomes)

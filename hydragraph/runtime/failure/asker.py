@@ -20,7 +20,7 @@ class Asker:
 
     Args:
         question: called every interval; a RuntimeError means that the store is gone: its client never reconnects.
-        interval: between two.
+        interval: how long to wait after one answer before asking again.
 
     Attributes:
         silent_s: for how long no answer has come, as whoever reads it counts: it is only set to 0 here.
@@ -28,10 +28,12 @@ class Asker:
     """
 
     def __init__(self, question: Callable[[], None], interval: timedelta) -> None:
-        self._question, self._interval = question, interval.total_seconds()
+        self._question = question
+        self._interval = interval.total_seconds()
         self._others: SimpleQueue[tuple[Callable[[], Any], SimpleQueue[Any]] | None] = SimpleQueue()
         self._stopped = threading.Event()
-        self.silent_s, self.gone = 0.0, False
+        self.silent_s = 0.0
+        self.gone = False
         self._thread = threading.Thread(target=self._run, name="hydragraph-asker", daemon=True)
         self._thread.start()
 
@@ -45,12 +47,12 @@ class Asker:
         answer: SimpleQueue[Any] = SimpleQueue()
         self._others.put((question, answer))
         try:
-            found = answer.get(timeout=0.0 if self.gone else patience.total_seconds())
+            reply = answer.get(timeout=0.0 if self.gone else patience.total_seconds())
         except Empty:
             raise Unanswered from None
-        if isinstance(found, Unanswered | OSError):
-            raise found
-        value: T = found
+        if isinstance(reply, Unanswered | OSError):
+            raise reply
+        value: T = reply
         return value
 
     def close(self) -> bool:

@@ -45,7 +45,7 @@ class Board:
 
     Args:
         descriptor: of a file that is as long as its lines; taken over.
-        ranks: how many lines it has.
+        ranks: how many ranks write on it, a line each.
         address: where another process of the same user opens it.
         remove: called when the process that made it lets go of it.
     """
@@ -53,11 +53,16 @@ class Board:
     _LINE = 256  # bytes: a multiple of a cache line, so that ranks do not disturb each other
     _PLACE = struct.Struct("qqq")  # moves, the step, the instruction's index + 1
     _SECONDS = struct.Struct("d")
-    _WAITING, _LEFT, _CALL = 24, 25, 26  # offsets: two flags; the length of a text, and the text
+    # Bytes from the start of a line, behind the three numbers of _PLACE.
+    _WAITING = 24  # a flag: it waits for other ranks
+    _LEFT = 25  # a flag: it needs the others no more
+    _CALL = 26  # the length of a text, one byte, and the text: the call that it is in
 
     def __init__(self, descriptor: int, ranks: int, address: str, remove: Callable[[], None] | None = None) -> None:
-        self.ranks, self.address = ranks, address
-        self._descriptor, self._remove = descriptor, remove
+        self.ranks = ranks
+        self.address = address
+        self._descriptor = descriptor
+        self._remove = remove
         self._memory = mmap.mmap(descriptor, self._size(ranks))
         self._moves = 0
 
@@ -90,8 +95,8 @@ class Board:
             OSError: it is not there (that process has ended), or is no board of this user's.
         """
         descriptor = os.open(address, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
-        found = os.fstat(descriptor)
-        ours = stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid() and found.st_size == cls._size(ranks)
+        status = os.fstat(descriptor)
+        ours = stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid() and status.st_size == cls._size(ranks)
         if not ours:
             os.close(descriptor)
             raise OSError(f"{address} is no board of this user's with {ranks} lines")

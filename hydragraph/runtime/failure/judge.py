@@ -58,16 +58,19 @@ class Judge:
 
         Args:
             elapsed: seconds since the last look.
-            seen: by rank.
+            seen: what is seen of each rank that is watched from here, by rank.
             others_run: whether some rank that is not among them was running.
         """
+        # A judge that was itself stopped for a minute has not seen anybody stand still for a minute.
         elapsed = min(elapsed, PAUSE_S)
-        running = others_run or any(each.state is State.RUNNING for each in seen.values())
-        for rank, each in seen.items():
-            ended, stopped = each.state is State.ENDED, each.state is State.STOPPED and running
-            if ended and each.progress.left:
+        running = others_run or any(sighting.state is State.RUNNING for sighting in seen.values())
+        for rank, sighting in seen.items():
+            # Counts go back to 0 with the first look at which it is not so any more: only an unbroken time counts.
+            ended = sighting.state is State.ENDED
+            stopped = sighting.state is State.STOPPED and running
+            if ended and sighting.progress.left:
                 self._left.add(rank)
-            self._ended[rank] = self._ended.get(rank, 0.0) + elapsed if ended and not each.progress.left else 0.0
+            self._ended[rank] = self._ended.get(rank, 0.0) + elapsed if ended and not sighting.progress.left else 0.0
             self._stopped[rank] = self._stopped.get(rank, 0.0) + elapsed if stopped else 0.0
         for rank, seconds in self._ended.items():
             if seconds >= _ENDED_S:
@@ -79,6 +82,7 @@ class Judge:
         for rank, seconds in list(self._ended.items()):
             if seconds > 0:
                 return Accusation(rank, ENDED)
+        # To leave is no failure, unless somebody still waited for it: then its leaving is the cause.
         for rank in sorted(self._left):
             return Accusation(rank, "its process ended by itself while other ranks went on")
         return self._longest(stopped_s)
@@ -103,17 +107,20 @@ class Stall:
 
         Args:
             elapsed: seconds since the last look.
-            seen: by rank, of all.
+            seen: what is seen of each rank, by rank; all of them must be there.
             progress_s: after how long without progress of anybody the run has failed.
         """
-        moves = {rank: each.progress.moves for rank, each in seen.items()}
-        waits = [rank for rank, each in seen.items() if each.progress.waiting]
-        awake = all(each.state is not State.STOPPED for each in seen.values())
+        # Some wait, nobody moves, and none is stopped (which is `Judge`'s matter). As long as nobody waits, ranks that
+        # stand still may as well compute.
+        moves = {rank: sighting.progress.moves for rank, sighting in seen.items()}
+        waits = [rank for rank, sighting in seen.items() if sighting.progress.waiting]
+        awake = all(sighting.state is not State.STOPPED for sighting in seen.values())
         still = moves == self._moves and waits and awake
-        self._moves, self._still_s = moves, self._still_s + min(elapsed, PAUSE_S) if still else 0.0
+        self._moves = moves
+        self._still_s = self._still_s + min(elapsed, PAUSE_S) if still else 0.0
         if self._still_s < progress_s:
             return None
-        busy = [rank for rank, each in seen.items() if not each.progress.waiting and not each.progress.left]
+        busy = [rank for rank, sighting in seen.items() if not sighting.progress.waiting and not sighting.progress.left]
         how = "the others wait for this one" if busy else "all of them wait"
         return Accusation(
             min(busy or waits), f"no rank has moved on for {progress_s:g} s (progress_s), and {how}", True

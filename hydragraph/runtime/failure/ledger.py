@@ -16,7 +16,7 @@ class Fault:
     """The one failure that all ranks agree on.
 
     Attributes:
-        rank: who failed.
+        rank: the rank that failed.
         step: in which step, or after which.
         instruction: at which instruction, or in which call; "" where that is not known.
         error: what it raised, or how it ended.
@@ -38,7 +38,8 @@ class Ledger:
     """The fault's place in a store: written once, read by everybody. A store that is gone raises RuntimeError."""
 
     def __init__(self, store: Store, namespace: str) -> None:
-        self._store, self._key = store, f"{namespace}/fault"
+        self._store = store
+        self._key = f"{namespace}/fault"
 
     def read(self) -> Fault | None:
         """Return the fault, if one was written."""

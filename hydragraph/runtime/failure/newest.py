@@ -26,8 +26,10 @@ def watch_of(group: object, store: Callable[[], Store], rank: int, ranks: int) -
     """Return this process's watch over a process group; a new one where the last has seen a failure or was closed.
 
     Args:
-        group: whose; None for one that is about to be made: the next that is named is that one.
-        store: gives the place where its ranks meet.
+        group: the process group whose ranks are watched; None for one that is about to be made: the next that is named
+            is that one.
+        store: returns the store where its ranks meet; called only where a new watch is made.
+        rank, ranks: this process's number in the group, from 0, and how many there are.
     """
     newest = _Newest
     if newest.watch is not None and newest.group is None and newest.watch.ranks == ranks:
@@ -37,6 +39,10 @@ def watch_of(group: object, store: Callable[[], Store], rank: int, ranks: int) -
         return newest.watch
     if newest.watch is not None and not newest.watch.closed:
         newest.watch.close()
+    # Ranks count alike, as they see the same failures and make the same calls; so they meet under the same number, and
+    # not under one where a failed watch has left its keys.
     number = newest.number + 1 if again else 0
-    newest.watch, newest.group, newest.number = Watch(store(), rank, ranks, number=number), group, number
+    newest.watch = Watch(store(), rank, ranks, number=number)
+    newest.group = group
+    newest.number = number
     return newest.watch

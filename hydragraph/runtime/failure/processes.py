@@ -31,7 +31,7 @@ class Process:
     """A process of this machine.
 
     Attributes:
-        pid: its number.
+        pid: the system's number for it.
         started: when it began, in the system's own ticks, because numbers are used again; 0 where that is not known.
     """
 

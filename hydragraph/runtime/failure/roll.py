@@ -27,12 +27,14 @@ class Roll:
     `board/M` is where their board is; `machines` counts machines, `machines/i` names the i-th.
 
     Args:
-        store, namespace: where.
+        store, namespace: where the roll is kept: a store that all ranks reach, and what its keys begin with there.
         machine: the one whose ranks are asked for.
     """
 
     def __init__(self, store: Store, namespace: str, machine: str) -> None:
-        self._store, self._namespace, self.machine = store, namespace, machine
+        self._store = store
+        self._namespace = namespace
+        self.machine = machine
         self._members: list[Member] = []
         self._machines: list[str] = []
 
@@ -51,11 +53,11 @@ class Roll:
         Raises:
             OSError: it is gone, and so is the process that made it.
         """
-        made = Board.make(ranks)
-        address = self._store.compare_set(self._key(f"board/{self.machine}"), "", made.address).decode()
-        if address == made.address:
-            return made
-        made.close()
+        board = Board.make(ranks)
+        address = self._store.compare_set(self._key(f"board/{self.machine}"), "", board.address).decode()
+        if address == board.address:
+            return board
+        board.close()
         return Board.open(address, ranks)
 
     def members(self) -> tuple[Member, ...]:

@@ -41,8 +41,8 @@ class Post:
     """Where a sentinel stands.
 
     Attributes:
-        address, port: of the store.
-        namespace: of its ranks in there.
+        address, port: where the store listens.
+        namespace: what the keys of its ranks begin with in the store.
         machine, board: whose ranks it speaks for, and where they write.
         ranks: how many there are on all machines.
     """
@@ -59,7 +59,8 @@ class Sentinel:
     """The rank that started a sentinel, and starts it again should it end."""
 
     def __init__(self, post: Post) -> None:
-        self._post, self._starts = post, 0
+        self._post = post
+        self._starts = 0
         self._process: subprocess.Popen[bytes] | None = None
         self.keep_up()
 
@@ -88,7 +89,8 @@ class _Others:
     """What the sentinels of other machines say, and since when they have said nothing new."""
 
     def __init__(self, store: Store, namespace: str) -> None:
-        self._store, self._namespace = store, namespace
+        self._store = store
+        self._namespace = namespace
         self._beats: dict[str, dict[str, Any]] = {}
         self._silent: dict[str, float] = {}
 
@@ -106,11 +108,11 @@ class _Others:
 
     def seen(self) -> dict[int, Seen]:
         """Return what they say of their ranks."""
-        found: dict[int, Seen] = {}
+        sightings: dict[int, Seen] = {}
         for beat in self._beats.values():
             for rank, (state, moves, waiting, left) in beat["ranks"].items():
-                found[int(rank)] = Seen(State(state), Progress(moves, 0, None, "", waiting, left))
-        return found
+                sightings[int(rank)] = Seen(State(state), Progress(moves, 0, None, "", waiting, left))
+        return sightings
 
     def lost(self) -> tuple[Accusation, str] | None:
         """Return the first rank of a machine that is heard no more, and its host."""
@@ -134,17 +136,24 @@ def stand(post: Post) -> None:
     store = dist.TCPStore(  # type: ignore[attr-defined]
         post.address, post.port, None, False, timeout=timeout, wait_for_workers=False
     )
-    roll, ledger = Roll(store, post.namespace, post.machine), Ledger(store, post.namespace)
-    board, others = Board.open(post.board, post.ranks), _Others(store, post.namespace)
-    judge, stall = Judge(), Stall()
-    before, asked, beats = time.monotonic(), 0.0, 0
+    roll = Roll(store, post.namespace, post.machine)
+    ledger = Ledger(store, post.namespace)
+    board = Board.open(post.board, post.ranks)
+    others = _Others(store, post.namespace)
+    judge = Judge()
+    stall = Stall()
+    before = time.monotonic()
+    asked = 0.0
+    beats = 0
     members: tuple[Member, ...] = ()
     written = False
     while True:
         now = time.monotonic()
-        elapsed, before = now - before, now
+        elapsed = now - before
+        before = now
         if now - asked > _ROLL_S:
-            asked, members = now, roll.members()
+            members = roll.members()
+            asked = now
         own = {m.rank: Seen(m.process.state(), board.read(m.rank)) for m in members}
         beats += 1
         ranks = {r: [s.state.value, s.progress.moves, s.progress.waiting, s.progress.left] for r, s in own.items()}

@@ -8,7 +8,7 @@ import socket
 
 def open_sockets() -> frozenset[tuple[int, str]]:
     """The open sockets of this process as (descriptor, inode); empty where the system does not list them."""
-    found: set[tuple[int, str]] = set()
+    sockets: set[tuple[int, str]] = set()
     try:
         descriptors = os.listdir("/proc/self/fd")
     except OSError:
@@ -19,8 +19,8 @@ def open_sockets() -> frozenset[tuple[int, str]]:
         except OSError:
             continue
         if name.startswith("socket:"):
-            found.add((int(descriptor), name))
-    return frozenset(found)
+            sockets.add((int(descriptor), name))
+    return frozenset(sockets)
 
 
 def shut_down(descriptor: int) -> None:

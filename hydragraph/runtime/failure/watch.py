@@ -114,21 +114,26 @@ class Watch:
     def __init__(
         self, store: Store | None, rank: int, ranks: int, *, number: int = 0, stopped_s: float = STOPPED_S
     ) -> None:
-        self.rank, self.ranks = rank, ranks
+        self.rank = rank
+        self.ranks = ranks
         log.at_rank(rank, ranks)
         # An executable that nobody uses any more must not live on because it was watched.
         self._describe: Callable[[], Callable[[int, int], str] | None] = lambda: None
         self._fault: Fault | None = None
         self._step = 0
-        self._inside, self._waits = 0, 0  # calls and waits under way, on all threads
-        self._own, self._main = threading.local(), threading.get_ident()
+        self._inside = 0  # calls under way, on all threads
+        self._waits = 0  # waits under way, on all threads
+        self._own = threading.local()
+        self._main = threading.get_ident()
         self._resting = self._shown = self._beside = ""  # between calls; now; of a thread that runs beside them
         self._guarded: set[tuple[int, str]] = set()
         self._aborts: list[Callable[[], Callable[[], None] | None]] = []
-        self._cutting, self._counting = threading.Lock(), threading.Lock()
+        self._cutting = threading.Lock()
+        self._counting = threading.Lock()
         self._cut_at: float | None = None
         self._stopped = threading.Event()
-        self._judge, self._stall = Judge(stopped_s), Stall()
+        self._judge = Judge(stopped_s)
+        self._stall = Stall()
         self._members: tuple[Member, ...] = ()
         self._death: tuple[int, str] | None = None
         self._first = False  # of this machine's ranks
@@ -222,7 +227,7 @@ class Watch:
         """Run one step inside: as `calling`, but whatever is raised is this rank's failure, unless it is `agreed`.
 
         Args:
-            number: of the step.
+            number: the step's, for the others' errors if this rank fails in it.
             describe: the text of the instruction at (rank, index); also called from the watching thread.
 
         Raises:
@@ -290,7 +295,9 @@ class Watch:
             if self._fault is None:
                 self.report(error)
             return
-        failure, cause = self.explain(error), error.__cause__
+        # An error of communication says that a connection broke, not who broke it: the failed rank may be another.
+        failure = self.explain(error)
+        cause = error.__cause__
         ours = self._fault is None or (self._fault.rank, self._fault.error) == (self.rank, _text(cause or error))
         if failure.rank == self.rank and ours and cause is not None:
             raise cause from None  # nobody else failed, and the store was there: the error is our own
@@ -400,6 +407,7 @@ class Watch:
                 time.sleep(2 * _POLL.total_seconds())  # the launcher knows better how it ended
                 self._accuse(accused)
             time.sleep(_POLL.total_seconds() / 2)
+        # Nobody is seen to have failed: perhaps a rank has closed its executable, and sends no more.
         if self._fault is None and (closed := self._closed()) is not None:
             self._accuse(Accusation(closed, "it went no further, while others did: let every rank make the same calls"))
         own = Fault(self.rank, self._step, self._here(), _text(cause), self._host)
@@ -446,18 +454,21 @@ class Watch:
             if self._fault is not None:
                 if self._fault.stalled:
                     self._write_stacks(self._fault)  # before the cut: it lets this process end
+                # Until the cut, waits on the failed rank itself end by themselves, with errors that say more.
                 if not self._stopped.wait(_HEAD_START.total_seconds()):
                     self._cut()
                 return
 
     def _ask(self, client: Store, roll: Roll, name: str) -> None:
         """Ask the store for news, on the thread that may wait for it."""
-        fault, self._death = self._ledger.read(), self._ledger.death()
+        fault = self._ledger.read()
+        self._death = self._ledger.death()
         if fault is not None:
             self._fault = self._fault or fault
         now = time.monotonic()
         if len(self._members) < self.ranks and now - self._asked_roll > _ROLL_S:
-            self._asked_roll, self._members = now, roll.members()
+            self._members = roll.members()
+            self._asked_roll = now  # behind it: where the store did not answer, it is asked again at once
             several = self._first and len(self._members) < self.ranks and len(roll.machines()) > 1
             post = post_of(client, name, roll.machine, self._board.address, self.ranks)
             if several and self._sentinel is None and post is not None:
@@ -474,6 +485,9 @@ class Watch:
         self._asker.silent_s += min(elapsed, PAUSE_S)  # of a pause (this process was stopped) little counts
         if self._fault is not None:
             return
+        # In order of how much each knows: the launcher, which saw how the process ended; what is seen of processes from
+        # here; and last, that the store is silent, which says nothing of other ranks. A rank outside of any call is not
+        # held up by others: it accuses only who has ended.
         if self._death is not None:
             self._accuse(Accusation(*self._death))
         elif accused is not None and (self._inside or accused.error == ENDED):
@@ -510,7 +524,8 @@ class Watch:
             # Descriptors are reused: only those that are still the same socket.
             for descriptor, _ in self._guarded & open_sockets():
                 shut_down(descriptor)
-            self._aborts, self._guarded = [], set()
+            self._aborts = []
+            self._guarded = set()
             if self._cut_at is None and self._fault is not None:
                 _LOG.info("communication is ended: %s", self._failure(self._fault))
             self._cut_at = self._cut_at or time.monotonic()

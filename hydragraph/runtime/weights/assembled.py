@@ -25,7 +25,7 @@ class Piece:
     """A stored tensor within a whole one.
 
     Attributes:
-        stored: where it is.
+        stored: the tensor in its file.
         at: where it begins, by the dimensions of the whole; before 0 where the whole is a later part of it.
         lacks: dimensions of the whole that it does not have, and along which it is one index.
     """
@@ -49,7 +49,7 @@ class Piece:
         if any(lo >= hi for lo, hi in spans):
             return None
         kept = [(lo - at, hi - lo) for (lo, hi), at in zip(spans, self.at, strict=True)]
-        kept = [each for dim, each in enumerate(kept) if dim not in self.lacks]
+        kept = [span for dim, span in enumerate(kept) if dim not in self.lacks]
         return Overlap(
             ([first for first, _ in kept], [size for _, size in kept]),
             tuple(slice(lo - a, hi - a) for (lo, hi), a in zip(spans, offsets, strict=True)),
@@ -63,8 +63,8 @@ class Overlap:
 
     Attributes:
         source: offsets and sizes within the piece's own tensor.
-        target: the part of the box.
-        sizes: of that part.
+        target: slices of the box, one per dimension: where the elements go.
+        sizes: that part's extent along each dimension, to view what was read in.
     """
 
     source: tuple[list[int], list[int]]
@@ -105,7 +105,7 @@ def assemble(converter: Any, stored: Mapping[str, Sequence[Stored]], name: str) 
     Args:
         converter: a `transformers.core_model_loading.WeightConverter`.
         stored: by the converter's pattern, in the order of their names.
-        name: of the first of the tensors.
+        name: what the first of the tensors is called in the model.
     """
     from transformers.core_model_loading import Chunk, Concatenate, MergeModulelist
 
@@ -124,9 +124,9 @@ def assemble(converter: Any, stored: Mapping[str, Sequence[Stored]], name: str) 
         return None
     if len(targets) == 1:
         return {name: groups[0][0]}
-    before, found, after = name.partition(targets[0])
-    made = {before + target + after: whole for target, (whole,) in zip(targets, groups, strict=True)}
-    return made if found else None
+    before, separator, after = name.partition(targets[0])
+    renamed = {before + target + after: whole for target, (whole,) in zip(targets, groups, strict=True)}
+    return renamed if separator else None
 
 
 def _chunks(whole: Whole, dim: int, count: int) -> list[Whole]:
@@ -165,7 +165,9 @@ def _stacked(wholes: Sequence[Whole], dim: int) -> Whole:
 
 def _concatenated(wholes: Sequence[Whole], dim: int) -> Whole:
     """Lay tensors one after another along a dimension that they have."""
-    first, start, pieces = wholes[0], 0, list[Piece]()
+    first = wholes[0]
+    start = 0
+    pieces = list[Piece]()
     dim %= len(first.shape)
     for whole in wholes:
         pieces += [replace(p, at=(*p.at[:dim], p.at[dim] + start, *p.at[dim + 1 :])) for p in whole.pieces]

@@ -22,7 +22,7 @@ class Shell:
     """A Hugging Face model without weights, which knows what belongs into a directory beside them.
 
     Attributes:
-        model: on the meta device.
+        model: a `PreTrainedModel` on the meta device, or a peft model around one.
     """
 
     model: Any
@@ -41,7 +41,7 @@ class Shell:
 
         Args:
             state: full CPU tensors by their keys in the model's state dict: those that `keys` names.
-            directory: made if missing.
+            directory: where to write; it is made if missing.
             merged: of a peft model, write the base model with its active adapters added to its weights.
         """
         if self.keys(merged) is not None:

@@ -24,7 +24,7 @@ class Family:
 
     Attributes:
         kinds: the classes, the model's own included.
-        config: of the model.
+        config: the model's, with which each class is built to see the names of its tensors.
     """
 
     kinds: tuple[type[nn.Module], ...] = ()
@@ -34,18 +34,20 @@ class Family:
     def of(model: nn.Module) -> Family:
         """Take the classes that are defined where a model of transformers' and its base classes are."""
         places = [vars(sys.modules[base.__module__]).values() for base in type(model).__mro__]
-        known = {each for place in places for each in place if isinstance(each, type) and issubclass(each, nn.Module)}
-        kinds = [each for each in known if getattr(each, "config_class", None) is type(model.config)]
+        modules = {
+            value for place in places for value in place if isinstance(value, type) and issubclass(value, nn.Module)
+        }
+        kinds = [module for module in modules if getattr(module, "config_class", None) is type(model.config)]
         return Family(tuple(sorted(kinds, key=lambda kind: kind.__qualname__)), copy.deepcopy(model.config))
 
     def heads(self, names: frozenset[str]) -> frozenset[str]:
         """Return which names, as the model would call them, are tensors of another class of the family."""
-        found: set[str] = set()
+        recognised: set[str] = set()
         for own in self._names():
-            found |= names & own
-            if found == names:
+            recognised |= names & own
+            if recognised == names:
                 break
-        return frozenset(found)
+        return frozenset(recognised)
 
     def _names(self) -> Iterator[frozenset[str]]:
         """Yield the names of each class's tensors; they are built without memory, and only as far as they are asked."""

@@ -66,7 +66,7 @@ class Names:
             ignored.append(r"rotary_emb\.inv_freq")
         if any(name.endswith("position_ids") for name in buffers):
             ignored.append(r"(^|\.)position_ids$")
-        pattern = re.compile("|".join(f"({each})" for each in ignored)) if ignored else None
+        pattern = re.compile("|".join(f"({regex})" for regex in ignored)) if ignored else None
         conversions = tuple(get_model_conversion_mapping(model))  # type: ignore[arg-type]
         return Names(sources, conversions, str(model.base_model_prefix), pattern, Family.of(model))
 
@@ -81,26 +81,26 @@ class Names:
         from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
         conversions = copy.deepcopy(self.conversions)  # some remember what they have renamed
-        renamings = [each for each in conversions if isinstance(each, WeightRenaming)]
-        converters = [each for each in conversions if isinstance(each, WeightConverter)]
-        found: list[tuple[str, Whole]] = []
+        renamings = [conversion for conversion in conversions if isinstance(conversion, WeightRenaming)]
+        converters = [conversion for conversion in conversions if isinstance(conversion, WeightConverter)]
+        wholes_by_name: list[tuple[str, Whole]] = []
         pieces: dict[str, tuple[Any, dict[str, list[Stored]]]] = {}  # name -> its converter, and what goes into it
         for key in sorted(held, key=dot_natural_key):
             name, computed = rename_source_key(key, renamings, converters, self.prefix, self.sources)  # type: ignore[arg-type]
             if name not in self.sources and key in self.sources:
                 name, computed = rename_source_key(key, [], [], self.prefix, self.sources)  # type: ignore[arg-type]
             if computed is None:
-                found.append((name, Whole.of(held[key])))
+                wholes_by_name.append((name, Whole.of(held[key])))
                 continue
-            converter = next(each for each in converters if computed in each.source_patterns)
+            converter = next(conversion for conversion in converters if computed in conversion.source_patterns)
             _, several = pieces.setdefault(name, (converter, {}))
             several.setdefault(computed, []).append(held[key])
         for name, (converter, several) in pieces.items():
             wholes = assemble(converter, several, name)
             if wholes is None:
                 _refuse_computed(next(iter(several.values()))[0].key, name, converter)
-            found += wholes.items()
-        return found
+            wholes_by_name += wholes.items()
+        return wholes_by_name
 
 
 def load(path: Path, home: HomeState, buffers: Mapping[str, Tensor], names: Names, groups: Groups) -> None:
@@ -113,8 +113,8 @@ def load(path: Path, home: HomeState, buffers: Mapping[str, Tensor], names: Name
     Args:
         path: holds `model.safetensors`, or `model.safetensors.index.json` and what it names.
         home, buffers: this rank's, overwritten in place; weights of less than 32 bits become fp32 exactly.
-        names: of the model.
-        groups: of all ranks.
+        names: how the model calls its parameters and buffers, and what files may call them (`Names.of`).
+        groups: the communicators of all ranks that train; each of them makes this call.
 
     Raises:
         ValueError: on all ranks: no such files, a damaged one, or keys that are missing, unknown or of another shape.
@@ -146,20 +146,22 @@ class _Match:
 
 def _matched(path: Path, home: HomeState, buffers: Mapping[str, Tensor], names: Names) -> _Match:
     """Find every parameter and persistent buffer in the files."""
-    found: dict[str, tuple[Whole, ...]] = {}
+    places: dict[str, tuple[Whole, ...]] = {}
     unplaced: dict[str, str] = {}
     for name, whole in names.placed(contents(path)):
         source = names.sources.get(name)
         if source is not None:
-            found[source] = (*found.get(source, ()), whole)
+            places[source] = (*places.get(source, ()), whole)
         else:
             unplaced[whole.key] = name
     shapes = {n: piece.parameter.shape for n, piece in home.pieces.items()}
     shapes |= {n: tuple(b.shape) for n, b in buffers.items() if n in names.sources}
     unknown = _unknown(names, unplaced)
-    _refuse_misfit(path, shapes, found, unknown)
-    _refuse_quantised(path, [s for n, several in found.items() if n in home.pieces for whole in several for s in whole])
-    return _Match(found, tuple(key for key in unplaced if key not in unknown))
+    _refuse_misfit(path, shapes, places, unknown)
+    _refuse_quantised(
+        path, [s for n, several in places.items() if n in home.pieces for whole in several for s in whole]
+    )
+    return _Match(places, tuple(key for key in unplaced if key not in unknown))
 
 
 def _unknown(names: Names, unplaced: Mapping[str, str]) -> list[str]:
@@ -234,14 +236,14 @@ def _read(path: Path, stored: Mapping[str, tuple[Whole, ...]], home: HomeState, 
     """Read what this rank owns, and compare what the files hold twice."""
     owned = {name: value.boxes for name, value in sharded_weights(home).items()}
     whole = {name: {torch.Size([0] * b.dim()): b} for name, b in buffers.items()}
-    held = {**whole, **owned}
+    destinations = {**whole, **owned}
     with torch.no_grad():
-        for _, there, here in _meetings(held, ((name, several[0]) for name, several in stored.items())):
+        for _, there, here in _meetings(destinations, ((name, several[0]) for name, several in stored.items())):
             here.copy_(there)
-        again = ((name, each) for name, several in stored.items() for each in several[1:])
-        for name, there, here in _meetings(held, again):
+        again = ((name, stored_whole) for name, several in stored.items() for stored_whole in several[1:])
+        for name, there, here in _meetings(destinations, again):
             if not torch.equal(here, there.to(here)):
-                keys = " and ".join(each.key for each in stored[name])
+                keys = " and ".join(stored_whole.key for stored_whole in stored[name])
                 raise ValueError(
                     f"pretrained {path}: {keys} differ, but the model ties them: set tie_word_embeddings to false"
                     " in its config"
@@ -252,8 +254,8 @@ def _meetings(
     held: Mapping[str, Mapping[torch.Size, Tensor]], wholes: Iterable[tuple[str, Whole]]
 ) -> Iterator[tuple[str, Tensor, Tensor]]:
     """Yield a name, values that were read, and the part of this rank's boxes of that tensor that they are for."""
-    wanted = (((name, piece), piece.stored) for name, whole in wholes if held[name] for piece in whole.pieces)
-    for (name, piece), read in readers(wanted):
+    requests = (((name, piece), piece.stored) for name, whole in wholes if held[name] for piece in whole.pieces)
+    for (name, piece), read in readers(requests):
         for offsets, box in held[name].items():
             within = piece.within(offsets, box.shape)
             if within is not None:

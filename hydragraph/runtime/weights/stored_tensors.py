@@ -13,7 +13,8 @@ from torch import Tensor
 
 from hydragraph.errors import Unsupported
 
-_FILE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_FILE = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
 _PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 
 T = TypeVar("T")
@@ -44,17 +45,17 @@ def contents(path: Path) -> dict[str, Stored]:
         Unsupported: the weights are pickled.
     """
     files, places = _files(path)
-    found = {}
+    tensors = {}
     for file in files:
         with _opened(file) as opened:
             for key in opened.keys():  # noqa: SIM118  it is no mapping
                 if places.get(key, file.name) == file.name:
                     part = opened.get_slice(key)
-                    found[key] = Stored(file, key, tuple(part.get_shape()), part.get_dtype())
-    absent = [f"{key} in {place}" for key, place in places.items() if key not in found]
+                    tensors[key] = Stored(file, key, tuple(part.get_shape()), part.get_dtype())
+    absent = [f"{key} in {place}" for key, place in places.items() if key not in tensors]
     if absent:
         raise ValueError(f"pretrained {path}: {_INDEX} promises {shortened(absent)}, which is not there: copy it again")
-    return found
+    return tensors
 
 
 def _files(path: Path) -> tuple[list[Path], dict[str, str]]:
@@ -106,8 +107,8 @@ def readers(wanted: Iterable[tuple[T, Stored]]) -> Iterator[tuple[T, Read]]:
 
 def _reader(part: Any) -> Read:
     def read(offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
-        found: Tensor = part[tuple(slice(at, at + size) for at, size in zip(offsets, sizes, strict=True))]
-        return found
+        box: Tensor = part[tuple(slice(at, at + size) for at, size in zip(offsets, sizes, strict=True))]
+        return box
 
     return read
 
