@@ -53,7 +53,7 @@ def test_variants_that_were_pickled_measure_the_same(variants: Variants) -> None
     back = pickle.loads(pickle.dumps(variants))
     for (key, variant), (other, loaded) in zip(variants._known.items(), back._known.items(), strict=True):
         assert key == other
-        part = StagePart(StageKind(key[2], key[3]), 0)
+        part = StagePart(key[2], 0)
         batch = MicroBatch(48, 3)
         assert footprint(loaded, part, batch) == footprint(variant, part, batch)
 
