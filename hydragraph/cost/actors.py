@@ -13,7 +13,7 @@ from typing import NamedTuple
 from hydragraph.ir.instruction import Instruction, Op, Stream
 from hydragraph.ir.outline import Mode, Outline
 from hydragraph.ir.rank_program import RankProgram
-from hydragraph.ir.value import Kind, Value
+from hydragraph.ir.value import Value, ValueKind
 from hydragraph.passes.pipeline import PASSES
 from hydragraph.passes.place import PlacedStage, Placement, place
 from hydragraph.spec.strategy import Strategy
@@ -31,7 +31,7 @@ class Message(NamedTuple):
 def message_of(instruction: Instruction) -> Message:
     """Return what a send or a receive moves."""
     (value,) = instruction.reads or instruction.writes
-    return Message(value.kind is Kind.ACTIVATION, value.micro_batch)
+    return Message(value.kind is ValueKind.ACTIVATION, value.micro_batch)
 
 
 @dataclass(frozen=True, eq=False)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from hydragraph.cost.actors import Actor
 from hydragraph.cost.engine import Times
 from hydragraph.ir.instruction import Instruction, Op
-from hydragraph.ir.value import Kind
+from hydragraph.ir.value import ValueKind
 
 _KINDS = {
     Op.FORWARD: "computing",
@@ -144,6 +144,6 @@ def _words(actor: Actor, run: Sequence[Instruction]) -> str:
         names = f"{run[0].target}" if len(run) == 1 else f"{len(run)} buckets, {run[0].target} to {run[-1].target}"
         return f"{where} {'pulls' if op is Op.PULL else 'pushes'} {names}"
     if op is Op.SEND:
-        what = "hidden states" if run[0].reads[0].kind is Kind.ACTIVATION else "gradients"
+        what = "hidden states" if run[0].reads[0].kind is ValueKind.ACTIVATION else "gradients"
         return f"{where} sends {what} of {len(run)} micro-batch{'es' * (len(run) != 1)} to the next stage"
     return f"{where}: {op.value}"

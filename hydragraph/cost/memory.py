@@ -21,7 +21,7 @@ from hydragraph.ir.layout import GradientKind, Layout, propagation
 from hydragraph.ir.outline import Outline
 from hydragraph.ir.parameter import Bucket
 from hydragraph.ir.program import Block, Program
-from hydragraph.ir.value import Kind, Value, aux, gradients, weights
+from hydragraph.ir.value import Value, ValueKind, aux, gradients, weights
 from hydragraph.passes.differentiate import Variant
 from hydragraph.passes.pipeline import rank_program
 from hydragraph.passes.place import place
@@ -253,7 +253,7 @@ class Walk:
     def _run(self, instruction: Instruction) -> Iterator[int]:
         """Follow one instruction; yield passing bytes wherever the sum may be largest."""
         for value in instruction.after:
-            if value.kind is Kind.WEIGHTS:  # an exchange is over for both sides: what this rank gave has left, too
+            if value.kind is ValueKind.WEIGHTS:  # an exchange is over for both sides: what this rank gave has left, too
                 self._alive.drop(f"pull {value.bucket}")
         if instruction.op is Op.PULL:
             self._pull(instruction.target, held=bool(instruction.writes))
@@ -322,7 +322,7 @@ class Walk:
         yield found.forward + part
         self._alive.add(instruction.writes[0], "activations", self._hidden_bytes(m) if leaves else found.output)
         if len(instruction.writes) > 1:
-            hidden = next((v for v in instruction.reads if v.kind is Kind.ACTIVATION), "")
+            hidden = next((v for v in instruction.reads if v.kind is ValueKind.ACTIVATION), "")
             names = {"hidden": "" if enters else hidden, "aux": aux(m), "output": instruction.writes[0]}
             shared = (names[keep] for keep in found.keeps)
             own = found.saved + (part if "hidden" in found.keeps else 0)
@@ -331,14 +331,14 @@ class Walk:
     def _backward(self, instruction: Instruction) -> Iterator[int]:
         assert instruction.micro_batch is not None
         found = self._footprint(instruction.target, instruction.micro_batch)
-        sums = [v for v in instruction.writes if v.kind is Kind.GRADIENTS and v not in self._alive]
+        sums = [v for v in instruction.writes if v.kind is ValueKind.GRADIENTS and v not in self._alive]
         assert self._stage is not None
         if self._model.adds(instruction.target, self._part):  # while it runs
             self._begin_sums(sums)
         yield found.backward
         self._alive.drop(instruction.reads[0])
         for value in instruction.writes:
-            if value.kind is Kind.ACTIVATION_GRADIENT:
+            if value.kind is ValueKind.ACTIVATION_GRADIENT:
                 self._hidden(value, whole=not self._part.sequence_parallel or self._borders(instruction.target)[0])
         self._begin_sums([value for value in sums if value not in self._alive])
         yield found.gradients

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from hydragraph.ir.instruction import Instruction, Op
 from hydragraph.ir.rank_program import RankProgram
-from hydragraph.ir.value import Kind, Value
+from hydragraph.ir.value import Value, ValueKind
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ class _Run:
         if instruction.op is Op.FREE:
             # A message is over once its receiver has it. Between two ranks they arrive in order, so the n-th one has
             # arrived when n have been received.
-            messages = [value for value in instruction.reads if value.kind is Kind.MESSAGE]
+            messages = [value for value in instruction.reads if value.kind is ValueKind.MESSAGE]
             return tuple(m.peer for m in messages if self.received[rank, m.peer] < self.turn.get((rank, m), 0))
         if instruction.op not in (Op.FORWARD, Op.BACKWARD, Op.COMMIT):
             return ()
@@ -112,7 +112,7 @@ class _Run:
             r for r in self._together(rank, instruction) if r != rank and not self._same(instruction, self._current(r))
         )
         # A pull's weights are here once every rank has entered the pull: each of them may be an owner that sends.
-        buckets = {value.bucket for value in instruction.reads if value.kind is Kind.WEIGHTS}
+        buckets = {value.bucket for value in instruction.reads if value.kind is ValueKind.WEIGHTS}
         unpulled = {bucket for bucket in buckets if self.pulled[bucket] < len(self.programs)}
         if not unpulled:
             return late

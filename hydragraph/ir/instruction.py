@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 
-from hydragraph.ir.value import Kind, Value
+from hydragraph.ir.value import Value, ValueKind
 
 
 class Op(Enum):
@@ -47,33 +47,33 @@ class Rule:
     """
 
     stream: Stream
-    reads: frozenset[Kind] = frozenset()
-    writes: frozenset[Kind] = frozenset()
+    reads: frozenset[ValueKind] = frozenset()
+    writes: frozenset[ValueKind] = frozenset()
 
 
-def _rule(stream: Stream, reads: tuple[Kind, ...] = (), writes: tuple[Kind, ...] = ()) -> Rule:
+def _rule(stream: Stream, reads: tuple[ValueKind, ...] = (), writes: tuple[ValueKind, ...] = ()) -> Rule:
     return Rule(stream, frozenset(reads), frozenset(writes))
 
 
-_MOVED = (Kind.ACTIVATION, Kind.ACTIVATION_GRADIENT)  # what stages hand to one another
+_MOVED = (ValueKind.ACTIVATION, ValueKind.ACTIVATION_GRADIENT)  # what stages hand to one another
 
 RULES: Mapping[Op, Rule] = {
-    Op.PULL: _rule(Stream.PULL, writes=(Kind.WEIGHTS,)),
+    Op.PULL: _rule(Stream.PULL, writes=(ValueKind.WEIGHTS,)),
     Op.FORWARD: _rule(
         Stream.COMPUTE,
-        reads=(Kind.WEIGHTS, Kind.ACTIVATION, Kind.AUX),
-        writes=(Kind.ACTIVATION, Kind.LOSS, Kind.SAVED, Kind.AUX),
+        reads=(ValueKind.WEIGHTS, ValueKind.ACTIVATION, ValueKind.AUX),
+        writes=(ValueKind.ACTIVATION, ValueKind.LOSS, ValueKind.SAVED, ValueKind.AUX),
     ),
     Op.BACKWARD: _rule(
         Stream.COMPUTE,
-        reads=(Kind.SAVED, Kind.ACTIVATION_GRADIENT, Kind.WEIGHTS),
-        writes=(Kind.ACTIVATION_GRADIENT, Kind.GRADIENTS),
+        reads=(ValueKind.SAVED, ValueKind.ACTIVATION_GRADIENT, ValueKind.WEIGHTS),
+        writes=(ValueKind.ACTIVATION_GRADIENT, ValueKind.GRADIENTS),
     ),
-    Op.SEND: _rule(Stream.P2P, reads=_MOVED, writes=(Kind.MESSAGE,)),
+    Op.SEND: _rule(Stream.P2P, reads=_MOVED, writes=(ValueKind.MESSAGE,)),
     Op.RECEIVE: _rule(Stream.P2P, writes=_MOVED),
-    Op.PUSH: _rule(Stream.PUSH, reads=(Kind.GRADIENTS,)),
-    Op.FREE: _rule(Stream.COMPUTE, reads=tuple(Kind)),
-    Op.COMMIT: _rule(Stream.COMPUTE, reads=(Kind.LOSS, Kind.GRADIENTS)),
+    Op.PUSH: _rule(Stream.PUSH, reads=(ValueKind.GRADIENTS,)),
+    Op.FREE: _rule(Stream.COMPUTE, reads=tuple(ValueKind)),
+    Op.COMMIT: _rule(Stream.COMPUTE, reads=(ValueKind.LOSS, ValueKind.GRADIENTS)),
     Op.UPDATE: _rule(Stream.COMPUTE),
 }
 
@@ -114,5 +114,5 @@ def waits(instruction: Instruction, stream_of: Mapping[Value, Stream]) -> tuple[
     return tuple(
         value
         for value in instruction.reads
-        if stream_of[value] is not stream and (not free or value.kind is Kind.MESSAGE)
+        if stream_of[value] is not stream and (not free or value.kind is ValueKind.MESSAGE)
     )

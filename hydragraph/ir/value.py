@@ -26,7 +26,7 @@ from functools import lru_cache
 NONE = -1  # a number that a value of its kind does not have
 
 
-class Kind(Enum):
+class ValueKind(Enum):
     """What a value is."""
 
     ACTIVATION = "h"
@@ -55,7 +55,7 @@ class Value(str):
     """
 
     __slots__ = ("block", "bucket", "kind", "micro_batch", "peer", "position")
-    kind: Kind
+    kind: ValueKind
     position: int
     block: str
     bucket: str
@@ -65,7 +65,7 @@ class Value(str):
     def __new__(
         cls,
         text: str,
-        kind: Kind,
+        kind: ValueKind,
         position: int = NONE,
         block: str = "",
         bucket: str = "",
@@ -92,49 +92,51 @@ _once = lru_cache(maxsize=1 << 16)
 @_once
 def activation(position: int, micro_batch: int) -> Value:
     """Return h{position}.{micro_batch}."""
-    return Value(f"h{position}.{micro_batch}", Kind.ACTIVATION, position=position, micro_batch=micro_batch)
+    return Value(f"h{position}.{micro_batch}", ValueKind.ACTIVATION, position=position, micro_batch=micro_batch)
 
 
 @_once
 def activation_gradient(position: int, micro_batch: int) -> Value:
     """Return d{position}.{micro_batch}."""
-    return Value(f"d{position}.{micro_batch}", Kind.ACTIVATION_GRADIENT, position=position, micro_batch=micro_batch)
+    return Value(
+        f"d{position}.{micro_batch}", ValueKind.ACTIVATION_GRADIENT, position=position, micro_batch=micro_batch
+    )
 
 
 @_once
 def saved(block: str, micro_batch: int) -> Value:
     """Return s.{block}.{micro_batch}."""
-    return Value(f"s.{block}.{micro_batch}", Kind.SAVED, block=block, micro_batch=micro_batch)
+    return Value(f"s.{block}.{micro_batch}", ValueKind.SAVED, block=block, micro_batch=micro_batch)
 
 
 @_once
 def aux(micro_batch: int) -> Value:
     """Return a.{micro_batch}."""
-    return Value(f"a.{micro_batch}", Kind.AUX, micro_batch=micro_batch)
+    return Value(f"a.{micro_batch}", ValueKind.AUX, micro_batch=micro_batch)
 
 
 @_once
 def loss(micro_batch: int) -> Value:
     """Return loss.{micro_batch}."""
-    return Value(f"loss.{micro_batch}", Kind.LOSS, micro_batch=micro_batch)
+    return Value(f"loss.{micro_batch}", ValueKind.LOSS, micro_batch=micro_batch)
 
 
 @_once
 def weights(bucket: str) -> Value:
     """Return W.{bucket}."""
-    return Value(f"W.{bucket}", Kind.WEIGHTS, bucket=bucket)
+    return Value(f"W.{bucket}", ValueKind.WEIGHTS, bucket=bucket)
 
 
 @_once
 def gradients(bucket: str) -> Value:
     """Return G.{bucket}."""
-    return Value(f"G.{bucket}", Kind.GRADIENTS, bucket=bucket)
+    return Value(f"G.{bucket}", ValueKind.GRADIENTS, bucket=bucket)
 
 
 @_once
 def message(sent: Value, peer: int) -> Value:
     """Return {sent}>{peer}: an activation or its gradient on its way to a rank."""
-    return Value(f"{sent}>{peer}", Kind.MESSAGE, position=sent.position, micro_batch=sent.micro_batch, peer=peer)
+    return Value(f"{sent}>{peer}", ValueKind.MESSAGE, position=sent.position, micro_batch=sent.micro_batch, peer=peer)
 
 
 _NUMBER = r"(0|[1-9]\d*)"

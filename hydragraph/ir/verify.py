@@ -18,8 +18,8 @@ from hydragraph.ir.outline import Mode, Outline
 from hydragraph.ir.rank_program import RankProgram
 from hydragraph.ir.text import instruction_text
 from hydragraph.ir.value import (
-    Kind,
     Value,
+    ValueKind,
     activation,
     activation_gradient,
     aux,
@@ -232,7 +232,7 @@ def _check_values(program: RankProgram) -> None:
         # A name is made once in a program, even after it was freed; gradients alone are added to.
         for value in instruction.writes:
             if value in freed or (
-                value in alive and not (instruction.op is Op.BACKWARD and value.kind is Kind.GRADIENTS)
+                value in alive and not (instruction.op is Op.BACKWARD and value.kind is ValueKind.GRADIENTS)
             ):
                 raise _fail(program, index, f"{value} is made a second time")
             alive[value] = instruction
@@ -311,7 +311,7 @@ def _check_end(program: RankProgram, mode: Mode) -> None:
             raise _fail(
                 program, commit, f"instruction {index} `{_line(program.instructions[index])}` follows the commit"
             )
-        if index > commit and any(value.kind is Kind.MESSAGE for value in program.instructions[index].reads):
+        if index > commit and any(value.kind is ValueKind.MESSAGE for value in program.instructions[index].reads):
             raise _fail(program, index, "messages are freed before the commit")
         if index < commit and op is Op.UPDATE:
             raise _fail(program, index, "the update precedes the commit")
@@ -364,10 +364,10 @@ def _checked_value(program: RankProgram, index: int, site: _Site) -> Value:
     last = site.blocks.stop - 1  # the position whose output leaves it
     # Activations enter behind position `before` and leave behind `last`; their gradients come back the other way.
     routes = {
-        (Op.RECEIVE, Kind.ACTIVATION, before): site.previous,
-        (Op.SEND, Kind.ACTIVATION, last): site.following,
-        (Op.RECEIVE, Kind.ACTIVATION_GRADIENT, last): site.following,
-        (Op.SEND, Kind.ACTIVATION_GRADIENT, before): site.previous,
+        (Op.RECEIVE, ValueKind.ACTIVATION, before): site.previous,
+        (Op.SEND, ValueKind.ACTIVATION, last): site.following,
+        (Op.RECEIVE, ValueKind.ACTIVATION_GRADIENT, last): site.following,
+        (Op.SEND, ValueKind.ACTIVATION_GRADIENT, before): site.previous,
     }
     peers = routes.get((instruction.op, value.kind, value.position), ()) if site.blocks else ()
     if instruction.peer is None or instruction.peer not in peers:

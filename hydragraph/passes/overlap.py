@@ -13,7 +13,7 @@ from dataclasses import replace
 from hydragraph.ir.instruction import Instruction, Op, Stream, waits
 from hydragraph.ir.outline import Mode
 from hydragraph.ir.rank_program import RankProgram
-from hydragraph.ir.value import Kind, Value, activation, activation_gradient, gradients, weights
+from hydragraph.ir.value import Value, ValueKind, activation, activation_gradient, gradients, weights
 from hydragraph.passes.place import Placement
 
 
@@ -28,7 +28,7 @@ def overlap(placement: Placement, mode: Mode, program: RankProgram) -> RankProgr
     buckets = tuple(bucket for bucket, _ in placement.holders)
     work = _post_early(program.instructions)
     pulls = [Instruction(Op.PULL, bucket, writes=(weights(bucket),) if bucket in mine else ()) for bucket in buckets]
-    losses = tuple(value for instruction in work for value in instruction.writes if value.kind is Kind.LOSS)
+    losses = tuple(value for instruction in work for value in instruction.writes if value.kind is ValueKind.LOSS)
     if mode == "evaluate":
         commit = Instruction(Op.COMMIT, reads=losses)
         return replace(program, instructions=_with_waits([*pulls, *_with_ends(work), commit]))
@@ -59,7 +59,7 @@ def _post_early(work: Sequence[Instruction]) -> list[Instruction]:
             sends = at
             while at > 0 and early[at - 1].op is Op.BACKWARD:
                 at -= 1
-            if at == sends or instruction.writes[0].kind is not Kind.ACTIVATION:
+            if at == sends or instruction.writes[0].kind is not ValueKind.ACTIVATION:
                 at = len(early)
         early.insert(at, instruction)
     return early
@@ -107,9 +107,9 @@ def _with_ends(work: Sequence[Instruction]) -> list[Instruction]:
         before: list[Value] = []
         if instruction.op is Op.BACKWARD:
             for value in instruction.reads:
-                if value.kind is Kind.ACTIVATION_GRADIENT:
+                if value.kind is ValueKind.ACTIVATION_GRADIENT:
                     before += sent.pop(activation(value.position, value.micro_batch), [])
-        elif instruction.op is Op.SEND and instruction.reads[0].kind is Kind.ACTIVATION_GRADIENT:
+        elif instruction.op is Op.SEND and instruction.reads[0].kind is ValueKind.ACTIVATION_GRADIENT:
             (value,) = instruction.reads
             before += sent.pop(activation_gradient(value.position, value.micro_batch - 2), [])
         if before:

@@ -17,7 +17,7 @@ from hydragraph.ir.graph_data import value_of
 from hydragraph.ir.instruction import Instruction, Op, Stream
 from hydragraph.ir.program import Program
 from hydragraph.ir.text import instruction_text
-from hydragraph.ir.value import Kind, Value, aux, gradients, weights
+from hydragraph.ir.value import Value, ValueKind, aux, gradients, weights
 from hydragraph.runtime.buffers import Buffers
 from hydragraph.runtime.exchange import start_pull, start_push
 from hydragraph.runtime.failure.watch import Watch
@@ -176,7 +176,7 @@ class Executor:
         """Wait for a value that another stream makes; for a message, until it has left."""
         underway = it.arriving.pop(value, None)
         if underway is not None:
-            with it.timing.waiting(Stream.PULL if value.kind is Kind.WEIGHTS else Stream.P2P, value):
+            with it.timing.waiting(Stream.PULL if value.kind is ValueKind.WEIGHTS else Stream.P2P, value):
                 it.values[value] = underway()
 
     def _pull(self, it: _Iteration, instruction: Instruction) -> None:
@@ -213,7 +213,7 @@ class Executor:
             return
         block = it.prepared.blocks[instruction.target]
         shards = self._weights(it, instruction)
-        hidden = next((it.values[value] for value in instruction.reads if value.kind is Kind.ACTIVATION), None)
+        hidden = next((it.values[value] for value in instruction.reads if value.kind is ValueKind.ACTIVATION), None)
         if block.enters and hidden is not None:
             hidden = it.collectives.split(hidden, 1)
         extras = it.values.get(aux(micro_batch))
@@ -228,7 +228,7 @@ class Executor:
     def _weights(self, it: _Iteration, instruction: Instruction) -> dict[str, Tensor]:
         shards: dict[str, Tensor] = {}
         for value in instruction.reads:
-            if value.kind is Kind.WEIGHTS:
+            if value.kind is ValueKind.WEIGHTS:
                 shards |= self._shards(it, value)
         return shards
 
@@ -262,7 +262,7 @@ class Executor:
             self._buffers.trim()
         kept = it.values[instruction.reads[0]]
         shards = self._weights(it, instruction)
-        gradients_in = (value for value in instruction.reads if value.kind is Kind.ACTIVATION_GRADIENT)
+        gradients_in = (value for value in instruction.reads if value.kind is ValueKind.ACTIVATION_GRADIENT)
         tangent = next((it.values[value] for value in gradients_in), None)
         if tangent is None:  # the last block: d loss / d (summed loss)
             tangent = torch.full((), 1.0 / it.tokens, dtype=loss_dtype(self._program), device=self._device)
@@ -290,7 +290,7 @@ class Executor:
                 total, beta = self._total(it, block.names[name])
                 total.add_(gradient) if beta else total.copy_(gradient)
         passed = instruction.writes[0]
-        if passed.kind is Kind.ACTIVATION_GRADIENT and passed not in it.values:
+        if passed.kind is ValueKind.ACTIVATION_GRADIENT and passed not in it.values:
             # The loss reaches what is below by a tied weight only.
             tokens = it.batches[passed.micro_batch]["input_ids"].shape[1]
             split = 1 if block.enters or not it.prepared.part.sequence_parallel else it.prepared.part.tp
@@ -388,7 +388,7 @@ class Executor:
         for value in instruction.reads:
             freed = it.values.pop(value, None)
             it.views.pop(value, None)
-            if value.kind is Kind.WEIGHTS:
+            if value.kind is ValueKind.WEIGHTS:
                 self._buffers.give(freed)
 
     def _commit(self, it: _Iteration) -> Outcome:
@@ -405,7 +405,7 @@ class Executor:
         totals[2:].view(-1, 4)[world.rank] = torch.tensor([mine.seconds, *astuple(mine.exposed)], dtype=torch.float64)
         if it.prepared.part.index == 0:
             for value, loss in it.values.items():
-                if value.kind is Kind.LOSS:
+                if value.kind is ValueKind.LOSS:
                     totals[0] += loss.double()
         if it.pushed:
             totals[1] += sum(square_sum(gradient) for gradient in self._home.counted)
@@ -431,7 +431,7 @@ def square_sum(values: Tensor) -> Tensor:
 
 def message_tag(value: Value) -> int:
     """Return the tag of the message that carries an activation or its gradient: both ends derive it from the value."""
-    return 2 * value.micro_batch + (value.kind is Kind.ACTIVATION_GRADIENT)
+    return 2 * value.micro_batch + (value.kind is ValueKind.ACTIVATION_GRADIENT)
 
 
 def hidden_size(program: Program) -> int:

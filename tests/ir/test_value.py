@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hydragraph.ir.value import (
-    Kind,
     Value,
+    ValueKind,
     activation,
     activation_gradient,
     aux,
@@ -53,11 +53,11 @@ def test_a_value_travels(value: Value) -> None:
 
 
 def test_what_a_text_says() -> None:
-    assert fields(parse_value("h2.0")) == (Kind.ACTIVATION, 2, "", "", 0, -1)
-    assert fields(parse_value("d2.11")) == (Kind.ACTIVATION_GRADIENT, 2, "", "", 11, -1)
-    assert fields(parse_value("s.layer.0.3")) == (Kind.SAVED, -1, "layer.0", "", 3, -1)
-    assert fields(parse_value("W.layer.0")) == (Kind.WEIGHTS, -1, "", "layer.0", -1, -1)
-    assert fields(parse_value("h2.0>3")) == (Kind.MESSAGE, 2, "", "", 0, 3)
+    assert fields(parse_value("h2.0")) == (ValueKind.ACTIVATION, 2, "", "", 0, -1)
+    assert fields(parse_value("d2.11")) == (ValueKind.ACTIVATION_GRADIENT, 2, "", "", 11, -1)
+    assert fields(parse_value("s.layer.0.3")) == (ValueKind.SAVED, -1, "layer.0", "", 3, -1)
+    assert fields(parse_value("W.layer.0")) == (ValueKind.WEIGHTS, -1, "", "layer.0", -1, -1)
+    assert fields(parse_value("h2.0>3")) == (ValueKind.MESSAGE, 2, "", "", 0, 3)
 
 
 def test_a_value_is_its_text() -> None:

@@ -3,7 +3,7 @@ import pytest
 from hydragraph.ir.instruction import Op, Stream
 from hydragraph.ir.outline import Outline
 from hydragraph.ir.rank_program import RankProgram
-from hydragraph.ir.value import Kind
+from hydragraph.ir.value import ValueKind
 from hydragraph.passes.order import order
 from hydragraph.passes.overlap import overlap
 from hydragraph.passes.place import place
@@ -27,7 +27,7 @@ def test_values_are_freed_once_right_after_their_last_use(rank, mode):
     before, after = before_and_after("<tp3,pp1> + <tp1,pp2>", [2, 3], rank, mode)
     assert tuple(i for i in after if i.op is not Op.FREE) == tuple(i for i in before if i.op is not Op.FREE)
     used = [{*i.reads, *i.writes} for i in after]
-    for value in (v for v in set().union(*used) if v.kind is not Kind.MESSAGE):
+    for value in (v for v in set().union(*used) if v.kind is not ValueKind.MESSAGE):
         *earlier, use, free = (n for n, values in enumerate(used) if value in values)
         assert after[free].op is Op.FREE
         assert free == use + 1
