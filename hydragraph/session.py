@@ -115,7 +115,7 @@ class Session:
         """
         agree(self.groups, what, text)
 
-    def compare(self, digest: int, stopping: int) -> Comparison:
+    def compare(self, digest: int, stopping: int) -> RanksCompared:
         """Compare what all ranks are about to do, in one small all-reduce.
 
         Args:
@@ -123,10 +123,10 @@ class Session:
             stopping: a number above 0 if this rank is to stop.
         """
         if self.world.ranks == 1:
-            return Comparison(True, self.saver.failed, stopping)
+            return RanksCompared(True, self.saver.failed, stopping)
         most = torch.tensor([digest, -digest, int(self.saver.failed), stopping], device=self.world.device)
         self.groups.all_reduce(Role.COMMIT, most, ReduceOp.MAX)
-        return Comparison(bool(most[0] == -most[1]), bool(most[2]), int(most[3]))
+        return RanksCompared(bool(most[0] == -most[1]), bool(most[2]), int(most[3]))
 
     def execute(
         self,
@@ -193,7 +193,7 @@ class Session:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class RanksCompared:
     """What ranks learn of one another before an iteration, equal on all.
 
     Attributes:
