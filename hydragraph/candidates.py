@@ -48,7 +48,7 @@ class Planning:
 
 
 @dataclass(frozen=True)
-class Choice:
+class IterationChoice:
     """What an iteration runs.
 
     Attributes:
@@ -112,7 +112,7 @@ class Chooser:
         if self._planner is not None:
             self._planner.announce(lengths)
 
-    def choose(self, lengths: tuple[int, ...], strategy: Strategy | None) -> Choice:
+    def choose(self, lengths: tuple[int, ...], strategy: Strategy | None) -> IterationChoice:
         """Return what runs a mini-batch; all ranks call it.
 
         Args:
@@ -126,13 +126,13 @@ class Chooser:
         if strategy is not None or not self._planned:
             strategy = strategy or self._strategies[0]
             assignment = assign(strategy, lengths)
-            return Choice(strategy, assignment, Planned(time.perf_counter() - began))
+            return IterationChoice(strategy, assignment, Planned(time.perf_counter() - began))
         plan = self._plan(lengths)
         if isinstance(plan, ValueError):
             raise agreed(plan)
         expected = plan.seconds if self._measured else 0.0
         planned = Planned(time.perf_counter() - began, plan.hidden_s, expected)
-        return Choice(self._strategies[plan.candidate], plan.assignment, planned)
+        return IterationChoice(self._strategies[plan.candidate], plan.assignment, planned)
 
     def close(self) -> None:
         """End the planner's worker."""
