@@ -23,7 +23,7 @@ GLOBAL_TOLERANCE = 1e-7  # ... plus this much of all gradients together: some tr
 Sequences = Sequence[Tensor | Mapping[str, Tensor]]
 
 
-class Executor(Protocol):
+class Comparable(Protocol):
     """What is verified; `hydragraph.compile` returns one."""
 
     def evaluate(self, sequences: Any, strategy: Strategy | None = None) -> Any:
@@ -132,7 +132,7 @@ def compare(expected: Reference, gradients: Mapping[str, Tensor], loss: float, s
 
 
 def verify(
-    model: nn.Module, executor: Executor, strategies: Sequence[Strategy], sequences: Sequences, rank: int
+    model: nn.Module, executor: Comparable, strategies: Sequence[Strategy], sequences: Sequences, rank: int
 ) -> list[Row]:
     """Compare every strategy with one device, on every rank of the executor.
 
