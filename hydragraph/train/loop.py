@@ -39,7 +39,7 @@ TRACED_STEPS = 12  # enough to see several strategies more than once
 
 
 class Report(Protocol):
-    """What a step of `Executor` reports, equal on every rank."""
+    """What a step of `Trainable` reports, equal on every rank."""
 
     loss: float
     tokens: int
@@ -55,7 +55,7 @@ class Report(Protocol):
     exposed: Exposed
 
 
-class Executor(Protocol):
+class Trainable(Protocol):
     """What the loop needs of a compiled model."""
 
     optimizer: torch.optim.Optimizer
@@ -129,7 +129,7 @@ class _Run:
     config: TrainConfig
     world: World
     folder: RunFolder
-    executor: Executor
+    executor: Trainable
     strategies: tuple[Strategy, ...]  # that steps take in turn; none where the executor chooses
     heldout: list[list[Tensor]]
     watcher: Watcher | None  # on rank 0 only, as is the log
@@ -265,7 +265,7 @@ def _session(
 
 
 def _load(
-    world: World, folder: RunFolder, executor: Executor, last: Checkpoint, fall_back: bool, leader: Watcher | None
+    world: World, folder: RunFolder, executor: Trainable, last: Checkpoint, fall_back: bool, leader: Watcher | None
 ) -> tuple[Checkpoint, dict[str, Any]]:
     """Load a checkpoint, or where it is damaged the newest before it that is not; return which, and its extra."""
     while True:
