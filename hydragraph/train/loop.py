@@ -38,7 +38,7 @@ T = TypeVar("T")
 TRACED_STEPS = 12  # enough to see several strategies more than once
 
 
-class Report(Protocol):
+class StepResult(Protocol):
     """What a step of `Trainable` reports, equal on every rank."""
 
     loss: float
@@ -67,10 +67,10 @@ class Trainable(Protocol):
         """Tell what a later step will bring."""
 
     def step(self, sequences: Sequence[Tensor], strategy: Strategy | None = None) -> Any:
-        """Train on one global mini-batch and return a `Report`; raise `Stopped` instead if any rank has `stopping`."""
+        """Train on one global mini-batch and return a `StepResult`; raise `Stopped` instead if any rank has `stopping`."""
 
     def evaluate(self, sequences: Sequence[Tensor], strategy: Strategy | None = None) -> Any:
-        """Return a `Report` without updating anything."""
+        """Return a `StepResult` without updating anything."""
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """Return the whole model on rank 0."""
@@ -394,7 +394,7 @@ def _train_step(run: _Run, step: int, sequences: list[Tensor]) -> None:
     for group in run.executor.optimizer.param_groups:
         group["lr"] = lr
     try:
-        report: Report = run.executor.step(sequences, strategy)
+        report: StepResult = run.executor.step(sequences, strategy)
     except FloatingPointError as error:
         if config.checkpoint.asynchronous:
             run.executor.wait_saved()  # all ranks are here, and it may be the last checkpoint
@@ -430,7 +430,7 @@ def _train_step(run: _Run, step: int, sequences: list[Tensor]) -> None:
 
 def _evaluate(run: _Run, strategy: Strategy | None) -> float:
     """Return the mean loss per token over the held-out mini-batches."""
-    reports: list[Report] = [run.executor.evaluate(sequences, strategy) for sequences in run.heldout]
+    reports: list[StepResult] = [run.executor.evaluate(sequences, strategy) for sequences in run.heldout]
     return sum(r.loss * r.tokens for r in reports) / sum(r.tokens for r in reports)
 
 
