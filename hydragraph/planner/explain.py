@@ -136,7 +136,7 @@ class Example:
 
 
 @dataclass(frozen=True)
-class Report:
+class PlanReport:
     """The plan of a model, its data and its devices.
 
     Attributes:
@@ -181,7 +181,7 @@ def explain(
     strategies: Sequence[Sequence[Scheme]] = (),
     iterations: int = 4,
     seed: int = 0,
-) -> Report:
+) -> PlanReport:
     """Plan mini-batches drawn from the data with every candidate, and report.
 
     Args:
@@ -217,7 +217,7 @@ def explain(
     ranked = sorted(compared, key=lambda c: (c.max_len < context, *_rank(c)))
     ranked = [replace(c, why=_why(c, ranked[0], iterations, context)) for c in ranked]
     winner = chosen[choices[0].index]
-    return Report(
+    return PlanReport(
         profile.name,
         devices,
         context,

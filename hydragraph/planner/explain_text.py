@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from hydragraph.planner.explain import Candidate, MemoryUse, Report, scheme_counts
+from hydragraph.planner.explain import Candidate, MemoryUse, PlanReport, scheme_counts
 
 ROWS = 8  # of the table, without --explain
 MEANING = {
@@ -19,7 +19,7 @@ MEANING = {
 }
 
 
-def to_text(report: Report, explain: bool = False) -> str:
+def to_text(report: PlanReport, explain: bool = False) -> str:
     """Return the report as lines of text.
 
     Args:
@@ -42,7 +42,7 @@ def to_text(report: Report, explain: bool = False) -> str:
     return "\n".join(line.rstrip() for line in lines) + "\n"
 
 
-def to_record(report: Report) -> dict[str, Any]:
+def to_record(report: PlanReport) -> dict[str, Any]:
     """Return the report as plain data; what is infinite becomes None."""
     example = report.example
     return {
@@ -83,7 +83,7 @@ def _record(candidate: Candidate) -> dict[str, Any]:
     }
 
 
-def _verdict(report: Report) -> list[str]:
+def _verdict(report: PlanReport) -> list[str]:
     """Say what to run."""
     best = report.best
     alike = report.homogeneous
@@ -100,7 +100,7 @@ def _verdict(report: Report) -> list[str]:
     return lines
 
 
-def _table(report: Report, explain: bool) -> list[str]:
+def _table(report: PlanReport, explain: bool) -> list[str]:
     """Return a line for each candidate."""
     # The best homogeneous strategy is what one would run without a planner, so all are compared with it.
     alike = report.homogeneous
@@ -119,12 +119,12 @@ def _table(report: Report, explain: bool) -> list[str]:
     return [*lines, f"and {hidden} more; --explain shows all"] if hidden else lines
 
 
-def _few(report: Report) -> list[Candidate]:
+def _few(report: PlanReport) -> list[Candidate]:
     """Return the first candidates, every winner, and the best homogeneous one."""
     return [c for i, c in enumerate(report.candidates) if i < ROWS or c.wins or c is report.homogeneous]
 
 
-def _memory(report: Report) -> list[str]:
+def _memory(report: PlanReport) -> list[str]:
     """Return a line for each scheme that a shown candidate has, with what its fullest device holds."""
     # Strategies of as many devices share a scheme's memory; of others, the first that is shown stands for it.
     by_scheme: dict[tuple[int, int], MemoryUse] = {}
@@ -147,7 +147,7 @@ def _bytes(use: MemoryUse) -> str:
     )
 
 
-def _parts(report: Report) -> list[str]:
+def _parts(report: PlanReport) -> list[str]:
     """Return what the seconds of each assigned candidate go to."""
     # Only what was assigned has parts; a bound says how little a candidate may take, not where its seconds go.
     shown: Sequence[Candidate] = [c for c in report.candidates if c.parts is not None]

@@ -19,7 +19,7 @@ import hydragraph as hg
 from hydragraph import planner
 from hydragraph.cost.profile import PipelineCost
 from hydragraph.planner.assigning import PlannedAssignment, assign_pipelines
-from hydragraph.planner.explain import Parts, Report, explain, mini_batches, parts_of, scheme_counts
+from hydragraph.planner.explain import Parts, PlanReport, explain, mini_batches, parts_of, scheme_counts
 from hydragraph.planner.explain_text import to_record, to_text
 from tests.planner.examples import BATCHES, MIXED, PROFILE, lengths, pipelines
 
@@ -28,7 +28,7 @@ DATA = lengths(3000, 0, 12000)
 
 
 @cache
-def report() -> Report:
+def report() -> PlanReport:
     return explain(PROFILE, [*DATA, 15000], 16, 12000, 40_000, iterations=3)
 
 
