@@ -21,7 +21,7 @@ from hydragraph.train.config import TrainConfig
 
 if TYPE_CHECKING:
     from hydragraph.train.folder import Begin
-    from hydragraph.train.loop import Outcome
+    from hydragraph.train.loop import RunOutcome
 
 
 def train_command(
@@ -98,7 +98,7 @@ def _train(
     restarts: int,
     stopping: Stopping,
     relay: Relay | None,
-) -> Outcome:
+) -> RunOutcome:
     """Train on all ranks, again from the last checkpoint where one fails and that may be."""
     from hydragraph.train.folder import RunFolder
 
@@ -130,7 +130,7 @@ def _train(
 
 def train_rank(
     config: TrainConfig, begin: Begin, step: int | None, trace: bool, stopping: Stopping | None = None
-) -> Outcome:
+) -> RunOutcome:
     """Train on this rank; without `stopping` it is one of a launcher, which passes requests to stop on to it."""
     from hydragraph import api
     from hydragraph.train.loop import train
@@ -151,7 +151,7 @@ def _overdue(config: TrainConfig) -> str:
     return f"a step and a save took longer than grace_s: {config.grace_s:g} allows: ended without saving; {stays}"
 
 
-def _print_stop(outcome: Outcome, config: TrainConfig) -> None:
+def _print_stop(outcome: RunOutcome, config: TrainConfig) -> None:
     """Say where a run was stopped, and how it goes on; on the rank that leads."""
     if not leads():
         return
@@ -162,7 +162,7 @@ def _print_stop(outcome: Outcome, config: TrainConfig) -> None:
         _print(f"stopped after step {last.step} of {config.steps}, saved in {last.path}: go on with --resume")
 
 
-def _print_outcome(outcome: Outcome) -> None:
+def _print_outcome(outcome: RunOutcome) -> None:
     first = outcome.history[0]
     last = outcome.history[-1]
     _print(f"loss {first.loss:.4f} -> {last.loss:.4f} in {last.step} steps; everything is in {outcome.folder.path}")

@@ -108,7 +108,7 @@ class Watcher(Protocol):
 
 
 @dataclass(frozen=True)
-class Outcome:
+class RunOutcome:
     """How a run ended.
 
     Attributes:
@@ -144,7 +144,7 @@ def train(
     trace: bool = False,
     step: int | None = None,
     stopping: Stopping | None = None,
-) -> Outcome:
+) -> RunOutcome:
     """Run a whole training, on every rank of the launched ones or on this process alone.
 
     Args:
@@ -207,7 +207,7 @@ def _session(
     world: World,
     folder: RunFolder,
     stopping: Stopping,
-) -> Outcome:
+) -> RunOutcome:
     """Run a training in a folder that is this run's own; arguments as for `train`."""
     leader = watcher if world.rank == 0 else None
     tokens = shared_tokens(config, world, watcher)
@@ -261,7 +261,7 @@ def _session(
         if not stopped:
             _finish(run, model, tokens)
         executor.close()
-        return Outcome(folder, tuple(log.history) if log is not None else (), stopped)
+        return RunOutcome(folder, tuple(log.history) if log is not None else (), stopped)
 
 
 def _load(
