@@ -26,7 +26,7 @@ from hydragraph.mini_batch import Work
 from hydragraph.runtime.buffers import Buffers
 from hydragraph.runtime.checkpoint.saving import Saver
 from hydragraph.runtime.exchange import pull_exchange, start_pull
-from hydragraph.runtime.executor import Executor, Outcome
+from hydragraph.runtime.executor import Executor, IterationOutcome
 from hydragraph.runtime.groups import Groups, Role
 from hydragraph.runtime.launch import World
 from hydragraph.runtime.prepared import Preparer
@@ -136,7 +136,7 @@ class Session:
         update: Callable[[float], None],
         step: int,
         spans: list[Span] | None,
-    ) -> Outcome:
+    ) -> IterationOutcome:
         """Run one iteration that is prepared.
 
         Args:

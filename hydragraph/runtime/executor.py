@@ -34,7 +34,7 @@ _ROW = 1024  # elements
 
 
 @dataclass(frozen=True)
-class Outcome:
+class IterationOutcome:
     """What an iteration gives, equal on every rank.
 
     Attributes:
@@ -126,7 +126,7 @@ class Executor:
         update: Callable[[float], None],
         aux_buffers: Mapping[str, Tensor],
         timing: Timing,
-    ) -> Outcome:
+    ) -> IterationOutcome:
         """Run one iteration.
 
         Args:
@@ -141,7 +141,7 @@ class Executor:
         collectives = self._groups.tensor_parallel(prepared.stages)
         mine = next(iter(collectives.values()), None)
         iteration = _Iteration(prepared, batches, tokens, mine, timing, aux_buffers)
-        outcome: Outcome | None = None
+        outcome: IterationOutcome | None = None
         self._after_last_step()
         for index, instruction in enumerate(prepared.program.instructions):
             self._watch.at(index)
@@ -391,7 +391,7 @@ class Executor:
             if value.kind is ValueKind.WEIGHTS:
                 self._buffers.give(freed)
 
-    def _commit(self, it: _Iteration) -> Outcome:
+    def _commit(self, it: _Iteration) -> IterationOutcome:
         """Wait for everything that is under way, then agree with all ranks on loss, norm and finiteness."""
         for stream, under_way in ((Stream.PULL, it.serving), (Stream.PUSH, it.pushing)):
             for value in list(under_way):
@@ -414,7 +414,7 @@ class Executor:
         with self._watch.waiting():  # of a GPU, the numbers come once all ranks have given theirs
             loss, square, *times = totals.tolist()
         ranks = tuple(RankTimes(times[at], Exposed(*times[at + 1 : at + 4])) for at in range(0, len(times), 4))
-        return Outcome(loss / it.tokens, square**0.5, bool(torch.isfinite(totals).all()), ranks)
+        return IterationOutcome(loss / it.tokens, square**0.5, bool(torch.isfinite(totals).all()), ranks)
 
 
 def square_sum(values: Tensor) -> Tensor:
