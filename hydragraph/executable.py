@@ -26,7 +26,7 @@ from hydragraph.frontend.packed import own_fields
 from hydragraph.ir.outline import Mode
 from hydragraph.ir.program import Program
 from hydragraph.ir.text import instruction_text
-from hydragraph.mini_batch import MiniBatch, Work, digest, packed
+from hydragraph.mini_batch import AssignedBatch, MiniBatch, digest, packed
 from hydragraph.modes import own_modes
 from hydragraph.passes.check_strategy import check_strategy
 from hydragraph.passes.compiled import choose_backend
@@ -445,7 +445,7 @@ class Executable:
         assert batch is not None
         return batch
 
-    def _work(self, batch: MiniBatch, strategy: Strategy | None) -> Work:
+    def _work(self, batch: MiniBatch, strategy: Strategy | None) -> AssignedBatch:
         """Assign a mini-batch that all ranks have, and pack this rank's part of it."""
         choice = self._chooser.choose(batch.lengths, strategy)
         world = self.world
@@ -460,7 +460,7 @@ class Executable:
             self.program.unplaced,
         )
 
-    def _prepare(self, work: Work, mode: Mode) -> None:
+    def _prepare(self, work: AssignedBatch, mode: Mode) -> None:
         """Build what this rank runs. If some rank cannot, all raise, agreed: nothing has been sent yet."""
         self._running = (work.strategy, work.assignment.counts, mode)
         first_time = (work.strategy, mode) not in self._agreed

@@ -75,7 +75,7 @@ class Planned:
 
 
 @dataclass(frozen=True, eq=False)
-class Work:
+class AssignedBatch:
     """A mini-batch assigned under a strategy.
 
     Attributes:
@@ -100,7 +100,7 @@ def packed(
     several: bool,
     planning: Planned,
     unplaced: int | None = None,
-) -> Work:
+) -> AssignedBatch:
     """Pack a rank's micro-batches.
 
     Args:
@@ -120,7 +120,7 @@ def packed(
         else ()
         for p, pipeline in enumerate(assignment.micro_batches)
     )
-    return Work(strategy, assignment, batches, blanks, planning)
+    return AssignedBatch(strategy, assignment, batches, blanks, planning)
 
 
 def token_multiple(pipeline: Pipeline) -> int:

@@ -22,7 +22,7 @@ from hydragraph.ir.home import HomeLayouts
 from hydragraph.ir.layout import whole
 from hydragraph.ir.outline import Mode
 from hydragraph.ir.program import Program
-from hydragraph.mini_batch import Work
+from hydragraph.mini_batch import AssignedBatch
 from hydragraph.runtime.buffers import Buffers
 from hydragraph.runtime.checkpoint.saving import Saver
 from hydragraph.runtime.exchange import pull_exchange, start_pull
@@ -130,7 +130,7 @@ class Session:
 
     def execute(
         self,
-        work: Work,
+        work: AssignedBatch,
         mode: Mode,
         tokens: int,
         update: Callable[[float], None],
