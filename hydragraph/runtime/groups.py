@@ -38,7 +38,7 @@ from hydragraph.runtime.collectives import (
 )
 from hydragraph.runtime.failure.watch import Watch
 from hydragraph.runtime.launch import World
-from hydragraph.runtime.message import Message, Staging, Work, Works
+from hydragraph.runtime.message import Message, Operation, Staging, Works
 
 _LOG = logging.getLogger(__name__)
 
@@ -353,7 +353,7 @@ def in_rounds(
     leaving = inp.split(list(in_splits))
     arriving = out.split(list(out_splits))
     arriving[rank].copy_(leaving[rank])
-    works: list[Work] = []
+    works: list[Operation] = []
     ranks = len(leaving)
     for first in range(1, ranks, grouped):
         operations = []

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 
-class Work(Protocol):
+class Operation(Protocol):
     """What torch.distributed returns for an operation under way."""
 
     def wait(self) -> object:
@@ -27,7 +27,7 @@ class Work(Protocol):
 class Works:
     """Several operations under way, as one."""
 
-    parts: tuple[Work, ...]
+    parts: tuple[Operation, ...]
 
     def wait(self) -> None:
         """Wait for all."""
@@ -49,7 +49,7 @@ class Message:
         kept: tensors that the operation still reads or writes; held here so that their memory is not reused.
     """
 
-    work: Work
+    work: Operation
     landed: Callable[[], None] | None = None
     kept: tuple[Tensor, ...] = ()
 

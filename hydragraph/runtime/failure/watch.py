@@ -64,7 +64,7 @@ from hydragraph.runtime.failure.roll import Member, Roll
 from hydragraph.runtime.failure.sentinel import Sentinel, post_of
 from hydragraph.runtime.failure.sockets import open_sockets, shut_down
 from hydragraph.runtime.failure.waiter import Waiter
-from hydragraph.runtime.message import Work
+from hydragraph.runtime.message import Operation
 
 _LOG = logging.getLogger(__name__)
 
@@ -340,7 +340,7 @@ class Watch:
             if self._thread is not None:
                 self._board.waits(self.rank, self._waits > 0)
 
-    def wait(self, work: Work, waiter: Waiter | None = None) -> None:
+    def wait(self, work: Operation, waiter: Waiter | None = None) -> None:
         """Wait for an operation of gloo's, or until communication has been ended; a waiter serves one thread."""
         if self.ranks == 1 or work.is_completed():
             with self.communicating():
