@@ -21,17 +21,17 @@ from hydragraph.spec.strategy import Strategy
 Pair = tuple[int, int]
 
 
-class Message(NamedTuple):
+class StageMessage(NamedTuple):
     """What a send or a receive moves, as both ends know it: a hidden state (ahead) or its gradient (back)."""
 
     ahead: bool
     micro_batch: int
 
 
-def message_of(instruction: Instruction) -> Message:
+def message_of(instruction: Instruction) -> StageMessage:
     """Return what a send or a receive moves."""
     (value,) = instruction.reads or instruction.writes
-    return Message(value.kind is ValueKind.ACTIVATION, value.micro_batch)
+    return StageMessage(value.kind is ValueKind.ACTIVATION, value.micro_batch)
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,7 +53,7 @@ class Compiled:
     pushes: tuple[int, ...]
     sends: tuple[int, ...]
     receives: tuple[int, ...]
-    messages: dict[int, tuple[Message, int]]
+    messages: dict[int, tuple[StageMessage, int]]
     before: dict[int, int]
 
     @classmethod
@@ -62,7 +62,7 @@ class Compiled:
         queues: dict[str, list[int]] = {name: [] for name in ("compute", "pulls", "pushes", "sends", "receives")}
         needs: list[tuple[int, ...]] = []
         maker: dict[Value, int] = {}
-        sent: dict[Message, int] = {}
+        sent: dict[StageMessage, int] = {}
         before = {}
         messages = {}
         latest = -1

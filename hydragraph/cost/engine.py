@@ -24,7 +24,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hydragraph.cost.actors import Actor, Message, message_of
+from hydragraph.cost.actors import Actor, StageMessage, message_of
 from hydragraph.cost.flows import Flow, Flows
 from hydragraph.cost.traffic import Passage, Roads, Transfers
 from hydragraph.cost.work import Priced
@@ -327,7 +327,7 @@ class Engine:
         self._close(b, index, now)
 
 
-def _receives(actor: Actor) -> dict[Message, int]:
+def _receives(actor: Actor) -> dict[StageMessage, int]:
     program = actor.program
     return {message_of(program.instructions[i]): i for i in program.receives}
 
