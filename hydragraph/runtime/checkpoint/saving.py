@@ -100,7 +100,7 @@ class Saver:
                 self._groups.close()
                 self._groups = None
 
-    def _write(self, prepared: store.Prepared, groups: Groups) -> None:
+    def _write(self, prepared: store.PendingCheckpoint, groups: Groups) -> None:
         """Write in the thread; an error is kept in the words that every rank uses."""
         try:
             with self._world.calling(prepared.what):

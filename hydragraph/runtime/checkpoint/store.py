@@ -78,7 +78,7 @@ def save(
 
 
 @dataclass(frozen=True, eq=False)
-class Prepared:
+class PendingCheckpoint:
     """What one rank is about to write, and where.
 
     Attributes:
@@ -95,7 +95,7 @@ class Prepared:
     parameters: Mapping[str, tuple[int, ...]]
     optimizer: str | None
 
-    def snapshot(self) -> Prepared:
+    def snapshot(self) -> PendingCheckpoint:
         """Return the same with copies in CPU memory, so that training can go on while they are written."""
         copies = {n: v.copied() if isinstance(v, Sharded) else v for n, v in self.contents.items()}
         return replace(self, contents=copies)
@@ -116,7 +116,7 @@ def prepare(
     optimizer: torch.optim.Optimizer | None,
     extra: Mapping[str, Any],
     groups: Groups,
-) -> Prepared:
+) -> PendingCheckpoint:
     """Check that a checkpoint can be saved and make room for it; all ranks call it, with the arguments of `save`.
 
     Returns:
@@ -139,10 +139,10 @@ def prepare(
         raise
     _LOG.info("began checkpoint %s", path)
     entries: dict[str, Sharded | bytes] = {**contents, **({_ENTRY: entry} if rank == 0 else {})}
-    return Prepared(path, scratch, entries, _shapes(home), kind_of(optimizer))
+    return PendingCheckpoint(path, scratch, entries, _shapes(home), kind_of(optimizer))
 
 
-def write(prepared: Prepared, groups: Groups) -> None:
+def write(prepared: PendingCheckpoint, groups: Groups) -> None:
     """Write what `prepare` returned and put it in its place; all ranks call it, in any thread that owns the groups.
 
     Raises:
@@ -208,7 +208,7 @@ def load(path: PathLike, home: HomeState, optimizer: torch.optim.Optimizer | Non
     return extra
 
 
-def _write_entries(prepared: Prepared, groups: Groups) -> None:
+def _write_entries(prepared: PendingCheckpoint, groups: Groups) -> None:
     """Do what DCP's save does, step by step, over these groups: its own would use the default process group."""
     what = prepared.what
     leader = groups.world.rank == 0

@@ -144,7 +144,9 @@ def fail_in_the_background(folder: Path) -> list[tuple[str, str]]:
         (folder / "thesis").mkdir()
         (folder / "thesis" / "text").write_text("years of work")
     outcomes.append(outcome(lambda: saver.start(folder / "thesis", home, optimizer, {}, groups)))
-    with mock.patch.object(store.Prepared, "snapshot", side_effect=MemoryError) if rank == 1 else nullcontext():
+    with (
+        mock.patch.object(store.PendingCheckpoint, "snapshot", side_effect=MemoryError) if rank == 1 else nullcontext()
+    ):
         outcomes.append(outcome(lambda: saver.start(path, home, optimizer, {}, groups)))
     groups.gather_objects(None)  # rank 0 clears up
     assert sorted(p.name for p in folder.iterdir()) == ["c", "thesis"]
