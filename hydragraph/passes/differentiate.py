@@ -29,7 +29,7 @@ from hydragraph.ir.parameter import Parameter
 from hydragraph.ir.program import Template
 from hydragraph.passes.clean import remove_dead_code
 from hydragraph.passes.collectives import IDENTITY, METHODS
-from hydragraph.passes.shard import Sharded
+from hydragraph.passes.shard import ShardedTemplate
 from hydragraph.passes.sizes import prove_sizes
 from hydragraph.private.operators import arguments_of, is_operator
 from hydragraph.private.tracing import TensorSpec, hint_of, one_pass, partition, recompute, symbol_name, trace_joint
@@ -79,7 +79,7 @@ class Variant:
 @one_pass()
 def differentiate(
     template: Template,
-    sharded: Sharded,
+    sharded: ShardedTemplate,
     parameters: Mapping[str, Parameter],
     part: StagePart,
     dtype: torch.dtype,
@@ -146,7 +146,7 @@ def start_of(table: str) -> str:
 
 def _specs(
     template: Template,
-    sharded: Sharded,
+    sharded: ShardedTemplate,
     parameters: Mapping[str, Parameter],
     part: StagePart,
     dtype: torch.dtype,

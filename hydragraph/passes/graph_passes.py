@@ -26,10 +26,10 @@ from hydragraph.passes.accumulate import accumulate
 from hydragraph.passes.compiled import compile_variant
 from hydragraph.passes.differentiate import RECOMPUTE, Variant, differentiate
 from hydragraph.passes.fuse_head import fuse_head
-from hydragraph.passes.shard import Sharded, shard
+from hydragraph.passes.shard import ShardedTemplate, shard
 from hydragraph.spec.stage_kind import StagePart
 
-Graphs = Template | Sharded | Variant
+Graphs = Template | ShardedTemplate | Variant
 
 
 @dataclass(frozen=True)
@@ -102,13 +102,13 @@ def _shard(spec: VariantSpec, graphs: Graphs) -> Graphs:
 
 def _fuse_head(spec: VariantSpec, graphs: Graphs) -> Graphs:
     """Make the head's product and the loss one operator, so that the logits never exist as a whole."""
-    assert isinstance(graphs, Sharded)
+    assert isinstance(graphs, ShardedTemplate)
     return replace(graphs, graph=fuse_head(graphs.graph))
 
 
 def _differentiate(spec: VariantSpec, graphs: Graphs) -> Graphs:
     """Trace forward and backward together, decide what is saved between them, and cut them apart."""
-    assert isinstance(graphs, Sharded)
+    assert isinstance(graphs, ShardedTemplate)
     partitioner = RECOMPUTE if spec.part.recompute else spec.partitioner
     arguments = (spec.template, graphs, spec.parameters, spec.part, spec.dtype, partitioner, spec.where)
     return differentiate(*arguments, spec.learning)

@@ -55,7 +55,7 @@ VOCABULARY = {aten.embedding.default: embedding_part, aten.cross_entropy_loss.de
 
 
 @dataclass(frozen=True)
-class Sharded:
+class ShardedTemplate:
     """A template instantiated for one rank of a stage.
 
     Attributes:
@@ -72,7 +72,7 @@ class Sharded:
 
 def shard(
     template: Template, parameters: Mapping[str, Parameter], part: StagePart, fused_head: bool = False
-) -> Sharded:
+) -> ShardedTemplate:
     """Instantiate a template.
 
     Args:
@@ -88,11 +88,11 @@ def shard(
     kinds = gradient_kinds(template, parameters, part)
     # A stage of one rank has all of everything: its graph is the template's own, without the placeholders.
     if part.tp == 1:
-        return Sharded(_without_placeholders(template.graph), kinds)
+        return ShardedTemplate(_without_placeholders(template.graph), kinds)
     rewrite = _Rewrite(cuts, described, part, fused_head)
     graph = rewrite.run(template.graph)
     names = dict(zip(described, template.parameters, strict=True))
-    return Sharded(graph, kinds, tuple(names[table] for table in rewrite.starts))
+    return ShardedTemplate(graph, kinds, tuple(names[table] for table in rewrite.starts))
 
 
 def gradient_kinds(template: Template, parameters: Mapping[str, Parameter], part: StagePart) -> dict[str, GradientKind]:
@@ -149,7 +149,7 @@ class _Rewrite:
         copied: node of the template -> the node here that has its value, in the state that `cuts` and `parts` say.
         converted: (collective, node of the template) -> the node here that has its value in another state. Each is
             written once: two readers of a gathered value share the message.
-        starts: see `Sharded.vocabulary`.
+        starts: see `ShardedTemplate.vocabulary`.
         symbol: the name of the token count's symbol; None without sequence parallelism.
     """
 

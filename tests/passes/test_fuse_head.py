@@ -14,7 +14,7 @@ from hydragraph.ir.program import Block, Program
 from hydragraph.kernels import linear_cross_entropy
 from hydragraph.kernels.linear_cross_entropy import head_loss
 from hydragraph.passes.fuse_head import fuse_head
-from hydragraph.passes.shard import Sharded, shard
+from hydragraph.passes.shard import ShardedTemplate, shard
 from hydragraph.runtime.variants import Variants, local_parameters
 from hydragraph.spec.stage_kind import StageKind, StagePart
 from tests.models import bert, gpt2, llama
@@ -35,7 +35,7 @@ def captured(name: str, dtype: torch.dtype) -> tuple[Program, nn.Module]:
     return hg.capture(model, dtype=dtype), model
 
 
-def head(program: Program) -> tuple[Block, Sharded]:
+def head(program: Program) -> tuple[Block, ShardedTemplate]:
     block = program.blocks[-1]
     template = program.templates[block.template]
     return block, shard(template, local_parameters(program, block, template), StagePart())
