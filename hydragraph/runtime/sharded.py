@@ -13,7 +13,7 @@ from hydragraph.runtime.state import HomeState, Piece
 
 
 @dataclass(frozen=True, eq=False)
-class Sharded:
+class OwnedBoxes:
     """One tensor of the checkpoint, and the boxes of it that this rank owns.
 
     Attributes:
@@ -25,13 +25,13 @@ class Sharded:
     dtype: torch.dtype
     boxes: Mapping[torch.Size, Tensor]
 
-    def copied(self) -> Sharded:
+    def copied(self) -> OwnedBoxes:
         """Return the same with elements of its own in CPU memory, which what happens to this one does not change."""
         copies = {offsets: box.to("cpu", copy=True).contiguous() for offsets, box in self.boxes.items()}
-        return Sharded(self.shape, self.dtype, copies)
+        return OwnedBoxes(self.shape, self.dtype, copies)
 
 
-def sharded(piece: Piece, flat: Tensor, once: bool = False) -> Sharded:
+def sharded(piece: Piece, flat: Tensor, once: bool = False) -> OwnedBoxes:
     """View this rank's canonical elements of a parameter, 1-D, as boxes of its natural shape.
 
     Args:
@@ -51,9 +51,9 @@ def sharded(piece: Piece, flat: Tensor, once: bool = False) -> Sharded:
             view = part[box.at : box.at + box.size].view(box.sizes)
             offsets = box.moved(dim).offsets if shape else ()
             views[torch.Size(offsets)] = view.movedim(0, dim) if shape else view
-    return Sharded(torch.Size(shape), flat.dtype, views)
+    return OwnedBoxes(torch.Size(shape), flat.dtype, views)
 
 
-def sharded_weights(home: HomeState, once: bool = False) -> dict[str, Sharded]:
+def sharded_weights(home: HomeState, once: bool = False) -> dict[str, OwnedBoxes]:
     """Return this rank's part of all master weights, by parameter name; `once` as for `sharded`."""
     return {name: sharded(piece, home.parameters[name], once) for name, piece in home.pieces.items()}

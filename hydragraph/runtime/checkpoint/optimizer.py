@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from hydragraph.errors import Unsupported
-from hydragraph.runtime.sharded import Sharded, sharded
+from hydragraph.runtime.sharded import OwnedBoxes, sharded
 from hydragraph.runtime.state import HomeState
 
 _PREFIX = "optimizer."
@@ -52,7 +52,7 @@ def plain_state(home: HomeState, optimizer: torch.optim.Optimizer | None) -> dic
     return vars(Plain(_group_names(home, optimizer), hyperparameters, scalars))
 
 
-def elementwise_states(home: HomeState, optimizer: torch.optim.Optimizer | None) -> dict[str, Sharded]:
+def elementwise_states(home: HomeState, optimizer: torch.optim.Optimizer | None) -> dict[str, OwnedBoxes]:
     """Return what this rank writes of the states that have a value per element, by their names in the checkpoint.
 
     Raises:

@@ -27,11 +27,11 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from hydragraph.runtime.sharded import Sharded
+from hydragraph.runtime.sharded import OwnedBoxes
 
 
 class ShardedSave(DefaultSavePlanner):
-    """Writes the boxes of `Sharded` values, and bytes as they are."""
+    """Writes the boxes of `OwnedBoxes` values, and bytes as they are."""
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -43,7 +43,7 @@ class ShardedSave(DefaultSavePlanner):
 
     def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
         """Return what an item writes."""
-        value: Sharded | bytes = self.state_dict[write_item.index.fqn]
+        value: OwnedBoxes | bytes = self.state_dict[write_item.index.fqn]
         if isinstance(value, bytes):
             return io.BytesIO(value)
         assert write_item.index.offset is not None
@@ -51,14 +51,14 @@ class ShardedSave(DefaultSavePlanner):
 
 
 class ShardedLoad(LoadPlanner):
-    """Reads into the boxes of `Sharded` values whatever overlaps them, and bytes as they are."""
+    """Reads into the boxes of `OwnedBoxes` values whatever overlaps them, and bytes as they are."""
 
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
         """Take what to load, and what there is."""
         assert metadata is not None
-        self._contents: dict[str, Sharded | bytes] = state_dict
+        self._contents: dict[str, OwnedBoxes | bytes] = state_dict
         self._stored = metadata.state_dict_metadata
 
     def create_local_plan(self) -> LoadPlan:
@@ -90,7 +90,7 @@ class ShardedLoad(LoadPlanner):
         """Return where an item's elements go."""
         value = self._contents[read_item.dest_index.fqn]
         offset = read_item.dest_index.offset
-        assert isinstance(value, Sharded)
+        assert isinstance(value, OwnedBoxes)
         assert offset is not None
         tensor = value.boxes[offset]
         for dim, (start, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
@@ -101,7 +101,7 @@ class ShardedLoad(LoadPlanner):
         """Do nothing: the elements are in place."""
 
 
-def _write_items(name: str, value: Sharded | bytes) -> list[WriteItem]:
+def _write_items(name: str, value: OwnedBoxes | bytes) -> list[WriteItem]:
     if isinstance(value, bytes):
         return [WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO)]
     properties = TensorProperties(dtype=value.dtype)
@@ -115,6 +115,6 @@ def _write_items(name: str, value: Sharded | bytes) -> list[WriteItem]:
     ]
 
 
-def _chunks(value: Sharded) -> list[ChunkStorageMetadata]:
+def _chunks(value: OwnedBoxes) -> list[ChunkStorageMetadata]:
     """Return a tensor's boxes in DCP's words."""
     return [ChunkStorageMetadata(offsets, tensor.size()) for offsets, tensor in value.boxes.items()]

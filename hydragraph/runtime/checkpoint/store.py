@@ -45,7 +45,7 @@ from hydragraph.runtime.checkpoint.planners import ShardedLoad, ShardedSave
 from hydragraph.runtime.checkpoint.sharing import read_alike, same_copy, see
 from hydragraph.runtime.failure.agreement import Failure, raise_first, together, together_own
 from hydragraph.runtime.groups import Groups
-from hydragraph.runtime.sharded import Sharded, sharded, sharded_weights
+from hydragraph.runtime.sharded import OwnedBoxes, sharded, sharded_weights
 from hydragraph.runtime.state import HomeState
 
 _LOG = logging.getLogger(__name__)
@@ -91,13 +91,13 @@ class PendingCheckpoint:
 
     path: Path
     scratch: Path
-    contents: Mapping[str, Sharded | bytes]
+    contents: Mapping[str, OwnedBoxes | bytes]
     parameters: Mapping[str, tuple[int, ...]]
     optimizer: str | None
 
     def snapshot(self) -> PendingCheckpoint:
         """Return the same with copies in CPU memory, so that training can go on while they are written."""
-        copies = {n: v.copied() if isinstance(v, Sharded) else v for n, v in self.contents.items()}
+        copies = {n: v.copied() if isinstance(v, OwnedBoxes) else v for n, v in self.contents.items()}
         return replace(self, contents=copies)
 
     @property
@@ -138,7 +138,7 @@ def prepare(
             shutil.rmtree(scratch, ignore_errors=True)
         raise
     _LOG.info("began checkpoint %s", path)
-    entries: dict[str, Sharded | bytes] = {**contents, **({_ENTRY: entry} if rank == 0 else {})}
+    entries: dict[str, OwnedBoxes | bytes] = {**contents, **({_ENTRY: entry} if rank == 0 else {})}
     return PendingCheckpoint(path, scratch, entries, _shapes(home), kind_of(optimizer))
 
 
@@ -197,7 +197,7 @@ def load(path: PathLike, home: HomeState, optimizer: torch.optim.Optimizer | Non
     reader = Reader(path, manifest.files)
     metadata = together_own(groups, what, reader.read_metadata)
     states = together_own(groups, what, lambda: allocated(metadata, home) if optimizer else {})
-    contents: dict[str, Sharded | bytes] = {_ENTRY: b"", **sharded_weights(home)}
+    contents: dict[str, OwnedBoxes | bytes] = {_ENTRY: b"", **sharded_weights(home)}
     for name, tensors in states.items():
         contents |= {state_key(state, name): sharded(home.pieces[name], t) for state, t in tensors.items()}
     _run(dcp_load, groups, what, state_dict=contents, storage_reader=reader, planner=ShardedLoad())

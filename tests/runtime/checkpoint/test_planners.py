@@ -10,19 +10,19 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from hydragraph.runtime.checkpoint.planners import ShardedLoad, ShardedSave
-from hydragraph.runtime.sharded import Sharded
+from hydragraph.runtime.sharded import OwnedBoxes
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 
-def cut(tensor: Tensor, rows: int, columns: int) -> Sharded:
+def cut(tensor: Tensor, rows: int, columns: int) -> OwnedBoxes:
     """Cut a matrix into boxes of so many rows and columns."""
     boxes = {
         torch.Size([i * rows, j * columns]): box
         for i, band in enumerate(tensor.split(rows))
         for j, box in enumerate(band.split(columns, dim=1))
     }
-    return Sharded(tensor.shape, tensor.dtype, boxes)
+    return OwnedBoxes(tensor.shape, tensor.dtype, boxes)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
@@ -34,7 +34,7 @@ def test_any_cut_reads_what_any_other_wrote(
     writer = dcp.FileSystemWriter(tmp_path)
     dcp.save({"t": cut(tensor, *saved), "entry": b"bytes"}, storage_writer=writer, planner=ShardedSave(), no_dist=True)
     room = torch.zeros_like(tensor)
-    contents: dict[str, Sharded | bytes] = {"t": cut(room, *loaded), "entry": b""}
+    contents: dict[str, OwnedBoxes | bytes] = {"t": cut(room, *loaded), "entry": b""}
     dcp.load(contents, storage_reader=dcp.FileSystemReader(tmp_path), planner=ShardedLoad(), no_dist=True)
     assert torch.equal(room, tensor)
     assert contents["entry"] == b"bytes"
@@ -45,6 +45,6 @@ def test_a_rank_without_a_box_reads_nothing(tmp_path: Path) -> None:
     dcp.save(
         {"t": cut(tensor, 1, 1)}, storage_writer=dcp.FileSystemWriter(tmp_path), planner=ShardedSave(), no_dist=True
     )
-    nothing = Sharded(tensor.shape, tensor.dtype, {})
+    nothing = OwnedBoxes(tensor.shape, tensor.dtype, {})
     dcp.load({"t": nothing}, storage_reader=dcp.FileSystemReader(tmp_path), planner=ShardedLoad(), no_dist=True)
     assert not nothing.boxes

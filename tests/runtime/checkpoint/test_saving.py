@@ -23,7 +23,7 @@ from hydragraph.runtime.checkpoint.folder import latest
 from hydragraph.runtime.checkpoint.saving import Saver
 from hydragraph.runtime.groups import Groups
 from hydragraph.runtime.launch import PRELOAD, join, launch
-from hydragraph.runtime.sharded import Sharded
+from hydragraph.runtime.sharded import OwnedBoxes
 from tests.models import sequences
 from tests.ready import Ready, small_llama
 from tests.runtime.homes import ALONE, KINDS, Snapshot, make, outcome, step, trained, whole
@@ -111,7 +111,7 @@ def test_a_copy_shares_no_memory_with_the_state(tmp_path: Path) -> None:
     ]
     assert len(values) == 4 * len(home.parameters)  # the weights and three states of AdamW
     for original, copy in values:
-        assert isinstance(original, Sharded)
+        assert isinstance(original, OwnedBoxes)
         assert original.boxes.keys() == copy.boxes.keys()
         for offsets, box in copy.boxes.items():
             assert box.untyped_storage().data_ptr() not in own
