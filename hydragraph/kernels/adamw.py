@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.optim.adamw import adamw as torch_adamw
 
 from hydragraph.errors import Unsupported
-from hydragraph.kernels.jit import Variant, kernel, require_one_device, use_kernel
+from hydragraph.kernels.jit import KernelVariant, kernel, require_one_device, use_kernel
 
 if TYPE_CHECKING:
     import triton.language as tl  # type: ignore[import-untyped, import-not-found, unused-ignore]
@@ -182,14 +182,14 @@ def launch(shard: Shard, settings: Settings) -> None:
             )
 
 
-def variants() -> Iterator[Variant]:
+def variants() -> Iterator[KernelVariant]:
     """What training launches on shards of many elements."""
     names = ("decay", "first_rate", "second_keep", "second_rate", "step_size", "root", "eps")
     for copy in (False, True):
         signature = dict.fromkeys(("weights", "gradients", "moments", "squares"), "*fp32")
         signature |= {"copies": "*bf16" if copy else "*fp32", "count": "i64"} | dict.fromkeys(names, "fp32")
         constants = {"MAXIMIZE": False, "COPY": copy, "BLOCK": _BLOCK}
-        yield Variant(f"adamw{' copy' * copy}", _adamw, signature, constants, _OPTIONS, ("count",))
+        yield KernelVariant(f"adamw{' copy' * copy}", _adamw, signature, constants, _OPTIONS, ("count",))
 
 
 class AdamW(torch.optim.AdamW):

@@ -50,7 +50,7 @@ def kernel(*unspecialized: str) -> Callable[[Callable[..., None]], Kernel]:
 
 
 @dataclass(frozen=True, eq=False)
-class Variant:
+class KernelVariant:
     """One way in which a kernel is shipped: what can be compiled for a GPU without having one.
 
     Attributes:

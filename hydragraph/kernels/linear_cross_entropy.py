@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from hydragraph.errors import Unsupported
-from hydragraph.kernels.jit import Variant, kernel, require_one_device, use_kernel
+from hydragraph.kernels.jit import KernelVariant, kernel, require_one_device, use_kernel
 
 if TYPE_CHECKING:
     import triton.language as tl  # type: ignore[import-untyped, import-not-found, unused-ignore]
@@ -324,16 +324,18 @@ def _add_product(total: Tensor, logits: Tensor, hidden: Tensor) -> None:
         total += logits.T @ hidden
 
 
-def variants() -> Iterator[Variant]:
+def variants() -> Iterator[KernelVariant]:
     """What training launches; fp16 is as bf16."""
     for dtype in ("bf16", "fp32"):
         common = {"logits": f"*{dtype}", "labels": "*i64", "first": "i32", "size": "i32", "row_stride": "i32"}
         block = {"BLOCK": _BLOCK}
         reduce = common | {"statistics": "*fp32"}
-        yield Variant(f"linear_cross_entropy _reduce {dtype}", _reduce, reduce, block, _OPTIONS, ("size", "row_stride"))
+        yield KernelVariant(
+            f"linear_cross_entropy _reduce {dtype}", _reduce, reduce, block, _OPTIONS, ("size", "row_stride")
+        )
         gradient = common | {"lse": "*fp32", "ignored": "i32"}
         name = f"linear_cross_entropy _differentiate {dtype}"
-        yield Variant(name, _differentiate, gradient, block, _OPTIONS, ("size", "row_stride"))
+        yield KernelVariant(name, _differentiate, gradient, block, _OPTIONS, ("size", "row_stride"))
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hydragraph.errors import Unsupported
-from hydragraph.kernels.jit import Variant, kernel, require_one_device, use_kernel
+from hydragraph.kernels.jit import KernelVariant, kernel, require_one_device, use_kernel
 
 if TYPE_CHECKING:
     import triton.language as tl  # type: ignore[import-untyped, import-not-found, unused-ignore]
@@ -190,12 +190,12 @@ def launch(source: Tensor, target: Tensor, table: SliceTable, accumulate: bool) 
     )
 
 
-def variants() -> Iterator[Variant]:
+def variants() -> Iterator[KernelVariant]:
     """What training launches: the cast of a pull, moves between equal dtypes, and the sum of a push."""
     cases = [("fp32", "bf16", False, False), ("bf16", "bf16", False, False), ("fp32", "fp32", False, False)]
     cases += [("bf16", "fp32", True, sums) for sums in (False, True)]
     for source, target, accumulate, sums in cases:
-        yield Variant(
+        yield KernelVariant(
             f"slice_copy {source}->{target}{' add' * accumulate}{' sums' * sums}",
             _slice_copy,
             {"source": f"*{source}", "target": f"*{target}", "tiles": "*i64", "origins": "*i64", "aligned": "i32"},

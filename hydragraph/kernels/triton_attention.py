@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from hydragraph.kernels.attention_tilings import INTERPRETED, LARGEST, Tiling, Tilings, padded, tilings
-from hydragraph.kernels.jit import Kernel, Variant, kernel, why_not
+from hydragraph.kernels.jit import Kernel, KernelVariant, kernel, why_not
 
 if TYPE_CHECKING:
     import triton.language as tl  # type: ignore[import-untyped, import-not-found, unused-ignore]
@@ -385,7 +385,7 @@ def backward(
     return dq, dk, dv
 
 
-def variants(capability: tuple[int, int]) -> Iterator[Variant]:
+def variants(capability: tuple[int, int]) -> Iterator[KernelVariant]:
     """Every configuration that a GPU of one compute capability, such as (9, 0), launches; fp16 is as bf16."""
     for name, dtype in (("bf16", torch.bfloat16), ("fp32", torch.float32)):
         yield _prepare_variant(name)
@@ -395,7 +395,7 @@ def variants(capability: tuple[int, int]) -> Iterator[Variant]:
             yield _variant(_differentiate_keys, name, size, tiling.keys)
 
 
-def _variant(kernel: Kernel, dtype: str, size: int, tiling: Tiling) -> Variant:
+def _variant(kernel: Kernel, dtype: str, size: int, tiling: Tiling) -> KernelVariant:
     kinds = dict.fromkeys(("q", "k", "v", "out", "grad", "dq", "dk", "dv"), f"*{dtype}")
     kinds |= dict.fromkeys(("lse", "delta", "lse_log2"), "*fp32") | {"starts": "*i32"}
     kinds |= {"scale": "fp32", "scale_log2": "fp32"}
@@ -404,15 +404,17 @@ def _variant(kernel: Kernel, dtype: str, size: int, tiling: Tiling) -> Variant:
     strides = tuple(name for name in names if name.endswith(("_token", "_head")))
     signature = {name: kinds.get(name, "i32") for name in names if name not in constants}
     label = f"attention {kernel.function.__name__} {dtype} D{size}"
-    return Variant(label, kernel, signature, constants, tiling.options(), strides)
+    return KernelVariant(label, kernel, signature, constants, tiling.options(), strides)
 
 
-def _prepare_variant(dtype: str) -> Variant:
+def _prepare_variant(dtype: str) -> KernelVariant:
     pointers = {"out": f"*{dtype}", "grad": f"*{dtype}"} | dict.fromkeys(("lse", "delta", "lse_log2"), "*fp32")
     signature = pointers | dict.fromkeys(("tokens", "grad_token", "grad_head"), "i32")
     constants = {"SIZE": 128, "PADDED": 128, "ROWS": 64}
     options = {"num_warps": 4, "enable_fp_fusion": True}
-    return Variant(f"attention _prepare {dtype}", _prepare, signature, constants, options, ("grad_token", "grad_head"))
+    return KernelVariant(
+        f"attention _prepare {dtype}", _prepare, signature, constants, options, ("grad_token", "grad_head")
+    )
 
 
 def _tilings(q: Tensor) -> Tilings:

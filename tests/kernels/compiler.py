@@ -11,7 +11,7 @@ from functools import cache
 from itertools import chain
 from pathlib import Path
 
-from hydragraph.kernels.jit import Variant
+from hydragraph.kernels.jit import KernelVariant
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ def compile_all(capability: int) -> list[Report]:
     return [compile_one(variant, capability) for variant in variants]
 
 
-def compile_one(variant: Variant, capability: int) -> Report:
+def compile_one(variant: KernelVariant, capability: int) -> Report:
     """Compile one variant."""
     import triton
     from triton.backends.compiler import GPUTarget
