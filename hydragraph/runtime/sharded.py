@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hydragraph.ir.boxes import boxes
-from hydragraph.runtime.state import HomeState, Piece
+from hydragraph.runtime.state import HomeState, OwnedPart
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,7 +31,7 @@ class OwnedBoxes:
         return OwnedBoxes(self.shape, self.dtype, copies)
 
 
-def sharded(piece: Piece, flat: Tensor, once: bool = False) -> OwnedBoxes:
+def sharded(piece: OwnedPart, flat: Tensor, once: bool = False) -> OwnedBoxes:
     """View this rank's canonical elements of a parameter, 1-D, as boxes of its natural shape.
 
     Args:

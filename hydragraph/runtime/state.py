@@ -35,7 +35,7 @@ OptimizerFactory = Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimi
 
 
 @dataclass(frozen=True)
-class Piece:
+class OwnedPart:
     """The part of one parameter that a rank owns, contiguous in its shard of the bucket, whatever intervals it has.
 
     Attributes:
@@ -89,7 +89,7 @@ class HomeState:
     weights: Mapping[str, Tensor]
     gradients: Mapping[str, Tensor]
     counted: Sequence[Tensor]
-    pieces: Mapping[str, Piece]
+    pieces: Mapping[str, OwnedPart]
     parameters: Mapping[str, nn.Parameter]
 
     @staticmethod
@@ -137,7 +137,7 @@ def _counted(layout: Layout, rank: int, shard: Tensor) -> Iterator[Tensor]:
             yield shard[at : at + size]
 
 
-def _owned(bucket: Bucket, layout: Layout, rank: int) -> Sequence[Piece]:
+def _owned(bucket: Bucket, layout: Layout, rank: int) -> Sequence[OwnedPart]:
     """Return what a rank owns of each parameter of a bucket, perhaps nothing."""
     mine = layout.of(rank)
     rows = list(zip(mine.lo.tolist(), mine.hi.tolist(), mine.copy.tolist(), strict=True))
@@ -151,7 +151,7 @@ def _owned(bucket: Bucket, layout: Layout, rank: int) -> Sequence[Piece]:
         intervals = tuple((lo, hi) for lo, hi, _ in parts)
         counted = tuple(first for *_, first in parts)
         # A home layout's rows are ordered by element, so the parameters follow one another in the shard.
-        pieces.append(Piece(parameter, bucket.name, intervals, counted, at))
+        pieces.append(OwnedPart(parameter, bucket.name, intervals, counted, at))
         at += pieces[-1].size
         start = end
     return pieces
