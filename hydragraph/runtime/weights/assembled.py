@@ -21,7 +21,7 @@ from hydragraph.runtime.weights.stored_tensors import Stored
 
 
 @dataclass(frozen=True)
-class Piece:
+class StoredPiece:
     """A stored tensor within a whole one.
 
     Attributes:
@@ -77,12 +77,12 @@ class Whole:
     """A tensor of the model and the pieces that cover it, one of them as a rule."""
 
     shape: tuple[int, ...]
-    pieces: tuple[Piece, ...]
+    pieces: tuple[StoredPiece, ...]
 
     @staticmethod
     def of(stored: Stored) -> Whole:
         """Return what is stored in one piece."""
-        return Whole(stored.shape, (Piece(stored, (0,) * len(stored.shape)),))
+        return Whole(stored.shape, (StoredPiece(stored, (0,) * len(stored.shape)),))
 
     @property
     def key(self) -> str:
@@ -167,7 +167,7 @@ def _concatenated(wholes: Sequence[Whole], dim: int) -> Whole:
     """Lay tensors one after another along a dimension that they have."""
     first = wholes[0]
     start = 0
-    pieces = list[Piece]()
+    pieces = list[StoredPiece]()
     dim %= len(first.shape)
     for whole in wholes:
         pieces += [replace(p, at=(*p.at[:dim], p.at[dim] + start, *p.at[dim + 1 :])) for p in whole.pieces]
