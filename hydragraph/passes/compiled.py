@@ -5,7 +5,7 @@ threads come stay PyTorch's, because Inductor's are not deterministic. What lies
 tokens and of sequences.
 
     run      nodes that follow one another, without any of those that must stay as they are
-    piece    a run that is worth compiling (`Piece`): its code is chosen by the sizes of each call
+    piece    a run that is worth compiling (`GraphPiece`): its code is chosen by the sizes of each call
     outer    the graph that is left: pieces, collectives, operators that stay (`_Outer`)
 
     pow, mean, rsqrt, mul       run of 4     -> piece_0(T, hidden, weight)
@@ -134,7 +134,7 @@ def _place(value: Any, device: torch.device, strides: tuple[int, ...] | None) ->
     return fake_like(value, torch.device("cpu") if number else device, strides)
 
 
-class Piece(nn.Module):
+class GraphPiece(nn.Module):
     """A part of a graph: compiled code for each kind of sizes that Inductor tells apart, and the graph itself.
 
     Takes the values of `symbols`, then the inputs; returns a tuple.
@@ -302,7 +302,7 @@ def _add_piece(outer: _Outer, run: Sequence[fx.Node], values: Mapping[fx.Node, A
     for node in run:
         inner[node] = graph.node_copy(node, lambda n: inner[n])
     graph.output(tuple(inner[n] for n in outputs))
-    piece = Piece(fx.GraphModule({}, graph), [values[n] for n in inputs], [values[n] for n in outputs])
+    piece = GraphPiece(fx.GraphModule({}, graph), [values[n] for n in inputs], [values[n] for n in outputs])
     name = f"piece_{len(outer.parts)}"
     outer.parts[name] = piece
     arguments = [outer.sizes[s] for s in piece.symbols] + [outer.new[n] for n in inputs]

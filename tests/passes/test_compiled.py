@@ -14,7 +14,7 @@ from hydragraph.check.emulated import EmulatedCollectives, run_ranks
 from hydragraph.errors import Unsupported
 from hydragraph.ir.program import Block, Program
 from hydragraph.passes import compiled
-from hydragraph.passes.compiled import UNORDERED, Piece, choose_backend
+from hydragraph.passes.compiled import UNORDERED, GraphPiece, choose_backend
 from hydragraph.passes.differentiate import Variant
 from hydragraph.private.inductor import missing_compiler
 from hydragraph.runtime.variants import Variants, local_parameters, vocabulary_starts
@@ -87,8 +87,8 @@ def run(
     return run_ranks(part.tp, rank)
 
 
-def pieces(variant: Variant) -> list[Piece]:
-    return [m for g in (variant.forward, variant.backward) for m in g.children() if isinstance(m, Piece)]
+def pieces(variant: Variant) -> list[GraphPiece]:
+    return [m for g in (variant.forward, variant.backward) for m in g.children() if isinstance(m, GraphPiece)]
 
 
 CASES = {

@@ -13,7 +13,7 @@ from torch._dynamo.utils import counters
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from hydragraph.passes.compiled import CODES, Piece
+from hydragraph.passes.compiled import CODES, GraphPiece
 from hydragraph.private.inductor import compile_graph, missing_compiler, sources, symbols_of
 from hydragraph.private.tracing import TensorSpec, _fake_inputs
 
@@ -46,7 +46,7 @@ def looked_up() -> int:
 
 @needs_compiler
 def test_code_is_reused_while_what_inductor_assumed_holds_and_made_anew_where_not() -> None:
-    piece = Piece(*summing())
+    piece = GraphPiece(*summing())
     before = looked_up()
     for tokens, codes in ((2, 1), (100, 1), (2048, 1), (5000, 2), (9, 2), (100000, 2)):
         x = torch.linspace(-1, 1, tokens)
@@ -59,7 +59,7 @@ def test_code_is_reused_while_what_inductor_assumed_holds_and_made_anew_where_no
 
 @needs_compiler
 def test_sizes_that_no_symbol_may_have_run_the_graph_itself() -> None:
-    piece = Piece(*summing())
+    piece = GraphPiece(*summing())
     for tokens in (0, 1):
         y, total = piece(tokens, torch.ones(tokens))
         assert (len(y), float(total)) == (tokens, pytest.approx(tokens * 7.389056))  # type: ignore[comparison-overlap]
@@ -68,7 +68,7 @@ def test_sizes_that_no_symbol_may_have_run_the_graph_itself() -> None:
 
 @needs_compiler
 def test_a_second_process_finds_the_code_on_disk() -> None:
-    Piece(*summing())
+    GraphPiece(*summing())
     script = (
         "from tests.private.test_inductor import Piece, counters, summing\n"
         "Piece(*summing())\n"
