@@ -40,7 +40,7 @@ class StoredPiece:
         own = iter(self.stored.shape)
         return tuple(1 if d in self.lacks else next(own) for d in range(len(self.at)))
 
-    def within(self, offsets: Sequence[int], sizes: Sequence[int]) -> Overlap | None:
+    def within(self, offsets: Sequence[int], sizes: Sequence[int]) -> StoredOverlap | None:
         """Return where it meets a box of the whole; None: nowhere. Scalars and empty boxes meet everything."""
         spans = [
             (max(a, at), min(a + n, at + own))
@@ -50,7 +50,7 @@ class StoredPiece:
             return None
         kept = [(lo - at, hi - lo) for (lo, hi), at in zip(spans, self.at, strict=True)]
         kept = [span for dim, span in enumerate(kept) if dim not in self.lacks]
-        return Overlap(
+        return StoredOverlap(
             ([first for first, _ in kept], [size for _, size in kept]),
             tuple(slice(lo - a, hi - a) for (lo, hi), a in zip(spans, offsets, strict=True)),
             [hi - lo for lo, hi in spans],
@@ -58,7 +58,7 @@ class StoredPiece:
 
 
 @dataclass(frozen=True)
-class Overlap:
+class StoredOverlap:
     """Where a piece and a box of the whole meet.
 
     Attributes:
