@@ -136,7 +136,7 @@ def _returning(value: Tensor, call: Callable[..., object], *arguments: object) -
 
 def adamw_steps(sweep: Sweep) -> Iterator[Case]:
     """One update of one flat shard, with the 16-bit copy: 30 bytes per element are read or written."""
-    settings = adamw.Settings(1e-3)
+    settings = adamw.AdamWSettings(1e-3)
     for megabytes in (64, 256, 1024) if sweep.full else (1, 4):
         count = megabytes * 2**18
         weight, gradient = torch.randn(2, count, device=sweep.device).unbind()
@@ -156,7 +156,7 @@ def adamw_steps(sweep: Sweep) -> Iterator[Case]:
         yield Case("adamw + bf16 copy", f"{megabytes} MB", 30.0 * count, "memory", sides)
 
 
-def _fused(shard: adamw.Shard, settings: adamw.Settings) -> None:
+def _fused(shard: adamw.Shard, settings: adamw.AdamWSettings) -> None:
     """PyTorch's own fused kernel, as torch.optim.AdamW(fused=True) calls it."""
     assert shard.copy is not None
     torch.ops.aten._fused_adamw_(
@@ -177,7 +177,7 @@ def _fused(shard: adamw.Shard, settings: adamw.Settings) -> None:
     shard.copy.copy_(shard.weight)
 
 
-def _formula(shard: adamw.Shard, settings: adamw.Settings) -> None:
+def _formula(shard: adamw.Shard, settings: adamw.AdamWSettings) -> None:
     """The update in plain operators, for torch.compile to fuse."""
     decay, first_rate, keep, second_rate, size, root, eps = settings.numbers(1)
     shard.moment.lerp_(shard.gradient, first_rate)

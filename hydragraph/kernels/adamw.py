@@ -70,7 +70,7 @@ def _adamw(  # type: ignore[no-untyped-def]
 
 
 @dataclass(frozen=True)
-class Settings:
+class AdamWSettings:
     """The hyperparameters of one group, as in `torch.optim.AdamW`."""
 
     lr: float
@@ -110,7 +110,7 @@ class Shard:
         return kept if self.copy is None else [*kept, self.copy]
 
 
-def update(shards: Sequence[Shard], settings: Settings) -> None:
+def update(shards: Sequence[Shard], settings: AdamWSettings) -> None:
     """Apply one AdamW step in place to weights, moments, squares and copies.
 
     Raises:
@@ -128,7 +128,7 @@ def update(shards: Sequence[Shard], settings: Settings) -> None:
         reference(shards, settings)
 
 
-def reference(shards: Sequence[Shard], settings: Settings) -> None:
+def reference(shards: Sequence[Shard], settings: AdamWSettings) -> None:
     """Say in plain PyTorch what the operator does."""
     torch_adamw(
         [shard.weight for shard in shards],
@@ -163,7 +163,7 @@ def runs(shards: Sequence[Shard]) -> Iterator[Shard]:
         yield _join(run)
 
 
-def launch(shard: Shard, settings: Settings) -> None:
+def launch(shard: Shard, settings: AdamWSettings) -> None:
     """Run the kernel on one checked shard: all of it but a last piece of fewer than 16 elements, and that."""
     size = shard.weight.numel()
     body = size // UNIT * UNIT
@@ -257,9 +257,9 @@ class AdamW(torch.optim.AdamW):
         return Shard(p.detach(), gradient, moment, square, self._copies.get(p), step)
 
 
-def _settings(group: Mapping[str, Any]) -> Settings:
+def _settings(group: Mapping[str, Any]) -> AdamWSettings:
     first, second = (float(beta) for beta in group["betas"])
-    return Settings(float(group["lr"]), (first, second), group["eps"], group["weight_decay"], group["maximize"])
+    return AdamWSettings(float(group["lr"]), (first, second), group["eps"], group["weight_decay"], group["maximize"])
 
 
 def _check(shard: Shard) -> None:

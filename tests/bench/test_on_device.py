@@ -95,8 +95,8 @@ def test_adamw(size: int) -> None:
     tensors = [weight, gradient, 0.1 * moment, 0.01 * square.square()]
     there = adamw.Shard(*(x.to(DEVICE) for x in tensors), torch.empty(size, dtype=torch.bfloat16, device=DEVICE), 3)
     wide = adamw.Shard(*(x.double() for x in tensors), None, 3)
-    adamw.update([there], adamw.Settings(1e-2))
-    adamw.reference([wide], adamw.Settings(1e-2))
+    adamw.update([there], adamw.AdamWSettings(1e-2))
+    adamw.reference([wide], adamw.AdamWSettings(1e-2))
     for found, expected in zip(there.tensors()[:4], wide.tensors(), strict=True):
         assert error(found, expected) < 1e-6
     assert there.copy is not None

@@ -11,13 +11,13 @@ from torch import Tensor, nn
 
 from hydragraph.errors import Unsupported
 from hydragraph.kernels import adamw
-from hydragraph.kernels.adamw import AdamW, Settings, Shard, runs, update
+from hydragraph.kernels.adamw import AdamW, AdamWSettings, Shard, runs, update
 from tests.kernels.interpreter import interpreted
 
 SETTINGS = [
-    Settings(1e-2),
-    Settings(3e-3, (0.4, 0.95), 1e-6, 0.0),
-    Settings(1.0, (0.9, 0.999), 1e-8, 0.5, maximize=True),
+    AdamWSettings(1e-2),
+    AdamWSettings(3e-3, (0.4, 0.95), 1e-6, 0.0),
+    AdamWSettings(1.0, (0.9, 0.999), 1e-8, 0.5, maximize=True),
 ]
 
 
@@ -44,14 +44,14 @@ def neighbours(sizes: Sequence[int], steps: Sequence[int] | None = None) -> list
 
 @pytest.mark.parametrize("settings", SETTINGS)
 @pytest.mark.parametrize("step", [1, 1000])
-def test_the_reference_is_the_formula(settings: Settings, step: int) -> None:
+def test_the_reference_is_the_formula(settings: AdamWSettings, step: int) -> None:
     found, expected = shard(37, step), double(shard(37, step))
     update([found], settings)
     _by_formula(expected, settings)
     close(found, expected)
 
 
-def _by_formula(x: Shard, settings: Settings) -> None:
+def _by_formula(x: Shard, settings: AdamWSettings) -> None:
     first, second = settings.betas
     gradient = -x.gradient if settings.maximize else x.gradient
     x.weight.mul_(1 - settings.lr * settings.weight_decay)
@@ -64,7 +64,7 @@ def _by_formula(x: Shard, settings: Settings) -> None:
 @interpreted
 @pytest.mark.parametrize("settings", SETTINGS)
 @pytest.mark.parametrize(("size", "step"), [(1, 1), (16, 2), (1039, 1000)])
-def test_the_kernel_equals_double_precision(settings: Settings, size: int, step: int) -> None:
+def test_the_kernel_equals_double_precision(settings: AdamWSettings, size: int, step: int) -> None:
     found, expected = shard(size, step, copy=torch.bfloat16), double(shard(size, step))
     update([found], settings)
     adamw.reference([expected], settings)
