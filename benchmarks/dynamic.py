@@ -41,7 +41,7 @@ from hydragraph.planner.policy import Policy, static_or_dynamic
 from hydragraph.planner.refining import homogeneous
 from hydragraph.runtime.groups import Groups
 from hydragraph.runtime.launch import join
-from hydragraph.runtime.measure import Settings, Subject, measure
+from hydragraph.runtime.measure import MeasureSettings, Subject, measure
 from hydragraph.train.config import TrainConfig
 from hydragraph.train.data import mini_batches, open_tokens, prepare
 from hydragraph.train.model import build_model
@@ -142,7 +142,7 @@ def measured(config: TrainConfig, file: TokenFile) -> Profile:
     )
     groups = Groups(world, timedelta(minutes=10))
     subject = Subject(program, initial_buffers(model), file.vocabulary, config.data.max_length)
-    found = measure(subject, Settings(schemes, (), config.data.max_length, REPEATS), groups)
+    found = measure(subject, MeasureSettings(schemes, (), config.data.max_length, REPEATS), groups)
     groups.close()
     return found
 

@@ -85,7 +85,7 @@ def profile_rank(
     from hydragraph.runtime.executor import hidden_size
     from hydragraph.runtime.groups import Groups
     from hydragraph.runtime.launch import join
-    from hydragraph.runtime.measure import Settings, Subject, measure
+    from hydragraph.runtime.measure import MeasureSettings, Subject, measure
     from hydragraph.train.loop import read_strategies
     from hydragraph.train.model import skeleton
 
@@ -96,7 +96,7 @@ def profile_rank(
     chosen = schemes or _every_scheme(program, world.ranks)
     kinds = _kinds(read_strategies(config.strategies, model, world.ranks), chosen, flags)
     tokens = longest or max(config.data.max_length, 4 * hidden_size(program), 1024)
-    settings = Settings(chosen, kinds, tokens, repeats)
+    settings = MeasureSettings(chosen, kinds, tokens, repeats)
     sizes = model.config
     vocabulary = int(sizes.vocab_size)  # type: ignore
     positions = getattr(sizes, "max_position_embeddings", None)

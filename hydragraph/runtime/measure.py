@@ -72,7 +72,7 @@ class Subject:
 
 
 @dataclass(frozen=True)
-class Settings:
+class MeasureSettings:
     """What to measure.
 
     Attributes:
@@ -119,7 +119,7 @@ class Settings:
                 )
 
 
-def measure(subject: Subject, settings: Settings, groups: Groups, progress: Progress | None = None) -> Profile:
+def measure(subject: Subject, settings: MeasureSettings, groups: Groups, progress: Progress | None = None) -> Profile:
     """Measure a profile; all ranks call it together and get the same one.
 
     Args:

@@ -17,16 +17,18 @@ from hydragraph.frontend.capture import capture
 from hydragraph.frontend.initialise import initial_buffers
 from hydragraph.runtime.groups import Groups
 from hydragraph.runtime.launch import join, launch
-from hydragraph.runtime.measure import MESSAGES, Settings, Subject, least_share, measure
+from hydragraph.runtime.measure import MESSAGES, MeasureSettings, Subject, least_share, measure
 from hydragraph.runtime.variants import Variants
 from hydragraph.spec.stage_kind import StageKind
 from tests.models import captured, llama
 
 LAYERS, RANKS = 2, 2
-SETTINGS = Settings(((1, 1), (2, 1), (1, 2)), (StageKind(2, True), StageKind(1, False, True)), longest=512, repeats=2)
+SETTINGS = MeasureSettings(
+    ((1, 1), (2, 1), (1, 2)), (StageKind(2, True), StageKind(1, False, True)), longest=512, repeats=2
+)
 
 
-def measured_rank(settings: Settings) -> tuple[Profile, list[str]]:
+def measured_rank(settings: MeasureSettings) -> tuple[Profile, list[str]]:
     """Return the profile and what was told meanwhile."""
     model = llama(layers=LAYERS)
     program = capture(model)
@@ -107,18 +109,18 @@ def test_max_len_is_what_the_memory_model_says(ranks: list[tuple[Profile, list[s
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [
-        (Settings(((4, 1),)), "scheme tp4pp1 needs 4 ranks for one stage, but there are 2: add ranks"),
-        (Settings(((1, 3),)), "scheme tp1pp3 has 3 stages for 2 layers"),
-        (Settings(((1, 1),), (StageKind(4, True),)), "tensor-parallel degree 4 on 2 ranks"),
+        (MeasureSettings(((4, 1),)), "scheme tp4pp1 needs 4 ranks for one stage, but there are 2: add ranks"),
+        (MeasureSettings(((1, 3),)), "scheme tp1pp3 has 3 stages for 2 layers"),
+        (MeasureSettings(((1, 1),), (StageKind(4, True),)), "tensor-parallel degree 4 on 2 ranks"),
     ],
 )
-def test_what_cannot_be_measured_is_refused(settings: Settings, sentence: str) -> None:
+def test_what_cannot_be_measured_is_refused(settings: MeasureSettings, sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence.replace("(", r"\(")):
         settings.check(captured("llama")[0], 2)
 
 
 def test_micro_batches_divide_for_sequence_parallelism() -> None:
-    rows = Settings(((1, 1), (2, 1), (3, 1)), longest=1000).micro_batches
+    rows = MeasureSettings(((1, 1), (2, 1), (3, 1)), longest=1000).micro_batches
     assert all(sum(row) % 6 == 0 for row in rows)
     assert {len(row) for row in rows} == {1, 4}
 
