@@ -103,7 +103,7 @@ def link_command(
     """
     import torch
 
-    from hydragraph.bench.link_report import Settings, bench_link
+    from hydragraph.bench.link_report import StepSettings, bench_link
     from hydragraph.bench.shapes import SHAPES
     from hydragraph.spec.cluster import Cluster
     from hydragraph.spec.home import Home
@@ -115,7 +115,7 @@ def link_command(
         dtype = "float32"
         _tell("local CPU ranks compute in float32, so weights are pulled in that (--no-measure keeps bfloat16)")
     devices = None if cluster is None else Cluster.load(cluster)
-    settings = Settings(
+    settings = StepSettings(
         model, source, target, getattr(torch, dtype), devices, tokens, micro_batches, run, home=Home.parse(home)
     )
     _show(bench_link(settings, _tell), csv, picture, json, markdown)
@@ -144,7 +144,7 @@ def step_command(
     """
     from hydragraph.bench.ceiling import choose_device
     from hydragraph.bench.shapes import SHAPES
-    from hydragraph.bench.step import Settings, bench_step
+    from hydragraph.bench.step import StepSettings, bench_step
 
     where = choose_device(device)
     cuda = where.type == "cuda"
@@ -154,7 +154,7 @@ def step_command(
     count = tokens or (32768 if cuda else 1024)
     most = longest or count // 4
     use_compile = cuda if compiled is None else compiled
-    settings = Settings(
+    settings = StepSettings(
         SHAPES[name], count, most, rounds, where, use_compile, backend, shortest=max(2, min(64, most // 16))
     )
     _show(bench_step(settings, _tell), csv, picture, json, markdown)

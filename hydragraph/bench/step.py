@@ -32,7 +32,7 @@ TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 5e-2}  # relative, of losses 
 
 
 @dataclass(frozen=True)
-class Settings:
+class StepSettings:
     """What is trained.
 
     Attributes:
@@ -80,7 +80,7 @@ class Found:
     norm: float
 
 
-def bench_step(settings: Settings, tell: Callable[[str], None] = lambda what: None) -> Report:
+def bench_step(settings: StepSettings, tell: Callable[[str], None] = lambda what: None) -> Report:
     """Train one rank's model on every side in turn.
 
     Args:
@@ -108,7 +108,7 @@ def bench_step(settings: Settings, tell: Callable[[str], None] = lambda what: No
     return _report(settings, ceilings, model, times, linked, flops, notes)
 
 
-def compile_ours(model: nn.Module, strategy: Strategy, settings: Settings) -> Executable:
+def compile_ours(model: nn.Module, strategy: Strategy, settings: StepSettings) -> Executable:
     """Compile the model for one rank, with AdamW over fp32 master weights.
 
     Raises:
@@ -124,7 +124,7 @@ def compile_ours(model: nn.Module, strategy: Strategy, settings: Settings) -> Ex
 
 
 def _measure(
-    exe: Executable, others: Mapping[str, Baseline], settings: Settings, tell: Callable[[str], None]
+    exe: Executable, others: Mapping[str, Baseline], settings: StepSettings, tell: Callable[[str], None]
 ) -> tuple[dict[str, Found], list[str]]:
     """Check that all sides compute the same, time their steps in turn, and say which was left out."""
     first = settings.sequences(0)
@@ -192,7 +192,7 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def _report(
-    settings: Settings,
+    settings: StepSettings,
     ceilings: Ceilings,
     model: nn.Module,
     sides: Mapping[str, Found],
@@ -225,7 +225,7 @@ def _report(
     return Report(title, COLUMNS, tuple(rows), (*said, *notes), (), targets, bars, "tokens/s")
 
 
-def _precision(settings: Settings) -> str:
+def _precision(settings: StepSettings) -> str:
     if settings.device.type == "cuda":
         return (
             "hydragraph computes in bf16 from fp32 master weights; the other sides under autocast to bf16 over fp32 "

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from hydragraph.bench.baselines import baselines, packed_batches, padded_batches
 from hydragraph.bench.shapes import SHAPES, Shape, draw_sequences
-from hydragraph.bench.step import Found, Settings, bench_step, check_same, compile_ours, step_targets
+from hydragraph.bench.step import Found, StepSettings, bench_step, check_same, compile_ours, step_targets
 from hydragraph.spec.strategy import Strategy
 
 CPU = torch.device("cpu")
@@ -72,7 +72,7 @@ def test_a_side_that_differs_is_named() -> None:
 
 def test_a_run() -> None:
     told: list[str] = []
-    report = bench_step(Settings(SHAPE, 64, 32, 1, CPU, compiled=False, shortest=2), told.append)
+    report = bench_step(StepSettings(SHAPE, 64, 32, 1, CPU, compiled=False, shortest=2), told.append)
     assert [row[0] for row in report.rows] == ["hydragraph", "eager, padded", "eager, packed"]
     losses = {f"{row[6]:.4f} {row[7]:.3f}" for row in report.rows}
     assert len(losses) == 1
@@ -82,7 +82,7 @@ def test_a_run() -> None:
 
 
 def test_an_unknown_backend_is_refused() -> None:
-    settings = Settings(SHAPE, 64, 32, 1, CPU, compiled=False, backend="abacus")
+    settings = StepSettings(SHAPE, 64, 32, 1, CPU, compiled=False, backend="abacus")
     with pytest.raises(ValueError, match="abacus"):
         compile_ours(SHAPE.build(CPU), STRATEGY, settings).close()
 
