@@ -42,7 +42,7 @@ MEASURED_RANKS = 4
 
 
 @dataclass(frozen=True)
-class Settings:
+class LinkSettings:
     """What is linked.
 
     Attributes:
@@ -84,7 +84,7 @@ class _Leg:
         return f"{self.direction}: {ends[0]} -> {ends[1]}"
 
 
-def bench_link(settings: Settings, tell: Callable[[str], None] = lambda what: None) -> Report:
+def bench_link(settings: LinkSettings, tell: Callable[[str], None] = lambda what: None) -> Report:
     """Say what a push from one strategy and a pull to another move and take.
 
     Args:
@@ -128,7 +128,7 @@ def bench_link(settings: Settings, tell: Callable[[str], None] = lambda what: No
     return Report(title, COLUMNS, tuple(rows), tuple(notes), blocks, (), tuple(bars), "ms (simulated)")
 
 
-def _strategies(settings: Settings, program: Program) -> list[tuple[Direction, Strategy]]:
+def _strategies(settings: LinkSettings, program: Program) -> list[tuple[Direction, Strategy]]:
     ends: tuple[tuple[Direction, str], ...] = (("push", settings.source), ("pull", settings.target))
     chosen = [(d, _strategy(text, program.layers)) for d, text in ends if text != HOME]
     ranks = 1 + max(device for _, strategy in chosen for device in strategy.devices)
@@ -141,7 +141,7 @@ def _strategy(text: str, layers: int) -> Strategy:
     return Strategy.load(text) if Path(text).is_file() else Strategy.parse(text, layers)
 
 
-def _ranks(settings: Settings, strategies: Sequence[Strategy]) -> int:
+def _ranks(settings: LinkSettings, strategies: Sequence[Strategy]) -> int:
     ranks = 1 + max(device for strategy in strategies for device in strategy.devices)
     if settings.cluster is not None and len(settings.cluster.devices) != ranks:
         has = len(settings.cluster.devices)
@@ -157,7 +157,7 @@ def _row(leg: _Leg, how: str, total: int, overlap: Overlap) -> tuple[Cell, ...]:
     return (leg.name, how, *sizes, *times, overlap.percent)
 
 
-def _measured(settings: Settings, legs: Sequence[_Leg], ranks: int) -> list[tuple[Cell, ...]]:
+def _measured(settings: LinkSettings, legs: Sequence[_Leg], ranks: int) -> list[tuple[Cell, ...]]:
     strategies = tuple(leg.strategy for leg in legs)
     args: tuple[Any, ...] = (settings.model, strategies, settings.measured_tokens, settings.rounds, settings.home)
     if ranks == 1:
@@ -171,7 +171,7 @@ def _measured(settings: Settings, legs: Sequence[_Leg], ranks: int) -> list[tupl
     return rows
 
 
-def _notes(settings: Settings, program: Program, cluster: Cluster, ranks: int) -> tuple[str, ...]:
+def _notes(settings: LinkSettings, program: Program, cluster: Cluster, ranks: int) -> tuple[str, ...]:
     name = str(program.dtype).removeprefix("torch.")
     device = cluster.devices[0]
     inner = cluster.node(cluster.node_of(0)).inner
