@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hydragraph.commands.simulate_price import Priced
-from hydragraph.cost.simulate import Span
+from hydragraph.cost.simulate import SimulatedSpan
 from hydragraph.ir.instruction import Op, Stream
 
 MOST = 6  # strategies that are drawn, the best ones
@@ -69,7 +69,7 @@ def _draw(axes: Any, priced: Priced, longest: float) -> None:
     axes.set_title(f"{title}, ranks compute {sum(busy) / len(busy):.0%} of the time", fontsize=9, loc="left")
 
 
-def _bars(spans: Sequence[Span]) -> Iterator[tuple[Op, int | None, float, float]]:
+def _bars(spans: Sequence[SimulatedSpan]) -> Iterator[tuple[Op, int | None, float, float]]:
     """Yield what a rank computes, a stage's blocks of one micro-batch as one bar: what, and from when to when."""
     computed = [span for span in spans if span.instruction.op in _COMPUTE and span.seconds > 0]
     for (op, micro_batch), group in groupby(computed, lambda s: (s.instruction.op, s.instruction.micro_batch)):

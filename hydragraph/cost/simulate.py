@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Span:
+class SimulatedSpan:
     """When an instruction ran: its index in its rank's program, itself, and its start and end in seconds."""
 
     index: int
@@ -43,7 +43,7 @@ class Span:
         return self.end_s - self.start_s
 
 
-class _Ranks(Sequence[tuple[Span, ...]]):
+class _Ranks(Sequence[tuple[SimulatedSpan, ...]]):
     """Each rank's spans, made when they are asked for: a thousand ranks have millions."""
 
     def __init__(self, timeline: Timeline) -> None:
@@ -52,7 +52,7 @@ class _Ranks(Sequence[tuple[Span, ...]]):
     def __len__(self) -> int:
         return len(self._timeline.actor_of)
 
-    def __getitem__(self, rank: int) -> tuple[Span, ...]:  # type: ignore[override]
+    def __getitem__(self, rank: int) -> tuple[SimulatedSpan, ...]:  # type: ignore[override]
         if not 0 <= rank < len(self):
             raise IndexError(rank)
         a = self._timeline.actor_of[rank]
@@ -61,22 +61,24 @@ class _Ranks(Sequence[tuple[Span, ...]]):
         first = self._timeline.actors[a].program.instructions
         if len(instructions) == len(first):
             rows = zip(instructions, times.begin, times.end, strict=True)
-            return tuple(Span(i, instruction, begin, end) for i, (instruction, begin, end) in enumerate(rows))
+            return tuple(SimulatedSpan(i, instruction, begin, end) for i, (instruction, begin, end) in enumerate(rows))
         return tuple(_aligned(instructions, first, times))
 
 
-def _aligned(instructions: Sequence[Instruction], first: Sequence[Instruction], times: Times) -> Iterator[Span]:
+def _aligned(
+    instructions: Sequence[Instruction], first: Sequence[Instruction], times: Times
+) -> Iterator[SimulatedSpan]:
     """Give a rank that sends less often than the first of its stage the times of what it shares with it."""
     # Sends are what ranks of a stage differ in; all else they run at the same times, in the same order.
     at = 0
     end = 0.0
     for i, instruction in enumerate(instructions):
         if instruction.op is Op.FREE:
-            yield Span(i, instruction, end, end)
+            yield SimulatedSpan(i, instruction, end, end)
             continue
         while first[at].op is Op.FREE or (first[at].op is Op.SEND and instruction.op is not Op.SEND):
             at += 1
-        yield Span(i, instruction, times.begin[at], times.end[at])
+        yield SimulatedSpan(i, instruction, times.begin[at], times.end[at])
         if instruction.stream is Stream.COMPUTE:
             end = times.end[at]
         at += 1
@@ -104,7 +106,7 @@ class Timeline:
         }
 
     @property
-    def ranks(self) -> Sequence[tuple[Span, ...]]:
+    def ranks(self) -> Sequence[tuple[SimulatedSpan, ...]]:
         """Each rank's spans, in the order of its instructions."""
         return _Ranks(self)
 
