@@ -32,7 +32,7 @@ from rich.table import Table as Printed
 import hydragraph as hg
 from hydragraph.cost.curves import Constants, Table
 from hydragraph.cost.model import ModelSizes
-from hydragraph.cost.pieces import AUX, Device, Piece
+from hydragraph.cost.pieces import AUX, Piece, PricedDevice
 from hydragraph.cost.profile import Profile
 from hydragraph.cost.stack import DEEPSPEED, Stack
 from hydragraph.spec.cluster import Cluster, DeviceType, Link, Node
@@ -90,7 +90,7 @@ class Sailor:
             {kind.tp: SEQUENCE for kind in pieces},
             blocks=tuple(f"block {i}" for i in range(len(whole))),
             pieces=pieces,
-            device=Device(gpu, 1e15, sum(whole), FLOAT),
+            device=PricedDevice(gpu, 1e15, sum(whole), FLOAT),
             type=gpu,
             sizes=ModelSizes.rough(tuple(whole), hidden, FLOAT),
             update=(0.0, update),
@@ -194,7 +194,7 @@ def big_profile(layers: int, hidden: int = 8192) -> Profile:
         dict.fromkeys((1, 2, 8), 2048),
         blocks=("embed", *["layer"] * layers, "head"),
         pieces={StageKind(tp): pieces(tp) for tp in (1, 2, 8)},
-        device=Device("large", 80e9, sum(12 * hidden * hidden for _ in range(layers)), 2),
+        device=PricedDevice("large", 80e9, sum(12 * hidden * hidden for _ in range(layers)), 2),
         sizes=sizes,
         update=(1e-5, 1e-11),
         commit_s=1e-4,

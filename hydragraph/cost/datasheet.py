@@ -16,7 +16,7 @@ from torch import fx
 
 from hydragraph.cost.curves import Constants
 from hydragraph.cost.model import ModelSizes
-from hydragraph.cost.pieces import AUX, Device, Piece
+from hydragraph.cost.pieces import AUX, Piece, PricedDevice
 from hydragraph.cost.profile import Profile
 from hydragraph.errors import Unsupported
 from hydragraph.ir.graph_data import value_of
@@ -67,7 +67,7 @@ def _of_type(
         util={stage_kind.tp: 1 for stage_kind in pieces},
         blocks=tuple(block.template for block in program.blocks),
         pieces=pieces,
-        device=Device(name, float(kind.memory_bytes), elements, program.dtype.itemsize, frozen),
+        device=PricedDevice(name, float(kind.memory_bytes), elements, program.dtype.itemsize, frozen),
         type=name,
         sizes=ModelSizes.of(program),
         update=(0.0, UPDATE_BYTES / kind.memory_bytes_per_s),

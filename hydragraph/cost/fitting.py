@@ -28,7 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import nnls
 
-from hydragraph.cost.pieces import AUX, Constants, Device, Piece
+from hydragraph.cost.pieces import AUX, Constants, Piece, PricedDevice
 from hydragraph.cost.profile import Profile, Scheme
 from hydragraph.spec.cluster import Link
 from hydragraph.spec.stage_kind import StageKind
@@ -197,7 +197,7 @@ def fit_profile(
     name: str,
     blocks: Sequence[str],
     schemes: Sequence[Scheme],
-    device: Device,
+    device: PricedDevice,
     found: Mapping[StageKind, Measurements],
     messages: Sequence[tuple[int, float]],
     **more: Any,

@@ -88,7 +88,7 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Device:
+class PricedDevice:
     """Where pieces were measured.
 
     Attributes:
@@ -126,7 +126,7 @@ class PricedStage:
         of_pieces = [piece.seconds for piece in self.pieces]
         return Constants(sum(k.a for k in of_pieces), sum(k.b for k in of_pieces), sum(k.c for k in of_pieces))
 
-    def max_len(self, device: Device, devices: int) -> int:
+    def max_len(self, device: PricedDevice, devices: int) -> int:
         """Return the tokens for which its rank's memory suffices."""
         # What is there whatever the tokens, then what grows with them: under 1F1B, `in_flight` micro-batches at once.
         local = sum(piece.parameters for piece in self.pieces)

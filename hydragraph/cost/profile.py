@@ -23,12 +23,12 @@ from numpy.typing import ArrayLike, NDArray
 from hydragraph.cost import profile_record
 from hydragraph.cost.memory_model import MemoryModel
 from hydragraph.cost.model import ModelSizes
-from hydragraph.cost.pieces import AUX, HOME_BYTES, Constants, Device, Piece, PricedStage
+from hydragraph.cost.pieces import AUX, HOME_BYTES, Constants, Piece, PricedDevice, PricedStage
 from hydragraph.cost.pieces import Scheme as Scheme
 from hydragraph.cost.stages import StageCost, stages_end
 from hydragraph.errors import Unsupported
 from hydragraph.spec.cluster import Cluster, Link
-from hydragraph.spec.cluster import Device as SpecDevice
+from hydragraph.spec.cluster import PricedDevice as SpecDevice
 from hydragraph.spec.stage_kind import StageKind
 from hydragraph.spec.strategy import Pipeline
 from hydragraph.spec.strategy_text import regular_pipeline
@@ -123,7 +123,7 @@ class Profile:
     blocks: tuple[str, ...] = ()
     pieces: Mapping[StageKind, Mapping[str, Piece]] = field(default_factory=dict)
     unfit: Mapping[StageKind, str] = field(default_factory=dict)
-    device: Device | None = None
+    device: PricedDevice | None = None
     link: Link | None = None
     messages: tuple[tuple[int, float], ...] = ()
     residuals: Mapping[Scheme, float] = field(default_factory=dict)

@@ -10,7 +10,7 @@ from typing import Any
 from hydragraph.cost.curves import Constants, curve_record, read_curve
 from hydragraph.cost.memory_model import MemoryModel
 from hydragraph.cost.model import ModelSizes
-from hydragraph.cost.pieces import Device, Held, Piece, Scheme
+from hydragraph.cost.pieces import Held, Piece, PricedDevice, Scheme
 from hydragraph.spec.cluster import Link
 from hydragraph.spec.stage_kind import StageKind
 
@@ -66,7 +66,7 @@ def loaded(data: Mapping[str, Any]) -> dict[str, Any]:
             for kind, pieces in data.get("pieces", {}).items()
         },
         "unfit": {StageKind.parse(kind): why for kind, why in data.get("unfit", {}).items()},
-        "device": device and Device(**device),
+        "device": device and PricedDevice(**device),
         "link": link and Link(**{**link, "points": [tuple(p) for p in link.get("points", ())]}),
         "messages": tuple((int(size), float(seconds)) for size, seconds in data.get("messages", ())),
         "residuals": {_scheme(s): float(value) for s, value in data.get("residuals", {}).items()},

@@ -27,7 +27,7 @@ from hydragraph.cost import fitting
 from hydragraph.cost.fitting import Lengths, Measured, Measurements
 from hydragraph.cost.footprint import MicroBatch, footprint, held_by
 from hydragraph.cost.model import ModelSizes
-from hydragraph.cost.pieces import AUX, Constants, Device, Piece
+from hydragraph.cost.pieces import AUX, Constants, Piece, PricedDevice
 from hydragraph.cost.profile import Profile, Scheme
 from hydragraph.frontend.packed import own_fields
 from hydragraph.ir.program import Block, Program, Template
@@ -171,13 +171,15 @@ def measure(subject: Subject, settings: MeasureSettings, groups: Groups, progres
 # This machine.
 
 
-def _device(subject: Subject, groups: Groups) -> Device:
+def _device(subject: Subject, groups: Groups) -> PricedDevice:
     """Describe what the ranks compute on."""
     device = groups.world.device
     name = _name(device)
     elements = sum(bucket.size for bucket in subject.program.buckets)
     frozen = sum(bucket.size for bucket in subject.program.buckets if not bucket.learns)
-    return Device(f"{groups.world.ranks} x {name}", _memory(groups), elements, subject.program.dtype.itemsize, frozen)
+    return PricedDevice(
+        f"{groups.world.ranks} x {name}", _memory(groups), elements, subject.program.dtype.itemsize, frozen
+    )
 
 
 def _name(device: torch.device) -> str:
@@ -299,7 +301,7 @@ class _Bench:
         self._parts = tp if kind.sequence_parallel else 1
         self._several = "cu_seqlens" in self._program.templates[self._program.blocks[-1].template].inputs
 
-    def that_fit(self, rows: Sequence[Lengths], blocks: Sequence[Block], device: Device) -> tuple[Lengths, ...]:
+    def that_fit(self, rows: Sequence[Lengths], blocks: Sequence[Block], device: PricedDevice) -> tuple[Lengths, ...]:
         """Return the micro-batches whose largest block this device can hold, the same on all ranks."""
         most = math.inf
         for block in blocks:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import hydragraph as hg
-from hydragraph.cost.pieces import Constants, Device, Piece
+from hydragraph.cost.pieces import Constants, Piece, PricedDevice
 from hydragraph.cost.profile import Profile
 from hydragraph.spec.stage_kind import StageKind
 
@@ -24,7 +24,7 @@ def measured(**changes: object) -> Profile:
         {1: 1000, 2: 1500},
         blocks=("embed", "layer", "layer", "layer", "layer", "head"),
         pieces={StageKind(1): PIECES, StageKind(2): half},
-        device=Device("toy", 1e7, 4000, 4),
+        device=PricedDevice("toy", 1e7, 4000, 4),
         limits={(1, 1): 77},
     )
     return replace(base, **changes)  # type: ignore[arg-type]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hydragraph.cost.costs import Costs
 from hydragraph.cost.model import ModelSizes
-from hydragraph.cost.pieces import AUX, Constants, Device, Held, Piece
+from hydragraph.cost.pieces import AUX, Constants, Held, Piece, PricedDevice
 from hydragraph.cost.profile import Profile
 from hydragraph.spec.cluster import Cluster, DeviceType, Link, Node
 from hydragraph.spec.health import Health
@@ -37,7 +37,7 @@ def profile(layers: int, type_: str = "", slower: float = 1.0, elements: int = 1
         {1: 1000, 2: 1500},
         blocks=("embed", *["layer"] * layers, "head"),
         pieces={StageKind(tp, False, again): pieces(tp, again) for tp in (1, 2, 4) for again in (False, True)},
-        device=Device(type_, 1e9, elements * (layers + 8), 4),
+        device=PricedDevice(type_, 1e9, elements * (layers + 8), 4),
         type=type_,
         sizes=ModelSizes.rough((4 * elements, *[elements] * layers, 4 * elements), HIDDEN, 4),
         update=(1e-5, 1e-9),

@@ -17,7 +17,7 @@ from hydragraph.cost.fitting import (
     token_counts,
     util_len,
 )
-from hydragraph.cost.pieces import AUX, Constants, Device, Piece
+from hydragraph.cost.pieces import AUX, Constants, Piece, PricedDevice
 from hydragraph.cost.profile import Profile
 from hydragraph.spec.stage_kind import StageKind
 from hydragraph.spec.strategy import Pipeline, Stage
@@ -146,7 +146,7 @@ def measurements(scale: float, rows: tuple[tuple[int, ...], ...] = ROWS, flat: b
 def fitted(**changes: Measurements) -> Profile:
     found = {StageKind(1): changes.get("one", measurements(1.0)), StageKind(2): changes.get("two", measurements(0.6))}
     messages = [(4**n, 1e-5 + 4**n / 1e9) for n in range(5, 12)]
-    return fit_profile("made up", BLOCKS, SCHEMES, Device("toy", 1e9, 60, 4), found, messages)
+    return fit_profile("made up", BLOCKS, SCHEMES, PricedDevice("toy", 1e9, 60, 4), found, messages)
 
 
 def test_schemes_have_the_constants_of_their_slowest_stage() -> None:
@@ -179,8 +179,8 @@ def test_what_cannot_be_fitted_has_failed_and_why() -> None:
 
 
 def test_profiles_say_what_is_doubtful() -> None:
-    one = fit_profile("alone", BLOCKS, [(1, 1)], Device("toy", 1e9, 60, 4), {StageKind(1): measurements(1.0)}, [])
+    one = fit_profile("alone", BLOCKS, [(1, 1)], PricedDevice("toy", 1e9, 60, 4), {StageKind(1): measurements(1.0)}, [])
     assert one.notes == ("one rank has no links: no message was measured",)
     odd = [(4**n, (1 + n % 2) * (1e-5 + 4**n / 1e9)) for n in range(5, 12)]
-    two = fit_profile("odd", BLOCKS, [(1, 1)], Device("toy", 1e9, 60, 4), {StageKind(1): measurements(1.0)}, odd)
+    two = fit_profile("odd", BLOCKS, [(1, 1)], PricedDevice("toy", 1e9, 60, 4), {StageKind(1): measurements(1.0)}, odd)
     assert "off latency + bytes / bandwidth" in two.notes[0]

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hydragraph.cost.pieces import FROZEN_BYTES, GRADIENT_BYTES, HOME_BYTES, Constants, Device, Piece, PricedStage
+from hydragraph.cost.pieces import FROZEN_BYTES, GRADIENT_BYTES, HOME_BYTES, Constants, Piece, PricedDevice, PricedStage
 from hydragraph.spec.stage_kind import StageKind
 
-DEVICE = Device("toy", 1e6, 1000, 2)
+DEVICE = PricedDevice("toy", 1e6, 1000, 2)
 PIECES = (Piece(Constants(1e-9, 2e-6, 3e-4), 100, 8.0, 5.0, 40.0), Piece(Constants(0.0, 1e-6, 1e-4), 50, 4.0, 9.0))
 
 
