@@ -45,7 +45,7 @@ PLATEAU = 0.85  # UtilLen: this part of the plateau of tokens/s (Hydraulis, sect
 
 
 @dataclass(frozen=True)
-class Fit:
+class CurveFit:
     """Constants of T = sum of a l^2 + b l over a micro-batch's sequences, plus c.
 
     Attributes:
@@ -83,7 +83,7 @@ class Fit:
         )
 
 
-def fit_work(micro_batches: Sequence[Sequence[int]], seconds: Sequence[float], quadratic: bool = True) -> Fit:
+def fit_work(micro_batches: Sequence[Sequence[int]], seconds: Sequence[float], quadratic: bool = True) -> CurveFit:
     """Fit the cost of micro-batches.
 
     Args:
@@ -105,7 +105,7 @@ def fit_work(micro_batches: Sequence[Sequence[int]], seconds: Sequence[float], q
     attention = constants[QUADRATIC] * rows[longest, QUADRATIC]
     part = attention / predicted[longest] if predicted[longest] > 0 else 0.0
     a, b, c = constants.tolist()
-    return Fit(a, b, c, _residual(predicted, measured), float(part))
+    return CurveFit(a, b, c, _residual(predicted, measured), float(part))
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ def fit_link(sizes: Sequence[int], seconds: Sequence[float]) -> LinkFit | None:
     return LinkFit(link, _residual(rows @ np.array([latency, per_byte]), measured))
 
 
-def util_len(micro_batches: Sequence[Sequence[int]], seconds: Sequence[float], fit: Fit) -> int:
+def util_len(micro_batches: Sequence[Sequence[int]], seconds: Sequence[float], fit: CurveFit) -> int:
     """Return UtilLen: the tokens at which a micro-batch reaches 85 % of the plateau of tokens/s.
 
     The quadratic part is taken off first: it grows with the length of sequences, not with how many are packed. Between
@@ -263,7 +263,7 @@ def _fitted(measured: Measured, rows: Sequence[Lengths]) -> Piece:
     return replace(measured.piece, seconds=together, forward=forward, backward=backward)
 
 
-def _slowest(blocks: Sequence[str], scheme: Scheme, measured: Measurements, useful: int) -> Fit:
+def _slowest(blocks: Sequence[str], scheme: Scheme, measured: Measurements, useful: int) -> CurveFit:
     """Fit every stage of a scheme; return the one that is slowest for a sequence of UtilLen tokens."""
     stages = regular_pipeline(*scheme, len(blocks) - 2, 0)
     fits = []
@@ -276,7 +276,7 @@ def _slowest(blocks: Sequence[str], scheme: Scheme, measured: Measurements, usef
     return max(fits, key=lambda fit: (fit.a * useful + fit.b) * useful + fit.c)
 
 
-def _notes(fits: Mapping[Scheme, Fit], messages: Sequence[tuple[int, float]], link: LinkFit | None) -> list[str]:
+def _notes(fits: Mapping[Scheme, CurveFit], messages: Sequence[tuple[int, float]], link: LinkFit | None) -> list[str]:
     notes = [f"<tp{tp},pp{pp}>: {fit.doubt}" for (tp, pp), fit in fits.items() if fit.doubt]
     if not messages:
         return [*notes, "one rank has no links: no message was measured"]
