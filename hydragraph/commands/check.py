@@ -17,7 +17,7 @@ from hydragraph.train.config import TrainConfig
 
 if TYPE_CHECKING:
     from hydragraph.cost.costs import Costs
-    from hydragraph.cost.fit import Fit
+    from hydragraph.cost.fit import MemoryFit
     from hydragraph.spec.assignment import Assignment
     from hydragraph.spec.strategy import Strategy
 
@@ -120,7 +120,7 @@ def _step(config: TrainConfig, strategy: Strategy, lengths: Path | None) -> Assi
     return assign(strategy, mini_batches(data, tokens, 1, 0)[0])
 
 
-def _print(fits: list[tuple[Fit, str]]) -> None:
+def _print(fits: list[tuple[MemoryFit, str]]) -> None:
     table = Table(title="will it fit", title_justify="left")
     table.add_column("strategy", overflow="fold")
     for heading in ("", "peak", "of", "rank", "mostly", "a step takes", "change first"):

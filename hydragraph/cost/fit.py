@@ -22,7 +22,7 @@ _WORDS = {
 
 
 @dataclass(frozen=True)
-class Fit:
+class MemoryFit:
     """One strategy.
 
     Attributes:
@@ -54,14 +54,14 @@ class Fit:
         return _WORDS[max(parts, key=lambda name: parts[name])]
 
 
-def fit(costs: Costs, strategy: Strategy, assignment: Assignment) -> Fit:
+def fit(costs: Costs, strategy: Strategy, assignment: Assignment) -> MemoryFit:
     """Walk every rank's program of an iteration."""
     memory = costs.memory(strategy, assignment)
     limits = tuple(float(device.memory_bytes) for device in costs.cluster.devices)
-    return Fit(strategy, memory, limits, costs.simulate(strategy, assignment).seconds)
+    return MemoryFit(strategy, memory, limits, costs.simulate(strategy, assignment).seconds)
 
 
-def advice(costs: Costs, found: Fit, assignment: Assignment) -> str:
+def advice(costs: Costs, found: MemoryFit, assignment: Assignment) -> str:
     """Say what to change first; "" where it fits.
 
     What is advised was walked too: recomputation if that is enough, else shorter micro-batches, else more ranks.
