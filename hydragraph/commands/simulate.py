@@ -29,7 +29,7 @@ from hydragraph.commands.text import console, counts_text, seconds_text
 from hydragraph.train.config import TrainConfig
 
 if TYPE_CHECKING:
-    from hydragraph.commands.simulate_price import Priced
+    from hydragraph.commands.simulate_price import PricedStrategy
     from hydragraph.cost.costs import Costs
     from hydragraph.spec.assignment import Assignment
     from hydragraph.spec.cluster import Cluster
@@ -169,7 +169,7 @@ def _priced(
     micro_batches: str | None,
     tokens: int | None,
     lengths: Path | None,
-) -> list[tuple[Priced, Assignment]]:
+) -> list[tuple[PricedStrategy, Assignment]]:
     """Return the strategies, the one with the most tokens per second first, and what each ran."""
     from hydragraph.commands.simulate_price import price
 
@@ -210,7 +210,7 @@ def _assignment(
     return Assignment.even(share(costs, strategy, length, -(-config.data.tokens_per_step // length)), length)
 
 
-def _print_change(priced: Sequence[tuple[Priced, Assignment]], costs: Costs, change: str) -> None:
+def _print_change(priced: Sequence[tuple[PricedStrategy, Assignment]], costs: Costs, change: str) -> None:
     """Print what one changed number does to each strategy, the assignment being the same."""
     from hydragraph.commands.simulate_price import price
     from hydragraph.cost.what_if import what_if
@@ -227,7 +227,7 @@ def _print_change(priced: Sequence[tuple[Priced, Assignment]], costs: Costs, cha
     console().print(table)
 
 
-def _print_table(priced: Sequence[tuple[Priced, Assignment]], cluster: Cluster) -> None:
+def _print_table(priced: Sequence[tuple[PricedStrategy, Assignment]], cluster: Cluster) -> None:
     """Print a row per strategy."""
     from hydragraph.ir.instruction import Stream
 

@@ -7,7 +7,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from hydragraph.commands.simulate_price import Priced
+from hydragraph.commands.simulate_price import PricedStrategy
 from hydragraph.cost.simulate import SimulatedSpan
 from hydragraph.ir.instruction import Op, Stream
 
@@ -19,7 +19,7 @@ _COMPUTE = {Op.FORWARD: "#4c8bd0", Op.BACKWARD: "#74b06f", Op.UPDATE: "#9a7bc0"}
 _TRAFFIC = {Stream.PULL: "#d08a3e", Stream.P2P: "#5f5f5f", Stream.PUSH: "#c0504d"}
 
 
-def write_timelines(priced: Sequence[Priced], path: Path) -> None:
+def write_timelines(priced: Sequence[PricedStrategy], path: Path) -> None:
     """Draw ranks x time to a PNG file, which is replaced only when the new one is complete.
 
     All strategies share the time axis, so that a shorter row of bars is a faster iteration. Numbers are micro-batches.
@@ -49,7 +49,7 @@ def write_timelines(priced: Sequence[Priced], path: Path) -> None:
     partial.replace(path)
 
 
-def _draw(axes: Any, priced: Priced, longest: float) -> None:
+def _draw(axes: Any, priced: PricedStrategy, longest: float) -> None:
     ranks = len(priced.timeline.ranks)
     for rank, spans in enumerate(priced.timeline.ranks):
         for op, micro_batch, begin, end in _bars(spans):

@@ -15,7 +15,7 @@ from hydragraph.spec.strategy import Strategy
 
 
 @dataclass(frozen=True)
-class Priced:
+class PricedStrategy:
     """One strategy's iteration.
 
     Attributes:
@@ -50,7 +50,7 @@ class Priced:
         return sum(self.timeline.exposed_s(rank, stream) for rank in ranks) / len(ranks)
 
 
-def price(costs: Costs, strategy: Strategy, assignment: Assignment) -> Priced:
+def price(costs: Costs, strategy: Strategy, assignment: Assignment) -> PricedStrategy:
     """Simulate one iteration.
 
     Raises:
@@ -60,7 +60,7 @@ def price(costs: Costs, strategy: Strategy, assignment: Assignment) -> Priced:
     if not any(counts):
         raise ValueError(f"micro-batches {list(counts)}: give at least one pipeline something to do")
     tokens = sum(n for pipeline in assignment.tokens for lengths in pipeline for n in lengths)
-    return Priced(strategy, counts, tokens, costs.simulate(strategy, assignment))
+    return PricedStrategy(strategy, counts, tokens, costs.simulate(strategy, assignment))
 
 
 def share(costs: Costs, strategy: Strategy, tokens: int, micro_batches: int) -> list[int]:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import hydragraph as hg
-from hydragraph.commands.simulate_price import Priced, price, share, spread
+from hydragraph.commands.simulate_price import PricedStrategy, price, share, spread
 from hydragraph.commands.text import bytes_text, counts_text, seconds_text
 from hydragraph.cost.costs import Costs
 from hydragraph.cost.datasheet import datasheet
@@ -53,7 +53,7 @@ def costs(program: Program, where: Cluster) -> Costs:
     return Costs(datasheet(program, where, efficiency=1.0), where)
 
 
-def priced(program: Program, text: str, counts: list[int], where: Cluster) -> Priced:
+def priced(program: Program, text: str, counts: list[int], where: Cluster) -> PricedStrategy:
     return price(costs(program, where), Strategy.parse(text, 2), Assignment.even(counts, TOKENS))
 
 
