@@ -29,7 +29,7 @@ from hydragraph.spec.strategy import Strategy
 
 
 @dataclass(frozen=True)
-class Measured:
+class LinkMeasurement:
     """One direction under one strategy, on one rank.
 
     Attributes:
@@ -43,7 +43,7 @@ class Measured:
 
 def measure_rank(
     model: str, strategies: tuple[Strategy, ...], tokens: int, rounds: int, home: Home | None = None
-) -> list[dict[Direction, Measured]]:
+) -> list[dict[Direction, LinkMeasurement]]:
     """Measure on this rank, which all ranks call together; return a dict for each strategy.
 
     Args:
@@ -91,9 +91,11 @@ class _Step:
     seconds: float
 
 
-def _joined(direction: Direction, steps: Sequence[_Step], alone: float) -> Measured:
+def _joined(direction: Direction, steps: Sequence[_Step], alone: float) -> LinkMeasurement:
     waited = statistics.median(step.waited[direction] for step in steps)
-    return Measured(steps[-1].sent[direction], Overlap(alone, waited, statistics.median(s.seconds for s in steps)))
+    return LinkMeasurement(
+        steps[-1].sent[direction], Overlap(alone, waited, statistics.median(s.seconds for s in steps))
+    )
 
 
 def _count_bytes(exe: Executable) -> Counter[Role]:
@@ -156,10 +158,10 @@ def _alone(exe: Executable, placed: list[BucketLayouts], direction: Direction, r
     return statistics.median(seconds)
 
 
-def over_ranks(per_rank: list[Measured]) -> Measured:
+def over_ranks(per_rank: list[LinkMeasurement]) -> LinkMeasurement:
     """Join ranks: all bytes, and the means of their seconds, as a step's report has them."""
     count = len(per_rank)
     alone, exposed, step = (
         sum(getattr(m.overlap, name) for m in per_rank) / count for name in ("alone_s", "exposed_s", "step_s")
     )
-    return Measured(sum(m.sent for m in per_rank), Overlap(alone, exposed, step))
+    return LinkMeasurement(sum(m.sent for m in per_rank), Overlap(alone, exposed, step))

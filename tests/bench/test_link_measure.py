@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hydragraph.bench.link import Overlap
-from hydragraph.bench.link_measure import Measured, measure_rank, over_ranks
+from hydragraph.bench.link_measure import LinkMeasurement, measure_rank, over_ranks
 from hydragraph.bench.shapes import meta_model
 from hydragraph.cost.link_bytes import traffic
 from hydragraph.frontend.capture import capture
@@ -32,6 +32,6 @@ def test_what_ranks_send_is_what_the_link_says() -> None:
 
 
 def test_ranks_are_joined() -> None:
-    found = over_ranks([Measured(3, Overlap(1.0, 0.5, 4.0)), Measured(4, Overlap(3.0, 0.5, 6.0))])
-    assert found == Measured(7, Overlap(2.0, 0.5, 5.0))
+    found = over_ranks([LinkMeasurement(3, Overlap(1.0, 0.5, 4.0)), LinkMeasurement(4, Overlap(3.0, 0.5, 6.0))])
+    assert found == LinkMeasurement(7, Overlap(2.0, 0.5, 5.0))
     assert found.overlap.percent == pytest.approx(75)
