@@ -36,7 +36,7 @@ Context = ForkServerContext | SpawnContext
 
 
 @dataclass
-class Member:
+class RankHandle:
     """One rank's process and, once there is one, its outcome."""
 
     rank: int
@@ -71,7 +71,7 @@ def run_crew(
     Raises:
         RankFailure, TimeoutError, any other error: as `launch`.
     """
-    crew: list[Member] = []
+    crew: list[RankHandle] = []
     try:
         for rank in range(ranks):
             seat = Seat(rank, ranks, port, dict(os.environ), log.shown())
@@ -102,17 +102,17 @@ def _nothing_from_the_current_directory() -> Iterator[None]:
         del os.environ["PYTHONSAFEPATH"]
 
 
-def start(context: Context, rank: int, function: Callable[..., None], *args: object) -> Member:
+def start(context: Context, rank: int, function: Callable[..., None], *args: object) -> RankHandle:
     """Start a process, whose function gets the connection to tell its outcome through before its arguments."""
     ours, theirs = context.Pipe()
     process = context.Process(target=function, args=(theirs, *args), name=f"rank {rank}")
     with _nothing_from_the_current_directory():
         process.start()
     theirs.close()  # so that only the process holds its end, and its death shows
-    return Member(rank, process, ours)
+    return RankHandle(rank, process, ours)
 
 
-def _collect(crew: Sequence[Member], store: Store, timeout: timedelta | None) -> None:
+def _collect(crew: Sequence[RankHandle], store: Store, timeout: timedelta | None) -> None:
     """Waits for every rank's outcome; after a failure only as long as peers may need to fail by themselves."""
     deadline = time.monotonic() + timeout.total_seconds() if timeout is not None else float("inf")
     failed = False
@@ -147,7 +147,7 @@ class Stops:
         self._judge = Judge()
         self._before = time.monotonic()
 
-    def look(self, waiting: Sequence[Member], *, others_run: bool = False) -> tuple[int, str] | None:
+    def look(self, waiting: Sequence[RankHandle], *, others_run: bool = False) -> tuple[int, str] | None:
         """Return the rank that has been stopped for too long while others were running, and how it is said."""
         now = time.monotonic()
         elapsed = now - self._before
@@ -159,7 +159,7 @@ class Stops:
         return None if accused is None else (accused.rank, accused.error)
 
 
-def outcome_of(member: Member) -> Returned | Raised | Died:
+def outcome_of(member: RankHandle) -> Returned | Raised | Died:
     """Return the outcome of a process that has told it or has ended."""
     try:
         if member.connection.poll():
@@ -177,7 +177,7 @@ def outcome_of(member: Member) -> Returned | Raised | Died:
     return Died(when, f"exited with code {code} before it returned")
 
 
-def _raise_failure(crew: Sequence[Member], fault: Fault | None, timeout: timedelta | None) -> None:
+def _raise_failure(crew: Sequence[RankHandle], fault: Fault | None, timeout: timedelta | None) -> None:
     """Raises the error of the rank that failed first, if any did."""
     failed = [member for member in crew if isinstance(member.outcome, Raised | Died)]
     missing = [member.rank for member in crew if member.outcome is None]
@@ -206,7 +206,7 @@ def _failure(fault: Fault) -> RankFailure:
     return RankFailure(fault.rank, fault.instruction, fault.error, fault.host)
 
 
-def _precedence(member: Member, fault: Fault | None) -> tuple[bool, int, float]:
+def _precedence(member: RankHandle, fault: Fault | None) -> tuple[bool, int, float]:
     """Lowest for the first cause: the rank the peers agreed on, else one whose error no peer can cause, else the first.
 
     A peer that lost its connection raises RuntimeError, or RankFailure where a watch explained it.
@@ -221,7 +221,7 @@ def _precedence(member: Member, fault: Fault | None) -> tuple[bool, int, float]:
     return not agreed, consequence, outcome.when
 
 
-def dismiss(crew: Sequence[Member]) -> None:
+def dismiss(crew: Sequence[RankHandle]) -> None:
     """Ends all processes: ranks that are done by themselves, others at once."""
     for member in crew:
         if not isinstance(member.outcome, Returned) and member.process.is_alive():
