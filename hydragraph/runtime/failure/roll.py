@@ -12,7 +12,7 @@ from hydragraph.runtime.failure.processes import Process
 
 
 @dataclass(frozen=True)
-class Member:
+class RollEntry:
     """A rank, as the others of its machine know it."""
 
     rank: int
@@ -35,10 +35,10 @@ class Roll:
         self._store = store
         self._namespace = namespace
         self.machine = machine
-        self._members: list[Member] = []
+        self._members: list[RollEntry] = []
         self._machines: list[str] = []
 
-    def enter(self, member: Member) -> bool:
+    def enter(self, member: RollEntry) -> bool:
         """Add a rank; return whether it is the first of its machine."""
         index = self._add(f"machine/{self.machine}", 1)
         line = [member.rank, member.host, member.process.pid, member.process.started]
@@ -60,14 +60,14 @@ class Roll:
         board.close()
         return Board.open(address, ranks)
 
-    def members(self) -> tuple[Member, ...]:
+    def members(self) -> tuple[RollEntry, ...]:
         """Return the ranks of this machine that have arrived."""
         for index in range(len(self._members) + 1, self._add(f"machine/{self.machine}", 0) + 1):
             line = self._get(f"machine/{self.machine}/{index}")
             if line is None:
                 break
             rank, host, pid, started = json.loads(line)
-            self._members.append(Member(rank, host, Process(pid, started)))
+            self._members.append(RollEntry(rank, host, Process(pid, started)))
         return tuple(self._members)
 
     def machines(self) -> tuple[str, ...]:

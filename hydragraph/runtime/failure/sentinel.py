@@ -26,7 +26,7 @@ from hydragraph.runtime.failure.board import Board, Progress
 from hydragraph.runtime.failure.judge import PAUSE_S, Accusation, Judge, Seen, Stall
 from hydragraph.runtime.failure.ledger import Fault, Ledger
 from hydragraph.runtime.failure.processes import State
-from hydragraph.runtime.failure.roll import Member, Roll
+from hydragraph.runtime.failure.roll import Roll, RollEntry
 
 SILENT_S = (
     8.0  # a machine that was cut off for 3 s is heard again after up to 7 s: TCP tries at 0.2, 0.6, 1.4, 3.0, 6.2 s
@@ -145,7 +145,7 @@ def stand(post: Post) -> None:
     before = time.monotonic()
     asked = 0.0
     beats = 0
-    members: tuple[Member, ...] = ()
+    members: tuple[RollEntry, ...] = ()
     written = False
     while True:
         now = time.monotonic()
@@ -173,7 +173,7 @@ def _fault(
     others: _Others,
     judge: Judge,
     stall: Stall,
-    members: tuple[Member, ...],
+    members: tuple[RollEntry, ...],
     board: Board,
 ) -> Fault | None:
     """Return the fault that is seen from here, if any; of ranks elsewhere, their own sentinels see more."""

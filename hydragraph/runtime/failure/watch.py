@@ -60,7 +60,7 @@ from hydragraph.runtime.failure.judge import (
 )
 from hydragraph.runtime.failure.ledger import NAMESPACE, Fault, Ledger, root
 from hydragraph.runtime.failure.processes import Process, machine
-from hydragraph.runtime.failure.roll import Member, Roll
+from hydragraph.runtime.failure.roll import Roll, RollEntry
 from hydragraph.runtime.failure.sentinel import Sentinel, post_of
 from hydragraph.runtime.failure.sockets import open_sockets, shut_down
 from hydragraph.runtime.failure.waiter import Waiter
@@ -134,7 +134,7 @@ class Watch:
         self._stopped = threading.Event()
         self._judge = Judge(stopped_s)
         self._stall = Stall()
-        self._members: tuple[Member, ...] = ()
+        self._members: tuple[RollEntry, ...] = ()
         self._death: tuple[int, str] | None = None
         self._first = False  # of this machine's ranks
         self._sentinel: Sentinel | None = None
@@ -159,7 +159,7 @@ class Watch:
             if self.rank == 0:
                 client.set(NAMESPACE, name)
             self._board = roll.board(self.ranks)
-            return roll.enter(Member(self.rank, self._host, Process.own()))
+            return roll.enter(RollEntry(self.rank, self._host, Process.own()))
 
         def question() -> None:
             self._ask(client, roll, name)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from hydragraph.runtime.failure.board import Board
 from hydragraph.runtime.failure.ledger import Fault, Ledger
 from hydragraph.runtime.failure.processes import Process
-from hydragraph.runtime.failure.roll import Member, Roll
+from hydragraph.runtime.failure.roll import Roll, RollEntry
 from hydragraph.runtime.failure.sentinel import Sentinel, post_of
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="/proc says what a process does")
@@ -59,7 +59,7 @@ def world() -> Iterator[World]:
         roll = Roll(store, "ns", f"machine {rank}")
         board = roll.board(2)
         board.place(rank, 5, 3)
-        roll.enter(Member(rank, f"host{rank}", Process.of(process.pid)))
+        roll.enter(RollEntry(rank, f"host{rank}", Process.of(process.pid)))
         post = post_of(store, "ns", roll.machine, board.address, 2)
         assert post is not None
         machines.append(Machine(rank, process, board, Sentinel(post)))
