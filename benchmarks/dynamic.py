@@ -41,7 +41,7 @@ from hydragraph.planner.policy import Policy, static_or_dynamic
 from hydragraph.planner.refining import homogeneous
 from hydragraph.runtime.groups import Groups
 from hydragraph.runtime.launch import join
-from hydragraph.runtime.measure import MeasureSettings, Subject, measure
+from hydragraph.runtime.measure import MeasuredModel, MeasureSettings, measure
 from hydragraph.train.config import TrainConfig
 from hydragraph.train.data import mini_batches, open_tokens, prepare
 from hydragraph.train.model import build_model
@@ -141,7 +141,7 @@ def measured(config: TrainConfig, file: TokenFile) -> Profile:
         (tp, pp) for tp in degrees for pp in (1, 2, 4) if tp * pp <= world.ranks and pp <= program.layers
     )
     groups = Groups(world, timedelta(minutes=10))
-    subject = Subject(program, initial_buffers(model), file.vocabulary, config.data.max_length)
+    subject = MeasuredModel(program, initial_buffers(model), file.vocabulary, config.data.max_length)
     found = measure(subject, MeasureSettings(schemes, (), config.data.max_length, REPEATS), groups)
     groups.close()
     return found

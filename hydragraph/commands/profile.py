@@ -85,7 +85,7 @@ def profile_rank(
     from hydragraph.runtime.executor import hidden_size
     from hydragraph.runtime.groups import Groups
     from hydragraph.runtime.launch import join
-    from hydragraph.runtime.measure import MeasureSettings, Subject, measure
+    from hydragraph.runtime.measure import MeasuredModel, MeasureSettings, measure
     from hydragraph.train.loop import read_strategies
     from hydragraph.train.model import skeleton
 
@@ -100,7 +100,7 @@ def profile_rank(
     sizes = model.config
     vocabulary = int(sizes.vocab_size)  # type: ignore
     positions = getattr(sizes, "max_position_embeddings", None)
-    subject = Subject(program, initial_buffers(model), vocabulary, positions, config.backend, type_)
+    subject = MeasuredModel(program, initial_buffers(model), vocabulary, positions, config.backend, type_)
     console = Console(stderr=True)
     with Progress(console=console, disable=world.rank != 0 or not console.is_terminal) as bar:
         task = bar.add_task("measuring", total=None)

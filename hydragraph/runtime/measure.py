@@ -50,7 +50,7 @@ _Run = Callable[[dict[str, Tensor], Sequence[Tensor]], Callable[[], None]]  # a 
 
 
 @dataclass(frozen=True, eq=False)
-class Subject:
+class MeasuredModel:
     """The model to measure.
 
     Attributes:
@@ -119,7 +119,9 @@ class MeasureSettings:
                 )
 
 
-def measure(subject: Subject, settings: MeasureSettings, groups: Groups, progress: Progress | None = None) -> Profile:
+def measure(
+    subject: MeasuredModel, settings: MeasureSettings, groups: Groups, progress: Progress | None = None
+) -> Profile:
     """Measure a profile; all ranks call it together and get the same one.
 
     Args:
@@ -171,7 +173,7 @@ def measure(subject: Subject, settings: MeasureSettings, groups: Groups, progres
 # This machine.
 
 
-def _device(subject: Subject, groups: Groups) -> PricedDevice:
+def _device(subject: MeasuredModel, groups: Groups) -> PricedDevice:
     """Describe what the ranks compute on."""
     device = groups.world.device
     name = _name(device)
@@ -286,7 +288,7 @@ def _commit(groups: Groups, repeats: int) -> float:
 class _Bench:
     """Runs templates in one kind of stage on this rank; ranks that are left over take part in gathering only."""
 
-    def __init__(self, subject: Subject, kind: StageKind, groups: Groups) -> None:
+    def __init__(self, subject: MeasuredModel, kind: StageKind, groups: Groups) -> None:
         self._subject, self._program, self._kind, self._groups = subject, subject.program, kind, groups
         self._device, rank, tp = groups.world.device, groups.world.rank, kind.tp
         stages = [tuple(range(i * tp, i * tp + tp)) for i in range(groups.world.ranks // tp)]

@@ -17,7 +17,7 @@ from hydragraph.frontend.capture import capture
 from hydragraph.frontend.initialise import initial_buffers
 from hydragraph.runtime.groups import Groups
 from hydragraph.runtime.launch import join, launch
-from hydragraph.runtime.measure import MESSAGES, MeasureSettings, Subject, least_share, measure
+from hydragraph.runtime.measure import MESSAGES, MeasuredModel, MeasureSettings, least_share, measure
 from hydragraph.runtime.variants import Variants
 from hydragraph.spec.stage_kind import StageKind
 from tests.models import captured, llama
@@ -34,7 +34,7 @@ def measured_rank(settings: MeasureSettings) -> tuple[Profile, list[str]]:
     program = capture(model)
     groups = Groups(join("cpu"), timedelta(minutes=2))
     told: list[str] = []
-    subject = Subject(program, initial_buffers(model), 101, 256)
+    subject = MeasuredModel(program, initial_buffers(model), 101, 256)
     profile = measure(subject, settings, groups, lambda done, total, what: told.append(f"{done}/{total} {what}"))
     groups.close()
     return profile, told
