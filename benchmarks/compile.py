@@ -96,12 +96,12 @@ def compile_all(sizes: Sizes) -> Measured:
 
 def check_once(sizes: Sizes) -> Measured:
     """Check a captured model by numbers: what `hg.compile` does besides the first time that it meets a model."""
-    from hydragraph.check.check import Subject, check
+    from hydragraph.check.check import CheckedModel, check
     from hydragraph.frontend.capture import capture
 
     model = _llama(sizes)
     program = capture(model)
-    return measure(lambda: check(Subject(model, program)))
+    return measure(lambda: check(CheckedModel(model, program)))
 
 
 def one_rank(sizes: Sizes) -> Measured:

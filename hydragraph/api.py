@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hydragraph.candidates import Choices, Planning
-from hydragraph.check.check import Subject
+from hydragraph.check.check import CheckedModel
 from hydragraph.check.run import check_here, check_on_hosts, mode_of
 from hydragraph.cost.costs import Costs
 from hydragraph.cost.profile import Profile
@@ -56,7 +56,7 @@ def capture(
         Unsupported: what cannot be captured, or what differs from the model.
     """
     program = frontend.capture(model, dtype, example, loss, blocks)
-    check_here(Subject(model, program, loss or token_cross_entropy, blocks, example), check)
+    check_here(CheckedModel(model, program, loss or token_cross_entropy, blocks, example), check)
     return program
 
 
@@ -123,7 +123,7 @@ def compile(
     with world.watch.calling("compile"):
         if program is None:
             program = frontend.capture(model, dtype, example, loss, blocks)
-            check_on_hosts(Subject(model, program, loss or token_cross_entropy, blocks, example), check, world)
+            check_on_hosts(CheckedModel(model, program, loss or token_cross_entropy, blocks, example), check, world)
         else:
             _check_origin(program, model, dtype, given=example is not None or loss is not None)
         planning = Planning(profile, lengths, policy or Policy())

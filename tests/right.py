@@ -17,7 +17,7 @@ from rich.progress import track
 from torch import Tensor, nn
 
 import hydragraph as hg
-from hydragraph.check.check import REMEDY, Subject, check
+from hydragraph.check.check import REMEDY, CheckedModel, check
 from hydragraph.frontend.capture import capture
 from tests.frontend.families import build
 from tests.module_cases import CHANGES, HABITS, WIDTH, Model, ModuleCase
@@ -101,7 +101,7 @@ def outcome(case: RightCase) -> str:
     """Return "accepted", "refused by name: ..." (before any numbers) or "REFUSED: ..."; any other error is one too."""
     try:
         model = case.build()
-        found = check(Subject(model, capture(model, case.dtype)), "full")
+        found = check(CheckedModel(model, capture(model, case.dtype)), "full")
     except hg.Unsupported as error:
         return f"REFUSED: {case}: {error}" if REMEDY in str(error) else f"refused by name: {error}"
     except Exception as error:

@@ -39,7 +39,7 @@ REMEDY = (
 
 
 @dataclass(frozen=True)
-class Subject:
+class CheckedModel:
     """What is checked.
 
     Attributes:
@@ -124,7 +124,7 @@ class _Unrunnable(Exception):  # noqa: N818
         self.side = side
 
 
-def check(subject: Subject, mode: str = "auto", variants: Variants | None = None) -> Checked:
+def check(subject: CheckedModel, mode: str = "auto", variants: Variants | None = None) -> Checked:
     """Compare loss and gradients of packed batches, block by block, with the model on each sequence alone.
 
     Args:
@@ -172,7 +172,7 @@ def attempts(dtype: torch.dtype) -> Iterator[Attempt]:
     yield Attempt(first, copied=False, widened=dtype is torch.bfloat16, seed=3)
 
 
-def kept_together(subject: Subject, mode: str) -> list[tuple[int, ...]]:
+def kept_together(subject: CheckedModel, mode: str) -> list[tuple[int, ...]]:
     """Return the indices of the blocks to compare, in groups that are in memory at a time.
 
     Under "auto" these are the first of each template, and of what is trained of it; and, where that costs little, the
@@ -203,7 +203,7 @@ def _kind(program: Program, block: Block) -> tuple[object, ...]:
     return block.template, *(getattr(program.parameters[n], "trainable", True) for n in block.parameters)
 
 
-def _size(subject: Subject, group: Sequence[int]) -> int:
+def _size(subject: CheckedModel, group: Sequence[int]) -> int:
     """Return how many parameters compute while a group of blocks is compared."""
     used = {n for b in _kept(subject.program, group) for n in b.parameters}
     return sum(subject.program.parameters[n].size for n in used)
@@ -214,7 +214,7 @@ def _kept(program: Program, group: Sequence[int]) -> list[Block]:
 
 
 def _pass(
-    subject: Subject, variants: Variants, forms: Forms, group: tuple[int, ...], lengths: Lengths
+    subject: CheckedModel, variants: Variants, forms: Forms, group: tuple[int, ...], lengths: Lengths
 ) -> tuple[Difference, Attempt] | str:
     """Compare one group of blocks; return its worst difference, or why nothing can be said.
 
@@ -243,7 +243,7 @@ def _pass(
 
 
 def _attempt(
-    subject: Subject,
+    subject: CheckedModel,
     variants: Variants,
     forms: Forms,
     group: tuple[int, ...],
@@ -301,7 +301,7 @@ def _frozen(program: Program) -> set[str]:
 
 
 def _refusal(
-    subject: Subject,
+    subject: CheckedModel,
     variants: Variants,
     forms: Forms,
     group: tuple[int, ...],
@@ -329,7 +329,7 @@ def _refusal(
 
 
 def _where(
-    subject: Subject, variants: Variants, forms: Forms, group: tuple[int, ...], lengths: Lengths, attempt: Attempt
+    subject: CheckedModel, variants: Variants, forms: Forms, group: tuple[int, ...], lengths: Lengths, attempt: Attempt
 ) -> str:
     """Name the part that differs by itself: what is around the blocks, or the first block that does."""
     name = type(subject.model).__name__

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 import hydragraph
-from hydragraph.check.check import Subject
+from hydragraph.check.check import CheckedModel
 from hydragraph.version import __version__
 
 # Libraries whose version says what their modules do; of all others, the source is read.
@@ -42,7 +42,7 @@ def folder() -> Path:
     return Path(base) / "hydragraph" / "checks"
 
 
-def fingerprint(subject: Subject, mode: str) -> str | None:
+def fingerprint(subject: CheckedModel, mode: str) -> str | None:
     """Return 32 hex digits over what a check's outcome depends on; None: it cannot be told."""
     program = subject.program
     digest = hashlib.sha256()

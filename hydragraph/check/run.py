@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from hydragraph.check.check import MODES, Checked, Subject, check, log, report
+from hydragraph.check.check import MODES, Checked, CheckedModel, check, log, report
 from hydragraph.check.memory import fingerprint, recall, remember
 from hydragraph.errors import Unsupported
 from hydragraph.runtime.launch import World
@@ -29,7 +29,7 @@ def mode_of(asked: str | bool) -> str:
     return AUTO if mode == "auto" else str(mode)
 
 
-def check_here(subject: Subject, asked: str | bool) -> Checked | None:
+def check_here(subject: CheckedModel, asked: str | bool) -> Checked | None:
     """Check a captured program in this process and log what was found.
 
     Returns:
@@ -55,7 +55,7 @@ def check_here(subject: Subject, asked: str | bool) -> Checked | None:
     return checked
 
 
-def check_on_hosts(subject: Subject, asked: str | bool, world: World) -> None:
+def check_on_hosts(subject: CheckedModel, asked: str | bool, world: World) -> None:
     """Check a captured program on one rank of each host; all ranks call it, with equal arguments.
 
     Raises:

@@ -16,7 +16,7 @@ from transformers import Qwen2MoeConfig, Qwen2MoeForCausalLM
 
 import hydragraph as hg
 from hydragraph.check import run
-from hydragraph.check.check import Subject, check
+from hydragraph.check.check import CheckedModel, check
 from hydragraph.frontend.capture import capture
 from hydragraph.ir.program import Program
 from tests.models import MODELS, bert, captured, llama, randomised, tiny
@@ -29,7 +29,7 @@ aten = torch.ops.aten
 @pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral"])
 def test_families_pass(name: str) -> None:
     program, model = captured(name)
-    found = check(Subject(model, program))
+    found = check(CheckedModel(model, program))
     assert not found.problem
     assert found.worst < 1e-4
     assert len(set(found.tokens)) == 2
@@ -38,7 +38,7 @@ def test_families_pass(name: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_other_dtypes_pass(dtype: torch.dtype) -> None:
     model = llama(layers=2)
-    found = check(Subject(model, capture(model, dtype=dtype)))
+    found = check(CheckedModel(model, capture(model, dtype=dtype)))
     assert not found.problem
     assert found.worst < 1e-4
 
@@ -50,7 +50,7 @@ def test_masked_models_and_own_models_and_losses_pass() -> None:
         (randomised(Own()), {"loss": weighted, "example": {"weight": torch.zeros(1, 4)}}),
     ]
     for model, options in examples:
-        assert not check(Subject(model, capture(model, **options), **options)).problem
+        assert not check(CheckedModel(model, capture(model, **options), **options)).problem
 
 
 def test_a_meta_model_is_checked_with_drawn_weights_one_group_of_blocks_at_a_time(
@@ -59,14 +59,14 @@ def test_a_meta_model_is_checked_with_drawn_weights_one_group_of_blocks_at_a_tim
     monkeypatch.setattr("hydragraph.check.check.TOGETHER", 1)
     with torch.device("meta"):
         model = type(llama(layers=3))(llama(layers=3).config)
-    found = check(Subject(model, capture(model)), "full")
+    found = check(CheckedModel(model, capture(model)), "full")
     assert (found.blocks, found.layers, found.problem) == (3, 3, "")
     assert all(p.is_meta for p in model.parameters())
 
 
 def test_every_block_is_checked_under_full_and_each_kind_under_auto(monkeypatch: pytest.MonkeyPatch) -> None:
     model = llama(layers=4)
-    subject = Subject(model, capture(model))
+    subject = CheckedModel(model, capture(model))
     before = {n: p.clone() for n, p in model.named_parameters()}
     assert check(subject, "full").blocks == 4
     assert check(subject).blocks == 2  # the first and the last
@@ -110,7 +110,7 @@ def test_a_changed_graph_is_refused(block: str, target: Any, how: Any, by: float
     program, model = captured("llama")
     wrong = edited(program, block, changing(target, how, by))
     with pytest.raises(hg.Unsupported, match=where) as error:
-        check(Subject(model, wrong))
+        check(CheckedModel(model, wrong))
     assert "weight" in str(error.value)
 
 
@@ -191,7 +191,7 @@ def test_zeros_hide_nothing() -> None:
             layer.self_attn.o_proj.weight.zero_()
     program = capture(model)
     with pytest.raises(hg.Unsupported, match=r"layer\.0"):
-        check(Subject(model, edited(program, "layer.0", changing(aten.silu.default, aten.mul.Tensor, 1.01))))
+        check(CheckedModel(model, edited(program, "layer.0", changing(aten.silu.default, aten.mul.Tensor, 1.01))))
 
 
 def test_a_model_that_cannot_run_alone_is_reported_and_not_refused(caplog: pytest.LogCaptureFixture) -> None:
@@ -203,7 +203,7 @@ def test_a_model_that_cannot_run_alone_is_reported_and_not_refused(caplog: pytes
 
     model.forward = never  # type: ignore[method-assign]
     with caplog.at_level(logging.WARNING):
-        found = run.check_here(Subject(model, program), "full")
+        found = run.check_here(CheckedModel(model, program), "full")
     assert found is not None
     assert "only on Tuesdays" in found.problem
     assert "not checked" in caplog.text

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import hydragraph as hg
 from hydragraph.check import memory, run
-from hydragraph.check.check import Subject
+from hydragraph.check.check import CheckedModel
 from hydragraph.frontend.capture import capture
 from tests.models import captured, llama, randomised
 from tests.own_models import Own, weighted
@@ -52,19 +52,19 @@ def test_a_folder_that_cannot_be_written_fails_nothing(tmp_path: Path, monkeypat
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     program, model = captured("llama")
-    assert run.check_here(Subject(model, program), "full") is not None
+    assert run.check_here(CheckedModel(model, program), "full") is not None
 
 
 def test_a_fingerprint_tells_apart_what_may_differ() -> None:
     program, model = captured("llama")
     own = randomised(Own())
-    subject = Subject(model, program)
+    subject = CheckedModel(model, program)
     keys = [memory.fingerprint(subject, "auto"), memory.fingerprint(subject, "full")]
-    keys.append(memory.fingerprint(Subject(own, capture(own)), "auto"))
+    keys.append(memory.fingerprint(CheckedModel(own, capture(own)), "auto"))
     own.secret = 3.0  # type: ignore[assignment]
-    keys.append(memory.fingerprint(Subject(own, capture(own)), "auto"))
+    keys.append(memory.fingerprint(CheckedModel(own, capture(own)), "auto"))
     weights = {"weight": torch.zeros(1, 4)}
-    keys.append(memory.fingerprint(Subject(own, capture(own, loss=weighted, example=weights), weighted), "auto"))
+    keys.append(memory.fingerprint(CheckedModel(own, capture(own, loss=weighted, example=weights), weighted), "auto"))
     assert None not in keys
     assert len(set(keys)) == len(keys)
     assert memory.fingerprint(subject, "auto") == keys[0]
@@ -76,10 +76,10 @@ def test_nothing_is_remembered_of_what_cannot_be_told() -> None:
     def closing(outputs: Any, batch: dict[str, Tensor]) -> Tensor:
         return weighted(outputs, batch) * model.training
 
-    assert memory.fingerprint(Subject(model, program, closing), "auto") is None
+    assert memory.fingerprint(CheckedModel(model, program, closing), "auto") is None
     hooked = llama(layers=2)
     hooked.register_forward_hook(lambda *_: None)
-    assert memory.fingerprint(Subject(hooked, program), "auto") is None
+    assert memory.fingerprint(CheckedModel(hooked, program), "auto") is None
 
 
 class Doubled(Own):
@@ -96,7 +96,7 @@ def compiled() -> str:
     run.AUTO = "auto"
     usual = run.check_here
 
-    def changed(subject: Subject, asked: str | bool) -> Any:
+    def changed(subject: CheckedModel, asked: str | bool) -> Any:
         Doubled.factor = 2.0
         return usual(subject, asked)
 
