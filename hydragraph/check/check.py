@@ -17,7 +17,7 @@ from hydragraph.check.copies import Forms, reduced
 from hydragraph.check.lengths import Lengths, lengths_of
 from hydragraph.check.sequences import alone, batches, draw_sequences, ids_of
 from hydragraph.check.sides import add_captured, run_alone
-from hydragraph.check.weights import Weights
+from hydragraph.check.weights import DrawnWeights
 from hydragraph.errors import Unsupported
 from hydragraph.frontend.blocks import block_list
 from hydragraph.frontend.packed import Loss, token_cross_entropy
@@ -253,7 +253,7 @@ def _attempt(
     """Compare both batches once; None: the expected values are not finite."""
     program = subject.program
     wide = attempt.dtype if attempt.widened else None
-    weights = Weights(attempt.seed, attempt.dtype, attempt.copied)
+    weights = DrawnWeights(attempt.seed, attempt.dtype, attempt.copied)
     model = reduced(subject.model, subject.blocks, group, forms, weights)
     tensors = dict([*model.named_parameters(), *model.named_buffers()])
     sequences = draw_sequences(lengths, ids_of(subject.model, program), program, subject.example, attempt.seed)

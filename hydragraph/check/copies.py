@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hydragraph.check.weights import Weights
+from hydragraph.check.weights import DrawnWeights
 from hydragraph.check.wide import widened
 from hydragraph.frontend.blocks import block_list
 from hydragraph.frontend.initialise import initial_buffers
@@ -46,7 +46,7 @@ def reduced(
     blocks: str | None,
     kept: Collection[int],
     forms: Forms,
-    weights: Weights,
+    weights: DrawnWeights,
 ) -> nn.Module:
     """Copy a model, with weights of its own for what is around its blocks and for some of them.
 
@@ -77,7 +77,7 @@ def _prefix(name: str, prefixes: Collection[str]) -> str | None:
     return next((p for p in prefixes if name.startswith(p)), None)
 
 
-def _tensors(model: nn.Module, left_out: Callable[[str], bool], weights: Weights) -> dict[int, Any]:
+def _tensors(model: nn.Module, left_out: Callable[[str], bool], weights: DrawnWeights) -> dict[int, Any]:
     """Return what stands for each parameter and buffer in a copy, as a memo of `copy.deepcopy`."""
     memo: dict[int, Any] = {}
     for name, parameter in model.named_parameters():

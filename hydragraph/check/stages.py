@@ -22,7 +22,7 @@ from hydragraph.check.lengths import Lengths
 from hydragraph.check.memory import key_of, recall, remember
 from hydragraph.check.sequences import draw_sequences, ids_read
 from hydragraph.check.sides import Common, backward
-from hydragraph.check.weights import Weights
+from hydragraph.check.weights import DrawnWeights
 from hydragraph.check.wide import default_dtype, runner
 from hydragraph.errors import Unsupported
 from hydragraph.ir.graph_data import value_of
@@ -175,7 +175,7 @@ class StageCheck:
             like = _value(template, "hidden")
             sizes = [s if isinstance(s, int) else tokens for s in like.shape]
             values["hidden"] = torch.randn(sizes, generator=generator, dtype=wide or like.dtype)
-        weights = Weights(attempt.seed, wide or program.dtype, copied=False)
+        weights = DrawnWeights(attempt.seed, wide or program.dtype, copied=False)
         for local, parameter in local_parameters(program, block, template).items():
             values[local] = weights.drawn(torch.empty(parameter.shape, device="meta"), parameter.name)
         return values

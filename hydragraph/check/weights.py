@@ -31,7 +31,7 @@ _SHARED = 1 << 22
 
 
 @dataclass(frozen=True)
-class Weights:
+class DrawnWeights:
     """Weights of one model, or of one block.
 
     Large new matrices lie in shared memory, each from another place on: no two are alike, and none may be written to.
