@@ -27,7 +27,7 @@ class State(Enum):
 
 
 @dataclass(frozen=True)
-class Process:
+class WatchedProcess:
     """A process of this machine.
 
     Attributes:
@@ -39,15 +39,15 @@ class Process:
     started: int = 0
 
     @staticmethod
-    def own() -> Process:
+    def own() -> WatchedProcess:
         """Return this process."""
-        return Process.of(os.getpid())
+        return WatchedProcess.of(os.getpid())
 
     @staticmethod
-    def of(pid: int) -> Process:
+    def of(pid: int) -> WatchedProcess:
         """Return the process that has a number now."""
         status = _status(pid)
-        return Process(pid, 0 if status is None else status[1])
+        return WatchedProcess(pid, 0 if status is None else status[1])
 
     def state(self) -> State:
         """Ask the system; about 20 us. Where it has no /proc, a stopped process cannot be told from a running one."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch.distributed.distributed_c10d import Store  # type: ignore[attr-defined]
 
 from hydragraph.runtime.failure.board import Board
-from hydragraph.runtime.failure.processes import Process
+from hydragraph.runtime.failure.processes import WatchedProcess
 
 
 @dataclass(frozen=True)
@@ -17,7 +17,7 @@ class RollEntry:
 
     rank: int
     host: str
-    process: Process
+    process: WatchedProcess
 
 
 class Roll:
@@ -67,7 +67,7 @@ class Roll:
             if line is None:
                 break
             rank, host, pid, started = json.loads(line)
-            self._members.append(RollEntry(rank, host, Process(pid, started)))
+            self._members.append(RollEntry(rank, host, WatchedProcess(pid, started)))
         return tuple(self._members)
 
     def machines(self) -> tuple[str, ...]:

@@ -59,7 +59,7 @@ from hydragraph.runtime.failure.judge import (
     Stall,
 )
 from hydragraph.runtime.failure.ledger import NAMESPACE, Fault, Ledger, root
-from hydragraph.runtime.failure.processes import Process, machine
+from hydragraph.runtime.failure.processes import WatchedProcess, machine
 from hydragraph.runtime.failure.roll import Roll, RollEntry
 from hydragraph.runtime.failure.sentinel import Sentinel, post_of
 from hydragraph.runtime.failure.sockets import open_sockets, shut_down
@@ -159,7 +159,7 @@ class Watch:
             if self.rank == 0:
                 client.set(NAMESPACE, name)
             self._board = roll.board(self.ranks)
-            return roll.enter(RollEntry(self.rank, self._host, Process.own()))
+            return roll.enter(RollEntry(self.rank, self._host, WatchedProcess.own()))
 
         def question() -> None:
             self._ask(client, roll, name)

@@ -10,12 +10,12 @@ import time
 
 import pytest
 
-from hydragraph.runtime.failure.processes import Process, State, machine
+from hydragraph.runtime.failure.processes import State, WatchedProcess, machine
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="/proc says what a process does")
 
 
-def eventually(process: Process, state: State) -> bool:
+def eventually(process: WatchedProcess, state: State) -> bool:
     for _ in range(500):
         if process.state() is state:
             return True
@@ -25,7 +25,7 @@ def eventually(process: Process, state: State) -> bool:
 
 def test_a_process_runs_is_stopped_goes_on_and_ends() -> None:
     child = subprocess.Popen(["sleep", "60"])
-    process = Process.of(child.pid)
+    process = WatchedProcess.of(child.pid)
     assert process.state() is State.RUNNING
     child.send_signal(signal.SIGSTOP)
     assert eventually(process, State.STOPPED)
@@ -38,11 +38,11 @@ def test_a_process_runs_is_stopped_goes_on_and_ends() -> None:
 
 
 def test_another_process_with_the_same_number_is_another() -> None:
-    own = Process.own()
+    own = WatchedProcess.own()
     assert own.pid == os.getpid()
     assert own.state() is State.RUNNING
-    assert Process(own.pid, own.started - 1).state() is State.ENDED
-    assert Process(own.pid).state() is State.RUNNING  # when it began is not known
+    assert WatchedProcess(own.pid, own.started - 1).state() is State.ENDED
+    assert WatchedProcess(own.pid).state() is State.RUNNING  # when it began is not known
 
 
 def test_a_machine_is_named_alike_by_its_processes() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
-from hydragraph.runtime.failure.processes import Process
+from hydragraph.runtime.failure.processes import WatchedProcess
 from hydragraph.runtime.failure.roll import Roll, RollEntry
 
 
@@ -12,7 +12,7 @@ def test_ranks_of_two_machines() -> None:
     store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
     here, there = Roll(store, "ns", "machine|1"), Roll(store, "ns", "machine|2")
     assert here.members() == here.machines() == ()  # type: ignore[comparison-overlap]
-    members = [RollEntry(rank, f"host{rank}", Process(100 + rank, rank)) for rank in range(4)]
+    members = [RollEntry(rank, f"host{rank}", WatchedProcess(100 + rank, rank)) for rank in range(4)]
     assert here.enter(members[2])
     assert not here.enter(members[0])
     assert there.enter(members[3])

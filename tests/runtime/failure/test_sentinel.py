@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from hydragraph.runtime.failure.board import Board
 from hydragraph.runtime.failure.ledger import Fault, Ledger
-from hydragraph.runtime.failure.processes import Process
+from hydragraph.runtime.failure.processes import WatchedProcess
 from hydragraph.runtime.failure.roll import Roll, RollEntry
 from hydragraph.runtime.failure.sentinel import Sentinel, post_of
 
@@ -59,7 +59,7 @@ def world() -> Iterator[World]:
         roll = Roll(store, "ns", f"machine {rank}")
         board = roll.board(2)
         board.place(rank, 5, 3)
-        roll.enter(RollEntry(rank, f"host{rank}", Process.of(process.pid)))
+        roll.enter(RollEntry(rank, f"host{rank}", WatchedProcess.of(process.pid)))
         post = post_of(store, "ns", roll.machine, board.address, 2)
         assert post is not None
         machines.append(Machine(rank, process, board, Sentinel(post)))
