@@ -23,7 +23,7 @@ COLUMNS = ("kernel", "size", "side", "ms", "GB/s or TFLOP/s", "% of ceiling", "p
 
 
 @dataclass(frozen=True)
-class Row:
+class KernelRow:
     """One measured side: work per second in GB/s or TFLOP/s, percent of the ceiling, and what it allocates."""
 
     kernel: str
@@ -47,7 +47,7 @@ def bench_kernels(names: Sequence[str], sweep: Sweep, tell: Callable[[str], None
     if unknown := [name for name in names if name not in CASES]:
         raise ValueError(f"no kernel {unknown[0]!r}: use some of {', '.join(CASES)}")
     ceilings = measure_ceilings(sweep.device, sweep.dtype)
-    rows: list[Row] = []
+    rows: list[KernelRow] = []
     notes = [f"Ceilings, measured in this run: {ceilings}.", *_left_out(sweep)]
     for name in names or CASES:
         for case in CASES[name](sweep):
@@ -71,7 +71,7 @@ def _left_out(sweep: Sweep) -> Iterator[str]:
         yield "On the CPU the operators run plain PyTorch: Triton's interpreter is not timed."
 
 
-def measure(case: Case, device: torch.device, ceilings: Ceilings) -> tuple[list[Row], list[str]]:
+def measure(case: Case, device: torch.device, ceilings: Ceilings) -> tuple[list[KernelRow], list[str]]:
     """Check every side of a case against the first, time all in turn, and say which refused.
 
     Raises:
@@ -86,7 +86,9 @@ def measure(case: Case, device: torch.device, ceilings: Ceilings) -> tuple[list[
     for name, call in sides.items():
         rate = case.work / seconds[name]
         peak = peak_bytes(call, device) / 1e6
-        rows.append(Row(case.kernel, case.size, name, seconds[name] * 1e3, rate / scale, 100 * rate / ceiling, peak))
+        rows.append(
+            KernelRow(case.kernel, case.size, name, seconds[name] * 1e3, rate / scale, 100 * rate / ceiling, peak)
+        )
     return rows, refused
 
 
@@ -123,21 +125,21 @@ def checked(case: Case) -> tuple[dict[str, Callable[[], Tensor]], list[str]]:
 # The targets. Without rows nothing was measured where they hold.
 
 
-def kernel_targets(rows: Sequence[Row]) -> tuple[Target, ...]:
+def kernel_targets(rows: Sequence[KernelRow]) -> tuple[Target, ...]:
     """Compare measured rows with what has to be reached on one H200."""
     return (*_attention_targets(rows), *_memory_targets(rows), *_loss_targets(rows))
 
 
-def _times(rows: Sequence[Row], kernel: str, size: str) -> dict[str, Row]:
+def _times(rows: Sequence[KernelRow], kernel: str, size: str) -> dict[str, KernelRow]:
     return {r.side: r for r in rows if r.kernel == kernel and r.size == size}
 
 
-def _ratio(rows: dict[str, Row], side: str, other: str) -> float | None:
+def _ratio(rows: dict[str, KernelRow], side: str, other: str) -> float | None:
     """Return how many times faster one side is than another; None where one is missing."""
     return rows[other].milliseconds / rows[side].milliseconds if side in rows and other in rows else None
 
 
-def _attention_targets(rows: Sequence[Row]) -> Iterator[Target]:
+def _attention_targets(rows: Sequence[KernelRow]) -> Iterator[Target]:
     sizes = {r.size: _times(rows, r.kernel, r.size) for r in rows if r.kernel == "varlen_attention"}
     large = sizes.get("T 16384, 32/8 heads of 128", {})
     name = "attention, 16K tokens, 32/8 heads of 128: Triton against varlen_attn"
@@ -154,7 +156,7 @@ def _attention_targets(rows: Sequence[Row]) -> Iterator[Target]:
     yield Target.at_least(name, NOISE, min(worst, default=None), "{:.2f}x", text)
 
 
-def _memory_targets(rows: Sequence[Row]) -> Iterator[Target]:
+def _memory_targets(rows: Sequence[KernelRow]) -> Iterator[Target]:
     for kernel in ("slice_copy", "adamw"):
         percents = [
             r.percent
@@ -165,7 +167,7 @@ def _memory_targets(rows: Sequence[Row]) -> Iterator[Target]:
         yield Target.at_least(name, 90, min(percents, default=None), "{:.1f} %")
 
 
-def _loss_targets(rows: Sequence[Row]) -> Iterator[Target]:
+def _loss_targets(rows: Sequence[KernelRow]) -> Iterator[Target]:
     for vocabulary, name in ((32000, "32K"), (131072, "128K")):
         sides = _times(rows, "linear_cross_entropy", f"T 16384, E 4096, V {vocabulary}")
         head = f"head and loss, 16K tokens, {name} vocabulary"

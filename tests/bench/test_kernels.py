@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hydragraph.bench.kernel_cases import CASES, Case, Sweep
-from hydragraph.bench.kernels import COLUMNS, Row, bench_kernels, checked, kernel_targets
+from hydragraph.bench.kernels import COLUMNS, KernelRow, bench_kernels, checked, kernel_targets
 from hydragraph.errors import Unsupported
 
 SMALL = Sweep(torch.device("cpu"), torch.float32, full=False, compiled=False)
@@ -59,19 +59,23 @@ def test_a_run() -> None:
         bench_kernels(["adam"], SMALL)
 
 
-def rows(kernel: str, size: str, **milliseconds: float) -> list[Row]:
-    return [Row(kernel, size, side.replace("_", " "), ms, 0.0, 100 / ms, 10 * ms) for side, ms in milliseconds.items()]
+def rows(kernel: str, size: str, **milliseconds: float) -> list[KernelRow]:
+    return [
+        KernelRow(kernel, size, side.replace("_", " "), ms, 0.0, 100 / ms, 10 * ms) for side, ms in milliseconds.items()
+    ]
 
 
-def verdicts(found: Sequence[Row]) -> dict[str, tuple[str, str]]:
+def verdicts(found: Sequence[KernelRow]) -> dict[str, tuple[str, str]]:
     return {t.name: (t.found, t.verdict) for t in kernel_targets(found) if t.met is not None}
 
 
 def test_targets_of_attention() -> None:
     size = "T 16384, 32/8 heads of 128"
     times = {"varlen_attn": 1.0, "torch": 1.0, "triton": 1.25, "dispatch": 1.01}
-    found = [Row("varlen_attention", size, side, ms, 0, 0, 0) for side, ms in times.items()]
-    found += [Row("varlen_attention", "T 1", side, ms, 0, 0, 0) for side, ms in {"triton": 1, "dispatch": 1.1}.items()]
+    found = [KernelRow("varlen_attention", size, side, ms, 0, 0, 0) for side, ms in times.items()]
+    found += [
+        KernelRow("varlen_attention", "T 1", side, ms, 0, 0, 0) for side, ms in {"triton": 1, "dispatch": 1.1}.items()
+    ]
     assert verdicts(found) == {
         "attention, 16K tokens, 32/8 heads of 128: Triton against varlen_attn": ("0.80x", "MISSED"),
         "attention: dispatch against the fastest backend, at every size": ("0.91x", "MISSED"),
