@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Rule:
+class RuleText:
     """How tensor parallelism cuts a parameter: the fields of `ir.parameter.ShardRule`."""
 
     dim: int
@@ -31,7 +31,7 @@ class Tensor:
 
     name: str
     shape: tuple[int, ...]
-    rule: Rule | None = None
+    rule: RuleText | None = None
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class ModelSizes:
             tensors = []
             for p in bucket.parameters:
                 cut = p.rule
-                rule = Rule(cut.dim, tuple(cut.segments), cut.unit, cut.heads) if cut is not None else None
+                rule = RuleText(cut.dim, tuple(cut.segments), cut.unit, cut.heads) if cut is not None else None
                 tensors.append(Tensor(p.name, tuple(map(int, p.shape)), rule))
             weights.append(Weights(bucket.name, tuple(tensors), tuple(bucket.blocks), bucket.learns))
         first = program.templates[program.blocks[0].template].graph
@@ -87,7 +87,7 @@ class ModelSizes:
         last = len(sizes) - 1
         names = tuple("embed" if i == 0 else "head" if i == last else f"layer.{i - 1}" for i in range(len(sizes)))
         weights = tuple(
-            Weights(name, (Tensor(f"{name}.weight", (size,), Rule(0, (size,))),), (name,))
+            Weights(name, (Tensor(f"{name}.weight", (size,), RuleText(0, (size,))),), (name,))
             for name, size in zip(names, sizes, strict=True)
             if size
         )
@@ -131,7 +131,7 @@ class ModelSizes:
                 Tensor(
                     t["name"],
                     tuple(t["shape"]),
-                    t["rule"] and Rule(**{**t["rule"], "segments": tuple(t["rule"]["segments"])}),
+                    t["rule"] and RuleText(**{**t["rule"], "segments": tuple(t["rule"]["segments"])}),
                 )
                 for t in record["tensors"]
             )
