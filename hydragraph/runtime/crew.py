@@ -23,7 +23,7 @@ from hydragraph.errors import RankFailure
 from hydragraph.runtime.failure.board import Progress
 from hydragraph.runtime.failure.judge import Judge, Seen
 from hydragraph.runtime.failure.ledger import Fault, announce_death, last_fault
-from hydragraph.runtime.failure.processes import State, WatchedProcess
+from hydragraph.runtime.failure.processes import ProcessState, WatchedProcess
 from hydragraph.runtime.rank_process import HOST, Died, Raised, Readable, Returned, Seat, rebuilt, run_rank
 from hydragraph.runtime.stopping import Relay
 
@@ -154,7 +154,7 @@ class Stops:
         self._before = now
         states = {member.rank: WatchedProcess(member.process.pid or 0).state() for member in waiting}
         nothing = Progress(0, 0, None, "", waiting=False, left=False)
-        seen = {rank: Seen(state, nothing) for rank, state in states.items() if state is not State.ENDED}
+        seen = {rank: Seen(state, nothing) for rank, state in states.items() if state is not ProcessState.ENDED}
         accused = self._judge.look(elapsed, seen, others_run=others_run)
         return None if accused is None else (accused.rank, accused.error)
 

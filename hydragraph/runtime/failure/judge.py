@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from hydragraph.runtime.failure.board import Progress
-from hydragraph.runtime.failure.processes import State
+from hydragraph.runtime.failure.processes import ProcessState
 
 STOPPED_S = 6.0  # a stop of so long is no pause; all ranks raise well within 10 s of it
 PAUSE_S = 0.5
@@ -27,7 +27,7 @@ _ENDED_S = 0.5  # for the launcher, which knows how a process ended, to say so f
 class Seen:
     """What is seen of a rank: its process, and what it wrote on its board."""
 
-    state: State
+    state: ProcessState
     progress: Progress
 
 
@@ -63,11 +63,11 @@ class Judge:
         """
         # A judge that was itself stopped for a minute has not seen anybody stand still for a minute.
         elapsed = min(elapsed, PAUSE_S)
-        running = others_run or any(sighting.state is State.RUNNING for sighting in seen.values())
+        running = others_run or any(sighting.state is ProcessState.RUNNING for sighting in seen.values())
         for rank, sighting in seen.items():
             # Counts go back to 0 with the first look at which it is not so any more: only an unbroken time counts.
-            ended = sighting.state is State.ENDED
-            stopped = sighting.state is State.STOPPED and running
+            ended = sighting.state is ProcessState.ENDED
+            stopped = sighting.state is ProcessState.STOPPED and running
             if ended and sighting.progress.left:
                 self._left.add(rank)
             self._ended[rank] = self._ended.get(rank, 0.0) + elapsed if ended and not sighting.progress.left else 0.0
@@ -114,7 +114,7 @@ class Stall:
         # stand still may as well compute.
         moves = {rank: sighting.progress.moves for rank, sighting in seen.items()}
         waits = [rank for rank, sighting in seen.items() if sighting.progress.waiting]
-        awake = all(sighting.state is not State.STOPPED for sighting in seen.values())
+        awake = all(sighting.state is not ProcessState.STOPPED for sighting in seen.values())
         still = moves == self._moves and waits and awake
         self._moves = moves
         self._still_s = self._still_s + min(elapsed, PAUSE_S) if still else 0.0

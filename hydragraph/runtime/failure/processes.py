@@ -18,7 +18,7 @@ _STOPPED = frozenset("Tt")  # by a signal; by a debugger
 _ENDED = frozenset("ZXx")  # a zombie has ended, though nobody has asked how
 
 
-class State(Enum):
+class ProcessState(Enum):
     """What the system says of a process."""
 
     RUNNING = "running"  # or sleeping, or waiting for a disk
@@ -49,14 +49,14 @@ class WatchedProcess:
         status = _status(pid)
         return WatchedProcess(pid, 0 if status is None else status[1])
 
-    def state(self) -> State:
+    def state(self) -> ProcessState:
         """Ask the system; about 20 us. Where it has no /proc, a stopped process cannot be told from a running one."""
         if sys.platform != "linux":
             return _exists(self.pid)
         status = _status(self.pid)
         if status is None or (self.started and status[1] != self.started) or status[0] in _ENDED:
-            return State.ENDED
-        return State.STOPPED if status[0] in _STOPPED else State.RUNNING
+            return ProcessState.ENDED
+        return ProcessState.STOPPED if status[0] in _STOPPED else ProcessState.RUNNING
 
 
 def _status(pid: int) -> tuple[str, int] | None:
@@ -69,14 +69,14 @@ def _status(pid: int) -> tuple[str, int] | None:
     return fields[0], int(fields[19])
 
 
-def _exists(pid: int) -> State:
+def _exists(pid: int) -> ProcessState:
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
-        return State.ENDED
+        return ProcessState.ENDED
     except PermissionError:
         pass
-    return State.RUNNING
+    return ProcessState.RUNNING
 
 
 def machine() -> str:

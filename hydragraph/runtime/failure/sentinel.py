@@ -25,7 +25,7 @@ from torch.distributed.distributed_c10d import Store  # type: ignore[attr-define
 from hydragraph.runtime.failure.board import Board, Progress
 from hydragraph.runtime.failure.judge import PAUSE_S, Accusation, Judge, Seen, Stall
 from hydragraph.runtime.failure.ledger import Fault, Ledger
-from hydragraph.runtime.failure.processes import State
+from hydragraph.runtime.failure.processes import ProcessState
 from hydragraph.runtime.failure.roll import Roll, RollEntry
 
 SILENT_S = (
@@ -111,7 +111,7 @@ class _Others:
         sightings: dict[int, Seen] = {}
         for beat in self._beats.values():
             for rank, (state, moves, waiting, left) in beat["ranks"].items():
-                sightings[int(rank)] = Seen(State(state), Progress(moves, 0, None, "", waiting, left))
+                sightings[int(rank)] = Seen(ProcessState(state), Progress(moves, 0, None, "", waiting, left))
         return sightings
 
     def lost(self) -> tuple[Accusation, str] | None:
@@ -162,7 +162,7 @@ def stand(post: Post) -> None:
         if not written:
             fault = _fault(elapsed, own, others, judge, stall, members, board)
             written = fault is not None and bool(ledger.write(fault))
-        if all(s.progress.left or (written and s.state is State.ENDED) for s in own.values()):
+        if all(s.progress.left or (written and s.state is ProcessState.ENDED) for s in own.values()):
             return
         time.sleep(_BEAT_S)
 
@@ -178,7 +178,7 @@ def _fault(
 ) -> Fault | None:
     """Return the fault that is seen from here, if any; of ranks elsewhere, their own sentinels see more."""
     theirs = others.seen()
-    accused = judge.look(elapsed, own, others_run=any(s.state is State.RUNNING for s in theirs.values()))
+    accused = judge.look(elapsed, own, others_run=any(s.state is ProcessState.RUNNING for s in theirs.values()))
     if accused is None and len(own) + len(theirs) == board.ranks:
         accused = stall.look(elapsed, {**own, **theirs}, board.progress_s)
     if accused is None:

@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 
 from hydragraph.runtime.failure.board import Progress
 from hydragraph.runtime.failure.judge import ENDED, Accusation, Judge, Seen, Stall
-from hydragraph.runtime.failure.processes import State
+from hydragraph.runtime.failure.processes import ProcessState
 
-RUNNING, STOPPED, GONE = State.RUNNING, State.STOPPED, State.ENDED
+RUNNING, STOPPED, GONE = ProcessState.RUNNING, ProcessState.STOPPED, ProcessState.ENDED
 
 
-def seen(state: State = RUNNING, moves: int = 0, *, waiting: bool = False, left: bool = False) -> Seen:
+def seen(state: ProcessState = RUNNING, moves: int = 0, *, waiting: bool = False, left: bool = False) -> Seen:
     return Seen(state, Progress(moves, 0, None, "", waiting, left))
 
 
@@ -94,7 +94,7 @@ def test_ranks_that_wait_for_each_other_are_a_stall_too() -> None:
 
 
 @given(st.lists(st.lists(st.sampled_from([RUNNING, STOPPED]), min_size=3, max_size=3), max_size=60))
-def test_only_a_rank_that_was_stopped_all_the_time_is_accused(history: list[list[State]]) -> None:
+def test_only_a_rank_that_was_stopped_all_the_time_is_accused(history: list[list[ProcessState]]) -> None:
     judge, limit = Judge(stopped_s=2.0), 4  # looks of half a second
     for i, states in enumerate(history):
         accused = judge.look(0.5, {rank: seen(state) for rank, state in enumerate(states)})

@@ -10,12 +10,12 @@ import time
 
 import pytest
 
-from hydragraph.runtime.failure.processes import State, WatchedProcess, machine
+from hydragraph.runtime.failure.processes import ProcessState, WatchedProcess, machine
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="/proc says what a process does")
 
 
-def eventually(process: WatchedProcess, state: State) -> bool:
+def eventually(process: WatchedProcess, state: ProcessState) -> bool:
     for _ in range(500):
         if process.state() is state:
             return True
@@ -26,23 +26,23 @@ def eventually(process: WatchedProcess, state: State) -> bool:
 def test_a_process_runs_is_stopped_goes_on_and_ends() -> None:
     child = subprocess.Popen(["sleep", "60"])
     process = WatchedProcess.of(child.pid)
-    assert process.state() is State.RUNNING
+    assert process.state() is ProcessState.RUNNING
     child.send_signal(signal.SIGSTOP)
-    assert eventually(process, State.STOPPED)
+    assert eventually(process, ProcessState.STOPPED)
     child.send_signal(signal.SIGCONT)
-    assert eventually(process, State.RUNNING)
+    assert eventually(process, ProcessState.RUNNING)
     child.kill()
-    assert eventually(process, State.ENDED), "a zombie has ended"
+    assert eventually(process, ProcessState.ENDED), "a zombie has ended"
     child.wait()
-    assert process.state() is State.ENDED
+    assert process.state() is ProcessState.ENDED
 
 
 def test_another_process_with_the_same_number_is_another() -> None:
     own = WatchedProcess.own()
     assert own.pid == os.getpid()
-    assert own.state() is State.RUNNING
-    assert WatchedProcess(own.pid, own.started - 1).state() is State.ENDED
-    assert WatchedProcess(own.pid).state() is State.RUNNING  # when it began is not known
+    assert own.state() is ProcessState.RUNNING
+    assert WatchedProcess(own.pid, own.started - 1).state() is ProcessState.ENDED
+    assert WatchedProcess(own.pid).state() is ProcessState.RUNNING  # when it began is not known
 
 
 def test_a_machine_is_named_alike_by_its_processes() -> None:
