@@ -72,7 +72,7 @@ class Instance(NamedTuple):
     terms: Floats
 
 
-class State(NamedTuple):
+class SearchState(NamedTuple):
     """What `finish` needs of each pipeline [P], and when it ends.
 
     Attributes:
@@ -133,9 +133,9 @@ def finish(terms: Floats, load: float, tokens: float, longest: float) -> float:
 
 
 @compiled
-def no_state(pipelines: int) -> State:
+def no_state(pipelines: int) -> SearchState:
     """Return the state of pipelines that have not been looked at."""
-    return State(
+    return SearchState(
         np.zeros(pipelines),
         np.zeros(pipelines),
         np.zeros(pipelines, np.int64),
@@ -145,7 +145,7 @@ def no_state(pipelines: int) -> State:
 
 
 @compiled
-def recount(placed: Ints, instance: Instance, extra: Floats, changed: Bools, state: State) -> None:
+def recount(placed: Ints, instance: Instance, extra: Floats, changed: Bools, state: SearchState) -> None:
     """Fill the state of the pipelines that changed, and mark them as looked at.
 
     Args:
@@ -329,7 +329,7 @@ def horizon_of(ends: Floats, pipelines: int) -> float:
 
 @compiled
 def best_step(
-    p: int, horizon: float, placed: Ints, instance: Instance, extra: Floats, state: State
+    p: int, horizon: float, placed: Ints, instance: Instance, extra: Floats, state: SearchState
 ) -> tuple[float, int, int, int]:
     """Return the step that brings the end of pipeline p and of its partner forward most.
 
