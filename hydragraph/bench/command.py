@@ -103,7 +103,7 @@ def link_command(
     """
     import torch
 
-    from hydragraph.bench.link_report import StepSettings, bench_link
+    from hydragraph.bench.link_report import LinkSettings, bench_link
     from hydragraph.bench.shapes import SHAPES
     from hydragraph.spec.cluster import Cluster
     from hydragraph.spec.home import Home
@@ -115,7 +115,7 @@ def link_command(
         dtype = "float32"
         _tell("local CPU ranks compute in float32, so weights are pulled in that (--no-measure keeps bfloat16)")
     devices = None if cluster is None else Cluster.load(cluster)
-    settings = StepSettings(
+    settings = LinkSettings(
         model, source, target, getattr(torch, dtype), devices, tokens, micro_batches, run, home=Home.parse(home)
     )
     _show(bench_link(settings, _tell), csv, picture, json, markdown)

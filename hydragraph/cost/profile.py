@@ -28,7 +28,7 @@ from hydragraph.cost.pieces import Scheme as Scheme
 from hydragraph.cost.stages import StageCost, stages_end
 from hydragraph.errors import Unsupported
 from hydragraph.spec.cluster import Cluster, Link
-from hydragraph.spec.cluster import PricedDevice as SpecDevice
+from hydragraph.spec.cluster import Device as SpecDevice
 from hydragraph.spec.stage_kind import StageKind
 from hydragraph.spec.strategy import Pipeline
 from hydragraph.spec.strategy_text import regular_pipeline

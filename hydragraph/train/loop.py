@@ -67,7 +67,7 @@ class Trainable(Protocol):
         """Tell what a later step will bring."""
 
     def step(self, sequences: Sequence[Tensor], strategy: Strategy | None = None) -> Any:
-        """Train on one global mini-batch and return a `StepResult`; raise `Stopped` instead if any rank has `stopping`."""
+        """Train on one global mini-batch; return a `StepResult`, or raise `Stopped` if any rank has `stopping`."""
 
     def evaluate(self, sequences: Sequence[Tensor], strategy: Strategy | None = None) -> Any:
         """Return a `StepResult` without updating anything."""
