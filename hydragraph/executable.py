@@ -239,9 +239,13 @@ class Executable:
         self._begin()
         shell = check_shell(self._shell, merged)
         keys = shell.keys(merged)
-        state, what = self._state(frozenset(self._model_tensors) if keys is None else keys), f"write {directory}"
-        write = lambda: shell.write(state, Path(directory), merged) if self.world.rank == 0 else None  # noqa: E731
-        together(self.groups, what, write)
+        state = self._state(frozenset(self._model_tensors) if keys is None else keys)
+
+        def write() -> None:
+            if self.world.rank == 0:
+                shell.write(state, Path(directory), merged)
+
+        together(self.groups, f"write {directory}", write)
 
     @_call("save")
     def save(self, path: str | Path, extra: dict[str, Any] | None = None, asynchronous: bool = False) -> None:

@@ -130,10 +130,10 @@ def token_multiple(pipeline: Pipeline) -> int:
 
 def digest(text: str, batch: MiniBatch | None) -> int:
     """Return 62 bits over what ranks must agree on before they run an iteration."""
-    found = hashlib.blake2b(text.encode(), digest_size=8)
+    hashed = hashlib.blake2b(text.encode(), digest_size=8)
     for sequence in batch.sequences if batch else ():
-        found.update(sequence.ids.numpy().data)
-        found.update(sequence.labels.numpy().data)
+        hashed.update(sequence.ids.numpy().data)
+        hashed.update(sequence.labels.numpy().data)
         for value in sequence.extra.values():
-            found.update(value.contiguous().flatten().view(torch.uint8).numpy().data)
-    return int.from_bytes(found.digest()) >> 2
+            hashed.update(value.contiguous().flatten().view(torch.uint8).numpy().data)
+    return int.from_bytes(hashed.digest()) >> 2

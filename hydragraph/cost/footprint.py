@@ -51,21 +51,21 @@ class Footprint:
 def footprint(variant: Variant, part: StagePart, micro_batch: MicroBatch) -> Footprint:
     """Measure a compiled block on a micro-batch."""
     sizes = Sizes.of(variant, part, micro_batch)
-    given = dict(zip(variant.inputs, _nodes(variant.forward, "placeholder"), strict=True))
-    inputs = {key: name for name, node in given.items() for key in sizes.storages(node)}
+    node_of = dict(zip(variant.inputs, _nodes(variant.forward, "placeholder"), strict=True))
+    inputs = {key: name for name, node in node_of.items() for key in sizes.storages(node)}
     outputs = _results(variant.forward)
     output = sizes.storages(outputs[0])
     saved = {key: size for node in outputs[variant.outputs :] for key, size in sizes.storages(node).items()}
     names = {inputs[key] for key in saved if key in inputs}
     keeps = {"hidden" if name == "hidden" else "aux" for name in names if name == "hidden" or name[:6] == "other."}
-    found = dict(zip(variant.gradients, _results(variant.backward), strict=True))
+    gradient_of = dict(zip(variant.gradients, _results(variant.backward), strict=True))
     return Footprint(
         sum(output.values()),
         sum(size for key, size in saved.items() if key not in inputs and key not in output),
         frozenset(keeps | ({"output"} if output.keys() & saved.keys() else set())),
         most_alive(variant.forward, sizes),
         most_alive(variant.backward, sizes),
-        sum(sum(sizes.storages(node).values()) for name, node in found.items() if name != "hidden"),
+        sum(sum(sizes.storages(node).values()) for name, node in gradient_of.items() if name != "hidden"),
     )
 
 
@@ -74,7 +74,8 @@ def held_by(variant: Variant, part: StagePart) -> Held:
 
     One sequence is assumed: more of them add 4 bytes each to the bounds that an attention keeps.
     """
-    small, large = 1024 * part.tp, 2048 * part.tp
+    small = 1024 * part.tp
+    large = 2048 * part.tp
     one, two = (footprint(variant, part, MicroBatch(tokens, 1)) for tokens in (small, large))
 
     def line(first: int, second: int) -> tuple[float, float]:
@@ -94,9 +95,9 @@ def held_by(variant: Variant, part: StagePart) -> Held:
 def made_bytes(graph: fx.GraphModule, micro_batch: MicroBatch) -> int:
     """Return the bytes of a graph's results for a micro-batch, those left out that it was given."""
     sizes = Sizes.of_inputs(_nodes(graph, "placeholder"), 1, micro_batch)
-    given = {key for node in _nodes(graph, "placeholder") for key in sizes.storages(node)}
-    made = {key: size for node in _results(graph) for key, size in sizes.storages(node).items()}
-    return sum(size for key, size in made.items() if key not in given)
+    inputs = {key for node in _nodes(graph, "placeholder") for key in sizes.storages(node)}
+    results = {key: size for node in _results(graph) for key, size in sizes.storages(node).items()}
+    return sum(size for key, size in results.items() if key not in inputs)
 
 
 def token_bytes(graph: fx.GraphModule) -> int:
@@ -122,10 +123,10 @@ class Sizes:
     @staticmethod
     def of(variant: Variant, part: StagePart, micro_batch: MicroBatch) -> Sizes:
         """Learn them from a block's inputs."""
-        given = dict(zip(variant.inputs, _nodes(variant.forward, "placeholder"), strict=True))
-        if "hidden" in given:
-            return Sizes.of_inputs([given["hidden"]], part.tp if part.sequence_parallel else 1, micro_batch)
-        return Sizes.of_inputs(list(given.values()), 1, micro_batch)
+        nodes = dict(zip(variant.inputs, _nodes(variant.forward, "placeholder"), strict=True))
+        if "hidden" in nodes:
+            return Sizes.of_inputs([nodes["hidden"]], part.tp if part.sequence_parallel else 1, micro_batch)
+        return Sizes.of_inputs(list(nodes.values()), 1, micro_batch)
 
     @staticmethod
     def of_inputs(nodes: Sequence[fx.Node], parts: int, micro_batch: MicroBatch) -> Sizes:

@@ -59,8 +59,8 @@ class Memory:
     @property
     def total(self) -> int:
         """All of it."""
-        held = self.state + self.shard + self.weights + self.gradients
-        return held + self.activations + self.working + self.messages
+        kept = self.state + self.shard + self.weights + self.gradients
+        return kept + self.activations + self.working + self.messages
 
 
 @dataclass(frozen=True)
@@ -79,12 +79,12 @@ class MemoryCurve:
 
     def at(self, seconds: float) -> int:
         """Return the bytes that it holds at a time."""
-        found = self.points[0][1] if self.points else self.peak.total
+        size_then = self.points[0][1] if self.points else self.peak.total
         for begin, size in self.points:
             if begin > seconds:
                 break
-            found = size
-        return found
+            size_then = size
+        return size_then
 
 
 class Blocks(Protocol):
@@ -131,10 +131,12 @@ class CompiledBlocks:
     """
 
     def __init__(self, program: Program, compiled: Compiled) -> None:
-        self._program, self._compiled = program, compiled
+        self._program = program
+        self._compiled = compiled
         self._blocks = {b.name: b for b in program.blocks}
         self._known: dict[tuple[object, MicroBatch], Footprint] = {}
-        self.outline, self.buckets = program.outline, program.buckets
+        self.outline = program.outline
+        self.buckets = program.buckets
         self.itemsize = program.dtype.itemsize
         self.hidden_bytes = token_bytes(program.templates[program.blocks[0].template].graph)
 
@@ -207,9 +209,12 @@ class Walk:
         messages: bool = True,
         home_of: HomeOf | None = None,
     ) -> None:
-        counts = [len(each) for each in micro_batches]
+        counts = [len(pipeline) for pipeline in micro_batches]
         placement = place(blocks.outline, strategy, counts)
-        self._model, self._rank, self._ranks, self._messages = blocks, rank, ranks, messages
+        self._model = blocks
+        self._rank = rank
+        self._ranks = ranks
+        self._messages = messages
         self._home_of: HomeOf = home_of or HomeLayouts(Home(), ranks).of
         self._instructions = rank_program(blocks.outline, strategy, counts, rank, ranks=ranks).instructions
         self._holders = dict(placement.holders)
@@ -217,7 +222,7 @@ class Walk:
         self._stage = placement.stage_of.get(rank)
         self._part = self._stage.part_of(rank) if self._stage else StagePart()
         self._batches = micro_batches[self._stage.pipeline] if self._stage else ()
-        self._everyones = sum(m.tokens for each in micro_batches for m in each)
+        self._everyones = sum(m.tokens for pipeline in micro_batches for m in pipeline)
         self._buckets = {b.name: b for b in blocks.buckets}
         self._known_layouts: dict[str, tuple[Layout, Layout]] = {}
         self._in_flight: list[str] = []
@@ -240,12 +245,16 @@ class Walk:
         home_bytes = at_home.state + at_home.shard
         own = sum(m.tokens for m in self._batches)  # ids, positions and labels; of all others the shifted labels
         self._alive.add("batch", "activations", INTEGER_BYTES * (3 * own + self._everyones))
-        best, most, at, after = at_home, -1, -1, []
+        best = at_home
+        most = -1
+        at = -1
+        after = []
         for i, instruction in enumerate(self._instructions):
             for working in self._run(instruction):
                 now = sum(self._alive.sums.values()) + working
                 if now > most:
-                    most, at = now, i
+                    most = now
+                    at = i
                     best = Memory(at_home.state, at_home.shard, working=working, **self._alive.sums)
             after.append(home_bytes + sum(self._alive.sums.values()))
         return best, at, after
@@ -317,31 +326,32 @@ class Walk:
         if instruction.target == "aux":
             self._alive.add(aux(m), "activations", self._model.aux_bytes(self._batches[m]))
             return
-        found, (enters, leaves) = self._footprint(instruction.target, m), self._borders(instruction.target)
+        block = self._footprint(instruction.target, m)
+        (enters, leaves) = self._borders(instruction.target)
         part = self._hidden_bytes(m) // self._part.tp if enters else 0  # its own part of what came whole
-        yield found.forward + part
-        self._alive.add(instruction.writes[0], "activations", self._hidden_bytes(m) if leaves else found.output)
+        yield block.forward + part
+        self._alive.add(instruction.writes[0], "activations", self._hidden_bytes(m) if leaves else block.output)
         if len(instruction.writes) > 1:
             hidden = next((v for v in instruction.reads if v.kind is ValueKind.ACTIVATION), "")
             names = {"hidden": "" if enters else hidden, "aux": aux(m), "output": instruction.writes[0]}
-            shared = (names[keep] for keep in found.keeps)
-            own = found.saved + (part if "hidden" in found.keeps else 0)
+            shared = (names[keep] for keep in block.keeps)
+            own = block.saved + (part if "hidden" in block.keeps else 0)
             self._alive.add(instruction.writes[1], "activations", own, *shared)
 
     def _backward(self, instruction: Instruction) -> Iterator[int]:
         assert instruction.micro_batch is not None
-        found = self._footprint(instruction.target, instruction.micro_batch)
+        block = self._footprint(instruction.target, instruction.micro_batch)
         sums = [v for v in instruction.writes if v.kind is ValueKind.GRADIENTS and v not in self._alive]
         assert self._stage is not None
         if self._model.adds(instruction.target, self._part):  # while it runs
             self._begin_sums(sums)
-        yield found.backward
+        yield block.backward
         self._alive.drop(instruction.reads[0])
         for value in instruction.writes:
             if value.kind is ValueKind.ACTIVATION_GRADIENT:
                 self._hidden(value, whole=not self._part.sequence_parallel or self._borders(instruction.target)[0])
         self._begin_sums([value for value in sums if value not in self._alive])
-        yield found.gradients
+        yield block.gradients
 
     def _begin_sums(self, values: Sequence[Value]) -> None:
         for value in values:
@@ -357,9 +367,11 @@ class Walk:
 
     def _borders(self, block: str) -> tuple[bool, bool]:
         """Say whether sequence-parallel ranks take a block's input, or give its output, as a whole: between stages."""
-        stage, index = self._stage, self._model.outline.index[block]
+        stage = self._stage
+        index = self._model.outline.index[block]
         assert stage is not None
-        first, last = stage.blocks[0], stage.blocks[1] - 1
+        first = stage.blocks[0]
+        last = stage.blocks[1] - 1
         split = self._part.sequence_parallel
         return split and index == first and bool(stage.previous), split and index == last and bool(stage.following)
 

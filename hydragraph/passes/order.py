@@ -45,6 +45,8 @@ def tasks(schedule: str, stage: PlacedStage, mode: Mode) -> tuple[Task, ...]:
         return tuple(forwards)
     if schedule == "gpipe":
         return (*forwards, *backwards)
+    # Stage s of S is S - 1 - s stages away from the loss: so many forwards fill the way there and back, and then every
+    # backward that comes makes room for one more forward.
     ahead = min(count, stage.depth - 1 - stage.stage)
     steady = [task for pair in zip(forwards[ahead:], backwards, strict=False) for task in pair]
     return (*forwards[:ahead], *steady, *backwards[count - ahead :])
@@ -68,6 +70,7 @@ def _forward(outline: Outline, stage: PlacedStage, rank: int, m: int, mode: Mode
 def _backward(outline: Outline, stage: PlacedStage, rank: int, m: int, mode: Mode) -> Iterator[Instruction]:
     """Run the stage's blocks in reverse, down to the lowest that learns; in mode "evaluate" there is none."""
     first, last = stage.blocks
+    # Below the lowest block that learns nobody needs a gradient: stages there send and receive none.
     if last <= outline.lowest:
         return
     yield from _receive(activation_gradient(last - 1, m), stage.following, stage, rank)
@@ -93,5 +96,7 @@ def _receive(value: Value, senders: tuple[int, ...], stage: PlacedStage, rank: i
 
 
 def _send(value: Value, receivers: tuple[int, ...], stage: PlacedStage, rank: int) -> Iterator[Instruction]:
+    # Every rank of a stage has the whole value; sender i of t serves receivers i, i + t, ..., so none of them is idle
+    # while another one sends to all.
     for peer in receivers[stage.ranks.index(rank) :: len(stage.ranks)]:
         yield Instruction(Op.SEND, peer=peer, reads=(value,), writes=(message(value, peer),))

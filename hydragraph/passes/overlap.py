@@ -52,6 +52,7 @@ def _post_early(work: Sequence[Instruction]) -> list[Instruction]:
     """
     early: list[Instruction] = []
     for instruction in work:
+        # A receive goes in front of the backwards right before it, past the sends that end them; all else stays behind.
         at = len(early)
         if instruction.op is Op.RECEIVE:
             while at > 0 and early[at - 1].op is Op.SEND:
@@ -74,6 +75,7 @@ def _with_pushes(work: Sequence[Instruction], pushes: Sequence[Instruction]) -> 
     complete = {
         value: i for i, instruction in enumerate(work) if instruction.op is Op.BACKWARD for value in instruction.writes
     }
+    # A push in the middle of the forwards would take the link from activations that others wait for.
     last_forward = max((i for i, instruction in enumerate(work) if instruction.op is Op.FORWARD), default=-1)
     placed: list[Instruction] = []
     issued = 0

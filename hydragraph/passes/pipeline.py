@@ -67,6 +67,7 @@ def _run(placement: Placement, strategy: str, mode: Mode, rank: int, ranks: int)
     else:
         where = (stage.pipeline, stage.stage, stage.ranks, stage.layers, stage.micro_batches)
         program = RankProgram(rank, ranks, strategy, *where, ())
+    # Ranks are lowered one by one, each by itself: a rank of a thousand does not build the programs of the others.
     for _, run in PASSES:
         program = run(placement, mode, program)
     return program

@@ -97,26 +97,30 @@ def place(outline: Outline, strategy: Strategy, micro_batches: Sequence[int]) ->
             f"micro_batches is {list(micro_batches)}: give one count, 0 or more, for each of the "
             f"{len(strategy.pipelines)} pipelines"
         )
+    # A pipeline without micro-batches takes no part: its ranks hold no weights, and push nothing.
     stages = tuple(
         stage
         for pipeline, count in enumerate(micro_batches)
         if count > 0
         for stage in _pipeline_stages(outline, strategy, pipeline, count)
     )
+    # One entry per stage that uses a bucket, not per block: a stage pulls a tied weight once, whatever blocks share it.
     holders: dict[str, list[tuple[int, ...]]] = {bucket: [] for bucket in outline.pull_order}
     for stage in stages:
         for bucket in stage_buckets(outline, stage):
             holders[bucket].append(stage.ranks)
-    held = tuple((bucket, tuple(ranks)) for bucket, ranks in holders.items() if ranks)
-    return Placement(outline, strategy.schedule, stages, held)
+    used = tuple((bucket, tuple(ranks)) for bucket, ranks in holders.items() if ranks)
+    return Placement(outline, strategy.schedule, stages, used)
 
 
 def _pipeline_stages(outline: Outline, strategy: Strategy, pipeline: int, micro_batches: int) -> list[PlacedStage]:
     stages = strategy.pipelines[pipeline].stages
-    placed, first = [], 0
+    placed: list[PlacedStage] = []
+    first = 0
     for i, stage in enumerate(stages):
+        # Stages hold layers in order, so each begins where the one before it ends.
         layers = (first, first + stage.layers)
-        first = layers[1]
+        first += stage.layers
         placed.append(
             PlacedStage(
                 pipeline,

@@ -127,33 +127,37 @@ def measure(
     Args:
         subject: the model.
         settings: what to measure.
-        groups: of all ranks.
+        groups: the communicators of this process; all ranks measure together.
         progress: told what is being measured.
 
     Raises:
         ValueError: the settings do not fit the model or the ranks.
     """
-    program, world = subject.program, groups.world
+    program = subject.program
+    world = groups.world
     settings.check(program, world.ranks)
     device = _device(subject, groups)
-    kinds, told = settings.every_kind, progress or (lambda done, total, what: None)
+    kinds = settings.every_kind
+    tell = progress or (lambda done, total, what: None)
     representatives = {block.template: block for block in program.blocks}
-    total, done = len(kinds) * (len(representatives) + 1) + 2, 0
-    found: dict[StageKind, Measurements] = {}
+    total = len(kinds) * (len(representatives) + 1) + 2
+    done = 0
+    measurements: dict[StageKind, Measurements] = {}
     for kind in kinds:
         bench = _Bench(subject, kind, groups)
         rows = bench.that_fit(settings.micro_batches, list(representatives.values()), device)
         times = {}
         for name, block in [*representatives.items(), (AUX, program.aux)]:
-            told(done, total, f"{kind.text} {block.name}")
+            tell(done, total, f"{kind.text} {block.name}")
             times[name] = bench.measure(block, rows, settings.repeats)
             done += 1
-        found[kind] = Measurements(rows, times)
-    told(done, total, "messages")
+        measurements[kind] = Measurements(rows, times)
+    tell(done, total, "messages")
     messages = _messages(groups, settings.repeats)
-    told(total - 1, total, "update")
-    update, commit = _update(groups, settings.repeats), _commit(groups, settings.repeats)
-    told(total, total, "")
+    tell(total - 1, total, "update")
+    update = _update(groups, settings.repeats)
+    commit = _commit(groups, settings.repeats)
+    tell(total, total, "")
     # Again: by now there is a communicator of every role and tensor-parallel degree, and what they hold is gone.
     device = replace(device, memory=_memory(groups))
     return fitting.fit_profile(
@@ -161,7 +165,7 @@ def measure(
         [block.template for block in program.blocks],
         settings.schemes,
         device,
-        found,
+        measurements,
         messages,
         type=subject.type or type_name(world.device),
         sizes=ModelSizes.of(program),
@@ -198,7 +202,9 @@ def _memory(groups: Groups) -> float:
 
     Ranks of one host share its memory, and ranks of one GPU share that.
     """
-    here, free, reserved = socket.gethostname(), _host_memory(), 0
+    here = socket.gethostname()
+    free = _host_memory()
+    reserved = 0
     device = groups.world.device
     if device.type == "cuda":
         here, free = f"{here} {device}", torch.cuda.mem_get_info(device)[0]
@@ -206,12 +212,12 @@ def _memory(groups: Groups) -> float:
     return USABLE * least_share(groups.gather_objects((here, free, reserved)))
 
 
-def least_share(found: Sequence[tuple[str, int, int]]) -> float:
+def least_share(reports: Sequence[tuple[str, int, int]]) -> float:
     """Return the bytes for the rank that gets least, from each rank's place, its free bytes, and the bytes it holds."""
     shares = []
-    for place in {place for place, _, _ in found}:
-        here = [(free, held) for other, free, held in found if other == place]
-        shares.append((min(free for free, _ in here) + sum(held for _, held in here)) / len(here))
+    for place in {place for place, _, _ in reports}:
+        here = [(free, reserved) for other, free, reserved in reports if other == place]
+        shares.append((min(free for free, _ in here) + sum(reserved for _, reserved in here)) / len(here))
     return min(shares)
 
 
@@ -228,12 +234,13 @@ def _synchronise(device: torch.device) -> None:
 
 def _messages(groups: Groups, repeats: int) -> list[tuple[int, float]]:
     """Time messages of several sizes between ranks 0 and 1: half of what there and back takes."""
-    rank, device = groups.world.rank, groups.world.device
+    rank = groups.world.rank
+    device = groups.world.device
     if groups.world.ranks == 1:
         return []
-    found = []
+    by_size = []
     for size in MESSAGES:
-        taken = []
+        round_trips = []
         message = torch.zeros(size, dtype=torch.uint8, device=device)
         for turn in range(repeats + 1 if rank < 2 else 0):
             _synchronise(device)
@@ -244,14 +251,15 @@ def _messages(groups: Groups, repeats: int) -> list[tuple[int, float]]:
                 )
                 groups.wait(work)
             _synchronise(device)
-            taken.append((time.perf_counter() - began) / 2)
-        found.append((size, median(taken[1:]) if taken else 0.0))
-    return groups.gather_objects(found)[0]
+            round_trips.append((time.perf_counter() - began) / 2)
+        by_size.append((size, median(round_trips[1:]) if round_trips else 0.0))
+    return groups.gather_objects(by_size)[0]
 
 
 def _update(groups: Groups, repeats: int) -> tuple[float, float]:
     """Time AdamW on home shards of two sizes, all ranks at once; return its constant, and seconds per element."""
-    device, taken = groups.world.device, []
+    device = groups.world.device
+    by_size = []
     for elements in UPDATED:
         parameter = torch.nn.Parameter(torch.zeros(elements, device=device))
         parameter.grad = torch.ones_like(parameter)
@@ -264,14 +272,15 @@ def _update(groups: Groups, repeats: int) -> tuple[float, float]:
             optimizer.step()
             _synchronise(device)
             times.append(time.perf_counter() - began)
-        taken.append(max(groups.gather_objects(median(times[1:]))))
-    slope = max(0.0, (taken[1] - taken[0]) / (UPDATED[1] - UPDATED[0]))
-    return max(0.0, taken[0] - slope * UPDATED[0]), slope
+        by_size.append(max(groups.gather_objects(median(times[1:]))))
+    slope = max(0.0, (by_size[1] - by_size[0]) / (UPDATED[1] - UPDATED[0]))
+    return max(0.0, by_size[0] - slope * UPDATED[0]), slope
 
 
 def _commit(groups: Groups, repeats: int) -> float:
     """Time the all-reduce that ends an iteration: the slowest rank's median."""
-    device, times = groups.world.device, []
+    device = groups.world.device
+    times = []
     for _ in range(repeats + 1):
         groups.all_reduce(Role.COMMIT, torch.zeros(1, device=device))
         _synchronise(device)
@@ -289,8 +298,13 @@ class _Bench:
     """Runs templates in one kind of stage on this rank; ranks that are left over take part in gathering only."""
 
     def __init__(self, subject: MeasuredModel, kind: StageKind, groups: Groups) -> None:
-        self._subject, self._program, self._kind, self._groups = subject, subject.program, kind, groups
-        self._device, rank, tp = groups.world.device, groups.world.rank, kind.tp
+        self._subject = subject
+        self._program = subject.program
+        self._kind = kind
+        self._groups = groups
+        self._device = groups.world.device
+        rank = groups.world.rank
+        tp = kind.tp
         stages = [tuple(range(i * tp, i * tp + tp)) for i in range(groups.world.ranks // tp)]
         self._stages = stages
         self._collectives = next(iter(groups.tensor_parallel(stages).values()), None)
@@ -367,8 +381,8 @@ class _Bench:
     def _batch(self, row: Lengths) -> dict[str, Tensor]:
         if row not in self._batches:
             generator = torch.Generator().manual_seed(sum(row))
-            each = [torch.randint(0, self._subject.vocabulary, (n,), generator=generator) for n in row]
-            sequences = [workload.Sequence(ids, ids, self._own(len(ids))) for ids in each]
+            ids_of = [torch.randint(0, self._subject.vocabulary, (n,), generator=generator) for n in row]
+            sequences = [workload.Sequence(ids, ids, self._own(len(ids))) for ids in ids_of]
             batch = pack(sequences, self._parts, self._device, self._several)
             if self._subject.positions is not None:
                 batch["position_ids"] %= self._subject.positions
@@ -385,10 +399,11 @@ class _Bench:
         return {name: value.to(self._device) for name, value in self._subject.buffers.items()}
 
     def _aux_values(self, batch: Mapping[str, Tensor]) -> Sequence[Tensor]:
-        aux, template = self._program.aux, self._program.templates[self._program.aux.template]
-        given = [self._buffers[name] for name in aux.buffers] + [batch[name] for name in template.inputs]
+        aux = self._program.aux
+        template = self._program.templates[self._program.aux.template]
+        arguments = [self._buffers[name] for name in aux.buffers] + [batch[name] for name in template.inputs]
         with torch.no_grad():
-            values: Sequence[Tensor] = template.graph(*given)
+            values: Sequence[Tensor] = template.graph(*arguments)
         return values
 
     def _aux_run(self) -> _Run:
@@ -408,7 +423,8 @@ class _Bench:
     def _sizes(self, block: Block) -> Piece:
         """Return what a block holds on this rank: its values are as many bytes per token, and some that are fixed."""
         variant = self._traced.get(block, self._part)
-        small, large = 1024 * self._kind.tp, 2048 * self._kind.tp
+        small = 1024 * self._kind.tp
+        large = 2048 * self._kind.tp
         one, two = (footprint(variant, self._part, MicroBatch(n, 1)) for n in (small, large))
 
         def line(first: int, second: int) -> tuple[float, float]:
@@ -436,7 +452,9 @@ class _Bench:
         parameters = local_parameters(self._program, block, template)
         variant = self._run.get(block, self._part)
         shapes = {name: p.local_shape(self._part.tp, self._part.index) for name, p in parameters.items()}
-        dtype, device, tp = self._program.dtype, self._device, self._part.tp
+        dtype = self._program.dtype
+        device = self._device
+        tp = self._part.tp
         flat = {name: 0.02 * torch.randn(math.prod(shape), device=device) for name, shape in shapes.items()}
         weights = {name: p.natural(flat[name].to(dtype), tp, self._part.index) for name, p in parameters.items()}
         sums = {name: torch.zeros(shape, device=device) for name, shape in shapes.items()}
@@ -446,7 +464,7 @@ class _Bench:
         fixed |= vocabulary_starts(variant, parameters, self._part)
         last = block is self._program.blocks[-1]
 
-        def given(name: str, batch: Mapping[str, Tensor], aux: Sequence[Tensor]) -> Any:
+        def argument(name: str, batch: Mapping[str, Tensor], aux: Sequence[Tensor]) -> Any:
             if name == "hidden":
                 tokens = batch["input_ids"].shape[1] // self._parts
                 return torch.full((1, tokens, hidden), 0.5, dtype=hidden_dtype(self._program), device=device)
@@ -460,14 +478,14 @@ class _Bench:
 
         @torch.no_grad()
         def run(batch: dict[str, Tensor], aux: Sequence[Tensor]) -> Callable[[], None]:
-            out, *saved = variant.forward(*(given(name, batch, aux) for name in variant.inputs))
+            out, *saved = variant.forward(*(argument(name, batch, aux) for name in variant.inputs))
             if last:
                 tangent = torch.full((), 1e-3, dtype=loss_dtype(self._program), device=device)
             else:
                 tangent = torch.full_like(out, 1e-3)
             values = {f"saved.{i}": value for i, value in enumerate(saved)}
             values |= {"tangent": tangent, COLLECTIVES: self._collectives, **weights}
-            totals = [each for name in variant.added for each in (sums[name], 1.0)]
+            totals = [operand for name in variant.added for operand in (sums[name], 1.0)]
 
             @torch.no_grad()
             def backward() -> None:

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hydragraph.errors import Unsupported
-from hydragraph.ir.layout import GradientKind, Layout, propagation
+from hydragraph.ir.layout import Layout, propagation
 from hydragraph.ir.outline import Mode
 from hydragraph.ir.parameter import Bucket, Parameter
 from hydragraph.ir.program import Block, Program
 from hydragraph.ir.rank_program import RankProgram
 from hydragraph.passes.differentiate import Variant
+from hydragraph.passes.layouts import bucket_kinds
 from hydragraph.passes.pipeline import rank_program
 from hydragraph.passes.place import PlacedStage, Placement, place
 from hydragraph.runtime.exchange import Exchange, pull_exchange, push_exchange
@@ -99,8 +99,13 @@ class Preparer:
         capacity: int = CAPACITY,
         device: torch.device | None = None,
     ) -> None:
-        self._program, self._variants, self._buffers, self._homes = program, variants, buffers, homes
-        self._rank, self._ranks, self._device = rank, ranks, device
+        self._program = program
+        self._variants = variants
+        self._buffers = buffers
+        self._homes = homes
+        self._rank = rank
+        self._ranks = ranks
+        self._device = device
         self._known = Recent[tuple[Strategy, tuple[int, ...], Mode], Prepared](capacity)
         # Iterations of one strategy share them; as many as those that are kept can have.
         self._links = Recent[Hashable, tuple[Exchange, Exchange | None]](capacity * len(program.buckets))
@@ -120,7 +125,7 @@ class Preparer:
         part = here.part_of(self._rank) if here else StagePart()
         blocks = {b.name: self._bind(b, part, here) for b in self._program.blocks[slice(*here.blocks)]} if here else {}
         links = {b.name: self._link(b, placement) for b in self._program.buckets if b.blocks}
-        held = placement.held(self._rank)
+        mine = placement.held(self._rank)
         return Prepared(
             rank_program(self._program.outline, strategy, counts, self._rank, mode, ranks=self._ranks),
             here.pipeline if here else None,
@@ -128,7 +133,7 @@ class Preparer:
             blocks,
             {name: pull for name, (pull, _) in links.items()},
             {name: push for name, (_, push) in links.items() if push is not None},
-            {b.name: local_shards(b, part) for b in self._program.buckets if b.name in held},
+            {b.name: local_shards(b, part) for b in self._program.buckets if b.name in mine},
             tuple(stage.ranks for stage in placement.stages),
         )
 
@@ -151,7 +156,9 @@ class Preparer:
 
     def _link(self, bucket: Bucket, placement: Placement) -> tuple[Exchange, Exchange | None]:
         stages = dict(placement.holders).get(bucket.name, ())
-        kinds = [self._kinds(bucket, placement.stage_of[ranks[0]].part_of(ranks[0])) for ranks in stages]
+        # All ranks of a stage say the same of it, so the first one's part stands for them.
+        parts = [placement.stage_of[ranks[0]].part_of(ranks[0]) for ranks in stages]
+        kinds = [bucket_kinds(self._program, bucket, part, self._variants.kinds) for part in parts]
         source = self._homes[bucket.name]  # one object for all buckets that live alike
         key = (bucket.form, bucket.learns, source, stages, tuple(tuple(k.values()) for k in kinds))
 
@@ -164,32 +171,16 @@ class Preparer:
 
         return self._links.get(key, make)
 
-    def _kinds(self, bucket: Bucket, part: StagePart) -> dict[str, GradientKind]:
-        """Return the gradient kind of every parameter of a bucket in a stage; that of a frozen one says nothing."""
-        if not bucket.learns:
-            return {p.name: GradientKind.REPLICA for p in bucket.parameters}
-        found: dict[str, GradientKind] = {}
-        for block in (b for b in self._program.blocks if b.name in bucket.blocks):
-            template = self._program.templates[block.template]
-            kinds = self._variants.kinds(block, part)
-            for local, name in zip(template.parameters, block.parameters, strict=True):
-                if found.setdefault(name, kinds[local]) is not kinds[local]:
-                    raise Unsupported(
-                        f"{name} gets a whole gradient from one block and a part from another under tp {part.tp}",
-                        where=block.name,
-                        remedy="untie it, or use tensor-parallel degree 1 for the stages that hold it",
-                    )
-        return {p.name: found[p.name] for p in bucket.parameters}
-
 
 def local_shards(bucket: Bucket, part: StagePart) -> dict[str, tuple[int, int]]:
     """Return where each parameter's shard lies in a rank's local buffer of a bucket: offset and length, elements."""
-    found, at = {}, 0
+    shards = {}
+    at = 0
     for parameter in bucket.parameters:
         length = sum(b - a for a, b in parameter.intervals(part.tp, part.index))
-        found[parameter.name] = (at, length)
+        shards[parameter.name] = (at, length)
         at += length
-    return found
+    return shards
 
 
 def shard_view(parameter: Parameter, flat: Tensor, place: tuple[int, int], part: StagePart) -> Tensor:

@@ -88,7 +88,8 @@ class Variants:
             if variant is None:
                 began = time.perf_counter()
                 variant = _shared[key] = self._compile(spec)
-                form, seconds = _form(part), time.perf_counter() - began
+                form = _form(part)
+                seconds = time.perf_counter() - began
                 _LOG.info("compiled %s (%s) for %s in %.2f s", block.name, self._backend, form, seconds)
             else:
                 _LOG.info("took %s for %s from what this process has compiled", block.name, _form(part))
