@@ -24,7 +24,8 @@ def show_command(
     micro_batches: Annotated[str, typer.Option(help="Of each pipeline, as in 4,2; one number is for all.")] = "2",
     rank: Annotated[int | None, typer.Option(help="Show this rank's program only.")] = None,
     passes: Annotated[
-        bool, typer.Option("--passes", help="List the passes; with a config, print each block after each graph pass.")
+        bool,
+        typer.Option("--passes", help="List the passes; with a config, what each makes of blocks and ranks."),
     ] = False,
     overrides: Set = None,
     debug: Debug = False,
@@ -65,8 +66,8 @@ def _show(config: TrainConfig, strategies: Sequence[str], micro_batches: str, ra
 
 
 def _show_passes(config: TrainConfig, strategies: Sequence[str], rank: int | None) -> None:
-    """Print what the graph passes make of each block under each strategy; without one, on a single device."""
-    from hydragraph.commands.show_passes import dump_passes
+    """Print what the passes make of each block and of a rank under each strategy; without one, on a single device."""
+    from hydragraph.commands.show_passes import dump_passes, dump_program_passes
     from hydragraph.runtime.variants import Variants
     from hydragraph.train.loop import read_strategies
 
@@ -75,6 +76,8 @@ def _show_passes(config: TrainConfig, strategies: Sequence[str], rank: int | Non
     variants = Variants(program, fused_head=inductor, added=not inductor)
     for strategy in read_strategies(strategies or ("<tp1,pp1>",), model, config.ranks):
         print(*dump_passes(program, variants, strategy, rank), sep="\n")
+        ranks = max(config.ranks, max(strategy.devices) + 1)
+        print(*dump_program_passes(program, strategy, ranks, rank), sep="\n")
 
 
 def _captured(config: TrainConfig) -> tuple[nn.Module, Program]:

@@ -1,15 +1,17 @@
-"""What `hydragraph show --passes` prints: the lists of passes; with a config, what each graph pass makes of blocks."""
+"""What `hydragraph show --passes` prints: the lists of passes; with a config, what each makes of them."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
+from difflib import SequenceMatcher
 
 from torch import fx
 
 from hydragraph.ir.program import Block, Program
 from hydragraph.passes.graph_passes import GRAPH_PASSES, VariantSpec, modules_of, run_passes
 from hydragraph.passes.graph_text import changes, graph_text
-from hydragraph.passes.pipeline import PASSES
+from hydragraph.passes.pipeline import PASSES, after_each_pass
 from hydragraph.passes.place import place
 from hydragraph.runtime.variants import Variants
 from hydragraph.spec.stage_kind import StagePart
@@ -40,6 +42,29 @@ def dump_passes(program: Program, variants: Variants, strategy: Strategy, rank: 
         if key not in shown:
             shown.add(key)
             yield from _dump(variants.spec(block, part))
+
+
+def dump_program_passes(program: Program, strategy: Strategy, ranks: int, rank: int | None) -> Iterator[str]:
+    """Yield one rank's program after each pass, of an iteration of two micro-batches per pipeline.
+
+    Args:
+        ranks: the world size.
+        rank: which one; None: the first of the last stage, which runs both forwards and backwards of the loss.
+    """
+    counts = [2] * len(strategy.pipelines)
+    shown = strategy.pipelines[0].stages[-1].devices[0] if rank is None else rank
+    yield f"# rank {shown} of {ranks} under {strategy}, {counts[0]} micro-batches per pipeline"
+    before: list[str] = []
+    began = time.perf_counter()
+    for name, after in after_each_pass(program.outline, strategy, counts, shown, ranks=ranks):
+        seconds = time.perf_counter() - began
+        lines = str(after).splitlines()
+        kept = sum(block.size for block in SequenceMatcher(None, before, lines, autojunk=False).get_matching_blocks())
+        change = f"{len(lines) - kept} lines are new, {len(before) - kept} are gone"
+        yield f"## after {name} ({1e3 * seconds:.1f} ms): {change}"
+        yield str(after)
+        before = lines
+        began = time.perf_counter()
 
 
 def _places(program: Program, strategy: Strategy, rank: int | None) -> Iterator[tuple[Block, StagePart]]:

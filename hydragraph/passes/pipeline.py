@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import get_args
 
 from hydragraph.ir.outline import Mode, Outline
@@ -53,6 +53,18 @@ def rank_program(
     return _run(placement, str(strategy), mode, rank, ranks)
 
 
+def after_each_pass(
+    outline: Outline, strategy: Strategy, micro_batches: Sequence[int], rank: int, mode: Mode = "train", *, ranks: int
+) -> Iterator[tuple[str, RankProgram]]:
+    """Yield the name of every pass with one rank's program after it; the last is what `rank_program` returns.
+
+    Raises:
+        ValueError: when the arguments do not fit one another.
+    """
+    placement = _placed(outline, strategy, micro_batches, mode, ranks)
+    yield from _passes(placement, str(strategy), mode, rank, ranks)
+
+
 def _placed(outline: Outline, strategy: Strategy, micro_batches: Sequence[int], mode: Mode, ranks: int) -> Placement:
     if mode not in get_args(Mode):
         raise ValueError(f"mode is {mode!r}: use {' or '.join(map(repr, get_args(Mode)))}")
@@ -61,6 +73,13 @@ def _placed(outline: Outline, strategy: Strategy, micro_batches: Sequence[int], 
 
 
 def _run(placement: Placement, strategy: str, mode: Mode, rank: int, ranks: int) -> RankProgram:
+    *_, (_, program) = _passes(placement, strategy, mode, rank, ranks)
+    return program
+
+
+def _passes(
+    placement: Placement, strategy: str, mode: Mode, rank: int, ranks: int
+) -> Iterator[tuple[str, RankProgram]]:
     stage = placement.stage_of.get(rank)
     if stage is None:
         program = RankProgram(rank, ranks, strategy, None, None, (), (0, 0), 0, ())
@@ -68,6 +87,6 @@ def _run(placement: Placement, strategy: str, mode: Mode, rank: int, ranks: int)
         where = (stage.pipeline, stage.stage, stage.ranks, stage.layers, stage.micro_batches)
         program = RankProgram(rank, ranks, strategy, *where, ())
     # Ranks are lowered one by one, each by itself: a rank of a thousand does not build the programs of the others.
-    for _, run in PASSES:
+    for name, run in PASSES:
         program = run(placement, mode, program)
-    return program
+        yield name, program

@@ -33,6 +33,14 @@ def test_show_prints_each_block_after_each_graph_pass(tmp_path: Path) -> None:
     assert "+2 hydragraph.tp_sum.default" in layer
     assert "hydragraph.tp_sum.default(" in layer, "its text is printed, too"
     assert "accumulate" in layer.rpartition("## after")[2], "the last pass comes last"
+    instructions = cut.stdout.partition("# rank 1 of 2 under ")[2]
+    steps = [line.split()[2] for line in instructions.splitlines() if line.startswith("## after")]
+    assert steps == ["order", "overlap", "retain"]
+    ordered, _, rest = instructions.partition("## after overlap")
+    assert "forward layer.0 [0]" in ordered
+    assert "link" not in ordered, "order places no exchange"
+    assert "free s.layer.0.0" in rest.partition("## after retain")[2]
+    assert "free s.layer.0.0" not in rest.partition("## after retain")[0]
 
 
 def test_show_prints_the_program_and_the_ranks(tmp_path: Path) -> None:
