@@ -149,7 +149,7 @@ class Session:
         """
         prepared = self.preparer.get(work.strategy, work.assignment.counts, mode)
         batches = work.batches[prepared.pipeline] if prepared.pipeline is not None else ()
-        timing = Timing(step, spans, self.executor.lanes.clock())
+        timing = Timing(step, spans, self.executor.streams.clock())
         return self.executor.run(prepared, batches, tokens, update, self.buffers, timing)
 
     def gather(self, shards: Mapping[str, Tensor], names: frozenset[str] | None = None) -> dict[str, Tensor]:

@@ -23,7 +23,7 @@ from hydragraph.ir.layout import whole
 from hydragraph.kernels.adamw import AdamW
 from hydragraph.runtime.buffers import Buffers
 from hydragraph.runtime.exchange import pull_exchange, push_exchange, start_pull, start_push
-from hydragraph.runtime.lanes import lanes_of
+from hydragraph.runtime.streams import streams_of
 from hydragraph.spec.strategy import Strategy
 
 COLUMNS = ("side", "ms", "tokens/s", "TFLOP/s", "MFU %", "peak MB", "loss", "gradient norm")
@@ -166,8 +166,8 @@ def check_same(values: Mapping[str, tuple[float, float]], tolerance: float) -> N
 
 def link_seconds(exe: Executable, device: torch.device, rounds: int) -> tuple[float, float]:
     """Return the seconds of all pulls and of all pushes of one step of one rank, with nothing beside them."""
-    lanes = lanes_of(device, exe.world.backend, 1)
-    buffers = Buffers(device, lanes)
+    streams = streams_of(device, exe.world.backend, 1)
+    buffers = Buffers(device, streams)
     links = {}
     for name, home in exe.home.layouts.items():
         here = whole(home.size, 0)

@@ -17,7 +17,7 @@ from collections import defaultdict
 import torch
 from torch import Tensor
 
-from hydragraph.runtime.lanes import HostLanes, Lanes, Mark
+from hydragraph.runtime.streams import DeviceStreams, HostStreams, Mark
 
 _LOG = logging.getLogger(__name__)
 
@@ -31,12 +31,12 @@ class Buffers:
 
     Args:
         device: where they live.
-        lanes: the device's queues; default: a CPU's.
+        streams: the device's queues; default: a CPU's.
     """
 
-    def __init__(self, device: torch.device, lanes: Lanes | None = None) -> None:
+    def __init__(self, device: torch.device, streams: DeviceStreams | None = None) -> None:
         self._device = device
-        self._lanes = lanes or HostLanes()
+        self._streams = streams or HostStreams()
         # What earlier iterations left, and what this one gave back.
         self._earlier: Idle = {}
         self._returned: Idle = defaultdict(list)
@@ -56,7 +56,7 @@ class Buffers:
             _log_dropped(self._earlier)
         self._earlier.clear()
         for key, idle in list(self._returned.items()):
-            self._returned[key] = [(buffer, mark) for buffer, mark in idle if not self._lanes.passed(mark)]
+            self._returned[key] = [(buffer, mark) for buffer, mark in idle if not self._streams.passed(mark)]
 
     def take(self, elements: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return a buffer of so many elements, with any content, for the current stream."""
@@ -65,8 +65,8 @@ class Buffers:
             buffer = torch.empty(elements, dtype=dtype, device=self._device)
         else:
             buffer, mark = kept
-            self._lanes.wait(mark)
-            self._lanes.hold(buffer)
+            self._streams.wait(mark)
+            self._streams.hold(buffer)
         if elements:
             self._taken[buffer.data_ptr()] = buffer
         return buffer
@@ -77,14 +77,14 @@ class Buffers:
         # recognised, and neither are tensors of the home state.
         buffer = self._taken.pop(tensor.data_ptr(), None)
         if buffer is not None:
-            self._returned[len(buffer), buffer.dtype].append((buffer, self._lanes.mark()))
+            self._returned[len(buffer), buffer.dtype].append((buffer, self._streams.mark()))
 
     def _free(self, idle: Idle, key: tuple[int, torch.dtype]) -> tuple[Tensor, Mark] | None:
         """Take out the newest that the device is done with, or the oldest where it still uses too many of them."""
         # Where the device is done with none of them, a new one costs memory and waiting costs time: up to AHEAD it is a
         # new one, and then the oldest, which the device gets done with first.
         candidates = idle.get(key, [])
-        at = next((i for i in reversed(range(len(candidates))) if self._lanes.passed(candidates[i][1])), None)
+        at = next((i for i in reversed(range(len(candidates))) if self._streams.passed(candidates[i][1])), None)
         if at is None:
             return candidates.pop(0) if len(candidates) > AHEAD else None
         return candidates.pop(at)

@@ -22,11 +22,11 @@ from hydragraph.runtime.buffers import Buffers
 from hydragraph.runtime.exchange import start_pull, start_push
 from hydragraph.runtime.failure.watch import Watch
 from hydragraph.runtime.groups import Groups, Role
-from hydragraph.runtime.lanes import Lanes, lanes_of
 from hydragraph.runtime.message import Message
 from hydragraph.runtime.prepared import BoundBlock, Prepared, shard_view
 from hydragraph.runtime.rounded import Rounded
 from hydragraph.runtime.state import HomeState
+from hydragraph.runtime.streams import DeviceStreams, streams_of
 from hydragraph.runtime.trace import Exposed, RankTimes, Timing
 from hydragraph.runtime.underway import Finish, Underway
 
@@ -77,7 +77,7 @@ class Executor:
         home: this rank's master weights and gradients.
         groups, watch: its communicators and its failure watch.
         device: what this rank computes on.
-        lanes: that device's queues; default: as the device and the communicators have them.
+        streams: that device's queues; default: as the device and the communicators have them.
         rounded: the weights that are pulled, where the optimizer keeps them beside the master weights.
 
     Attributes:
@@ -91,7 +91,7 @@ class Executor:
         groups: Groups,
         watch: Watch,
         device: torch.device,
-        lanes: Lanes | None = None,
+        streams: DeviceStreams | None = None,
         rounded: Rounded | None = None,
     ) -> None:
         self._program = program
@@ -99,10 +99,10 @@ class Executor:
         self._groups = groups
         self._watch = watch
         self._device = device
-        self.lanes = lanes or lanes_of(device, groups.world.backend, groups.world.ranks)
+        self.streams = streams or streams_of(device, groups.world.backend, groups.world.ranks)
         self._rounded = rounded
         self.before: Callable[[Instruction], None] | None = None
-        self._buffers = Buffers(device, self.lanes)
+        self._buffers = Buffers(device, self.streams)
         self._aux = program.templates[program.aux.template]
         self._parameters = program.parameters
         self._hidden = hidden_size(program)
@@ -161,16 +161,16 @@ class Executor:
                     self._run[instruction.op](iteration, instruction)
         assert outcome is not None
         if timing.spans is not None:
-            self.lanes.finish()
+            self.streams.finish()
             timing.end()
         return outcome
 
     def _after_last_step(self) -> None:
         """Let no stream begin before the last step's update is through."""
-        start = self.lanes.mark()
+        start = self.streams.mark()
         for stream in (Stream.PULL, Stream.PUSH, Stream.P2P):
-            with self.lanes.on(stream):
-                self.lanes.wait(start)
+            with self.streams.on(stream):
+                self.streams.wait(start)
 
     def _arrive(self, it: _Iteration, value: Value) -> None:
         """Wait for a value that another stream makes; for a message, until it has left."""
@@ -182,12 +182,12 @@ class Executor:
     def _pull(self, it: _Iteration, instruction: Instruction) -> None:
         name = instruction.target
         exchange = it.prepared.pulls[name]
-        with self.lanes.on(Stream.PULL):
+        with self.streams.on(Stream.PULL):
             home = self._home.weights[name] if self._rounded is None else self._rounded.of(name)
             it.timing.started(weights(name))
             finish = start_pull(exchange, home, self._program.dtype, self._groups, self._buffers)
         under_way = it.arriving if instruction.writes else it.serving
-        under_way[weights(name)] = Underway(self.lanes, Stream.PULL, finish)
+        under_way[weights(name)] = Underway(self.streams, Stream.PULL, finish)
 
     def _shards(self, it: _Iteration, value: Value) -> dict[str, Tensor]:
         """Return a bucket's shards, of its weights or gradients, in their natural shapes, by parameter name."""
@@ -318,9 +318,9 @@ class Executor:
         (value,) = instruction.reads
         (on_its_way,) = instruction.writes
         tensor = it.values[value].contiguous()
-        computed = self.lanes.mark()
-        with self.lanes.on(Stream.P2P), self._watch.communicating():
-            self.lanes.wait(computed)
+        computed = self.streams.mark()
+        with self.streams.on(Stream.P2P), self._watch.communicating():
+            self.streams.wait(computed)
             it.timing.started(on_its_way)
             message = self._groups.send(tensor, instruction.peer, message_tag(value))
         it.arriving[on_its_way] = self._underway(message, tensor)
@@ -333,13 +333,13 @@ class Executor:
             return tensor
 
         # The stream of messages must not wait for this one: what it sends next may be what the peer needs first.
-        return Underway(self.lanes, Stream.COMPUTE, Finish(finish, message), at_once=False)
+        return Underway(self.streams, Stream.COMPUTE, Finish(finish, message), at_once=False)
 
     def _receive(self, it: _Iteration, instruction: Instruction) -> None:
         assert instruction.peer is not None
         (value,) = instruction.writes
         tokens = it.batches[value.micro_batch]["input_ids"].shape[1]
-        with self.lanes.on(Stream.P2P), self._watch.communicating():
+        with self.streams.on(Stream.P2P), self._watch.communicating():
             tensor = torch.empty((1, tokens, self._hidden), dtype=self._hidden_dtype, device=self._device)
             it.timing.started(value)
             message = self._groups.receive(tensor, instruction.peer, message_tag(value))
@@ -363,13 +363,13 @@ class Executor:
         it.values.pop(value, None)  # it is the message's now, which gives its memory back
         it.views.pop(value, None)
         self._end_ready(it, Stream.PUSH, it.pushing)
-        computed = self.lanes.mark()
-        with self.lanes.on(Stream.PUSH), self._watch.communicating():
-            self.lanes.wait(computed)
-            self.lanes.hold(total)
+        computed = self.streams.mark()
+        with self.streams.on(Stream.PUSH), self._watch.communicating():
+            self.streams.wait(computed)
+            self.streams.hold(total)
             it.timing.started(value)
             finish = start_push(exchange, total, home, self._groups, self._buffers)
-            it.pushing[value] = Underway(self.lanes, Stream.PUSH, finish)
+            it.pushing[value] = Underway(self.streams, Stream.PUSH, finish)
             it.pushed = True
 
     def _end_ready(self, it: _Iteration, stream: Stream, under_way: dict[Value, Underway]) -> None:
@@ -397,7 +397,7 @@ class Executor:
             for value in list(under_way):
                 self._end(it, stream, under_way, value)
         with self._watch.waiting():
-            self.lanes.finish()  # times are known then
+            self.streams.finish()  # times are known then
         # [loss, square of the norm, then of every rank its four times]: each rank adds to its own place.
         world = self._groups.world
         totals = torch.zeros(2 + 4 * world.ranks, dtype=torch.float64, device=self._device)

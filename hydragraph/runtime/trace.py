@@ -10,7 +10,7 @@ from pathlib import Path
 
 from hydragraph.cost.trace_file import Event, write_events
 from hydragraph.ir.instruction import Stream
-from hydragraph.runtime.lanes import Clock, HostClock, Reading
+from hydragraph.runtime.streams import Clock, HostClock, Reading
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Timing:
     Args:
         step: the iteration's number, which its spans carry.
         spans: a list to which every instruction and message is added; None: only waits are added up.
-        clock: reads the device's queues (`Lanes.clock`); default: the host's time.
+        clock: reads the device's queues (`DeviceStreams.clock`); default: the host's time.
     """
 
     def __init__(self, step: int = 0, spans: list[Span] | None = None, clock: Clock | None = None) -> None:

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from hydragraph.ir.instruction import Stream
-from hydragraph.runtime.lanes import Lanes, Mark
 from hydragraph.runtime.message import Message
+from hydragraph.runtime.streams import DeviceStreams, Mark
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,18 +40,18 @@ class Underway:
     later on its stream needs to come before.
 
     Args:
-        lanes: the device's queues.
+        streams: the device's queues.
         stream: the one on which it is ended.
         finish: what ends it, and gives the value.
         at_once: False where its end would hold up what comes later on its stream: it then ends when it is asked for.
     """
 
-    def __init__(self, lanes: Lanes, stream: Stream, finish: Finish, at_once: bool = True) -> None:
-        self._lanes = lanes
+    def __init__(self, streams: DeviceStreams, stream: Stream, finish: Finish, at_once: bool = True) -> None:
+        self._streams = streams
         self._stream = stream
         self._finish = finish
         self._end: tuple[Tensor, Mark] | None = None
-        if lanes.queued and at_once:
+        if streams.queued and at_once:
             self._ended()
 
     @property
@@ -62,12 +62,12 @@ class Underway:
     def __call__(self) -> Tensor:
         """Let the current stream wait; return the value, whose memory then outlives what this stream does with it."""
         value, mark = self._ended()
-        self._lanes.wait(mark)
-        self._lanes.hold(value)
+        self._streams.wait(mark)
+        self._streams.hold(value)
         return value
 
     def _ended(self) -> tuple[Tensor, Mark]:
         if self._end is None:
-            with self._lanes.on(self._stream):
-                self._end = self._finish(), self._lanes.mark()
+            with self._streams.on(self._stream):
+                self._end = self._finish(), self._streams.mark()
         return self._end

@@ -22,8 +22,8 @@ from torch.utils._pytree import tree_leaves
 from hydragraph.ir.instruction import Stream
 from hydragraph.runtime.collectives import head_loss
 from hydragraph.runtime.groups import Role
-from hydragraph.runtime.lanes import Clock, HostClock
 from hydragraph.runtime.launch import World
+from hydragraph.runtime.streams import Clock, HostClock
 
 Times = dict[str, int]  # queue -> how far it is known to be
 
@@ -169,7 +169,7 @@ class Recorder(TorchDispatchMode):
         return out
 
 
-class RecordingLanes:
+class RecordingStreams:
     """Queues of a device that waits in its queues; marks pass at random times."""
 
     queued = True

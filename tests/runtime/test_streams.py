@@ -25,7 +25,7 @@ from hydragraph.spec.home import EQUAL
 from hydragraph.spec.strategy import Strategy
 from tests.fuzz import RANKS, ModelCase, draw_case
 from tests.models import llama, sequences
-from tests.runtime.recorder import RaceError, Recorder, RecordingGroups, RecordingLanes, Unwatched
+from tests.runtime.recorder import RaceError, Recorder, RecordingGroups, RecordingStreams, Unwatched
 
 LAYERS = 2  # of the captured model
 KIND = ModelCase("llama", LAYERS, 4, 2, False, 102, 101, torch.float32)
@@ -35,7 +35,9 @@ PROGRAMS = [hg.capture(MODEL, dtype=dtype) for dtype in (torch.float32, torch.bf
 VARIANTS = [Variants(program) for program in PROGRAMS]
 
 
-def run(strategy: Strategy, rank: int, seed: int, lanes: type[RecordingLanes] = RecordingLanes, steps: int = 2) -> int:
+def run(
+    strategy: Strategy, rank: int, seed: int, streams: type[RecordingStreams] = RecordingStreams, steps: int = 2
+) -> int:
     """Run steps of one rank that hears only zeros; return how many accesses were ordered."""
     program, variants = PROGRAMS[seed % 2], VARIANTS[seed % 2]
     home = HomeState.allocate(program, HomeLayouts(EQUAL, RANKS).by_name(program.buckets), rank)
@@ -44,7 +46,7 @@ def run(strategy: Strategy, rank: int, seed: int, lanes: type[RecordingLanes] = 
     preparer = Preparer(program, variants, BUFFERS, home.layouts, rank, RANKS)
     recorder = Recorder()
     groups, watch = cast(Any, RecordingGroups(recorder, rank, RANKS)), cast(Any, Unwatched())
-    executor = Executor(program, home, groups, watch, torch.device("cpu"), lanes(recorder, seed))
+    executor = Executor(program, home, groups, watch, torch.device("cpu"), streams(recorder, seed))
     counts = tuple((seed + i) % 4 for i in range(len(strategy.pipelines)))
     prepared = preparer.get(strategy, counts if sum(counts) else (1, *counts[1:]), "train")
     multiple = max(s.tp for p in strategy.pipelines for s in p.stages)
@@ -56,7 +58,7 @@ def run(strategy: Strategy, rank: int, seed: int, lanes: type[RecordingLanes] = 
 
     with recorder:
         for _ in range(steps):
-            executor.run(prepared, batches, 30, update, BUFFERS, Timing(clock=executor.lanes.clock()))
+            executor.run(prepared, batches, 30, update, BUFFERS, Timing(clock=executor.streams.clock()))
         recorder.operate("the end", [], [])
     return recorder.accesses
 
@@ -74,17 +76,17 @@ def test_nothing_is_read_too_early_or_overwritten_too_soon(seed: int, rank: int)
     assert run(strategy, rank, seed) > 0
 
 
-class NeverWaits(RecordingLanes):
+class NeverWaits(RecordingStreams):
     def wait(self, mark: object) -> None:
         """Forget it."""
 
 
-class NeverHolds(RecordingLanes):
+class NeverHolds(RecordingStreams):
     def hold(self, tensor: object) -> None:
         """Forget it."""
 
 
-class OneMarkTooEarly(RecordingLanes):
+class OneMarkTooEarly(RecordingStreams):
     """Marks where a queue was when the last one was made."""
 
     def __init__(self, recorder: Recorder, seed: int) -> None:
@@ -98,7 +100,7 @@ class OneMarkTooEarly(RecordingLanes):
 
 
 @pytest.mark.parametrize("broken", [NeverWaits, NeverHolds, OneMarkTooEarly])
-def test_the_recorder_notices_what_is_left_out(broken: type[RecordingLanes]) -> None:
+def test_the_recorder_notices_what_is_left_out(broken: type[RecordingStreams]) -> None:
     for seed, rank in product(range(6), range(RANKS)):
         strategy = Strategy.parse(draw_case(seed, KIND).strategy, LAYERS)
         try:
@@ -110,16 +112,16 @@ def test_the_recorder_notices_what_is_left_out(broken: type[RecordingLanes]) -> 
 
 def test_a_buffer_is_reused_behind_its_mark_only() -> None:
     recorder = Recorder()
-    lanes = RecordingLanes(recorder, seed=0)
-    buffers = Buffers(torch.device("cpu"), lanes)
+    streams = RecordingStreams(recorder, seed=0)
+    buffers = Buffers(torch.device("cpu"), streams)
     with recorder:
         for _ in range(12):
-            with lanes.on(Stream.PULL):
+            with streams.on(Stream.PULL):
                 taken = buffers.take(8)
                 taken.zero_()
-                made = lanes.mark()
-            lanes.wait(made)
-            lanes.hold(taken)
+                made = streams.mark()
+            streams.wait(made)
+            streams.hold(taken)
             taken.sum()
             buffers.give(taken)
     assert recorder.accesses >= 24

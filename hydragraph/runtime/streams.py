@@ -23,7 +23,7 @@ from torch import Tensor
 
 from hydragraph.ir.instruction import Stream
 
-Mark = Any  # a point in a queue, known to the lanes that made it
+Mark = Any  # a point in a queue, known to the streams that made it
 Reading = Any  # of a clock
 
 
@@ -37,7 +37,7 @@ class Clock(Protocol):
         """Return a reading on the scale of `time.perf_counter`; the queues must have been finished."""
 
 
-class Lanes(Protocol):
+class DeviceStreams(Protocol):
     """What the executor needs of a device.
 
     Attributes:
@@ -80,7 +80,7 @@ class HostClock:
         return reading
 
 
-class HostLanes:
+class HostStreams:
     """Of a CPU: nothing is queued, so everything is in order."""
 
     queued = False
@@ -129,7 +129,7 @@ class CudaClock:
         return self._began + float(self._first.elapsed_time(reading)) / 1e3
 
 
-class CudaLanes:
+class CudaStreams:
     """Of a GPU: computation stays on the stream that is current now, each other stream of the program has its own.
 
     Args:
@@ -182,6 +182,6 @@ class CudaLanes:
         return CudaClock()
 
 
-def lanes_of(device: torch.device, backend: str, ranks: int) -> Lanes:
+def streams_of(device: torch.device, backend: str, ranks: int) -> DeviceStreams:
     """Return the queues of a device whose ranks talk through a backend ("gloo" or "nccl")."""
-    return CudaLanes(device, backend == "nccl" or ranks == 1) if device.type == "cuda" else HostLanes()
+    return CudaStreams(device, backend == "nccl" or ranks == 1) if device.type == "cuda" else HostStreams()
