@@ -76,7 +76,7 @@ ELSEWHERE = {
     "runtime/message.py": ("runtime/test_groups.py", "messages of every kind"),
     "runtime/rank_process.py": ("runtime/test_launch.py", "ranks from inside"),
     "runtime/sharded.py": ("runtime/checkpoint/test_planners.py", "boxes of parameters"),
-    "runtime/underway.py": ("runtime/test_streams.py", "a device that records says what was not waited for"),
+    "runtime/pending.py": ("runtime/test_streams.py", "a device that records says what was not waited for"),
     "runtime/weights/directory.py": ("test_peft.py", "directories that are written, of models and of adapters"),
     "train/export.py": ("train/test_loop.py", "the final model"),
     "train/plan_input.py": ("commands/test_plan.py", "what the verb is given"),

@@ -23,7 +23,7 @@ from hydragraph.passes.layouts import BucketLayouts, layouts
 from hydragraph.runtime.buffers import Buffers
 from hydragraph.runtime.exchange import pull_exchange, push_exchange, start_pull, start_push
 from hydragraph.runtime.groups import Role
-from hydragraph.runtime.underway import Finish
+from hydragraph.runtime.pending import Finish
 from hydragraph.spec.home import Home
 from hydragraph.spec.strategy import Strategy
 

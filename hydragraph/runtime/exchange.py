@@ -30,7 +30,7 @@ from hydragraph.kernels.slice_copy import SliceTable, slice_copy
 from hydragraph.runtime.buffers import Buffers
 from hydragraph.runtime.groups import Groups, Role
 from hydragraph.runtime.message import Message
-from hydragraph.runtime.underway import Finish
+from hydragraph.runtime.pending import Finish
 
 Piece = tuple[int, int]  # offset and length, in elements
 

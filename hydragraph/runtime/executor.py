@@ -23,12 +23,12 @@ from hydragraph.runtime.exchange import start_pull, start_push
 from hydragraph.runtime.failure.watch import Watch
 from hydragraph.runtime.groups import Groups, Role
 from hydragraph.runtime.message import Message
+from hydragraph.runtime.pending import Finish, Pending
 from hydragraph.runtime.prepared import BoundBlock, Prepared, shard_view
 from hydragraph.runtime.rounded import Rounded
 from hydragraph.runtime.state import HomeState
 from hydragraph.runtime.streams import DeviceStreams, streams_of
 from hydragraph.runtime.trace import Exposed, RankTimes, Timing
-from hydragraph.runtime.underway import Finish, Underway
 
 _ROW = 1024  # elements
 
@@ -61,9 +61,9 @@ class _Iteration:
     timing: Timing
     aux_buffers: Mapping[str, Tensor]
     values: dict[Value, Any] = field(default_factory=dict)
-    arriving: dict[Value, Underway] = field(default_factory=dict)  # also messages, on their way out
-    serving: dict[Value, Underway] = field(default_factory=dict)  # pulls that bring this rank nothing
-    pushing: dict[Value, Underway] = field(default_factory=dict)
+    arriving: dict[Value, Pending] = field(default_factory=dict)  # also messages, on their way out
+    serving: dict[Value, Pending] = field(default_factory=dict)  # pulls that bring this rank nothing
+    pushing: dict[Value, Pending] = field(default_factory=dict)
     pushed: bool = False
     views: dict[Value, dict[str, Tensor]] = field(default_factory=dict)  # W.* and G.* -> parameter -> shard
     added: set[str] = field(default_factory=set)  # parameters that have a gradient already
@@ -174,10 +174,10 @@ class Executor:
 
     def _arrive(self, it: _Iteration, value: Value) -> None:
         """Wait for a value that another stream makes; for a message, until it has left."""
-        underway = it.arriving.pop(value, None)
-        if underway is not None:
+        pending = it.arriving.pop(value, None)
+        if pending is not None:
             with it.timing.waiting(Stream.PULL if value.kind is ValueKind.WEIGHTS else Stream.P2P, value):
-                it.values[value] = underway()
+                it.values[value] = pending()
 
     def _pull(self, it: _Iteration, instruction: Instruction) -> None:
         name = instruction.target
@@ -187,7 +187,7 @@ class Executor:
             it.timing.started(weights(name))
             finish = start_pull(exchange, home, self._program.dtype, self._groups, self._buffers)
         under_way = it.arriving if instruction.writes else it.serving
-        under_way[weights(name)] = Underway(self.streams, Stream.PULL, finish)
+        under_way[weights(name)] = Pending(self.streams, Stream.PULL, finish)
 
     def _shards(self, it: _Iteration, value: Value) -> dict[str, Tensor]:
         """Return a bucket's shards, of its weights or gradients, in their natural shapes, by parameter name."""
@@ -323,9 +323,9 @@ class Executor:
             self.streams.wait(computed)
             it.timing.started(on_its_way)
             message = self._groups.send(tensor, instruction.peer, message_tag(value))
-        it.arriving[on_its_way] = self._underway(message, tensor)
+        it.arriving[on_its_way] = self._pending(message, tensor)
 
-    def _underway(self, message: Message, tensor: Tensor) -> Underway:
+    def _pending(self, message: Message, tensor: Tensor) -> Pending:
         """Return a message's end: waiting for it gives the tensor, which it keeps alive until then."""
 
         def finish() -> Tensor:
@@ -333,7 +333,7 @@ class Executor:
             return tensor
 
         # The stream of messages must not wait for this one: what it sends next may be what the peer needs first.
-        return Underway(self.streams, Stream.COMPUTE, Finish(finish, message), at_once=False)
+        return Pending(self.streams, Stream.COMPUTE, Finish(finish, message), at_once=False)
 
     def _receive(self, it: _Iteration, instruction: Instruction) -> None:
         assert instruction.peer is not None
@@ -343,7 +343,7 @@ class Executor:
             tensor = torch.empty((1, tokens, self._hidden), dtype=self._hidden_dtype, device=self._device)
             it.timing.started(value)
             message = self._groups.receive(tensor, instruction.peer, message_tag(value))
-        it.arriving[value] = self._underway(message, tensor)
+        it.arriving[value] = self._pending(message, tensor)
 
     def _push(self, it: _Iteration, instruction: Instruction) -> None:
         name = instruction.target
@@ -369,10 +369,10 @@ class Executor:
             self.streams.hold(total)
             it.timing.started(value)
             finish = start_push(exchange, total, home, self._groups, self._buffers)
-            it.pushing[value] = Underway(self.streams, Stream.PUSH, finish)
+            it.pushing[value] = Pending(self.streams, Stream.PUSH, finish)
             it.pushed = True
 
-    def _end_ready(self, it: _Iteration, stream: Stream, under_way: dict[Value, Underway]) -> None:
+    def _end_ready(self, it: _Iteration, stream: Stream, under_way: dict[Value, Pending]) -> None:
         """End what need not be waited for, so that its memory serves what comes."""
         for value in list(under_way):
             if not under_way[value].ready:
@@ -380,7 +380,7 @@ class Executor:
             self._end(it, stream, under_way, value)
 
     @staticmethod
-    def _end(it: _Iteration, stream: Stream, under_way: dict[Value, Underway], value: Value) -> None:
+    def _end(it: _Iteration, stream: Stream, under_way: dict[Value, Pending], value: Value) -> None:
         with it.timing.waiting(stream, value):
             under_way.pop(value)()
 

@@ -33,7 +33,7 @@ class Finish:
         return self.message is None or self.message.done
 
 
-class Underway:
+class Pending:
     """A value on its way: ended on its own stream, then waited for by the stream that asks for it.
 
     Where waiting is queued, it is ended as soon as it has begun: nothing holds the host up, and nothing that comes
