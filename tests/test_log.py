@@ -22,7 +22,7 @@ from hydragraph.runtime.checkpoint.folder import prune
 from hydragraph.runtime.failure.watch import Watch
 from hydragraph.runtime.groups import Groups
 from hydragraph.runtime.launch import join
-from hydragraph.runtime.recent import Recent
+from hydragraph.runtime.lru import LRU
 from tests.commands.tiny import run, write
 from tests.models import llama, sequences
 
@@ -90,7 +90,7 @@ def model() -> nn.Module:
 
 
 def test_what_is_dropped_is_told(caplog: pytest.LogCaptureFixture) -> None:
-    recent, buffers = Recent[str, object](1), Buffers(torch.device("cpu"))
+    recent, buffers = LRU[str, object](1), Buffers(torch.device("cpu"))
     with caplog.at_level(logging.DEBUG, "hydragraph"):
         for key in "ab":
             recent.get(key, dict)

@@ -18,7 +18,7 @@ from hydragraph.passes.layouts import bucket_kinds
 from hydragraph.passes.pipeline import rank_program
 from hydragraph.passes.place import PlacedStage, Placement, place
 from hydragraph.runtime.exchange import Exchange, pull_exchange, push_exchange
-from hydragraph.runtime.recent import Recent
+from hydragraph.runtime.lru import LRU
 from hydragraph.runtime.variants import Variants, local_parameters, vocabulary_starts
 from hydragraph.spec.stage_kind import StagePart
 from hydragraph.spec.strategy import Strategy
@@ -106,9 +106,9 @@ class Preparer:
         self._rank = rank
         self._ranks = ranks
         self._device = device
-        self._known = Recent[tuple[Strategy, tuple[int, ...], Mode], Prepared](capacity)
+        self._known = LRU[tuple[Strategy, tuple[int, ...], Mode], Prepared](capacity)
         # Iterations of one strategy share them; as many as those that are kept can have.
-        self._links = Recent[Hashable, tuple[Exchange, Exchange | None]](capacity * len(program.buckets))
+        self._links = LRU[Hashable, tuple[Exchange, Exchange | None]](capacity * len(program.buckets))
 
     def get(self, strategy: Strategy, counts: tuple[int, ...], mode: Mode) -> Prepared:
         """Return what this rank runs under a strategy, for these counts of micro-batches per pipeline."""

@@ -21,7 +21,7 @@ from hydragraph.passes.differentiate import Variant, start_of
 from hydragraph.passes.graph_passes import VariantSpec, make_variant, passes_for
 from hydragraph.passes.place import place
 from hydragraph.passes.shard import gradient_kinds
-from hydragraph.runtime.recent import Recent
+from hydragraph.runtime.lru import LRU
 from hydragraph.spec.stage_kind import StageKind, StagePart
 from hydragraph.spec.strategy import Strategy
 
@@ -66,7 +66,7 @@ class Variants:
         self._fused_head = fused_head
         self._added = added
         self._how = (partitioner, backend, device, fused_head, program.dtype)
-        self._known = Recent[Hashable, Variant](capacity)
+        self._known = LRU[Hashable, Variant](capacity)
         self._kinds: dict[tuple[str, StageKind], Mapping[str, GradientKind]] = {}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

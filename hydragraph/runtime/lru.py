@@ -13,7 +13,7 @@ K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
 
 
-class Recent(Generic[K, V]):
+class LRU(Generic[K, V]):
     """Makes values by key and keeps so many of them; the one not asked for longest is forgotten first.
 
     Args:

@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hydragraph.runtime.recent import Recent
+from hydragraph.runtime.lru import LRU
 
 
 @given(st.integers(1, 5), st.lists(st.integers(0, 7)))
 def test_the_last_ones_asked_for_are_kept(capacity: int, keys: list[int]) -> None:
-    recent, made = Recent[int, object](capacity), dict[int, object]()
+    recent, made = LRU[int, object](capacity), dict[int, object]()
     for i, key in enumerate(keys):
         kept = list(dict.fromkeys(reversed(keys[:i])))[:capacity]
         value = object()
@@ -22,7 +22,7 @@ def test_the_last_ones_asked_for_are_kept(capacity: int, keys: list[int]) -> Non
 
 
 def test_a_value_that_cannot_be_made_is_not_kept() -> None:
-    recent = Recent[str, int](1)
+    recent = LRU[str, int](1)
     assert recent.get("a", lambda: 1) == 1
     with pytest.raises(ZeroDivisionError):
         recent.get("b", lambda: 1 // 0)
