@@ -35,7 +35,7 @@ from hydragraph.cost.model import ModelSizes
 from hydragraph.cost.pieces import AUX, Piece, PricedDevice
 from hydragraph.cost.profile import Profile
 from hydragraph.cost.stack import DEEPSPEED, Stack
-from hydragraph.spec.cluster import Cluster, DeviceType, Link, Node
+from hydragraph.spec.cluster import Cluster, DeviceType, Interconnect, Node
 from hydragraph.spec.stage_kind import StageKind
 
 SEQUENCE = 2048  # tokens: act_output_floats of model_memory.json over the hidden size
@@ -138,11 +138,11 @@ def _expanded(rows: Sequence[Sequence[Any]]) -> list[tuple[float, ...]]:
     return [tuple(row[1:]) for row in rows for _ in range(row[0])]
 
 
-def _link(polynomial: Sequence[float], most: float) -> Link:
+def _link(polynomial: Sequence[float], most: float) -> Interconnect:
     """Return a link from its bandwidth in GB/s as a polynomial of log2(MB), from 1/4 MB to 1 GB."""
     low, mid, high = polynomial
     speeds = ((2.0**x * 1e6, 1e9 * (low * x * x + mid * x + high)) for x in range(-2, 11))
-    return Link(most, 0.0, tuple((size, speed) for size, speed in speeds if speed > 0))
+    return Interconnect(most, 0.0, tuple((size, speed) for size, speed in speeds if speed > 0))
 
 
 def print_clusters(folder: Path) -> None:
@@ -203,7 +203,7 @@ def big_profile(layers: int, hidden: int = 8192) -> Profile:
 
 def simulated(text: str, ranks: int, layers: int, count: int) -> Sized:
     """Simulate an iteration of micro-batches of drawn lengths."""
-    node = Node("gpu", 8, Link(450e9, 5e-6), Link(50e9, 1e-5), count=ranks // 8, cards=8)
+    node = Node("gpu", 8, Interconnect(450e9, 5e-6), Interconnect(50e9, 1e-5), count=ranks // 8, cards=8)
     costs = hg.Costs(big_profile(layers), Cluster.of({"gpu": DeviceType(1e15, 80 * 10**9, 3e12)}, (node,)))
     strategy = hg.Strategy.parse(text, layers=layers)
     draw, pipelines = random.Random(0), len(strategy.pipelines)

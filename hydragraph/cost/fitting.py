@@ -30,7 +30,7 @@ from scipy.optimize import nnls
 
 from hydragraph.cost.pieces import AUX, Constants, Piece, PricedDevice
 from hydragraph.cost.profile import Profile, Scheme
-from hydragraph.spec.cluster import Link
+from hydragraph.spec.cluster import Interconnect
 from hydragraph.spec.stage_kind import StageKind
 from hydragraph.spec.strategy_text import regular_pipeline
 
@@ -112,7 +112,7 @@ def fit_work(micro_batches: Sequence[Sequence[int]], seconds: Sequence[float], q
 class LinkFit:
     """A link, and how far measured messages are off it (root mean square relative error)."""
 
-    link: Link
+    link: Interconnect
     residual: float
 
 
@@ -123,7 +123,7 @@ def fit_link(sizes: Sequence[int], seconds: Sequence[float]) -> LinkFit | None:
     latency, per_byte = _nnls(rows, measured)
     if per_byte <= 0:
         return None
-    link = Link(bytes_per_s=float(1 / per_byte), latency_s=float(latency))
+    link = Interconnect(bytes_per_s=float(1 / per_byte), latency_s=float(latency))
     return LinkFit(link, _residual(rows @ np.array([latency, per_byte]), measured))
 
 

@@ -27,14 +27,14 @@ from hydragraph.cost.pieces import AUX, HOME_BYTES, Constants, Piece, PricedDevi
 from hydragraph.cost.pieces import Scheme as Scheme
 from hydragraph.cost.stages import StageCost, stages_end
 from hydragraph.errors import Unsupported
-from hydragraph.spec.cluster import Cluster, Link
+from hydragraph.spec.cluster import Cluster, Interconnect
 from hydragraph.spec.cluster import Device as SpecDevice
 from hydragraph.spec.stage_kind import StageKind
 from hydragraph.spec.strategy import Pipeline
 from hydragraph.spec.strategy_text import regular_pipeline
 
 # Where no link was measured, as on one rank, which has none.
-INSTANT = Link(1e300, 0.0)
+INSTANT = Interconnect(1e300, 0.0)
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ class Profile:
     pieces: Mapping[StageKind, Mapping[str, Piece]] = field(default_factory=dict)
     unfit: Mapping[StageKind, str] = field(default_factory=dict)
     device: PricedDevice | None = None
-    link: Link | None = None
+    link: Interconnect | None = None
     messages: tuple[tuple[int, float], ...] = ()
     residuals: Mapping[Scheme, float] = field(default_factory=dict)
     notes: tuple[str, ...] = ()

@@ -11,7 +11,7 @@ from hydragraph.cost.curves import Constants, curve_record, read_curve
 from hydragraph.cost.memory_model import MemoryModel
 from hydragraph.cost.model import ModelSizes
 from hydragraph.cost.pieces import Held, Piece, PricedDevice, Scheme
-from hydragraph.spec.cluster import Link
+from hydragraph.spec.cluster import Interconnect
 from hydragraph.spec.stage_kind import StageKind
 
 
@@ -67,7 +67,7 @@ def loaded(data: Mapping[str, Any]) -> dict[str, Any]:
         },
         "unfit": {StageKind.parse(kind): why for kind, why in data.get("unfit", {}).items()},
         "device": device and PricedDevice(**device),
-        "link": link and Link(**{**link, "points": [tuple(p) for p in link.get("points", ())]}),
+        "link": link and Interconnect(**{**link, "points": [tuple(p) for p in link.get("points", ())]}),
         "messages": tuple((int(size), float(seconds)) for size, seconds in data.get("messages", ())),
         "residuals": {_scheme(s): float(value) for s, value in data.get("residuals", {}).items()},
         "notes": tuple(data.get("notes", ())),

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from hydragraph.cost.curves import Constants, Curve, Table
 from hydragraph.cost.schedule import pipeline_end
-from hydragraph.spec.cluster import Link
+from hydragraph.spec.cluster import Interconnect
 
 Parts = tuple[tuple[float, Curve], ...]  # (how many times, of what)
 
@@ -26,7 +26,7 @@ class Ring:
     ranks: int
     times: int
     token_bytes: int
-    link: Link
+    link: Interconnect
 
     def seconds(self, tokens: int) -> float:
         """Return the seconds for a micro-batch."""
@@ -48,7 +48,7 @@ class Hop:
         blocking: it holds up its sender.
     """
 
-    link: Link
+    link: Interconnect
     turns: int
     token_bytes: int
     sharing: int = 1

@@ -14,7 +14,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from hydragraph.spec.cluster import Cluster, Link
+from hydragraph.spec.cluster import Cluster, Interconnect
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -99,8 +99,8 @@ class Roads:
         for number, kind in numbers.items():
             first.setdefault(kind, []).append(number)
         self._of_kind = first
-        self._links: dict[tuple[int, int, bool], Link] = {}
-        self._ways_of: dict[tuple[Pair, ...], tuple[tuple[Link, tuple[int, ...], tuple[int, ...]], ...]] = {}
+        self._links: dict[tuple[int, int, bool], Interconnect] = {}
+        self._ways_of: dict[tuple[Pair, ...], tuple[tuple[Interconnect, tuple[int, ...], tuple[int, ...]], ...]] = {}
 
     def link_seconds(self, src: Ints, dst: Ints, size: Floats) -> tuple[Floats, Floats, Floats]:
         """Return, of every message, its seconds alone, those of them in which it travels, and those it fills a card."""
@@ -111,7 +111,7 @@ class Roads:
         for pair in np.unique(code):
             link = self._link(*divmod(int(pair) // 2, self._kinds), across=bool(pair % 2))
             at = code == pair
-            # Measured bandwidths are read by the logarithm of the size, as in `Link.bandwidth`.
+            # Measured bandwidths are read by the logarithm of the size, as in `Interconnect.bandwidth`.
             if link.points:
                 speed = np.interp(np.log(size[at]), *np.array([(np.log(s), v) for s, v in link.points]).T)
             else:
@@ -121,7 +121,7 @@ class Roads:
             alone[at] = link.latency_s + moving[at]
         return alone, moving, filling
 
-    def _link(self, a: int, b: int, across: bool) -> Link:
+    def _link(self, a: int, b: int, across: bool) -> Interconnect:
         key = (a, b, across)
         if key not in self._links:
             one = self._of_kind[a][0]
@@ -192,7 +192,7 @@ class Roads:
                 seconds = max(seconds, link.latency_s + used[card])
         return seconds, tuple((resource, busy / seconds) for resource, busy in used.items() if busy > 0)
 
-    def _ways(self, pairs: tuple[Pair, ...]) -> tuple[tuple[Link, tuple[int, ...], tuple[int, ...]], ...]:
+    def _ways(self, pairs: tuple[Pair, ...]) -> tuple[tuple[Interconnect, tuple[int, ...], tuple[int, ...]], ...]:
         """Return, for every pair, its link, and the ports and cards that it goes through."""
         ways = []
         groups = self._groups

@@ -31,7 +31,7 @@ from hydragraph.spec.record import flow_yaml, from_record, load_yaml, to_record
 
 
 @dataclass(frozen=True)
-class Link:
+class Interconnect:
     """A way between two devices: sending n bytes takes latency_s + n / bytes_per_s seconds, in each direction.
 
     Attributes:
@@ -67,10 +67,10 @@ class Link:
         """Return what one message of so many bytes takes; one of 0 bytes takes the latency."""
         return self.latency_s + size / self.bandwidth(size)
 
-    def times(self, factor: float) -> Link:
+    def times(self, factor: float) -> Interconnect:
         """Return a link with this many times the bandwidth."""
         points = tuple((size, speed * factor) for size, speed in self.points)
-        return Link(self.bytes_per_s * factor, self.latency_s, points)
+        return Interconnect(self.bytes_per_s * factor, self.latency_s, points)
 
 
 @dataclass(frozen=True)
@@ -132,8 +132,8 @@ class Node:
 
     type: str
     devices: int
-    inner: Link
-    outer: Link
+    inner: Interconnect
+    outer: Interconnect
     count: int = 1
     cards: int = 1
 
@@ -143,8 +143,8 @@ class Node:
         if self.cards > self.devices:
             raise ValueError(f"cards is {self.cards}, devices is {self.devices}: a node has at most a card per device")
         for name in ("inner", "outer"):
-            if not isinstance(getattr(self, name), Link):
-                raise ValueError(f"{name} is {getattr(self, name)!r}: use Link(...)")
+            if not isinstance(getattr(self, name), Interconnect):
+                raise ValueError(f"{name} is {getattr(self, name)!r}: use Interconnect(...)")
 
 
 @dataclass(frozen=True)
@@ -168,9 +168,9 @@ class Pair:
         object.__setattr__(self, "points", self.link.points)
 
     @property
-    def link(self) -> Link:
+    def link(self) -> Interconnect:
         """The link."""
-        return Link(self.bytes_per_s, self.latency_s, self.points)
+        return Interconnect(self.bytes_per_s, self.latency_s, self.points)
 
 
 @dataclass(frozen=True)
@@ -185,8 +185,8 @@ class Cluster:
     """
 
     devices: tuple[Device, ...]
-    within_node: Link | None
-    between_nodes: Link | None
+    within_node: Interconnect | None
+    between_nodes: Interconnect | None
     nodes: tuple[Node, ...] = ()
     pairs: tuple[Pair, ...] = ()
 
@@ -196,7 +196,7 @@ class Cluster:
         if not self.devices:
             raise ValueError("devices is empty: a cluster needs at least one device")
         links = () if self.nodes else (self.within_node, self.between_nodes)
-        for name, kind, values in (("devices", Device, self.devices), ("links", Link, links)):
+        for name, kind, values in (("devices", Device, self.devices), ("links", Interconnect, links)):
             for value in values:
                 if not isinstance(value, kind):
                     raise ValueError(f"{name} has {value!r}: use {kind.__name__}(...)")
@@ -229,8 +229,8 @@ class Cluster:
         ranks: int,
         *,
         device: Device,
-        within_node: Link,
-        between_nodes: Link | None = None,
+        within_node: Interconnect,
+        between_nodes: Interconnect | None = None,
         ranks_per_node: int | None = None,
     ) -> Cluster:
         """Return `ranks` devices like `device`, filling nodes of `ranks_per_node` in order (None: one node for all).
@@ -278,7 +278,7 @@ class Cluster:
         """Return which network card of its node a rank uses."""
         return self._cards[rank]
 
-    def link(self, a: int, b: int) -> Link:
+    def link(self, a: int, b: int) -> Interconnect:
         """Return the link between two different devices, given by rank, as if nothing else used it."""
         one = self._device(a)
         other = self._device(b)
@@ -286,7 +286,7 @@ class Cluster:
             raise ValueError(f"device {a} has no link to itself: price a local copy by its memory_bytes_per_s")
         return self.link_between(one.node, other.node)
 
-    def link_between(self, one: int, other: int) -> Link:
+    def link_between(self, one: int, other: int) -> Interconnect:
         """Return the link between devices of two nodes, or within one."""
         a = self._machines[one]
         b = self._machines[other]
@@ -365,7 +365,7 @@ class Cluster:
         return tuple(cards)
 
     @cached_property
-    def _pairs(self) -> Mapping[tuple[str, str], Link]:
+    def _pairs(self) -> Mapping[tuple[str, str], Interconnect]:
         links = {}
         for pair in self.pairs:
             links[pair.types] = links[pair.types[::-1]] = pair.link
@@ -404,8 +404,8 @@ class _Devices:
     """The file with an entry per rank."""
 
     devices: tuple[Device, ...]
-    within_node: Link
-    between_nodes: Link
+    within_node: Interconnect
+    between_nodes: Interconnect
 
 
 @dataclass(frozen=True)
@@ -417,11 +417,11 @@ class _Nodes:
     pairs: tuple[Pair, ...] = ()
 
 
-def _slower(one: Link, other: Link) -> Link:
+def _slower(one: Interconnect, other: Interconnect) -> Interconnect:
     """Return the link through two different cards: at every size the slower of them."""
     sizes = sorted({size for link in (one, other) for size, _ in link.points})
     points = tuple((size, min(one.bandwidth(size), other.bandwidth(size))) for size in sizes)
-    return Link(min(one.bytes_per_s, other.bytes_per_s), max(one.latency_s, other.latency_s), points)
+    return Interconnect(min(one.bytes_per_s, other.bytes_per_s), max(one.latency_s, other.latency_s), points)
 
 
 def _points(rows: object) -> tuple[tuple[float, float], ...]:

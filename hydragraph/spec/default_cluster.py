@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hydragraph.spec.cluster import Cluster, Device, Link
+from hydragraph.spec.cluster import Cluster, Device, Interconnect
 
 
 def default_cluster(ranks: int) -> Cluster:
@@ -13,7 +13,7 @@ def default_cluster(ranks: int) -> Cluster:
     return Cluster.homogeneous(
         ranks,
         device=Device(989e12, int(141e9), 4.8e12),
-        within_node=Link(450e9, 5e-6),
-        between_nodes=Link(50e9, 10e-6),
+        within_node=Interconnect(450e9, 5e-6),
+        between_nodes=Interconnect(50e9, 10e-6),
         ranks_per_node=8,
     )

@@ -21,14 +21,14 @@ from hydragraph.ir.instruction import Op, Stream
 from hydragraph.ir.program import Program
 from hydragraph.passes.pipeline import rank_programs
 from hydragraph.spec.assignment import Assignment
-from hydragraph.spec.cluster import Cluster, Device, Link
+from hydragraph.spec.cluster import Cluster, Device, Interconnect
 from hydragraph.spec.strategy import Strategy
 from hydragraph.train.config import ModelConfig
 from hydragraph.train.model import skeleton
 from tests.commands.tiny import run, write
 from tests.passes.test_pipeline import model
 
-INSTANT = Link(1e300, 0.0)
+INSTANT = Interconnect(1e300, 0.0)
 SLOW = Device(1e6, int(1e12), 1e300)  # computation is all that takes time
 TOKENS = 32
 SIZES = {
@@ -94,7 +94,7 @@ def test_no_other_spread_ends_earlier(pipelines: list[tuple[int, int]], total: i
     assert end(tuple(found)) == min(map(end, every))
 
 
-def exposed(text: str, counts: list[int], work: Work, link: Link) -> list[list[float]]:
+def exposed(text: str, counts: list[int], work: Work, link: Interconnect) -> list[list[float]]:
     """Simulate a model of two layers; return what each rank waits for pulls, pushes and activations."""
     strategy = Strategy.parse(text, 2)
     ranks = len(strategy.devices)
@@ -112,18 +112,21 @@ LAYERS = {
 def test_exposed_pulls_by_hand() -> None:
     """Layers' weights arrive after 2 and 4 s, and compute 1 s each; rank 1 sends, and has nothing else to do."""
     pulls = {"layer.0": {(1, 0): 8.0}, "layer.1": {(1, 0): 8.0}}
-    assert exposed("2*<tp1,pp1>", [1, 0], Work(LAYERS, pulls, {}, {}), Link(4.0, 0.0)) == [[3, 0, 0], [4, 0, 0]]
+    assert exposed("2*<tp1,pp1>", [1, 0], Work(LAYERS, pulls, {}, {}), Interconnect(4.0, 0.0)) == [[3, 0, 0], [4, 0, 0]]
 
 
 def test_exposed_pushes_by_hand() -> None:
     """Layer 1's gradients leave from 3 to 4 s, beside computation; layer 0's from 4 to 7, when nothing is left."""
     pushes = {"layer.1": {(0, 1): 4.0}, "layer.0": {(0, 1): 12.0}}
-    assert exposed("2*<tp1,pp1>", [1, 0], Work(LAYERS, {}, pushes, {}), Link(4.0, 0.0)) == [[0, 3, 0], [0, 7, 0]]
+    assert exposed("2*<tp1,pp1>", [1, 0], Work(LAYERS, {}, pushes, {}), Interconnect(4.0, 0.0)) == [
+        [0, 3, 0],
+        [0, 7, 0],
+    ]
 
 
 def test_exposed_activations_by_hand() -> None:
     """A forward of 1 s, 2.5 s to the other stage, 2 s there, and 2.5 s back, after which its sender commits."""
-    assert exposed("<tp1,pp2>", [1], Work(LAYERS, {}, {}, {0: 8.0}), Link(4.0, 0.5)) == [[0, 0, 7], [0, 0, 6]]
+    assert exposed("<tp1,pp2>", [1], Work(LAYERS, {}, {}, {0: 8.0}), Interconnect(4.0, 0.5)) == [[0, 0, 7], [0, 0, 6]]
 
 
 def test_the_best_comes_first_and_files_are_written(tmp_path: Path) -> None:

@@ -6,12 +6,12 @@ from hydragraph.cost.costs import Costs
 from hydragraph.cost.model import ModelSizes
 from hydragraph.cost.pieces import AUX, Constants, Held, Piece, PricedDevice
 from hydragraph.cost.profile import Profile
-from hydragraph.spec.cluster import Cluster, DeviceType, Link, Node
+from hydragraph.spec.cluster import Cluster, DeviceType, Interconnect, Node
 from hydragraph.spec.health import Health
 from hydragraph.spec.stage_kind import StageKind
 
 HIDDEN = 512  # bytes of a token's hidden state
-FAST, SLOW = Link(1e12, 1e-7), Link(1e11, 1e-6)
+FAST, SLOW = Interconnect(1e12, 1e-7), Interconnect(1e11, 1e-6)
 
 
 def profile(layers: int, type_: str = "", slower: float = 1.0, elements: int = 1000) -> Profile:
@@ -45,13 +45,13 @@ def profile(layers: int, type_: str = "", slower: float = 1.0, elements: int = 1
     )
 
 
-def cluster(ranks: int, per_node: int | None = None, cards: int | None = None, outer: Link = SLOW) -> Cluster:
+def cluster(ranks: int, per_node: int | None = None, cards: int | None = None, outer: Interconnect = SLOW) -> Cluster:
     size = per_node or ranks
     node = Node("fast", size, FAST, outer, count=ranks // size, cards=cards or size)
     return Cluster.of({"fast": DeviceType(1e15, 10**9, 1e12)}, (node,))
 
 
-def mixed(outer: Link = SLOW) -> Cluster:
+def mixed(outer: Interconnect = SLOW) -> Cluster:
     """Return a node of two fast devices and one of two slow ones."""
     types = {"fast": DeviceType(1e15, 10**9, 1e12), "slow": DeviceType(4e14, 10**9, 1e12)}
     nodes = tuple(Node(name, 2, FAST, outer, cards=2) for name in types)

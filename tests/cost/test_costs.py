@@ -19,13 +19,13 @@ from hydragraph.cost.work import Without
 from hydragraph.errors import Unsupported
 from hydragraph.ir.instruction import Op
 from hydragraph.spec.assignment import Assignment
-from hydragraph.spec.cluster import Cluster, DeviceType, Link, Node
+from hydragraph.spec.cluster import Cluster, DeviceType, Interconnect, Node
 from hydragraph.spec.stage_kind import StageKind
 from hydragraph.spec.strategy import Pipeline, Stage, Strategy
 from tests.cost.measured import measured
 from tests.cost.priced import HIDDEN, cluster, costs, mixed, profile
 
-INSTANT = Link(1e300, 0.0)
+INSTANT = Interconnect(1e300, 0.0)
 
 
 def assigned(*pipelines: list[list[int]]) -> Assignment:
@@ -61,7 +61,7 @@ def pipelines(draw: st.DrawFn) -> tuple[Strategy, int]:
 def test_a_pipelines_seconds_are_the_simulated_ones(drawn: tuple[Strategy, int], lengths: list[list[int]]) -> None:
     """Uneven stages and micro-batches, messages that take time, nothing else: the same to the last digits."""
     strategy, ranks = drawn
-    found = costs(strategy.layers, cluster(ranks, outer=Link(1e9, 1e-5)))
+    found = costs(strategy.layers, cluster(ranks, outer=Interconnect(1e9, 1e-5)))
     assignment = assigned(lengths)
     work = Without(found.work(strategy, assignment), "pull", "push", "ending")
     simulated = found._timeline(strategy, assignment.counts, work).seconds
@@ -264,7 +264,7 @@ def test_a_hidden_state_of_a_message_is_the_models() -> None:
 
 def test_another_runtime_is_priced_by_hand() -> None:
     """Two replicas of two stages: messages in parts that hold up their senders, and a ring over the replicas."""
-    where = cluster(4, per_node=1, outer=Link(1e6, 0.0))
+    where = cluster(4, per_node=1, outer=Interconnect(1e6, 0.0))
     each = profile(4, "fast", elements=10**6)
     found = Costs(each, where, stack=Stack(blocking=True, all_reduce=True))
     strategy, assignment = Strategy.parse("2*<tp1,pp2>", 4), Assignment.even([1, 1], 100)

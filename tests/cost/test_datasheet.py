@@ -12,12 +12,12 @@ from hydragraph.ir.instruction import Op
 from hydragraph.ir.program import Program
 from hydragraph.passes.pipeline import rank_programs
 from hydragraph.spec.assignment import Assignment
-from hydragraph.spec.cluster import Cluster, Device, Link
+from hydragraph.spec.cluster import Cluster, Device, Interconnect
 from hydragraph.spec.strategy import Pipeline, Stage, Strategy
 from tests.models import captured
 
 TOKENS = 10
-LINK = Link(bytes_per_s=100.0, latency_s=0.5)
+LINK = Interconnect(bytes_per_s=100.0, latency_s=0.5)
 LAYER = 2 * 64 * 64 + 2 * 32 * 64 + 3 * 102 * 64  # elements of a layer's matrices: q and o, k and v, gate, up and down
 HEAD = 101 * 64
 FORWARD = 2 * LAYER * TOKENS + 2 * TOKENS * TOKENS * 64  # products, and causal attention over four heads of 16

@@ -10,7 +10,7 @@ from hydragraph.cost.curves import Constants, Table
 from hydragraph.cost.model import ModelSizes
 from hydragraph.cost.pieces import Held, Piece
 from hydragraph.cost.profile import Profile
-from hydragraph.spec.cluster import Link
+from hydragraph.spec.cluster import Interconnect
 from hydragraph.spec.stage_kind import StageKind
 from tests.cost.measured import PIECES, measured
 from tests.models import captured
@@ -33,7 +33,7 @@ def test_a_file_that_is_no_profile_is_named(tmp_path: Path) -> None:
 def test_a_measured_profile_is_saved_whole(tmp_path: Path) -> None:
     every = measured(
         pieces={StageKind(1): PIECES, StageKind(2, True): PIECES, StageKind(4, True, True): PIECES},
-        link=Link(1e9, 1e-5),
+        link=Interconnect(1e9, 1e-5),
         messages=((1024, 1e-5), (1 << 20, 1e-3)),
         residuals={(1, 1): 0.02},
         failed={(4, 1): "noise"},
@@ -50,7 +50,7 @@ def test_types_sizes_and_curves_are_saved_too(tmp_path: Path) -> None:
     one = measured(
         type="a", pieces={StageKind(1): {**PIECES, "layer": piece}}, sizes=sizes, update=(1e-5, 1e-9), commit_s=1e-4
     )
-    every = Profile.merge([one, measured(type="b", link=Link(1e9, 1e-5, ((1e3, 1e8), (1e6, 1e9))))])
+    every = Profile.merge([one, measured(type="b", link=Interconnect(1e9, 1e-5, ((1e3, 1e8), (1e6, 1e9))))])
     every.save(tmp_path / "p.json")
     assert Profile.load(tmp_path / "p.json") == every
 

@@ -14,14 +14,14 @@ from hydragraph.ir.instruction import Op, Stream
 from hydragraph.ir.outline import Outline
 from hydragraph.ir.rank_program import RankProgram
 from hydragraph.passes.pipeline import rank_programs
-from hydragraph.spec.cluster import Cluster, Device, Link
+from hydragraph.spec.cluster import Cluster, Device, Interconnect
 from hydragraph.spec.strategy import Pipeline, Stage, Strategy
 from tests.passes.test_pipeline import iterations, model
 
-INSTANT, DEVICE = Link(1e300, 0.0), Device(1.0, 1, 1.0)
+INSTANT, DEVICE = Interconnect(1e300, 0.0), Device(1.0, 1, 1.0)
 
 
-def cluster(ranks: int, link: Link = INSTANT) -> Cluster:
+def cluster(ranks: int, link: Interconnect = INSTANT) -> Cluster:
     return Cluster.homogeneous(ranks, device=DEVICE, within_node=link)
 
 
@@ -32,7 +32,9 @@ def compute(outline: Outline, ranks: int, forward: float, backward: float) -> di
     return {(op, block, rank): seconds for op, seconds in both for block in layers for rank in range(ranks)}
 
 
-def timeline(strategy: Strategy, counts: list[int], work: Work, link: Link = INSTANT, mode: str = "train") -> Timeline:
+def timeline(
+    strategy: Strategy, counts: list[int], work: Work, link: Interconnect = INSTANT, mode: str = "train"
+) -> Timeline:
     ranks = max(strategy.devices) + 1
     programs = rank_programs(model(strategy.layers), strategy, counts, mode, ranks=ranks)  # type: ignore[arg-type]
     return simulate(programs, cluster(ranks, link), work)
@@ -57,7 +59,7 @@ def starts(found: Timeline, rank: int) -> list[tuple[str, int | None, float, flo
 
 def test_the_example_of_the_engine() -> None:
     work = Work(compute(model(2), 2, 1, 2), {}, {}, {0: 0.5})
-    found = timeline(chain(2, "1f1b"), [1], work, Link(1.0, 0.0))
+    found = timeline(chain(2, "1f1b"), [1], work, Interconnect(1.0, 0.0))
     assert starts(found, 0) == [("F", 0, 0, 1), ("B", 0, 5, 7)]
     assert starts(found, 1) == [("F", 0, 1.5, 2.5), ("B", 0, 2.5, 4.5)]
 
@@ -91,7 +93,7 @@ def test_two_stages_of_gpipe_by_hand_with_a_slow_second_stage() -> None:
 
 def test_activations_travel_with_latency_and_bandwidth() -> None:
     work = Work(compute(model(2), 2, 1, 1), {}, {}, {0: 8.0})
-    assert timeline(chain(2, "1f1b"), [1], work, Link(4.0, 0.5)).seconds == pytest.approx(1 + 2.5 + 2 + 2.5 + 1)
+    assert timeline(chain(2, "1f1b"), [1], work, Interconnect(4.0, 0.5)).seconds == pytest.approx(1 + 2.5 + 2 + 2.5 + 1)
 
 
 def test_tensor_parallel_ranks_go_at_the_pace_of_the_slowest() -> None:
@@ -115,7 +117,7 @@ def test_computation_waits_for_its_weights_only() -> None:
     """Rank 1 sends rank 0 each layer's weights in 2 s: the second layer's arrive while the first one computes."""
     pulls = {"layer.0": {(1, 0): 8.0}, "layer.1": {(1, 0): 8.0}}
     strategy = Strategy((Pipeline((Stage((0,), 2),)), Pipeline((Stage((1,), 2),))))
-    found = timeline(strategy, [1, 0], Work(compute(model(2), 2, 1, 1), pulls, {}, {}), Link(4.0, 0.0))
+    found = timeline(strategy, [1, 0], Work(compute(model(2), 2, 1, 1), pulls, {}, {}), Interconnect(4.0, 0.0))
     assert [s[2:] for s in starts(found, 0)] == [(2, 3), (4, 5), (5, 6), (6, 7)]
     assert found.busy_s(0, Stream.PULL) == found.busy_s(1, Stream.PULL) == 4.0
 
@@ -123,7 +125,7 @@ def test_computation_waits_for_its_weights_only() -> None:
 def test_pushes_overlap_with_backward_and_the_commit_waits_for_them() -> None:
     pushes = {"layer.1": {(0, 1): 4.0}, "layer.0": {(0, 1): 12.0}}
     strategy = Strategy((Pipeline((Stage((0,), 2),)), Pipeline((Stage((1,), 2),))))
-    found = timeline(strategy, [1, 0], Work(compute(model(2), 2, 1, 1), {}, pushes, {}), Link(4.0, 0.0))
+    found = timeline(strategy, [1, 0], Work(compute(model(2), 2, 1, 1), {}, pushes, {}), Interconnect(4.0, 0.0))
     spans = {s.instruction.target: (s.start_s, s.end_s) for s in found.ranks[0] if s.instruction.op is Op.PUSH}
     assert spans["layer.1"] == (3, 4)
     assert spans["layer.0"] == (4, 7)
@@ -133,7 +135,7 @@ def test_pushes_overlap_with_backward_and_the_commit_waits_for_them() -> None:
 def test_messages_in_and_out_run_at_once_and_one_after_another() -> None:
     strategy = Strategy.parse("3*<tp1,pp1>", 1)
     pulls = {"layer.0": {(0, 1): 4.0, (0, 2): 4.0, (1, 0): 4.0}}
-    found = timeline(strategy, [1, 1, 1], Work({}, pulls, {}, {}), Link(4.0, 0.0), mode="evaluate")
+    found = timeline(strategy, [1, 1, 1], Work({}, pulls, {}, {}), Interconnect(4.0, 0.0), mode="evaluate")
     assert [found.busy_s(rank, Stream.PULL) for rank in range(3)] == [2, 1, 1]
 
 
@@ -151,7 +153,7 @@ def test_any_iteration_ends_and_takes_no_less_than_its_busiest_stream(iteration,
     pairs = {(a, b): 1.0 for a in range(ranks) for b in range(ranks) if a != b}
     moved = {bucket: pairs for bucket, _ in outline.buckets}
     work = Work(seconds, moved, moved, dict.fromkeys(range(len(counts)), 1.0))
-    found = simulate(programs, cluster(ranks, Link(1.0, 0.1)), work)
+    found = simulate(programs, cluster(ranks, Interconnect(1.0, 0.1)), work)
     for rank, spans in enumerate(found.ranks):
         assert [s.instruction for s in spans] == list(programs[rank].instructions)
         own = sum(seconds.get((s.instruction.op, s.instruction.target, rank), 0.0) for s in spans)

@@ -11,13 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hydragraph.spec.cluster import Cluster, Device, DeviceType, Link, Node
+from hydragraph.spec.cluster import Cluster, Device, DeviceType, Interconnect, Node
 
-FAST, SLOW = Link(450e9, 5e-6), Link(50e9, 1e-5)
+FAST, SLOW = Interconnect(450e9, 5e-6), Interconnect(50e9, 1e-5)
 DEVICE = Device(flops_per_s=9.89e14, memory_bytes=80_000_000_000, memory_bytes_per_s=3.35e12)
 
 positive = st.floats(1e-300, 1e300)
-links = st.builds(Link, positive, st.floats(0, 1e300))
+links = st.builds(Interconnect, positive, st.floats(0, 1e300))
 devices = st.builds(Device, positive, st.integers(1, 10**13), positive, st.integers(0, 3))
 clusters = st.builds(Cluster, st.lists(devices, min_size=1, max_size=4).map(tuple), links, links)
 
@@ -79,11 +79,11 @@ def test_link_refuses(a: int, b: int, message: str) -> None:
 @pytest.mark.parametrize(
     ("make", "arguments", "message"),
     [
-        (Link, (0, 0), "bytes_per_s is 0"),
-        (Link, (1, -1e-6), "latency_s is -1e-06: give a number of at least 0"),
-        (Link, (float("nan"), 0), "bytes_per_s is nan"),
-        (Link, (float("inf"), 0), "bytes_per_s is inf"),
-        (Link, (True, 0), "bytes_per_s is True"),
+        (Interconnect, (0, 0), "bytes_per_s is 0"),
+        (Interconnect, (1, -1e-6), "latency_s is -1e-06: give a number of at least 0"),
+        (Interconnect, (float("nan"), 0), "bytes_per_s is nan"),
+        (Interconnect, (float("inf"), 0), "bytes_per_s is inf"),
+        (Interconnect, (True, 0), "bytes_per_s is True"),
         (Device, (0, 1, 1), "flops_per_s is 0"),
         (Device, (1, 0, 1), "memory_bytes is 0"),
         (Device, (1, 1.5, 1), "memory_bytes is 1.5: give a whole number"),
@@ -91,7 +91,7 @@ def test_link_refuses(a: int, b: int, message: str) -> None:
         (Device, (1, 1, 1, -1), "node is -1"),
         (Cluster, ((), FAST, SLOW), "devices is empty"),
         (Cluster, ((FAST,), FAST, SLOW), "use Device(...)"),
-        (Cluster, ((DEVICE,), FAST, None), "use Link(...)"),
+        (Cluster, ((DEVICE,), FAST, None), "use Interconnect(...)"),
     ],
 )
 def test_values_are_checked(make: Any, arguments: tuple[Any, ...], message: str) -> None:
@@ -149,8 +149,8 @@ def test_ranks_count_through_nodes_of_types(tmp_path: Path) -> None:
     assert [cluster.type_of(rank) for rank in range(8)] == ["h100"] * 4 + ["l4"] * 4
     assert [cluster.node_of(rank) for rank in range(8)] == [0, 0, 0, 0, 1, 1, 2, 2]
     assert cluster.devices[5].memory_bytes == 24_000_000_000
-    assert cluster.link(0, 3) == Link(450e9, 5e-6)
-    assert cluster.link(2, 7) == cluster.link(7, 2) == Link(2e9, 3e-5)  # the pair's own
+    assert cluster.link(0, 3) == Interconnect(450e9, 5e-6)
+    assert cluster.link(2, 7) == cluster.link(7, 2) == Interconnect(2e9, 3e-5)  # the pair's own
     assert cluster.link(4, 6).latency_s == 2e-5
     assert cluster.interchangeable() == ((0,), (1, 2))
     cluster.save(tmp_path / "again.yaml")
@@ -167,13 +167,13 @@ def test_ranks_of_a_node_share_its_cards(tmp_path: Path) -> None:
 
 
 def test_bandwidth_by_message_size_is_interpolated_over_the_logarithm() -> None:
-    link = Link(4e9, 0.5, ((1e2, 1e8), (1e6, 3e8)))
+    link = Interconnect(4e9, 0.5, ((1e2, 1e8), (1e6, 3e8)))
     assert [link.bandwidth(size) for size in (1, 1e2, 1e4, 1e6, 1e9)] == pytest.approx([1e8, 1e8, 2e8, 3e8, 3e8])
     assert link.seconds(1e6) == pytest.approx(0.5 + 1e6 / 3e8)
     assert link.times(2).bandwidth(1e4) == pytest.approx(4e8)
-    mixed = Cluster.of({"t": DeviceType(1, 1, 1)}, (Node("t", 1, FAST, link), Node("t", 1, FAST, Link(2e8, 0.7)))).link(
-        0, 1
-    )
+    mixed = Cluster.of(
+        {"t": DeviceType(1, 1, 1)}, (Node("t", 1, FAST, link), Node("t", 1, FAST, Interconnect(2e8, 0.7)))
+    ).link(0, 1)
     assert mixed.latency_s == 0.7
     assert mixed.bandwidth(1e2) == pytest.approx(1e8)
     assert mixed.bandwidth(1e6) == pytest.approx(2e8)
@@ -182,7 +182,7 @@ def test_bandwidth_by_message_size_is_interpolated_over_the_logarithm() -> None:
 def test_links_can_be_scaled(tmp_path: Path) -> None:
     cluster = nodes(tmp_path).scaled("between_nodes", 0.5)
     assert cluster.link(0, 7).bytes_per_s == 1e9
-    assert cluster.link(0, 1) == Link(450e9, 5e-6)
+    assert cluster.link(0, 1) == Interconnect(450e9, 5e-6)
     both = Cluster.homogeneous(4, device=DEVICE, within_node=FAST, between_nodes=SLOW, ranks_per_node=2)
     assert both.scaled("within_node", 2).link(0, 1).bytes_per_s == 900e9
     with pytest.raises(ValueError, match="scale within_node or between_nodes"):
