@@ -206,6 +206,7 @@ def test_what_one_home_saved_another_loads_bit_for_bit(seen: list[list[Seen]]) -
             assert loss == wanted, f"home {name}: goes on as the one that saved"
 
 
+@thorough
 def test_clipping_and_16_bits(tmp_path: Path) -> None:
     """A rank without a share has no 16-bit copies either; copies are pulled from the nearest owner."""
     names = ["equal", "one owner", "twice, one node with most shares"]

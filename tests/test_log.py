@@ -46,6 +46,7 @@ def shown_lines(text: str) -> list[tuple[str, str, str]]:
     return [(m[3], m[4].removeprefix("hydragraph."), m[5]) for m in found if m is not None]
 
 
+@thorough
 def test_a_run_tells_its_events_in_order(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -207,6 +208,7 @@ def test_lines_are_shown_once_and_no_more_once_they_are_not_asked_for(capsys: py
 def test_the_library_is_quiet_and_configures_nothing() -> None:
     code = """
 import logging, hydragraph, hydragraph.cli, hydragraph.log
+from tests.thorough import thorough
 logging.getLogger("hydragraph.runtime.groups").info("nobody asked")
 for name in (None, "hydragraph"):
     logger = logging.getLogger(name)

@@ -15,6 +15,7 @@ import hydragraph as hg
 from tests import reference
 from tests.models import gpt2, llama, sequences
 from tests.ready import Ready
+from tests.thorough import first
 
 LAYERS = 4
 LENGTHS = [20, 7, 33, 1, 12, 5]  # one of them has no target
@@ -80,7 +81,7 @@ def check(model: str, strategies: list[str], ranks: int = 4) -> None:
     assert all(not run.weights and not any(run.gradients) for run in runs[1:])
 
 
-@pytest.mark.parametrize("model", list(MODELS))
+@pytest.mark.parametrize("model", first(["llama"], MODELS))
 def test_lopsided_strategies_in_turn_equal_one_device(model: str) -> None:
     more = {"llama": ["<tp4,pp1>", "<[3,1,0,2]x4sr>"], "gpt2": ["<[2,0,1]x4s>"]}
     if model == "tied llama":  # what ties change is where the table is: together, apart, cut, or in several places

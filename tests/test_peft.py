@@ -16,7 +16,7 @@ from hydragraph.passes.check_strategy import check_strategy
 from tests import reference
 from tests.models import llama, sequences
 from tests.ready import Ready
-from tests.thorough import first
+from tests.thorough import first, thorough
 
 peft = pytest.importorskip("peft")
 
@@ -142,6 +142,7 @@ def resume(prepared: Ready, path: str, strategy: str, saves: bool) -> list[float
     return losses
 
 
+@thorough
 def test_a_run_resumes_on_another_number_of_ranks(tmp_path: Path) -> None:
     one, two, path = "<[0,1]x2>", "<[1]x1,[0]x1>", str(tmp_path / "saved")
     saved = hg.launch(resume, 3, path, one, True, prepare=partial(ready, [one], "plain"))[0]

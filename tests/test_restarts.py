@@ -125,7 +125,9 @@ def test_a_run_that_is_asked_to_stop_saves_and_its_curve_goes_on(
     assert curve(tmp_path / "cut") == undisturbed
 
 
-@pytest.mark.parametrize("torchrun", [False, True], ids=["launch", "torchrun"])
+@pytest.mark.parametrize(
+    "torchrun", [False, pytest.param(True, marks=pytest.mark.thorough)], ids=["launch", "torchrun"]
+)
 def test_a_killed_rank_is_restarted_and_the_curve_is_the_same(
     torchrun: bool, undisturbed: list[dict[str, Any]], tmp_path: Path
 ) -> None:

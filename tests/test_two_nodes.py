@@ -1,6 +1,6 @@
 """Training on two nodes with networks of their own equals one machine's, and what befalls link and nodes is told.
 
-`make thorough` runs all of it; the suite one run over a rendezvous that the nodes find themselves.
+`make thorough` runs all of it.
 """
 
 from __future__ import annotations
@@ -134,6 +134,7 @@ def strike(fault: LinkFault, nodes: TwoNodes, job: Job) -> None:
     assert all(job.ended(number, TEARDOWN_S * patience()) != 0 for number in fault.spares)
 
 
+@thorough
 def test_a_link_that_comes_back_is_no_failure_and_a_killed_rank_is_named_on_the_other_node(
     nodes: TwoNodes, tmp_path: Path
 ) -> None:

@@ -15,6 +15,7 @@ from hydragraph.cost.profile import Profile
 from hydragraph.spec.record import from_record
 from hydragraph.train.config import TrainConfig
 from hydragraph.train.data import prepare
+from tests.thorough import thorough
 from tests.train.plain import settings
 
 # made up: two ranks as one pipeline are quicker where there is one sequence only
@@ -26,6 +27,7 @@ PROFILE = Profile(
 )
 
 
+@thorough
 def test_all_sides_train_alike(tmp_path: Path) -> None:
     config = from_record(TrainConfig, settings(tmp_path))
     every = hg.launch(on_ranks, 2, config, prepare(config), 2, PROFILE)

@@ -16,6 +16,7 @@ from hydragraph.frontend.capture import capture
 from tests.frontend import execute
 from tests.models import randomised
 from tests.passes.test_shard import check
+from tests.thorough import thorough
 
 VOCABULARY, WIDTH = 102, 32
 Use = Callable[[Any, Tensor, Tensor], Tensor]  # (layer, its result, its input) -> its result
@@ -117,6 +118,7 @@ def test_readers_in_other_blocks(head: str, tied: bool) -> None:
     right(Model(head=head, tied=tied))
 
 
+@thorough
 @settings(max_examples=8)
 @given(
     st.lists(st.sampled_from(list(IN_LAYER)), min_size=2, max_size=3, unique=True),

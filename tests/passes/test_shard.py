@@ -82,7 +82,7 @@ def test_sharded_graphs_equal_the_whole_template(name: str, tp: int, sequence_pa
     program, model = captured(name)
     kv = MODELS[name].keywords.get("kv", 12)
     if program.heads[0] % tp or (kv % tp and tp % kv):
-        with pytest.raises(Unsupported, match=f"part {tp}"):
+        with pytest.raises(Unsupported, match=f"degree {tp}"):
             check(program, model, program.blocks[1], tp, sequence_parallel)
         return
     for block in program.blocks:

@@ -70,8 +70,8 @@ def test_sizes_that_no_symbol_may_have_run_the_graph_itself() -> None:
 def test_a_second_process_finds_the_code_on_disk() -> None:
     GraphPiece(*summing())
     script = (
-        "from tests.private.test_inductor import Piece, counters, summing\n"
-        "Piece(*summing())\n"
+        "from tests.private.test_inductor import GraphPiece, counters, summing\n"
+        "GraphPiece(*summing())\n"
         "print(counters['inductor']['fxgraph_cache_hit'], counters['inductor']['fxgraph_cache_miss'])"
     )
     found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
