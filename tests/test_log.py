@@ -25,6 +25,7 @@ from hydragraph.runtime.launch import join
 from hydragraph.runtime.lru import LRU
 from tests.commands.tiny import run, write
 from tests.models import llama, sequences
+from tests.thorough import thorough
 
 LINE = re.compile(r"\[rank (\d+)/(\d+) step (\d+)\] (hydragraph[\w.]*): (.*)")
 
@@ -208,7 +209,6 @@ def test_lines_are_shown_once_and_no_more_once_they_are_not_asked_for(capsys: py
 def test_the_library_is_quiet_and_configures_nothing() -> None:
     code = """
 import logging, hydragraph, hydragraph.cli, hydragraph.log
-from tests.thorough import thorough
 logging.getLogger("hydragraph.runtime.groups").info("nobody asked")
 for name in (None, "hydragraph"):
     logger = logging.getLogger(name)
