@@ -17,7 +17,7 @@ from hydragraph.check.wide import computing, default_dtype, runner
 from hydragraph.frontend import huggingface, modules
 from hydragraph.frontend.packed import Loss
 from hydragraph.ir.program import Block, Program
-from hydragraph.passes.differentiate import Variant
+from hydragraph.passes.differentiate import Variant, saved_names
 
 
 def caller(model: nn.Module, fields: Iterable[str]) -> Callable[[nn.Module, dict[str, Tensor]], Any]:
@@ -160,7 +160,7 @@ def backward(
         saved: what its forward kept.
         tangent: the gradient of its output.
     """
-    kept = {f"saved.{i}": value for i, value in enumerate(saved)} | {"tangent": tangent}
+    kept = dict(zip(saved_names(len(saved)), saved, strict=True)) | {"tangent": tangent}
     arguments: list[Any] = [kept[n] if n in kept else tensors[local[n]] for n in variant.needs]
     for name in variant.added:
         # 0.0, and what lies in the new memory does not count.

@@ -16,7 +16,7 @@ from hydragraph.cost.footprint import MicroBatch, footprint
 from hydragraph.cost.link_bytes import traffic
 from hydragraph.ir.home import HomeLayouts
 from hydragraph.ir.program import Block, Program, short
-from hydragraph.passes.differentiate import Variant
+from hydragraph.passes.differentiate import Variant, saved_names
 from hydragraph.passes.layouts import layouts
 from hydragraph.passes.place import place
 from hydragraph.runtime.variants import Variants, pass_seconds
@@ -221,7 +221,7 @@ class Compiler:
             indices=indices,
             forward_nodes=_operators(variant.forward.graph),
             backward_nodes=_operators(variant.backward.graph),
-            saved_values=sum(need.startswith("saved.") for need in variant.needs),
+            saved_values=len({*variant.needs} & {*saved_names(len(variant.needs))}),
             saved_bytes_per_token=(more - less) / _TOKENS,
             seconds=seconds,
             pass_seconds=dict(pass_seconds(variant)),

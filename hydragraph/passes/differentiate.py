@@ -76,6 +76,11 @@ class Variant:
         vars(self).update(state, forward=forward, backward=backward)
 
 
+def saved_names(count: int) -> tuple[str, ...]:
+    """Return what the values that a forward saves are called where its backward takes them: saved.0, saved.1, ..."""
+    return tuple(f"saved.{i}" for i in range(count))
+
+
 @one_pass()
 def differentiate(
     template: Template,

@@ -18,6 +18,7 @@ from hydragraph.ir.instruction import Instruction, Op, Stream
 from hydragraph.ir.program import Program
 from hydragraph.ir.text import instruction_text
 from hydragraph.ir.value import Value, ValueKind, aux, gradients, weights
+from hydragraph.passes.differentiate import COLLECTIVES, saved_names
 from hydragraph.runtime.buffers import Buffers
 from hydragraph.runtime.exchange import start_pull, start_push
 from hydragraph.runtime.failure.watch import Watch
@@ -253,7 +254,7 @@ class Executor:
             return block.buffers[name]
         if name in batch:
             return batch[name]
-        return it.collectives if name == "collectives" else block.starts[name]
+        return it.collectives if name == COLLECTIVES else block.starts[name]
 
     def _backward(self, it: _Iteration, instruction: Instruction) -> None:
         self._end_ready(it, Stream.PULL, it.serving)
@@ -268,19 +269,15 @@ class Executor:
             tangent = torch.full((), 1.0 / it.tokens, dtype=loss_dtype(self._program), device=self._device)
         elif block.leaves:
             tangent = it.collectives.split(tangent, 1)
-        arguments = []
-        for name in block.variant.needs:
-            if name.startswith("saved."):
-                arguments.append(kept[int(name[6:])])
-            elif name in ("tangent", "collectives"):
-                arguments.append(tangent if name == "tangent" else it.collectives)
-            else:
-                arguments.append(shards[block.names[name]])
+        operands = dict(zip(saved_names(len(kept)), kept, strict=True))
+        operands |= {"tangent": tangent, COLLECTIVES: it.collectives}
+        arguments = [operands[n] if n in operands else shards[block.names[n]] for n in block.variant.needs]
         for name in block.variant.added:
             arguments += self._total(it, block.names[name])
         results = block.variant.backward(*arguments)
         # Nothing may keep alive what the forward saved while gradients are added up: here memory is at its highest.
         it.values[instruction.reads[0]] = kept = None
+        operands.clear()
         arguments.clear()
         for name, gradient in zip(block.variant.gradients, results, strict=True):
             if name == "hidden":
@@ -295,7 +292,7 @@ class Executor:
             tokens = it.batches[passed.micro_batch]["input_ids"].shape[1]
             split = 1 if block.enters or not it.prepared.part.sequence_parallel else it.prepared.part.tp
             shape = (1, tokens // split, self._hidden)
-            it.values[passed] = torch.zeros(shape, dtype=self._program.dtype, device=self._device)
+            it.values[passed] = torch.zeros(shape, dtype=self._hidden_dtype, device=self._device)
 
     def _total(self, it: _Iteration, name: str) -> tuple[Tensor, float]:
         """Return where a parameter's gradient is summed, and whether what is there counts: 0.0 the first time."""

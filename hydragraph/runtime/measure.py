@@ -32,7 +32,7 @@ from hydragraph.cost.profile import Profile, Scheme
 from hydragraph.frontend.packed import own_fields
 from hydragraph.ir.program import Block, Program, Template
 from hydragraph.passes.compiled import choose_backend
-from hydragraph.passes.differentiate import COLLECTIVES
+from hydragraph.passes.differentiate import COLLECTIVES, saved_names
 from hydragraph.runtime.batch import pack
 from hydragraph.runtime.executor import hidden_dtype, hidden_size, loss_dtype
 from hydragraph.runtime.groups import Groups, Role
@@ -483,7 +483,7 @@ class _Bench:
                 tangent = torch.full((), 1e-3, dtype=loss_dtype(self._program), device=device)
             else:
                 tangent = torch.full_like(out, 1e-3)
-            values = {f"saved.{i}": value for i, value in enumerate(saved)}
+            values = dict(zip(saved_names(len(saved)), saved, strict=True))
             values |= {"tangent": tangent, COLLECTIVES: self._collectives, **weights}
             totals = [operand for name in variant.added for operand in (sums[name], 1.0)]
 
