@@ -85,3 +85,34 @@ def test_what_a_hidden_state_takes(name: str) -> None:
     program = hg.capture(Model(residual), dtype=dtype)
     assert hidden_dtype(program) is residual
     assert token_bytes(program.templates[program.blocks[0].template].graph) == 32 * residual.itemsize
+
+
+class Unreached(Model):
+    """The loss reaches the embedding by the tied head alone: what is below the head gets zeros for gradients."""
+
+    def __init__(self, residual: torch.dtype) -> None:
+        super().__init__(residual)
+        self.head = nn.Linear(32, 102, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.embed(input_ids).to(self.residual)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x.detach().to(self.head.weight.dtype)).float()  # type: ignore[no-any-return]
+
+
+def unreached() -> dict[str, Tensor]:
+    strategy = hg.Strategy.parse("<[0]x2,[1]x2>", layers=4)
+    exe = hg.compile(randomised(Unreached(torch.float64)), strategy, device="cpu")
+    return exe.gradients(sequences([9, 4, 6]))
+
+
+def test_gradients_of_what_the_loss_does_not_reach_have_the_hidden_states_dtype() -> None:
+    gradients = hg.launch(unreached, 2)[0]
+    model = randomised(Unreached(torch.float64))
+    batch = sequences([9, 4, 6])
+    sums = [F.cross_entropy(model(s[None])[0, :-1], s[1:], reduction="sum") for s in batch]
+    (torch.stack(sums).sum() / sum(len(s) - 1 for s in batch)).backward()
+    assert gradients.keys() == {"embed.weight"}
+    torch.testing.assert_close(gradients["embed.weight"], model.embed.weight.grad)
