@@ -154,7 +154,9 @@ class Made:
     def of(folder: Path) -> Made:
         """Read it from a run's folder."""
         metrics = folder / "metrics.jsonl"
-        lines = metrics.read_text().splitlines() if metrics.is_file() else []
+        lines = metrics.read_text().splitlines(keepends=True) if metrics.is_file() else []
+        # A full disk cuts the line that was being written; a run that goes on writes it again.
+        lines = [line for line in lines if line.endswith("\n")]
         files = sorted((folder / "model").glob("*.safetensors"))
         digest = hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
         return Made(tuple(json.dumps(computed(json.loads(line)), sort_keys=True) for line in lines), digest)

@@ -127,7 +127,9 @@ def _collect(crew: Sequence[RankHandle], store: Store, timeout: timedelta | None
             return
         signs: list[Any] = [sign for member in waiting for sign in (member.connection, member.process.sentinel)]
         ready = set(multiprocessing.connection.wait(signs, min(left, _LOOK_S)))
-        stopped = stops.look(waiting)
+        # Ranks that have told their outcomes live on until all have: they show that not all were stopped together.
+        others = [member for member in crew if isinstance(member.outcome, Returned)]
+        stopped = stops.look(waiting, others_run=any(map(_runs, others)))
         for member in waiting:
             if not ready.isdisjoint((member.connection, member.process.sentinel)):
                 member.outcome = outcome_of(member)
@@ -138,6 +140,10 @@ def _collect(crew: Sequence[RankHandle], store: Store, timeout: timedelta | None
             if isinstance(member.outcome, Died | Raised) and not failed:
                 failed = True
                 deadline = min(deadline, time.monotonic() + _GRACE_S)
+
+
+def _runs(member: RankHandle) -> bool:
+    return WatchedProcess(member.process.pid or 0).state() is ProcessState.RUNNING
 
 
 class Stops:

@@ -89,13 +89,14 @@ def run_rank(connection: Connection, seat: Seat, work: bytes, prepared: Readable
         store = dist.TCPStore(HOST, seat.port, None, False, wait_for_workers=False)  # type: ignore[attr-defined]
         meet("gloo", store, seat.rank, seat.ranks)
         outcome: Returned | Raised = Returned(pickle.dumps(function(*args)))
-    except BaseException as error:
-        outcome = raised(error)
-        _tell_the_others(error)
-    else:
         watch = newest_watch()
         if watch is not None:
             watch.close()
+    except BaseException as error:  # also an interrupt of the last moment, while the watch closes
+        outcome = raised(error)
+        _tell_the_others(error)
+    # An outcome that an interrupt cut in two would look like the death of this process.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     with contextlib.suppress(OSError):
         connection.send(outcome)
     if isinstance(outcome, Raised):

@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from hydragraph.errors import RankFailure, Unsupported
 from hydragraph.runtime import launch as launch_module
+from hydragraph.runtime.failure.newest import newest_watch
 from hydragraph.runtime.launch import join, launch
 
 ROOT = Path(__file__).parents[2]
@@ -267,3 +268,28 @@ def test_nothing_is_imported_from_the_current_directory(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == ["False", f"{pickle.__file__} {pickle.__file__}"]
+
+
+def ends_oddly(how: str) -> None:
+    """Let rank 1 be interrupted, or stopped, when it has done its work and its watch closes."""
+    if join("cpu").rank == 1:
+
+        def close() -> None:
+            if how == "interrupted":
+                raise KeyboardInterrupt
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+        watch = newest_watch()
+        assert watch is not None
+        watch.close = close  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize(
+    ("how", "cause"),
+    [("interrupted", "KeyboardInterrupt"), pytest.param("stopped", "stopped for", marks=pytest.mark.thorough)],
+)
+def test_a_rank_that_does_not_get_to_its_end_has_failed(how: str, cause: str) -> None:
+    began = time.monotonic()
+    with pytest.raises(RankFailure, match=rf"rank 1 failed.*{cause}"):
+        launch(ends_oddly, 2, how)
+    assert time.monotonic() - began < 20
