@@ -47,10 +47,8 @@ def rank_program(
     Raises:
         ValueError: when the arguments do not fit one another.
     """
-    if not 0 <= rank < ranks:
-        raise ValueError(f"rank is {rank}: the world has ranks 0 to {ranks - 1}")
-    placement = _placed(outline, strategy, micro_batches, mode, ranks)
-    return _run(placement, str(strategy), mode, rank, ranks)
+    *_, (_, program) = after_each_pass(outline, strategy, micro_batches, rank, mode, ranks=ranks)
+    return program
 
 
 def after_each_pass(
@@ -61,6 +59,8 @@ def after_each_pass(
     Raises:
         ValueError: when the arguments do not fit one another.
     """
+    if not 0 <= rank < ranks:
+        raise ValueError(f"rank is {rank}: the world has ranks 0 to {ranks - 1}")
     placement = _placed(outline, strategy, micro_batches, mode, ranks)
     yield from _passes(placement, str(strategy), mode, rank, ranks)
 
