@@ -14,7 +14,7 @@ from hydragraph.ir.instruction import Instruction, Op, Stream
 from hydragraph.ir.outline import Mode, Outline
 from hydragraph.ir.rank_program import RankProgram
 from hydragraph.ir.value import Value, ValueKind
-from hydragraph.passes.pipeline import PASSES
+from hydragraph.passes.pipeline import placed_program
 from hydragraph.passes.place import PlacedStage, Placement, place
 from hydragraph.spec.strategy import Strategy
 
@@ -163,15 +163,8 @@ def _actor(
 ) -> Actor:
     # A thousand ranks have millions of instructions: only one rank's per program is lowered now, the others when asked.
     def of(rank: int) -> tuple[Instruction, ...]:
-        where = (None, None, (), (0, 0), 0)
-        if stage is not None:
-            where = (stage.pipeline, stage.stage, stage.ranks, stage.layers, stage.micro_batches)  # type: ignore[assignment]
-        program = RankProgram(rank, ranks, "", *where, ())
-        for _, run in PASSES:
-            program = run(placement, mode, program)
-        return program.instructions
+        return placed_program(placement, "", mode, rank, ranks).instructions
 
-    # Stages that hold the same blocks, at the same place of equally deep pipelines, run the same program but for ranks.
     key: object = None
     if stage is not None:
         fans = (len(stage.ranks), len(stage.previous), len(stage.following))

@@ -36,7 +36,7 @@ def rank_programs(
     """
     placement = _placed(outline, strategy, micro_batches, mode, ranks)
     name = str(strategy)
-    return tuple(_run(placement, name, mode, rank, ranks) for rank in range(ranks))
+    return tuple(placed_program(placement, name, mode, rank, ranks) for rank in range(ranks))
 
 
 def rank_program(
@@ -72,7 +72,8 @@ def _placed(outline: Outline, strategy: Strategy, micro_batches: Sequence[int], 
     return place(outline, strategy, micro_batches)
 
 
-def _run(placement: Placement, strategy: str, mode: Mode, rank: int, ranks: int) -> RankProgram:
+def placed_program(placement: Placement, strategy: str, mode: Mode, rank: int, ranks: int) -> RankProgram:
+    """Run the passes on one rank of a placement that many ranks share; `strategy` is the text of its header."""
     *_, (_, program) = _passes(placement, strategy, mode, rank, ranks)
     return program
 
