@@ -1,0 +1,269 @@
+"""Groups into pipelines: from balanced and from sorted starts, improved by exchanges.
+
+A pipeline is a multiset of forms of groups; its order, layers and options follow from it (`Bench.lay`). Groups of one
+form are interchangeable, and so are pipelines of one multiset: a partition is how many pipelines there are of each. So
+1,024 devices of two types are searched as quickly as 16.
+
+Order: the slowest group first (Malleus, theorem 3; AutoHet maps weaker devices to earlier stages): it gets the fewest
+layers, and the first stage keeps the most micro-batches. Where devices differ in memory, the largest first is tried too.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from hydragraph.planner.uneven.groups import Form
+from hydragraph.planner.uneven.layers import spread
+from hydragraph.planner.uneven.prices import MESSAGES, Option, Prices
+from hydragraph.planner.uneven.sharing import least_seconds
+from hydragraph.spec.stage_kind import StageKind
+
+Multiset = tuple[int, ...]  # forms by index, ascending
+# Up to so many pipelines every number is tried; beyond, those that make pipelines of equal depth.
+EVERY = 16
+# Partitions that are priced while one is improved.
+EXCHANGES = 1500
+
+
+@dataclass(frozen=True)
+class Laid:
+    """A multiset of groups as a pipeline.
+
+    Attributes:
+        order: its forms, stage by stage.
+        layers: of each stage.
+        kinds: of each stage.
+        first_s: seconds of the first micro-batch, with what of pull and push nothing hides.
+        each_s: seconds of every further one: those of its slowest stage.
+        traffic_s: what pull and push take a rank of it, if nothing else went over its link.
+    """
+
+    order: Multiset
+    layers: tuple[int, ...]
+    kinds: tuple[StageKind, ...]
+    first_s: float
+    each_s: float
+    traffic_s: float
+
+
+NOTHING_FITS = Laid((), (), (), math.inf, math.inf, 0.0)
+
+
+@dataclass(frozen=True)
+class Partition:
+    """Which multisets of forms make the pipelines, how many of each, and what is left idle."""
+
+    pipelines: tuple[tuple[Multiset, int], ...]
+    idle: Multiset
+    seconds: float
+
+    @property
+    def count(self) -> int:
+        """How many pipelines there are."""
+        return sum(n for _, n in self.pipelines)
+
+
+class Bench:
+    """Prices pipelines of groups of known forms for micro-batches of known lengths.
+
+    Args:
+        prices: for these micro-batches.
+        forms: of the groups, by index.
+        memory: bytes that a rank of each form has beside its share of the state.
+        micro_batches: M, of an iteration.
+        alone: whether there is one rank in all, which has nobody to exchange anything with.
+    """
+
+    def __init__(
+        self,
+        prices: Prices,
+        forms: Sequence[Form],
+        memory: Sequence[float],
+        micro_batches: int,
+        alone: bool = False,
+    ) -> None:
+        self.forms = tuple(forms)
+        self.micro_batches = micro_batches
+        self.layers = prices.layers
+        self._prices = prices
+        self._memory = tuple(memory)
+        self._alone = alone
+        self._options = [prices.options(form.site, form.tp) for form in self.forms]
+        self._width = max(map(len, self._options), default=0)
+        self._laid: dict[tuple[Multiset, int], Laid] = {}
+        self.speed = [1 / (form.rate * min(o.layer_s for o in self._options[i])) for i, form in enumerate(self.forms)]
+
+    def lay(self, multiset: Multiset, count: int) -> Laid:
+        """Return a multiset as a pipeline of about so many micro-batches."""
+        key = (multiset, min(count, 4 * len(multiset)))
+        if key not in self._laid:
+            slow_first = tuple(sorted(multiset, key=lambda i: (self.speed[i], -self._memory[i], i)))
+            large_first = tuple(sorted(multiset, key=lambda i: (-self._memory[i], self.speed[i], i)))
+            laid = [self._order(order, count) for order in dict.fromkeys((slow_first, large_first))]
+            self._laid[key] = min(laid, key=lambda each: each.first_s + (count - 1) * each.each_s)
+        return self._laid[key]
+
+    def _order(self, order: Multiset, count: int) -> Laid:
+        stages = len(order)
+        layer = np.full((stages, self._width), np.inf)
+        extra = np.zeros((stages, self._width))
+        cap = np.zeros((stages, self._width), np.int64)
+        for s, i in enumerate(order):
+            rate = self.forms[i].rate
+            ends = (s == 0, s == stages - 1)
+            for o, option in enumerate(self._options[i]):
+                layer[s, o] = rate * option.layer_s
+                extra[s, o] = rate * (ends[0] * option.first_s + ends[1] * option.last_s)
+                cap[s, o] = self._cap(i, option, ends, min(stages - s, count))
+        sum_s, max_s, layers, chosen = spread(self.layers, count, layer, extra, cap)
+        if not math.isfinite(sum_s):
+            return NOTHING_FITS
+        options = [self._options[i][o] for i, o in zip(order, chosen, strict=True)]
+        traffic = 0.0
+        exposed = 0.0
+        for s, (i, option, mine) in enumerate(zip(order, options, layers, strict=True)):
+            size = mine * option.state_bytes + (s == 0) * option.first_bytes + (s == stages - 1) * option.last_bytes
+            traffic = max(traffic, self._passing(i, size))
+            # Before the first forward there is the first block's pull, and behind the last backward its push.
+            if s == 0:
+                exposed = self._passing(i, option.first_bytes)
+        return Laid(
+            order, tuple(map(int, layers)), tuple(o.kind for o in options), sum_s + exposed, max_s, float(traffic)
+        )
+
+    def _cap(self, form: int, option: Option, ends: tuple[bool, bool], in_flight: int) -> int:
+        free = self._memory[form] - option.own_bytes - ends[0] * option.first_bytes - ends[1] * option.last_bytes
+        each = option.state_bytes + in_flight * option.kept_bytes
+        return max(0, math.floor(free / each)) if each > 0 else self.layers
+
+    def _passing(self, form: int, size: float) -> float:
+        site = self.forms[form].site
+        # What messages hold beside weights and gradients does not pass twice.
+        moved = size / (1 + MESSAGES)
+        return 0.0 if self._alone else moved / (site.outer.bytes_per_s * min(1.0, site.cards))
+
+    def price(self, pipelines: Mapping[Multiset, int]) -> float:
+        """Return the seconds of an iteration of so many pipelines of each multiset."""
+        number = sum(pipelines.values())
+        count = max(1, round(self.micro_batches / number))
+        laid = [self.lay(multiset, count) for multiset in pipelines]
+        first = np.array([each.first_s for each in laid])
+        each_s = np.array([each.each_s for each in laid])
+        alike = np.array(list(pipelines.values()), dtype=np.int64)
+        seconds = float(least_seconds(self.micro_batches, first, each_s, alike))
+        # Traffic hides behind computing, as far as there is computing.
+        return max(seconds, max(each.traffic_s for each in laid))
+
+    # Partitions.
+
+    def starts(self, groups: Mapping[int, int], number: int) -> Iterator[Counter[Multiset]]:
+        """Yield partitions of groups (form -> how many) into so many pipelines to begin with."""
+        yield self._balanced(groups, number)
+        if len(groups) > 1:
+            yield self._sorted(groups, number)
+
+    def _balanced(self, groups: Mapping[int, int], number: int) -> Counter[Multiset]:
+        """Give each group, the quickest first, to the pipeline that is slowest so far."""
+        # (its speed, how many stages it has, which it is): of equally quick ones the shortest takes the next.
+        queue = [(0.0, 0, p) for p in range(number)]
+        members: list[list[int]] = [[] for _ in range(number)]
+        for form in sorted(groups, key=lambda i: (-self.speed[i], i)):
+            for _ in range(groups[form]):
+                quick, depth, p = heapq.heappop(queue)
+                members[p].append(form)
+                heapq.heappush(queue, (quick + self.speed[form], depth + 1, p))
+        return Counter(tuple(sorted(m)) for m in members)
+
+    def _sorted(self, groups: Mapping[int, int], number: int) -> Counter[Multiset]:
+        """Cut the groups, sorted by form, into runs of as equal numbers as can be: most pipelines of one form."""
+        every = [form for form in sorted(groups, key=lambda i: (self.speed[i], i)) for _ in range(groups[form])]
+        ends = [len(every) * (p + 1) // number for p in range(number)]
+        return Counter(tuple(sorted(every[a:b])) for a, b in zip([0, *ends], ends, strict=False))
+
+    def improved(self, start: Mapping[Multiset, int], idle: Multiset = ()) -> Partition:
+        """Exchange groups between pipelines, or move one, as long as that gains anything."""
+        now = dict(start)
+        resting = idle
+        best = self.price(now)
+        left = EXCHANGES
+        gained = True
+        while gained and left > 0:
+            gained = False
+            for pipelines, unused in self._neighbours(now, resting):
+                left -= 1
+                seconds = self.price(pipelines)
+                if seconds < best * (1 - 1e-9):
+                    now = pipelines
+                    resting = unused
+                    best = seconds
+                    gained = True
+                    break
+                if left <= 0:
+                    break
+        return Partition(tuple(sorted(now.items())), resting, best)
+
+    def _neighbours(
+        self, now: Mapping[Multiset, int], idle: Multiset
+    ) -> Iterator[tuple[dict[Multiset, int], Multiset]]:
+        """Yield what one exchange makes, the slowest pipelines first."""
+        count = max(1, round(self.micro_batches / sum(now.values())))
+        slowest = sorted(now, key=lambda m: -self.lay(m, count).each_s)
+        # A pipeline gives one group away, to another one or to nobody.
+        for giving in slowest:
+            for form in dict.fromkeys(giving):
+                if len(giving) > 1:
+                    yield _with(now, {giving: _less(giving, form)}), _more(idle, form)
+                    for taking in now:
+                        if taking != giving or now[giving] > 1:
+                            yield _exchanged(now, (giving, _less(giving, form)), (taking, _more(taking, form))), idle
+        for one in slowest:
+            for other in now:
+                if other == one:
+                    continue
+                for a in dict.fromkeys(one):
+                    for b in dict.fromkeys(other):
+                        if a != b:
+                            changed = (one, _more(_less(one, a), b)), (other, _more(_less(other, b), a))
+                            yield _exchanged(now, *changed), idle
+        for form in dict.fromkeys(idle):
+            for taking in now:
+                yield _with(now, {taking: _more(taking, form)}), _less(idle, form)
+
+
+def numbers(groups: int, micro_batches: int) -> list[int]:
+    """Return the numbers of pipelines that are tried."""
+    most = min(groups, micro_batches)
+    few = range(1, min(most, EVERY) + 1)
+    deep = (groups // depth for depth in range(1, max(1, groups // EVERY) + 1))
+    return sorted({*few, *(n for n in deep if 1 <= n <= most), most})
+
+
+def _less(multiset: Multiset, form: int) -> Multiset:
+    at = multiset.index(form)
+    return multiset[:at] + multiset[at + 1 :]
+
+
+def _more(multiset: Multiset, form: int) -> Multiset:
+    return tuple(sorted((*multiset, form)))
+
+
+def _with(now: Mapping[Multiset, int], changes: Mapping[Multiset, Multiset]) -> dict[Multiset, int]:
+    """Return a partition in which one pipeline of each of these multisets becomes another."""
+    return _exchanged(now, *changes.items())
+
+
+def _exchanged(now: Mapping[Multiset, int], *changes: tuple[Multiset, Multiset]) -> dict[Multiset, int]:
+    counts = dict(now)
+    for before, after in changes:
+        counts[before] -= 1
+        if not counts[before]:
+            del counts[before]
+    for _, after in changes:
+        counts[after] = counts.get(after, 0) + 1
+    return counts

@@ -1,0 +1,270 @@
+"""From a candidate of the search to what can run: ranks in their places, sequences shared out, exact seconds, memory.
+
+The search goes by forms of groups and mean layers. Here groups become ranks again, micro-batches are shared out by the
+exact 1F1B recurrence with messages between stages, memory is walked (`cost.memory.Walk`), and the state gets its owners.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from hydragraph.cost.costs import Costs, micro_batches_of
+from hydragraph.cost.footprint import MicroBatch
+from hydragraph.cost.memory import Walk
+from hydragraph.cost.stages import StageCost, stages_end
+from hydragraph.planner.uneven.groups import Group
+from hydragraph.planner.uneven.pipelines import Bench, Laid, Partition
+from hydragraph.planner.uneven.prices import MESSAGES, state_bytes
+from hydragraph.planner.uneven.shares import fraction_of, home_of
+from hydragraph.planner.uneven.sharing import shares
+from hydragraph.spec.assignment import Assignment
+from hydragraph.spec.home import Home
+from hydragraph.spec.strategy import Pipeline, Stage, Strategy
+
+# Above so many ranks memory is walked pipeline by pipeline, and seconds are not simulated.
+WALKED = 128
+# Micro-batches that are moved between pipelines at most, beyond the first sharing.
+MOVES = 64
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """What the search found: pipelines of forms.
+
+    Attributes:
+        bench: that priced it.
+        partition: which forms make which pipelines.
+        groups: of ranks, of these forms.
+        together: sequences in a micro-batch.
+        origin: which way of searching it came from.
+    """
+
+    bench: Bench
+    partition: Partition
+    groups: tuple[Group, ...]
+    together: int
+    origin: str
+
+    @property
+    def seconds(self) -> float:
+        """What the search expects."""
+        return self.partition.seconds
+
+
+@dataclass(frozen=True)
+class Settled:
+    """A strategy that runs, and all that is known of it.
+
+    Attributes:
+        strategy, assignment, home: what runs.
+        seconds: of an iteration.
+        memory: bytes of every rank when it holds most.
+        origin: see `Candidate`.
+    """
+
+    strategy: Strategy
+    assignment: Assignment
+    home: Home
+    seconds: float
+    memory: tuple[int, ...]
+    origin: str
+
+
+@dataclass(frozen=True)
+class Shortage:
+    """A strategy that does not fit: which rank lacks most, and how many bytes."""
+
+    strategy: Strategy
+    rank: int
+    bytes: float
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} lacks {self.bytes / 1e9:.3g} GB"
+
+
+def strategies_of(candidate: Candidate) -> list[Strategy]:
+    """Return the candidate's pipelines on ranks: each within as few nodes as can be, and each across nodes."""
+    number = candidate.partition.count
+    count = max(1, round(candidate.bench.micro_batches / number))
+    laid = [candidate.bench.lay(m, count) for m, times in candidate.partition.pipelines for _ in range(times)]
+    found = [_placed(candidate, laid, by_stage=False)]
+    across = _placed(candidate, laid, by_stage=True)
+    return found if across == found[0] else [found[0], across]
+
+
+def _placed(candidate: Candidate, laid: Sequence[Laid], by_stage: bool) -> Strategy:
+    """Give ranks to stages, pipeline by pipeline or stage by stage."""
+    waiting: dict[int, list[Group]] = {}
+    index = {form: i for i, form in enumerate(candidate.bench.forms)}
+    for group in candidate.groups:
+        waiting.setdefault(index[group.form], []).append(group)
+    places = [(p, s) for p, each in enumerate(laid) for s in range(len(each.order))]
+    if by_stage:
+        places.sort(key=lambda place: (place[1], place[0]))
+    chosen: dict[tuple[int, int], Group] = {}
+    for p, s in places:
+        chosen[p, s] = waiting[laid[p].order[s]].pop(0)
+    pipelines = []
+    for p, each in enumerate(laid):
+        stages = tuple(
+            Stage(chosen[p, s].devices, layers, kind.sequence_parallel, kind.recompute)
+            for s, (layers, kind) in enumerate(zip(each.layers, each.kinds, strict=True))
+        )
+        pipelines.append(Pipeline(stages))
+    # The same strategy however the search came upon it.
+    return Strategy(tuple(sorted(pipelines, key=lambda pipeline: min(pipeline.devices))))
+
+
+class Ends:
+    """When pipelines end that run so many equal micro-batches, exactly; equal pipelines are computed once."""
+
+    def __init__(self, costs: Costs, strategy: Strategy, lengths: Sequence[int]) -> None:
+        self._lengths = tuple(lengths)
+        self._schedule = strategy.schedule
+        self._parts: list[tuple[StageCost, ...]] = []
+        self._alike: list[int] = []
+        known: dict[object, int] = {}
+        for pipeline in strategy.pipelines:
+            form = _form(costs, pipeline)
+            if form not in known:
+                known[form] = len(self._parts)
+                self._parts.append(costs.stages(pipeline))
+            self._alike.append(known[form])
+        self._ends: dict[tuple[int, int], float] = {}
+
+    def end(self, pipeline: int, count: int) -> float:
+        """Return when a pipeline has run so many micro-batches."""
+        key = (self._alike[pipeline], count)
+        if key not in self._ends:
+            parts = self._parts[key[0]]
+            self._ends[key] = stages_end(parts, [self._lengths] * count, self._schedule) if count else 0.0
+        return self._ends[key]
+
+    def counts(self, micro_batches: int) -> list[int]:
+        """Return how many micro-batches each pipeline runs, so that the last one ends first."""
+        number = len(self._alike)
+        # A pipeline that has filled ends with each further micro-batch one step of its slowest stage later.
+        first = np.array([self.end(p, 1) for p in range(number)])
+        steps = {k: max(sum(s.seconds(self._lengths)) for s in parts) for k, parts in enumerate(self._parts)}
+        each = np.array([steps[k] for k in self._alike])
+        counts = [int(n) for n in shares(micro_batches, first, each)]
+        for _ in range(MOVES):
+            slowest = max(range(number), key=lambda p: (self.end(p, counts[p]), -p))
+            now = self.end(slowest, counts[slowest])
+            others = {k: p for p, k in enumerate(self._alike) if p != slowest}
+            taker = min(
+                (p for p in range(number) if p != slowest),
+                key=lambda p: (self.end(p, counts[p] + 1), p),
+                default=slowest,
+            ) if others else slowest
+            if taker == slowest or self.end(taker, counts[taker] + 1) >= now:
+                break
+            counts[slowest] -= 1
+            counts[taker] += 1
+        return counts
+
+
+def _form(costs: Costs, pipeline: Pipeline) -> object:
+    """Return what decides a pipeline's seconds: types, rates and links of its stages' ranks."""
+    cluster = costs.cluster
+    stages = []
+    for i, stage in enumerate(pipeline.stages):
+        kinds = tuple((cluster.type_of(r), costs.rate(r)) for r in stage.devices)
+        following = pipeline.stages[i + 1].devices if i + 1 < len(pipeline.stages) else ()
+        near = tuple(cluster.node_of(a) == cluster.node_of(b) for a, b in zip(stage.devices, following, strict=False))
+        cards = tuple(cluster.card_of(r) for r in stage.devices)
+        stages.append((stage.layers, stage.kind, kinds, near, len(set(cards))))
+    return tuple(stages)
+
+
+def share_out(costs: Costs, strategy: Strategy, lengths: Sequence[int], together: int) -> Assignment:
+    """Share out equal sequences in micro-batches of so many.
+
+    Args:
+        lengths: of all sequences, equal ones.
+    """
+    ends = Ends(costs, strategy, lengths[:together])
+    counts = ends.counts(-(-len(lengths) // together))
+    batches = [tuple(range(i, min(i + together, len(lengths)))) for i in range(0, len(lengths), together)]
+    by_pipeline = []
+    first = 0
+    for count in counts:
+        by_pipeline.append(tuple(batches[first : first + count]))
+        first += count
+    return Assignment(tuple(by_pipeline), tuple(lengths))
+
+
+def settle(costs: Costs, strategy: Strategy, assignment: Assignment, origin: str) -> Settled | Shortage:
+    """Walk the memory of a strategy, give the state its owners, and price an iteration."""
+    needed = needs(costs, strategy, assignment)
+    total = state_bytes(costs)
+    limits = [costs.memory_of(rank) for rank in range(costs.ranks)]
+    room = [(limit - need) / total / costs.home.copies for limit, need in zip(limits, needed, strict=True)]
+    tightest = min(strategy.devices, key=lambda rank: limits[rank] - needed[rank])
+    if limits[tightest] < needed[tightest]:
+        return Shortage(strategy, tightest, needed[tightest] - limits[tightest])
+    home = home_of(costs, strategy, room, costs.home)
+    if home is None:
+        free = sum(max(0.0, part) for part in room) * total
+        return Shortage(strategy, tightest, (total - free) / costs.ranks)
+    owned = costs.changed(home=home)
+    memory = tuple(
+        round(need + fraction_of(home, rank, costs.ranks) * total) for rank, need in enumerate(needed)
+    )
+    worst = max(range(costs.ranks), key=lambda rank: memory[rank] / limits[rank])
+    if memory[worst] > limits[worst]:
+        return Shortage(strategy, worst, memory[worst] - limits[worst])
+    return Settled(strategy, assignment, home, seconds_of(owned, strategy, assignment), memory, origin)
+
+
+def seconds_of(costs: Costs, strategy: Strategy, assignment: Assignment) -> float:
+    """Return the seconds of an iteration: simulated, or for very many ranks its slowest pipeline and what is fixed."""
+    if costs.ranks <= WALKED:
+        return costs.simulate(strategy, assignment).seconds
+    return costs.seconds(strategy, assignment)
+
+
+def needs(costs: Costs, strategy: Strategy, assignment: Assignment) -> list[float]:
+    """Return the bytes that each rank needs beside its share of the state."""
+    everything = micro_batches_of(strategy, assignment)
+    # Once a pipeline is full, further equal micro-batches change nothing.
+    shown = [_largest(batches, 2 * len(p.stages)) for p, batches in zip(strategy.pipelines, everything, strict=True)]
+    found = [0.0] * costs.ranks
+    known: dict[object, float] = {}
+    for number, pipeline in enumerate(strategy.pipelines):
+        shape = tuple((s.layers, s.kind) for s in pipeline.stages)
+        for position, stage in enumerate(pipeline.stages):
+            for rank in stage.devices:
+                key = (shape, position, tuple(shown[number]), costs.cluster.type_of(rank), _share(costs, rank))
+                if key not in known:
+                    known[key] = _need(costs, strategy, shown, number, rank)
+                found[rank] = known[key]
+    return found
+
+
+def _share(costs: Costs, rank: int) -> float:
+    return fraction_of(costs.home, rank, costs.ranks)
+
+
+def _need(costs: Costs, strategy: Strategy, batches: Sequence[Sequence[MicroBatch]], number: int, rank: int) -> float:
+    whole = costs.ranks <= WALKED
+    walked = strategy if whole else Strategy((strategy.pipelines[number],), strategy.schedule)
+    shown = batches if whole else [batches[number]]
+    walk = Walk(costs.blocks, walked, shown, rank, costs.ranks, messages=whole, home_of=costs.home_of)
+    at_home = walk.at_home()
+    peak = walk.peak()
+    beside = float(peak.total - at_home.state - at_home.shard)
+    return beside if whole else beside + MESSAGES * (peak.weights + peak.gradients)
+
+
+def _largest(batches: Sequence[MicroBatch], most: int) -> list[MicroBatch]:
+    return sorted(batches, key=lambda m: (-m.tokens, -m.sequences))[:most]
+
+
+def lacking(shortages: Mapping[str, Shortage]) -> Shortage:
+    """Return the shortage that is nearest to fitting."""
+    return min(shortages.values(), key=lambda each: each.bytes if math.isfinite(each.bytes) else math.inf)
