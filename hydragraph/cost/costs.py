@@ -33,7 +33,7 @@ from hydragraph.cost.pieces import AUX, Piece
 from hydragraph.cost.profile import PipelineCost, Profile
 from hydragraph.cost.simulate import Timeline, run
 from hydragraph.cost.stack import Stack
-from hydragraph.cost.stages import Hop, Ring, StageCost
+from hydragraph.cost.stages import Hop, Ring, StageCost, stages_end
 from hydragraph.cost.traffic import Transfers
 from hydragraph.cost.work import NOTHING, Priced, Without, Work
 from hydragraph.errors import Unsupported
@@ -357,13 +357,17 @@ class Costs:
 
     def seconds(self, strategy: Strategy, assignment: Assignment) -> float:
         """Return the seconds of an iteration: its slowest pipeline, and what is fixed."""
+        return self.pipelines_end(strategy, assignment) + self.fixed(strategy)
+
+    def pipelines_end(self, strategy: Strategy, assignment: Assignment) -> float:
+        """Return when the slowest pipeline of an iteration ends, beside what is fixed."""
         tokens = assignment.tokens
         ends = [
-            self.pipeline(p, strategy.schedule).seconds(batches)
+            stages_end(self.stages(p), batches, strategy.schedule)
             for p, batches in zip(strategy.pipelines, tokens, strict=True)
             if batches
         ]
-        return max(ends, default=0.0) + self.fixed(strategy)
+        return max(ends, default=0.0)
 
     def fixed(self, strategy: Strategy) -> float:
         """Return what pull, push, commit and update add to a strategy's iterations, in seconds.

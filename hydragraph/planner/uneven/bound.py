@@ -46,7 +46,9 @@ def _bound(costs: Costs, lengths: Counter[int]) -> float:
         capacity[node.site] += sum(1 / rate for rate in node.rates)  # type: ignore[assignment]
     sites = list(capacity)
     largest = {site: max(len(n.devices) for n in nodes if n.site == site) for site in sites}
-    example = {site: next(n.devices for n in nodes if n.site == site and len(n.devices) == largest[site]) for site in sites}
+    example = {
+        site: next(n.devices for n in nodes if n.site == site and len(n.devices) == largest[site]) for site in sites
+    }
     blocks = Counter(costs.profile.blocks)
     templates = list(blocks)
     # Device-seconds of all sequences for one block of a template, and seconds of the longest sequence alone.

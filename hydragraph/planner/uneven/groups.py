@@ -138,9 +138,7 @@ def groupings(
     sites = list(dict.fromkeys(node.site for node in nodes))
     largest = {site: max(len(n.devices) for n in nodes if n.site == site) for site in sites}
     degrees = {site: prices.degrees(site, largest[site]) for site in sites}
-    seconds = {
-        site: {tp: min(o.layer_s for o in prices.options(site, tp)) for tp in degrees[site]} for site in sites
-    }
+    seconds = {site: {tp: min(o.layer_s for o in prices.options(site, tp)) for tp in degrees[site]} for site in sites}
     choices = list(product(*(degrees[site] for site in sites)))
     if symmetric:
         choices = [choice for choice in choices if len(set(choice)) == 1]

@@ -27,6 +27,9 @@ from hydragraph.spec.stage_kind import StageKind
 Multiset = tuple[int, ...]  # forms by index, ascending
 # Up to so many pipelines every number is tried; beyond, those that make pipelines of equal depth.
 EVERY = 16
+# Of a micro-batch's seconds, those of its forward; of pulled and pushed bytes, those that are pulled (16 against 32 bits).
+FORWARD = 1 / 3
+PULLED = 1 / 3
 # Partitions that are priced while one is improved.
 EXCHANGES = 1500
 
@@ -39,7 +42,8 @@ class Laid:
         order: its forms, stage by stage.
         layers: of each stage.
         kinds: of each stage.
-        first_s: seconds of the first micro-batch, with what of pull and push nothing hides.
+        first_s: seconds of the first micro-batch, `exposed_s` included.
+        exposed_s: what of pull and push nothing hides.
         each_s: seconds of every further one: those of its slowest stage.
         traffic_s: what pull and push take a rank of it, if nothing else went over its link.
     """
@@ -48,11 +52,12 @@ class Laid:
     layers: tuple[int, ...]
     kinds: tuple[StageKind, ...]
     first_s: float
+    exposed_s: float
     each_s: float
     traffic_s: float
 
 
-NOTHING_FITS = Laid((), (), (), math.inf, math.inf, 0.0)
+NOTHING_FITS = Laid((), (), (), math.inf, 0.0, math.inf, 0.0)
 
 
 @dataclass(frozen=True)
@@ -97,6 +102,7 @@ class Bench:
         self._options = [prices.options(form.site, form.tp) for form in self.forms]
         self._width = max(map(len, self._options), default=0)
         self._laid: dict[tuple[Multiset, int], Laid] = {}
+        self._rows: dict[tuple[int, bool, bool, int], tuple[list[float], list[float], list[int]]] = {}
         self.speed = [1 / (form.rate * min(o.layer_s for o in self._options[i])) for i, form in enumerate(self.forms)]
 
     def lay(self, multiset: Multiset, count: int) -> Laid:
@@ -111,31 +117,63 @@ class Bench:
 
     def _order(self, order: Multiset, count: int) -> Laid:
         stages = len(order)
+        if stages > self.layers:
+            return NOTHING_FITS
         layer = np.full((stages, self._width), np.inf)
         extra = np.zeros((stages, self._width))
         cap = np.zeros((stages, self._width), np.int64)
-        for s, i in enumerate(order):
-            rate = self.forms[i].rate
-            ends = (s == 0, s == stages - 1)
-            for o, option in enumerate(self._options[i]):
-                layer[s, o] = rate * option.layer_s
-                extra[s, o] = rate * (ends[0] * option.first_s + ends[1] * option.last_s)
-                cap[s, o] = self._cap(i, option, ends, min(stages - s, count))
+        for s, form in enumerate(order):
+            width = len(self._options[form])
+            row = self._row(form, s == 0, s == stages - 1, min(stages - s, count))
+            layer[s, :width], extra[s, :width], cap[s, :width] = row
         sum_s, max_s, layers, chosen = spread(self.layers, count, layer, extra, cap)
         if not math.isfinite(sum_s):
             return NOTHING_FITS
         options = [self._options[i][o] for i, o in zip(order, chosen, strict=True)]
-        traffic = 0.0
-        exposed = 0.0
-        for s, (i, option, mine) in enumerate(zip(order, options, layers, strict=True)):
-            size = mine * option.state_bytes + (s == 0) * option.first_bytes + (s == stages - 1) * option.last_bytes
-            traffic = max(traffic, self._passing(i, size))
-            # Before the first forward there is the first block's pull, and behind the last backward its push.
-            if s == 0:
-                exposed = self._passing(i, option.first_bytes)
+        seconds = [float(extra[s, o] + layer[s, o] * layers[s]) for s, o in enumerate(chosen)]
+        sizes = [
+            mine * option.state_bytes + (s == 0) * option.first_bytes + (s == stages - 1) * option.last_bytes
+            for s, (option, mine) in enumerate(zip(options, layers, strict=True))
+        ]
+        passing = [self._passing(form, size) for form, size in zip(order, sizes, strict=True)]
+        exposed = self._exposed(seconds, passing) + self._passing(order[0], options[0].first_bytes)
         return Laid(
-            order, tuple(map(int, layers)), tuple(o.kind for o in options), sum_s + exposed, max_s, float(traffic)
+            order,
+            tuple(map(int, layers)),
+            tuple(o.kind for o in options),
+            float(sum_s) + exposed,
+            exposed,
+            float(max_s),
+            max(passing),
         )
+
+    @staticmethod
+    def _exposed(seconds: Sequence[float], passing: Sequence[float]) -> float:
+        """Return what of pull and push the first forward and the last backward do not hide.
+
+        Stage s pulls while the stages up to it compute the first forward, and pushes while these compute the last
+        backward. What takes longer than that is waited for, at either end of the iteration.
+        """
+        waited = [0.0, 0.0]
+        before = 0.0
+        for taken, moved in zip(seconds, passing, strict=True):
+            before += taken
+            for way, (part, share) in enumerate(((FORWARD, PULLED), (1 - FORWARD, 1 - PULLED))):
+                waited[way] = max(waited[way], share * moved - part * before)
+        return sum(waited)
+
+    def _row(self, form: int, first: bool, last: bool, in_flight: int) -> tuple[list[float], list[float], list[int]]:
+        """Return seconds per layer, seconds beside, and the most layers, of each option of a form at some place."""
+        key = (form, first, last, in_flight)
+        if key not in self._rows:
+            rate = self.forms[form].rate
+            options = self._options[form]
+            self._rows[key] = (
+                [rate * o.layer_s for o in options],
+                [rate * (first * o.first_s + last * o.last_s) for o in options],
+                [self._cap(form, o, (first, last), in_flight) for o in options],
+            )
+        return self._rows[key]
 
     def _cap(self, form: int, option: Option, ends: tuple[bool, bool], in_flight: int) -> int:
         free = self._memory[form] - option.own_bytes - ends[0] * option.first_bytes - ends[1] * option.last_bytes
@@ -153,6 +191,8 @@ class Bench:
         number = sum(pipelines.values())
         count = max(1, round(self.micro_batches / number))
         laid = [self.lay(multiset, count) for multiset in pipelines]
+        if any(not each.order for each in laid):
+            return math.inf
         first = np.array([each.first_s for each in laid])
         each_s = np.array([each.each_s for each in laid])
         alike = np.array(list(pipelines.values()), dtype=np.int64)
@@ -236,12 +276,12 @@ class Bench:
                 yield _with(now, {taking: _more(taking, form)}), _less(idle, form)
 
 
-def numbers(groups: int, micro_batches: int) -> list[int]:
-    """Return the numbers of pipelines that are tried."""
+def numbers(groups: int, micro_batches: int, layers: int) -> list[int]:
+    """Return the numbers of pipelines that are tried: no pipeline has more stages than layers."""
     most = min(groups, micro_batches)
-    few = range(1, min(most, EVERY) + 1)
+    few = range(-(-groups // layers), min(most, EVERY) + 1)
     deep = (groups // depth for depth in range(1, max(1, groups // EVERY) + 1))
-    return sorted({*few, *(n for n in deep if 1 <= n <= most), most})
+    return sorted({*few, *(n for n in deep if -(-groups // layers) <= n <= most), most})
 
 
 def _less(multiset: Multiset, form: int) -> Multiset:

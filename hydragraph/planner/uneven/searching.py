@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import heapq
 import math
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import count
 
 from hydragraph.cost.costs import Costs
 from hydragraph.errors import Unsupported
@@ -19,8 +17,12 @@ from hydragraph.planner.uneven.settle import Candidate
 
 # Of the partitions that were priced, how many are improved by exchanges.
 IMPROVED = 6
-# Partitions kept beside these, as they are.
+# Partitions kept, these among them.
 KEPT = 12
+# What takes longer than this many times the best is not kept.
+WITHIN = 1.25
+# Groups of more than so many times the rate of the healthiest may be better left idle.
+SLOW = 1.5
 # Micro-batches of more sequences than use a device well gain nothing; up to so many are tried.
 LARGEST = 16
 
@@ -70,8 +72,8 @@ def search(
         raise Unsupported("all devices are lost", where="plan", remedy="give a health in which some rank still runs")
     reserve = _reserve(costs)
     best = math.inf
-    found: list[tuple[float, int, Candidate]] = []
-    order = count()
+    # Of partitions that are much alike the best is kept: what is settled later should differ.
+    found: dict[object, Candidate] = {}
     for together in _sizes(costs, sequences, length):
         lengths = [length] * together
         prices = Prices(costs, lengths, reach)
@@ -80,26 +82,33 @@ def search(
             bench = _bench(costs, prices, groups, micro_batches, reserve)
             counts = {bench.forms.index(form): n for form, n in forms_of(groups).items()}
             # All groups busy all the time is a bound on what this grouping can give.
-            if micro_batches * bench.layers / sum(bench.speed[i] * n for i, n in counts.items()) > 1.05 * best:
+            if micro_batches * bench.layers / sum(bench.speed[i] * n for i, n in counts.items()) > WITHIN * best:
                 continue
-            for partition in _partitions(bench, counts, len(groups)):
+            for partition in _partitions(bench, counts):
                 if until is not None and time.monotonic() > until and found:
                     break
+                if partition.seconds > WITHIN * best or not math.isfinite(partition.seconds):
+                    continue
                 best = min(best, partition.seconds)
-                if math.isfinite(partition.seconds):
-                    candidate = Candidate(bench, partition, groups, together, way.name)
-                    heapq.heappush(found, (-partition.seconds, next(order), candidate))
-                    if len(found) > IMPROVED + KEPT:
-                        heapq.heappop(found)
-    first = [candidate for _, _, candidate in sorted(found, key=lambda each: (-each[0], each[1]))]
+                candidate = Candidate(bench, partition, groups, together, way.name)
+                shape = candidate.shape
+                if shape not in found or partition.seconds < found[shape].seconds:
+                    found[shape] = candidate
+    first = sorted(found.values(), key=lambda candidate: candidate.seconds)[:KEPT]
     better = [_improved(candidate) for candidate in first[:IMPROVED] if until is None or time.monotonic() < until]
     return sorted([*better, *first], key=lambda candidate: candidate.seconds)
 
 
-def _partitions(bench: Bench, counts: dict[int, int], groups: int) -> Iterator[Partition]:
-    for number in numbers(groups, bench.micro_batches):
-        for start in bench.starts(counts, number):
-            yield Partition(tuple(sorted(start.items())), (), bench.price(start))
+def _partitions(bench: Bench, counts: dict[int, int]) -> Iterator[Partition]:
+    """Yield partitions of all groups, and of those that are not slow, the slow ones idle."""
+    healthy = min(form.rate for form in bench.forms)
+    slow = {i for i in counts if bench.forms[i].rate > SLOW * healthy}
+    for left_out in [set[int](), slow] if slow and len(slow) < len(counts) else [set[int]()]:
+        used = {i: n for i, n in counts.items() if i not in left_out}
+        idle = tuple(i for i in sorted(left_out) for _ in range(counts[i]))
+        for number in numbers(sum(used.values()), bench.micro_batches, bench.layers):
+            for start in bench.starts(used, number):
+                yield Partition(tuple(sorted(start.items())), idle, bench.price(start))
 
 
 def _improved(candidate: Candidate) -> Candidate:
@@ -132,4 +141,3 @@ def _sizes(costs: Costs, sequences: int, length: int) -> list[int]:
     while sizes[-1] * length < useful and 2 * sizes[-1] <= min(sequences, LARGEST):
         sizes.append(2 * sizes[-1])
     return sizes
-

@@ -7,15 +7,19 @@ exact 1F1B recurrence with messages between stages, memory is walked (`cost.memo
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from hydragraph.cost.costs import Costs, micro_batches_of
 from hydragraph.cost.footprint import MicroBatch
 from hydragraph.cost.memory import Walk
+from hydragraph.cost.profile import PipelineCost
 from hydragraph.cost.stages import StageCost, stages_end
+from hydragraph.errors import Unsupported
+from hydragraph.planner.assigning import assign_pipelines
 from hydragraph.planner.uneven.groups import Group
 from hydragraph.planner.uneven.pipelines import Bench, Laid, Partition
 from hydragraph.planner.uneven.prices import MESSAGES, state_bytes
@@ -25,8 +29,10 @@ from hydragraph.spec.assignment import Assignment
 from hydragraph.spec.home import Home
 from hydragraph.spec.strategy import Pipeline, Stage, Strategy
 
-# Above so many ranks memory is walked pipeline by pipeline, and seconds are not simulated.
+# Above so many ranks memory is walked pipeline by pipeline.
 WALKED = 128
+# Rounds of memory and owners, which depend on one another.
+ROUNDS = 2
 # Micro-batches that are moved between pipelines at most, beyond the first sharing.
 MOVES = 64
 
@@ -54,24 +60,49 @@ class Candidate:
         """What the search expects."""
         return self.partition.seconds
 
+    @property
+    def shape(self) -> object:
+        """What candidates that are much alike have in common: degrees, and how many pipelines of how many stages."""
+        depths = Counter(len(multiset) for multiset, n in self.partition.pipelines for _ in range(n))
+        forms = Counter((form.site.type, form.tp) for form in self.bench.forms)
+        return frozenset(depths.items()), frozenset(forms), self.together
+
+    def laid(self) -> list[Laid]:
+        """Return every pipeline as the search laid it."""
+        count = max(1, round(self.bench.micro_batches / self.partition.count))
+        return [self.bench.lay(m, count) for m, times in self.partition.pipelines for _ in range(times)]
+
+    def exposed_s(self) -> float:
+        """Return what of pull and push nothing hides, on the pipeline where that is most."""
+        return max(each.exposed_s for each in self.laid())
+
 
 @dataclass(frozen=True)
 class Settled:
     """A strategy that runs, and all that is known of it.
 
     Attributes:
-        strategy, assignment, home: what runs.
-        seconds: of an iteration.
+        strategy, home: what runs.
+        assignments: of each mini-batch.
+        by_batch: seconds of each; infinite where it cannot take the longest sequence.
         memory: bytes of every rank when it holds most.
         origin: see `Candidate`.
+        simulated: whether the seconds are those of a simulation, rather than its slowest pipeline and an estimate of
+            what traffic adds.
     """
 
     strategy: Strategy
-    assignment: Assignment
     home: Home
-    seconds: float
+    assignments: tuple[Assignment, ...]
+    by_batch: tuple[float, ...]
     memory: tuple[int, ...]
     origin: str
+    simulated: bool
+
+    @property
+    def seconds(self) -> float:
+        """Of an iteration, on average."""
+        return math.fsum(self.by_batch) / len(self.by_batch)
 
 
 @dataclass(frozen=True)
@@ -88,9 +119,7 @@ class Shortage:
 
 def strategies_of(candidate: Candidate) -> list[Strategy]:
     """Return the candidate's pipelines on ranks: each within as few nodes as can be, and each across nodes."""
-    number = candidate.partition.count
-    count = max(1, round(candidate.bench.micro_batches / number))
-    laid = [candidate.bench.lay(m, count) for m, times in candidate.partition.pipelines for _ in range(times)]
+    laid = candidate.laid()
     found = [_placed(candidate, laid, by_stage=False)]
     across = _placed(candidate, laid, by_stage=True)
     return found if across == found[0] else [found[0], across]
@@ -156,11 +185,15 @@ class Ends:
             slowest = max(range(number), key=lambda p: (self.end(p, counts[p]), -p))
             now = self.end(slowest, counts[slowest])
             others = {k: p for p, k in enumerate(self._alike) if p != slowest}
-            taker = min(
-                (p for p in range(number) if p != slowest),
-                key=lambda p: (self.end(p, counts[p] + 1), p),
-                default=slowest,
-            ) if others else slowest
+            taker = (
+                min(
+                    (p for p in range(number) if p != slowest),
+                    key=lambda p: (self.end(p, counts[p] + 1), p),
+                    default=slowest,
+                )
+                if others
+                else slowest
+            )
             if taker == slowest or self.end(taker, counts[taker] + 1) >= now:
                 break
             counts[slowest] -= 1
@@ -181,11 +214,14 @@ def _form(costs: Costs, pipeline: Pipeline) -> object:
     return tuple(stages)
 
 
-def share_out(costs: Costs, strategy: Strategy, lengths: Sequence[int], together: int) -> Assignment:
+def share_out(costs: Costs, strategy: Strategy, lengths: Sequence[int], together: int) -> tuple[Assignment, float]:
     """Share out equal sequences in micro-batches of so many.
 
     Args:
         lengths: of all sequences, equal ones.
+
+    Returns:
+        the assignment, and when its last pipeline ends, beside pull, push and update.
     """
     ends = Ends(costs, strategy, lengths[:together])
     counts = ends.counts(-(-len(lengths) // together))
@@ -195,37 +231,92 @@ def share_out(costs: Costs, strategy: Strategy, lengths: Sequence[int], together
     for count in counts:
         by_pipeline.append(tuple(batches[first : first + count]))
         first += count
-    return Assignment(tuple(by_pipeline), tuple(lengths))
+    last = max(ends.end(p, count) for p, count in enumerate(counts))
+    return Assignment(tuple(by_pipeline), tuple(lengths)), last
 
 
-def settle(costs: Costs, strategy: Strategy, assignment: Assignment, origin: str) -> Settled | Shortage:
-    """Walk the memory of a strategy, give the state its owners, and price an iteration."""
-    needed = needs(costs, strategy, assignment)
+def settle(
+    costs: Costs, strategy: Strategy, assignment: Assignment, origin: str, expected: float
+) -> Settled | Shortage:
+    """Walk the memory of a strategy for equal sequences, and give the state its owners.
+
+    Args:
+        expected: seconds of an iteration.
+    """
+    found = owners(costs, strategy, assignment)
+    if isinstance(found, Shortage):
+        return found
+    home, memory = found
+    return Settled(strategy, home, (assignment,), (expected,), memory, origin, simulated=False)
+
+
+def simulated(costs: Costs, settled: Settled) -> Settled:
+    """Return it with the seconds of a simulation."""
+    owned = costs.changed(home=settled.home)
+    seconds = tuple(owned.simulate(settled.strategy, assignment).seconds for assignment in settled.assignments)
+    return replace(settled, by_batch=seconds, simulated=True)
+
+
+def settle_varying(
+    costs: Costs, strategy: Strategy, batches: Sequence[Sequence[int]], origin: str
+) -> Settled | Shortage:
+    """Do the same for mini-batches of varying lengths, each assigned by the iteration planner."""
+    # What a stage needs does not depend on who owns the state, so its useful micro-batches stand for all.
+    useful = max(max(profile.util.values(), default=1) for profile in costs.profiles)
+    longest = max(map(max, batches))
+    counts = [2 * len(p.stages) for p in strategy.pipelines]
+    found = owners(costs, strategy, Assignment.even(counts, min(max(useful, 256), longest)))
+    if isinstance(found, Shortage):
+        return found
+    home, memory = found
+    owned = costs.changed(home=home)
+    known: dict[object, PipelineCost] = {}
+    pipelines = []
+    for pipeline in strategy.pipelines:
+        form = _form(costs, pipeline)
+        if form not in known:
+            known[form] = owned.pipeline(pipeline, strategy.schedule)
+        pipelines.append(known[form])
+    added = owned.fixed(strategy)
+    assignments = []
+    seconds = []
+    for batch in batches:
+        try:
+            assigned = assign_pipelines(pipelines, batch)
+        except Unsupported:
+            assignments.append(Assignment(((),) * len(pipelines), tuple(batch)))
+            seconds.append(math.inf)
+            continue
+        assignments.append(Assignment(assigned.micro_batches, assigned.lengths))
+        seconds.append(owned.pipelines_end(strategy, assignments[-1]) + added)
+    return Settled(strategy, home, tuple(assignments), tuple(seconds), memory, origin, simulated=False)
+
+
+def owners(costs: Costs, strategy: Strategy, assignment: Assignment) -> tuple[Home, tuple[int, ...]] | Shortage:
+    """Return who owns the state, and what every rank then holds when it holds most."""
     total = state_bytes(costs)
     limits = [costs.memory_of(rank) for rank in range(costs.ranks)]
-    room = [(limit - need) / total / costs.home.copies for limit, need in zip(limits, needed, strict=True)]
-    tightest = min(strategy.devices, key=lambda rank: limits[rank] - needed[rank])
-    if limits[tightest] < needed[tightest]:
-        return Shortage(strategy, tightest, needed[tightest] - limits[tightest])
-    home = home_of(costs, strategy, room, costs.home)
-    if home is None:
-        free = sum(max(0.0, part) for part in room) * total
-        return Shortage(strategy, tightest, (total - free) / costs.ranks)
-    owned = costs.changed(home=home)
-    memory = tuple(
-        round(need + fraction_of(home, rank, costs.ranks) * total) for rank, need in enumerate(needed)
-    )
+    owned = costs
+    # What messages hold depends on who owns what: the first round takes the state as shared out now.
+    for _ in range(ROUNDS):
+        needed = needs(owned, strategy, assignment)
+        room = [(limit - need) / total / costs.home.copies for limit, need in zip(limits, needed, strict=True)]
+        tightest = min(strategy.devices, key=lambda rank: limits[rank] - needed[rank])
+        if limits[tightest] < needed[tightest]:
+            return Shortage(strategy, tightest, needed[tightest] - limits[tightest])
+        home = home_of(costs, strategy, room, costs.home)
+        if home is None:
+            free = sum(max(0.0, part) for part in room) * total * costs.home.copies
+            return Shortage(strategy, tightest, (costs.home.copies * total - free) / costs.ranks)
+        if home == owned.home:
+            break
+        owned = costs.changed(home=home)
+    needed = needs(owned, strategy, assignment)
+    memory = tuple(round(need + fraction_of(home, rank, costs.ranks) * total) for rank, need in enumerate(needed))
     worst = max(range(costs.ranks), key=lambda rank: memory[rank] / limits[rank])
     if memory[worst] > limits[worst]:
         return Shortage(strategy, worst, memory[worst] - limits[worst])
-    return Settled(strategy, assignment, home, seconds_of(owned, strategy, assignment), memory, origin)
-
-
-def seconds_of(costs: Costs, strategy: Strategy, assignment: Assignment) -> float:
-    """Return the seconds of an iteration: simulated, or for very many ranks its slowest pipeline and what is fixed."""
-    if costs.ranks <= WALKED:
-        return costs.simulate(strategy, assignment).seconds
-    return costs.seconds(strategy, assignment)
+    return home, memory
 
 
 def needs(costs: Costs, strategy: Strategy, assignment: Assignment) -> list[float]:
@@ -263,8 +354,3 @@ def _need(costs: Costs, strategy: Strategy, batches: Sequence[Sequence[MicroBatc
 
 def _largest(batches: Sequence[MicroBatch], most: int) -> list[MicroBatch]:
     return sorted(batches, key=lambda m: (-m.tokens, -m.sequences))[:most]
-
-
-def lacking(shortages: Mapping[str, Shortage]) -> Shortage:
-    """Return the shortage that is nearest to fitting."""
-    return min(shortages.values(), key=lambda each: each.bytes if math.isfinite(each.bytes) else math.inf)
