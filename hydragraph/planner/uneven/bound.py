@@ -64,9 +64,9 @@ def _bound(costs: Costs, lengths: Counter[int]) -> float:
                 at = costs.profile.blocks.index(template)
                 cost = healthy.stage(stage, (at, at + 1))
                 together = [n for n, times in lengths.items() for _ in range(times)]
-                # What a micro-batch costs beside its sequences is paid at least once.
-                spent[s, t] = min(spent[s, t], kind.tp * sum(cost.seconds(together)))
-                alone[s, t] = min(alone[s, t], sum(cost.seconds([longest])))
+                # What a micro-batch costs beside its sequences is paid at least once; auxiliary values are left out.
+                spent[s, t] = min(spent[s, t], kind.tp * sum(cost.apart(together)[1:]))
+                alone[s, t] = min(alone[s, t], sum(cost.apart([longest])[1:]))
     # Variables: the part of each template's work that each site does, then T.
     count = len(sites) * len(templates)
     objective = np.zeros(count + 1)

@@ -3,19 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import groupby
-from typing import TYPE_CHECKING
 
 from hydragraph.cost.costs import Costs
 from hydragraph.planner.uneven.settle import Settled
 from hydragraph.planner.uneven.shares import fraction_of
 from hydragraph.planner.workload import Workload
-from hydragraph.spec.strategy import Pipeline
-
-if TYPE_CHECKING:
-    from hydragraph.planner.uneven.planning import Rival
+from hydragraph.spec.strategy import Pipeline, Strategy
 
 SHOWN = 6  # rivals
+
+
+@dataclass(frozen=True)
+class Rival:
+    """What lost.
+
+    Attributes:
+        strategy: that was looked at.
+        seconds: of an iteration; infinite where it does not fit.
+        origin: the way of searching that it came from.
+        why: it lost, in words.
+    """
+
+    strategy: Strategy
+    seconds: float
+    origin: str
+    why: str
 
 
 def explanation(

@@ -61,6 +61,7 @@ def spread(layers: int, count: int, layer: Floats, extra: Floats, cap: Ints) -> 
     stages, options = layer.shape
     best_layers = np.zeros(stages, np.int64)
     best_options = np.zeros(stages, np.int64)
+    best = np.inf
     best_sum = np.inf
     best_max = np.inf
     rooms = np.zeros(stages, np.int64)
@@ -120,7 +121,8 @@ def spread(layers: int, count: int, layer: Floats, extra: Floats, cap: Ints) -> 
                     chosen[s] = o
             sum_s += least
             max_s = max(max_s, least)
-        if sum_s + (count - 1) * max_s < best_sum + (count - 1) * best_max:
+        if sum_s + (count - 1) * max_s < best:
+            best = sum_s + (count - 1) * max_s
             best_sum = sum_s
             best_max = max_s
             best_layers[:] = taken

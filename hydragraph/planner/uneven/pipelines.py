@@ -5,7 +5,8 @@ form are interchangeable, and so are pipelines of one multiset: a partition is h
 1,024 devices of two types are searched as quickly as 16.
 
 Order: the slowest group first (Malleus, theorem 3; AutoHet maps weaker devices to earlier stages): it gets the fewest
-layers, and the first stage keeps the most micro-batches. Where devices differ in memory, the largest first is tried too.
+layers, and the first stage keeps the most micro-batches. Where devices differ in memory, the largest first is tried,
+too.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from hydragraph.spec.stage_kind import StageKind
 Multiset = tuple[int, ...]  # forms by index, ascending
 # Up to so many pipelines every number is tried; beyond, those that make pipelines of equal depth.
 EVERY = 16
-# Of a micro-batch's seconds, those of its forward; of pulled and pushed bytes, those that are pulled (16 against 32 bits).
+# Parts: of a micro-batch's seconds, its forward; of pulled and pushed bytes, the pulled ones (16 against 32 bits).
 FORWARD = 1 / 3
 PULLED = 1 / 3
 # Partitions that are priced while one is improved.
@@ -170,7 +171,7 @@ class Bench:
             options = self._options[form]
             self._rows[key] = (
                 [rate * o.layer_s for o in options],
-                [rate * (first * o.first_s + last * o.last_s) for o in options],
+                [rate * (o.aux_s + first * o.first_s + last * o.last_s) for o in options],
                 [self._cap(form, o, (first, last), in_flight) for o in options],
             )
         return self._rows[key]
@@ -300,7 +301,7 @@ def _with(now: Mapping[Multiset, int], changes: Mapping[Multiset, Multiset]) -> 
 
 def _exchanged(now: Mapping[Multiset, int], *changes: tuple[Multiset, Multiset]) -> dict[Multiset, int]:
     counts = dict(now)
-    for before, after in changes:
+    for before, _ in changes:
         counts[before] -= 1
         if not counts[before]:
             del counts[before]

@@ -1,7 +1,7 @@
 """Which devices form which pipelines and stages, and who owns the state, when devices differ: `hg.plan`.
 
-Every way of searching (`WAYS`) gives candidates by the numbers of `prices`; the best are settled exactly: on ranks, with
-their assignment, owners and memory. The one that ends first is the plan; what the others lost by is told.
+Every way of searching (`WAYS`) gives candidates by the numbers of `prices`; the best are settled exactly: on ranks,
+with their assignment, owners and memory. The one that ends first is the plan; what the others lost by is told.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from hydragraph.errors import Unsupported
 from hydragraph.ir.home import HomeLayouts
 from hydragraph.ir.link import copy
 from hydragraph.planner.uneven.bound import bound as bound_of
-from hydragraph.planner.uneven.explaining import explanation
+from hydragraph.planner.uneven.explaining import Rival, explanation
 from hydragraph.planner.uneven.searching import MIXED, STRAGGLER, TOGETHER, Way, search
 from hydragraph.planner.uneven.settle import (
     Candidate,
@@ -45,9 +45,9 @@ WAYS: dict[str, tuple[Way, ...]] = {
 # Candidates of each way that are looked at exactly, unlike one another, and of each shape at most.
 SETTLED = 6
 ALIKE = 1
-# The best of these are simulated, where there is time: fewer where a simulation takes seconds.
-SIMULATED = 3
-LARGE = 128
+# Ranks up to which three plans are simulated, and up to which two are.
+FEW = 16
+MANY = 64
 # Plans within this part of the best count as equally good; the one that moves fewest bytes is taken.
 NEAR = 0.02
 # Candidates of which the iteration planner takes the best, where lengths vary; each must save this part of the time.
@@ -55,23 +55,6 @@ CANDIDATES = 4
 WORTH = 1e-3
 # Bytes of a moved element: weight and AdamW's two moments in fp32.
 MOVED_BYTES = 12
-
-
-@dataclass(frozen=True)
-class Rival:
-    """What lost.
-
-    Attributes:
-        strategy: that was looked at.
-        seconds: of an iteration; infinite where it does not fit.
-        origin: the way of searching that it came from.
-        why: it lost, in words.
-    """
-
-    strategy: Strategy
-    seconds: float
-    origin: str
-    why: str
 
 
 @dataclass(frozen=True)
@@ -163,13 +146,15 @@ def plan(
         for candidate in _unlike(search(costs, typical.sequences, typical.length, way, reach=reach, until=until))
     ]
     settled, short = _settled(costs, workload, candidates, until)
-    if not settled:
+    # Where lengths vary, a strategy that does not take the longest sequence can still be a candidate for others.
+    able = [each for each in settled if math.isfinite(each.seconds)]
+    if not able:
         raise _nothing_fits(costs, workload, short)
     before = running.strategy if isinstance(running, Plan) else running
     home_before = running.home if isinstance(running, Plan) else costs.home
     moved = {each.strategy: moved_bytes(costs, home_before, each.home) for each in settled}
-    best = min(each.seconds for each in settled)
-    near = [each for each in settled if each.seconds <= best * (1 + NEAR if running is not None else 1)]
+    best = min(each.seconds for each in able)
+    near = [each for each in able if each.seconds <= best * (1 + NEAR if running is not None else 1)]
     chosen = min(near, key=lambda each: (moved[each.strategy], each.strategy != before, each.seconds))
     rivals = _rivals(chosen, settled, short)
     least = bound_of(costs, workload.batches)
@@ -216,51 +201,64 @@ def _unlike(candidates: Sequence[Candidate]) -> list[Candidate]:
 def _settled(
     costs: Costs, workload: Workload, candidates: Sequence[Candidate], until: float | None
 ) -> tuple[list[Settled], list[Shortage]]:
-    """Return candidates that fit, the best of them simulated; and those that do not fit."""
-    settled: list[Settled] = []
-    short: list[Shortage] = []
+    """Return candidates that fit, the best of them simulated where there is time; and those that do not fit."""
     placed: dict[Strategy, Candidate] = {}
     for candidate in sorted(candidates, key=lambda each: each.seconds):
-        strategy = strategies_of(candidate)[0]
-        if strategy in placed:
-            continue
+        placed.setdefault(strategies_of(candidate)[0], candidate)
+    if workload.lengths:
+        return _varying(costs, workload, placed, until)
+    expected = []
+    for strategy, candidate in placed.items():
+        assignment, last = share_out(costs, strategy, workload.batches[0], candidate.together)
+        expected.append((last + candidate.exposed_s(), strategy, assignment))
+    settled: list[Settled] = []
+    short: list[Shortage] = []
+    for seconds, strategy, assignment in sorted(expected, key=lambda each: each[0]):
         # Whatever the deadline, there is a plan if anything fits.
-        if settled and until is not None and time.monotonic() > until:
+        if settled and (len(settled) >= SETTLED or (until is not None and time.monotonic() > until)):
             break
-        placed[strategy] = candidate
-        found = _settle(costs, workload, candidate, strategy)
+        found = settle(costs, strategy, assignment, placed[strategy].origin, seconds)
         if isinstance(found, Shortage):
             short.append(found)
         else:
             settled.append(found)
-    settled = [each for each in settled if math.isfinite(each.seconds)] or settled
-    if not workload.lengths and until is None:
-        settled = _exact(costs, workload, settled, placed)
+    if until is None and settled:
+        settled = [simulated(costs, each) for each in settled[: _simulations(costs)]]
+        best = min(settled, key=lambda each: each.seconds)
+        settled += _across(costs, workload, placed[best.strategy])
     return settled, short
 
 
-def _settle(costs: Costs, workload: Workload, candidate: Candidate, strategy: Strategy) -> Settled | Shortage:
-    if workload.lengths:
-        return settle_varying(costs, strategy, workload.batches, candidate.origin)
-    assignment, last = share_out(costs, strategy, workload.batches[0], candidate.together)
-    return settle(costs, strategy, assignment, candidate.origin, last + candidate.exposed_s())
+def _simulations(costs: Costs) -> int:
+    """Return how many plans are simulated: fewer where that takes longer."""
+    return 3 if costs.ranks <= FEW else 2 if costs.ranks <= MANY else 1
 
 
-def _exact(
-    costs: Costs, workload: Workload, settled: Sequence[Settled], placed: Mapping[Strategy, Candidate]
-) -> list[Settled]:
-    """Simulate the most promising, and the best once more with its stages across nodes."""
-    ranked = sorted(settled, key=lambda each: each.seconds)
-    many = costs.ranks > LARGE
-    exact = [simulated(costs, each) for each in ranked[: 1 if many else SIMULATED]]
-    if exact and not many:
-        best = min(exact, key=lambda each: each.seconds)
-        for strategy in strategies_of(placed[best.strategy])[1:]:
-            other = _settle(costs, workload, placed[best.strategy], strategy)
-            if isinstance(other, Settled):
-                exact.append(simulated(costs, other))
-    # What was not simulated is no rival of what was: an estimate may be lower than what is true.
-    return exact
+def _across(costs: Costs, workload: Workload, candidate: Candidate) -> list[Settled]:
+    """Return a candidate with its stages across nodes instead, where it is few ranks' time to simulate."""
+    found = []
+    for strategy in strategies_of(candidate)[1:] if costs.ranks <= FEW else []:
+        assignment, last = share_out(costs, strategy, workload.batches[0], candidate.together)
+        other = settle(costs, strategy, assignment, candidate.origin, last)
+        if isinstance(other, Settled):
+            found.append(simulated(costs, other))
+    return found
+
+
+def _varying(
+    costs: Costs, workload: Workload, placed: Mapping[Strategy, Candidate], until: float | None
+) -> tuple[list[Settled], list[Shortage]]:
+    settled: list[Settled] = []
+    short: list[Shortage] = []
+    for strategy, candidate in placed.items():
+        if any(math.isfinite(each.seconds) for each in settled) and until is not None and time.monotonic() > until:
+            break
+        found = settle_varying(costs, strategy, workload.batches, candidate.origin)
+        if isinstance(found, Shortage):
+            short.append(found)
+        else:
+            settled.append(found)
+    return settled, short
 
 
 def _rivals(chosen: Settled, settled: Sequence[Settled], short: Sequence[Shortage]) -> tuple[Rival, ...]:

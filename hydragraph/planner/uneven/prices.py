@@ -47,6 +47,7 @@ class Option:
 
     Attributes:
         kind: of the stage.
+        aux_s: what a stage computes once for every micro-batch, such as rotary tables.
         layer_s, first_s, last_s: forward and backward of one micro-batch, of a layer, the first and the last block.
         state_bytes, first_bytes, last_bytes: weights, gradients and their messages, of a layer, the first and the last
             block.
@@ -55,6 +56,7 @@ class Option:
     """
 
     kind: StageKind
+    aux_s: float
     layer_s: float
     first_s: float
     last_s: float
@@ -111,13 +113,15 @@ class Prices:
         state: dict[str, float] = {}
         kept: dict[str, float] = {}
         working = 0.0
+        early = 0.0
         several = 1 + MESSAGES if costs.ranks > 1 else 1.0
         part = StagePart(kind, 0)
         for index, template in enumerate(templates):
             if template in seconds:
                 continue
             alone = costs.stage(stage, (index, index + 1))
-            seconds[template] = sum(alone.seconds(self.lengths))
+            early, *both = alone.apart(self.lengths)
+            seconds[template] = sum(both)
             piece = pieces[template]
             learning = piece.parameters - piece.frozen
             state[template] = (costs.sizes.itemsize * piece.parameters + GRADIENT_BYTES * learning) * several
@@ -129,6 +133,7 @@ class Prices:
         mean = lambda of: sum(of[t] for t in inner) / len(inner)  # noqa: E731
         return Option(
             kind,
+            early,
             mean(seconds),
             seconds[templates[0]],
             seconds[templates[-1]],

@@ -1,7 +1,7 @@
 """From a candidate of the search to what can run: ranks in their places, sequences shared out, exact seconds, memory.
 
 The search goes by forms of groups and mean layers. Here groups become ranks again, micro-batches are shared out by the
-exact 1F1B recurrence with messages between stages, memory is walked (`cost.memory.Walk`), and the state gets its owners.
+exact 1F1B recurrence with messages between stages, memory is walked (`cost.memory.Walk`), the state gets its owners.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import numpy as np
 from hydragraph.cost.costs import Costs, micro_batches_of
 from hydragraph.cost.footprint import MicroBatch
 from hydragraph.cost.memory import Walk
+from hydragraph.cost.pieces import GRADIENT_BYTES
 from hydragraph.cost.profile import PipelineCost
 from hydragraph.cost.stages import StageCost, stages_end
 from hydragraph.errors import Unsupported
@@ -29,10 +30,6 @@ from hydragraph.spec.assignment import Assignment
 from hydragraph.spec.home import Home
 from hydragraph.spec.strategy import Pipeline, Stage, Strategy
 
-# Above so many ranks memory is walked pipeline by pipeline.
-WALKED = 128
-# Rounds of memory and owners, which depend on one another.
-ROUNDS = 2
 # Micro-batches that are moved between pipelines at most, beyond the first sharing.
 MOVES = 64
 
@@ -293,26 +290,26 @@ def settle_varying(
 
 
 def owners(costs: Costs, strategy: Strategy, assignment: Assignment) -> tuple[Home, tuple[int, ...]] | Shortage:
-    """Return who owns the state, and what every rank then holds when it holds most."""
-    total = state_bytes(costs)
+    """Return who owns the state, and what every rank then holds when it holds most.
+
+    An owner also holds messages: weights on their way to every pipeline, and gradients from there.
+    """
     limits = [costs.memory_of(rank) for rank in range(costs.ranks)]
-    owned = costs
-    # What messages hold depends on who owns what: the first round takes the state as shared out now.
-    for _ in range(ROUNDS):
-        needed = needs(owned, strategy, assignment)
-        room = [(limit - need) / total / costs.home.copies for limit, need in zip(limits, needed, strict=True)]
-        tightest = min(strategy.devices, key=lambda rank: limits[rank] - needed[rank])
-        if limits[tightest] < needed[tightest]:
-            return Shortage(strategy, tightest, needed[tightest] - limits[tightest])
-        home = home_of(costs, strategy, room, costs.home)
-        if home is None:
-            free = sum(max(0.0, part) for part in room) * total * costs.home.copies
-            return Shortage(strategy, tightest, (costs.home.copies * total - free) / costs.ranks)
-        if home == owned.home:
-            break
-        owned = costs.changed(home=home)
-    needed = needs(owned, strategy, assignment)
-    memory = tuple(round(need + fraction_of(home, rank, costs.ranks) * total) for rank, need in enumerate(needed))
+    needed = needs(costs, strategy, assignment)
+    total = costs.home.copies * state_bytes(costs)
+    if costs.ranks > 1:
+        elements = sum(bucket.size for bucket in costs.buckets)
+        total += MESSAGES * len(strategy.pipelines) * elements * (costs.sizes.itemsize + GRADIENT_BYTES)
+    room = [(limit - need) / total for limit, need in zip(limits, needed, strict=True)]
+    tightest = min(strategy.devices, key=lambda rank: limits[rank] - needed[rank])
+    if limits[tightest] < needed[tightest]:
+        return Shortage(strategy, tightest, needed[tightest] - limits[tightest])
+    home = home_of(costs, strategy, room, costs.home)
+    if home is None:
+        free = sum(max(0.0, part) for part in room) * total
+        return Shortage(strategy, tightest, (total - free) / costs.ranks)
+    owned = [fraction_of(home, rank, costs.ranks) / home.copies for rank in range(costs.ranks)]
+    memory = tuple(round(need + part * total) for need, part in zip(needed, owned, strict=True))
     worst = max(range(costs.ranks), key=lambda rank: memory[rank] / limits[rank])
     if memory[worst] > limits[worst]:
         return Shortage(strategy, worst, memory[worst] - limits[worst])
@@ -320,36 +317,24 @@ def owners(costs: Costs, strategy: Strategy, assignment: Assignment) -> tuple[Ho
 
 
 def needs(costs: Costs, strategy: Strategy, assignment: Assignment) -> list[float]:
-    """Return the bytes that each rank needs beside its share of the state."""
+    """Return the bytes that each rank needs for its stage, beside its share of the state and messages."""
     everything = micro_batches_of(strategy, assignment)
-    # Once a pipeline is full, further equal micro-batches change nothing.
-    shown = [_largest(batches, 2 * len(p.stages)) for p, batches in zip(strategy.pipelines, everything, strict=True)]
     found = [0.0] * costs.ranks
     known: dict[object, float] = {}
-    for number, pipeline in enumerate(strategy.pipelines):
+    for pipeline, batches in zip(strategy.pipelines, everything, strict=True):
+        # Once a pipeline is full, further equal micro-batches change nothing.
+        shown = _largest(batches, len(pipeline.stages) + 1)
         shape = tuple((s.layers, s.kind) for s in pipeline.stages)
         for position, stage in enumerate(pipeline.stages):
             for rank in stage.devices:
-                key = (shape, position, tuple(shown[number]), costs.cluster.type_of(rank), _share(costs, rank))
+                key = (shape, position, tuple(shown), costs.cluster.type_of(rank))
                 if key not in known:
-                    known[key] = _need(costs, strategy, shown, number, rank)
+                    alone = Strategy((pipeline,), strategy.schedule)
+                    walk = Walk(costs.blocks, alone, [shown], rank, costs.ranks, messages=False, home_of=costs.home_of)
+                    at_home = walk.at_home()
+                    known[key] = float(walk.peak().total - at_home.state - at_home.shard)
                 found[rank] = known[key]
     return found
-
-
-def _share(costs: Costs, rank: int) -> float:
-    return fraction_of(costs.home, rank, costs.ranks)
-
-
-def _need(costs: Costs, strategy: Strategy, batches: Sequence[Sequence[MicroBatch]], number: int, rank: int) -> float:
-    whole = costs.ranks <= WALKED
-    walked = strategy if whole else Strategy((strategy.pipelines[number],), strategy.schedule)
-    shown = batches if whole else [batches[number]]
-    walk = Walk(costs.blocks, walked, shown, rank, costs.ranks, messages=whole, home_of=costs.home_of)
-    at_home = walk.at_home()
-    peak = walk.peak()
-    beside = float(peak.total - at_home.state - at_home.shard)
-    return beside if whole else beside + MESSAGES * (peak.weights + peak.gradients)
 
 
 def _largest(batches: Sequence[MicroBatch], most: int) -> list[MicroBatch]:
