@@ -33,7 +33,7 @@ from hydragraph.cost.pieces import AUX, Piece
 from hydragraph.cost.profile import PipelineCost, Profile
 from hydragraph.cost.simulate import Timeline, run
 from hydragraph.cost.stack import Stack
-from hydragraph.cost.stages import Hop, Ring, StageCost
+from hydragraph.cost.stages import Hop, Ring, StageCost, stages_end
 from hydragraph.cost.traffic import Transfers
 from hydragraph.cost.work import NOTHING, Priced, Without, Work
 from hydragraph.errors import Unsupported
@@ -101,6 +101,7 @@ class Costs:
         self.sizes: ModelSizes = profile.model_sizes
         self.outline: Outline = self.sizes.outline()
         self.buckets: tuple[Bucket, ...] = self.sizes.buckets()
+        self._given_blocks = blocks
         self.blocks: Blocks = blocks or ProfileBlocks(self)
         self.home.check(self.ranks, [bucket.name for bucket in self.buckets])
         self._owners = HomeLayouts(self.home.on([device.node for device in cluster.devices]), self.ranks)
@@ -109,6 +110,11 @@ class Costs:
     def ranks(self) -> int:
         """How many there are."""
         return len(self.cluster.devices)
+
+    @property
+    def profiles(self) -> tuple[Profile, ...]:
+        """What was measured, for each type of device of the cluster."""
+        return tuple(self._of_type.values())
 
     @property
     def measured(self) -> bool:
@@ -121,9 +127,18 @@ class Costs:
         names = ", ".join(profile.name for profile in self._of_type.values())
         return f"computation as measured: {names}" if self.measured else f"computation is not measured: {names}"
 
-    def changed(self, *, cluster: Cluster | None = None, health: Health | None = None) -> Costs:
-        """Return the costs with another cluster or health."""
-        return Costs(self.profile, cluster or self.cluster, health or self.health, home=self.home, stack=self.stack)
+    def changed(
+        self, *, cluster: Cluster | None = None, health: Health | None = None, home: Home | None = None
+    ) -> Costs:
+        """Return the costs with another cluster, health or home."""
+        return Costs(
+            self.profile,
+            cluster or self.cluster,
+            self.health if health is None else health,
+            home=home or self.home,
+            blocks=self._given_blocks,
+            stack=self.stack,
+        )
 
     # Pipelines.
 
@@ -175,10 +190,11 @@ class Costs:
             span = self.outline.span(first, first + stage.layers)
             first += stage.layers
             following = pipeline.stages[i + 1] if i + 1 < len(pipeline.stages) else None
-            costs.append(self._stage(stage, span, following))
+            costs.append(self.stage(stage, span, following))
         return tuple(costs)
 
-    def _stage(self, stage: Stage, span: tuple[int, int], following: Stage | None) -> StageCost:
+    def stage(self, stage: Stage, span: tuple[int, int], following: Stage | None = None) -> StageCost:
+        """Return what the blocks of a span [first, last) of positions take on a stage's ranks."""
         kind = stage.kind
         # A stage is as slow as its slowest rank; ranks of one type and rate are alike, so each such pair counts once.
         forwards = []
@@ -252,7 +268,7 @@ class Costs:
 
     def _most_tokens(self, strategy: Strategy, count: int, rank: int) -> int:
         """Solve peak(tokens) = memory by Newton's method from above: the peak is the largest of lines, so convex."""
-        limit = self._memory_of(rank)
+        limit = self.memory_of(rank)
         peak = lambda tokens: self._peak(strategy, count, tokens, rank)  # noqa: E731
         step = 64 * max(s.tp for s in strategy.pipelines[0].stages)
         if peak(step) > limit:
@@ -279,7 +295,7 @@ class Costs:
     def _limits(self) -> dict[object, int]:
         return {}
 
-    def _memory_of(self, rank: int) -> float:
+    def memory_of(self, rank: int) -> float:
         """Return the bytes that a rank may use: as measured, what others leave; else the device's."""
         device = self.piece_profile(rank).device
         size = float(self.cluster.devices[rank].memory_bytes)
@@ -341,13 +357,17 @@ class Costs:
 
     def seconds(self, strategy: Strategy, assignment: Assignment) -> float:
         """Return the seconds of an iteration: its slowest pipeline, and what is fixed."""
+        return self.pipelines_end(strategy, assignment) + self.fixed(strategy)
+
+    def pipelines_end(self, strategy: Strategy, assignment: Assignment) -> float:
+        """Return when the slowest pipeline of an iteration ends, beside what is fixed."""
         tokens = assignment.tokens
         ends = [
-            self.pipeline(p, strategy.schedule).seconds(batches)
+            stages_end(self.stages(p), batches, strategy.schedule)
             for p, batches in zip(strategy.pipelines, tokens, strict=True)
             if batches
         ]
-        return max(ends, default=0.0) + self.fixed(strategy)
+        return max(ends, default=0.0)
 
     def fixed(self, strategy: Strategy) -> float:
         """Return what pull, push, commit and update add to a strategy's iterations, in seconds.

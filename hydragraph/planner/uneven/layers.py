@@ -1,0 +1,132 @@
+"""The layers of one pipeline over its stages: which take how many, and how.
+
+Stage j takes y_j seconds per layer and micro-batch, and f_j more where it has the first or last block; its memory holds
+at most cap_j layers. With m micro-batches a pipeline takes
+
+    sum_j t_j + (m - 1) max_j t_j,   t_j = f_j + y_j l_j,   sum_j l_j = L,   1 <= l_j <= cap_j
+
+(AutoHet's cost; Malleus' layer ILP is its second term). Each stage also chooses one of its options, such as
+recomputation, which is slower and holds less.
+
+For a bound T on every stage, stage j takes at most room_j(T) = max over its options of min(cap, (T - f) / y) layers, so
+the least T is found by bisection. Above it, a larger T moves layers to the quicker stages: a smaller sum for a larger
+maximum, which pays where m is small; so a few larger bounds are tried as well.
+
+Example: L = 6, y = (1, 2), no caps: T = 4 gives layers (4, 2). With m = 1, (6, 0) would be quicker still, but an empty
+stage is no stage: (5, 1) takes 5 + 2 = 7 rather than 4 + 4 = 8.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hydragraph.planner.compiled import compiled
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+# Multiples of the least bound that are tried; the first is the bound itself.
+LOOSER = np.array([1.0, 1.03, 1.07, 1.15, 1.3, 1.6, 2.0, 3.0, 6.0, 1e9])
+_HALVINGS = 60
+
+
+@compiled
+def room(seconds: float, layer: Floats, extra: Floats, cap: Ints) -> int:
+    """Return the most layers that a stage can take within so many seconds, by any of its options [O]."""
+    most = 0
+    for o in range(len(layer)):
+        left = seconds - extra[o]
+        # A layer that costs nothing is bounded by memory alone.
+        fit = cap[o] if layer[o] <= 0 else min(float(cap[o]), np.floor(left / layer[o] * (1 + 1e-12) + 1e-12))
+        if left >= 0 and fit > most:
+            most = int(fit)
+    return most
+
+
+@compiled
+def spread(layers: int, count: int, layer: Floats, extra: Floats, cap: Ints) -> tuple[float, float, Ints, Ints]:
+    """Spread layers over the stages of a pipeline.
+
+    Args:
+        layers: L.
+        count: micro-batches, at least 1.
+        layer, extra: seconds per layer, and of other blocks, of each stage and option [S, O].
+        cap: the most layers that each can hold [S, O]; 0: the option cannot be used.
+
+    Returns:
+        the sum and the maximum of the stages' seconds per micro-batch (infinite where nothing fits), layers [S] and
+        options [S].
+    """
+    stages, options = layer.shape
+    best_layers = np.zeros(stages, np.int64)
+    best_options = np.zeros(stages, np.int64)
+    best = np.inf
+    best_sum = np.inf
+    best_max = np.inf
+    rooms = np.zeros(stages, np.int64)
+    # All layers on any one stage bound the search from above.
+    high = 0.0
+    for s in range(stages):
+        for o in range(options):
+            if cap[s, o] > 0:
+                high = max(high, extra[s, o] + layer[s, o] * layers)
+    total = 0
+    for s in range(stages):
+        rooms[s] = room(high, layer[s], extra[s], cap[s])
+        total += rooms[s]
+    if rooms.min() < 1 or total < layers or stages > layers:
+        return best_sum, best_max, best_layers, best_options
+    low = 0.0
+    top = high
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        total = 0
+        enough = True
+        for s in range(stages):
+            mine = room(middle, layer[s], extra[s], cap[s])
+            total += mine
+            enough = enough and mine >= 1
+        if enough and total >= layers:
+            high = middle
+        else:
+            low = middle
+    # The quickest stages are filled first: that makes the sum least within the bound.
+    quickest = np.empty(stages)
+    for s in range(stages):
+        quickest[s] = np.inf
+        for o in range(options):
+            if cap[s, o] > 0:
+                quickest[s] = min(quickest[s], layer[s, o])
+    order = np.argsort(quickest)
+    taken = np.zeros(stages, np.int64)
+    chosen = np.zeros(stages, np.int64)
+    for looser in LOOSER:
+        bound = min(high * looser, top)
+        left = layers - stages
+        for s in range(stages):
+            rooms[s] = room(bound, layer[s], extra[s], cap[s])
+            taken[s] = 1
+        for s in order:
+            more = min(left, rooms[s] - 1)
+            taken[s] += more
+            left -= more
+        sum_s = 0.0
+        max_s = 0.0
+        for s in range(stages):
+            least = np.inf
+            for o in range(options):
+                if cap[s, o] >= taken[s] and extra[s, o] + layer[s, o] * taken[s] < least:
+                    least = extra[s, o] + layer[s, o] * taken[s]
+                    chosen[s] = o
+            sum_s += least
+            max_s = max(max_s, least)
+        if sum_s + (count - 1) * max_s < best:
+            best = sum_s + (count - 1) * max_s
+            best_sum = sum_s
+            best_max = max_s
+            best_layers[:] = taken
+            best_options[:] = chosen
+        if bound >= top:
+            break
+    return best_sum, best_max, best_layers, best_options

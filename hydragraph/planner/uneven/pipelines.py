@@ -1,0 +1,310 @@
+"""Groups into pipelines: from balanced and from sorted starts, improved by exchanges.
+
+A pipeline is a multiset of forms of groups; its order, layers and options follow from it (`Bench.lay`). Groups of one
+form are interchangeable, and so are pipelines of one multiset: a partition is how many pipelines there are of each. So
+1,024 devices of two types are searched as quickly as 16.
+
+Order: the slowest group first (Malleus, theorem 3; AutoHet maps weaker devices to earlier stages): it gets the fewest
+layers, and the first stage keeps the most micro-batches. Where devices differ in memory, the largest first is tried,
+too.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from hydragraph.planner.uneven.groups import Form
+from hydragraph.planner.uneven.layers import spread
+from hydragraph.planner.uneven.prices import MESSAGES, Option, Prices
+from hydragraph.planner.uneven.sharing import least_seconds
+from hydragraph.spec.stage_kind import StageKind
+
+Multiset = tuple[int, ...]  # forms by index, ascending
+# Up to so many pipelines every number is tried; beyond, those that make pipelines of equal depth.
+EVERY = 16
+# Parts: of a micro-batch's seconds, its forward; of pulled and pushed bytes, the pulled ones (16 against 32 bits).
+FORWARD = 1 / 3
+PULLED = 1 / 3
+# Partitions that are priced while one is improved.
+EXCHANGES = 1500
+
+
+@dataclass(frozen=True)
+class Laid:
+    """A multiset of groups as a pipeline.
+
+    Attributes:
+        order: its forms, stage by stage.
+        layers: of each stage.
+        kinds: of each stage.
+        first_s: seconds of the first micro-batch, `exposed_s` included.
+        exposed_s: what of pull and push nothing hides.
+        each_s: seconds of every further one: those of its slowest stage.
+        traffic_s: what pull and push take a rank of it, if nothing else went over its link.
+    """
+
+    order: Multiset
+    layers: tuple[int, ...]
+    kinds: tuple[StageKind, ...]
+    first_s: float
+    exposed_s: float
+    each_s: float
+    traffic_s: float
+
+
+NOTHING_FITS = Laid((), (), (), math.inf, 0.0, math.inf, 0.0)
+
+
+@dataclass(frozen=True)
+class Partition:
+    """Which multisets of forms make the pipelines, how many of each, and what is left idle."""
+
+    pipelines: tuple[tuple[Multiset, int], ...]
+    idle: Multiset
+    seconds: float
+
+    @property
+    def count(self) -> int:
+        """How many pipelines there are."""
+        return sum(n for _, n in self.pipelines)
+
+
+class Bench:
+    """Prices pipelines of groups of known forms for micro-batches of known lengths.
+
+    Args:
+        prices: for these micro-batches.
+        forms: of the groups, by index.
+        memory: bytes that a rank of each form has beside its share of the state.
+        micro_batches: M, of an iteration.
+        alone: whether there is one rank in all, which has nobody to exchange anything with.
+    """
+
+    def __init__(
+        self,
+        prices: Prices,
+        forms: Sequence[Form],
+        memory: Sequence[float],
+        micro_batches: int,
+        alone: bool = False,
+    ) -> None:
+        self.forms = tuple(forms)
+        self.micro_batches = micro_batches
+        self.layers = prices.layers
+        self._prices = prices
+        self._memory = tuple(memory)
+        self._alone = alone
+        self._options = [prices.options(form.site, form.tp) for form in self.forms]
+        self._width = max(map(len, self._options), default=0)
+        self._laid: dict[tuple[Multiset, int], Laid] = {}
+        self._rows: dict[tuple[int, bool, bool, int], tuple[list[float], list[float], list[int]]] = {}
+        self.speed = [1 / (form.rate * min(o.layer_s for o in self._options[i])) for i, form in enumerate(self.forms)]
+
+    def lay(self, multiset: Multiset, count: int) -> Laid:
+        """Return a multiset as a pipeline of about so many micro-batches."""
+        key = (multiset, min(count, 4 * len(multiset)))
+        if key not in self._laid:
+            slow_first = tuple(sorted(multiset, key=lambda i: (self.speed[i], -self._memory[i], i)))
+            large_first = tuple(sorted(multiset, key=lambda i: (-self._memory[i], self.speed[i], i)))
+            laid = [self._order(order, count) for order in dict.fromkeys((slow_first, large_first))]
+            self._laid[key] = min(laid, key=lambda each: each.first_s + (count - 1) * each.each_s)
+        return self._laid[key]
+
+    def _order(self, order: Multiset, count: int) -> Laid:
+        stages = len(order)
+        if stages > self.layers:
+            return NOTHING_FITS
+        layer = np.full((stages, self._width), np.inf)
+        extra = np.zeros((stages, self._width))
+        cap = np.zeros((stages, self._width), np.int64)
+        for s, form in enumerate(order):
+            width = len(self._options[form])
+            row = self._row(form, s == 0, s == stages - 1, min(stages - s, count))
+            layer[s, :width], extra[s, :width], cap[s, :width] = row
+        sum_s, max_s, layers, chosen = spread(self.layers, count, layer, extra, cap)
+        if not math.isfinite(sum_s):
+            return NOTHING_FITS
+        options = [self._options[i][o] for i, o in zip(order, chosen, strict=True)]
+        seconds = [float(extra[s, o] + layer[s, o] * layers[s]) for s, o in enumerate(chosen)]
+        sizes = [
+            mine * option.state_bytes + (s == 0) * option.first_bytes + (s == stages - 1) * option.last_bytes
+            for s, (option, mine) in enumerate(zip(options, layers, strict=True))
+        ]
+        passing = [self._passing(form, size) for form, size in zip(order, sizes, strict=True)]
+        exposed = self._exposed(seconds, passing) + self._passing(order[0], options[0].first_bytes)
+        return Laid(
+            order,
+            tuple(map(int, layers)),
+            tuple(o.kind for o in options),
+            float(sum_s) + exposed,
+            exposed,
+            float(max_s),
+            max(passing),
+        )
+
+    @staticmethod
+    def _exposed(seconds: Sequence[float], passing: Sequence[float]) -> float:
+        """Return what of pull and push the first forward and the last backward do not hide.
+
+        Stage s pulls while the stages up to it compute the first forward, and pushes while these compute the last
+        backward. What takes longer than that is waited for, at either end of the iteration.
+        """
+        waited = [0.0, 0.0]
+        before = 0.0
+        for taken, moved in zip(seconds, passing, strict=True):
+            before += taken
+            for way, (part, share) in enumerate(((FORWARD, PULLED), (1 - FORWARD, 1 - PULLED))):
+                waited[way] = max(waited[way], share * moved - part * before)
+        return sum(waited)
+
+    def _row(self, form: int, first: bool, last: bool, in_flight: int) -> tuple[list[float], list[float], list[int]]:
+        """Return seconds per layer, seconds beside, and the most layers, of each option of a form at some place."""
+        key = (form, first, last, in_flight)
+        if key not in self._rows:
+            rate = self.forms[form].rate
+            options = self._options[form]
+            self._rows[key] = (
+                [rate * o.layer_s for o in options],
+                [rate * (o.aux_s + first * o.first_s + last * o.last_s) for o in options],
+                [self._cap(form, o, (first, last), in_flight) for o in options],
+            )
+        return self._rows[key]
+
+    def _cap(self, form: int, option: Option, ends: tuple[bool, bool], in_flight: int) -> int:
+        free = self._memory[form] - option.own_bytes - ends[0] * option.first_bytes - ends[1] * option.last_bytes
+        each = option.state_bytes + in_flight * option.kept_bytes
+        return max(0, math.floor(free / each)) if each > 0 else self.layers
+
+    def _passing(self, form: int, size: float) -> float:
+        site = self.forms[form].site
+        # What messages hold beside weights and gradients does not pass twice.
+        moved = size / (1 + MESSAGES)
+        return 0.0 if self._alone else moved / (site.outer.bytes_per_s * min(1.0, site.cards))
+
+    def price(self, pipelines: Mapping[Multiset, int]) -> float:
+        """Return the seconds of an iteration of so many pipelines of each multiset."""
+        number = sum(pipelines.values())
+        count = max(1, round(self.micro_batches / number))
+        laid = [self.lay(multiset, count) for multiset in pipelines]
+        if any(not each.order for each in laid):
+            return math.inf
+        first = np.array([each.first_s for each in laid])
+        each_s = np.array([each.each_s for each in laid])
+        alike = np.array(list(pipelines.values()), dtype=np.int64)
+        seconds = float(least_seconds(self.micro_batches, first, each_s, alike))
+        # Traffic hides behind computing, as far as there is computing.
+        return max(seconds, max(each.traffic_s for each in laid))
+
+    # Partitions.
+
+    def starts(self, groups: Mapping[int, int], number: int) -> Iterator[Counter[Multiset]]:
+        """Yield partitions of groups (form -> how many) into so many pipelines to begin with."""
+        yield self._balanced(groups, number)
+        if len(groups) > 1:
+            yield self._sorted(groups, number)
+
+    def _balanced(self, groups: Mapping[int, int], number: int) -> Counter[Multiset]:
+        """Give each group, the quickest first, to the pipeline that is slowest so far."""
+        # (its speed, how many stages it has, which it is): of equally quick ones the shortest takes the next.
+        queue = [(0.0, 0, p) for p in range(number)]
+        members: list[list[int]] = [[] for _ in range(number)]
+        for form in sorted(groups, key=lambda i: (-self.speed[i], i)):
+            for _ in range(groups[form]):
+                quick, depth, p = heapq.heappop(queue)
+                members[p].append(form)
+                heapq.heappush(queue, (quick + self.speed[form], depth + 1, p))
+        return Counter(tuple(sorted(m)) for m in members)
+
+    def _sorted(self, groups: Mapping[int, int], number: int) -> Counter[Multiset]:
+        """Cut the groups, sorted by form, into runs of as equal numbers as can be: most pipelines of one form."""
+        every = [form for form in sorted(groups, key=lambda i: (self.speed[i], i)) for _ in range(groups[form])]
+        ends = [len(every) * (p + 1) // number for p in range(number)]
+        return Counter(tuple(sorted(every[a:b])) for a, b in zip([0, *ends], ends, strict=False))
+
+    def improved(self, start: Mapping[Multiset, int], idle: Multiset = ()) -> Partition:
+        """Exchange groups between pipelines, or move one, as long as that gains anything."""
+        now = dict(start)
+        resting = idle
+        best = self.price(now)
+        left = EXCHANGES
+        gained = True
+        while gained and left > 0:
+            gained = False
+            for pipelines, unused in self._neighbours(now, resting):
+                left -= 1
+                seconds = self.price(pipelines)
+                if seconds < best * (1 - 1e-9):
+                    now = pipelines
+                    resting = unused
+                    best = seconds
+                    gained = True
+                    break
+                if left <= 0:
+                    break
+        return Partition(tuple(sorted(now.items())), resting, best)
+
+    def _neighbours(
+        self, now: Mapping[Multiset, int], idle: Multiset
+    ) -> Iterator[tuple[dict[Multiset, int], Multiset]]:
+        """Yield what one exchange makes, the slowest pipelines first."""
+        count = max(1, round(self.micro_batches / sum(now.values())))
+        slowest = sorted(now, key=lambda m: -self.lay(m, count).each_s)
+        # A pipeline gives one group away, to another one or to nobody.
+        for giving in slowest:
+            for form in dict.fromkeys(giving):
+                if len(giving) > 1:
+                    yield _with(now, {giving: _less(giving, form)}), _more(idle, form)
+                    for taking in now:
+                        if taking != giving or now[giving] > 1:
+                            yield _exchanged(now, (giving, _less(giving, form)), (taking, _more(taking, form))), idle
+        for one in slowest:
+            for other in now:
+                if other == one:
+                    continue
+                for a in dict.fromkeys(one):
+                    for b in dict.fromkeys(other):
+                        if a != b:
+                            changed = (one, _more(_less(one, a), b)), (other, _more(_less(other, b), a))
+                            yield _exchanged(now, *changed), idle
+        for form in dict.fromkeys(idle):
+            for taking in now:
+                yield _with(now, {taking: _more(taking, form)}), _less(idle, form)
+
+
+def numbers(groups: int, micro_batches: int, layers: int) -> list[int]:
+    """Return the numbers of pipelines that are tried: no pipeline has more stages than layers."""
+    most = min(groups, micro_batches)
+    few = range(-(-groups // layers), min(most, EVERY) + 1)
+    deep = (groups // depth for depth in range(1, max(1, groups // EVERY) + 1))
+    return sorted({*few, *(n for n in deep if -(-groups // layers) <= n <= most), most})
+
+
+def _less(multiset: Multiset, form: int) -> Multiset:
+    at = multiset.index(form)
+    return multiset[:at] + multiset[at + 1 :]
+
+
+def _more(multiset: Multiset, form: int) -> Multiset:
+    return tuple(sorted((*multiset, form)))
+
+
+def _with(now: Mapping[Multiset, int], changes: Mapping[Multiset, Multiset]) -> dict[Multiset, int]:
+    """Return a partition in which one pipeline of each of these multisets becomes another."""
+    return _exchanged(now, *changes.items())
+
+
+def _exchanged(now: Mapping[Multiset, int], *changes: tuple[Multiset, Multiset]) -> dict[Multiset, int]:
+    counts = dict(now)
+    for before, _ in changes:
+        counts[before] -= 1
+        if not counts[before]:
+            del counts[before]
+    for _, after in changes:
+        counts[after] = counts.get(after, 0) + 1
+    return counts

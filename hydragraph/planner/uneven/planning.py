@@ -1,0 +1,322 @@
+"""Which devices form which pipelines and stages, and who owns the state, when devices differ: `hg.plan`.
+
+Every way of searching (`WAYS`) gives candidates by the numbers of `prices`; the best are settled exactly: on ranks,
+with their assignment, owners and memory. The one that ends first is the plan; what the others lost by is told.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from hydragraph.cost.costs import Costs
+from hydragraph.errors import Unsupported
+from hydragraph.ir.home import HomeLayouts
+from hydragraph.ir.link import copy
+from hydragraph.planner.uneven.bound import bound as bound_of
+from hydragraph.planner.uneven.explaining import Rival, explanation
+from hydragraph.planner.uneven.searching import MIXED, STRAGGLER, TOGETHER, Way, search
+from hydragraph.planner.uneven.settle import (
+    Candidate,
+    Settled,
+    Shortage,
+    settle,
+    settle_varying,
+    share_out,
+    simulated,
+    strategies_of,
+)
+from hydragraph.planner.workload import Workload
+from hydragraph.spec.assignment import Assignment
+from hydragraph.spec.home import Home
+from hydragraph.spec.strategy import Strategy
+
+Method = Literal["auto", "mixed", "search", "straggler"]
+WAYS: dict[str, tuple[Way, ...]] = {
+    "mixed": (MIXED,),
+    "straggler": (STRAGGLER,),
+    "auto": (TOGETHER, MIXED, STRAGGLER),
+}
+
+# Candidates of each way that are looked at exactly, unlike one another, and of each shape at most.
+SETTLED = 6
+ALIKE = 1
+# Ranks up to which three plans are simulated, and up to which two are.
+FEW = 16
+MANY = 64
+# Plans within this part of the best count as equally good; the one that moves fewest bytes is taken.
+NEAR = 0.02
+# Candidates of which the iteration planner takes the best, where lengths vary; each must save this part of the time.
+CANDIDATES = 4
+WORTH = 1e-3
+# Bytes of a moved element: weight and AdamW's two moments in fp32.
+MOVED_BYTES = 12
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How devices that differ train a model together.
+
+    Attributes:
+        strategy: runs as it is: `hg.compile(model, plan.strategy, home=plan.home)`.
+        home: who owns how much of the state.
+        strategies: candidates for the iteration planner, where lengths vary; the strategy is the first of them.
+        seconds: of an iteration, on average over the workload's mini-batches.
+        memory: bytes that each rank holds when it holds most.
+        limits: bytes that each may hold.
+        bound: seconds that no strategy beats on these devices.
+        rivals: what lost, the nearest first.
+        assignment: of the first mini-batch.
+        moved_bytes: state that changes its owner, from what runs now.
+        origin: the way of searching that found it.
+        simulated: whether the seconds were simulated; else they are the slowest pipeline's and an estimate of traffic.
+        took_s: how long planning took.
+        text: for `explain`.
+    """
+
+    strategy: Strategy
+    home: Home
+    strategies: tuple[Strategy, ...]
+    seconds: float
+    memory: tuple[int, ...]
+    limits: tuple[float, ...]
+    bound: float
+    rivals: tuple[Rival, ...]
+    assignment: Assignment
+    moved_bytes: int
+    origin: str
+    simulated: bool
+    took_s: float
+    text: str
+
+    @property
+    def gap(self) -> float:
+        """How far above the bound it is: 0.05 is 5 %."""
+        return self.seconds / self.bound - 1
+
+    def explain(self) -> str:
+        """Return the plan in words: pipelines, stages, memory, owners, and what the rivals lost by."""
+        return self.text
+
+    def __str__(self) -> str:
+        return self.text
+
+
+def plan(
+    costs: Costs,
+    workload: Workload,
+    method: Method = "auto",
+    running: Plan | Strategy | None = None,
+    deadline_s: float | None = None,
+    seed: int = 0,
+) -> Plan:
+    """Plan devices that differ by type, memory, or how fast they are today.
+
+    Args:
+        costs: profile of the model for every type of device, the cluster, and its health.
+        workload: of one iteration.
+        method: "mixed" for types of devices (AutoHet), "search" for stages whose data parallelism differs (Metis),
+            "straggler" for rates (Malleus), "auto" for all at once.
+        running: what runs now; among plans that are nearly as good, that which moves fewest bytes is taken.
+        deadline_s: after so many seconds the best plan so far is returned; None: the search ends by itself, and equal
+            arguments give equal plans.
+        seed: of what is drawn; nothing is, today.
+
+    Returns:
+        the plan.
+
+    Raises:
+        Unsupported: nothing fits (how far off, and what would help), a type was not measured, or all devices are lost.
+        ValueError: there is no such method.
+    """
+    if method not in get_args(Method):
+        raise ValueError(f"method is {method!r}: use {', '.join(map(repr, get_args(Method)))}")
+    del seed
+    began = time.monotonic()
+    until = None if deadline_s is None else began + deadline_s
+    typical = workload.typical
+    candidates = [
+        candidate
+        for way in WAYS[method]
+        for reach in _reaches(workload)
+        for candidate in _unlike(search(costs, typical.sequences, typical.length, way, reach=reach, until=until))
+    ]
+    settled, short = _settled(costs, workload, candidates, until)
+    # Where lengths vary, a strategy that does not take the longest sequence can still be a candidate for others.
+    able = [each for each in settled if math.isfinite(each.seconds)]
+    if not able:
+        raise _nothing_fits(costs, workload, short)
+    before = running.strategy if isinstance(running, Plan) else running
+    home_before = running.home if isinstance(running, Plan) else costs.home
+    moved = {each.strategy: moved_bytes(costs, home_before, each.home) for each in settled}
+    best = min(each.seconds for each in able)
+    near = [each for each in able if each.seconds <= best * (1 + NEAR if running is not None else 1)]
+    chosen = min(near, key=lambda each: (moved[each.strategy], each.strategy != before, each.seconds))
+    rivals = _rivals(chosen, settled, short)
+    least = bound_of(costs, workload.batches)
+    limits = tuple(costs.memory_of(rank) for rank in range(costs.ranks))
+    took = time.monotonic() - began
+    text = explanation(costs, workload, chosen, least, rivals, moved[chosen.strategy], took)
+    return Plan(
+        chosen.strategy,
+        chosen.home,
+        _useful(chosen, settled) if workload.lengths else (chosen.strategy,),
+        chosen.seconds,
+        chosen.memory,
+        limits,
+        least,
+        rivals,
+        chosen.assignments[0],
+        moved[chosen.strategy],
+        chosen.origin,
+        chosen.simulated,
+        took,
+        text,
+    )
+
+
+def _reaches(workload: Workload) -> list[int]:
+    """Return the tokens that every pipeline must hold: the longest sequence; or less, where lengths vary."""
+    if not workload.lengths:
+        return [0]
+    every = sorted(n for batch in workload.batches for n in batch)
+    return list(dict.fromkeys((every[-1], every[len(every) * 9 // 10], workload.typical.length)))
+
+
+def _unlike(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """Return the most promising candidates, few of each shape."""
+    shapes: Counter[object] = Counter()
+    found = []
+    for candidate in candidates:
+        shapes[candidate.shape] += 1
+        if shapes[candidate.shape] <= ALIKE:
+            found.append(candidate)
+    return found[:SETTLED]
+
+
+def _settled(
+    costs: Costs, workload: Workload, candidates: Sequence[Candidate], until: float | None
+) -> tuple[list[Settled], list[Shortage]]:
+    """Return candidates that fit, the best of them simulated where there is time; and those that do not fit."""
+    placed: dict[Strategy, Candidate] = {}
+    for candidate in sorted(candidates, key=lambda each: each.seconds):
+        placed.setdefault(strategies_of(candidate)[0], candidate)
+    if workload.lengths:
+        return _varying(costs, workload, placed, until)
+    expected = []
+    for strategy, candidate in placed.items():
+        assignment, last = share_out(costs, strategy, workload.batches[0], candidate.together)
+        expected.append((last + candidate.exposed_s(), strategy, assignment))
+    settled: list[Settled] = []
+    short: list[Shortage] = []
+    for seconds, strategy, assignment in sorted(expected, key=lambda each: each[0]):
+        # Whatever the deadline, there is a plan if anything fits.
+        if settled and (len(settled) >= SETTLED or (until is not None and time.monotonic() > until)):
+            break
+        found = settle(costs, strategy, assignment, placed[strategy].origin, seconds)
+        if isinstance(found, Shortage):
+            short.append(found)
+        else:
+            settled.append(found)
+    if until is None and settled:
+        settled = [simulated(costs, each) for each in settled[: _simulations(costs)]]
+        best = min(settled, key=lambda each: each.seconds)
+        settled += _across(costs, workload, placed[best.strategy])
+    return settled, short
+
+
+def _simulations(costs: Costs) -> int:
+    """Return how many plans are simulated: fewer where that takes longer."""
+    return 3 if costs.ranks <= FEW else 2 if costs.ranks <= MANY else 1
+
+
+def _across(costs: Costs, workload: Workload, candidate: Candidate) -> list[Settled]:
+    """Return a candidate with its stages across nodes instead, where it is few ranks' time to simulate."""
+    found = []
+    for strategy in strategies_of(candidate)[1:] if costs.ranks <= FEW else []:
+        assignment, last = share_out(costs, strategy, workload.batches[0], candidate.together)
+        other = settle(costs, strategy, assignment, candidate.origin, last)
+        if isinstance(other, Settled):
+            found.append(simulated(costs, other))
+    return found
+
+
+def _varying(
+    costs: Costs, workload: Workload, placed: Mapping[Strategy, Candidate], until: float | None
+) -> tuple[list[Settled], list[Shortage]]:
+    settled: list[Settled] = []
+    short: list[Shortage] = []
+    for strategy, candidate in placed.items():
+        if any(math.isfinite(each.seconds) for each in settled) and until is not None and time.monotonic() > until:
+            break
+        found = settle_varying(costs, strategy, workload.batches, candidate.origin)
+        if isinstance(found, Shortage):
+            short.append(found)
+        else:
+            settled.append(found)
+    return settled, short
+
+
+def _rivals(chosen: Settled, settled: Sequence[Settled], short: Sequence[Shortage]) -> tuple[Rival, ...]:
+    rivals = []
+    for each in sorted(settled, key=lambda one: one.seconds):
+        if each.strategy != chosen.strategy:
+            more = each.seconds / chosen.seconds - 1
+            why = f"takes {more:.1%} longer" if more > 0 else f"saves {-more:.1%}, but moves more"
+            rivals.append(Rival(each.strategy, each.seconds, each.origin, why))
+    rivals += [Rival(each.strategy, math.inf, "", f"does not fit: {each}") for each in short]
+    return tuple(rivals)
+
+
+def _useful(chosen: Settled, settled: Sequence[Settled]) -> tuple[Strategy, ...]:
+    """Return the plan's strategy, and those from which choosing for every mini-batch gains most."""
+    kept = [chosen]
+    now = list(chosen.by_batch)
+    while len(kept) < CANDIDATES:
+        saved = {
+            i: sum(max(0.0, a - b) for a, b in zip(now, each.by_batch, strict=True)) for i, each in enumerate(settled)
+        }
+        best = max(saved, key=lambda i: (saved[i], -i))
+        if saved[best] <= WORTH * sum(now):
+            break
+        kept.append(settled[best])
+        now = [min(a, b) for a, b in zip(now, settled[best].by_batch, strict=True)]
+    return tuple(dict.fromkeys(each.strategy for each in kept))
+
+
+def moved_bytes(costs: Costs, before: Home, after: Home) -> int:
+    """Return the bytes of state that change their owner."""
+    if before == after:
+        return 0
+    nodes = [device.node for device in costs.cluster.devices]
+    old, new = (HomeLayouts(home.on(nodes), costs.ranks) for home in (before, after))
+    known: dict[int, int] = {}
+    total = 0
+    for bucket in costs.buckets:
+        if bucket.size not in known:
+            there = copy(old.of(bucket), new.of(bucket)).travelling
+            known[bucket.size] = int((there.hi - there.lo).sum())
+        total += MOVED_BYTES * known[bucket.size]
+    return total
+
+
+def _nothing_fits(costs: Costs, workload: Workload, short: Sequence[Shortage]) -> Unsupported:
+    where = f"plan of {costs.ranks} devices for {workload}"
+    if not short:
+        return Unsupported(
+            "no pipeline of these devices holds the model: every stage needs more memory than its device has",
+            where=where,
+            remedy="measure recomputation and higher tensor-parallel degrees (hydragraph profile --recompute), shorten "
+            "the sequences, or add devices",
+        )
+    nearest = min(short, key=lambda each: each.bytes)
+    return Unsupported(
+        f"nothing fits: the nearest, {nearest.strategy.name}: {nearest}",
+        where=where,
+        remedy=f"give that rank {nearest.bytes / 1e9:.3g} GB more, measure recomputation (hydragraph profile "
+        "--recompute), shorten the sequences, or add devices, which share the state",
+    )

@@ -1,0 +1,168 @@
+"""What a tensor-parallel group takes for one layer and what it holds: the numbers that the search goes by.
+
+They are read from `Costs`, for micro-batches of given lengths, on a healthy group: a group with a straggler takes its
+rate times as long (Malleus: y = rho_k max x_g). Layers count as alike here: a layer takes the mean of all of them.
+What the search finds is priced exactly afterwards (`settle`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from hydragraph.cost.costs import Costs
+from hydragraph.cost.footprint import MicroBatch
+from hydragraph.cost.pieces import FROZEN_BYTES, GRADIENT_BYTES, HOME_BYTES
+from hydragraph.spec.cluster import Interconnect
+from hydragraph.spec.health import Health
+from hydragraph.spec.stage_kind import StageKind, StagePart
+from hydragraph.spec.strategy import Stage
+
+# Of a device's memory: the search's lines are near the exact walk, not above it.
+SAFETY = 0.97
+# Of weights and gradients: what messages of pull and push hold at once, as walks of regular strategies say.
+MESSAGES = 0.7
+
+
+class Site(NamedTuple):
+    """Where a group can be: devices of a type, in nodes of some kind.
+
+    Attributes:
+        type: of the devices.
+        inner, outer: links within such a node, and of one of its network cards.
+        cards: how many network cards there are per device.
+    """
+
+    type: str
+    inner: Interconnect
+    outer: Interconnect
+    cards: float
+
+
+@dataclass(frozen=True)
+class Option:
+    """One way for a group to run its layers.
+
+    Attributes:
+        kind: of the stage.
+        aux_s: what a stage computes once for every micro-batch, such as rotary tables.
+        layer_s, first_s, last_s: forward and backward of one micro-batch, of a layer, the first and the last block.
+        state_bytes, first_bytes, last_bytes: weights, gradients and their messages, of a layer, the first and the last
+            block.
+        kept_bytes: what each micro-batch in flight keeps, per layer.
+        own_bytes: what is there whatever the layers: working memory and messages.
+    """
+
+    kind: StageKind
+    aux_s: float
+    layer_s: float
+    first_s: float
+    last_s: float
+    state_bytes: float
+    first_bytes: float
+    last_bytes: float
+    kept_bytes: float
+    own_bytes: float
+
+
+class Prices:
+    """Prices for micro-batches of some lengths.
+
+    Args:
+        costs: of the cluster.
+        lengths: tokens of the sequences of a micro-batch.
+        reach: tokens for which memory must suffice; default: those of `lengths`.
+    """
+
+    def __init__(self, costs: Costs, lengths: Sequence[int], reach: int = 0) -> None:
+        self.costs = costs.changed(health=Health())
+        self.lengths = tuple(lengths)
+        self._held = MicroBatch(max(reach, sum(lengths)), max(1, len(lengths)))
+        self.layers = costs.outline.layers
+        self._known: dict[tuple[Site, int], tuple[Option, ...]] = {}
+
+    @cached_property
+    def home_bytes(self) -> float:
+        """Bytes of the whole state: weights, gradients and moments in fp32."""
+        return state_bytes(self.costs)
+
+    def options(self, site: Site, tp: int) -> tuple[Option, ...]:
+        """Return how a group of so many ranks may run its layers; none, where that degree was not measured there."""
+        key = (site, tp)
+        if key not in self._known:
+            pieces = self.costs.profile.of(site.type).pieces
+            kinds = sorted(kind for kind in pieces if kind.tp == tp)
+            heads = all(count % tp == 0 for count in self.costs.sizes.heads)
+            self._known[key] = tuple(self._option(site, kind) for kind in kinds) if heads else ()
+        return self._known[key]
+
+    def degrees(self, site: Site, most: int) -> tuple[int, ...]:
+        """Return the degrees of at most so many ranks that were measured on a type of device, ascending."""
+        measured = {kind.tp for kind in self.costs.profile.of(site.type).pieces}
+        return tuple(tp for tp in sorted(measured) if tp <= most and self.options(site, tp))
+
+    def _option(self, site: Site, kind: StageKind) -> Option:
+        costs = self.costs
+        devices = self._example(site, kind.tp)
+        stage = Stage(devices, 1, kind.sequence_parallel, kind.recompute)
+        templates = costs.profile.blocks
+        pieces = costs.pieces(site.type, kind)
+        seconds: dict[str, float] = {}
+        state: dict[str, float] = {}
+        kept: dict[str, float] = {}
+        working = 0.0
+        early = 0.0
+        several = 1 + MESSAGES if costs.ranks > 1 else 1.0
+        part = StagePart(kind, 0)
+        for index, template in enumerate(templates):
+            if template in seconds:
+                continue
+            alone = costs.stage(stage, (index, index + 1))
+            early, *both = alone.apart(self.lengths)
+            seconds[template] = sum(both)
+            piece = pieces[template]
+            learning = piece.parameters - piece.frozen
+            state[template] = (costs.sizes.itemsize * piece.parameters + GRADIENT_BYTES * learning) * several
+            held = costs.blocks.footprint(costs.outline.blocks[index], part, self._held)
+            kept[template] = held.saved + held.output
+            working = max(working, held.forward, held.backward + held.gradients)
+        inner = templates[1:-1] or templates
+        hidden = self._held.tokens * costs.sizes.hidden_bytes
+        mean = lambda of: sum(of[t] for t in inner) / len(inner)  # noqa: E731
+        return Option(
+            kind,
+            early,
+            mean(seconds),
+            seconds[templates[0]],
+            seconds[templates[-1]],
+            mean(state),
+            state[templates[0]],
+            state[templates[-1]],
+            mean(kept),
+            working + 2 * hidden,
+        )
+
+    def _example(self, site: Site, tp: int) -> tuple[int, ...]:
+        """Return ranks of one node of a site, for links to be looked up by."""
+        cluster = self.costs.cluster
+        by_node: dict[int, list[int]] = {}
+        for rank in range(self.costs.ranks):
+            if site_of(self.costs, rank) == site:
+                by_node.setdefault(cluster.node_of(rank), []).append(rank)
+        return tuple(max(by_node.values(), key=len)[:tp])
+
+
+def site_of(costs: Costs, rank: int) -> Site:
+    """Return where a rank is."""
+    cluster = costs.cluster
+    node = cluster.node(cluster.node_of(rank))
+    return Site(cluster.type_of(rank), node.inner, node.outer, node.cards / node.devices)
+
+
+def state_bytes(costs: Costs) -> float:
+    """Return the bytes of the whole state at home."""
+    learning = sum(bucket.size for bucket in costs.buckets if bucket.learns)
+    frozen = sum(bucket.size for bucket in costs.buckets) - learning
+    return float(HOME_BYTES * learning + FROZEN_BYTES * frozen)

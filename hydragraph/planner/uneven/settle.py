@@ -1,0 +1,341 @@
+"""From a candidate of the search to what can run: ranks in their places, sequences shared out, exact seconds, memory.
+
+The search goes by forms of groups and mean layers. Here groups become ranks again, micro-batches are shared out by the
+exact 1F1B recurrence with messages between stages, memory is walked (`cost.memory.Walk`), the state gets its owners.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from hydragraph.cost.costs import Costs, micro_batches_of
+from hydragraph.cost.footprint import MicroBatch
+from hydragraph.cost.memory import Walk
+from hydragraph.cost.pieces import GRADIENT_BYTES
+from hydragraph.cost.profile import PipelineCost
+from hydragraph.cost.stages import StageCost, stages_end
+from hydragraph.errors import Unsupported
+from hydragraph.planner.assigning import assign_pipelines
+from hydragraph.planner.uneven.groups import Group
+from hydragraph.planner.uneven.pipelines import Bench, Laid, Partition
+from hydragraph.planner.uneven.prices import MESSAGES, state_bytes
+from hydragraph.planner.uneven.shares import fraction_of, home_of
+from hydragraph.planner.uneven.sharing import shares
+from hydragraph.spec.assignment import Assignment
+from hydragraph.spec.home import Home
+from hydragraph.spec.strategy import Pipeline, Stage, Strategy
+
+# Micro-batches that are moved between pipelines at most, beyond the first sharing.
+MOVES = 64
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """What the search found: pipelines of forms.
+
+    Attributes:
+        bench: that priced it.
+        partition: which forms make which pipelines.
+        groups: of ranks, of these forms.
+        together: sequences in a micro-batch.
+        origin: which way of searching it came from.
+    """
+
+    bench: Bench
+    partition: Partition
+    groups: tuple[Group, ...]
+    together: int
+    origin: str
+
+    @property
+    def seconds(self) -> float:
+        """What the search expects."""
+        return self.partition.seconds
+
+    @property
+    def shape(self) -> object:
+        """What candidates that are much alike have in common: degrees, and how many pipelines of how many stages."""
+        depths = Counter(len(multiset) for multiset, n in self.partition.pipelines for _ in range(n))
+        forms = Counter((form.site.type, form.tp) for form in self.bench.forms)
+        return frozenset(depths.items()), frozenset(forms), self.together
+
+    def laid(self) -> list[Laid]:
+        """Return every pipeline as the search laid it."""
+        count = max(1, round(self.bench.micro_batches / self.partition.count))
+        return [self.bench.lay(m, count) for m, times in self.partition.pipelines for _ in range(times)]
+
+    def exposed_s(self) -> float:
+        """Return what of pull and push nothing hides, on the pipeline where that is most."""
+        return max(each.exposed_s for each in self.laid())
+
+
+@dataclass(frozen=True)
+class Settled:
+    """A strategy that runs, and all that is known of it.
+
+    Attributes:
+        strategy, home: what runs.
+        assignments: of each mini-batch.
+        by_batch: seconds of each; infinite where it cannot take the longest sequence.
+        memory: bytes of every rank when it holds most.
+        origin: see `Candidate`.
+        simulated: whether the seconds are those of a simulation, rather than its slowest pipeline and an estimate of
+            what traffic adds.
+    """
+
+    strategy: Strategy
+    home: Home
+    assignments: tuple[Assignment, ...]
+    by_batch: tuple[float, ...]
+    memory: tuple[int, ...]
+    origin: str
+    simulated: bool
+
+    @property
+    def seconds(self) -> float:
+        """Of an iteration, on average."""
+        return math.fsum(self.by_batch) / len(self.by_batch)
+
+
+@dataclass(frozen=True)
+class Shortage:
+    """A strategy that does not fit: which rank lacks most, and how many bytes."""
+
+    strategy: Strategy
+    rank: int
+    bytes: float
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} lacks {self.bytes / 1e9:.3g} GB"
+
+
+def strategies_of(candidate: Candidate) -> list[Strategy]:
+    """Return the candidate's pipelines on ranks: each within as few nodes as can be, and each across nodes."""
+    laid = candidate.laid()
+    found = [_placed(candidate, laid, by_stage=False)]
+    across = _placed(candidate, laid, by_stage=True)
+    return found if across == found[0] else [found[0], across]
+
+
+def _placed(candidate: Candidate, laid: Sequence[Laid], by_stage: bool) -> Strategy:
+    """Give ranks to stages, pipeline by pipeline or stage by stage."""
+    waiting: dict[int, list[Group]] = {}
+    index = {form: i for i, form in enumerate(candidate.bench.forms)}
+    for group in candidate.groups:
+        waiting.setdefault(index[group.form], []).append(group)
+    places = [(p, s) for p, each in enumerate(laid) for s in range(len(each.order))]
+    if by_stage:
+        places.sort(key=lambda place: (place[1], place[0]))
+    chosen: dict[tuple[int, int], Group] = {}
+    for p, s in places:
+        chosen[p, s] = waiting[laid[p].order[s]].pop(0)
+    pipelines = []
+    for p, each in enumerate(laid):
+        stages = tuple(
+            Stage(chosen[p, s].devices, layers, kind.sequence_parallel, kind.recompute)
+            for s, (layers, kind) in enumerate(zip(each.layers, each.kinds, strict=True))
+        )
+        pipelines.append(Pipeline(stages))
+    # The same strategy however the search came upon it.
+    return Strategy(tuple(sorted(pipelines, key=lambda pipeline: min(pipeline.devices))))
+
+
+class Ends:
+    """When pipelines end that run so many equal micro-batches, exactly; equal pipelines are computed once."""
+
+    def __init__(self, costs: Costs, strategy: Strategy, lengths: Sequence[int]) -> None:
+        self._lengths = tuple(lengths)
+        self._schedule = strategy.schedule
+        self._parts: list[tuple[StageCost, ...]] = []
+        self._alike: list[int] = []
+        known: dict[object, int] = {}
+        for pipeline in strategy.pipelines:
+            form = _form(costs, pipeline)
+            if form not in known:
+                known[form] = len(self._parts)
+                self._parts.append(costs.stages(pipeline))
+            self._alike.append(known[form])
+        self._ends: dict[tuple[int, int], float] = {}
+
+    def end(self, pipeline: int, count: int) -> float:
+        """Return when a pipeline has run so many micro-batches."""
+        key = (self._alike[pipeline], count)
+        if key not in self._ends:
+            parts = self._parts[key[0]]
+            self._ends[key] = stages_end(parts, [self._lengths] * count, self._schedule) if count else 0.0
+        return self._ends[key]
+
+    def counts(self, micro_batches: int) -> list[int]:
+        """Return how many micro-batches each pipeline runs, so that the last one ends first."""
+        number = len(self._alike)
+        # A pipeline that has filled ends with each further micro-batch one step of its slowest stage later.
+        first = np.array([self.end(p, 1) for p in range(number)])
+        steps = {k: max(sum(s.seconds(self._lengths)) for s in parts) for k, parts in enumerate(self._parts)}
+        each = np.array([steps[k] for k in self._alike])
+        counts = [int(n) for n in shares(micro_batches, first, each)]
+        for _ in range(MOVES):
+            slowest = max(range(number), key=lambda p: (self.end(p, counts[p]), -p))
+            now = self.end(slowest, counts[slowest])
+            others = {k: p for p, k in enumerate(self._alike) if p != slowest}
+            taker = (
+                min(
+                    (p for p in range(number) if p != slowest),
+                    key=lambda p: (self.end(p, counts[p] + 1), p),
+                    default=slowest,
+                )
+                if others
+                else slowest
+            )
+            if taker == slowest or self.end(taker, counts[taker] + 1) >= now:
+                break
+            counts[slowest] -= 1
+            counts[taker] += 1
+        return counts
+
+
+def _form(costs: Costs, pipeline: Pipeline) -> object:
+    """Return what decides a pipeline's seconds: types, rates and links of its stages' ranks."""
+    cluster = costs.cluster
+    stages = []
+    for i, stage in enumerate(pipeline.stages):
+        kinds = tuple((cluster.type_of(r), costs.rate(r)) for r in stage.devices)
+        following = pipeline.stages[i + 1].devices if i + 1 < len(pipeline.stages) else ()
+        near = tuple(cluster.node_of(a) == cluster.node_of(b) for a, b in zip(stage.devices, following, strict=False))
+        cards = tuple(cluster.card_of(r) for r in stage.devices)
+        stages.append((stage.layers, stage.kind, kinds, near, len(set(cards))))
+    return tuple(stages)
+
+
+def share_out(costs: Costs, strategy: Strategy, lengths: Sequence[int], together: int) -> tuple[Assignment, float]:
+    """Share out equal sequences in micro-batches of so many.
+
+    Args:
+        lengths: of all sequences, equal ones.
+
+    Returns:
+        the assignment, and when its last pipeline ends, beside pull, push and update.
+    """
+    ends = Ends(costs, strategy, lengths[:together])
+    counts = ends.counts(-(-len(lengths) // together))
+    batches = [tuple(range(i, min(i + together, len(lengths)))) for i in range(0, len(lengths), together)]
+    by_pipeline = []
+    first = 0
+    for count in counts:
+        by_pipeline.append(tuple(batches[first : first + count]))
+        first += count
+    last = max(ends.end(p, count) for p, count in enumerate(counts))
+    return Assignment(tuple(by_pipeline), tuple(lengths)), last
+
+
+def settle(
+    costs: Costs, strategy: Strategy, assignment: Assignment, origin: str, expected: float
+) -> Settled | Shortage:
+    """Walk the memory of a strategy for equal sequences, and give the state its owners.
+
+    Args:
+        expected: seconds of an iteration.
+    """
+    found = owners(costs, strategy, assignment)
+    if isinstance(found, Shortage):
+        return found
+    home, memory = found
+    return Settled(strategy, home, (assignment,), (expected,), memory, origin, simulated=False)
+
+
+def simulated(costs: Costs, settled: Settled) -> Settled:
+    """Return it with the seconds of a simulation."""
+    owned = costs.changed(home=settled.home)
+    seconds = tuple(owned.simulate(settled.strategy, assignment).seconds for assignment in settled.assignments)
+    return replace(settled, by_batch=seconds, simulated=True)
+
+
+def settle_varying(
+    costs: Costs, strategy: Strategy, batches: Sequence[Sequence[int]], origin: str
+) -> Settled | Shortage:
+    """Do the same for mini-batches of varying lengths, each assigned by the iteration planner."""
+    # What a stage needs does not depend on who owns the state, so its useful micro-batches stand for all.
+    useful = max(max(profile.util.values(), default=1) for profile in costs.profiles)
+    longest = max(map(max, batches))
+    counts = [2 * len(p.stages) for p in strategy.pipelines]
+    found = owners(costs, strategy, Assignment.even(counts, min(max(useful, 256), longest)))
+    if isinstance(found, Shortage):
+        return found
+    home, memory = found
+    owned = costs.changed(home=home)
+    known: dict[object, PipelineCost] = {}
+    pipelines = []
+    for pipeline in strategy.pipelines:
+        form = _form(costs, pipeline)
+        if form not in known:
+            known[form] = owned.pipeline(pipeline, strategy.schedule)
+        pipelines.append(known[form])
+    added = owned.fixed(strategy)
+    assignments = []
+    seconds = []
+    for batch in batches:
+        try:
+            assigned = assign_pipelines(pipelines, batch)
+        except Unsupported:
+            assignments.append(Assignment(((),) * len(pipelines), tuple(batch)))
+            seconds.append(math.inf)
+            continue
+        assignments.append(Assignment(assigned.micro_batches, assigned.lengths))
+        seconds.append(owned.pipelines_end(strategy, assignments[-1]) + added)
+    return Settled(strategy, home, tuple(assignments), tuple(seconds), memory, origin, simulated=False)
+
+
+def owners(costs: Costs, strategy: Strategy, assignment: Assignment) -> tuple[Home, tuple[int, ...]] | Shortage:
+    """Return who owns the state, and what every rank then holds when it holds most.
+
+    An owner also holds messages: weights on their way to every pipeline, and gradients from there.
+    """
+    limits = [costs.memory_of(rank) for rank in range(costs.ranks)]
+    needed = needs(costs, strategy, assignment)
+    total = costs.home.copies * state_bytes(costs)
+    if costs.ranks > 1:
+        elements = sum(bucket.size for bucket in costs.buckets)
+        total += MESSAGES * len(strategy.pipelines) * elements * (costs.sizes.itemsize + GRADIENT_BYTES)
+    room = [(limit - need) / total for limit, need in zip(limits, needed, strict=True)]
+    tightest = min(strategy.devices, key=lambda rank: limits[rank] - needed[rank])
+    if limits[tightest] < needed[tightest]:
+        return Shortage(strategy, tightest, needed[tightest] - limits[tightest])
+    home = home_of(costs, strategy, room, costs.home)
+    if home is None:
+        free = sum(max(0.0, part) for part in room) * total
+        return Shortage(strategy, tightest, (total - free) / costs.ranks)
+    owned = [fraction_of(home, rank, costs.ranks) / home.copies for rank in range(costs.ranks)]
+    memory = tuple(round(need + part * total) for need, part in zip(needed, owned, strict=True))
+    worst = max(range(costs.ranks), key=lambda rank: memory[rank] / limits[rank])
+    if memory[worst] > limits[worst]:
+        return Shortage(strategy, worst, memory[worst] - limits[worst])
+    return home, memory
+
+
+def needs(costs: Costs, strategy: Strategy, assignment: Assignment) -> list[float]:
+    """Return the bytes that each rank needs for its stage, beside its share of the state and messages."""
+    everything = micro_batches_of(strategy, assignment)
+    found = [0.0] * costs.ranks
+    known: dict[object, float] = {}
+    for pipeline, batches in zip(strategy.pipelines, everything, strict=True):
+        # Once a pipeline is full, further equal micro-batches change nothing.
+        shown = _largest(batches, len(pipeline.stages) + 1)
+        shape = tuple((s.layers, s.kind) for s in pipeline.stages)
+        for position, stage in enumerate(pipeline.stages):
+            for rank in stage.devices:
+                key = (shape, position, tuple(shown), costs.cluster.type_of(rank))
+                if key not in known:
+                    alone = Strategy((pipeline,), strategy.schedule)
+                    walk = Walk(costs.blocks, alone, [shown], rank, costs.ranks, messages=False, home_of=costs.home_of)
+                    at_home = walk.at_home()
+                    known[key] = float(walk.peak().total - at_home.state - at_home.shard)
+                found[rank] = known[key]
+    return found
+
+
+def _largest(batches: Sequence[MicroBatch], most: int) -> list[MicroBatch]:
+    return sorted(batches, key=lambda m: (-m.tokens, -m.sequences))[:most]

@@ -1,0 +1,109 @@
+"""Who owns how much of the state: as much as a device's memory leaves room for, and its speed and link are good for.
+
+An owner of a part s of the state takes s k_r seconds for it: sending weights to the stages that use them, receiving
+their gradients, updating. The largest of these counts, so s_r = min(room_r, T / k_r) for the least T by which the
+parts come to 1: water filling. Ranks without layers own nothing, as long as the others have room.
+
+Example: k = (1, 1, 2), room for a half on each: T = 0.4 gives (0.4, 0.4, 0.2).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hydragraph.cost.costs import Costs
+from hydragraph.cost.pieces import GRADIENT_BYTES
+from hydragraph.spec.home import Home
+from hydragraph.spec.strategy import Strategy
+
+Floats = NDArray[np.float64]
+
+# Shares are rounded to this part of the largest, so that equal devices are told in few words.
+STEPS = 32
+_HALVINGS = 80
+
+
+def filled(seconds: Floats, room: Floats) -> Floats | None:
+    """Return parts that come to 1, of which none exceeds its room and the largest `seconds * part` is least.
+
+    Args:
+        seconds: k of each rank, above 0.
+        room: the part of the state that each can hold.
+
+    Returns:
+        the parts; None where there is not enough room.
+    """
+    if room.sum() < 1:
+        return None
+    low = 0.0
+    high = float(seconds.max())
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        if np.minimum(room, middle / seconds).sum() >= 1:
+            high = middle
+        else:
+            low = middle
+    parts = np.minimum(room, high / seconds)
+    return np.asarray(parts / parts.sum())
+
+
+def seconds_of_shares(costs: Costs, strategy: Strategy) -> Floats:
+    """Return what owning all of the state would take each rank, in seconds; infinite for a lost one."""
+    elements = sum(bucket.size for bucket in costs.buckets)
+    replicas = len(strategy.pipelines)
+    several = costs.ranks > 1
+    found = []
+    for rank in range(costs.ranks):
+        rate = costs.health.rate(rank)
+        node = costs.cluster.node(costs.cluster.node_of(rank))
+        # A rank that has a network card to itself sends over it; others share it.
+        link = node.outer.bytes_per_s * min(1.0, node.cards / node.devices)
+        moved = replicas * elements * max(costs.sizes.itemsize, GRADIENT_BYTES) / link if several else 0.0
+        update = costs.piece_profile(rank).update
+        updating = update[1] * elements if update is not None else 0.0
+        found.append(moved + rate * updating)
+    # Where nothing is known to cost anything, all owners are equally good.
+    known = np.array(found)
+    return np.where(known > 0, known, 1.0)
+
+
+def home_of(costs: Costs, strategy: Strategy, room: Sequence[float], given: Home) -> Home | None:
+    """Return who owns how much; None where ranks have no room for the state.
+
+    Args:
+        room: the part of the state that each rank can hold beside what its stage needs.
+        given: whose copies are kept.
+    """
+    seconds = seconds_of_shares(costs, strategy)
+    able = np.clip(np.array(room, dtype=np.float64), 0.0, 1.0)
+    able[~np.isfinite(seconds)] = 0.0
+    seconds = np.where(np.isfinite(seconds), seconds, 1.0)
+    idle = np.ones(costs.ranks, dtype=np.bool_)
+    idle[list(strategy.devices)] = False
+    parts = filled(seconds, np.where(idle, 0.0, able))
+    if parts is None:
+        parts = filled(seconds, able)
+    if parts is None:
+        return None
+    relative = parts / parts.max()
+    # Rounding down what is nearly full keeps it within its room; what it loses, the others own.
+    steps = np.where(parts >= 0.98 * able, np.floor(relative * STEPS), np.round(relative * STEPS))
+    shares = steps / STEPS
+    if float(shares.min()) == float(shares.max()):
+        return Home(copies=given.copies, nodes=given.nodes)
+    return Home(tuple(map(_plain, shares)), copies=given.copies, nodes=given.nodes)
+
+
+def fraction_of(home: Home, rank: int, ranks: int) -> float:
+    """Return the part of the state that a rank owns (of the usual bucket)."""
+    if home.shares is None:
+        return home.copies / ranks
+    return home.copies * home.shares[rank] / math.fsum(home.shares)
+
+
+def _plain(share: float) -> float:
+    return int(share) if share == int(share) else float(share)

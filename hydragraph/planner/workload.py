@@ -1,0 +1,73 @@
+"""What there is to train in one iteration: so many sequences of one length, or sample mini-batches of varying ones."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A global mini-batch, as planning devices needs it.
+
+    Attributes:
+        sequences, length: how many of how many tokens, where all are equal.
+        lengths: or tokens of each sequence, of one or more sample mini-batches.
+
+    Raises:
+        ValueError: both are given, or neither, or a number is not positive.
+
+    Example: `Workload(sequences=128, length=2048)`; `Workload(lengths=[[512, 90, 3000], [700, 2048]])`.
+    """
+
+    sequences: int = 0
+    length: int = 0
+    lengths: Sequence[Sequence[int]] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "lengths", tuple(tuple(map(int, batch)) for batch in self.lengths))
+        fixed = bool(self.sequences or self.length)
+        if fixed == bool(self.lengths):
+            raise ValueError(
+                "a workload is so many sequences of one length (sequences=128, length=2048), or the lengths of sample "
+                "mini-batches (lengths=[[512, 90], [700]]): give one of the two"
+            )
+        if fixed and not (_counts(self.sequences) and _counts(self.length)):
+            raise ValueError(f"sequences is {self.sequences!r}, length is {self.length!r}: give whole numbers above 0")
+        for i, batch in enumerate(self.lengths):
+            if not batch or min(batch) < 1:
+                raise ValueError(f"lengths[{i}] is {list(batch)[:8]}: give at least one length, each above 0")
+
+    @property
+    def batches(self) -> tuple[tuple[int, ...], ...]:
+        """The lengths of each sample mini-batch."""
+        return tuple(map(tuple, self.lengths)) if self.lengths else ((self.length,) * self.sequences,)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence."""
+        return max(map(max, self.batches))
+
+    @property
+    def typical(self) -> Workload:
+        """Equal sequences that are as much work: the same tokens, and the same sum of squares for attention.
+
+        With tokens T = sum l and Q = sum l^2 in a mini-batch, these are T^2 / Q sequences of Q / T tokens.
+        """
+        if not self.lengths:
+            return self
+        tokens = sum(map(sum, self.batches)) / len(self.batches)
+        squares = sum(n * n for batch in self.batches for n in batch) / len(self.batches)
+        length = max(1, round(squares / tokens))
+        return Workload(max(1, round(tokens / length)), length)
+
+    def __str__(self) -> str:
+        if not self.lengths:
+            return f"{self.sequences} sequences of {self.length:,} tokens"
+        counts = [len(batch) for batch in self.batches]
+        spread = f"{min(counts)}" if min(counts) == max(counts) else f"{min(counts)} to {max(counts)}"
+        return f"{len(counts)} sample mini-batches of {spread} sequences, of up to {self.longest:,} tokens"
+
+
+def _counts(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0

@@ -1,0 +1,62 @@
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hydragraph.planner.uneven.groups import forms_of, groupings, nodes_of
+from hydragraph.planner.uneven.pipelines import Bench, numbers
+from hydragraph.planner.uneven.prices import Prices
+from hydragraph.spec.health import Health
+from tests.cost import priced
+
+
+def bench_of(rates: dict[int, float], micro_batches: int, memory: float = 1e9) -> tuple[Bench, dict[int, int]]:
+    costs = priced.costs(6, priced.mixed(), Health(rates))
+    prices = Prices(costs, [700])
+    groups = groupings(costs, prices, nodes_of(costs))[0]
+    forms = list(forms_of(groups))
+    return Bench(prices, forms, [memory] * len(forms), micro_batches), {
+        forms.index(form): count for form, count in forms_of(groups).items()
+    }
+
+
+@settings(max_examples=20)
+@given(
+    st.dictionaries(st.integers(0, 3), st.sampled_from([1.5, 2.57, 12.53]), max_size=3),
+    st.integers(1, 20),
+    st.integers(1, 4),
+)
+def test_exchanges_lose_no_group_and_never_slow_down(rates: dict[int, float], micro_batches: int, number: int) -> None:
+    bench, counts = bench_of(rates, micro_batches)
+    for start in bench.starts(counts, number):
+        assert Counter(form for multiset, n in start.items() for form in multiset for _ in range(n)) == Counter(counts)
+        assert sum(start.values()) == number
+        better = bench.improved(start)
+        used = Counter(form for multiset, n in better.pipelines for form in multiset for _ in range(n))
+        assert used + Counter(better.idle) == Counter(counts)
+        assert better.seconds <= bench.price(start)
+        assert better.seconds == pytest.approx(bench.price(dict(better.pipelines)))
+
+
+def test_the_slowest_group_comes_first_and_gets_the_fewest_layers() -> None:
+    bench, counts = bench_of({0: 2.57}, 40)
+    laid = bench.lay(tuple(sorted(form for form, n in counts.items() for _ in range(n)))[:4], 40)
+    speeds = [bench.speed[form] for form in laid.order]
+    assert speeds == sorted(speeds)
+    assert sum(laid.layers) == 6
+    assert laid.layers[0] == min(laid.layers)
+
+
+def test_a_pipeline_that_does_not_fit_is_no_pipeline() -> None:
+    bench, counts = bench_of({}, 4, memory=10.0)
+    assert not bench.lay((next(iter(counts)),), 4).order
+    assert bench.price({(next(iter(counts)),): 1}) == float("inf")
+
+
+def test_numbers_leave_no_pipeline_with_more_stages_than_layers() -> None:
+    assert numbers(8, 100, 4) == [2, 3, 4, 5, 6, 7, 8]
+    assert numbers(8, 3, 8) == [1, 2, 3]
+    many = numbers(1024, 4096, 80)
+    assert many[0] == 13
+    assert {16, 32, 64, 512, 1024} <= set(many)

@@ -1,0 +1,181 @@
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import hydragraph as hg
+from hydragraph.cost.costs import Costs
+from hydragraph.planner.uneven.planning import moved_bytes
+from hydragraph.planner.uneven.settle import share_out
+from hydragraph.spec.cluster import Cluster, DeviceType, Node
+from tests.cost import priced
+
+LENGTH = 700
+
+
+@st.composite
+def situations(draw: st.DrawFn) -> tuple[Costs, int]:
+    """Draw nodes of uneven sizes, types, memories and rates, and a number of sequences."""
+    nodes = tuple(
+        Node(draw(st.sampled_from(["fast", "slow"])), draw(st.integers(1, 3)), priced.FAST, priced.SLOW)
+        for _ in range(draw(st.integers(1, 3)))
+    )
+    memory = draw(st.sampled_from([300_000, 2_000_000, 10**9]))
+    types = {
+        "fast": DeviceType(1e15, memory, 1e12),
+        "slow": DeviceType(4e14, draw(st.sampled_from([memory, 2 * memory])), 1e12),
+    }
+    cluster = Cluster.of(types, nodes)
+    ranks = len(cluster.devices)
+    rates = draw(st.dictionaries(st.integers(0, ranks - 1), st.sampled_from([1.5, 2.57, 12.53, math.inf]), max_size=2))
+    every = {"fast": 1.0, "slow": 2.5}
+    profiles = [priced.profile(draw(st.just(5)), name, every[name]) for name in cluster.types]
+    return Costs(hg.Profile.merge(profiles), cluster, hg.Health(rates)), draw(st.integers(1, 20))
+
+
+@settings(max_examples=12)
+@given(situations(), st.sampled_from(["auto", "mixed", "straggler"]))
+def test_a_plan_keeps_every_promise(situation: tuple[Costs, int], method: str) -> None:
+    costs, sequences = situation
+    workload = hg.Workload(sequences=sequences, length=LENGTH)
+    try:
+        plan = hg.plan(costs, workload, method)  # type: ignore[arg-type]
+    except hg.Unsupported:
+        with pytest.raises(hg.Unsupported, match=r"nothing fits|all devices are lost|needs more memory"):
+            hg.plan(costs, workload, method)  # type: ignore[arg-type]
+        return
+    lost = set(costs.health.lost)
+    strategy = plan.strategy
+    strategy.check(costs.outline.layers, costs.ranks, costs.sizes.heads)
+    assert not lost & set(strategy.devices)
+    assert all(len({costs.cluster.node_of(d) for d in s.devices}) == 1 for p in strategy.pipelines for s in p.stages)
+    # Every sequence once, on some pipeline.
+    assigned = [i for p in plan.assignment.micro_batches for m in p for i in m]
+    assert sorted(assigned) == list(range(sequences))
+    # Memory, by the exact walk of every rank's program.
+    owned = costs.changed(home=plan.home)
+    for rank, memory in enumerate(owned.memory(strategy, plan.assignment)):
+        assert memory.total - memory.messages <= costs.memory_of(rank)
+        assert plan.memory[rank] <= plan.limits[rank]
+    assert all(plan.home.shares is None or not plan.home.shares[rank] for rank in lost) or not lost
+    # Seconds are those of a simulation, and nothing beats the bound.
+    assert plan.seconds == pytest.approx(owned.simulate(strategy, plan.assignment).seconds)
+    assert plan.bound <= plan.seconds * (1 + 1e-9)
+    assert plan.gap >= -1e-9
+    assert hg.plan(costs, workload, method).strategy == strategy  # type: ignore[arg-type]
+    # Never worse than one pipeline of the quickest rank, if that fits.
+    quickest = min(set(range(costs.ranks)) - lost, key=lambda r: (costs.rate(r), costs.cluster.type_of(r)))
+    alone = hg.Strategy((hg.Pipeline((hg.Stage((quickest,), costs.outline.layers),)),))
+    assignment, last = share_out(costs, alone, [LENGTH] * sequences, 1)
+    if costs.memory(alone, assignment)[quickest].total <= costs.memory_of(quickest):
+        assert costs.pipelines_end(strategy, plan.assignment) <= last * 1.05
+
+
+def strategies(costs: Costs) -> Iterator[hg.Strategy]:
+    """Yield every strategy on all devices or fewer: groups in nodes, any pipelines, any order, any layers."""
+    for pipelines in _pipelines(costs, tuple(range(costs.ranks))):
+        if not pipelines:
+            continue
+        choices = [list(_layered(order, costs.outline.layers)) for order in pipelines]
+        for each in itertools.product(*choices):
+            yield hg.Strategy(each)
+
+
+def _pipelines(costs: Costs, ranks: tuple[int, ...]) -> Iterator[tuple[tuple[tuple[int, ...], ...], ...]]:
+    """Yield sets of pipelines on some of these ranks; each is a tuple of groups in order."""
+    if not ranks:
+        yield ()
+        return
+    yield from _pipelines(costs, ranks[1:])  # the first rank idles
+    first, rest = ranks[0], ranks[1:]
+    for size in range(len(rest) + 1):
+        for others in itertools.combinations(rest, size):
+            members = (first, *others)
+            left = tuple(r for r in rest if r not in others)
+            for groups in _groups(costs, members):
+                for order in itertools.permutations(groups):
+                    for following in _pipelines(costs, left):
+                        yield (order, *following)
+
+
+def _groups(costs: Costs, ranks: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], ...]]:
+    if not ranks:
+        yield ()
+        return
+    for size in (1, 2):
+        for others in itertools.combinations(ranks[1:], size - 1):
+            group = (ranks[0], *others)
+            if len({costs.cluster.node_of(r) for r in group}) == 1:
+                for rest in _groups(costs, tuple(r for r in ranks if r not in group)):
+                    yield (group, *rest)
+
+
+def _layered(order: Sequence[tuple[int, ...]], layers: int) -> Iterator[hg.Pipeline]:
+    for cuts in itertools.combinations(range(1, layers), len(order) - 1):
+        counts = [b - a for a, b in itertools.pairwise((0, *cuts, layers))]
+        yield hg.Pipeline(tuple(hg.Stage(group, n) for group, n in zip(order, counts, strict=True)))
+
+
+@pytest.mark.parametrize(
+    ("rates", "sequences"),
+    [({}, 8), ({0: 2.57}, 8), ({2: 12.53}, 5), ({1: math.inf}, 9), ({0: 5.42, 2: 2.57}, 12), ({}, 1)],
+)
+def test_plans_are_near_the_best_of_all_strategies(rates: dict[int, float], sequences: int) -> None:
+    costs = priced.costs(4, priced.mixed(), hg.Health(rates))
+    plan = hg.plan(costs, hg.Workload(sequences=sequences, length=LENGTH))
+    found = costs.pipelines_end(plan.strategy, plan.assignment)
+    best = min(
+        share_out(costs, strategy, [LENGTH] * sequences, 1)[1]
+        for strategy in strategies(costs)
+        if not set(costs.health.lost) & set(strategy.devices)
+    )
+    assert found <= 1.02 * best
+
+
+def test_what_runs_goes_on_where_plans_are_nearly_equal() -> None:
+    costs = priced.costs(4, priced.cluster(4), hg.Health({1: 1.5}))
+    workload = hg.Workload(sequences=16, length=LENGTH)
+    before = hg.plan(priced.costs(4, priced.cluster(4)), workload)
+    after = hg.plan(costs, workload, "straggler", running=before)
+    free = hg.plan(costs, workload, "straggler")
+    assert after.moved_bytes <= moved_bytes(costs, before.home, free.home)
+    assert after.seconds <= free.seconds * 1.021
+
+
+def test_varying_lengths_get_candidates_that_take_the_longest() -> None:
+    costs = priced.costs(6, priced.mixed(), hg.Health({3: 2.0}))
+    workload = hg.Workload(lengths=[[3000, *[200] * 12], [400] * 20])
+    plan = hg.plan(costs, workload)
+    assert plan.strategy == plan.strategies[0]
+    limits = [costs.changed(home=plan.home).pipeline(p).max_len for p in plan.strategy.pipelines]
+    assert max(limits) >= 3000
+    assert sorted(i for p in plan.assignment.micro_batches for m in p for i in m) == list(range(13))
+    assert plan.bound <= plan.seconds
+
+
+def test_a_plan_explains_itself() -> None:
+    costs = priced.costs(4, priced.mixed(), hg.Health({3: math.inf}))
+    text = hg.plan(costs, hg.Workload(sequences=8, length=LENGTH)).explain()
+    for words in ("8 sequences of 700 tokens on 4 devices", "above the bound", "idle: 3 (1 lost)", "memory:", "state:"):
+        assert words in text
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: priced.costs(4, priced.cluster(2), hg.Health({0: math.inf, 1: math.inf})), "all devices are lost"),
+        (lambda: priced.costs(4, priced.cluster(2), elements=10**9), "fits|needs more memory"),
+    ],
+)
+def test_what_cannot_be_planned_says_why(make: object, words: str) -> None:
+    with pytest.raises(hg.Unsupported, match=words):
+        hg.plan(make(), hg.Workload(sequences=4, length=LENGTH))  # type: ignore[operator]
+
+
+def test_an_unknown_method_is_refused() -> None:
+    costs = priced.costs(4, priced.cluster(2))
+    with pytest.raises(ValueError, match="use 'auto', 'mixed', 'search', 'straggler'"):
+        hg.plan(costs, hg.Workload(sequences=4, length=LENGTH), "best")  # type: ignore[arg-type]

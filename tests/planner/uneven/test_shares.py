@@ -1,0 +1,63 @@
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy.optimize import linprog
+
+from hydragraph.planner.uneven.shares import filled, fraction_of, home_of
+from hydragraph.spec.health import Health
+from hydragraph.spec.home import Home
+from hydragraph.spec.strategy import Strategy
+from tests.cost import priced
+
+RANKS = st.lists(st.tuples(st.floats(0.1, 10.0), st.floats(0.0, 1.0)), min_size=1, max_size=6)
+
+
+@given(RANKS)
+def test_water_filling_is_the_linear_programs_optimum(ranks: list[tuple[float, float]]) -> None:
+    seconds = np.array([k for k, _ in ranks])
+    room = np.array([r for _, r in ranks])
+    found = filled(seconds, room)
+    if room.sum() < 1:
+        assert found is None
+        return
+    count = len(ranks)
+    limits = np.hstack([np.diag(seconds), -np.ones((count, 1))])
+    solved = linprog(
+        [*[0.0] * count, 1.0],
+        limits,
+        np.zeros(count),
+        np.array([[*[1.0] * count, 0.0]]),
+        [1.0],
+        bounds=[*((0, r) for r in room), (0, None)],
+    )
+    assert found is not None
+    assert found.sum() == pytest.approx(1)
+    assert (found <= room + 1e-6).all()
+    assert (found * seconds).max() == pytest.approx(solved.fun, rel=1e-6, abs=1e-9)
+
+
+def test_equal_ranks_own_equal_parts() -> None:
+    costs = priced.costs(4, priced.cluster(4))
+    strategy = Strategy.parse("4*<tp1,pp1>", layers=4)
+    assert home_of(costs, strategy, [1.0] * 4, Home()) == Home()
+
+
+def test_a_slow_rank_owns_less_and_a_lost_or_idle_one_nothing() -> None:
+    costs = priced.costs(4, priced.cluster(4), Health({1: 5.0, 3: float("inf")}))
+    strategy = Strategy.parse("<[0]x4> + <[1]x4>", layers=4)
+    home = home_of(costs, strategy, [1.0] * 4, Home())
+    assert home is not None
+    owned = [fraction_of(home, rank, 4) for rank in range(4)]
+    assert owned[0] > owned[1] > 0
+    assert owned[2] == owned[3] == 0
+    assert sum(owned) == pytest.approx(1)
+
+
+def test_idle_ranks_own_what_others_have_no_room_for() -> None:
+    costs = priced.costs(4, priced.cluster(2))
+    strategy = Strategy.parse("<[0]x4>", layers=4)
+    home = home_of(costs, strategy, [0.5, 1.0], Home())
+    assert home is not None
+    assert fraction_of(home, 1, 2) >= 0.5
+    assert home_of(costs, strategy, [0.2, 0.3], Home()) is None
