@@ -14,4 +14,5 @@ from hydragraph.planner.metis.problem import Problem as Problem
 from hydragraph.planner.metis.profile import Measurement as Measurement
 from hydragraph.planner.metis.profile import Profile as Profile
 from hydragraph.planner.metis.searching import Found as Found
+from hydragraph.planner.metis.searching import Order as Order
 from hydragraph.planner.metis.searching import search as search

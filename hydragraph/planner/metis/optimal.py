@@ -20,9 +20,9 @@ stages with t <= caps[k], so a completion whose slowest stage lies between two c
 plans behind `sums` are themselves good ones. Orders and numbers of micro-batches come by their own bound, the least
 first, and those that reach the best plan are never looked at.
 
-Example: L = 2 layers of 4 ms each, two ranks, B = 3. One rank per stage and layer: 2 * 4 + 4 + 4 = 16 ms. Both ranks in
-one stage at 5 ms for both layers: 2 * 5 + 5 = 15 ms, less. After one rank and one layer the label is (sum 4, t 4), and
-what follows costs at least 4 more: 2 * 4 + 4 + 4 = 16 reaches 15, so it is dropped.
+Example: L = 2 layers of 4 ms each, two ranks, B = 4. One rank per stage and layer: 3 * 4 + 4 + 4 = 20 ms. Both ranks in
+one stage, 3.5 ms for both layers: 3 * 3.5 + 3.5 = 14 ms, less. After one rank and one layer the label is (sum 4, t 4),
+and what follows adds at least 4 to the sum: 3 * 4 + 4 + 4 = 20 reaches 14, so it is dropped.
 """
 
 from __future__ import annotations

@@ -194,6 +194,15 @@ class Plan:
         found += [f"stage {s} has no layers" for s, layers in enumerate(self.layers) if not layers]
         return tuple(found)
 
+    @property
+    def lost_sequences(self) -> int:
+        """How many sequences the stage that computes fewest leaves out, where batch // dp // B does not come out even.
+
+        Metis rounds down and prices the rest: with a batch of 6, a stage of dp 4 computes 4.
+        """
+        batch = self.problem.batch
+        return batch - min(batch // dp // self.batches * dp * self.batches for dp, _ in self.degrees)
+
 
 def _powers(most: int) -> list[int]:
     """Return the powers of two up to a number."""

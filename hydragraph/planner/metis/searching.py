@@ -98,7 +98,7 @@ def _exact(problem: Problem, mixed_tp: bool, groups: str) -> Found:
         for smallest in (1 << i for i in range(ranks.bit_length())):
             best = optimum(problem, mixed_tp, smallest=smallest, fewest=ranks // (smallest + 1) + 1, known=best)
     if best is None:
-        raise ValueError(_nothing(problem))
+        raise ValueError(_nothing(problem, groups == "metis"))
     plan = _plan(problem, best.types, best.rows, best.batches)
     return Found(**_fields(plan), cost=best.cost, steps=best.labels)
 
@@ -121,7 +121,7 @@ def _walked(problem: Problem, order: int, mixed_tp: bool) -> Found:
             claimed = found
             claimed_types = types
     if best is None or claimed is None or not np.isfinite(best.cost):
-        raise ValueError(_nothing(problem))
+        raise ValueError(_nothing(problem, True))
     plan = _plan(problem, best_types, best.plan, best.batches)
     printed = _plan(problem, claimed_types, claimed.claimed_plan, claimed.claimed_batches)
     return Found(
@@ -156,7 +156,14 @@ def _fields(plan: Plan) -> dict[str, Any]:
     return {field.name: getattr(plan, field.name) for field in fields(Plan)}
 
 
-def _nothing(problem: Problem) -> str:
+def _nothing(problem: Problem, metis_groups: bool) -> str:
+    ranks = problem.cluster.devices
+    most = min(ranks, problem.layers)
+    if metis_groups and not any(True for stages in range(1, most + 1) for _ in divisions(ranks, stages)):
+        return (
+            f"no plan: Metis divides {ranks} devices into at most {most} stages in no way, since none may have less "
+            'than an equal part, rounded down: use order="exact" with groups="all"'
+        )
     memory = sum(problem.cluster.types[kind].memory_gb * n for kind, n in problem.cluster.counts.items())
     return (
         f"no plan for {problem.batch} sequences on {problem.cluster.devices} devices of {memory:g} GB together fits: "

@@ -57,7 +57,7 @@ class Best(NamedTuple):
         cost: the least, priced in full, of plans that can train; infinite without any.
         batches: of that plan.
         plan: of that plan.
-        claimed: the least cost as Metis's program prices, with the first `stages` of a plan only.
+        claimed: the least cost as Metis's program prices: in full and, if `stages` says so, by a plan's first only.
         claimed_batches: of the plan that it would print.
         claimed_plan: of the plan that it would print.
     """
@@ -85,7 +85,7 @@ def walk(
         order: NAIVE or MEMORY.
         max_tp: the largest degree.
         mixed_tp: whether a replica may have devices of several types.
-        stages: how many stages of a plan count for `claimed`.
+        stages: by how many stages Metis prices these plans before it comes to them again.
     """
     count = divisions.shape[1]
     layers = tables.share.size
@@ -132,13 +132,15 @@ def walk(
                     visited += 1
                     steps += taken
                     taken = 0
-                    found = price(tables, kinds, groups, dp, tp, bounds, batches, min(stages, count)).sum()
-                    if found < claimed:
-                        claimed = found
+                    found = price(tables, kinds, groups, dp, tp, bounds, batches, count).sum()
+                    printed = found
+                    if stages < count:
+                        first = price(tables, kinds, groups, dp, tp, bounds, batches, stages).sum()
+                        printed = min(first, found)
+                    if printed < claimed:
+                        claimed = printed
                         claimed_batches = batches
                         keep(claimed_plan, groups, dp, tp, bounds)
-                    if stages < count:
-                        found = price(tables, kinds, groups, dp, tp, bounds, batches, count).sum()
                     if found < best and can_train(kinds, groups, tp, bounds, layers, mixed_tp):
                         best = found
                         best_batches = batches
