@@ -175,10 +175,11 @@ class Costs:
             span = self.outline.span(first, first + stage.layers)
             first += stage.layers
             following = pipeline.stages[i + 1] if i + 1 < len(pipeline.stages) else None
-            costs.append(self._stage(stage, span, following))
+            costs.append(self.stage(stage, span, following))
         return tuple(costs)
 
-    def _stage(self, stage: Stage, span: tuple[int, int], following: Stage | None) -> StageCost:
+    def stage(self, stage: Stage, span: tuple[int, int], following: Stage | None = None) -> StageCost:
+        """Return what the blocks of a span [first, last) of positions take on a stage's ranks."""
         kind = stage.kind
         # A stage is as slow as its slowest rank; ranks of one type and rate are alike, so each such pair counts once.
         forwards = []
@@ -252,7 +253,7 @@ class Costs:
 
     def _most_tokens(self, strategy: Strategy, count: int, rank: int) -> int:
         """Solve peak(tokens) = memory by Newton's method from above: the peak is the largest of lines, so convex."""
-        limit = self._memory_of(rank)
+        limit = self.memory_of(rank)
         peak = lambda tokens: self._peak(strategy, count, tokens, rank)  # noqa: E731
         step = 64 * max(s.tp for s in strategy.pipelines[0].stages)
         if peak(step) > limit:
@@ -279,7 +280,7 @@ class Costs:
     def _limits(self) -> dict[object, int]:
         return {}
 
-    def _memory_of(self, rank: int) -> float:
+    def memory_of(self, rank: int) -> float:
         """Return the bytes that a rank may use: as measured, what others leave; else the device's."""
         device = self.piece_profile(rank).device
         size = float(self.cluster.devices[rank].memory_bytes)

@@ -43,7 +43,7 @@ from hydragraph.planner.metis.pricing import (
     sync_ms,
 )
 from hydragraph.planner.metis.problem import Floats, Ints, Problem, Tables
-from hydragraph.planner.metis.walking import LEAST_MB, MEMORY_FACTOR, replicas_of_one_type
+from hydragraph.planner.metis.walking import LEAST_MB, replicas_of_one_type
 
 _MIB = 1024.0 * 1024.0
 # Caps on the slowest stage, between the least there can be and the most that the best plan allows.
@@ -64,7 +64,7 @@ class Options(NamedTuple):
         upto: milliseconds of the first layers [R, L + 1].
         held: MB of the first layers, on the type that needs most [O, L + 1] by `memory_row`.
         memory_row: which row of `held` an option has [O].
-        limit: MB of its devices [O].
+        limit: MB of its devices, together or of the smallest [O].
         bandwidth: the least of its types [O].
         samples: of a micro-batch, per replica [O].
         sync: B times what is not in layers, if the stage is the last [O].
@@ -88,7 +88,7 @@ class Options(NamedTuple):
 
 @compiled
 def options_of(
-    tables: Tables, kinds: Ints, batches: int, sizes: Ints, mixed_tp: bool, max_tp: int
+    tables: Tables, kinds: Ints, places: Ints, batches: int, sizes: Ints, mixed_tp: bool, max_tp: int
 ) -> tuple[Ints, Ints, Ints, Ints, Ints, Floats, Floats, Ints, Floats, Floats, Ints, Floats, Floats]:
     """Return every option of one order of types and B, as the fields of `Options`; `sizes` are ranks of a stage."""
     ranks = kinds.size
@@ -127,7 +127,7 @@ def options_of(
                 m = size_index(tables, mbs)
                 if mbs == 0 or m < 0:
                     continue
-                if not mixed_tp and not replicas_of_one_type(kinds, start, group, width):
+                if not mixed_tp and not replicas_of_one_type(places, start, group, width):
                     continue
                 last = sync_ms(tables, kinds, start, group, d, mbs)
                 if not np.isfinite(last):
@@ -154,8 +154,12 @@ def options_of(
                     write_held(tables, kinds, start, group, d, m, held[held_rows])
                     memory_row[count] = held_rows
                     held_rows += 1
+                least = np.inf
                 for rank in range(start, start + group):
                     limit[count] += tables.capacity[kinds[rank]]
+                    least = min(least, tables.capacity[kinds[rank]])
+                if tables.per_rank:
+                    limit[count] = least
                 size[count] = group
                 dp[count] = replicas
                 tp[count] = width
@@ -233,10 +237,10 @@ def took(o: Options, option: int, first: int, end: int) -> float:
 
 
 @compiled
-def fits(o: Options, option: int, first: int, end: int) -> bool:
+def fits(tables: Tables, o: Options, option: int, first: int, end: int) -> bool:
     """Return whether an option's devices hold layers first to end - 1."""
     held = o.held[o.memory_row[option], end] - o.held[o.memory_row[option], first]
-    return bool(LEAST_MB + MEMORY_FACTOR * held <= o.limit[option])
+    return bool(LEAST_MB + tables.factor * held <= o.limit[option])
 
 
 @compiled
@@ -291,7 +295,7 @@ def bounds_of(tables: Tables, o: Options, caps: Floats) -> tuple[Floats, Floats,
                 for end in range(first + 1, layers + 1):
                     if not np.isfinite(least[behind, end, 0]):
                         continue
-                    if not fits(o, option, first, end):
+                    if not fits(tables, o, option, first, end):
                         break
                     t = took(o, option, first, end)
                     if t > caps[-1]:
@@ -378,7 +382,7 @@ def best_labels(
                 for end in range(first + 1, layers + 1):
                     if not np.isfinite(least[behind, end, 0]):
                         continue
-                    if not fits(o, option, first, end):
+                    if not fits(tables, o, option, first, end):
                         break
                     t = took(o, option, first, end)
                     if t > caps[-1]:
@@ -564,8 +568,9 @@ def optimum(
     cases = []
     for types in permutations(problem.types):
         kinds = problem.kinds(types)
+        places = problem.places(types)
         for batches in _divisors(problem.batch):
-            options = Options(*options_of(tables, kinds, batches, sizes, mixed_tp, problem.max_tp))
+            options = Options(*options_of(tables, kinds, places, batches, sizes, mixed_tp, problem.max_tp))
             caps = np.full(1, np.inf)
             sums, least, chosen, ends = bounds_of(tables, options, caps)
             if not np.isfinite(sums[0, 0, 0]):

@@ -28,6 +28,9 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 
+# By how much Metis multiplies the measured memory of layers.
+MEMORY_FACTOR = 5.0
+
 
 class Tables(NamedTuple):
     """A profile and a cluster as arrays, which compiled functions read; see the head of this module."""
@@ -46,6 +49,8 @@ class Tables(NamedTuple):
     activation: float  # numbers that a layer hands on, per sequence
     logits: float  # numbers that the last layer but one hands on, per sequence: so Metis has it
     batch: int  # sequences of an iteration
+    factor: float  # how many times its layers' measured memory a stage needs
+    per_rank: bool  # whether each device has to hold that by itself, rather than all of a stage together
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,6 +62,8 @@ class Problem:
         cluster: all of whose devices a plan uses.
         batch: sequences of an iteration.
         max_tp: the largest tensor-parallel degree that a plan may have.
+        per_rank: the rules of hydragraph in place of Metis's: memory is what one rank of a replica holds, and has to
+            fit into each device of the stage; and the ranks of a replica are in one node.
 
     Raises:
         ValueError: the profile lacks a type of device of the cluster, or a number is out of range.
@@ -66,6 +73,7 @@ class Problem:
     cluster: Cluster
     batch: int
     max_tp: int
+    per_rank: bool = False
 
     def __post_init__(self) -> None:
         if self.batch < 1 or self.max_tp < 1:
@@ -91,6 +99,13 @@ class Problem:
             raise ValueError(f"types are {list(types)}: name each of {list(self.types)} once")
         at = [self.types.index(kind) for kind in types]
         return np.repeat(np.array(at, dtype=np.int64), [self.cluster.counts[kind] for kind in types])
+
+    def places(self, types: Sequence[str]) -> Ints:
+        """Return what the ranks of one replica must have in common, for each rank [N]: the type, or here the node."""
+        if not self.per_rank:
+            return self.kinds(types)
+        ordered = [(n, devices) for kind in types for n, (of, devices) in enumerate(self.cluster.nodes) if of == kind]
+        return np.repeat(np.array([n for n, _ in ordered], dtype=np.int64), [devices for _, devices in ordered])
 
     @cached_property
     def tables(self) -> Tables:
@@ -134,6 +149,8 @@ class Problem:
             float(profile.sequence * profile.hidden),
             float(profile.sequence * profile.vocabulary),
             self.batch,
+            1.0 if self.per_rank else MEMORY_FACTOR,
+            self.per_rank,
         )
 
     def _share(self) -> Floats:

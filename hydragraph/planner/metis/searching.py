@@ -82,13 +82,14 @@ def search(
         max_tp = min(4, largest) if order == "exact" else largest
     problem = Problem(profile.stretched(layers), Cluster.of(cluster), batch, max_tp)
     if order == "exact":
-        return _exact(problem, bool(mixed_tp), groups or "all")
+        return exact(problem, bool(mixed_tp), groups or "all")
     if groups is not None:
         raise ValueError(f"groups is {groups!r}: the orders 'naive' and 'memory' walk Metis's own")
-    return _walked(problem, MEMORY if order == "memory" else NAIVE, mixed_tp is None or mixed_tp)
+    return walked(problem, MEMORY if order == "memory" else NAIVE, mixed_tp is None or mixed_tp)
 
 
-def _exact(problem: Problem, mixed_tp: bool, groups: str) -> Found:
+def exact(problem: Problem, mixed_tp: bool, groups: str) -> Found:
+    """Return the plan of least cost; see `search`."""
     best: Optimum | None = None
     if groups == "all":
         best = optimum(problem, mixed_tp)
@@ -103,15 +104,18 @@ def _exact(problem: Problem, mixed_tp: bool, groups: str) -> Found:
     return Found(**_fields(plan), cost=best.cost, steps=best.labels)
 
 
-def _walked(problem: Problem, order: int, mixed_tp: bool) -> Found:
+def walked(problem: Problem, order: int, mixed_tp: bool) -> Found:
+    """Return the best plan that Metis's search, or the memory-aware one, comes to; see `search`."""
     steps = 0
     best: Best | None = None
     best_types: tuple[str, ...] = ()
     claimed: Best | None = None
     claimed_types: tuple[str, ...] = ()
     for types, rows, twice in _visits(problem):
+        kinds = problem.kinds(types)
+        places = problem.places(types)
         stages = 1 if twice else rows.shape[1]
-        found = Best(*walk(problem.tables, problem.kinds(types), rows, order, problem.max_tp, mixed_tp, stages))
+        found = Best(*walk(problem.tables, kinds, places, rows, order, problem.max_tp, mixed_tp, stages))
         # The second time costs other than the first stage's are looked at as well, and the steps are the same.
         steps += 2 * found.steps if twice else found.steps
         if best is None or found.cost < best.cost:

@@ -43,9 +43,8 @@ MEMORY = 1
 # Pieces of a layer: a stage has a layer if it has more than half of its pieces.
 PIECES = 7
 ATTEMPTS = 3
-# What a stage of no layers needs, in MB, and how many times its layers' measured memory the others need.
+# What a stage of no layers needs, in MB.
 LEAST_MB = 0.001
-MEMORY_FACTOR = 5.0
 
 
 class Best(NamedTuple):
@@ -74,13 +73,21 @@ class Best(NamedTuple):
 
 @compiled
 def walk(
-    tables: Tables, kinds: Ints, divisions: Ints, order: int, max_tp: int, mixed_tp: bool, stages: int
+    tables: Tables,
+    kinds: Ints,
+    places: Ints,
+    divisions: Ints,
+    order: int,
+    max_tp: int,
+    mixed_tp: bool,
+    stages: int,
 ) -> tuple[int, int, float, int, Ints, float, int, Ints]:
     """Walk the degrees of some divisions of the ranks into equally many stages; see `Best`.
 
     Args:
         tables: see `Tables`.
         kinds: the type of each rank [N].
+        places: what the ranks of a replica must have in common, unless `mixed_tp` [N].
         divisions: ranks of each stage, a row per division [G, S].
         order: NAIVE or MEMORY.
         max_tp: the largest degree.
@@ -141,7 +148,7 @@ def walk(
                         claimed = printed
                         claimed_batches = batches
                         keep(claimed_plan, groups, dp, tp, bounds)
-                    if found < best and can_train(kinds, groups, tp, bounds, layers, mixed_tp):
+                    if found < best and can_train(places, groups, tp, bounds, layers, mixed_tp):
                         best = found
                         best_batches = batches
                         keep(best_plan, groups, dp, tp, bounds)
@@ -168,7 +175,7 @@ def keep(plan: Ints, groups: Ints, dp: Ints, tp: Ints, bounds: Ints) -> None:
 
 
 @compiled
-def can_train(kinds: Ints, groups: Ints, tp: Ints, bounds: Ints, layers: int, mixed_tp: bool) -> bool:
+def can_train(places: Ints, groups: Ints, tp: Ints, bounds: Ints, layers: int, mixed_tp: bool) -> bool:
     """Return whether a plan has every layer, no stage without, and no replica of several types that may not be."""
     if bounds[-1] != layers:
         return False
@@ -176,7 +183,7 @@ def can_train(kinds: Ints, groups: Ints, tp: Ints, bounds: Ints, layers: int, mi
     for s in range(groups.size):
         if bounds[s + 1] == bounds[s]:
             return False
-        if not mixed_tp and not replicas_of_one_type(kinds, start, groups[s], tp[s]):
+        if not mixed_tp and not replicas_of_one_type(places, start, groups[s], tp[s]):
             return False
         start += groups[s]
     return True
@@ -219,11 +226,15 @@ def change(dp: Ints, tp: Ints, left: Floats) -> bool:
 
 @compiled
 def capacity_mb(tables: Tables, kinds: Ints, groups: Ints, limits: Floats) -> None:
-    """Write how many MB the devices of each stage have together."""
+    """Write how many MB the devices of each stage have: together, or where each needs all, the least of any."""
     start = 0
     for s in range(groups.size):
         limits[s] = 0.0
-        if one_type(kinds, start, groups[s]):
+        if tables.per_rank:
+            limits[s] = np.inf
+            for rank in range(start, start + groups[s]):
+                limits[s] = min(limits[s], tables.capacity[kinds[rank]])
+        elif one_type(kinds, start, groups[s]):
             limits[s] = tables.capacity[kinds[start]] * groups[s]
         else:
             for rank in range(start, start + groups[s]):
@@ -309,11 +320,20 @@ def memory_mb(
         d = degree_index(tp[s])
         first, end = bounds[s], bounds[s + 1]
         demand[s] = LEAST_MB
-        if one_type(kinds, start, groups[s]):
+        if tables.per_rank:
+            needed = 0.0
+            for rank in range(start, start + groups[s]):
+                if rank == start or kinds[rank] != kinds[rank - 1]:
+                    mbs = tables.batch // batches // dp[s]
+                    needed = max(needed, layers_mb(tables, kinds[rank], d, mbs, first, end))
+            if not np.isfinite(needed):
+                return False
+            demand[s] += needed * tables.factor
+        elif one_type(kinds, start, groups[s]):
             needed = layers_mb(tables, kind, d, tables.batch // batches // dp[s], first, end)
             if not np.isfinite(needed):
                 return False
-            demand[s] += needed * MEMORY_FACTOR
+            demand[s] += needed * tables.factor
         else:
             shares = samples_of(tables, kinds, 0, kinds.size, dp[s], d, tables.batch // batches)
             for i in range(dp[s]):
@@ -325,7 +345,7 @@ def memory_mb(
                         needed = layers_mb(tables, kind, d, digit, first, end)
                         if not np.isfinite(needed):
                             return False
-                        demand[s] += needed * MEMORY_FACTOR
+                        demand[s] += needed * tables.factor
                     digit //= 2
         start += groups[s]
     return True
