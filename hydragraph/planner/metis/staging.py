@@ -102,7 +102,7 @@ def staged(costs: Costs, sequences: int, length: int, order: Order = "memory") -
     Raises:
         Unsupported: no plan was found that fits, or devices are of too many types or rates.
     """
-    devices = _Devices(costs)
+    devices = Devices(costs)
     plans: dict[tuple[Pipeline, ...], Staged] = {}
     for recompute in (False, True):
         layers = _layers(costs, devices, sequences, length, recompute)
@@ -114,7 +114,7 @@ def staged(costs: Costs, sequences: int, length: int, order: Order = "memory") -
             found = _found(Problem(profile, devices.cluster, sequences, largest, per_rank=True), order)
             if found is None:
                 continue  # nothing fits with so many micro-batches in flight; with fewer something may
-            plan = _staged(costs, devices, found, length, recompute)
+            plan = laid_out(costs, devices, found, length, recompute)
             if _fits(costs, plan, flying):
                 plans.setdefault(plan.pipelines, plan)
     if not plans:
@@ -127,7 +127,7 @@ def staged(costs: Costs, sequences: int, length: int, order: Order = "memory") -
     return sorted(plans.values(), key=lambda plan: plan.found.cost / 1e3 if plan.seconds is None else plan.seconds)
 
 
-class _Devices:
+class Devices:
     """The devices that are not lost, as Metis sees them: types are told apart by rate, too."""
 
     def __init__(self, costs: Costs) -> None:
@@ -203,7 +203,7 @@ class _Layer(NamedTuple):
 
 
 def _layers(
-    costs: Costs, devices: _Devices, sequences: int, length: int, recompute: bool
+    costs: Costs, devices: Devices, sequences: int, length: int, recompute: bool
 ) -> dict[tuple[str, int, int], list[_Layer]]:
     """Return every layer by (type, degree, sequences of a micro-batch), as far as it was measured."""
     divisors = [n for n in range(1, sequences + 1) if sequences % n == 0]
@@ -296,7 +296,8 @@ def pipelines_of(plan: Plan, ranks: list[int], recompute: bool = False) -> tuple
     return tuple(Pipeline(stages) for stages in zip(*by_stage, strict=True))
 
 
-def _staged(costs: Costs, devices: _Devices, found: Found, length: int, recompute: bool) -> Staged:
+def laid_out(costs: Costs, devices: Devices, found: Found, length: int, recompute: bool) -> Staged:
+    """Return what a search found as pipelines with sequences, priced and walked where they are a strategy."""
     pipelines = pipelines_of(found, devices.ranks(found.types), recompute)
     together = max(1, found.problem.batch // (found.batches * len(pipelines)))
     seconds = [max(sum(stage.seconds([length] * together)) for stage in costs.stages(each)) for each in pipelines]

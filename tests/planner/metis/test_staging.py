@@ -8,8 +8,9 @@ import pytest
 from hydragraph.cost.costs import Costs
 from hydragraph.cost.profile import Profile
 from hydragraph.errors import Unsupported
-from hydragraph.planner.metis import Cluster, DeviceType, Order, Plan, Problem
-from hydragraph.planner.metis.staging import pipelines_of, staged, text_of
+from hydragraph.planner import metis
+from hydragraph.planner.metis import Cluster, DeviceType, Found, Order, Plan, Problem
+from hydragraph.planner.metis.staging import Devices, laid_out, pipelines_of, staged, text_of
 from hydragraph.spec import cluster as spec
 from hydragraph.spec.health import Health
 from tests.cost import priced
@@ -94,6 +95,29 @@ def test_the_example_of_the_module() -> None:
     assert text_of(pipelines_of(plan, list(range(8)))) == (
         "<[0]x2,[4,5]x4> + <[1]x2,[4,5]x4> + <[2]x2,[6,7]x4> + <[3]x2,[6,7]x4>"
     )
+
+
+def test_stages_of_different_degrees_are_laid_out_over_all_sequences() -> None:
+    costs = priced.costs(6, priced.mixed())
+    devices = Devices(costs)
+    profile = next(p.profile for p in map(draw, range(40)) if p.layers == 6)
+    cluster = Cluster({"fast": DeviceType(1, 1), "slow": DeviceType(1, 1)}, devices.cluster.nodes)
+    measured = {key: each for kind in ("fast", "slow") for key, each in _of(profile, kind).items()}
+    problem = Problem(replace(profile, measurements=measured), cluster, 8, 4)
+    found = Found(
+        ("slow", "fast"), (2, 2), ((2, 1), (1, 2)), 2, (2, 4), problem, cost=1.0, steps=0
+    )  # the slow ones first
+    plan = laid_out(costs, devices, found, 256, recompute=False)
+    assert plan.text == "<[2]x2,[0,1]x4> + <[3]x2,[0,1]x4>"
+    assert plan.assignment.counts == (2, 2)
+    assert [len(batch) for batches in plan.assignment.micro_batches for batch in batches] == [2] * 4
+    if plan.seconds is not None:  # where strategies may share stages
+        assert plan.seconds == costs.seconds(plan.strategy, plan.assignment)
+        assert len(plan.memory) == 4
+
+
+def _of(profile: metis.Profile, kind: str) -> dict[tuple[str, int, int], metis.Measurement]:
+    return {(kind, tp, size): each for (_, tp, size), each in profile.measurements.items()}
 
 
 def test_an_equal_degree_is_a_strategy_of_its_own() -> None:
