@@ -1,0 +1,102 @@
+"""The devices that Metis plans for: types with a bandwidth and a memory each, in nodes."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from hydragraph.spec import cluster as spec
+
+# Metis's unit of bandwidth, 2^20 bytes per millisecond, in bytes per second; and its unit of memory, in bytes.
+_BANDWIDTH = 2**20 * 1000
+_MEMORY = 2**30
+
+
+@dataclass(frozen=True)
+class DeviceType:
+    """A type of device.
+
+    Attributes:
+        bandwidth: between two of them, in units of 2^20 bytes per millisecond. Metis never uses the one between nodes.
+        memory_gb: capacity of one device, in units of 2^30 bytes.
+    """
+
+    bandwidth: float
+    memory_gb: float
+
+    def __post_init__(self) -> None:
+        if not (self.bandwidth > 0 and self.memory_gb > 0):
+            raise ValueError(f"bandwidth {self.bandwidth} and memory_gb {self.memory_gb}: both must be more than 0")
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Nodes of devices; their sizes may differ.
+
+    Attributes:
+        types: by name.
+        nodes: each one's type and number of devices. The order in which types first appear here is the order in which
+            Metis's own search walks them.
+    """
+
+    types: Mapping[str, DeviceType]
+    nodes: tuple[tuple[str, int], ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "nodes", tuple((str(kind), int(devices)) for kind, devices in self.nodes))
+        if not self.nodes:
+            raise ValueError("the cluster has no nodes: give at least one")
+        for kind, devices in self.nodes:
+            if kind not in self.types:
+                raise ValueError(f"a node is of type {kind!r}, which is not among the types {sorted(self.types)}")
+            if devices < 1:
+                raise ValueError(f"a node of type {kind!r} has {devices} devices: leave it out, or give it some")
+
+    @cached_property
+    def counts(self) -> dict[str, int]:
+        """How many devices there are of each type, in the order of the nodes."""
+        counts: Counter[str] = Counter()
+        for kind, devices in self.nodes:
+            counts[kind] += devices
+        return dict(counts)
+
+    @property
+    def devices(self) -> int:
+        """How many devices there are."""
+        return sum(self.counts.values())
+
+    @staticmethod
+    def load(hosts: str | Path, types: str | Path) -> Cluster:
+        """Read Metis's own files: lines like `0.0.0.1 slots=4`, and JSON that says by address what a node is."""
+        record = json.loads(Path(types).read_text(encoding="utf-8"))
+        nodes = []
+        for line in Path(hosts).read_text(encoding="utf-8").splitlines():
+            match = re.fullmatch(r"\s*(\S+)\s+slots=(\d+)\s*", line)
+            if match is None:
+                if line.strip():
+                    raise ValueError(f"{hosts}: {line!r} is not like '0.0.0.1 slots=4'")
+                continue
+            if match[1] not in record:
+                raise ValueError(f"{hosts} names {match[1]}, which {types} does not describe")
+            nodes.append((record[match[1]]["instance_type"], int(match[2])))
+        kinds = {e["instance_type"]: DeviceType(e["intra_bandwidth"], e["memory"]) for e in record.values()}
+        return Cluster(kinds, tuple(nodes))
+
+    @staticmethod
+    def of(cluster: spec.Cluster | Cluster) -> Cluster:
+        """Return a cluster of hydragraph's as Metis sees it: a type's least link inside a node, and its memory."""
+        if isinstance(cluster, Cluster):
+            return cluster
+        types: dict[str, DeviceType] = {}
+        for rank, device in enumerate(cluster.devices):
+            kind = cluster.type_of(rank)
+            inner = cluster.node(device.node).inner.bytes_per_s / _BANDWIDTH
+            least = min(inner, types[kind].bandwidth) if kind in types else inner
+            types[kind] = DeviceType(least, device.memory_bytes / _MEMORY)
+        nodes = Counter((device.node, cluster.type_of(rank)) for rank, device in enumerate(cluster.devices))
+        return Cluster(types, tuple((kind, devices) for (_, kind), devices in nodes.items()))

@@ -1,0 +1,65 @@
+"""The ways to divide ranks into stages of 1, 2, 4, ... consecutive ranks."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from itertools import islice
+
+import numpy as np
+
+from hydragraph.planner.metis.problem import Ints
+
+# Divisions that are looked at by one call of a compiled function.
+_CHUNK = 4096
+
+
+def divisions(ranks: int, stages: int) -> Iterator[Ints]:
+    """Yield Metis's divisions of ranks into stages, in arrays of a row per division [G, S].
+
+    No stage has less than ranks // stages: at the variance of 1 and without a limit on permutations, as in Table 1.
+
+    Example: 32 ranks in 7 stages are six of 4 ranks and one of 8, in seven orders.
+    """
+    least = max(1, ranks // stages)
+    sizes = [1 << i for i in range(ranks.bit_length()) if 1 << i >= least]
+    rows = (row for counts in _counts(ranks, stages, sizes) for row in _orders(counts))
+    while chunk := list(islice(rows, _CHUNK)):
+        yield np.array(chunk, dtype=np.int64)
+
+
+def _counts(ranks: int, stages: int, sizes: list[int]) -> Iterator[Counter[int]]:
+    """Yield how often each size is taken, so that so many stages have so many ranks."""
+    if not sizes:
+        if not ranks and not stages:
+            yield Counter()
+        return
+    # The largest size is decided first: what remains has to fit between the least and the largest that is left.
+    *smaller, largest = sizes
+    for many in range(min(stages, ranks // largest), -1, -1):
+        others = stages - many
+        rest = ranks - many * largest
+        if others * sizes[0] <= rest <= others * (smaller[-1] if smaller else 0):
+            for found in _counts(rest, others, smaller):
+                yield found + Counter({largest: many})
+
+
+def _orders(counts: Counter[int]) -> Iterator[tuple[int, ...]]:
+    """Yield every different order of a multiset, the largest first."""
+    row: list[int] = []
+    left = dict(sorted(counts.items(), reverse=True))
+    total = sum(counts.values())
+
+    def further() -> Iterator[tuple[int, ...]]:
+        if len(row) == total:
+            yield tuple(row)
+            return
+        for size in left:
+            if left[size]:
+                left[size] -= 1
+                row.append(size)
+                yield from further()
+                row.pop()
+                left[size] += 1
+
+    return further()

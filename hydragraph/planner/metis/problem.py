@@ -1,0 +1,226 @@
+"""What Metis's planner decides on, as numbers: tables of a profile, the devices of a cluster, and a plan for both.
+
+T  types of devices, in the order in which the cluster's nodes name them
+D  tensor-parallel degrees 1, 2, 4, ...: entry d is degree 2^d
+M  micro-batch sizes that were measured, ascending; `size_at[mbs]` is a size's entry, -1 where it was not
+L  layers
+
+upto[t, d, m, l]    [T, D, M, L + 1]  milliseconds of the first l layers, forward and backward
+sync[t, d, m]       [T, D, M]         milliseconds besides the layers
+memory[t, d, m, l]  [T, D, M, L]      MB of layer l
+known[t, d, m]      [T, D, M]         whether it was measured
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hydragraph.planner.metis.cluster import Cluster
+from hydragraph.planner.metis.profile import Profile
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+Bools = NDArray[np.bool_]
+
+# By how much Metis multiplies the measured memory of layers.
+MEMORY_FACTOR = 5.0
+
+
+class Tables(NamedTuple):
+    """A profile and a cluster as arrays, which compiled functions read; see the head of this module."""
+
+    upto: Floats
+    sync: Floats
+    memory: Floats
+    known: Bools
+    size_at: Ints  # [largest size + 1]
+    share: Floats  # [L]: each layer's part of all milliseconds, by the profile's first type, alone and one by one
+    bandwidth: Floats  # [T], in units of 2^20 bytes per millisecond
+    capacity: Floats  # [T], MB of one device
+    parameters: Floats  # [3]: bytes of the first, of a middle, and of the last layer
+    optimizer: float  # milliseconds of the whole model on one device, twice what was profiled
+    generator: float  # milliseconds of one micro-batch
+    activation: float  # numbers that a layer hands on, per sequence
+    logits: float  # numbers that the last layer but one hands on, per sequence: so Metis has it
+    batch: int  # sequences of an iteration
+    factor: float  # how many times its layers' measured memory a stage needs
+    per_rank: bool  # whether each device has to hold that by itself, rather than all of a stage together
+
+
+@dataclass(frozen=True, eq=False)
+class Problem:
+    """What is planned for what.
+
+    Attributes:
+        profile: of a model with as many layers.
+        cluster: all of whose devices a plan uses.
+        batch: sequences of an iteration.
+        max_tp: the largest tensor-parallel degree that a plan may have.
+        per_rank: the rules of hydragraph in place of Metis's: memory is what one rank of a replica holds, and has to
+            fit into each device of the stage; and the ranks of a replica are in one node.
+
+    Raises:
+        ValueError: the profile lacks a type of device of the cluster, or a number is out of range.
+    """
+
+    profile: Profile
+    cluster: Cluster
+    batch: int
+    max_tp: int
+    per_rank: bool = False
+
+    def __post_init__(self) -> None:
+        if self.batch < 1 or self.max_tp < 1:
+            raise ValueError(f"batch is {self.batch}, max_tp is {self.max_tp}: both must be at least 1")
+        for kind in self.cluster.counts:
+            if kind not in self.profile.types:
+                profiled = ", ".join(self.profile.types)
+                raise ValueError(f"no profile of device type {kind!r}, only of {profiled}: profile the model on one")
+
+    @property
+    def layers(self) -> int:
+        """How many layers the model has."""
+        return self.profile.layers
+
+    @cached_property
+    def types(self) -> tuple[str, ...]:
+        """The types of devices, in the order of `Tables`."""
+        return tuple(self.cluster.counts)
+
+    def kinds(self, types: Sequence[str]) -> Ints:
+        """Return each rank's type [N] where types follow each other in an order, all devices of one before the next."""
+        if sorted(types) != sorted(self.types):
+            raise ValueError(f"types are {list(types)}: name each of {list(self.types)} once")
+        at = [self.types.index(kind) for kind in types]
+        return np.repeat(np.array(at, dtype=np.int64), [self.cluster.counts[kind] for kind in types])
+
+    def places(self, types: Sequence[str]) -> Ints:
+        """Return what the ranks of one replica must have in common, for each rank [N]: the type, or here the node."""
+        if not self.per_rank:
+            return self.kinds(types)
+        ordered = [(n, devices) for kind in types for n, (of, devices) in enumerate(self.cluster.nodes) if of == kind]
+        return np.repeat(np.array([n for n, _ in ordered], dtype=np.int64), [devices for _, devices in ordered])
+
+    @cached_property
+    def tables(self) -> Tables:
+        """Everything as arrays."""
+        profile = self.profile
+        measured = profile.measurements
+        degrees = [tp for tp in _powers(self.max_tp) if any((t, tp) == key[:2] for t in self.types for key in measured)]
+        sizes = sorted({size for kind, _, size in measured if kind in self.types})
+        shape = (len(self.types), max((tp.bit_length() for tp in degrees), default=1), len(sizes))
+        upto = np.zeros((*shape, self.layers + 1))
+        memory = np.zeros((*shape, self.layers))
+        sync = np.zeros(shape)
+        known = np.zeros(shape, dtype=np.bool_)
+        for t, kind in enumerate(self.types):
+            for tp in degrees:
+                for m, size in enumerate(sizes):
+                    entry = measured.get((kind, tp, size))
+                    if entry is None:
+                        continue
+                    at = (t, tp.bit_length() - 1, m)
+                    # Added one by one from the first layer on, as Metis does: its search breaks ties by the last bit.
+                    np.cumsum(entry.layers_ms, out=upto[at][1:])
+                    memory[at] = entry.memory_mb
+                    sync[at] = entry.forward_backward_ms - upto[at][-1]
+                    known[at] = True
+        size_at = np.full(sizes[-1] + 1, -1, dtype=np.int64)
+        size_at[sizes] = np.arange(len(sizes))
+        types = [self.cluster.types[kind] for kind in self.types]
+        return Tables(
+            upto,
+            sync,
+            memory,
+            known,
+            size_at,
+            self._share(),
+            np.array([kind.bandwidth for kind in types], dtype=np.float64),
+            np.array([kind.memory_gb * 1024 for kind in types], dtype=np.float64),
+            np.array(profile.parameters_bytes, dtype=np.float64),
+            2.0 * profile.optimizer_ms,
+            float(profile.batch_generator_ms),
+            float(profile.sequence * profile.hidden),
+            float(profile.sequence * profile.vocabulary),
+            self.batch,
+            1.0 if self.per_rank else MEMORY_FACTOR,
+            self.per_rank,
+        )
+
+    def _share(self) -> Floats:
+        first = self.profile.measurements.get((self.profile.types[0], 1, 1))
+        if first is None:
+            return np.full(self.layers, 1.0 / self.layers)
+        times = np.array(first.layers_ms, dtype=np.float64)
+        share: Floats = times / np.cumsum(times)[-1]
+        return share
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Stages of consecutive ranks, all devices of one type before those of the next.
+
+    Attributes:
+        types: the types of devices in the order of ranks: Metis's node sequence.
+        groups: how many ranks each stage has.
+        degrees: (dp, tp) of each stage, dp * tp ranks.
+        batches: micro-batches of an iteration.
+        layers: how many layers each stage has.
+        problem: what it is a plan for.
+    """
+
+    types: tuple[str, ...]
+    groups: tuple[int, ...]
+    degrees: tuple[tuple[int, int], ...]
+    batches: int
+    layers: tuple[int, ...]
+    problem: Problem = field(repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if not len(self.groups) == len(self.degrees) == len(self.layers) or not self.groups:
+            raise ValueError(f"{self}: give as many groups as degrees and layers, at least one")
+        if any(dp * tp != group or tp & (tp - 1) for (dp, tp), group in zip(self.degrees, self.groups, strict=True)):
+            raise ValueError(f"{self}: each dp * tp must be its group's ranks, and tp a power of two")
+        devices = self.problem.cluster.devices
+        if sum(self.groups) > devices:
+            raise ValueError(f"{self}: its groups have {sum(self.groups)} ranks, the cluster {devices}")
+        if sum(self.layers) > self.problem.layers or min(self.layers) < 0:
+            raise ValueError(f"{self}: the model has {self.problem.layers} layers")
+        if self.batches < 1:
+            raise ValueError(f"{self}: it needs at least one micro-batch")
+
+    @property
+    def partition(self) -> tuple[int, ...]:
+        """The first layer of each stage, and behind them the end: Metis's layer partition."""
+        return tuple(int(end) for end in np.cumsum((0, *self.layers)))
+
+    @property
+    def faults(self) -> tuple[str, ...]:
+        """What makes it a plan that cannot train the model, as some of Metis's cannot; empty if nothing does."""
+        found = []
+        if sum(self.layers) < self.problem.layers:
+            found.append(f"{self.problem.layers - sum(self.layers)} of {self.problem.layers} layers are in no stage")
+        if sum(self.groups) < self.problem.cluster.devices:
+            found.append(f"{self.problem.cluster.devices - sum(self.groups)} devices are in no stage")
+        found += [f"stage {s} has no layers" for s, layers in enumerate(self.layers) if not layers]
+        return tuple(found)
+
+    @property
+    def lost_sequences(self) -> int:
+        """How many sequences the stage that computes fewest leaves out, where batch // dp // B does not come out even.
+
+        Metis rounds down and prices the rest: with a batch of 6, a stage of dp 4 computes 4.
+        """
+        batch = self.problem.batch
+        return batch - min(batch // dp // self.batches * dp * self.batches for dp, _ in self.degrees)
+
+
+def _powers(most: int) -> list[int]:
+    """Return the powers of two up to a number."""
+    return [1 << i for i in range(most.bit_length())]

@@ -1,0 +1,270 @@
+"""What Metis measures of a model: milliseconds and memory of each layer by type of device, degree and micro-batch size.
+
+Read from Metis's own folder (a file `DeviceType.A100_tp2_bs4.json` per measurement), or from files that hold one type
+of device each with all its measurements: lists of layers under `samples`, or first, middle and last layer by number of
+layers under `by_num_layers`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+_NAME = re.compile(r"DeviceType\.(\w+?)_tp(\d+)_bs(\d+)\.json")
+_KEY = re.compile(r"tp(\d+)_bs(\d+)")
+
+# Up to here the optimizer's and the batch generator's milliseconds are taken from the largest degree and micro-batch.
+_MEASURED = 4
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One type of device at one tensor-parallel degree and micro-batch size.
+
+    Attributes:
+        layers_ms: forward and backward of a micro-batch, layer by layer.
+        forward_backward_ms: of all layers with what lies between them; what is over is Metis's `fb_sync`.
+        memory_mb: of each layer.
+    """
+
+    layers_ms: tuple[float, ...]
+    forward_backward_ms: float
+    memory_mb: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.layers_ms) != len(self.memory_mb):
+            raise ValueError(
+                f"{len(self.layers_ms)} layers have times and {len(self.memory_mb)} have memory: give both"
+            )
+        numbers = (*self.layers_ms, *self.memory_mb, self.forward_backward_ms)
+        if not all(math.isfinite(x) and x >= 0 for x in numbers) or not sum(self.layers_ms) > 0:
+            raise ValueError("times and memory of layers are finite, 0 or more, and not all times are 0")
+
+    @property
+    def sync_ms(self) -> float:
+        """What a micro-batch takes besides its layers."""
+        return self.forward_backward_ms - sum(self.layers_ms)
+
+    def stretched(self, layers: int) -> Measurement:
+        """Return the same with another number of layers: all but the first and the last are like the second."""
+        first, middle, last = self.layers_ms[0], self.layers_ms[1], self.layers_ms[-1]
+        times = (first, *[middle] * (layers - 2), last)
+        memory = (self.memory_mb[0], *[self.memory_mb[1]] * (layers - 2), self.memory_mb[-1])
+        return Measurement(times, self.sync_ms + sum(times), memory)
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Measurements of a model by (type of device, tensor-parallel degree, sequences of a micro-batch).
+
+    Attributes:
+        measurements: at least one; all of the same number of layers. The first one's type is the one whose layers
+            Metis's layer balancer looks at.
+        parameters_bytes: of the first, of a middle, and of the last layer.
+        optimizer_ms: of the whole model, as it stands in a file of measurements.
+        batch_generator_ms: of one micro-batch.
+        hidden: numbers per token that one layer hands to the next.
+        sequence: tokens of a sequence.
+        vocabulary: numbers per token that the last layer makes.
+    """
+
+    measurements: Mapping[tuple[str, int, int], Measurement]
+    parameters_bytes: tuple[float, float, float]
+    optimizer_ms: float
+    batch_generator_ms: float
+    hidden: int
+    sequence: int
+    vocabulary: int
+
+    def __post_init__(self) -> None:
+        depths = {len(each.layers_ms) for each in self.measurements.values()}
+        if len(depths) != 1:
+            raise ValueError(f"measurements are of {sorted(depths)} layers: give some, all of one number of layers")
+
+    @cached_property
+    def layers(self) -> int:
+        """How many layers the model has."""
+        return len(next(iter(self.measurements.values())).layers_ms)
+
+    @cached_property
+    def types(self) -> tuple[str, ...]:
+        """The types of devices, in the order of the measurements."""
+        return tuple(dict.fromkeys(kind for kind, _, _ in self.measurements))
+
+    def stretched(self, layers: int) -> Profile:
+        """Return the profile of the model with another number of layers, as the improved paper makes its own (4.1).
+
+        The layers between the first and the last must be equal; the optimizer's time grows with the layers.
+        """
+        if layers == self.layers:
+            return self
+        equal = all(len(set(each.layers_ms[1:-1])) == 1 for each in self.measurements.values())
+        if self.layers < 3 or layers < 2 or not equal:
+            raise ValueError(
+                f"the profile is of {self.layers} layers and the plan of {layers}: that needs a profile of at least 3 "
+                f"layers whose middle ones are equal, and a plan of at least 2; profile the model with {layers} layers"
+            )
+        return replace(
+            self,
+            measurements={key: each.stretched(layers) for key, each in self.measurements.items()},
+            optimizer_ms=self.optimizer_ms / self.layers * layers,
+        )
+
+    @staticmethod
+    def load(
+        paths: str | Path | Sequence[str | Path],
+        *,
+        layers: int | None = None,
+        hidden: int | None = None,
+        sequence: int | None = None,
+        vocabulary: int | None = None,
+    ) -> Profile:
+        """Read files of measurements; of a folder, all that are named as Metis names them.
+
+        Args:
+            paths: a folder, a file, or several files; the first file's type comes first.
+            layers: which number of layers to read where a file holds several; by default the least.
+            hidden: see `Profile`; needed where no file says it, as in Metis's own. So are the next two.
+            sequence: see `Profile`.
+            vocabulary: see `Profile`.
+
+        Raises:
+            ValueError: a file is no profile, or something is missing; the message says which and what.
+        """
+        files = [Path(paths)] if isinstance(paths, str | Path) else [Path(each) for each in paths]
+        if len(files) == 1 and files[0].is_dir():
+            files = sorted(each for each in files[0].iterdir() if _NAME.fullmatch(each.name))
+        if not files:
+            raise ValueError(f"{paths} has no files named like DeviceType.A100_tp1_bs1.json")
+        found = [entry for file in files for entry in _entries(file, layers)]
+        kind = found[0].type
+        said: dict[str, int] = {}
+        for name, value in (("hidden", hidden), ("sequence", sequence), ("vocabulary", vocabulary)):
+            numbers = [value] if value is not None else [e.sizes[name] for e in found if name in e.sizes]
+            if not numbers:
+                raise ValueError(f"{files[0]} does not say {name}: give {name}=...")
+            said[name] = int(numbers[0])
+        # Metis takes these from whichever file the operating system lists first. In the published runs it was one of
+        # the first type with a degree and a micro-batch of at least 4, and those files agree.
+        measured = [e for e in found if e.type == kind and e.tp <= _MEASURED and e.size <= _MEASURED]
+        model = max(measured or found[:1], key=lambda e: (e.tp, e.size))
+        return Profile(
+            {(e.type, e.tp, e.size): e.measurement for e in found},
+            model.parameters_bytes,
+            model.optimizer_ms,
+            model.batch_generator_ms,
+            **said,
+        )
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """What one measurement's part of a file says."""
+
+    type: str
+    tp: int
+    size: int
+    measurement: Measurement
+    parameters_bytes: tuple[float, float, float]
+    optimizer_ms: float
+    batch_generator_ms: float
+    sizes: Mapping[str, int]
+
+
+def _entries(file: Path, layers: int | None) -> Iterator[_Entry]:
+    try:
+        record = json.loads(file.read_text(encoding="utf-8"))
+        if "by_num_layers" in record:
+            yield from _by_number_of_layers(record, layers)
+        elif "samples" in record:
+            yield from _samples(record)
+        else:
+            yield _own(file.name, record)
+    except (KeyError, IndexError, TypeError, AttributeError, json.JSONDecodeError) as error:
+        raise ValueError(f"{file} is not a profile of Metis: {type(error).__name__} {error}") from error
+
+
+def _own(name: str, record: Mapping[str, Any]) -> _Entry:
+    match = _NAME.fullmatch(name)
+    if match is None:
+        raise ValueError(f"{name}: a file of one measurement is named like DeviceType.A100_tp1_bs1.json")
+    times = record["execution_time"]
+    parameters = record["model"]["parameters"]["parameters_per_layer_bytes"]
+    measurement = Measurement(
+        tuple(times["layer_compute_total_ms"]),
+        times["forward_backward_time_ms"],
+        tuple(record["execution_memory"]["layer_memory_total_mb"]),
+    )
+    return _Entry(
+        match[1],
+        int(match[2]),
+        int(match[3]),
+        measurement,
+        _ends(parameters),
+        times["optimizer_time_ms"],
+        times["batch_generator_time_ms"],
+        {},
+    )
+
+
+def _samples(record: Mapping[str, Any]) -> Iterator[_Entry]:
+    model = record["model"]
+    sizes = {"hidden": model["hidden"], "sequence": model["seq"], "vocabulary": model["vocab"]}
+    for key, sample in record["samples"].items():
+        tp, size = _degree_and_size(key)
+        memory = sample.get("layer_memory_total_mb") or sample["layer_memory_total_mb_samsung"]
+        measurement = Measurement(
+            tuple(sample["layer_compute_total_ms"]), sample["forward_backward_time_ms"], tuple(memory)
+        )
+        yield _Entry(
+            record["device"],
+            tp,
+            size,
+            measurement,
+            _ends(model["parameters_per_layer_bytes"]),
+            sample["optimizer_time_ms"],
+            sample["batch_generator_time_ms"],
+            sizes,
+        )
+
+
+def _by_number_of_layers(record: Mapping[str, Any], layers: int | None) -> Iterator[_Entry]:
+    known = sorted(map(int, record["by_num_layers"]))
+    depth = known[0] if layers is None or layers not in known else layers
+    memory = record["layer_memory_mb"]
+    parameters = record["parameters_bytes"]
+    for key, row in record["by_num_layers"][str(depth)].items():
+        tp, size = _degree_and_size(key)
+        first, middle, last, forward_backward, _, optimizer, generator = row
+        measurement = Measurement(
+            (first, *[middle] * (depth - 2), last),
+            forward_backward,
+            (memory["first"], *[memory["mid"]] * (depth - 2), memory["last"]),
+        )
+        yield _Entry(
+            record["device"],
+            tp,
+            size,
+            measurement,
+            (parameters["first"], parameters["mid"], parameters["last"]),
+            optimizer,
+            generator,
+            {},
+        )
+
+
+def _degree_and_size(key: str) -> tuple[int, int]:
+    match = _KEY.fullmatch(key)
+    if match is None:
+        raise KeyError(f"{key!r}: a measurement is called like tp2_bs4")
+    return int(match[1]), int(match[2])
+
+
+def _ends(parameters: Sequence[float]) -> tuple[float, float, float]:
+    return float(parameters[0]), float(parameters[1]), float(parameters[-1])
