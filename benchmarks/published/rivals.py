@@ -42,7 +42,7 @@ from benchmarks.published.llamas import (
     strategy,
 )
 from benchmarks.published.workload import Lengths, fixed_length, in_turn
-from hydragraph.cost.profile import Profile, Scheme
+from hydragraph.cost.profile import PipelineCost, Profile, Scheme
 from hydragraph.cost.traffic import Roads, Transfers
 from hydragraph.ir.instruction import Op
 from hydragraph.ir.layout import GradientKind, propagation
@@ -281,7 +281,7 @@ class HotSpa:
         packed = fixed_length(lengths, phase.packed)
         return max(in_turn(self._pipelines(phase), packed))
 
-    def _pipelines(self, phase: Phase) -> Sequence[object]:
+    def _pipelines(self, phase: Phase) -> Sequence[PipelineCost]:
         return self._profile.pipelines([phase.scheme] * (self._devices // (phase.scheme[0] * phase.scheme[1])))
 
     def spent(self, lengths: Sequence[int]) -> Spent:
@@ -295,8 +295,8 @@ class HotSpa:
             ends = charge(self._profile, self._devices, [last.scheme] * len(self._pipelines(last)), assignment)
             between = itertools.pairwise(key)
             self._moving[key] = ends + sum(resharded(self._profile, self._devices, a, b) for a, b in between)
-        slowly = SWITCH * len(ran) if len(ran) > 1 else self._moving[key]
-        return Spent(computing, self._moving[key], slowly)
+        moving = self._moving[key]
+        return Spent(computing, moving, max(moving, SWITCH * len(ran)) if len(ran) > 1 else moving)
 
 
 def bounds_of(context: int) -> list[int]:
@@ -315,7 +315,8 @@ def resharded(profile: Profile, devices: int, old: Scheme, new: Scheme) -> float
     pieces = []
     for bucket in costs.buckets:
         slices = copy(layouts[0][bucket.name], layouts[1][bucket.name]).travelling
-        pieces.append(Transfers(slices.src, slices.dst, (slices.hi - slices.lo) * float(BYTES)))
+        size = np.asarray((slices.hi - slices.lo) * BYTES, dtype=np.float64)
+        pieces.append(Transfers(slices.src, slices.dst, size))
     pushed = moved(costs, profile, strategy([old] * (devices // (old[0] * old[1])), profile), Op.PUSH)
     roads = Roads(costs.cluster, np.arange(devices))
     return sum(float(roads.passage(together(each, devices)).seconds.max()) for each in (pieces, pushed))
@@ -330,7 +331,7 @@ def together(transfers: Sequence[Transfers], ranks: int) -> Transfers:
     code = np.concatenate([t.src * ranks + t.dst for t in transfers])
     pairs, place_of = np.unique(code, return_inverse=True)
     size = np.bincount(place_of, np.concatenate([t.size for t in transfers]), len(pairs))
-    return Transfers(pairs // ranks, pairs % ranks, size)
+    return Transfers(pairs // ranks, pairs % ranks, np.asarray(size, dtype=np.float64))
 
 
 # Tuned, where Table 3 says nothing: the sweeps.

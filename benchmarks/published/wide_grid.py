@@ -68,6 +68,11 @@ class Cell:
         """Say whether it is simulated: 16 devices do not hold the 32B model with 32K tokens."""
         return not (self.model == "32b" and self.devices == 16 and self.context == 32_768)
 
+    @property
+    def title(self) -> str:
+        """Its name."""
+        return f"{self.model.upper()}, {self.devices} devices, {self.data}, {self.context // 1024}K"
+
 
 @dataclass
 class Line:
@@ -256,10 +261,9 @@ def simulate(cell: Cell, profile: Profile, quantiles: Sequence[float], iteration
         divided.append(bound_1f1b(kinds, lengths, cell.devices))
         alones.append(min(k.stages * k.micro_batch_seconds(max(lengths)) for k in kinds if k.max_len >= max(lengths)))
         same = [k for k, s in zip(kinds, schemes, strict=True) if k.max_len >= max(lengths) and s in of_alike]
-        ceilings.append(
-            min(divided[-1] + profile.hetero_sync_s, *(bound_1f1b([k], lengths, cell.devices) for k in same))
-        )
-    means = map(statistics.fmean, (ceilings, divided, alones))
+        equal = [bound_1f1b([k], lengths, cell.devices) for k in same]
+        ceilings.append(min([divided[-1] + profile.hetero_sync_s, *equal]))
+    ceiling, divided_s, longest = map(statistics.fmean, (ceilings, divided, alones))
     whole = [chosen.candidates[i] for i in alike if reach(chosen.candidates[i], profile) >= cell.context]
     most = max(map(len, whole))
     return Result(
@@ -269,7 +273,9 @@ def simulate(cell: Cell, profile: Profile, quantiles: Sequence[float], iteration
         statistics.fmean(charged),
         chosen.unequal,
         chosen.searching,
-        *means,
+        ceiling,
+        divided_s,
+        longest,
         most,
         profile.hetero_sync_s,
     )
@@ -306,11 +312,6 @@ def explain(result: Result) -> str:
     return "; ".join(parts)
 
 
-def title(cell: Cell) -> str:
-    """Return a cell's name."""
-    return f"{cell.model.upper()}, {cell.devices} devices, {cell.data}, {cell.context // 1024}K"
-
-
 def table(results: Sequence[Result]) -> Table:
     """Return the table of all cells."""
     heading = f"the wider grid: seconds per iteration of {TOKENS:,} tokens; published spread {PUBLISHED_SPREAD}"
@@ -332,7 +333,7 @@ def table(results: Sequence[Result]) -> Table:
         a, b, c, d = (line.mean for line in r.lines)
         gains = (f"{a / b:.2f}", f"{a / c:.2f}", f"{r.gain:.2f}", f"{a / r.charged:.2f}")
         made.add_row(
-            title(r.cell),
+            r.cell.title,
             r.lines[0].strategy,
             *(f"{s:.2f}" for s in (a, b, c, d)),
             *gains,
@@ -383,7 +384,7 @@ def report(results: Sequence[Result], console: Console, picture: Path) -> None:
     low = [r for r in results if r.gain < PUBLISHED[0]]
     console.print(f"(a)/(d) is at least {PUBLISHED[0]} in {len(results) - len(low)} of {len(results)} cells.")
     for r in low:
-        console.print(f"{title(r.cell)}: {r.gain:.2f}x: {explain(r)}.", highlight=False, soft_wrap=True)
+        console.print(f"{r.cell.title}: {r.gain:.2f}x: {explain(r)}.", highlight=False, soft_wrap=True)
     searching = [r.searching for r in results]
     console.print(
         f"proposing and refining took {statistics.fmean(searching):.2f} s CPU per cell, at most {max(searching):.2f} s."
@@ -391,6 +392,6 @@ def report(results: Sequence[Result], console: Console, picture: Path) -> None:
     mixed = [r for r in results if r.lines[2].strategy != r.lines[1].strategy]
     console.print(f"(c) is (b) in {len(results) - len(mixed)} cells, unequal pipelines in the others:")
     for r in mixed:
-        console.print(f"{title(r.cell)}: {r.lines[2].strategy}", highlight=False, soft_wrap=True)
+        console.print(f"{r.cell.title}: {r.lines[2].strategy}", highlight=False, soft_wrap=True)
     draw_picture(results, picture)
     console.print(f"picture: {picture}")

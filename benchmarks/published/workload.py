@@ -15,7 +15,7 @@ Lengths = list[int]
 def draw(quantiles: Sequence[float], context: int, random: np.random.Generator, count: int) -> Lengths:
     """Draw lengths by the inverse of their distribution, cut at the context length."""
     drawn = np.interp(random.random(count), np.linspace(0, 1, len(quantiles)), quantiles)
-    return np.minimum(drawn, context).astype(int).tolist()
+    return [int(n) for n in np.minimum(drawn, context)]
 
 
 def mini_batch(quantiles: Sequence[float], context: int, tokens: int, random: np.random.Generator) -> Lengths:
