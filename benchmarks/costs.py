@@ -10,6 +10,7 @@ DeepSpeed's, so they are priced with that runtime's way of moving data (`cost.st
 from these runs), and beside it with hydragraph's own. Constants that are not in the data: sequences have 2,048 tokens
 and numbers 4 bytes, as the sizes in `model_memory.json` say; a node has as many network cards as its whole bandwidth is
 a multiple of one sender's in `network.json`. `sizes` simulates large strategies, lowering and pricing included.
+`overlap` prices pull and push of a published case, hidden and not, beside the published seconds.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import argparse
 import json
 import random
 import resource
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -41,7 +43,8 @@ from hydragraph.spec.stage_kind import StageKind
 SEQUENCE = 2048  # tokens: act_output_floats of model_memory.json over the hidden size
 FLOAT = 4  # bytes
 OTHERS = {("clariden", "OPT-350"): 0.089, ("clariden", "GPT-Neo-2.7"): 0.101, ("mit", "OPT-350"): 0.103}  # Sailor's own
-PARTS = ("clusters", "sizes")
+PARTS = ("clusters", "sizes", "overlap")
+OVERLAPPED = 5  # iterations of `overlap`
 SIZES = (  # strategy, ranks, layers, micro-batches of each pipeline, seconds that it may take
     ("8*<tp2,pp4>", 64, 32, 16, 1),
     ("16*<tp8,pp8>", 1024, 80, 64, 20),
@@ -229,13 +232,26 @@ def print_sizes() -> None:
     Console().print(table)
 
 
+def print_overlap(constants: Path, lengths: Path) -> None:
+    """Print what pull and push add to iterations of the paper's Table 1, published and simulated."""
+    sys.path.insert(0, str(Path(__file__).parents[1]))  # run by its path, this file knows only its own folder
+    from benchmarks.published import llamas, overlap, paper_grid
+
+    published = llamas.read_profiles(constants)[paper_grid.CASE.model]
+    quantiles = json.loads(lengths.read_text(encoding="utf-8"))[paper_grid.CASE.data]
+    Console(width=150).print(overlap.table(overlap.found(published, quantiles, OVERLAPPED), OVERLAPPED))
+
+
 def main() -> None:
     """Print the parts that are asked for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, default=Path("../shared/data"), help="where the folder sailor is")
+    parser.add_argument(
+        "--data", type=Path, default=Path("../shared/data"), help="where the folder sailor and the constants are"
+    )
     parser.add_argument("--only", choices=PARTS, help="one part")
     chosen = parser.parse_args()
     parts: dict[str, Callable[[], None]] = {"clusters": lambda: _clusters(chosen.data / "sailor"), "sizes": print_sizes}
+    parts["overlap"] = lambda: _overlap(chosen.data)
     for name in PARTS:
         if chosen.only in (None, name):
             parts[name]()
@@ -246,6 +262,14 @@ def _clusters(folder: Path) -> None:
         print_clusters(folder)
     else:
         print(f"clusters skipped: {folder} has no measured_runs.json; give the folder above it with --data")
+
+
+def _overlap(folder: Path) -> None:
+    constants, lengths = folder / "hydraulis_profiles.json", folder / "length_distributions.json"
+    if constants.exists() and lengths.exists():
+        print_overlap(constants, lengths)
+    else:
+        print(f"overlap skipped: {constants} or {lengths} is not there; give their folder with --data")
 
 
 if __name__ == "__main__":

@@ -1,437 +1,50 @@
-"""What planning every iteration is worth, simulated from published constants of Llamas on A800 devices.
+"""What planning every iteration is worth, by the published constants of Llamas on A800 devices.
 
-    python benchmarks/hydraulis.py                                  # all cells, a table and hydraulis.png
-    python benchmarks/hydraulis.py --models 32b --devices 64        # some of them
-    python benchmarks/hydraulis.py --data DIR --iterations 20
+    python -m benchmarks.hydraulis                          # the paper's grid and sweeps, and its case study
+    python -m benchmarks.hydraulis --cells 4 --iterations 5 # a slice of its grid
+    python -m benchmarks.hydraulis --only sweeps            # grid, sweeps or case
+    python -m benchmarks.hydraulis --grid wide              # another grid, and hydraulis.png
+    python -m benchmarks.hydraulis --data DIR               # where the constants and length distributions are
 
-Compared are, per iteration of 100K tokens, each tuned on iterations of its own:
+What is divided by what, and what is measured, published or assumed:
 
-(a) the best homogeneous strategy that takes the context length, with fixed-length packing: first-fit decreasing into
-    packed sequences of the context length, one per micro-batch, dealt to the pipelines in turn. Attention is priced by
-    sequence and packed sequences are not padded, both to the advantage of (a);
-(b) the best homogeneous strategy with our assignment of sequences to pipelines and micro-batches;
-(c) the best candidate that takes the context length, one for all iterations;
-(d) the best candidate of every iteration, also of those that only shorter sequences fit.
+- benchmarks/published/paper_grid.py: the columns, and the paper's own cells (36: three models on two numbers of devices
+  each, three settings of context and tokens, two distributions of lengths);
+- benchmarks/published/rivals.py: how Megatron-LM, DeepSpeed and HotSPa are emulated;
+- benchmarks/published/llamas.py: constants, and what they leave out;
+- benchmarks/published/bound.py: the lower bound;
+- benchmarks/published/wide_grid.py: the other grid.
 
-Candidates are the proposed strategies and all homogeneous ones, and what `planner.refine` makes of them on the tuning
-iterations: together, and in groups of those that the same schemes take.
-
-Times are the 1F1B recurrence; an iteration whose pipelines are not all alike pays the profile's synchronisation on top.
-"Spread" is (slowest - fastest) / slowest over all pipelines, idle ones included.
+Nothing here is measured: everything is simulated from constants that others measured.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import math
 import multiprocessing
-import statistics
-import time
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import dataclass, field, replace
-from itertools import product
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
-from hydragraph import planner
-from hydragraph.cost.profile import PipelineCost, Profile, Scheme
-from hydragraph.planner.assigning import bound_devices
-from hydragraph.planner.one_f_one_b import pipeline_seconds
+from benchmarks.published import paper_grid, wide_grid
+from benchmarks.published.llamas import MODELS, read_profiles
 
-TOKENS = 100_000
-TUNING = 10  # iterations on which static strategies are chosen; others than those measured
-SAMPLE = 20_000  # sequences that strategies are proposed from
-KEPT = 24  # candidates that refining puts first
-KEPT_UNEQUAL = 6  # and of unequal pipelines that take the context
-PUBLISHED = (1.32, 2.66)
-PUBLISHED_SPREAD = "0.36-0.65 -> 0.02-0.10"
-MODELS, DEVICES, CONTEXTS = ("7b", "13b", "32b"), (16, 32, 64), (16_384, 32_768)
-DATA = ("web_text", "python_code")
+Cell = TypeVar("Cell", paper_grid.Cell, wide_grid.Cell)
+WIDTH = 200
+ITERATIONS = {"paper": 20, "wide": 100}
+CASE_ITERATIONS = 100  # as in the paper
 
-Candidate = tuple[Scheme, ...]
-Lengths = list[int]
 
-
-@dataclass(frozen=True)
-class Cell:
-    """One row of the table: model, devices, length distribution and context length."""
-
-    model: str
-    devices: int
-    data: str
-    context: int
-
-    @property
-    def fits(self) -> bool:
-        """Say whether it is simulated: 16 devices do not hold the 32B model with 32K tokens."""
-        return not (self.model == "32b" and self.devices == 16 and self.context == 32_768)
-
-
-@dataclass
-class Line:
-    """What one way of working took: its strategy, the seconds and the spread of every iteration."""
-
-    strategy: str
-    seconds: list[float] = field(default_factory=list)
-    spreads: list[float] = field(default_factory=list)
-
-    def add(self, seconds: float, ends: Sequence[float]) -> None:
-        """Add an iteration, in which the pipelines ended at `ends`."""
-        self.seconds.append(seconds)
-        self.spreads.append(spread(ends))
-
-    @property
-    def mean(self) -> float:
-        """Mean seconds per iteration."""
-        return statistics.fmean(self.seconds)
-
-    @property
-    def spread(self) -> float:
-        """Mean spread."""
-        return statistics.fmean(self.spreads)
-
-
-@dataclass(frozen=True)
-class Result:
-    """A cell's numbers.
-
-    Attributes:
-        lines: (a) to (d).
-        unequal: part of (d)'s iterations that ran unequal pipelines.
-        charged: mean seconds of (d) were every iteration to pay the synchronisation.
-        only_unequal: the best static strategy of unequal pipelines, and its mean seconds on the tuning iterations.
-        searching: seconds that proposing and refining the candidates took.
-        ceiling: mean seconds below which no strategy at all can be: the least bound of the homogeneous ones, or, if it
-            is less, that of any pipelines on these devices with what unequal ones pay.
-        divided: mean seconds of that bound of any pipelines, without what unequal ones pay.
-        longest: mean seconds of the longest sequence alone, on the scheme that computes it fastest.
-        bound: mean seconds below which no candidate of (d) can be.
-        pipelines: of the homogeneous strategies that take the context, the most pipelines.
-        sync: seconds that an iteration of unequal pipelines pays.
-    """
-
-    cell: Cell
-    lines: tuple[Line, Line, Line, Line]
-    unequal: float
-    charged: float
-    only_unequal: tuple[str, float]
-    searching: float
-    ceiling: float
-    divided: float
-    longest: float
-    bound: float
-    pipelines: int
-    sync: float
-
-    @property
-    def gain(self) -> float:
-        """How many times (d) is faster than (a)."""
-        return self.lines[0].mean / self.lines[3].mean
-
-
-# Data.
-
-
-def draw(quantiles: Sequence[float], context: int, random: np.random.Generator, count: int) -> list[int]:
-    """Draw lengths by the inverse of their distribution, cut at the context length."""
-    drawn = np.interp(random.random(count), np.linspace(0, 1, len(quantiles)), quantiles)
-    return np.minimum(drawn, context).astype(int).tolist()
-
-
-def mini_batch(quantiles: Sequence[float], context: int, random: np.random.Generator) -> Lengths:
-    """Draw one iteration; its last sequence is cut so that the tokens are exact."""
-    found: Lengths = []
-    left = TOKENS
-    while left > 0:
-        found.append(min(left, *draw(quantiles, context, random, 1)))
-        left -= found[-1]
-    return found
-
-
-# Strategies.
-
-
-def shown(strategy: Iterable[Scheme]) -> str:
-    """Return a short text of a strategy."""
-    return " + ".join(f"{n}*tp{tp}pp{pp}" for (tp, pp), n in Counter(strategy).items())
-
-
-def reach(strategy: Candidate, profile: Profile) -> int:
-    """Return the longest sequence that a strategy takes."""
-    devices = sum(tp * pp for tp, pp in strategy)
-    return max(profile.max_len(scheme, devices) for scheme in set(strategy))
-
-
-def charge(strategy: Candidate, profile: Profile) -> float:
-    """Return what unequal pipelines pay."""
-    return profile.hetero_sync_s if len(set(strategy)) > 1 else 0.0
-
-
-# (a).
-
-
-def fixed_length(lengths: Sequence[int], context: int) -> list[list[int]]:
-    """Pack first-fit decreasing into packed sequences of at most `context` tokens."""
-    packed: list[list[int]] = []
-    room: list[int] = []
-    for n in sorted(lengths, reverse=True):
-        at = next((i for i, free in enumerate(room) if free >= n), len(room))
-        if at == len(room):
-            packed.append([])
-            room.append(context)
-        packed[at].append(n)
-        room[at] -= n
-    return packed
-
-
-def in_turn(pipelines: Sequence[PipelineCost], packed: Sequence[Sequence[int]]) -> list[float]:
-    """Return when each pipeline finishes where packed sequences are dealt in turn, one per micro-batch."""
-    count = len(pipelines)
-    costs = [[p.micro_batch_seconds(m) for m in packed[i::count]] for i, p in enumerate(pipelines)]
-    return [pipeline_seconds(row, p.stages) for row, p in zip(costs, pipelines, strict=True)]
-
-
-def spread(ends: Sequence[float]) -> float:
-    """Return (slowest - fastest) / slowest."""
-    return 1 - min(ends) / max(ends)
-
-
-# Tuning.
-
-
-@dataclass(frozen=True)
-class Chosen:
-    """What the tuning iterations decide: (a), (b), (c), the candidates of (d), and (c) of unequal pipelines only.
-
-    `searching` are the seconds that finding candidates took.
-    """
-
-    fixed: Candidate
-    alike: Candidate
-    static: Candidate
-    candidates: list[Candidate]
-    unequal: tuple[str, float]
-    searching: float
-
-
-def search(profile: Profile, cell: Cell, sample: Lengths, tuning: Sequence[Lengths]) -> list[Candidate]:
-    """Return the candidates: all homogeneous strategies, and those that refining puts first."""
-    proposed = planner.propose(profile, sample, cell.devices, cell.context)
-    alike = planner.homogeneous(profile, cell.devices)
-    starts = [*proposed, *alike]
-    refined = [tuple(s) for s in planner.refine(starts, profile, tuning, cell.devices, context=cell.context)]
-    unequal = [s for s in refined if len(set(s)) > 1 and reach(s, profile) >= cell.context]
-    return list(dict.fromkeys([*refined[:KEPT], *unequal[:KEPT_UNEQUAL], *map(tuple, alike)]))
-
-
-def least(
-    candidates: Sequence[Candidate],
-    seconds: Callable[[Candidate, Lengths], float],
-    bounds: Sequence[float],
-    tuning: Sequence[Lengths],
-) -> tuple[Candidate, float]:
-    """Return the candidate with the least mean seconds, trying the best bounds first and only while they can win."""
-    best, kept = math.inf, candidates[0]
-    for bound, candidate in sorted(zip(bounds, candidates, strict=True)):
-        if bound >= best:
-            break
-        mean = statistics.fmean(seconds(candidate, lengths) for lengths in tuning)
-        if mean < best:
-            best, kept = mean, candidate
-    return kept, best
-
-
-def tune(profile: Profile, cell: Cell, sample: Lengths, tuning: Sequence[Lengths]) -> Chosen:
-    """Choose all strategies. A candidate of (d) is kept where its bound could win a tuning iteration."""
-    began = time.process_time()
-    every = search(profile, cell, sample, tuning)
-    searching = time.process_time() - began
-    found = [planner.compare(every, profile, lengths) for lengths in tuning]
-    # The bound is one of `seconds`, which the recurrence may undercut a little where stages are several.
-    bound = {c: 0.9 * statistics.fmean(f.verdicts[i].bound for f in found) for i, c in enumerate(every)}
-
-    def fixed(strategy: Candidate, lengths: Lengths) -> float:
-        return max(in_turn(profile.pipelines(strategy), fixed_length(lengths, cell.context)))
-
-    def assigned(strategy: Candidate, lengths: Lengths) -> float:
-        return planner.assign(strategy, profile, lengths).seconds_1f1b + charge(strategy, profile)
-
-    whole = [c for c in every if reach(c, profile) >= cell.context]
-    same, mixed = ([c for c in whole if (len(set(c)) == 1) == equal] for equal in (True, False))
-    a, _ = least(same, fixed, [0.0] * len(same), tuning)
-    b, b_s = least(same, assigned, [bound[c] for c in same], tuning)
-    c, c_s = least(mixed, assigned, [bound[c] for c in mixed], tuning) if mixed else (b, math.inf)
-    static = c if c_s < b_s else b
-    able = [s for i, s in enumerate(every) if any(f.verdicts[i].bound <= f.seconds for f in found)]
-    alike = [s for s in every if len(set(s)) == 1]
-    unequal = (shown(c) if mixed else "none", c_s)
-    return Chosen(a, b, static, list(dict.fromkeys([*able, *alike, static])), unequal, searching)
-
-
-# A cell.
-
-
-def simulate(cell: Cell, profile: Profile, quantiles: Sequence[float], iterations: int) -> Result:
-    """Simulate a cell."""
-    random = np.random.default_rng([MODELS.index(cell.model), cell.devices, DATA.index(cell.data), cell.context])
-    sample = draw(quantiles, cell.context, random, SAMPLE)
-    tuning = [mini_batch(quantiles, cell.context, random) for _ in range(TUNING)]
-    chosen = tune(profile, cell, sample, tuning)
-    lines = (Line(shown(chosen.fixed)), Line(shown(chosen.alike)), Line(shown(chosen.static)), Line("-"))
-    homogeneous_pipelines = profile.pipelines(chosen.fixed)
-    alike = [i for i, s in enumerate(chosen.candidates) if len(set(s)) == 1]
-    schemes = [s for s in profile.schemes if s[0] * s[1] <= cell.devices]
-    kinds = [profile.pipeline(s, cell.devices) for s in schemes]
-    unequal, charged, bounds, divided, alones, ceilings = [], [], [], [], [], []
-    for _ in range(iterations):
-        lengths = mini_batch(quantiles, cell.context, random)
-        ends = in_turn(homogeneous_pipelines, fixed_length(lengths, cell.context))
-        lines[0].add(max(ends), ends)
-        for line, strategy in ((lines[1], chosen.alike), (lines[2], chosen.static)):
-            assignment = planner.assign(strategy, profile, lengths)
-            line.add(assignment.seconds_1f1b + charge(strategy, profile), assignment.by_pipeline)
-        choice = planner.compare(chosen.candidates, profile, lengths)
-        paid = choice.verdicts[choice.index].charge
-        lines[3].add(choice.assignment.seconds_1f1b + paid, choice.assignment.by_pipeline)
-        unequal.append(len(set(chosen.candidates[choice.index])) > 1)
-        charged.append(choice.assignment.seconds_1f1b + profile.hetero_sync_s)
-        bounds.append(min(v.bound for v in choice.verdicts))
-        divided.append(bound_devices(kinds, lengths, cell.devices))
-        alones.append(min(k.stages * k.micro_batch_seconds(max(lengths)) for k in kinds if k.max_len >= max(lengths)))
-        ceilings.append(min(divided[-1] + profile.hetero_sync_s, *(choice.verdicts[i].bound for i in alike)))
-    means = map(statistics.fmean, (ceilings, divided, alones, bounds))
-    whole = [chosen.candidates[i] for i in alike if reach(chosen.candidates[i], profile) >= cell.context]
-    most = max(map(len, whole))
-    return Result(
-        cell,
-        lines,
-        statistics.fmean(unequal),
-        statistics.fmean(charged),
-        chosen.unequal,
-        chosen.searching,
-        *means,
-        most,
-        profile.hetero_sync_s,
-    )
-
-
-# Printing.
-
-
-def explain(result: Result) -> str:
-    """Say in a sentence what keeps a cell under the published gain."""
-    a, d = result.lines[0], result.lines[3]
-    ceiling = a.mean / result.ceiling
-    parts = []
-    if ceiling < PUBLISHED[0]:
-        parts.append(f"no strategy at all can gain more than {ceiling:.2f}x")
-    elif a.mean / result.bound < PUBLISHED[0]:
-        parts.append(
-            f"these candidates cannot gain more than {a.mean / result.bound:.2f}x, any strategy {ceiling:.2f}x"
-        )
-    else:
-        parts.append(f"the candidates' bound allows {a.mean / result.bound:.2f}x, any strategy's {ceiling:.2f}x")
-    if result.longest > 0.7 * d.mean:
-        parts.append(f"the longest sequence alone takes {result.longest / d.mean:.0%} of (d)")
-    if result.divided > 0.7 * d.mean:
-        parts.append(f"perfectly divided work takes {result.divided / d.mean:.0%} of (d), synchronisation not counted")
-    if result.pipelines <= 2:
-        many = "one pipeline takes" if result.pipelines == 1 else f"{result.pipelines} pipelines take"
-        parts.append(f"too few devices: at most {many} the context, so there is little to balance")
-    if a.spread < 0.2:
-        parts.append(f"(a) is already balanced (spread {a.spread:.2f})")
-    name, seconds = result.only_unequal
-    sync = f"; the best unequal one, {name}, takes {seconds:.2f} s" if math.isfinite(seconds) else ""
-    if not result.unequal:
-        parts.append(
-            f"unequal pipelines never pay for their synchronisation "
-            f"({result.sync:g} s, {result.sync / d.mean:.0%} of (d)){sync}"
-        )
-    return "; ".join(parts)
-
-
-def title(cell: Cell) -> str:
-    """Return a cell's name."""
-    return f"{cell.model.upper()}, {cell.devices} devices, {cell.data}, {cell.context // 1024}K"
-
-
-def table(results: Sequence[Result]) -> Table:
-    """Return the table of all cells."""
-    heading = f"seconds per iteration of {TOKENS:,} tokens; published: (a)/(d) 1.32-2.66, spread {PUBLISHED_SPREAD}"
-    made = Table(title=heading, title_justify="left")
-    for name in ("cell", "(a) strategy", "(a)", "(b)", "(c)", "(d)"):
-        made.add_column(name, justify="left" if name in ("cell", "(a) strategy") else "right", no_wrap=True)
-    for name in (
-        "a/b",
-        "a/c",
-        "a/d",
-        "a/d, all\ncharged",
-        "any strat.\nat most",
-        "spread\na",
-        "spread\nd",
-        "unequal\nin (d)",
-    ):
-        made.add_column(name, justify="right")
-    for r in results:
-        a, b, c, d = (line.mean for line in r.lines)
-        gains = (f"{a / b:.2f}", f"{a / c:.2f}", f"{r.gain:.2f}", f"{a / r.charged:.2f}")
-        made.add_row(
-            title(r.cell),
-            r.lines[0].strategy,
-            *(f"{s:.2f}" for s in (a, b, c, d)),
-            *gains,
-            f"{a / r.ceiling:.2f}",
-            f"{r.lines[0].spread:.2f}",
-            f"{r.lines[3].spread:.2f}",
-            f"{r.unequal:.0%}",
-            style="" if r.gain >= PUBLISHED[0] else "yellow",
-        )
-    return made
-
-
-def draw_picture(results: Sequence[Result], path: Path) -> None:
-    """Draw (a) to (d) of all cells."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    rows = [m for m in MODELS if any(r.cell.model == m for r in results)]
-    columns = list(dict.fromkeys((r.cell.data, r.cell.context) for r in results))
-    figure = Figure(figsize=(3.6 * len(columns) + 1, 2.6 * len(rows) + 0.6), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.subplots(len(rows), len(columns), squeeze=False)
-    for (i, model), (j, (data, context)) in product(enumerate(rows), enumerate(columns)):
-        own = [r for r in results if (r.cell.model, r.cell.data, r.cell.context) == (model, data, context)]
-        for k, name in enumerate(("(a) homogeneous, fixed-length", "(b) + assignment", "(c) + static", "(d) dynamic")):
-            at = [x + 0.2 * k for x in range(len(own))]
-            axes[i, j].bar(at, [r.lines[k].mean for r in own], 0.2, label=name, color=f"C{k}")
-        for x, r in enumerate(own):
-            axes[i, j].annotate(f"{r.gain:.2f}x", (x + 0.6, r.lines[3].mean), ha="center", va="bottom", fontsize=8)
-        axes[i, j].set_xticks([x + 0.3 for x in range(len(own))], [str(r.cell.devices) for r in own])
-        axes[i, j].set_title(f"{model.upper()}, {data}, {context // 1024}K", fontsize=9)
-    figure.supxlabel("devices")
-    figure.supylabel("seconds per iteration")
-    handles, labels = axes[0, 0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside upper center", ncols=4, fontsize=9)
-    figure.savefig(path, dpi=120, format="png")
-
-
-def run_all(
-    cells: Sequence[Cell],
-    profiles: dict[str, Profile],
-    quantiles: dict[str, Any],
-    iterations: int,
-    processes: int,
-) -> list[Result]:
-    """Simulate the cells, in processes, behind a progress bar."""
-    found: dict[Cell, Result] = {}
+def every(
+    cells: Sequence[Cell], task: Callable[..., Any], arguments: Callable[[Cell], tuple[Any, ...]], processes: int
+) -> list[Any]:
+    """Run a task for each cell, in processes, behind a progress bar; return the results in order."""
     bar = Progress(
         TextColumn("{task.description}"),
         BarColumn(),
@@ -439,59 +52,80 @@ def run_all(
         TimeElapsedColumn(),
         console=Console(stderr=True),
     )
+    found: dict[Any, Any] = {}
     context = multiprocessing.get_context("spawn")
     with bar, ProcessPoolExecutor(processes, mp_context=context) as pool:
-        task = bar.add_task("cells", total=len(cells))
-        jobs = [pool.submit(simulate, c, profiles[c.model], quantiles[c.data], iterations) for c in cells]
+        shown = bar.add_task("cells", total=len(cells))
+        jobs = {pool.submit(task, cell, *arguments(cell)): cell for cell in cells}
         for job in as_completed(jobs):
-            found[job.result().cell] = job.result()
-            bar.update(task, advance=1)
-            bar.console.print(f"{title(job.result().cell)}: {job.result().gain:.2f}x", highlight=False)
-    return [found[c] for c in cells]
+            found[jobs[job]] = job.result()
+            bar.update(shown, advance=1)
+            bar.console.print(f"done: {jobs[job].title}", highlight=False)
+    return [found[cell] for cell in cells]
 
 
-def read_profiles(path: Path, models: Sequence[str], sync_ms: float | None) -> dict[str, Profile]:
-    """Read the models' constants, with another synchronisation where one is given."""
-    entries = {entry["name"]: entry for entry in json.loads(path.read_text())["profiles"]}
-    found = {model: Profile.from_constants(entries[f"llama-{model}-a800-80g"]) for model in models}
-    return {m: p if sync_ms is None else replace(p, hetero_sync_s=sync_ms / 1e3) for m, p in found.items()}
+def paper(chosen: argparse.Namespace, profiles: dict[str, Any], quantiles: dict[str, Any], console: Console) -> None:
+    """Print the paper's grid, sweeps and case study."""
+
+    def arguments(cell: paper_grid.Cell) -> tuple[Any, ...]:
+        return profiles[cell.model], quantiles[cell.data], iterations
+
+    iterations = chosen.iterations or ITERATIONS["paper"]
+    cells = [cell for cell in paper_grid.CELLS if cell.model in chosen.models]
+    if chosen.only in (None, "grid"):
+        results = every(thinned(cells, chosen.cells), paper_grid.measured, arguments, chosen.processes)
+        console.print(paper_grid.table(results))
+        for line in paper_grid.summary(results):
+            console.print(line, highlight=False, soft_wrap=True, markup=False)
+    if chosen.only in (None, "sweeps") and chosen.cells is None:
+        for name, swept in paper_grid.SWEEPS.items():
+            found = every(swept, paper_grid.measured, arguments, chosen.processes)
+            console.print(paper_grid.sweep_table(name, found))
+    if chosen.only in (None, "case") and chosen.cells is None:
+        case = paper_grid.CASE
+        count = chosen.iterations or CASE_ITERATIONS
+        console.print(paper_grid.case_table(paper_grid.case_study(profiles[case.model], quantiles[case.data], count)))
+
+
+def thinned(cells: Sequence[Cell], count: int | None) -> Sequence[Cell]:
+    """Return so many cells, spread over all of them."""
+    return cells if count is None else [cells[i * len(cells) // count] for i in range(min(count, len(cells)))]
+
+
+def wide(chosen: argparse.Namespace, profiles: dict[str, Any], quantiles: dict[str, Any], console: Console) -> None:
+    """Print the wider grid."""
+    charged = {
+        m: p if chosen.sync_ms is None else replace(p, hetero_sync_s=chosen.sync_ms / 1e3) for m, p in profiles.items()
+    }
+    iterations = chosen.iterations or ITERATIONS["wide"]
+
+    def arguments(cell: wide_grid.Cell) -> tuple[Any, ...]:
+        return charged[cell.model], quantiles[cell.data], iterations
+
+    cells = thinned(wide_grid.cells_of(chosen.models), chosen.cells)
+    wide_grid.report(every(cells, wide_grid.simulate, arguments, chosen.processes), console, chosen.picture)
 
 
 def main() -> None:
-    """Print the table and the explanations, and draw the picture."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    """Print what is asked for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, default=Path("../shared/data"), help="where the constants and lengths are")
+    parser.add_argument("--grid", choices=("paper", "wide"), default="paper")
+    parser.add_argument("--only", choices=("grid", "sweeps", "case"), help="a part of what belongs to the paper's grid")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS)
-    parser.add_argument("--devices", nargs="+", type=int, choices=DEVICES, default=DEVICES)
-    parser.add_argument("--iterations", type=int, default=100)
+    parser.add_argument("--cells", type=int, help="so many cells of the grid, and nothing else")
+    parser.add_argument("--iterations", type=int, help=f"of each cell; default: {ITERATIONS}")
     parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument("--sync-ms", type=float, help="of unequal pipelines, instead of the published constant")
-    parser.add_argument("--picture", type=Path, default=Path("hydraulis.png"))
+    parser.add_argument("--sync-ms", type=float, help="of the wider grid's unequal pipelines; default: as published")
+    parser.add_argument("--picture", type=Path, default=Path("hydraulis.png"), help="of the wider grid")
     chosen = parser.parse_args()
     constants, lengths = chosen.data / "hydraulis_profiles.json", chosen.data / "length_distributions.json"
     if not (constants.is_file() and lengths.is_file()):
         print(f"skipped: {constants} or {lengths} is not there; give their folder with --data")
         return
-    profiles = read_profiles(constants, chosen.models, chosen.sync_ms)
-    every = [Cell(m, n, d, c) for m, d, c, n in product(chosen.models, DATA, CONTEXTS, chosen.devices)]
-    cells = [cell for cell in every if cell.fits]
-    results = run_all(cells, profiles, json.loads(lengths.read_text()), chosen.iterations, chosen.processes)
-    console = Console(width=190)
-    console.print(table(results))
-    low = [r for r in results if r.gain < PUBLISHED[0]]
-    console.print(f"{len(results) - len(low)} of {len(results)} cells reach {PUBLISHED[0]}x.")
-    for r in low:
-        console.print(f"{title(r.cell)}: {r.gain:.2f}x: {explain(r)}.", highlight=False, soft_wrap=True)
-    searching = [r.searching for r in results]
-    console.print(
-        f"proposing and refining took {statistics.fmean(searching):.2f} s CPU per cell, at most {max(searching):.2f} s."
-    )
-    mixed = [r for r in results if r.lines[2].strategy != r.lines[1].strategy]
-    console.print(f"(c) is (b) in {len(results) - len(mixed)} cells, unequal pipelines in the others:")
-    for r in mixed:
-        console.print(f"{title(r.cell)}: {r.lines[2].strategy}", highlight=False, soft_wrap=True)
-    draw_picture(results, chosen.picture)
-    console.print(f"picture: {chosen.picture}")
+    profiles = read_profiles(constants)
+    quantiles = json.loads(lengths.read_text(encoding="utf-8"))
+    {"paper": paper, "wide": wide}[chosen.grid](chosen, profiles, quantiles, Console(width=WIDTH))
 
 
 if __name__ == "__main__":

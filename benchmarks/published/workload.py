@@ -1,0 +1,49 @@
+"""Mini-batches of drawn lengths, and how systems with fixed-length packing compute them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from hydragraph.cost.profile import PipelineCost
+from hydragraph.planner.one_f_one_b import pipeline_seconds
+
+Lengths = list[int]
+
+
+def draw(quantiles: Sequence[float], context: int, random: np.random.Generator, count: int) -> Lengths:
+    """Draw lengths by the inverse of their distribution, cut at the context length."""
+    drawn = np.interp(random.random(count), np.linspace(0, 1, len(quantiles)), quantiles)
+    return [int(n) for n in np.minimum(drawn, context)]
+
+
+def mini_batch(quantiles: Sequence[float], context: int, tokens: int, random: np.random.Generator) -> Lengths:
+    """Draw one iteration; its last sequence is cut so that the tokens are exact."""
+    found: Lengths = []
+    left = tokens
+    while left > 0:
+        found.append(min(left, *draw(quantiles, context, random, 1)))
+        left -= found[-1]
+    return found
+
+
+def fixed_length(lengths: Sequence[int], context: int) -> list[list[int]]:
+    """Pack first-fit decreasing into packed sequences of at most `context` tokens."""
+    packed: list[list[int]] = []
+    room: list[int] = []
+    for n in sorted(lengths, reverse=True):
+        at = next((i for i, free in enumerate(room) if free >= n), len(room))
+        if at == len(room):
+            packed.append([])
+            room.append(context)
+        packed[at].append(n)
+        room[at] -= n
+    return packed
+
+
+def in_turn(pipelines: Sequence[PipelineCost], packed: Sequence[Sequence[int]]) -> list[float]:
+    """Return when each pipeline finishes where packed sequences are dealt in turn, one per micro-batch."""
+    count = len(pipelines)
+    costs = [[p.micro_batch_seconds(m) for m in packed[i::count]] for i, p in enumerate(pipelines)]
+    return [pipeline_seconds(row, p.stages) for row, p in zip(costs, pipelines, strict=True)]
