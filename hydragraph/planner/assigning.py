@@ -198,14 +198,15 @@ def enveloped(start: Bounded, until: float | None = None, seed: int = 0) -> Cut:
     placed = start.first
     if not _late(until):
         placed = search(problem, relaxed, SPREADING, seed, widely=False)
-    best, estimates = formed(start, placed)
+    last, estimates = formed(start, placed)
+    best = last
     for round_ in range(1, ROUNDS):
         if _late(until) or max(estimates) <= relaxed.seconds * (1 + SPREADING.enough):
             break
         # What packing took beyond the ends that the search went by is what it did not know.
-        placed = kicked(problem, placed, estimates - ends(problem, placed), relaxed, SPREADING, seed + round_)
-        found, estimates = formed(start, placed)
-        best = min(best, found, key=lambda cut: cut.seconds)
+        placed = kicked(problem, placed, last.ends - ends(problem, placed), relaxed, SPREADING, seed + round_)
+        last, estimates = formed(start, placed)
+        best = min(best, last, key=lambda cut: cut.seconds)
     return best
 
 
