@@ -2,19 +2,24 @@
 
 Dispatching and packing depend on each other: a pipeline's end is known only once its share is cut into micro-batches.
 So sequences are dispatched by what the best number of equal micro-batches would take (`local_search.finish`, FORMED);
-then each share is packed, and what packing took beyond that is added to the pipeline's end when dispatching again.
+then each share is packed, and what it then takes beyond that is added to the pipeline's end when dispatching again.
+
+All that goes by an envelope: every stage as slow as the slowest, (PP - 1) times the largest micro-batch to fill and
+drain. The best that it finds, by the schedule itself, is then improved by the schedule itself (`schedule_search`).
 
     z        a time by which every pipeline is to have finished
-    room(z)  [K]  seconds of work that a pipeline of each kind can do by z, whatever its number V of micro-batches
+    room(z)  [K]  seconds of work that a pipeline of each kind can do by z by the envelope, whatever its number V of
+             micro-batches
 
 Example: PP = 4 and c = 1. By z = 25, one micro-batch holds 25 / 4 - 1 = 5.25 of work. With several,
 sqrt(work) = sqrt(25) - sqrt(3) = 3.27: V = sqrt(3 work / c) = 5.66 of them hold 10.68. No pipeline does more.
 
 Equations of Hydraulis -> functions:
 
-    section 6, dispatch, then pack                                      `assign_pipelines`
-    Appendix D.1, sum_j cost_j + (PP - 1) max_j cost_j of each pipeline  `PlannedAssignment.estimates`
-    a lower bound on it for any V (ours; the paper has none)             `formed_room`, `bound_devices`
+    section 6, dispatch, then pack                                      `enveloped`
+    Appendix D.1, sum_j cost_j + (PP - 1) max_j cost_j of each pipeline  what `formed` minimises
+    a lower bound on it for any V (ours; the paper has none)             `formed_room`
+    1F1B itself, and a lower bound on it (ours)                          `improved`, `bound_pipelines`, `bound_devices`
 """
 
 from __future__ import annotations
@@ -26,9 +31,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from hydragraph.cost.profile import PipelineCost, Profile, Scheme
-from hydragraph.planner.bound import Relaxation, schedule_bound
+from hydragraph.planner.bound import Relaxation, alone, least_of, schedule_bound
 from hydragraph.planner.dispatch_search import Effort, bounded, ends, kicked, longest_first, search
-from hydragraph.planner.local_search import Floats, Ints, finish
+from hydragraph.planner.local_search import Floats, Ints
 from hydragraph.planner.micro_batches import SUM, form_in_order
 from hydragraph.planner.problem import Problem, problem_of
 from hydragraph.planner.schedule_search import TASKS, Sequences, ends_of, improve
@@ -40,8 +45,10 @@ from hydragraph.spec.assignment import Assignment
 ROUNDS = 3
 SPREADING = Effort(kicks=20, enough=3e-3)
 PACKING_KICKS = 20
+# Lengths from which on `bound_devices` looks at sequences.
+PREFIXES = 12
 # Of the search by the schedule itself.
-EFFORT = Effort(kicks=100, enough=1e-4)
+EFFORT = Effort(kicks=50, enough=1e-3)
 
 
 @dataclass(frozen=True)
@@ -135,7 +142,9 @@ def bounded_pipelines(pipelines: Sequence[PipelineCost], lengths: Sequence[int])
     # Longest first is a plan already, whatever the deadline; the envelope's bound is looked for below it.
     first = longest_first(problem)
     relaxed = bounded(problem, _least_cost(problem), formed_room(problem), first)
-    return Bounded(problem, given, first, relaxed, schedule_bound(problem, _lines(problem, given.terms), relaxed.prices))
+    return Bounded(
+        problem, given, first, relaxed, schedule_bound(problem, _lines(problem, given.terms), relaxed.prices)
+    )
 
 
 def _lines(problem: Problem, terms: StageTerms) -> StageTerms:
@@ -197,11 +206,12 @@ def enveloped(start: Bounded, until: float | None = None, seed: int = 0) -> Cut:
     relaxed = start.relaxed
     placed = start.first
     if not _late(until):
-        placed = search(problem, relaxed, SPREADING, seed, widely=False)
+        placed = search(problem, relaxed, SPREADING, seed, first=placed, widely=False)
     last, estimates = formed(start, placed)
     best = last
     for round_ in range(1, ROUNDS):
-        if _late(until) or max(estimates) <= relaxed.seconds * (1 + SPREADING.enough):
+        close = (max(estimates), relaxed.seconds), (best.seconds, start.seconds)
+        if _late(until) or any(reached <= bound * (1 + SPREADING.enough) for reached, bound in close):
             break
         # What packing took beyond the ends that the search went by is what it did not know.
         placed = kicked(problem, placed, last.ends - ends(problem, placed), relaxed, SPREADING, seed + round_)
@@ -277,27 +287,29 @@ def bound_pipelines(pipelines: Sequence[PipelineCost], lengths: Sequence[int]) -
 def bound_devices(kinds: Sequence[PipelineCost], lengths: Sequence[int], devices: int) -> float:
     """Return seconds that no assignment to any pipelines of these kinds, of so many devices in all, can beat.
 
-    By z, a pipeline of kind k can do room_k(z) work. So a sequence takes at least cost[i, k] / room_k(z) of one, and as
-    much of its devices; where these come to more than there are, with the best kind for each sequence, z is excluded.
+    By z, a pipeline of kind k can do z - fill_k of the work of sequences of some length or more (`bound.Least`). So
+    each of them takes at least cost[i, k] / (z - fill_k) of one, and as much of its devices; where these come to more
+    than there are, with the best kind for each sequence, z is excluded.
     """
     problem = problem_of(kinds, lengths, formed=True)
     if not len(problem.lengths):
         return 0.0
+    terms = _lines(problem, stage_terms(problem.kinds))
+    least = least_of(problem, terms)
+    cost = least.divided(problem)
     devices_of = np.array([k.devices for k in problem.kinds])
-    cost = _least_cost(problem)
-    room = formed_room(problem)
-    alone = np.full_like(cost, np.inf)
-    # Nobody is done before the sequence that takes longest alone, on the kind where it takes least.
-    for i, t in np.argwhere(np.isfinite(cost)):
-        alone[i, t] = finish(problem.terms[t], problem.cost[i, t], problem.lengths[i], problem.lengths[i])
+    looked_at = np.unique(np.linspace(0, len(least.prefixes) - 1, PREFIXES).astype(np.int64))
 
     # Whether z can be kept grows with z, so bisection finds the least one that is not excluded.
     def enough(z: float) -> bool:
-        usable = alone <= z
-        needed = np.where(usable, cost, 0.0) * devices_of / np.maximum(room(z), 1e-300)
-        return bool(np.where(usable, needed, np.inf).min(1).sum() <= devices)
+        for prefix, fill in zip(least.prefixes[looked_at], least.fill[looked_at], strict=True):
+            with np.errstate(divide="ignore"):
+                each = np.where(fill < z, devices_of / (z - fill), np.inf)
+            if (cost[: prefix + 1] * each).min(1).sum() > devices:
+                return False
+        return True
 
-    low = float(alone.min(1).max())
+    low = alone(problem, terms)
     if enough(low):
         return low
     high = 2 * low

@@ -182,6 +182,11 @@ class Least:
     prefixes: NDArray[np.int64]
     fill: Floats
 
+    def divided(self, problem: Problem) -> Floats:
+        """Return [n, K]: the work of each sequence, and its part of the overhead of micro-batches of MaxLen tokens."""
+        per_token = self.overhead / np.array([max(1, kind.max_len) for kind in problem.kinds])
+        return np.asarray(self.work + problem.lengths[:, None] * per_token)
+
 
 def least_of(problem: Problem, terms: StageTerms) -> Least:
     """Return what sequences take at least.
@@ -226,15 +231,13 @@ def schedule_bound(problem: Problem, terms: StageTerms, prices: Floats) -> float
         return 0.0
     least = least_of(problem, terms)
     prices = prices if prices.any() else np.ones_like(prices)
-    low = max(_divided(problem, least, prices), _alone(problem, terms))
+    low = max(_divided(problem, least, prices), alone(problem, terms))
     return _pigeonhole(problem, least, low) * (1 - 1e-9)  # sums in another order
 
 
 def _divided(problem: Problem, least: Least, prices: Floats) -> float:
     """Return the bound of sequences that can be divided at will."""
-    # Micro-batches of MaxLen tokens at most: so many at least, and the overhead as often.
-    per_token = least.overhead / np.array([max(1, kind.max_len) for kind in problem.kinds])
-    cost = least.work + problem.lengths[:, None] * per_token
+    cost = least.divided(problem)
     finite = np.isfinite(cost)
     cheapest = np.where(finite, np.where(finite, cost, 0.0) * prices, np.inf).min(1)
     needed = np.cumsum(cheapest)[least.prefixes]
@@ -275,12 +278,12 @@ def _pigeonhole(problem: Problem, least: Least, low: float) -> float:
     return low
 
 
-def _alone(problem: Problem, terms: StageTerms) -> float:
+def alone(problem: Problem, terms: StageTerms) -> float:
     """Return when the sequence ends that takes longest by itself, on the best pipeline for it."""
-    return max(min(alone_of(terms, k, n) for k in kinds) for n, kinds in problem.hardest)
+    return max(min(_alone(terms, k, n) for k in kinds) for n, kinds in problem.hardest)
 
 
-def alone_of(terms: StageTerms, kind: int, length: float) -> float:
+def _alone(terms: StageTerms, kind: int, length: float) -> float:
     """Return when a pipeline ends that computes one sequence."""
     stages = int(terms.stages[kind])
     row = np.zeros((1, stages, terms.seconds.shape[3]))

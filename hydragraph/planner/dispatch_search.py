@@ -88,7 +88,15 @@ def longest_first(problem: Problem, instance: Instance | None = None, start: Int
     return np.asarray(local_search.longest_first(problem.instance if instance is None else instance, first, False))
 
 
-def search(problem: Problem, relaxed: Relaxation, effort: Effort, seed: int, *, widely: bool = True) -> Ints:
+def search(
+    problem: Problem,
+    relaxed: Relaxation,
+    effort: Effort,
+    seed: int,
+    *,
+    first: Ints | None = None,
+    widely: bool = True,
+) -> Ints:
     """Return the best spread that was seen [n].
 
     Args:
@@ -96,13 +104,14 @@ def search(problem: Problem, relaxed: Relaxation, effort: Effort, seed: int, *, 
         relaxed: the bound, at which to stop, and where its solution puts each sequence.
         effort: how long to search.
         seed: of the search.
+        first: longest first, where it is known already.
         widely: from Alg. 1 and random caps too.
     """
     nothing = np.zeros(len(problem.pipelines))
     best = np.inf
-    best_placed = longest_first(problem)
+    best_placed = longest_first(problem) if first is None else first
     # What is started from does not depend on the effort: or more of it might lead elsewhere, and to a worse end.
-    starts = [placed for placed in _starts(problem, relaxed, widely, seed) if (placed >= 0).all()]
+    starts = [placed for placed in _starts(problem, relaxed, best_placed, widely, seed) if (placed >= 0).all()]
     for placed in sorted(starts, key=lambda placed: value(problem, placed))[:DESCENTS]:
         end = local_search.descend(placed, problem.instance, nothing)
         if end < best:
@@ -131,12 +140,12 @@ def kicked(problem: Problem, placed: Ints, extra: Floats, relaxed: Relaxation, e
     return improved
 
 
-def _starts(problem: Problem, relaxed: Relaxation, widely: bool, seed: int) -> list[Ints]:
+def _starts(problem: Problem, relaxed: Relaxation, first: Ints, widely: bool, seed: int) -> list[Ints]:
     """Return the starting points: from the relaxation, longest first, and widely: Alg. 1, and with random caps."""
     # The rounded relaxation decides the kinds, longest first the pipelines within them.
     starts = [
         longest_first(problem, problem.only(local_search.rounded(relaxed.shares))),
-        longest_first(problem),
+        first.copy(),
     ]
     if not widely:
         return starts

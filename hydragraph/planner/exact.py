@@ -126,7 +126,9 @@ def exact_assignment(pipelines: Sequence[PipelineCost], lengths: Sequence[int]) 
         raise ValueError(f"{n} sequences, at most {MOST} of them: all assignments are too many, or costs are tables")
     # Of every subset of the sequences, the best that a pipeline of each kind can do with it alone.
     alone = [
-        _every_subset(problem.lengths, float(kind.max_len), terms, k) if n else (np.zeros(1), np.zeros((1, 0), np.int64))
+        _every_subset(problem.lengths, float(kind.max_len), terms, k)
+        if n
+        else (np.zeros(1), np.zeros((1, 0), np.int64))
         for k, kind in enumerate(problem.kinds)
     ]
     # Pipeline by pipeline: the best of all ways to give the first ones a subset, and how much of it the last one got.

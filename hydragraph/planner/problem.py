@@ -51,7 +51,7 @@ class Problem:
 
     @property
     def hardest(self) -> list[tuple[float, list[int]]]:
-        """Of every set of kinds, the longest sequence that just these take: none of the others can take longer alone."""
+        """Of every set of kinds, the longest sequence that just these take: no other can take longer alone."""
         fits = np.isfinite(self.cost)
         longest = np.flatnonzero(np.diff(fits.sum(1), prepend=-1))
         return [(float(self.lengths[i]), np.flatnonzero(fits[i]).tolist()) for i in longest]

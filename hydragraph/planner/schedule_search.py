@@ -39,8 +39,10 @@ from hydragraph.planner.stage_terms import AHEAD, PARTS, Scratch, StageTerms, en
 
 Bools = NDArray[np.bool_]
 
+# Part of the last end that a step must save: large savings first, as small ones take as long to find.
+GAINS = (3e-3, LEAST_GAIN)
 # Tasks (a forward or backward of a micro-batch on a stage) that a search computes at most, all its trials together.
-TASKS = 1_000_000
+TASKS = 500_000
 # What a trial costs beside its tasks, in tasks.
 TRIAL = 20
 
@@ -429,9 +431,9 @@ def try_trades(i: int, p: int, best: float, horizon: float, plan: Plan, given: S
 
 
 @compiled
-def improve_once(p: int, plan: Plan, given: Sequences, tasks: int, changed: Bools) -> bool:
+def improve_once(p: int, gain: float, plan: Plan, given: Sequences, tasks: int, changed: Bools) -> bool:
     """Take the first step found that brings the end of the last pipeline forward; mark what it changed."""
-    best = plan.ends[p] * (1.0 - LEAST_GAIN)
+    best = plan.ends[p] * (1.0 - gain)
     if try_orders(p, best, plan, given):
         return True
     n = len(plan.placed)
@@ -461,14 +463,15 @@ def improve_once(p: int, plan: Plan, given: Sequences, tasks: int, changed: Bool
 
 
 @compiled
-def descend(plan: Plan, given: Sequences, tasks: int) -> float:
-    """Improve in place while a step helps and tasks are left; return the last end."""
+def descend(plan: Plan, given: Sequences, tasks: int, enough: float) -> float:
+    """Improve in place while a step helps, tasks are left and the last end is above `enough`; return that end."""
     changed = np.zeros(len(plan.ends), np.bool_)
-    while plan.spent[0] <= tasks:
-        p = np.argmax(plan.ends)
-        if not improve_once(p, plan, given, tasks, changed):
-            break
-        recount(plan, given, changed)
+    for gain in GAINS:
+        while plan.spent[0] <= tasks:
+            p = np.argmax(plan.ends)
+            if plan.ends[p] <= enough or not improve_once(p, gain, plan, given, tasks, changed):
+                break
+            recount(plan, given, changed)
     return plan.ends.max()
 
 
@@ -537,7 +540,7 @@ def improve(
     """
     np.random.seed(seed)
     plan = plan_of(placed, batch, order, count, given)
-    current = descend(plan, given, tasks)
+    current = descend(plan, given, tasks, enough)
     best = current
     kept = (placed.copy(), batch.copy(), order.copy(), count.copy())
     found = (placed.copy(), batch.copy(), order.copy(), count.copy())
@@ -548,7 +551,7 @@ def improve(
         for _ in range(2 + np.random.randint(4)):
             throw(plan, given, changed)
         recount(plan, given, changed)
-        end = descend(plan, given, tasks)
+        end = descend(plan, given, tasks, enough)
         if end <= current:
             current = end
             keep(plan, kept)

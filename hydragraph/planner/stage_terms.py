@@ -6,7 +6,7 @@
 
 A micro-batch counts by sum l^2 and sum l over its sequences alone: so constants and links say what `cost.stages` says,
 to the last digits. Tables and links with measured points are no such sums; constants that come near them stand for them
-in the search, and what it finds is judged by the tables themselves (`StageTerms.faithful`).
+in the search, and what it finds is judged by `PipelineCost.seconds` itself (`StageTerms.faithful`).
 
 Example: a stage of two kinds of ranks that compute forward in 2 l and 3 l + 1 seconds. Of a micro-batch of 4 and 6
 tokens it takes max(20, 31) = 31.
@@ -21,7 +21,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from hydragraph.cost.curves import Constants, Curve, Table
+from hydragraph.cost.curves import Constants, Curve
 from hydragraph.cost.profile import PipelineCost
 from hydragraph.cost.stages import Hop, Parts, Ring, StageCost
 from hydragraph.planner.compiled import compiled
@@ -106,11 +106,6 @@ def _kind(kind: PipelineCost, shortest: int | None) -> tuple[Floats, bool]:
             seconds[s, r, BACKWARD] = _added(stage.backward[at], span) + rings[1]
             seconds[s, r, AHEAD] = _hop(stage.ahead, span)
             seconds[s, r, BACK] = _hop(stage.back, span)
-    # A message that holds up its sender is as if the sender computed for so much longer.
-    if any(stage.ahead is not None and stage.ahead.blocking for stage in stages):
-        seconds[:, :, FORWARD] += seconds[:, :, AHEAD]
-        seconds[1:, :, BACKWARD] += seconds[:-1, :, BACK]
-        seconds[:, :, (AHEAD, BACK)] = 0.0
     return seconds, all(map(_faithful, stages))
 
 
@@ -128,21 +123,7 @@ def _added(parts: Parts, span: Span) -> Floats:
 def _constants(curve: Curve, span: Span) -> Constants:
     if isinstance(curve, Constants):
         return curve
-    return curve.constants() if span is None else Constants(0.0, _least_per_token(curve, *span), 0.0)
-
-
-def _least_per_token(table: Table, low: int, high: int) -> float:
-    """Return seconds per token that a table is nowhere below, for micro-batches of `low` to `high` tokens."""
-    # Between measured points it is a line, whose seconds per token are least at one of its ends; between two lengths
-    # it is a mean of theirs.
-    measured = {tokens for _, tokens, _ in table.rows}
-    least = np.inf
-    for length in {tokens / sequences for sequences, tokens, _ in table.rows}:
-        line = Table(tuple(row for row in table.rows if row[1] / row[0] == length))
-        limit = min(high, 2 * max(measured))  # it is not read further
-        for tokens in {low, limit, *(t for t in measured if low < t < limit)}:
-            least = min(least, line.seconds([tokens]) / tokens if tokens <= limit else np.inf)
-    return least if np.isfinite(least) else 0.0
+    return curve.constants() if span is None else Constants(0.0, curve.least_per_token(*span), 0.0)
 
 
 def _per_byte(link: Interconnect, span: Span) -> float:
@@ -167,8 +148,14 @@ def _hop(hop: Hop | None, span: Span) -> Floats:
 
 def _faithful(stage: StageCost) -> bool:
     curves = [curve for parts in (*stage.forward, *stage.backward, *stage.aux) for _, curve in parts]
-    links = [ring.link for ring in stage.rings or ()] + [hop.link for hop in (stage.ahead, stage.back) if hop]
-    return all(isinstance(curve, Constants) for curve in curves) and not any(link.points for link in links)
+    hops = [hop for hop in (stage.ahead, stage.back) if hop is not None]
+    links = [each.link for each in (*(stage.rings or ()), *hops)]
+    # Messages that hold up stages are another recurrence, in which nothing ends sooner than in this one.
+    return (
+        all(isinstance(curve, Constants) for curve in curves)
+        and not any(link.points for link in links)
+        and not any(hop.blocking for hop in hops)
+    )
 
 
 @compiled
