@@ -14,8 +14,8 @@ pipeline that ends last is improved, by the first step found that helps, until t
 
 Example: two stages, c = 0, and sequences of 2, 2, 4 and 4 seconds, a third of which is the forward.
 
-    4 4 2 2  ends at 14.67; the micro-batches in their order by length
-    2 4 4 2  at 13.33: filling and draining take 2 instead of 4
+    4 4 2 2  ends at 16; the micro-batches in their order by length
+    2 4 4 2  at 14.67: the pipeline fills and drains with small ones. The envelope says 16 of both
 
 A step, of the pipeline that ends last:
 
