@@ -69,7 +69,7 @@ class Plan(NamedTuple):
 
     Attributes:
         placed: the pipeline of each sequence [n].
-        batch, order, count: see there.
+        batch, order, counts: see there (`count`).
         members, squares, tokens: of each micro-batch: how many sequences, sum l^2 and sum l [M].
         rows: [M + 4, S, 5]; the last four are those of a trial.
         busy: what each stage of a pipeline computes [P, S].
@@ -82,7 +82,7 @@ class Plan(NamedTuple):
     placed: Ints
     batch: Ints
     order: Ints
-    count: Ints
+    counts: Ints
     members: Ints
     squares: Floats
     tokens: Floats
@@ -122,7 +122,9 @@ def plan_of(placed: Ints, batch: Ints, order: Ints, count: Ints, given: Sequence
 @compiled
 def ends_of(placed: Ints, batch: Ints, order: Ints, count: Ints, given: Sequences) -> Floats:
     """Return when each pipeline of an assignment ends [P]."""
-    return plan_of(placed, batch, order, count, given).ends
+    plan = plan_of(placed, batch, order, count, given)
+    ends: Floats = plan.ends
+    return ends
 
 
 @compiled
@@ -130,7 +132,7 @@ def recount(plan: Plan, given: Sequences, changed: Bools) -> None:
     """Compute everything about the pipelines that changed from `placed`, `batch`, `order` and `count`."""
     for p in range(len(changed)):
         if changed[p]:
-            for x in range(plan.count[p]):
+            for x in range(plan.counts[p]):
                 m = plan.order[p, x]
                 plan.members[m] = 0
                 plan.squares[m] = 0.0
@@ -147,13 +149,13 @@ def recount(plan: Plan, given: Sequences, changed: Bools) -> None:
         t = given.kind_of[p]
         stages = given.terms.stages[t]
         plan.busy[p] = 0.0
-        for x in range(plan.count[p]):
+        for x in range(plan.counts[p]):
             m = plan.order[p, x]
             fill_row(plan.rows[m], given.terms.seconds[t], stages, plan.squares[m], plan.tokens[m])
             for s in range(stages):
                 for part in range(AHEAD):
                     plan.busy[p, s] += plan.rows[m, s, part]
-        plan.ends[p] = end_with(p, plan.order[p], plan.count[p], plan, given)
+        plan.ends[p] = end_with(p, plan.order[p], plan.counts[p], plan, given)
         changed[p] = False
 
 
@@ -163,7 +165,7 @@ def end_with(p: int, order: Ints, count: int, plan: Plan, given: Sequences) -> f
     t = given.kind_of[p]
     stages = given.terms.stages[t]
     plan.spent[0] += 2 * stages * count + TRIAL
-    return end_of(plan.rows, order, count, stages, given.terms.gpipe[t], plan.scratch)
+    return float(end_of(plan.rows, order, count, stages, given.terms.gpipe[t], plan.scratch))
 
 
 @compiled
@@ -200,7 +202,7 @@ def without(i: int, p: int, which: int, plan: Plan, given: Sequences) -> int:
     m = plan.batch[i]
     count = 0
     # A micro-batch of one sequence goes with it; of another, what is left takes its place, as trial 2 * which.
-    for x in range(plan.count[p]):
+    for x in range(plan.counts[p]):
         other = plan.order[p, x]
         if other != m:
             order[count] = other
@@ -255,15 +257,15 @@ def relocate(i: int, q: int, m: int, x: int, plan: Plan) -> None:
     old = plan.batch[i]
     plan.members[old] -= 1
     if plan.members[old] == 0:
-        for y in range(plan.count[p]):
+        for y in range(plan.counts[p]):
             if plan.order[p, y] == old:
-                closed(plan.order[p], plan.count[p], y)
-                plan.count[p] -= 1
+                closed(plan.order[p], plan.counts[p], y)
+                plan.counts[p] -= 1
                 break
     if m < 0:
         m = free_number(plan)
-        opened(plan.order[q], plan.count[q], x, m)
-        plan.count[q] += 1
+        opened(plan.order[q], plan.counts[q], x, m)
+        plan.counts[q] += 1
     plan.members[m] += 1
     plan.placed[i] = q
     plan.batch[i] = m
@@ -273,10 +275,10 @@ def relocate(i: int, q: int, m: int, x: int, plan: Plan) -> None:
 def try_orders(p: int, best: float, plan: Plan, given: Sequences) -> bool:
     """Let two micro-batches of pipeline p change places, if it ends before `best` then."""
     order = plan.order[p]
-    for x in range(plan.count[p] - 1):
-        for y in range(x + 1, plan.count[p]):
+    for x in range(plan.counts[p] - 1):
+        for y in range(x + 1, plan.counts[p]):
             order[x], order[y] = order[y], order[x]
-            end = end_with(p, order, plan.count[p], plan, given)
+            end = end_with(p, order, plan.counts[p], plan, given)
             if end < best:
                 plan.ends[p] = end
                 return True
@@ -304,7 +306,7 @@ def try_moves(i: int, p: int, best: float, plan: Plan, given: Sequences) -> bool
     if count == plan.order.shape[1] or not changed_batch(-1, 1, p, -1, i, plan, given):
         return False
     for x in range(count + 1):
-        if plan.members[own] == 1 and x < plan.count[p] and plan.order[p, x] == own:
+        if plan.members[own] == 1 and x < plan.counts[p] and plan.order[p, x] == own:
             continue  # as it is
         opened(order, count, x, left + 1)
         end = end_with(p, order, count + 1, plan, given)
@@ -328,10 +330,10 @@ def try_swaps(i: int, p: int, best: float, plan: Plan, given: Sequences) -> bool
         if not changed_batch(other, 1, p, k, i, plan, given):
             continue
         changed_batch(own, 0, p, i, k, plan, given)
-        for x in range(plan.count[p]):
+        for x in range(plan.counts[p]):
             m = plan.order[p, x]
             order[x] = n if m == own else n + 1 if m == other else m
-        if end_with(p, order, plan.count[p], plan, given) < best:
+        if end_with(p, order, plan.counts[p], plan, given) < best:
             plan.batch[i] = other
             plan.batch[k] = own
             return True
@@ -372,7 +374,7 @@ def try_leaving(i: int, p: int, best: float, horizon: float, plan: Plan, given: 
             continue
         if given.lengths[i] > given.max_len[given.kind_of[q]] or least_with(i, -1, q, plan, given) >= best:
             continue
-        there = plan.count[q]
+        there = plan.counts[q]
         for x in range(there):
             order[x] = plan.order[q, x]
         for x in range(there):
@@ -404,9 +406,9 @@ def try_trades(i: int, p: int, best: float, horizon: float, plan: Plan, given: S
     n = len(plan.placed)
     own = plan.batch[i]
     mine = plan.trial[0]
-    for x in range(plan.count[p]):
+    for x in range(plan.counts[p]):
         mine[x] = plan.order[p, x]
-    exchanged(mine, plan.count[p], own, n)
+    exchanged(mine, plan.counts[p], own, n)
     theirs = plan.trial[1]
     for k in range(i + 1, n):
         q = plan.placed[k]
@@ -416,12 +418,12 @@ def try_trades(i: int, p: int, best: float, horizon: float, plan: Plan, given: S
             continue
         if not changed_batch(own, 0, p, i, k, plan, given) or not changed_batch(plan.batch[k], 2, q, k, i, plan, given):
             continue
-        if end_with(p, mine, plan.count[p], plan, given) >= best:
+        if end_with(p, mine, plan.counts[p], plan, given) >= best:
             continue
-        for x in range(plan.count[q]):
+        for x in range(plan.counts[q]):
             theirs[x] = plan.order[q, x]
-        exchanged(theirs, plan.count[q], plan.batch[k], n + 2)
-        if end_with(q, theirs, plan.count[q], plan, given) < best:
+        exchanged(theirs, plan.counts[q], plan.batch[k], n + 2)
+        if end_with(q, theirs, plan.counts[q], plan, given) < best:
             plan.batch[i] = plan.batch[k]
             plan.batch[k] = own
             plan.placed[i] = q
@@ -472,27 +474,28 @@ def descend(plan: Plan, given: Sequences, tasks: int, enough: float) -> float:
             if plan.ends[p] <= enough or not improve_once(p, gain, plan, given, tasks, changed):
                 break
             recount(plan, given, changed)
-    return plan.ends.max()
+    return float(plan.ends.max())
 
 
 @compiled
 def throw(plan: Plan, given: Sequences, changed: Bools) -> None:
     """Put a random sequence into a random micro-batch, or let two micro-batches change places; mark what changed."""
-    p = np.random.randint(len(plan.ends))
-    if np.random.random() < 0.25 and plan.count[p] > 1:
-        x = np.random.randint(plan.count[p])
-        y = np.random.randint(plan.count[p])
+    i = np.random.randint(len(plan.placed))
+    # Half of them stay in their pipeline, or one whose micro-batches could be better would seldom be tried.
+    p = plan.placed[i] if np.random.random() < 0.5 else np.random.randint(len(plan.ends))
+    if np.random.random() < 0.25 and plan.counts[p] > 1:
+        x = np.random.randint(plan.counts[p])
+        y = np.random.randint(plan.counts[p])
         plan.order[p, x], plan.order[p, y] = plan.order[p, y], plan.order[p, x]
         changed[p] = True
         return
-    i = np.random.randint(len(plan.placed))
     most = given.max_len[given.kind_of[p]]
     if given.lengths[i] > most:
         return
     old = plan.placed[i]
     own = plan.batch[i]
     alone = plan.members[own] == 1
-    there = plan.count[p] - (1 if alone and old == p else 0)
+    there = plan.counts[p] - (1 if alone and old == p else 0)
     x = np.random.randint(2 * there + 1)
     if x < there:
         m = plan.order[p, x]
@@ -563,7 +566,7 @@ def improve(
             changed[:] = True
             recount(plan, given, changed)
     restore(plan, found)
-    return best
+    return float(best)
 
 
 @compiled
@@ -572,7 +575,7 @@ def keep(plan: Plan, kept: tuple[Ints, Ints, Ints, Ints]) -> None:
     kept[0][:] = plan.placed
     kept[1][:] = plan.batch
     kept[2][:] = plan.order
-    kept[3][:] = plan.count
+    kept[3][:] = plan.counts
 
 
 @compiled
@@ -581,5 +584,5 @@ def restore(plan: Plan, kept: tuple[Ints, Ints, Ints, Ints]) -> None:
     plan.placed[:] = kept[0]
     plan.batch[:] = kept[1]
     plan.order[:] = kept[2]
-    plan.count[:] = kept[3]
+    plan.counts[:] = kept[3]
     plan.members[:] = 0
