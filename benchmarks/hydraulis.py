@@ -255,8 +255,7 @@ def tune(profile: Profile, cell: Cell, sample: Lengths, tuning: Sequence[Lengths
     every = search(profile, cell, sample, tuning)
     searching = time.process_time() - began
     found = [planner.compare(every, profile, lengths) for lengths in tuning]
-    # The bound is one of `seconds`, which the recurrence may undercut a little where stages are several.
-    bound = {c: 0.9 * statistics.fmean(f.verdicts[i].bound for f in found) for i, c in enumerate(every)}
+    bound = {c: statistics.fmean(f.verdicts[i].bound for f in found) for i, c in enumerate(every)}
 
     def fixed(strategy: Candidate, lengths: Lengths) -> float:
         return max(in_turn(profile.pipelines(strategy), fixed_length(lengths, cell.context)))
