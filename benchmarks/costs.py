@@ -11,6 +11,7 @@ from these runs), and beside it with hydragraph's own. Constants that are not in
 and numbers 4 bytes, as the sizes in `model_memory.json` say; a node has as many network cards as its whole bandwidth is
 a multiple of one sender's in `network.json`. `sizes` simulates large strategies, lowering and pricing included.
 `overlap` prices pull and push of a published case, hidden and not, beside the published seconds.
+`assign` compares assignments of small drawn mini-batches with the best of all there are, by the end of the schedule.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import numpy as np
 from rich.console import Console
 from rich.table import Table as Printed
 
@@ -35,16 +37,20 @@ import hydragraph as hg
 from hydragraph.cost.curves import Constants, Table
 from hydragraph.cost.model import ModelSizes
 from hydragraph.cost.pieces import AUX, Piece, PricedDevice
-from hydragraph.cost.profile import Profile
+from hydragraph.cost.profile import PipelineCost, Profile
 from hydragraph.cost.stack import DEEPSPEED, Stack
+from hydragraph.cost.stages import Hop, StageCost
+from hydragraph.planner.assigning import assign_pipelines, bounded_pipelines, enveloped
+from hydragraph.planner.exact import exact_assignment
 from hydragraph.spec.cluster import Cluster, DeviceType, Interconnect, Node
 from hydragraph.spec.stage_kind import StageKind
 
 SEQUENCE = 2048  # tokens: act_output_floats of model_memory.json over the hidden size
 FLOAT = 4  # bytes
 OTHERS = {("clariden", "OPT-350"): 0.089, ("clariden", "GPT-Neo-2.7"): 0.101, ("mit", "OPT-350"): 0.103}  # Sailor's own
-PARTS = ("clusters", "sizes", "overlap")
+PARTS = ("clusters", "sizes", "overlap", "assign")
 OVERLAPPED = 5  # iterations of `overlap`
+DRAWN = 339  # mini-batches that are assigned
 SIZES = (  # strategy, ranks, layers, micro-batches of each pipeline, seconds that it may take
     ("8*<tp2,pp4>", 64, 32, 16, 1),
     ("16*<tp8,pp8>", 1024, 80, 64, 20),
@@ -242,6 +248,65 @@ def print_overlap(constants: Path, lengths: Path) -> None:
     Console(width=150).print(overlap.table(overlap.found(published, quantiles, OVERLAPPED), OVERLAPPED))
 
 
+# Assigning.
+
+
+def drawn(seed: int) -> tuple[list[PipelineCost], list[int]]:
+    """Draw 1 to 3 pipelines of 1 to 4 stages, half of them uneven with links, and 2 to 7 sequences.
+
+    Attention is from a hundredth of a typical sequence's time to all of it, a micro-batch costs nothing beside its
+    sequences, or a little, or much; and MaxLen holds anything from one sequence to all.
+    """
+    random = np.random.default_rng([339, seed])
+    kinds = []
+    for k in range(int(random.integers(1, 4))):
+        stages = int(random.integers(1, 5))
+        limit = 4000 if k == 0 else int(random.integers(500, 4000))
+        costs = Constants(
+            10 ** random.uniform(-9, -6.5), 10 ** random.uniform(-5, -3.5), float(random.choice([0, 0.01, 0.1]))
+        )
+        useful = int(random.integers(1, limit // 2))
+        parts: tuple[StageCost, ...] = ()
+        if random.random() < 0.5:
+            rates = random.uniform(0.5, 1, stages)
+            hop = Hop(Interconnect(float(10 ** random.uniform(8, 10)), 1e-4), 1, 8192)
+            hops = [hop] * (stages - 1) + [None]
+            parts = tuple(
+                StageCost((((r / 3, costs),),), (((2 * r / 3, costs),),), ahead=h, back=h)
+                for r, h in zip((rates / rates.max()).tolist(), hops, strict=True)
+            )
+        kinds.append(PipelineCost(costs.a, costs.b, costs.c, stages, limit, useful, 1, parts))
+    pipelines = [kinds[0], *(kinds[int(random.integers(len(kinds)))] for _ in range(int(random.integers(0, 3))))]
+    tokens = random.lognormal(np.log(random.uniform(200, 1500)), 1.0, int(random.integers(2, 8)))
+    return pipelines, np.clip(tokens, 1, 4000).astype(int).tolist()
+
+
+def print_assign() -> None:
+    """Print how far above the best of all assignments those of drawn mini-batches end."""
+    envelope: list[float] = []
+    excess: list[float] = []
+    spent = 0.0
+    for seed in range(-1, DRAWN):  # the first is not counted: it compiles
+        pipelines, lengths = drawn(abs(seed))
+        best = exact_assignment(pipelines, lengths)[0]
+        before = enveloped(bounded_pipelines(pipelines, lengths)).seconds
+        began = time.process_time()
+        found = assign_pipelines(pipelines, lengths)
+        if seed >= 0:
+            spent += time.process_time() - began
+            envelope.append(before / best - 1)
+            excess.append(found.seconds / best - 1)
+    table = Printed(title=f"assign above the best of all assignments, {DRAWN} drawn cases", title_justify="left")
+    for heading in ("", "worst", "mean", "above 2 %"):
+        table.add_column(heading, justify="left" if heading == "" else "right")
+    for name, each in (("by the envelope alone", envelope), ("by the schedule", excess)):
+        over = f"{sum(e > 0.02 for e in each)} of {len(each)}"
+        table.add_row(name, f"{max(each):.3%}", f"{fmean(each):.4%}", over)
+    table.add_row("target", "2 %", "0.1 %", "")
+    Console().print(table)
+    print(f"{1e3 * spent / DRAWN:.1f} ms CPU each")
+
+
 def main() -> None:
     """Print the parts that are asked for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -250,8 +315,12 @@ def main() -> None:
     )
     parser.add_argument("--only", choices=PARTS, help="one part")
     chosen = parser.parse_args()
-    parts: dict[str, Callable[[], None]] = {"clusters": lambda: _clusters(chosen.data / "sailor"), "sizes": print_sizes}
-    parts["overlap"] = lambda: _overlap(chosen.data)
+    parts: dict[str, Callable[[], None]] = {
+        "clusters": lambda: _clusters(chosen.data / "sailor"),
+        "sizes": print_sizes,
+        "overlap": lambda: _overlap(chosen.data),
+        "assign": print_assign,
+    }
     for name in PARTS:
         if chosen.only in (None, name):
             parts[name]()

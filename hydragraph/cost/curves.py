@@ -100,6 +100,16 @@ class Table:
         longer = _on_line(above, tokens)
         return shorter + (longer - shorter) * (length - low) / (high - low)
 
+    def least_per_token(self, low: float, high: float) -> float:
+        """Return seconds per token that it is nowhere below, for micro-batches of `low` to `high` tokens."""
+        # On a straight line, seconds per token are least at one of its ends; between two lengths, they are a mean.
+        most = min(high, BEYOND * max(row[1] for row in self.rows))
+        least = []
+        for _, points in self._lines:
+            at = {min(low, most), most, *(tokens for tokens, _ in points if low < tokens < most)}
+            least += [_on_line(points, tokens) / tokens for tokens in at]
+        return min(least)
+
     def constants(self) -> Constants:
         """Return constants that come near it, which search goes by; tables of one length show no quadratic part."""
         import numpy as np

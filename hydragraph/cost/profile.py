@@ -71,8 +71,12 @@ class PipelineCost:
 
         Where its stages are only known to be alike, a forward is a third of a micro-batch's time.
         """
-        parts = self.parts or (_alike(self.envelope),) * self.stages
-        return stages_end(parts, micro_batches, self.schedule)
+        return stages_end(self.stage_costs, micro_batches, self.schedule)
+
+    @property
+    def stage_costs(self) -> tuple[StageCost, ...]:
+        """Its stages one by one, alike where nothing else is known of them."""
+        return self.parts or (_alike(self.envelope),) * self.stages
 
     def work(self, lengths: ArrayLike) -> NDArray[np.float64]:
         """Return a l^2 + b l [s] of each sequence."""

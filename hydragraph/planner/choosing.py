@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from hydragraph.cost.profile import PipelineCost, Profile, Scheme
 from hydragraph.errors import Unsupported
-from hydragraph.planner.assigning import PlannedAssignment, assign_pipelines, bound_pipelines
+from hydragraph.planner.assigning import PlannedAssignment, assign_bounded, bounded_pipelines
 from hydragraph.planner.dispatch_search import Effort
 
 
@@ -128,7 +128,8 @@ def compare_pipelines(
             where="planner",
             remedy="truncate it (max_length in the data), or add a candidate with a pipeline of more devices",
         )
-    bounds = {i: bound_pipelines(candidates[i], lengths) + paid[i] for i in fitting}
+    starts = {i: bounded_pipelines(candidates[i], lengths) for i in fitting}
+    bounds = {i: start.seconds + paid[i] for i, start in starts.items()}
     verdicts = [
         Verdict(float("inf"), float("inf"), paid[i], f"sequences of {longest} tokens do not fit (MaxLen {reach[i]})")
         for i in range(len(candidates))
@@ -141,7 +142,7 @@ def compare_pipelines(
         if bounds[i] >= best and not all_of_them:
             verdicts[i] = Verdict(float("inf"), bounds[i], paid[i], f"cannot take less than {bounds[i]:.4g} s")
             continue
-        assignment = assign_pipelines(candidates[i], lengths, effort=effort, seed=seed)
+        assignment = assign_bounded(starts[i], lengths, effort=effort, seed=seed)
         seconds = assignment.seconds + paid[i]
         verdicts[i] = Verdict(seconds, bounds[i], paid[i], f"takes {seconds:.4g} s")
         # Equal seconds go to the candidate that is named first, so that every process chooses alike.

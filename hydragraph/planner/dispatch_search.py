@@ -22,26 +22,27 @@ from hydragraph.planner.problem import Problem
 
 @dataclass(frozen=True)
 class Effort:
-    """How long to search.
+    """How long to search. Of either, more of it takes the same steps and then further ones: it is never worse.
 
     Attributes:
-        kicks: of the iterated local search, for up to 10 pipelines; fewer for more, as are the next two.
-        trials: shuffles of Alg. 1; 0: leave it out.
-        caps: starts in which pipelines refuse what is longer than a random length.
-        enough: stop at this gap to the bound.
-        rounds: of `assign`: how often to spread, each time with what packing the last spread added.
+        kicks: of the iterated local search, for up to 10 pipelines; fewer for more.
+        enough: stop at this gap to the bound; more effort is a smaller one.
     """
 
     kicks: int = 50
-    trials: int = 100
-    caps: int = 24
     enough: float = 1e-3
-    rounds: int = 3
+
+    def kicks_for(self, pipelines: int) -> int:
+        """Return the kicks for so many pipelines, rounded up, so that some effort never becomes none."""
+        return -(-self.kicks * 10 // max(10, pipelines))
 
 
+# Shuffles of Alg. 1, and starts in which pipelines refuse what is longer than a random length; fewer of both for more
+# than 10 pipelines, as a descent takes longer with more of them.
+TRIALS = 100
+CAPS = 24
 # Of the best starts, local search improves so many: a worse start may well descend to a better end.
 DESCENTS = 4
-QUICK = Effort(kicks=0, trials=0, caps=0, rounds=1)
 
 
 def bounded(problem: Problem, cost: Floats, room: Callable[[float], Floats], start: Ints) -> Relaxation:
@@ -54,22 +55,15 @@ def bounded(problem: Problem, cost: Floats, room: Callable[[float], Floats], sta
         start: any spread; its end is where the bound is looked for below.
     """
     if not len(problem.lengths):
-        return Relaxation(0.0, problem.cost)
+        return Relaxation(0.0, problem.cost, np.ones(len(problem.kinds)))
     reached = value(problem, start)
     relaxed = relax(cost, lambda z: problem.counts * room(z), reached)
     # A sequence is on some pipeline, and ends there no earlier than if it were alone.
     alone = [
-        [local_search.finish(t, c, n, n) if np.isfinite(c) else np.inf for t, c in zip(problem.terms, row, strict=True)]
-        for n, row in _hardest(problem)
+        min(local_search.finish(problem.terms[t], float(problem.kinds[t].work(n)), n, n) for t in kinds)
+        for n, kinds in problem.hardest
     ]
-    return Relaxation(max(relaxed.seconds, max(min(row) for row in alone)), relaxed.shares)
-
-
-def _hardest(problem: Problem) -> list[tuple[float, Floats]]:
-    """Return the longest sequence of every set of kinds that fit it: no other can take longer alone."""
-    fits = np.isfinite(problem.cost).sum(1)
-    longest = np.flatnonzero(np.diff(fits, prepend=-1))
-    return [(float(problem.lengths[i]), problem.cost[i]) for i in longest]
+    return Relaxation(max(relaxed.seconds, *alone), relaxed.shares, relaxed.prices)
 
 
 def value(problem: Problem, placed: Ints) -> float:
@@ -94,12 +88,30 @@ def longest_first(problem: Problem, instance: Instance | None = None, start: Int
     return np.asarray(local_search.longest_first(problem.instance if instance is None else instance, first, False))
 
 
-def search(problem: Problem, relaxed: Relaxation, effort: Effort, seed: int) -> Ints:
-    """Return the best spread that was seen [n]."""
+def search(
+    problem: Problem,
+    relaxed: Relaxation,
+    effort: Effort,
+    seed: int,
+    *,
+    first: Ints | None = None,
+    widely: bool = True,
+) -> Ints:
+    """Return the best spread that was seen [n].
+
+    Args:
+        problem: the mini-batch.
+        relaxed: the bound, at which to stop, and where its solution puts each sequence.
+        effort: how long to search.
+        seed: of the search.
+        first: longest first, where it is known already.
+        widely: from Alg. 1 and random caps too.
+    """
     nothing = np.zeros(len(problem.pipelines))
     best = np.inf
-    best_placed = longest_first(problem)
-    starts = [placed for placed in _starts(problem, relaxed, effort, seed) if (placed >= 0).all()]
+    best_placed = longest_first(problem) if first is None else first
+    # What is started from does not depend on the effort: or more of it might lead elsewhere, and to a worse end.
+    starts = [placed for placed in _starts(problem, relaxed, best_placed, widely, seed) if (placed >= 0).all()]
     for placed in sorted(starts, key=lambda placed: value(problem, placed))[:DESCENTS]:
         end = local_search.descend(placed, problem.instance, nothing)
         if end < best:
@@ -122,29 +134,28 @@ def kicked(problem: Problem, placed: Ints, extra: Floats, relaxed: Relaxation, e
         seed: of the kicks.
     """
     improved = placed.copy()
-    # Rounded up, so that some effort never becomes none.
-    kicks = -(-effort.kicks * 10 // max(10, len(problem.pipelines)))
+    kicks = effort.kicks_for(len(problem.pipelines))
     enough = relaxed.seconds * (1 + effort.enough)
     local_search.kick(improved, problem.instance, extra, kicks, enough, seed)
     return improved
 
 
-def _starts(problem: Problem, relaxed: Relaxation, effort: Effort, seed: int) -> list[Ints]:
-    """Return the starting points: from the relaxation, longest first, Alg. 1, and with random caps."""
+def _starts(problem: Problem, relaxed: Relaxation, first: Ints, widely: bool, seed: int) -> list[Ints]:
+    """Return the starting points: from the relaxation, longest first, and widely: Alg. 1, and with random caps."""
     # The rounded relaxation decides the kinds, longest first the pipelines within them.
     starts = [
         longest_first(problem, problem.only(local_search.rounded(relaxed.shares))),
-        longest_first(problem),
+        first.copy(),
     ]
+    if not widely:
+        return starts
     random = np.random.default_rng(seed)
     n = len(problem.lengths)
     pipelines = len(problem.pipelines)
-    # A descent takes longer with more pipelines: fewer trials and caps keep the whole about as long.
-    trials = -(-effort.trials * 10 // max(10, pipelines))
-    caps = -(-effort.caps * 10 // max(10, pipelines))
-    if trials:
-        orders = np.argsort(random.random((trials, n)), axis=1)
-        starts.append(local_search.greedy(orders, problem.instance, True)[1])
+    trials = -(-TRIALS * 10 // max(10, pipelines))
+    caps = -(-CAPS * 10 // max(10, pipelines))
+    orders = np.argsort(random.random((trials, n)), axis=1)
+    starts.append(local_search.greedy(orders, problem.instance, True)[1])
     if problem.terms[:, local_search.BUBBLE].any():
         for _ in range(caps):
             # Some pipelines, few or many, refuse the longest sequences; by the square, most of them refuse only a few.

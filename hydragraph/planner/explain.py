@@ -5,12 +5,12 @@ A pipeline's time is split into parts that add up to it, so that two strategies 
     work     device time of the sequences over all devices, as if it could be divided at will
     waiting  what the slowest pipeline has above that, while others wait for it or devices are idle
     fixed    c of every micro-batch of the slowest pipeline
-    bubble   the rest of its estimate: (PP - 1) times the largest micro-batch
+    bubble   the rest of its time, in which its stages fill, drain, and wait for each other
     sync     of pipelines that are not all alike
 
 Example: a pipeline of one device has 3 s of work, one of two devices (PP = 2, c = 1 s) micro-batches of 4 and 2 s. The
-second is the slowest, at 6 + 2 x 1 + (2 - 1) (4 + 1) = 13 s: work (3 x 1 + 6 x 2) / 3 = 5, waiting 6 - 5 = 1, fixed 2,
-bubble 5.
+second is the slowest, at 12 s: a stage computes 6 + 2 x 1 = 8, and for 4 it waits. So work is (3 x 1 + 6 x 2) / 3 = 5,
+waiting 6 - 5 = 1, fixed 2, bubble 4.
 """
 
 from __future__ import annotations
@@ -92,6 +92,8 @@ class Candidate:
         memory: what a device of each of its different schemes holds.
         seconds: mean over the mini-batches, infinite where it does not take them all.
         bound: it cannot take less on average.
+        alone: what the longest sequence takes by itself on the best pipeline for it, on average; however the others are
+            assigned, an iteration takes no less.
         assigned: whether `seconds` were found by assigning; otherwise its bound lost and stands for them.
         fits: mini-batches that it takes.
         wins: mini-batches on which it finishes first of all candidates.
@@ -103,6 +105,7 @@ class Candidate:
     memory: tuple[MemoryUse, ...]
     seconds: float
     bound: float
+    alone: float
     assigned: bool
     fits: int
     wins: int
@@ -318,10 +321,17 @@ def _candidate(
             parts_of(pipelines, b, assign_pipelines(pipelines, b, seed=seed), verdicts[0].charge) for b in batches
         ]
         parts = Parts(*(fmean(getattr(p, f.name) for p in by_batch) for f in fields(Parts)))
+    alone = fmean(_alone(pipelines, batch) + v.charge for batch, v in zip(batches, verdicts, strict=True))
     memory = tuple(_memory_use(profile, scheme, devices) for scheme in dict.fromkeys(strategy))
     wins = sum(choice.index == index for choice in choices)
     seconds = bound if parts is None else parts.seconds
-    return Candidate(strategy, memory, seconds, bound, parts is not None, fits, wins, parts, "")
+    return Candidate(strategy, memory, seconds, bound, alone, parts is not None, fits, wins, parts, "")
+
+
+def _alone(pipelines: Sequence[PipelineCost], lengths: Sequence[int]) -> float:
+    """Return what the longest sequence takes by itself on the best pipeline; infinite where it fits none."""
+    longest = max(lengths)
+    return min((p.seconds([[longest]]) for p in dict.fromkeys(pipelines) if p.max_len >= longest), default=math.inf)
 
 
 def parts_of(
@@ -339,12 +349,12 @@ def parts_of(
         float(p.work([lengths[i] for m in batches for i in m]).sum())
         for p, batches in zip(pipelines, assignment.micro_batches, strict=True)
     ]
-    # The slowest pipeline's estimate is work + fixed + bubble; what it works above an even share is what others wait.
-    last = max(range(len(pipelines)), key=lambda p: assignment.estimates[p])
+    # The slowest pipeline's time is work + fixed + bubble; what it works above an even share is what others wait.
+    last = max(range(len(pipelines)), key=lambda p: assignment.by_pipeline[p])
     # Work weighs by devices: a second on a pipeline of eight is eight seconds of device time.
     even = sum(w * p.devices for w, p in zip(work, pipelines, strict=True)) / sum(p.devices for p in pipelines)
     fixed = pipelines[last].c * len(assignment.micro_batches[last])
-    bubble = assignment.estimates[last] - work[last] - fixed if pipelines[last].stages > 1 else 0.0
+    bubble = assignment.by_pipeline[last] - work[last] - fixed if pipelines[last].stages > 1 else 0.0
     return Parts(even, work[last] - even, fixed, bubble, sync)
 
 

@@ -14,7 +14,7 @@ MEANING = {
     "work": "device time of the sequences over all devices, as if it could be divided at will",
     "waiting": "work of the slowest pipeline above that; below zero where its bubble makes it the slowest",
     "fixed": "what its micro-batches cost whatever their tokens",
-    "bubble": "what it waits for its own stages",
+    "bubble": "what it waits for its own stages: to fill, to drain, and for each other",
     "sync": "of pipelines that are not all alike",
 }
 
@@ -61,7 +61,6 @@ def to_record(report: PlanReport) -> dict[str, Any]:
             "lengths": list(example.lengths),
             "micro_batches": [[list(m) for m in p] for p in example.assignment.micro_batches],
             "seconds": example.assignment.seconds,
-            "seconds_1f1b": example.assignment.seconds_1f1b,
             "bound": example.assignment.bound,
         },
     }
@@ -75,6 +74,7 @@ def _record(candidate: Candidate) -> dict[str, Any]:
         "devices": candidate.devices,
         "seconds": candidate.seconds if math.isfinite(candidate.seconds) and candidate.assigned else None,
         "bound": candidate.bound if math.isfinite(candidate.bound) else None,
+        "longest_alone": candidate.alone if math.isfinite(candidate.alone) else None,
         "fits": candidate.fits,
         "wins": candidate.wins,
         "parts": candidate.parts and asdict(candidate.parts),
@@ -107,16 +107,20 @@ def _table(report: PlanReport, explain: bool) -> list[str]:
     shown = list(report.candidates) if explain else _few(report)
     width = max(len(scheme_counts(c.strategy)) for c in shown)
     lines = [
-        f"{'candidate':<{width}} {'devices':>8} {'seconds':>9} {'vs homog.':>10} {'MaxLen':>8} {'wins':>5}  why not"
+        f"{'candidate':<{width}} {'devices':>8} {'seconds':>9} {'alone':>7} {'vs homog.':>10} {'MaxLen':>8} "
+        f"{'wins':>5}  why not"
     ]
     for c in shown:
         # What was not assigned is known from below only.
         seconds = "-" if not math.isfinite(c.seconds) else f"{'' if c.assigned else '>='}{c.seconds:.3f}"
         ratio = f"{c.seconds / alike.seconds:.2f}x" if alike and c.assigned else "-"
         name = f"{scheme_counts(c.strategy):<{width}}"
-        lines.append(f"{name} {c.devices:>8} {seconds:>9} {ratio:>10} {c.max_len:>8} {c.wins:>5}  {c.why}")
+        alone = f"{c.alone:.3f}" if math.isfinite(c.alone) else "-"
+        numbers = f"{c.devices:>8} {seconds:>9} {alone:>7} {ratio:>10} {c.max_len:>8} {c.wins:>5}"
+        lines.append(f"{name} {numbers}  {c.why}")
     hidden = len(report.candidates) - len(shown)
-    return [*lines, f"and {hidden} more; --explain shows all"] if hidden else lines
+    lines += [f"and {hidden} more; --explain shows all"] if hidden else []
+    return [*lines, "alone: the longest sequence of a mini-batch by itself, on average; no iteration takes less"]
 
 
 def _few(report: PlanReport) -> list[Candidate]:

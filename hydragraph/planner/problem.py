@@ -49,6 +49,13 @@ class Problem:
         """What compiled functions are given."""
         return Instance(self.cost, self.lengths, self.kind_of, self.terms)
 
+    @property
+    def hardest(self) -> list[tuple[float, list[int]]]:
+        """Of every set of kinds, the longest sequence that just these take: no other can take longer alone."""
+        fits = np.isfinite(self.cost)
+        longest = np.flatnonzero(np.diff(fits.sum(1), prepend=-1))
+        return [(float(self.lengths[i]), np.flatnonzero(fits[i]).tolist()) for i in longest]
+
     def shares(self, placed: Ints) -> tuple[tuple[int, ...], ...]:
         """Return which of the caller's sequences each pipeline gets."""
         of_pipeline: list[list[int]] = [[] for _ in self.pipelines]

@@ -30,7 +30,7 @@ def write_plan_picture(example: Example, path: Path) -> None:
         _draw_pipeline(axes, example, row, shades)
     axes.set_yticks(range(rows), [f"<tp{tp},pp{pp}>" for tp, pp in example.strategy], fontsize="small")
     axes.invert_yaxis()
-    axes.set_xlim(0, 1.01 * example.assignment.seconds_1f1b)
+    axes.set_xlim(0, 1.01 * example.assignment.seconds)
     axes.set_xlabel("seconds; a number is how many sequences a micro-batch has")
     tokens = sum(example.lengths)
     axes.set_title(
@@ -49,7 +49,7 @@ def _draw_pipeline(axes: Any, example: Example, row: int, shades: Any) -> None:
         sizes = [example.lengths[i] for i in micro_batch]
         seconds = pipeline.micro_batch_seconds(sizes)
         axes.barh(row, seconds, 0.8, at, color=shades.to_rgba(max(sizes)), edgecolor="white", linewidth=0.8)
-        if seconds > 0.025 * example.assignment.seconds_1f1b and len(example.pipelines) <= TALLEST:
+        if seconds > 0.025 * example.assignment.seconds and len(example.pipelines) <= TALLEST:
             axes.text(at + seconds / 2, row, str(len(sizes)), ha="center", va="center", color="white", fontsize=7)
         at += seconds
     end = example.assignment.by_pipeline[row]

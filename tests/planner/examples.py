@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from hypothesis import strategies as st
 
+from hydragraph.cost.curves import Constants, Curve, Table
 from hydragraph.cost.profile import PipelineCost, Profile, Scheme
+from hydragraph.cost.stages import Hop, Ring, StageCost
+from hydragraph.spec.cluster import Interconnect
 
 SCHEMES: list[Scheme] = [(1, 1), (1, 2), (1, 4), (2, 1), (2, 2), (2, 4), (4, 1), (4, 2), (8, 1), (8, 2)]
 ENTRY: dict[str, Any] = {
@@ -65,6 +69,47 @@ def pipelines(draw: st.DrawFn, most: int = 5) -> tuple[PipelineCost, ...]:
             )
         )
     return (drawn[0], *(draw(st.sampled_from(drawn)) for _ in range(draw(st.integers(0, most - 1)))))
+
+
+@st.composite
+def uneven(draw: st.DrawFn, regular: st.SearchStrategy[tuple[PipelineCost, ...]]) -> tuple[PipelineCost, ...]:
+    """Draw pipelines of which some have stages of their own: uneven, of several kinds of ranks, with links, tables."""
+    drawn = draw(regular)
+    kinds = {kind: draw(st.one_of(st.just(kind), with_stages(kind))) for kind in dict.fromkeys(drawn)}
+    return tuple(kinds[kind] for kind in drawn)
+
+
+@st.composite
+def with_stages(draw: st.DrawFn, kind: PipelineCost) -> PipelineCost:
+    """Draw the stages of a pipeline; its constants are those of the slowest, or near them."""
+    measured = draw(st.sampled_from([False, False, False, True]))
+
+    def part(share: float) -> tuple[tuple[float, Curve], ...]:
+        times = share * draw(st.floats(0.2, 1.0))
+        if measured:
+            ends = (kind.a * n * n + kind.b * n + kind.c for n in (64, 2500))
+            return ((times, Table(tuple((1, n, x) for n, x in zip((64, 2500), ends, strict=True)))),)
+        return ((times, kind.envelope),)
+
+    def link() -> Interconnect:
+        points = draw(st.sampled_from([(), (), ((1e5, 1e8), (1e7, 1e9))]))
+        return Interconnect(1e9, draw(st.sampled_from([0.0, 1e-3])), points)
+
+    stages = []
+    for s in range(kind.stages):
+        ranks = draw(st.integers(1, 2))
+        last = s == kind.stages - 1
+        stages.append(
+            StageCost(
+                tuple(part(1 / 3) for _ in range(ranks)),
+                tuple(part(2 / 3) for _ in range(ranks)),
+                tuple(((1.0, Constants(0.0, 1e-6, 1e-3)),) for _ in range(ranks)) if draw(st.booleans()) else (),
+                (Ring(2, 1, 4096, link()), Ring(2, 2, 4096, link())) if draw(st.booleans()) else None,
+                None if last else Hop(link(), draw(st.integers(1, 2)), 4096, draw(st.integers(1, 2))),
+                None if last else Hop(link(), 1, 4096),
+            )
+        )
+    return replace(kind, parts=tuple(stages), schedule=draw(st.sampled_from(["1f1b", "1f1b", "gpipe"])))
 
 
 BATCHES = st.lists(st.integers(0, 2000), min_size=1, max_size=12)

@@ -12,24 +12,31 @@ from hypothesis import strategies as st
 
 from hydragraph import planner
 from hydragraph.cost.profile import PipelineCost
-from hydragraph.planner.assigning import PlannedAssignment, assign_pipelines, bound_devices, formed_room
-from hydragraph.planner.one_f_one_b import pipeline_seconds, published_seconds
-from hydragraph.planner.packing import costs_of
+from hydragraph.planner.assigning import (
+    PlannedAssignment,
+    assign_pipelines,
+    bound_devices,
+    bound_pipelines,
+    bounded_pipelines,
+    enveloped,
+    formed_room,
+)
+from hydragraph.planner.dispatch_search import Effort
+from hydragraph.planner.exact import exact_assignment
 from hydragraph.planner.problem import problem_of
-from tests.planner.examples import MIXED, PROFILE, lengths, pipelines
+from hydragraph.planner.stage_terms import stage_terms
+from tests.planner.examples import MIXED, PROFILE, lengths, pipelines, uneven
 from tests.planner.test_packing import partitions
 
 
 def check(kinds: tuple[PipelineCost, ...], sizes: list[int], found: PlannedAssignment) -> None:
     flat = [i for p in found.micro_batches for m in p for i in m]
     assert sorted(flat) == [i for i, n in enumerate(sizes) if n]
-    each = [costs_of(k, sizes, p) for k, p in zip(kinds, found.micro_batches, strict=True)]
     for kind, p in zip(kinds, found.micro_batches, strict=True):
         assert all(0 < sum(sizes[i] for i in m) <= kind.max_len for m in p)
-    expected = [published_seconds(c, k.stages) for k, c in zip(kinds, each, strict=True)]
-    true = [pipeline_seconds(c, k.stages) for k, c in zip(kinds, each, strict=True)]
-    assert found.seconds == pytest.approx(max(expected), rel=1e-9)
-    assert found.seconds_1f1b == pytest.approx(max(true), rel=1e-9)
+    true = [k.seconds([[sizes[i] for i in m] for m in p]) for k, p in zip(kinds, found.micro_batches, strict=True)]
+    assert found.by_pipeline == pytest.approx(true, rel=1e-9)
+    assert found.seconds == pytest.approx(max(true), rel=1e-9)
     assert found.bound <= found.seconds * (1 + 1e-9)
 
 
@@ -44,23 +51,60 @@ def test_promises_hold_of_any_input(kinds: tuple[PipelineCost, ...], sizes: list
     check(kinds, sizes, assign_pipelines(kinds, sizes, deadline))
 
 
-@given(pipelines(most=2), st.lists(st.integers(1, 2000), min_size=1, max_size=5))
+@given(uneven(pipelines()), st.lists(st.integers(1, 2000), max_size=30), st.integers(0, 3))
+@settings(max_examples=60)
+def test_promises_hold_of_uneven_stages_links_and_tables(
+    kinds: tuple[PipelineCost, ...], sizes: list[int], seed: int
+) -> None:
+    found = assign_pipelines(kinds, sizes, seed=seed)
+    check(kinds, sizes, found)
+    assert found == assign_pipelines(kinds, sizes, seed=seed)
+    if sizes:
+        assert found.seconds <= enveloped(bounded_pipelines(kinds, sizes), seed=seed).seconds * (1 + 1e-12)
+
+
+@given(uneven(pipelines(most=2)), st.lists(st.integers(1, 2000), min_size=1, max_size=5))
 @settings(max_examples=40)
-def test_no_assignment_beats_the_bound(kinds: tuple[PipelineCost, ...], sizes: list[int]) -> None:
+def test_what_is_found_lies_between_the_best_of_all_and_the_bound(
+    kinds: tuple[PipelineCost, ...], sizes: list[int]
+) -> None:
     found = assign_pipelines(kinds, sizes)
+    if not stage_terms(kinds).faithful.all():
+        assert found.bound <= found.seconds * (1 + 1e-9)
+        return
+    best, assignment = exact_assignment(kinds, sizes)
+    assert max(
+        k.seconds([[sizes[i] for i in m] for m in p]) for k, p in zip(kinds, assignment.micro_batches, strict=True)
+    ) == pytest.approx(best, rel=1e-9)
+    assert bound_pipelines(kinds, sizes) <= best * (1 + 1e-9)
+    assert best * (1 - 1e-9) <= found.seconds <= best * 1.02
+
+
+@given(pipelines(most=2), st.lists(st.integers(1, 2000), min_size=1, max_size=4))
+@settings(max_examples=20)
+def test_the_best_of_all_is_that_of_trying_everything(kinds: tuple[PipelineCost, ...], sizes: list[int]) -> None:
     best = np.inf
     for chosen in itertools.product(range(len(kinds)), repeat=len(sizes)):
         worst = 0.0
         for p, kind in enumerate(kinds):
             mine = [i for i, q in enumerate(chosen) if q == p]
             options = [
-                published_seconds(costs_of(kind, sizes, cut), kind.stages)
+                kind.seconds([[sizes[i] for i in m] for m in order])
                 for cut in partitions(mine)
                 if all(sum(sizes[i] for i in m) <= kind.max_len for m in cut)
+                for order in itertools.permutations(cut)
             ]
-            worst = max(worst, min(options, default=np.inf))
+            worst = max(worst, min(options, default=np.inf) if mine else 0.0)
         best = min(best, worst)
-    assert found.bound <= best * (1 + 1e-9)
+    assert exact_assignment(kinds, sizes)[0] == pytest.approx(best, rel=1e-9)
+
+
+@given(uneven(pipelines()), st.lists(st.integers(1, 2000), max_size=20), st.integers(0, 2))
+@settings(max_examples=25)
+def test_more_effort_is_never_worse(kinds: tuple[PipelineCost, ...], sizes: list[int], seed: int) -> None:
+    efforts = [Effort(0, 1.0), Effort(0, 1e-3), Effort(3, 1e-3), Effort(10, 1e-3), Effort(10, 0.0), Effort(40, 0.0)]
+    found = [assign_pipelines(kinds, sizes, effort=effort, seed=seed).seconds for effort in efforts]
+    assert found == sorted(found, reverse=True)
 
 
 @given(pipelines(most=1), pipelines(most=1), st.lists(st.integers(0, 2000), max_size=8), st.integers(1, 3))
@@ -97,7 +141,8 @@ def test_real_proportions_end_close_to_the_bound(seed: int) -> None:
     sizes = lengths(400, seed)
     found = planner.assign(MIXED, PROFILE, sizes)
     check(PROFILE.pipelines(MIXED), sizes, found)
-    assert found.gap <= 0.01
+    # Work that fills and drains pipelines is not divided by the bound: a tenth here, of which most cannot be saved.
+    assert found.gap <= 0.12
     assert found.spread <= 0.05
     assert found == planner.assign(MIXED, PROFILE, sizes)
 

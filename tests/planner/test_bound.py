@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hydragraph.planner.bound import Floats, Relaxation, relax
+from hydragraph.cost.profile import PipelineCost
+from hydragraph.planner.assigning import assign_pipelines
+from hydragraph.planner.bound import Floats, Relaxation, relax, schedule_bound
+from hydragraph.planner.problem import problem_of
+from hydragraph.planner.stage_terms import stage_terms
+from tests.planner.examples import pipelines, uneven
 
 
 def relaxed(cost: list[list[float]], counts: list[int]) -> Relaxation:
@@ -62,6 +68,26 @@ def test_what_does_not_fit_a_kind_goes_elsewhere() -> None:
     found = relaxed([[np.inf, 3.0], [1.0, 1.0]], [1, 1])
     assert found.seconds <= 3.0
     assert found.shares[0] == pytest.approx([0, 1])
+
+
+def test_of_three_sequences_two_share_one_of_two_pipelines() -> None:
+    kind = PipelineCost(0.0, 1.0, 0.0, 1, 9, 1, 1)
+    given = problem_of([kind, kind], [4, 3, 3], formed=True)
+    assert schedule_bound(given, stage_terms([kind]), np.ones(1)) == pytest.approx(6.0, rel=1e-5)
+    slow = replace(kind, b=7.0)  # too slow for any of them: the three share one
+    given = problem_of([kind, slow], [4, 3, 3], formed=True)
+    assert schedule_bound(given, stage_terms([kind, slow]), np.array([1.0, 0.0])) == pytest.approx(9.0, rel=1e-5)
+
+
+@given(uneven(pipelines(most=3)), st.lists(st.integers(1, 2000), min_size=1, max_size=25), st.floats(0, 1))
+@settings(max_examples=60)
+def test_no_plan_beats_the_bound_of_the_schedule_at_any_prices(
+    kinds: tuple[PipelineCost, ...], sizes: list[int], tilt: float
+) -> None:
+    given_ = problem_of(kinds, sizes, formed=True)
+    terms = stage_terms(given_.kinds, shortest=min(sizes))
+    prices = np.linspace(tilt, 1.0, len(given_.kinds))
+    assert schedule_bound(given_, terms, prices) <= assign_pipelines(kinds, sizes).seconds * (1 + 1e-9)
 
 
 def test_nothing_takes_no_time() -> None:
