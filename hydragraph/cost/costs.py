@@ -23,10 +23,12 @@ from functools import cached_property
 
 import numpy as np
 
+from hydragraph.cost.accounts import Kind
 from hydragraph.cost.actors import stage_actors
+from hydragraph.cost.corrections import Corrections, corrected
 from hydragraph.cost.curves import Constants, Curve, Table
 from hydragraph.cost.footprint import Footprint, MicroBatch
-from hydragraph.cost.memory import Blocks, Memory, MemoryCurve, Walk
+from hydragraph.cost.memory import STATE_BYTES, Blocks, Memory, MemoryCurve, Walk
 from hydragraph.cost.messages import GRADIENT_BYTES
 from hydragraph.cost.model import ModelSizes
 from hydragraph.cost.pieces import AUX, Piece
@@ -62,11 +64,13 @@ class Costs:
     Args:
         profile: of the model, for every type of device of the cluster.
         cluster: one device per rank.
-        health: rates of ranks; None: all are healthy.
+        health: rates of ranks; None: those that the corrections say, and without corrections all are healthy.
         home: who owns weights and optimizer state; None: equal shares of all ranks. Without nodes of its own, copies
             go by those of the cluster.
         blocks: tells exactly what compiled graphs hold; None: the profile's lines.
         stack: the runtime; another than hydragraph's own is priced by `seconds` only, and has no simulation.
+        state_bytes: per element at home that learns: its weight and what the optimizer keeps.
+        corrections: what runs that were priced so have shown (`hydragraph compare`); they correct all seconds.
 
     Raises:
         Unsupported: the profile lacks a type of the cluster, or knows no blocks.
@@ -82,11 +86,17 @@ class Costs:
         home: Home | None = None,
         blocks: Blocks | None = None,
         stack: Stack = OWN,
+        state_bytes: int = STATE_BYTES,
+        corrections: Corrections | None = None,
     ) -> None:
         self.stack = stack
+        self.state_bytes = state_bytes
         self.profile = profile
         self.cluster = cluster
-        self.health = health or Health()
+        self.corrections = corrections or Corrections()
+        self.health = self.corrections.health if health is None else health
+        # How many times as long transfers take: asked for once, as there are many of them.
+        self._transfers = {kind: self.corrections.factor(kind) for kind in (Kind.PULL, Kind.PUSH, Kind.P2P)}
         self.home = home or Home()
         for rank in self.health:
             if rank >= len(cluster.devices):
@@ -97,7 +107,7 @@ class Costs:
                 where=f"profile {profile.name}",
                 remedy="measure the model with hydragraph profile, or price it from a datasheet (hydragraph simulate)",
             )
-        self._of_type = {name: profile.of(name) for name in cluster.types}
+        self._of_type = {name: corrected(profile.of(name), self.corrections, name) for name in cluster.types}
         self.sizes: ModelSizes = profile.model_sizes
         self.outline: Outline = self.sizes.outline()
         self.buckets: tuple[Bucket, ...] = self.sizes.buckets()
@@ -119,11 +129,20 @@ class Costs:
     def source(self) -> str:
         """A sentence on where the seconds of computation come from."""
         names = ", ".join(profile.name for profile in self._of_type.values())
-        return f"computation as measured: {names}" if self.measured else f"computation is not measured: {names}"
+        by = f"; corrected: {self.corrections}" if self.corrections.types else ""
+        return f"computation {'as measured' if self.measured else 'is not measured'}: {names}{by}"
 
     def changed(self, *, cluster: Cluster | None = None, health: Health | None = None) -> Costs:
         """Return the costs with another cluster or health."""
-        return Costs(self.profile, cluster or self.cluster, health or self.health, home=self.home, stack=self.stack)
+        return Costs(
+            self.profile,
+            cluster or self.cluster,
+            health or self.health,
+            home=self.home,
+            stack=self.stack,
+            state_bytes=self.state_bytes,
+            corrections=self.corrections,
+        )
 
     # Pipelines.
 
@@ -229,6 +248,7 @@ class Costs:
             for resource in self.cluster.resources(a, b):
                 uses[resource] = uses.get(resource, 0) + 1
         part = 1 / stage.tp if self.stack.parts else 1.0
+        part *= self._transfers[Kind.P2P]
         return Hop(link, turns, self.sizes.hidden_bytes, max(uses.values()), part, self.stack.blocking)
 
     def max_len(self, pipeline: Pipeline) -> int:
@@ -287,7 +307,7 @@ class Costs:
 
     def _peak(self, strategy: Strategy, count: int, tokens: int, rank: int) -> int:
         batches = [[MicroBatch(tokens, 1)] * count]
-        return Walk(self.blocks, strategy, batches, rank, self.ranks, messages=False, home_of=self.home_of).peak().total
+        return self.walk(strategy, batches, rank, messages=False).peak().total
 
     # What pieces say.
 
@@ -470,9 +490,22 @@ class Costs:
     def walks(self, strategy: Strategy, assignment: Assignment) -> list[Walk]:
         """Return the walk through every rank's program."""
         batches = micro_batches_of(strategy, assignment)
-        return [
-            Walk(self.blocks, strategy, batches, rank, self.ranks, home_of=self.home_of) for rank in range(self.ranks)
-        ]
+        return [self.walk(strategy, batches, rank) for rank in range(self.ranks)]
+
+    def walk(
+        self, strategy: Strategy, batches: Sequence[Sequence[MicroBatch]], rank: int, messages: bool = True
+    ) -> Walk:
+        """Return the walk through one rank's program; arguments as of `cost.memory.rank_memory`."""
+        return Walk(
+            self.blocks,
+            strategy,
+            batches,
+            rank,
+            self.ranks,
+            messages=messages,
+            home_of=self.home_of,
+            state_bytes=self.state_bytes,
+        )
 
 
 def micro_batches_of(strategy: Strategy, assignment: Assignment) -> list[list[MicroBatch]]:
@@ -560,7 +593,8 @@ class CostedWork:
             sums = GradientKind.PARTIAL if self._splits_tokens(stages) else GradientKind.REPLICA
             users = propagation(weights, stages, {p.name: sums for p in weights.parameters})
             slices = copy(owners, users) if op is Op.PULL else reduce(users, owners)
-            size = self._costs.sizes.itemsize if op is Op.PULL else GRADIENT_BYTES
+            size = float(self._costs.sizes.itemsize if op is Op.PULL else GRADIENT_BYTES)
+            size *= self._costs._transfers[Kind.PULL if op is Op.PULL else Kind.PUSH]
             self._moved[key] = _transfers(slices, size, self._costs.ranks)
         return self._moved[key]
 
@@ -569,7 +603,8 @@ class CostedWork:
 
     def message_bytes(self, pipeline: int, micro_batch: int) -> float:
         """See `Priced`."""
-        return float(self._packed[pipeline][micro_batch] * self._costs.sizes.hidden_bytes)
+        factor = self._costs._transfers[Kind.P2P]
+        return factor * self._packed[pipeline][micro_batch] * self._costs.sizes.hidden_bytes
 
     def update_s(self, rank: int) -> float:
         """See `Priced`."""
@@ -663,8 +698,7 @@ class _Curves(Sequence[MemoryCurve]):
         if not 0 <= rank < len(self):
             raise IndexError(rank)
         costs = self._costs
-        walk = Walk(costs.blocks, self._strategy, self._batches, rank, costs.ranks, home_of=costs.home_of)
-        peak, at, after = walk.curve()
+        peak, at, after = costs.walk(self._strategy, self._batches, rank).curve()
         spans = self._timeline.ranks[rank]
         # A point where the size changes; of what changes at the same instant, the last size counts.
         points: list[tuple[float, int]] = []
@@ -678,8 +712,8 @@ class _Curves(Sequence[MemoryCurve]):
         return MemoryCurve(peak, spans[at].start_s if at >= 0 else 0.0, tuple(points))
 
 
-def _transfers(slices: Slices, itemsize: int, ranks: int) -> Transfers:
+def _transfers(slices: Slices, itemsize: float, ranks: int) -> Transfers:
     there = slices.travelling
     codes, place = np.unique(there.src * ranks + there.dst, return_inverse=True)
-    size = np.bincount(place, (there.hi - there.lo) * float(itemsize), len(codes)).astype(np.float64)
+    size = np.bincount(place, (there.hi - there.lo) * itemsize, len(codes)).astype(np.float64)
     return Transfers(codes // ranks, codes % ranks, size)

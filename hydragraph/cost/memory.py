@@ -1,9 +1,10 @@
 """Memory: the bytes of tensors that one rank holds in one iteration, from its program and its compiled graphs.
 
-At home: weight, gradient and AdamW's two moments in fp32, 16 bytes per element of the rank's shard; 4 where it is
-frozen, or the loss does not reach it. Beyond that, what its instructions make: the program is walked, values come and
-go as the executor lets them, and the largest sum counts. Views share a storage, and a storage is counted once. Left out
-is what operators use inside a kernel, and what the optimizer uses while it updates.
+At home: weight, gradient and AdamW's two moments in fp32, 16 bytes per element of the rank's shard (`state_bytes` says
+what another optimizer keeps); 4 where it is frozen, or the loss does not reach it. Beyond that, what its instructions
+make: the program is walked, values come and go as the executor lets them, and the largest sum counts. Views share a
+storage, and a storage is counted once. Left out is what operators use inside a kernel, and what the optimizer uses
+while it updates.
 """
 
 from __future__ import annotations
@@ -196,6 +197,7 @@ class Walk:
         blocks: the model.
         strategy, micro_batches, rank, ranks, messages: as of `rank_memory`.
         home_of: who owns state; default: equal shares of all ranks.
+        state_bytes: per element at home that learns: its weight and what the optimizer keeps; default: AdamW's.
     """
 
     def __init__(
@@ -208,6 +210,7 @@ class Walk:
         *,
         messages: bool = True,
         home_of: HomeOf | None = None,
+        state_bytes: int = STATE_BYTES,
     ) -> None:
         counts = [len(pipeline) for pipeline in micro_batches]
         placement = place(blocks.outline, strategy, counts)
@@ -215,6 +218,7 @@ class Walk:
         self._rank = rank
         self._ranks = ranks
         self._messages = messages
+        self._state_bytes = state_bytes
         self._home_of: HomeOf = home_of or HomeLayouts(Home(), ranks).of
         self._instructions = rank_program(blocks.outline, strategy, counts, rank, ranks=ranks).instructions
         self._holders = dict(placement.holders)
@@ -233,7 +237,7 @@ class Walk:
         owned = {b.name: self._home_of(b).local_size(self._rank) for b in self._model.buckets}
         learning = sum(owned[b.name] for b in self._model.buckets if b.learns)
         frozen = sum(owned.values()) - learning
-        return Memory(STATE_BYTES * learning + WEIGHT_BYTES * frozen, GRADIENT_BYTES * learning)
+        return Memory(self._state_bytes * learning + WEIGHT_BYTES * frozen, GRADIENT_BYTES * learning)
 
     def peak(self) -> Memory:
         """Return the largest sum, in its parts."""

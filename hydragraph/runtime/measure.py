@@ -42,7 +42,7 @@ from hydragraph.spec.stage_kind import StageKind, StagePart
 
 MESSAGES = tuple(4**n for n in range(5, 13))  # bytes: 1 KiB to 16 MiB
 UPDATED = (1 << 16, 1 << 21)  # elements of home shards whose update is timed
-CHAIN = 4  # runs per measurement on a GPU: in a stage, blocks are enqueued one after another without waiting
+CHAIN = 4  # blocks per measurement, where the model has as many that are alike
 USABLE = 0.9  # of a device's memory; fragmentation takes some
 
 Progress = Callable[[int, int, str], None]  # done, of how many, what comes next
@@ -149,7 +149,7 @@ def measure(
         times = {}
         for name, block in [*representatives.items(), (AUX, program.aux)]:
             tell(done, total, f"{kind.text} {block.name}")
-            times[name] = bench.measure(block, rows, settings.repeats)
+            times[name] = bench.measure(block, rows, settings.repeats, device)
             done += 1
         measurements[kind] = Measurements(rows, times)
     tell(done, total, "messages")
@@ -329,13 +329,15 @@ class _Bench:
         most = min(self._groups.gather_objects(most))
         return tuple(row for row in rows if sum(row) <= most)
 
-    def measure(self, block: Block, rows: Sequence[Lengths], repeats: int) -> Measured:
+    def measure(self, block: Block, rows: Sequence[Lengths], repeats: int, device: PricedDevice) -> Measured:
         """Time one block, or the aux graph, on every micro-batch."""
         aux = block is self._program.aux
-        run = self._aux_run() if aux else self._block_run(block)
-        # Row by row within a repetition: what else the machine does for a while then hits all rows alike.
-        times = [[self._time(run, row) for row in rows] for _ in range(repeats + 1)][1:]
         piece = self._aux_sizes() if aux else self._sizes(block)
+        runs = [self._aux_run()] if aux else self._chain(block)
+        links = self._links(piece, rows, device)
+        # Row by row within a repetition: what else the machine does for a while then hits all rows alike.
+        each = list(zip(links, rows, strict=True))
+        times = [[self._time(runs[:count], row) for count, row in each] for _ in range(repeats + 1)][1:]
         everyone = self._groups.gather_objects((times, piece))
 
         def of(row: int, part: Callable[[tuple[float, float]], float]) -> float:
@@ -360,23 +362,40 @@ class _Bench:
         template = self._program.templates[block.template]
         return Measured(largest, seconds, not aux and _attends(template), forward if max(forward) > 0 else ())
 
-    def _time(self, run: _Run, row: Lengths) -> tuple[float, float]:
-        """Time one forward and one backward; all ranks begin together."""
+    def _chain(self, block: Block) -> list[_Run]:
+        """Return runs of blocks like this one, each with weights of its own, as many as the model has or `CHAIN`.
+
+        As in a stage, all forwards come before the backwards, and each block has memory of its own: a block that ran
+        alone would find in the cache what it has just used, and memory that the system has already given it. On a GPU,
+        blocks are enqueued one after another without waiting, too.
+        """
+        alike = sum(other.template == block.template for other in self._program.blocks)
+        return [self._block_run(block) for _ in range(min(alike, CHAIN))]
+
+    def _links(self, piece: Piece, rows: Sequence[Lengths], device: PricedDevice) -> list[int]:
+        """Return how many blocks fit into memory at once with what each keeps of a micro-batch, alike on all ranks."""
+        weights = piece.parameters * (2 * 4 + device.itemsize)  # as they are drawn, cast, and their gradients
+        own = []
+        for row in rows:
+            left = device.memory - piece.fixed - sum(row) * piece.working
+            own.append(int(left // max(weights + sum(row) * piece.kept, 1.0)))
+        return [max(1, min(column)) for column in zip(*self._groups.gather_objects(own), strict=True)]
+
+    def _time(self, runs: Sequence[_Run], row: Lengths) -> tuple[float, float]:
+        """Time one forward and one backward, in the mean over a chain of blocks; all ranks begin together."""
         batch = self._batch(row)
         aux = self._aux_values(batch)
         self._groups.all_reduce(Role.COMMIT, torch.zeros(1, device=self._device))
         _synchronise(self._device)
-        chain = CHAIN if self._device.type == "cuda" else 1
         began = between = time.perf_counter()
         if self._collectives is not None or self._kind.tp == 1:
-            for _ in range(chain):
-                backward = run(batch, aux)
+            backwards = [run(batch, aux) for run in runs]
             _synchronise(self._device)
             between = time.perf_counter()
-            for _ in range(chain):
-                backward()
+            while backwards:
+                backwards.pop()()
         _synchronise(self._device)
-        return (between - began) / chain, (time.perf_counter() - between) / chain
+        return (between - began) / len(runs), (time.perf_counter() - between) / len(runs)
 
     def _batch(self, row: Lengths) -> dict[str, Tensor]:
         if row not in self._batches:
