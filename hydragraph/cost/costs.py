@@ -28,19 +28,19 @@ from hydragraph.cost.actors import stage_actors
 from hydragraph.cost.corrections import Corrections, corrected
 from hydragraph.cost.curves import Constants, Curve, Table
 from hydragraph.cost.footprint import Footprint, MicroBatch
-from hydragraph.cost.memory import STATE_BYTES, Blocks, Memory, MemoryCurve, Walk
+from hydragraph.cost.memory import STATE_BYTES, Blocks, Memory, MemoryCurve, Walk, exchange_name
 from hydragraph.cost.messages import GRADIENT_BYTES
 from hydragraph.cost.model import ModelSizes
 from hydragraph.cost.pieces import AUX, Piece
 from hydragraph.cost.profile import PipelineCost, Profile
-from hydragraph.cost.simulate import Timeline, run
+from hydragraph.cost.simulate import SimulatedSpan, Timeline, run
 from hydragraph.cost.stack import Stack
 from hydragraph.cost.stages import Hop, Ring, StageCost
 from hydragraph.cost.traffic import Transfers
 from hydragraph.cost.work import NOTHING, Priced, Without, Work
 from hydragraph.errors import Unsupported
 from hydragraph.ir.home import HomeLayouts
-from hydragraph.ir.instruction import Op
+from hydragraph.ir.instruction import Op, Stream
 from hydragraph.ir.layout import GradientKind, Layout, propagation
 from hydragraph.ir.link import Slices, copy, reduce
 from hydragraph.ir.outline import Outline
@@ -473,7 +473,9 @@ class Costs:
         return CostedWork(self, strategy, assignment)
 
     def memory(self, strategy: Strategy, assignment: Assignment | None = None) -> tuple[Memory, ...]:
-        """Return what every rank holds when it holds most.
+        """Return what every rank holds when it holds most, if all exchanges take as long as they may.
+
+        When they are over is known to a simulation alone: `hg.simulate(...).memory` holds no more, and is nearer.
 
         Args:
             assignment: of an iteration; default: two micro-batches per stage, of as many tokens as use a device well.
@@ -493,9 +495,14 @@ class Costs:
         return [self.walk(strategy, batches, rank) for rank in range(self.ranks)]
 
     def walk(
-        self, strategy: Strategy, batches: Sequence[Sequence[MicroBatch]], rank: int, messages: bool = True
+        self,
+        strategy: Strategy,
+        batches: Sequence[Sequence[MicroBatch]],
+        rank: int,
+        messages: bool = True,
+        over: Mapping[int, Sequence[str]] | None = None,
     ) -> Walk:
-        """Return the walk through one rank's program; arguments as of `cost.memory.rank_memory`."""
+        """Return the walk through one rank's program; arguments as of `cost.memory.Walk`."""
         return Walk(
             self.blocks,
             strategy,
@@ -505,6 +512,7 @@ class Costs:
             messages=messages,
             home_of=self.home_of,
             state_bytes=self.state_bytes,
+            over=over,
         )
 
 
@@ -698,8 +706,8 @@ class _Curves(Sequence[MemoryCurve]):
         if not 0 <= rank < len(self):
             raise IndexError(rank)
         costs = self._costs
-        peak, at, after = costs.walk(self._strategy, self._batches, rank).curve()
         spans = self._timeline.ranks[rank]
+        peak, at, after = costs.walk(self._strategy, self._batches, rank, over=_ended(spans)).curve()
         # A point where the size changes; of what changes at the same instant, the last size counts.
         points: list[tuple[float, int]] = []
         now = 0.0
@@ -710,6 +718,31 @@ class _Curves(Sequence[MemoryCurve]):
             elif not points or points[-1][1] != size:
                 points.append((now, size))
         return MemoryCurve(peak, spans[at].start_s if at >= 0 else 0.0, tuple(points))
+
+
+def _ended(spans: Sequence[SimulatedSpan]) -> dict[int, list[str]]:
+    """Return which exchanges a rank has ended when it gets to an instruction, as the executor does it.
+
+    Before each computation it ends the pulls that bring it nothing and are over, and before each push, those before.
+    """
+    ended: dict[int, list[str]] = {}
+    open_: dict[Op, list[tuple[str, float]]] = {Op.PULL: [], Op.PUSH: []}
+    now = 0.0
+    for i, span in enumerate(spans):
+        instruction = span.instruction
+        computes = instruction.op in (Op.FORWARD, Op.BACKWARD)
+        if computes:
+            now = max(now, span.start_s)
+        if computes or instruction.op is Op.PUSH:
+            queue = open_[Op.PULL if computes else Op.PUSH]
+            while queue and queue[0][1] <= now:
+                ended.setdefault(i, []).append(queue.pop(0)[0])
+        if instruction.op is Op.PUSH or (instruction.op is Op.PULL and not instruction.writes):
+            name = exchange_name(instruction.op, instruction.target)
+            open_[instruction.op].append((name, span.end_s))
+        if instruction.stream is Stream.COMPUTE:
+            now = max(now, span.end_s)
+    return ended
 
 
 def _transfers(slices: Slices, itemsize: float, ranks: int) -> Transfers:

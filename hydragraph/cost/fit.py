@@ -71,10 +71,11 @@ class MemoryFit:
 
 
 def fit(costs: Costs, strategy: Strategy, assignment: Assignment) -> MemoryFit:
-    """Walk every rank's program of an iteration."""
-    memory = costs.memory(strategy, assignment)
+    """Simulate an iteration and walk every rank's program, so that it is known when messages are over."""
+    timeline = costs.simulate(strategy, assignment)
+    memory = tuple(timeline.memory[rank].peak for rank in range(costs.ranks))
     limits = tuple(float(device.memory_bytes) for device in costs.cluster.devices)
-    return MemoryFit(strategy, memory, limits, costs.simulate(strategy, assignment).seconds)
+    return MemoryFit(strategy, memory, limits, timeline.seconds)
 
 
 def advice(costs: Costs, found: MemoryFit, assignment: Assignment) -> str:
@@ -165,7 +166,6 @@ def recomputing(strategy: Strategy) -> Strategy:
 
 def fit_only(costs: Costs, strategy: Strategy, assignment: Assignment) -> bool:
     """Say whether every rank has room."""
-    limits = [device.memory_bytes for device in costs.cluster.devices]
-    # Rank by rank, as one that has no room is enough to know.
-    walks = costs.walks(strategy, assignment)
-    return all(walk.peak().total <= limit for walk, limit in zip(walks, limits, strict=True))
+    memory = costs.simulate(strategy, assignment).memory
+    # Rank by rank: one that has no room is enough to know.
+    return all(memory[rank].peak.total <= device.memory_bytes for rank, device in enumerate(costs.cluster.devices))

@@ -220,7 +220,8 @@ def test_memory_is_walked_over_time() -> None:
     strategy = Strategy.parse("<tp1,pp2>", 4)
     timeline = hg.simulate(found, strategy, Assignment.even([4], 1000))
     curve, peaks = timeline.memory[0], found.memory(strategy, Assignment.even([4], 1000))
-    assert curve.peak == peaks[0]
+    assert curve.peak.total <= peaks[0].total  # nothing is known there of when messages are over
+    assert curve.peak.total - curve.peak.messages == pytest.approx(peaks[0].total - peaks[0].messages, rel=0.1)
     assert 0 <= curve.peak_s <= timeline.seconds
     assert max(size for _, size in curve.points) <= curve.peak.total
     assert curve.at(0.0) < curve.at(curve.peak_s)
