@@ -2,6 +2,7 @@
 
     python benchmarks/costs.py                    # the whole table
     python benchmarks/costs.py --only clusters    # a part of it
+    python benchmarks/costs.py --only predicted   # which takes some minutes: OMP_NUM_THREADS=1, on an idle machine
     python benchmarks/costs.py --data DIR         # where the folder `sailor` is
 
 `clusters` prices runs that the authors of Sailor measured (GH200 nodes; nodes of RTX 3090, RTX 2080 and Titan RTX),
@@ -10,6 +11,7 @@ DeepSpeed's, so they are priced with that runtime's way of moving data (`cost.st
 from these runs), and beside it with hydragraph's own. Constants that are not in the data: sequences have 2,048 tokens
 and numbers 4 bytes, as the sizes in `model_memory.json` say; a node has as many network cards as its whole bandwidth is
 a multiple of one sender's in `network.json`. `sizes` simulates large strategies, lowering and pricing included.
+`predicted` profiles a model here and runs it, in turn (`benchmarks/predicted.py`); `--device cuda` does so on one GPU.
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ from hydragraph.spec.stage_kind import StageKind
 SEQUENCE = 2048  # tokens: act_output_floats of model_memory.json over the hidden size
 FLOAT = 4  # bytes
 OTHERS = {("clariden", "OPT-350"): 0.089, ("clariden", "GPT-Neo-2.7"): 0.101, ("mit", "OPT-350"): 0.103}  # Sailor's own
-PARTS = ("clusters", "sizes")
+PARTS = ("clusters", "sizes", "predicted")
 SIZES = (  # strategy, ranks, layers, micro-batches of each pipeline, seconds that it may take
     ("8*<tp2,pp4>", 64, 32, 16, 1),
     ("16*<tp8,pp8>", 1024, 80, 64, 20),
@@ -234,11 +236,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, default=Path("../shared/data"), help="where the folder sailor is")
     parser.add_argument("--only", choices=PARTS, help="one part")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="of the part predicted")
+    parser.add_argument("--rounds", type=int, default=5, help="of the part predicted")
+    parser.add_argument("--json", type=Path, help="write what the part predicted found to this file")
     chosen = parser.parse_args()
-    parts: dict[str, Callable[[], None]] = {"clusters": lambda: _clusters(chosen.data / "sailor"), "sizes": print_sizes}
+    parts: dict[str, Callable[[], None]] = {
+        "clusters": lambda: _clusters(chosen.data / "sailor"),
+        "sizes": print_sizes,
+        "predicted": lambda: _predicted(chosen.rounds, chosen.device, chosen.json),
+    }
     for name in PARTS:
         if chosen.only in (None, name):
             parts[name]()
+
+
+def _predicted(rounds: int, device: str, path: Path | None) -> None:
+    from benchmarks.predicted import print_predicted  # which imports torch
+
+    print_predicted(rounds, device, path=path)
 
 
 def _clusters(folder: Path) -> None:

@@ -5,24 +5,27 @@
 
 In each round the model is profiled anew, as `hydragraph profile` does it, and then every strategy runs one step: what
 else the machine does for a while then hits both alike. A step's prediction is by the mean of the profiles before and
-after it. Run it with one thread per rank (OMP_NUM_THREADS=1) and no more ranks than cores; the medians count.
+after it, of those that could be fitted. Run it with one thread per rank (OMP_NUM_THREADS=1) and no more ranks than
+cores; the medians count.
 """
 
 from __future__ import annotations
 
 import os
+import platform
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from statistics import median
+from pathlib import Path
+from statistics import fmean, median
 
 import torch
 from rich.console import Console
-from rich.table import Table
 
 import hydragraph as hg
 from benchmarks.memory import Sizes, adamw
+from hydragraph.bench.report import Report, Target, to_table
 from hydragraph.cost.compare import ComparedStep, Comparison, compared_step
 from hydragraph.cost.profile import Profile
 from hydragraph.cost.trace_file import Event, TracedStep
@@ -33,14 +36,15 @@ from hydragraph.runtime.launch import join
 from hydragraph.runtime.measure import MeasuredModel, MeasureSettings, measure
 from hydragraph.runtime.trace import events_of
 
-STRATEGIES = {
+SMALL = Sizes(hidden=256, layers=4, lengths=(500, 400, 300, 200, 200, 100, 100, 60, 60, 40, 40))
+LARGE = Sizes(hidden=2048, layers=4, vocabulary=32_000, lengths=(2000, 2000, 1500, 1000, 1000, 500, 500, 200))
+STRATEGIES = {  # of four layers, by the number of ranks
     1: ("<tp1,pp1>", "<[0]x4r>"),
     2: ("2*<tp1,pp1>", "<tp2,pp1>", "<[0,1]x4s>", "<tp1,pp2>", "<[0]x3,[1]x1>", "<[0]x2r,[1]x2>"),
 }
-SMALL = Sizes(hidden=256, layers=4, lengths=(500, 400, 300, 200, 200, 100, 100, 60, 60, 40, 40))
-LARGE = Sizes(hidden=2048, layers=4, vocabulary=32_000, lengths=(4000, 3000, 2000, 1500, 1000, 1000, 500, 500, 200))
 GOAL = (0.9, 1.1)  # of predicted / measured
 LIMIT = timedelta(minutes=30)
+COLUMNS = ("ranks", "strategy", "steps", "measured s", "predicted s", "ratio", "from", "to", "wrong most")
 
 
 @dataclass(frozen=True)
@@ -54,12 +58,21 @@ class Round:
 
 @dataclass(frozen=True)
 class Taken:
-    """One step: its strategy, the slowest rank's seconds, and the simulation's, by the profiles before and after it."""
+    """One step: its strategy, its seconds, and those of its simulation, by each profile that could be fitted."""
 
     strategy: str
     measured: float
-    predicted: float
-    steps: tuple[ComparedStep, ComparedStep]
+    compared: tuple[ComparedStep, ...]
+
+    @property
+    def predicted(self) -> float:
+        """The mean of the simulations."""
+        return fmean(step.predicted_s for step in self.compared)
+
+    @property
+    def ratio(self) -> float:
+        """Predicted / measured."""
+        return self.predicted / self.measured
 
 
 def on_ranks(sizes: Sizes, texts: Sequence[str], rounds: int, device: str, dtype: torch.dtype) -> tuple[Round, ...]:
@@ -69,18 +82,17 @@ def on_ranks(sizes: Sizes, texts: Sequence[str], rounds: int, device: str, dtype
     world = join(device)
     program = hg.capture(sizes.model(), dtype=dtype, check="off")
     strategies = [hg.Strategy.parse(text, sizes.layers) for text in texts]
-    exe = hg.compile(
-        sizes.model(), strategies, optimizer=adamw, device=device, dtype=dtype, program=program, check="off"
-    )
-    longest = max(sum(m) for s in strategies for p in assign(s, sizes.lengths).tokens for m in p)
+    model = sizes.model()
+    exe = hg.compile(model, strategies, adamw, dtype=dtype, device=device, program=program, check="off")
     kinds = tuple(dict.fromkeys(stage.kind for s in strategies for p in s.pipelines for stage in p.stages))
     schemes = tuple(dict.fromkeys((kind.tp, 1) for kind in kinds))
+    longest = max(sum(m) for s in strategies for p in assign(s, sizes.lengths).tokens for m in p)
     settings = MeasureSettings(schemes, kinds, longest, repeats=1)
-    subject = MeasuredModel(program, initial_buffers(sizes.model()), sizes.vocabulary, 2048)
+    subject = MeasuredModel(program, initial_buffers(model), sizes.vocabulary, 2048)
     groups = Groups(world, LIMIT)
     for strategy in strategies:  # what compiles and connects once should not count
         exe.step(sizes.sequences(0), strategy)
-    profiles = [measure(subject, settings, groups)]
+    before = measure(subject, settings, groups)
     found = []
     for turn in range(rounds):
         steps = []
@@ -90,75 +102,87 @@ def on_ranks(sizes: Sizes, texts: Sequence[str], rounds: int, device: str, dtype
             seconds = max(world.gather(report.seconds - report.planning_s))
             step = TracedStep(report.step, report.strategy, report.assignment, seconds)
             steps.append((step, tuple(world.gather(events_of(exe.spans)))))
-        profiles.append(measure(subject, settings, groups))
-        found.append(Round(profiles[-2], profiles[-1], tuple(steps)))
+        after = measure(subject, settings, groups)
+        found.append(Round(before, after, tuple(steps)))
+        before = after
     groups.close()
     exe.close()
     return tuple(found) if world.rank == 0 else ()
 
 
 def taken(rounds: Sequence[Round], ranks: int) -> list[Taken]:
-    """Price every step by the profiles of its round."""
+    """Price every step by the profiles of its round; a step that neither of them can price is left out."""
     found = []
     for each in rounds:
-        both = [hg.Costs(profile, profile.cluster(ranks)) for profile in (each.before, each.after)]
         for step, events in each.steps:
-            one, two = (compared_step(costs, step, events) for costs in both)
-            found.append(Taken(step.strategy, step.seconds, (one.predicted_s + two.predicted_s) / 2, (one, two)))
+            compared = []
+            for profile in (each.before, each.after):
+                costs = hg.Costs(profile, profile.cluster(ranks))
+                try:
+                    compared.append(compared_step(costs, step, events))
+                except hg.Unsupported:  # the machine was too busy for this kind of stage
+                    continue
+            if compared:
+                found.append(Taken(step.strategy, step.seconds, tuple(compared)))
     return found
 
 
-def table(found: Sequence[Taken], ranks: int, where: str) -> Table:
-    """Return a row per strategy: medians over rounds, and where the model is wrong most."""
-    made = Table(title=f"predicted / measured step, {ranks} ranks on {where}", title_justify="left")
-    for heading in ("strategy", "measured s", "predicted s", "ratio", "from", "to", "wrong most"):
-        made.add_column(heading, justify="left" if heading in ("strategy", "wrong most") else "right", overflow="fold")
-    for strategy in dict.fromkeys(one.strategy for one in found):
-        of_it = [one for one in found if one.strategy == strategy]
-        ratios = sorted(one.predicted / one.measured for one in of_it)
-        steps = tuple(step for one in of_it for step in one.steps)
-        sentence = Comparison("", ("",) * ranks, steps).sentence
-        made.add_row(
-            strategy.partition("@")[0],
-            f"{median(one.measured for one in of_it):.3f}",
-            f"{median(one.predicted for one in of_it):.3f}",
-            *(f"{ratio:.2f}" for ratio in (median(ratios), ratios[0], ratios[-1])),
-            sentence,
-        )
-    return made
+def row(ranks: int, strategy: str, found: Sequence[Taken]) -> tuple[str | float, ...]:
+    """Return a strategy's line: medians over rounds, and where the model is wrong most."""
+    ratios = sorted(one.ratio for one in found)
+    steps = tuple(step for one in found for step in one.compared)
+    middle = (median(one.measured for one in found), median(one.predicted for one in found))
+    sentence = Comparison("", ("",) * ranks, steps).sentence
+    return str(ranks), strategy, str(len(found)), *middle, median(ratios), ratios[0], ratios[-1], sentence
 
 
-def ratios_of(found: Sequence[Taken]) -> list[float]:
-    """Return the median of predicted / measured of every strategy."""
-    by_strategy: dict[str, list[float]] = {}
-    for one in found:
-        by_strategy.setdefault(one.strategy, []).append(one.predicted / one.measured)
-    return [median(ratios) for ratios in by_strategy.values()]
-
-
-def print_predicted(rounds: int, device: str, ranks: Sequence[int] = (1, 2)) -> None:
-    """Run it, and print a table for each number of ranks and the median over strategies."""
-    every: list[float] = []
+def reported(rounds: int, device: str, ranks: Sequence[int], sizes: Sizes | None = None) -> Report:
+    """Run it on each number of ranks."""
     cuda = device == "cuda"
-    sizes = LARGE if cuda else SMALL
+    chosen = sizes or (LARGE if cuda else SMALL)
     dtype = torch.bfloat16 if cuda else torch.float32
-    counts = (1,) if cuda else tuple(ranks)
-    for count in counts:
-        found = run(sizes, STRATEGIES[count], rounds, device, dtype, count)
-        Console(width=150).print(table(found, count, device))
-        every += ratios_of(found)
+    rows = []
+    left_out = 0
+    for count in ranks:
+        texts = STRATEGIES[count]
+        if count == 1:
+            found = taken(on_ranks(chosen, texts, rounds, device, dtype), count)
+        else:
+            found = taken(hg.launch(on_ranks, count, chosen, texts, rounds, device, dtype, timeout=LIMIT)[0], count)
+        left_out += rounds * len(texts) - len(found)
+        by_strategy = {text: [t for t in found if t.strategy.startswith(f"{text}@")] for text in _names(texts)}
+        rows += [row(count, text, of_it) for text, of_it in by_strategy.items() if of_it]
+    if not rows:
+        raise ValueError("no profile could be fitted: this machine is too busy")
+    middle = median(float(line[COLUMNS.index("ratio")]) for line in rows)
+    name = torch.cuda.get_device_name() if cuda else platform.processor() or platform.machine()
     cores = len(os.sched_getaffinity(0))
-    load = os.getloadavg()[0]
+    notes = (
+        f"on {name}, {cores} cores, load {os.getloadavg()[0]:.1f}; {left_out} steps could not be priced, as the "
+        "machine was too busy while it was profiled",
+    )
     low, high = GOAL
-    inside = "inside" if low <= median(every) <= high else "OUTSIDE"
-    where = f"{cores} cores, load {load:.1f}"
-    print(f"median over {len(every)} strategies: {median(every):.3f}, {inside} {low} to {high}; {where}")
+    target = Target(
+        "predicted / measured step, median over strategies",
+        f"{low} to {high}",
+        f"{middle:.3f}",
+        low <= middle <= high,
+    )
+    return Report(f"predicted / measured step on {device}", COLUMNS, tuple(rows), notes, targets=(target,))
 
 
-def run(sizes: Sizes, texts: Sequence[str], rounds: int, device: str, dtype: torch.dtype, ranks: int) -> list[Taken]:
-    """Run the rounds on so many ranks."""
-    strategies = tuple(text.replace("x4", f"x{sizes.layers}") for text in texts)
-    if ranks == 1:
-        return taken(on_ranks(sizes, strategies, rounds, device, dtype), 1)
-    found = hg.launch(on_ranks, ranks, sizes, strategies, rounds, device, dtype, timeout=LIMIT)
-    return taken(found[0], ranks)
+def _names(texts: Sequence[str]) -> list[str]:
+    """Return strategies as steps name them."""
+    return [hg.Strategy.parse(text, SMALL.layers).name for text in texts]
+
+
+def print_predicted(rounds: int, device: str, ranks: Sequence[int] | None = None, path: Path | None = None) -> None:
+    """Run it, print a table, and write it to a file if one is named."""
+    report = reported(rounds, device, ranks or ((1,) if device == "cuda" else (1, 2)))
+    Console(width=170).print(to_table(report))
+    for target in report.targets:
+        print(f"{target.name}: {target.found}, wanted {target.wanted}: {target.verdict}")
+    for note in report.notes:
+        print(note)
+    if path is not None:
+        report.save(path)

@@ -173,8 +173,9 @@ def corrected(profile: Profile, corrections: Corrections, type_: str | None = No
     # A scheme's constants are forward and backward together, of which the forward is about a third.
     together = (ahead + 2 * back) / 3
     schemes = {scheme: constants.times(together) for scheme, constants in profile.schemes.items()}
-    commit = profile.commit_s * factors[Kind.COMMIT]
-    return replace(profile, pieces=pieces, schemes=schemes, update=update, commit_s=commit)
+    commit = factors[Kind.COMMIT]
+    ending = {"update": update, "commit_s": profile.commit_s * commit, "norm_s": profile.norm_s * commit}
+    return replace(profile, pieces=pieces, schemes=schemes, **ending)
 
 
 def _corrected(name: str, piece: Piece, kind: StageKind, ahead: float, back: float) -> Piece:

@@ -623,14 +623,25 @@ class CostedWork:
         rate = costs.health.rate(rank)
         if math.isinf(rate):
             return 0.0
-        key = ("owned", rank)
-        if key not in self._known:
-            self._known[key] = costs.owned(rank, learning=True)
-        return rate * (update[0] + update[1] * self._known[key])
+        return rate * (update[0] + update[1] * self._owned(rank))
 
     def commit_s(self) -> float:
         """See `Priced`."""
-        return max(self._costs.piece_profile(rank).commit_s for rank in range(self._costs.ranks))
+        costs = self._costs
+        agreeing = max(costs.piece_profile(rank).commit_s for rank in range(costs.ranks))
+        return agreeing + max(self._norm_s(rank) for rank in range(costs.ranks))
+
+    def _norm_s(self, rank: int) -> float:
+        norm = self._costs.piece_profile(rank).norm_s
+        rate = self._costs.health.rate(rank)
+        return rate * norm * self._owned(rank) if norm and not math.isinf(rate) else 0.0
+
+    def _owned(self, rank: int) -> float:
+        """Return how many elements that learn a rank owns."""
+        key = ("owned", rank)
+        if key not in self._known:
+            self._known[key] = self._costs.owned(rank, learning=True)
+        return self._known[key]
 
     def as_work(self) -> Work:
         """Return it spelled out, for small programs: instruction by instruction, and pair by pair."""

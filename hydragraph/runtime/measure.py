@@ -34,14 +34,14 @@ from hydragraph.ir.program import Block, Program, Template
 from hydragraph.passes.compiled import choose_backend
 from hydragraph.passes.differentiate import COLLECTIVES, saved_names
 from hydragraph.runtime.batch import pack
-from hydragraph.runtime.executor import hidden_dtype, hidden_size, loss_dtype
+from hydragraph.runtime.executor import hidden_dtype, hidden_size, loss_dtype, square_sum
 from hydragraph.runtime.groups import Groups, Role
 from hydragraph.runtime.variants import Variants, local_parameters, vocabulary_starts
 from hydragraph.spec import workload
 from hydragraph.spec.stage_kind import StageKind, StagePart
 
 MESSAGES = tuple(4**n for n in range(5, 13))  # bytes: 1 KiB to 16 MiB
-UPDATED = (1 << 16, 1 << 21)  # elements of home shards whose update is timed
+UPDATED = (1 << 16, 1 << 21)  # elements of home shards whose update and norm are timed
 CHAIN = 4  # blocks per measurement, where the model has as many that are alike
 USABLE = 0.9  # of a device's memory; fragmentation takes some
 
@@ -156,7 +156,7 @@ def measure(
     messages = _messages(groups, settings.repeats)
     tell(total - 1, total, "update")
     update = _update(groups, settings.repeats)
-    commit = _commit(groups, settings.repeats)
+    commit, norm = _commit(groups, settings.repeats)
     tell(total, total, "")
     # Again: by now there is a communicator of every role and tensor-parallel degree, and what they hold is gone.
     device = replace(device, memory=_memory(groups))
@@ -171,6 +171,7 @@ def measure(
         sizes=ModelSizes.of(program),
         update=update,
         commit_s=commit,
+        norm_s=norm,
     )
 
 
@@ -259,36 +260,57 @@ def _messages(groups: Groups, repeats: int) -> list[tuple[int, float]]:
 def _update(groups: Groups, repeats: int) -> tuple[float, float]:
     """Time AdamW on home shards of two sizes, all ranks at once; return its constant, and seconds per element."""
     device = groups.world.device
-    by_size = []
-    for elements in UPDATED:
+
+    def stepped(elements: int) -> Callable[[], None]:
         parameter = torch.nn.Parameter(torch.zeros(elements, device=device))
         parameter.grad = torch.ones_like(parameter)
         optimizer = torch.optim.AdamW([parameter])
+
+        def step() -> None:
+            optimizer.step()
+
+        return step
+
+    return _per_element(groups, repeats, stepped)
+
+
+def _commit(groups: Groups, repeats: int) -> tuple[float, float]:
+    """Time the end of an iteration on home shards of two sizes: the norm of their gradients, and agreeing on it."""
+    device = groups.world.device
+
+    def agreed(elements: int) -> Callable[[], None]:
+        gradients = torch.ones(elements, device=device)
+        totals = torch.zeros(2 + 4 * groups.world.ranks, dtype=torch.float64, device=device)
+
+        def agree() -> None:
+            totals[1] = square_sum(gradients)
+            groups.all_reduce(Role.COMMIT, totals)
+
+        return agree
+
+    return _per_element(groups, repeats, agreed)
+
+
+def _per_element(groups: Groups, repeats: int, make: Callable[[int], Callable[[], None]]) -> tuple[float, float]:
+    """Time what is made for shards of two sizes, on all ranks at once; return its constant, and seconds per element.
+
+    The slowest rank's median counts.
+    """
+    device = groups.world.device
+    by_size = []
+    for elements in UPDATED:
+        run = make(elements)
         times = []
         for _ in range(repeats + 1):
             groups.all_reduce(Role.COMMIT, torch.zeros(1, device=device))
             _synchronise(device)
             began = time.perf_counter()
-            optimizer.step()
+            run()
             _synchronise(device)
             times.append(time.perf_counter() - began)
         by_size.append(max(groups.gather_objects(median(times[1:]))))
     slope = max(0.0, (by_size[1] - by_size[0]) / (UPDATED[1] - UPDATED[0]))
     return max(0.0, by_size[0] - slope * UPDATED[0]), slope
-
-
-def _commit(groups: Groups, repeats: int) -> float:
-    """Time the all-reduce that ends an iteration: the slowest rank's median."""
-    device = groups.world.device
-    times = []
-    for _ in range(repeats + 1):
-        groups.all_reduce(Role.COMMIT, torch.zeros(1, device=device))
-        _synchronise(device)
-        began = time.perf_counter()
-        groups.all_reduce(Role.COMMIT, torch.zeros(5, dtype=torch.float64, device=device))
-        _synchronise(device)
-        times.append(time.perf_counter() - began)
-    return max(groups.gather_objects(median(times[1:])))
 
 
 # Templates.
