@@ -174,8 +174,14 @@ def corrected(profile: Profile, corrections: Corrections, type_: str | None = No
     together = (ahead + 2 * back) / 3
     schemes = {scheme: constants.times(together) for scheme, constants in profile.schemes.items()}
     commit = factors[Kind.COMMIT]
-    ending = {"update": update, "commit_s": profile.commit_s * commit, "norm_s": profile.norm_s * commit}
-    return replace(profile, pieces=pieces, schemes=schemes, **ending)
+    return replace(
+        profile,
+        pieces=pieces,
+        schemes=schemes,
+        update=update,
+        commit_s=profile.commit_s * commit,
+        norm_s=profile.norm_s * commit,
+    )
 
 
 def _corrected(name: str, piece: Piece, kind: StageKind, ahead: float, back: float) -> Piece:
