@@ -2,6 +2,7 @@
 
     python benchmarks/costs.py                    # the whole table
     python benchmarks/costs.py --only clusters    # a part of it
+    python benchmarks/costs.py --only predicted   # which takes some minutes: OMP_NUM_THREADS=1, on an idle machine
     python benchmarks/costs.py --data DIR         # where the folder `sailor` is
 
 `clusters` prices runs that the authors of Sailor measured (GH200 nodes; nodes of RTX 3090, RTX 2080 and Titan RTX),
@@ -12,6 +13,7 @@ and numbers 4 bytes, as the sizes in `model_memory.json` say; a node has as many
 a multiple of one sender's in `network.json`. `sizes` simulates large strategies, lowering and pricing included.
 `overlap` prices pull and push of a published case, hidden and not, beside the published seconds.
 `assign` compares assignments of small drawn mini-batches with the best of all there are, by the end of the schedule.
+`predicted` profiles a model here and runs it, in turn (`benchmarks/predicted.py`); `--device cuda` does so on one GPU.
 """
 
 from __future__ import annotations
@@ -48,7 +50,7 @@ from hydragraph.spec.stage_kind import StageKind
 SEQUENCE = 2048  # tokens: act_output_floats of model_memory.json over the hidden size
 FLOAT = 4  # bytes
 OTHERS = {("clariden", "OPT-350"): 0.089, ("clariden", "GPT-Neo-2.7"): 0.101, ("mit", "OPT-350"): 0.103}  # Sailor's own
-PARTS = ("clusters", "sizes", "overlap", "assign")
+PARTS = ("clusters", "sizes", "overlap", "assign", "predicted")
 OVERLAPPED = 5  # iterations of `overlap`
 DRAWN = 339  # mini-batches that are assigned
 SIZES = (  # strategy, ranks, layers, micro-batches of each pipeline, seconds that it may take
@@ -314,16 +316,26 @@ def main() -> None:
         "--data", type=Path, default=Path("../shared/data"), help="where the folder sailor and the constants are"
     )
     parser.add_argument("--only", choices=PARTS, help="one part")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="of the part predicted")
+    parser.add_argument("--rounds", type=int, default=5, help="of the part predicted")
+    parser.add_argument("--json", type=Path, help="write what the part predicted found to this file")
     chosen = parser.parse_args()
     parts: dict[str, Callable[[], None]] = {
         "clusters": lambda: _clusters(chosen.data / "sailor"),
         "sizes": print_sizes,
         "overlap": lambda: _overlap(chosen.data),
         "assign": print_assign,
+        "predicted": lambda: _predicted(chosen.rounds, chosen.device, chosen.json),
     }
     for name in PARTS:
         if chosen.only in (None, name):
             parts[name]()
+
+
+def _predicted(rounds: int, device: str, path: Path | None) -> None:
+    from benchmarks.predicted import print_predicted  # which imports torch
+
+    print_predicted(rounds, device, path=path)
 
 
 def _clusters(folder: Path) -> None:

@@ -56,6 +56,13 @@ bench() {
   run "$part" "$limit" "$python" -m hydragraph.cli bench "$@" --json "$parts/$part.json"
 }
 
+# Costs calibrated here, and what they predict beside what steps take.
+predicted() {
+  local limit=$1
+  shift
+  run predicted "$limit" "$python" benchmarks/costs.py --only predicted "$@" --json "$parts/predicted.json"
+}
+
 # A function, so that bash has read all of it before it runs any.
 main() {
   export HYDRAGRAPH_ON_DEVICE=1  # which a CPU otherwise leaves to other tests
@@ -64,12 +71,14 @@ main() {
     bench kernels 120 kernels --device cuda
     bench link-7b 30 link --from '2*<tp2,pp2>' --to '8*<tp1,pp1>' --model 7b
     bench link-measured 30 link --from '<tp2,pp1>' --to '<tp1,pp2>' --model tiny
-    bench step $((475 - SECONDS)) step --device cuda
+    bench step $((415 - SECONDS)) step --device cuda
+    predicted $((475 - SECONDS)) --device cuda --rounds 3
   else
     bench kernels 240 kernels --device cpu --compiled
     bench link-7b 120 link --from '2*<tp2,pp2>' --to '8*<tp1,pp1>' --model 7b
     bench link-measured 240 link --from '<tp2,pp1>' --to '<tp1,pp2>' --model tiny
     bench step 480 step --device cpu --model tiny --tokens 512 --rounds 3 --compiled
+    predicted 600 --rounds 2
   fi
 
   mkdir -p "$out"

@@ -6,6 +6,8 @@ from hydragraph.api import compile as compile
 from hydragraph.api import lower as lower
 from hydragraph.api import precompile as precompile
 from hydragraph.api import simulate as simulate
+from hydragraph.cost.compare import compare as compare
+from hydragraph.cost.corrections import Corrections as Corrections
 from hydragraph.cost.costs import Costs as Costs
 from hydragraph.cost.profile import Profile as Profile
 from hydragraph.errors import RankFailure as RankFailure

@@ -43,6 +43,7 @@ from hydragraph.runtime.weights import pretrained
 from hydragraph.runtime.weights.directory import Shell
 from hydragraph.runtime.weights.directory import check as check_shell
 from hydragraph.session import Session, agree, first_of
+from hydragraph.spec.assignment import Assignment
 from hydragraph.spec.home import Home
 from hydragraph.spec.padded import Batches
 from hydragraph.spec.strategy import Strategy
@@ -71,6 +72,7 @@ class StepReport:
         planning_hidden_s: seconds of planning that it did not wait for.
         expected_s: seconds that the plan expected, traffic and update included, by the profile; 0 without one.
         ranks: by rank, how long it took, and waited for communication.
+        assignment: which pipeline computed which sequences in which micro-batch.
     """
 
     step: int
@@ -86,6 +88,7 @@ class StepReport:
     planning_hidden_s: float
     expected_s: float
     ranks: tuple[RankTimes, ...]
+    assignment: Assignment
 
     @property
     def exposed(self) -> Exposed:
@@ -408,6 +411,7 @@ class Executable:
             planning_hidden_s=work.planning.hidden_s,
             expected_s=work.planning.expected_s,
             ranks=outcome.ranks,
+            assignment=work.assignment,
         )
 
     def _meet(self, sequences: Batches, strategy: Strategy | None, mode: Mode) -> MiniBatch:

@@ -37,7 +37,6 @@ ELSEWHERE = {
     "commands/simulate_price.py": ("commands/test_simulate.py", "prices of strategies"),
     "cost/actors.py": ("cost/test_simulate.py", "who acts in a simulation"),
     "cost/engine.py": ("cost/test_simulate.py", "when what acts"),
-    "cost/fit.py": ("commands/test_check.py", "what fits, and what to change first"),
     "cost/model.py": ("cost/test_profile_record.py", "sizes of a model in a profile"),
     "cost/stack.py": ("cost/test_costs.py", "another runtime priced by hand"),
     "cost/stages.py": ("cost/test_costs.py", "pipelines take what is simulated"),

@@ -115,13 +115,13 @@ class Priced:
     def stayed(self, index: int, lengths: Lengths) -> Spent:
         """(b), (c): one strategy, its sequences assigned by us."""
         assignment = assign_pipelines(self.profile.pipelines(self.candidates[index]), lengths)
-        return self._spent(assignment.seconds_1f1b, index)
+        return self._spent(assignment.seconds, index)
 
     def chosen(self, lengths: Lengths) -> tuple[int, PlannedAssignment, Spent]:
         """(d): the best candidate for this mini-batch, its assignment, and what it takes."""
         pipelines = [self.profile.pipelines(s) for s in self.candidates]
         choice = compare_pipelines(pipelines, lengths, self.charges)
-        return choice.index, choice.assignment, self._spent(choice.assignment.seconds_1f1b, choice.index)
+        return choice.index, choice.assignment, self._spent(choice.assignment.seconds, choice.index)
 
     def _spent(self, computing: float, index: int) -> Spent:
         return Spent(computing, self.charges[index], self.charges[index])

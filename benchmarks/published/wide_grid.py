@@ -209,14 +209,13 @@ def tune(profile: Profile, cell: Cell, sample: Lengths, tuning: Sequence[Lengths
     every = search(profile, cell, sample, tuning)
     searching = time.process_time() - began
     found = [planner.compare(every, profile, lengths) for lengths in tuning]
-    # The bound is one of `seconds`, which the recurrence may undercut a little where stages are several.
-    bound = {c: 0.9 * statistics.fmean(f.verdicts[i].bound for f in found) for i, c in enumerate(every)}
+    bound = {c: statistics.fmean(f.verdicts[i].bound for f in found) for i, c in enumerate(every)}
 
     def fixed(strategy: Candidate, lengths: Lengths) -> float:
         return max(in_turn(profile.pipelines(strategy), fixed_length(lengths, cell.context)))
 
     def assigned(strategy: Candidate, lengths: Lengths) -> float:
-        return planner.assign(strategy, profile, lengths).seconds_1f1b + charge(strategy, profile)
+        return planner.assign(strategy, profile, lengths).seconds + charge(strategy, profile)
 
     whole = [c for c in every if reach(c, profile) >= cell.context]
     same, mixed = ([c for c in whole if (len(set(c)) == 1) == equal] for equal in (True, False))
@@ -252,12 +251,12 @@ def simulate(cell: Cell, profile: Profile, quantiles: Sequence[float], iteration
         lines[0].add(max(ends), ends)
         for line, strategy in ((lines[1], chosen.alike), (lines[2], chosen.static)):
             assignment = planner.assign(strategy, profile, lengths)
-            line.add(assignment.seconds_1f1b + charge(strategy, profile), assignment.by_pipeline)
+            line.add(assignment.seconds + charge(strategy, profile), assignment.by_pipeline)
         choice = planner.compare(chosen.candidates, profile, lengths)
         paid = choice.verdicts[choice.index].charge
-        lines[3].add(choice.assignment.seconds_1f1b + paid, choice.assignment.by_pipeline)
+        lines[3].add(choice.assignment.seconds + paid, choice.assignment.by_pipeline)
         unequal.append(len(set(chosen.candidates[choice.index])) > 1)
-        charged.append(choice.assignment.seconds_1f1b + profile.hetero_sync_s)
+        charged.append(choice.assignment.seconds + profile.hetero_sync_s)
         divided.append(bound_1f1b(kinds, lengths, cell.devices))
         alones.append(min(k.stages * k.micro_batch_seconds(max(lengths)) for k in kinds if k.max_len >= max(lengths)))
         same = [k for k, s in zip(kinds, schemes, strict=True) if k.max_len >= max(lengths) and s in of_alike]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,7 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from hydragraph.commands.options import Config, Debug, LogLevel, Set, Strategies, chosen_strategies
+from hydragraph.commands.options import Config, CorrectionsFile, Debug, LogLevel, Set, Strategies, chosen_strategies
 from hydragraph.commands.process import quieten
 from hydragraph.commands.text import bytes_text, console, seconds_text
 from hydragraph.train.config import TrainConfig
@@ -41,14 +43,17 @@ def check_command(
         ),
     ] = None,
     profile: Annotated[str | None, typer.Option(help="What hydragraph profile measured, for the seconds.")] = None,
+    corrections: CorrectionsFile = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
     overrides: Set = None,
     log_level: LogLevel = None,
     debug: Debug = False,
 ) -> None:
     """Say, strategy by strategy, whether a run fits into memory, what takes most of it, and what a step takes.
 
-    Memory is walked through every rank's program with the sizes of its compiled graphs. The exit code is 1 where a
-    strategy does not fit.
+    Memory is walked through every rank's program with the sizes of its compiled graphs, and what the optimizer keeps;
+    what is advised was walked, too. Of a run on GPUs say so where there is none: --set device=cuda. The exit code is 1
+    where a strategy does not fit.
     """
     from hydragraph.cost.fit import advice, fit
 
@@ -56,7 +61,7 @@ def check_command(
         raise ValueError("--cluster says what memory devices have, and so does --memory: give one of them")
     settings = TrainConfig.load(config, overrides or ())
     texts = chosen_strategies(strategies, settings.strategies)
-    parsed, costs = _costs(settings, texts, cluster, memory, profile)
+    parsed, costs = _costs(settings, texts, cluster, memory, profile, corrections)
     screen = Console(stderr=True)
     fits = []
     for strategy in parsed:
@@ -64,14 +69,25 @@ def check_command(
             assignment = _step(settings, strategy, lengths)
             fitting = fit(costs, strategy, assignment)
             fits.append((fitting, advice(costs, fitting, assignment)))
-    print(costs.source)
-    _print(fits)
+    if as_json:
+        records = [{**fitting.as_dict(), "change_first": what} for fitting, what in fits]
+        print(json.dumps({"source": costs.source, "strategies": records}, indent=1))
+    else:
+        print(costs.source)
+        _print(fits)
+        for fitting, _ in fits:
+            console().print(_parts(fitting))
     if not all(fitting.fits for fitting, _ in fits):
         raise typer.Exit(1)
 
 
 def _costs(
-    config: TrainConfig, texts: tuple[str, ...], cluster: Path | None, memory: float | None, profile: str | None
+    config: TrainConfig,
+    texts: tuple[str, ...],
+    cluster: Path | None,
+    memory: float | None,
+    profile: str | None,
+    corrections: Path | None,
 ) -> tuple[tuple[Strategy, ...], Costs]:
     """Return the strategies, and what prices them by the compiled graphs."""
     from dataclasses import replace
@@ -88,7 +104,8 @@ def _costs(
     from hydragraph.spec.default_cluster import default_cluster
     from hydragraph.train.loop import read_strategies
     from hydragraph.train.model import skeleton
-    from hydragraph.train.plan_input import read_profile
+    from hydragraph.train.optimizer import state_bytes
+    from hydragraph.train.plan_input import read_corrections, read_profile
 
     quieten()
     where = default_cluster(config.ranks) if cluster is None else Cluster.load(cluster)
@@ -98,11 +115,19 @@ def _costs(
         model = skeleton(config.model, config.data.vocab_size)
         program = capture(model, dtype=getattr(torch, config.dtype))
         strategies = read_strategies(texts, model, len(where.devices))
-    inductor = choose_backend(config.backend, torch.device(config.device or "cpu")) == "inductor"
+    device = torch.device(config.device or "cpu")
+    inductor = choose_backend(config.backend, device) == "inductor"
     blocks = CompiledBlocks(program, Variants(program, fused_head=inductor, added=not inductor).get)
     degrees = sorted({stage.tp for s in strategies for p in s.pipelines for stage in p.stages})
     priced = datasheet(program, where, degrees=degrees) if profile is None else read_profile(profile)
-    return strategies, Costs(priced, where, home=config.home, blocks=blocks)
+    return strategies, Costs(
+        priced,
+        where,
+        home=config.home,
+        blocks=blocks,
+        state_bytes=state_bytes(config.optimizer, program.dtype, device),
+        corrections=read_corrections(corrections),
+    )
 
 
 def _step(config: TrainConfig, strategy: Strategy, lengths: Path | None) -> Assignment:
@@ -118,6 +143,25 @@ def _step(config: TrainConfig, strategy: Strategy, lengths: Path | None) -> Assi
 
     data = [min(n, longest) for n in read_lengths(lengths) if n]
     return assign(strategy, mini_batches(data, tokens, 1, 0)[0])
+
+
+def _parts(fitting: MemoryFit) -> Table:
+    """Return what every rank holds when it holds most; neighbours that hold the same stand together."""
+    from dataclasses import fields
+
+    from hydragraph.cost.fit import WORDS
+    from hydragraph.cost.memory import Memory
+
+    names = [field.name for field in fields(Memory)]
+    table = Table(title=f"{escape(fitting.strategy.name)}: peak of every rank", title_justify="left")
+    table.add_column("ranks")
+    for heading in ("peak", *(WORDS[name] for name in names)):
+        table.add_column(heading, justify="right", overflow="fold")
+    for memory, group in groupby(enumerate(fitting.memory), lambda pair: pair[1]):
+        ranks = [rank for rank, _ in group]
+        who = f"{ranks[0]}-{ranks[-1]}" if len(ranks) > 1 else str(ranks[0])
+        table.add_row(who, bytes_text(memory.total), *(bytes_text(getattr(memory, name)) for name in names))
+    return table
 
 
 def _print(fits: list[tuple[MemoryFit, str]]) -> None:

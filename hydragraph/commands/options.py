@@ -23,6 +23,12 @@ HomeText = Annotated[
         help='Instead of the config\'s: the share of the state by rank, as in "3,3,1,0 copies=2"; equal: equal.',
     ),
 ]
+CorrectionsFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--corrections", help="What hydragraph compare found, such as runs/demo/corrections.json: it corrects seconds."
+    ),
+]
 LogLevel = Annotated[
     str | None,
     typer.Option(

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from hydragraph.commands.options import Debug, LogLevel
+from hydragraph.commands.options import CorrectionsFile, Debug, LogLevel
 
 EXAMPLE = (
     "Example: hydragraph plan --profile profile.json --lengths lengths.txt --devices 64 --context 32768 "
@@ -33,6 +33,7 @@ def plan_command(
     ] = None,
     iterations: Annotated[int, typer.Option(min=1, help="Mini-batches to draw from the lengths.")] = 4,
     seed: Annotated[int, typer.Option(min=0, help="Of the draw and the search.")] = 0,
+    corrections: CorrectionsFile = None,
     explain: Annotated[bool, typer.Option("--explain", help="All candidates, and what their seconds go to.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
     picture: Annotated[
@@ -46,6 +47,7 @@ def plan_command(
     Candidates are proposed from the lengths, and mini-batches drawn from these are planned with each; the table says
     how long an iteration takes against the best homogeneous strategy, and why a candidate lost.
     """
+    from hydragraph.cost.corrections import Corrections, corrected
     from hydragraph.planner.explain import explain as explained  # needs numba and scipy, which others do without
     from hydragraph.planner.explain_text import to_record, to_text
     from hydragraph.train.plan_input import read_candidates, read_lengths, read_profile
@@ -53,6 +55,8 @@ def plan_command(
 
     own = read_candidates(strategies or ())
     constants = read_profile(profile)
+    if corrections is not None:
+        constants = corrected(constants, Corrections.load(corrections))
     data = read_lengths(lengths)
     report = explained(constants, data, devices, context, tokens, strategies=own, iterations=iterations, seed=seed)
     print(json.dumps(to_record(report), indent=1) if as_json else to_text(report, explain), end="\n" * as_json)

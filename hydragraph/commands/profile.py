@@ -165,7 +165,8 @@ def _print_profile(profile: Profile, ranks: int, path: Path) -> None:
         constant, per_parameter = profile.update
         print(
             f"device type {profile.type}: an update takes {1e6 * constant:.3g} us + {1e9 * per_parameter:.3g} ns per "
-            f"element of a rank's shard, a commit {1e6 * profile.commit_s:.3g} us"
+            f"element of a rank's shard, a commit {1e6 * profile.commit_s:.3g} us + {1e9 * profile.norm_s:.3g} ns "
+            "per element"
         )
     for note in profile.notes:
         print(f"note: {note}")

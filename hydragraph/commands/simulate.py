@@ -15,6 +15,7 @@ from rich.table import Table
 
 from hydragraph.commands.options import (
     Config,
+    CorrectionsFile,
     Debug,
     HomeText,
     LogLevel,
@@ -76,6 +77,7 @@ def simulate_command(
     efficiency: Annotated[
         float | None, typer.Option(help="Without a profile: the part of the FLOP/s that computation reaches (0.45).")
     ] = None,
+    corrections: CorrectionsFile = None,
     changes: Annotated[
         list[str] | None,
         typer.Option(
@@ -103,7 +105,7 @@ def simulate_command(
     texts = chosen_strategies(strategies, settings.strategies)
     if lengths is not None and (micro_batches or tokens):
         raise ValueError("--lengths draws micro-batches; leave out --micro-batches and --tokens")
-    parsed, costs = _costs(settings, where, texts, profile, efficiency, chosen_home(home, settings.home))
+    parsed, costs = _costs(settings, where, texts, profile, efficiency, chosen_home(home, settings.home), corrections)
     priced = _priced(settings, parsed, costs, micro_batches, tokens, lengths)
     print(costs.source)
     _print_table(priced, where)
@@ -136,6 +138,7 @@ def _costs(
     profile: str | None,
     efficiency: float | None,
     home: Home,
+    corrections: Path | None,
 ) -> tuple[tuple[Strategy, ...], Costs]:
     """Return the strategies and what prices them."""
     import torch
@@ -145,7 +148,7 @@ def _costs(
     from hydragraph.frontend.capture import capture
     from hydragraph.train.loop import read_strategies
     from hydragraph.train.model import skeleton
-    from hydragraph.train.plan_input import read_profile
+    from hydragraph.train.plan_input import read_corrections, read_profile
 
     if profile is not None and efficiency is not None:
         raise ValueError("--profile has measured seconds and --efficiency prices a datasheet: give one of them")
@@ -153,13 +156,13 @@ def _costs(
     model = skeleton(config.model, config.data.vocab_size)
     strategies = read_strategies(texts, model, len(cluster.devices))
     if profile is not None:
-        return strategies, Costs(read_profile(profile), cluster, home=home)
+        return strategies, Costs(read_profile(profile), cluster, home=home, corrections=read_corrections(corrections))
     screen = Console(stderr=True)
     with screen.status("capturing the model"):
         program = capture(model, dtype=getattr(torch, config.dtype))
         degrees = sorted({stage.tp for s in strategies for p in s.pipelines for stage in p.stages})
         priced = datasheet(program, cluster, efficiency or EFFICIENCY, degrees)
-        return strategies, Costs(priced, cluster, home=home)
+        return strategies, Costs(priced, cluster, home=home, corrections=read_corrections(corrections))
 
 
 def _priced(

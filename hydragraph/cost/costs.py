@@ -23,22 +23,24 @@ from functools import cached_property
 
 import numpy as np
 
+from hydragraph.cost.accounts import Kind
 from hydragraph.cost.actors import stage_actors
+from hydragraph.cost.corrections import Corrections, corrected
 from hydragraph.cost.curves import Constants, Curve, Table
 from hydragraph.cost.footprint import Footprint, MicroBatch
-from hydragraph.cost.memory import Blocks, Memory, MemoryCurve, Walk
+from hydragraph.cost.memory import STATE_BYTES, Blocks, Memory, MemoryCurve, Walk, exchange_name
 from hydragraph.cost.messages import GRADIENT_BYTES
 from hydragraph.cost.model import ModelSizes
 from hydragraph.cost.pieces import AUX, Piece
 from hydragraph.cost.profile import PipelineCost, Profile
-from hydragraph.cost.simulate import Timeline, run
+from hydragraph.cost.simulate import SimulatedSpan, Timeline, run
 from hydragraph.cost.stack import Stack
 from hydragraph.cost.stages import Hop, Ring, StageCost, stages_end
 from hydragraph.cost.traffic import Transfers
 from hydragraph.cost.work import NOTHING, Priced, Without, Work
 from hydragraph.errors import Unsupported
 from hydragraph.ir.home import HomeLayouts
-from hydragraph.ir.instruction import Op
+from hydragraph.ir.instruction import Op, Stream
 from hydragraph.ir.layout import GradientKind, Layout, propagation
 from hydragraph.ir.link import Slices, copy, reduce
 from hydragraph.ir.outline import Outline
@@ -62,11 +64,13 @@ class Costs:
     Args:
         profile: of the model, for every type of device of the cluster.
         cluster: one device per rank.
-        health: rates of ranks; None: all are healthy.
+        health: rates of ranks; None: those that the corrections say, and without corrections all are healthy.
         home: who owns weights and optimizer state; None: equal shares of all ranks. Without nodes of its own, copies
             go by those of the cluster.
         blocks: tells exactly what compiled graphs hold; None: the profile's lines.
         stack: the runtime; another than hydragraph's own is priced by `seconds` only, and has no simulation.
+        state_bytes: per element at home that learns: its weight and what the optimizer keeps.
+        corrections: what runs that were priced so have shown (`hydragraph compare`); they correct all seconds.
 
     Raises:
         Unsupported: the profile lacks a type of the cluster, or knows no blocks.
@@ -82,11 +86,17 @@ class Costs:
         home: Home | None = None,
         blocks: Blocks | None = None,
         stack: Stack = OWN,
+        state_bytes: int = STATE_BYTES,
+        corrections: Corrections | None = None,
     ) -> None:
         self.stack = stack
+        self.state_bytes = state_bytes
         self.profile = profile
         self.cluster = cluster
-        self.health = health or Health()
+        self.corrections = corrections or Corrections()
+        self.health = self.corrections.health if health is None else health
+        # How many times as long transfers take: asked for once, as there are many of them.
+        self._transfers = {kind: self.corrections.factor(kind) for kind in (Kind.PULL, Kind.PUSH, Kind.P2P)}
         self.home = home or Home()
         for rank in self.health:
             if rank >= len(cluster.devices):
@@ -97,7 +107,7 @@ class Costs:
                 where=f"profile {profile.name}",
                 remedy="measure the model with hydragraph profile, or price it from a datasheet (hydragraph simulate)",
             )
-        self._of_type = {name: profile.of(name) for name in cluster.types}
+        self._of_type = {name: corrected(profile.of(name), self.corrections, name) for name in cluster.types}
         self.sizes: ModelSizes = profile.model_sizes
         self.outline: Outline = self.sizes.outline()
         self.buckets: tuple[Bucket, ...] = self.sizes.buckets()
@@ -125,7 +135,8 @@ class Costs:
     def source(self) -> str:
         """A sentence on where the seconds of computation come from."""
         names = ", ".join(profile.name for profile in self._of_type.values())
-        return f"computation as measured: {names}" if self.measured else f"computation is not measured: {names}"
+        by = f"; corrected: {self.corrections}" if self.corrections.types else ""
+        return f"computation {'as measured' if self.measured else 'is not measured'}: {names}{by}"
 
     def changed(
         self, *, cluster: Cluster | None = None, health: Health | None = None, home: Home | None = None
@@ -138,6 +149,8 @@ class Costs:
             home=home or self.home,
             blocks=self._given_blocks,
             stack=self.stack,
+            state_bytes=self.state_bytes,
+            corrections=self.corrections,
         )
 
     # Pipelines.
@@ -245,6 +258,7 @@ class Costs:
             for resource in self.cluster.resources(a, b):
                 uses[resource] = uses.get(resource, 0) + 1
         part = 1 / stage.tp if self.stack.parts else 1.0
+        part *= self._transfers[Kind.P2P]
         return Hop(link, turns, self.sizes.hidden_bytes, max(uses.values()), part, self.stack.blocking)
 
     def max_len(self, pipeline: Pipeline) -> int:
@@ -303,7 +317,7 @@ class Costs:
 
     def _peak(self, strategy: Strategy, count: int, tokens: int, rank: int) -> int:
         batches = [[MicroBatch(tokens, 1)] * count]
-        return Walk(self.blocks, strategy, batches, rank, self.ranks, messages=False, home_of=self.home_of).peak().total
+        return self.walk(strategy, batches, rank, messages=False).peak().total
 
     # What pieces say.
 
@@ -473,7 +487,9 @@ class Costs:
         return CostedWork(self, strategy, assignment)
 
     def memory(self, strategy: Strategy, assignment: Assignment | None = None) -> tuple[Memory, ...]:
-        """Return what every rank holds when it holds most.
+        """Return what every rank holds when it holds most, if all exchanges take as long as they may.
+
+        When they are over is known to a simulation alone: `hg.simulate(...).memory` holds no more, and is nearer.
 
         Args:
             assignment: of an iteration; default: two micro-batches per stage, of as many tokens as use a device well.
@@ -490,9 +506,28 @@ class Costs:
     def walks(self, strategy: Strategy, assignment: Assignment) -> list[Walk]:
         """Return the walk through every rank's program."""
         batches = micro_batches_of(strategy, assignment)
-        return [
-            Walk(self.blocks, strategy, batches, rank, self.ranks, home_of=self.home_of) for rank in range(self.ranks)
-        ]
+        return [self.walk(strategy, batches, rank) for rank in range(self.ranks)]
+
+    def walk(
+        self,
+        strategy: Strategy,
+        batches: Sequence[Sequence[MicroBatch]],
+        rank: int,
+        messages: bool = True,
+        over: Mapping[int, Sequence[str]] | None = None,
+    ) -> Walk:
+        """Return the walk through one rank's program; arguments as of `cost.memory.Walk`."""
+        return Walk(
+            self.blocks,
+            strategy,
+            batches,
+            rank,
+            self.ranks,
+            messages=messages,
+            home_of=self.home_of,
+            state_bytes=self.state_bytes,
+            over=over,
+        )
 
 
 def micro_batches_of(strategy: Strategy, assignment: Assignment) -> list[list[MicroBatch]]:
@@ -580,7 +615,8 @@ class CostedWork:
             sums = GradientKind.PARTIAL if self._splits_tokens(stages) else GradientKind.REPLICA
             users = propagation(weights, stages, {p.name: sums for p in weights.parameters})
             slices = copy(owners, users) if op is Op.PULL else reduce(users, owners)
-            size = self._costs.sizes.itemsize if op is Op.PULL else GRADIENT_BYTES
+            size = float(self._costs.sizes.itemsize if op is Op.PULL else GRADIENT_BYTES)
+            size *= self._costs._transfers[Kind.PULL if op is Op.PULL else Kind.PUSH]
             self._moved[key] = _transfers(slices, size, self._costs.ranks)
         return self._moved[key]
 
@@ -589,7 +625,8 @@ class CostedWork:
 
     def message_bytes(self, pipeline: int, micro_batch: int) -> float:
         """See `Priced`."""
-        return float(self._packed[pipeline][micro_batch] * self._costs.sizes.hidden_bytes)
+        factor = self._costs._transfers[Kind.P2P]
+        return factor * self._packed[pipeline][micro_batch] * self._costs.sizes.hidden_bytes
 
     def update_s(self, rank: int) -> float:
         """See `Priced`."""
@@ -600,14 +637,25 @@ class CostedWork:
         rate = costs.health.rate(rank)
         if math.isinf(rate):
             return 0.0
-        key = ("owned", rank)
-        if key not in self._known:
-            self._known[key] = costs.owned(rank, learning=True)
-        return rate * (update[0] + update[1] * self._known[key])
+        return rate * (update[0] + update[1] * self._owned(rank))
 
     def commit_s(self) -> float:
         """See `Priced`."""
-        return max(self._costs.piece_profile(rank).commit_s for rank in range(self._costs.ranks))
+        costs = self._costs
+        agreeing = max(costs.piece_profile(rank).commit_s for rank in range(costs.ranks))
+        return agreeing + max(self._norm_s(rank) for rank in range(costs.ranks))
+
+    def _norm_s(self, rank: int) -> float:
+        norm = self._costs.piece_profile(rank).norm_s
+        rate = self._costs.health.rate(rank)
+        return rate * norm * self._owned(rank) if norm and not math.isinf(rate) else 0.0
+
+    def _owned(self, rank: int) -> float:
+        """Return how many elements that learn a rank owns."""
+        key = ("owned", rank)
+        if key not in self._known:
+            self._known[key] = self._costs.owned(rank, learning=True)
+        return self._known[key]
 
     def as_work(self) -> Work:
         """Return it spelled out, for small programs: instruction by instruction, and pair by pair."""
@@ -683,9 +731,8 @@ class _Curves(Sequence[MemoryCurve]):
         if not 0 <= rank < len(self):
             raise IndexError(rank)
         costs = self._costs
-        walk = Walk(costs.blocks, self._strategy, self._batches, rank, costs.ranks, home_of=costs.home_of)
-        peak, at, after = walk.curve()
         spans = self._timeline.ranks[rank]
+        peak, at, after = costs.walk(self._strategy, self._batches, rank, over=_ended(spans)).curve()
         # A point where the size changes; of what changes at the same instant, the last size counts.
         points: list[tuple[float, int]] = []
         now = 0.0
@@ -698,8 +745,33 @@ class _Curves(Sequence[MemoryCurve]):
         return MemoryCurve(peak, spans[at].start_s if at >= 0 else 0.0, tuple(points))
 
 
-def _transfers(slices: Slices, itemsize: int, ranks: int) -> Transfers:
+def _ended(spans: Sequence[SimulatedSpan]) -> dict[int, list[str]]:
+    """Return which exchanges a rank has ended when it gets to an instruction, as the executor does it.
+
+    Before each computation it ends the pulls that bring it nothing and are over, and before each push, those before.
+    """
+    ended: dict[int, list[str]] = {}
+    open_: dict[Op, list[tuple[str, float]]] = {Op.PULL: [], Op.PUSH: []}
+    now = 0.0
+    for i, span in enumerate(spans):
+        instruction = span.instruction
+        computes = instruction.op in (Op.FORWARD, Op.BACKWARD)
+        if computes:
+            now = max(now, span.start_s)
+        if computes or instruction.op is Op.PUSH:
+            queue = open_[Op.PULL if computes else Op.PUSH]
+            while queue and queue[0][1] <= now:
+                ended.setdefault(i, []).append(queue.pop(0)[0])
+        if instruction.op is Op.PUSH or (instruction.op is Op.PULL and not instruction.writes):
+            name = exchange_name(instruction.op, instruction.target)
+            open_[instruction.op].append((name, span.end_s))
+        if instruction.stream is Stream.COMPUTE:
+            now = max(now, span.end_s)
+    return ended
+
+
+def _transfers(slices: Slices, itemsize: float, ranks: int) -> Transfers:
     there = slices.travelling
     codes, place = np.unique(there.src * ranks + there.dst, return_inverse=True)
-    size = np.bincount(place, (there.hi - there.lo) * float(itemsize), len(codes)).astype(np.float64)
+    size = np.bincount(place, (there.hi - there.lo) * itemsize, len(codes)).astype(np.float64)
     return Transfers(codes // ranks, codes % ranks, size)

@@ -1,8 +1,8 @@
 """Fitting: what measurements say of the constants of the cost models, by non-negative least squares.
 
-Every row is divided by its measured seconds, so that short micro-batches count as much as long ones and the residual is
-a relative error. Noise may pull a coefficient below 0, which means nothing; bounded at 0 it says that the measurements
-do not show it.
+Relative errors of micro-batches are made small, each counting by its seconds: an iteration's time is that of its long
+ones, and constants that suit short ones alone would be wrong for most of it. Noise may pull a coefficient below 0,
+which means nothing; bounded at 0 it says that the measurements do not show it.
 
 Example: a micro-batch of one sequence of 4 tokens takes 14 s, of two of 2 tokens 10 s, of one of 8 tokens 42 s.
 
@@ -50,7 +50,7 @@ class CurveFit:
 
     Attributes:
         a, b, c: s / token^2, s / token and s; 0 where the measurements do not show it.
-        residual: root mean square relative error.
+        residual: root mean square relative error, rows counting by their seconds.
         quadratic: the part of the longest micro-batch's time that a explains, 0 to 1.
     """
 
@@ -98,14 +98,14 @@ def fit_work(micro_batches: Sequence[Sequence[int]], seconds: Sequence[float], q
     measured = _positive(seconds, 3 if quadratic else 2)
     used = [QUADRATIC, LINEAR, ONCE] if quadratic else [LINEAR, ONCE]
     constants = np.zeros(3)
-    constants[used] = _nnls(rows[:, used], measured)
+    constants[used] = _nnls(rows[:, used], measured, measured)
     predicted = rows @ constants
     # A quadratic part shows in the longest micro-batch first: if it is not seen there, it is not seen at all.
     longest = int(np.argmax(rows[:, QUADRATIC]))
     attention = constants[QUADRATIC] * rows[longest, QUADRATIC]
     part = attention / predicted[longest] if predicted[longest] > 0 else 0.0
     a, b, c = constants.tolist()
-    return CurveFit(a, b, c, _residual(predicted, measured), float(part))
+    return CurveFit(a, b, c, _residual(predicted, measured, measured), float(part))
 
 
 @dataclass(frozen=True)
@@ -120,11 +120,12 @@ def fit_link(sizes: Sequence[int], seconds: Sequence[float]) -> LinkFit | None:
     """Fit latency and bandwidth to what messages of several sizes [bytes] took; None where no bandwidth shows."""
     measured = _positive(seconds, 2)
     rows = np.stack([np.ones(len(sizes)), np.asarray(sizes, dtype=np.float64)], axis=1)
-    latency, per_byte = _nnls(rows, measured)
+    alike = np.ones(len(measured))  # of messages, short ones are as many as long ones
+    latency, per_byte = _nnls(rows, measured, alike)
     if per_byte <= 0:
         return None
     link = Interconnect(bytes_per_s=float(1 / per_byte), latency_s=float(latency))
-    return LinkFit(link, _residual(rows @ np.array([latency, per_byte]), measured))
+    return LinkFit(link, _residual(rows @ np.array([latency, per_byte]), measured, alike))
 
 
 def util_len(micro_batches: Sequence[Sequence[int]], seconds: Sequence[float], fit: CurveFit) -> int:
@@ -302,14 +303,15 @@ def _positive(seconds: Sequence[float], least: int) -> NDArray[np.float64]:
     return measured
 
 
-def _nnls(rows: NDArray[np.float64], seconds: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Solve for relative errors; columns are scaled, as their sizes lie ten orders of magnitude apart."""
-    relative = rows / seconds[:, None]
-    scale = np.linalg.norm(relative, axis=0)
+def _nnls(rows: NDArray[np.float64], seconds: NDArray[np.float64], weights: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Solve for relative errors, squared and weighed; columns are scaled, as they lie ten orders of magnitude apart."""
+    root = np.sqrt(weights)
+    weighed = rows * (root / seconds)[:, None]
+    scale = np.linalg.norm(weighed, axis=0)
     scale[scale == 0] = 1.0
-    scaled, _ = nnls(relative / scale, np.ones(len(seconds)))
+    scaled, _ = nnls(weighed / scale, root)
     return np.asarray(scaled / scale, dtype=np.float64)
 
 
-def _residual(predicted: NDArray[np.float64], seconds: NDArray[np.float64]) -> float:
-    return float(np.sqrt(np.mean((predicted / seconds - 1) ** 2)))
+def _residual(predicted: NDArray[np.float64], seconds: NDArray[np.float64], weights: NDArray[np.float64]) -> float:
+    return float(np.sqrt(np.average((predicted / seconds - 1) ** 2, weights=weights)))

@@ -1,14 +1,15 @@
 """Memory: the bytes of tensors that one rank holds in one iteration, from its program and its compiled graphs.
 
-At home: weight, gradient and AdamW's two moments in fp32, 16 bytes per element of the rank's shard; 4 where it is
-frozen, or the loss does not reach it. Beyond that, what its instructions make: the program is walked, values come and
-go as the executor lets them, and the largest sum counts. Views share a storage, and a storage is counted once. Left out
-is what operators use inside a kernel, and what the optimizer uses while it updates.
+At home: weight, gradient and AdamW's two moments in fp32, 16 bytes per element of the rank's shard (`state_bytes` says
+what another optimizer keeps); 4 where it is frozen, or the loss does not reach it. Beyond that, what its instructions
+make: the program is walked, values come and go as the executor lets them, and the largest sum counts. Views share a
+storage, and a storage is counted once. Left out is what operators use inside a kernel, and what the optimizer uses
+while it updates.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -186,6 +187,11 @@ def rank_memory(
     return Walk(blocks, strategy, micro_batches, rank, ranks, messages=messages, home_of=owners.of).peak()
 
 
+def exchange_name(op: Op, bucket: str) -> str:
+    """Return what a walk calls a pull or a push that is under way."""
+    return f"{op.value} {bucket}"
+
+
 HomeOf = Callable[[Bucket], Layout]  # who owns a bucket
 
 
@@ -196,6 +202,10 @@ class Walk:
         blocks: the model.
         strategy, micro_batches, rank, ranks, messages: as of `rank_memory`.
         home_of: who owns state; default: equal shares of all ranks.
+        state_bytes: per element at home that learns: its weight and what the optimizer keeps; default: AdamW's.
+        over: by the index of an instruction, the exchanges (`exchange_name`) that a rank has ended when it gets there,
+            because they are over; those that it waits for by name need not be among them. None: nobody knows when
+            they are over, so they are under way until they must have arrived.
     """
 
     def __init__(
@@ -208,6 +218,8 @@ class Walk:
         *,
         messages: bool = True,
         home_of: HomeOf | None = None,
+        state_bytes: int = STATE_BYTES,
+        over: Mapping[int, Sequence[str]] | None = None,
     ) -> None:
         counts = [len(pipeline) for pipeline in micro_batches]
         placement = place(blocks.outline, strategy, counts)
@@ -215,6 +227,8 @@ class Walk:
         self._rank = rank
         self._ranks = ranks
         self._messages = messages
+        self._state_bytes = state_bytes
+        self._over = over or {}
         self._home_of: HomeOf = home_of or HomeLayouts(Home(), ranks).of
         self._instructions = rank_program(blocks.outline, strategy, counts, rank, ranks=ranks).instructions
         self._holders = dict(placement.holders)
@@ -233,7 +247,7 @@ class Walk:
         owned = {b.name: self._home_of(b).local_size(self._rank) for b in self._model.buckets}
         learning = sum(owned[b.name] for b in self._model.buckets if b.learns)
         frozen = sum(owned.values()) - learning
-        return Memory(STATE_BYTES * learning + WEIGHT_BYTES * frozen, GRADIENT_BYTES * learning)
+        return Memory(self._state_bytes * learning + WEIGHT_BYTES * frozen, GRADIENT_BYTES * learning)
 
     def peak(self) -> Memory:
         """Return the largest sum, in its parts."""
@@ -250,6 +264,7 @@ class Walk:
         at = -1
         after = []
         for i, instruction in enumerate(self._instructions):
+            self._alive.drop(*self._over.get(i, ()))
             for working in self._run(instruction):
                 now = sum(self._alive.sums.values()) + working
                 if now > most:
@@ -263,7 +278,7 @@ class Walk:
         """Follow one instruction; yield passing bytes wherever the sum may be largest."""
         for value in instruction.after:
             if value.kind is ValueKind.WEIGHTS:  # an exchange is over for both sides: what this rank gave has left, too
-                self._alive.drop(f"pull {value.bucket}")
+                self._alive.drop(exchange_name(Op.PULL, value.bucket))
         if instruction.op is Op.PULL:
             self._pull(instruction.target, held=bool(instruction.writes))
         elif instruction.op is Op.FORWARD:
@@ -298,7 +313,7 @@ class Walk:
     def _pull(self, bucket: str, held: bool) -> None:
         owners, users = self._layouts(bucket)
         link = pulled(owners, users, self._rank, self._ranks, self._model.itemsize)
-        self._fly(f"pull {bucket}", link.outgoing)
+        self._fly(exchange_name(Op.PULL, bucket), link.outgoing)
         if held:
             self._alive.add(weights(bucket), "weights", link.incoming)
 
@@ -306,7 +321,7 @@ class Walk:
         link = pushed(*self._layouts(bucket), self._rank, self._ranks)
         total = gradients(bucket)
         kept = () if link.outgoing else (total,)  # what is not copied is itself the message
-        self._fly(f"push {bucket}", link.outgoing + link.incoming, *kept)
+        self._fly(exchange_name(Op.PUSH, bucket), link.outgoing + link.incoming, *kept)
         self._alive.drop(total)
 
     def _layouts(self, name: str) -> tuple[Layout, Layout]:

@@ -113,6 +113,7 @@ class Profile:
         sizes: of the model; None: as far as the pieces tell (`model_sizes`).
         update: seconds of an optimizer's step, and per element of a rank's home shard.
         commit_s: of what ranks agree on before it.
+        norm_s: of the gradients' norm, which that begins with, per element of a rank's home shard.
         efficiency: the part of a datasheet's FLOP/s that it was computed with; None: it was measured.
         others: what was measured on other types of device (`merge`).
     """
@@ -136,6 +137,7 @@ class Profile:
     sizes: ModelSizes | None = None
     update: tuple[float, float] | None = None
     commit_s: float = 0.0
+    norm_s: float = 0.0
     efficiency: float | None = None
     others: tuple[Profile, ...] = ()
 

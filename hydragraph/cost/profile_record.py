@@ -75,6 +75,7 @@ def loaded(data: Mapping[str, Any]) -> dict[str, Any]:
         "sizes": data.get("sizes") and ModelSizes.from_record(data["sizes"]),
         "update": tuple(data["update"]) if data.get("update") else None,
         "commit_s": data.get("commit_s", 0.0),
+        "norm_s": data.get("norm_s", 0.0),
         "efficiency": data.get("efficiency"),
     }
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from hydragraph.ir.instruction import Stream
+from hydragraph.spec.assignment import Assignment
 
 
 class Event(NamedTuple):
@@ -20,12 +22,47 @@ class Event(NamedTuple):
     end: float
 
 
-def write_events(per_rank: Iterable[Iterable[Event]], path: Path) -> None:
+@dataclass(frozen=True)
+class TracedStep:
+    """What a traced iteration ran, so that it can be simulated.
+
+    Attributes:
+        step: its number, which its events carry.
+        strategy: its text.
+        assignment: which pipeline computed which sequences.
+        seconds: of the whole step on rank 0, without waiting for a plan.
+    """
+
+    step: int
+    strategy: str
+    assignment: Assignment
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Trace:
+    """A trace of a real run.
+
+    Attributes:
+        steps: in the order in which they ran.
+        ranks: by rank, the events of all of them.
+    """
+
+    steps: tuple[TracedStep, ...]
+    ranks: tuple[tuple[Event, ...], ...]
+
+    def of(self, step: int) -> tuple[tuple[Event, ...], ...]:
+        """Return by rank the events of one step."""
+        return tuple(tuple(event for event in events if event.step == step) for events in self.ranks)
+
+
+def write_events(per_rank: Iterable[Iterable[Event]], path: Path, steps: Sequence[TracedStep] = ()) -> None:
     """Write all ranks' events, a process per rank and a thread per stream; the first one begins at 0.
 
     Args:
         per_rank: events by rank.
         path: a .json file.
+        steps: what the iterations of a real run ran; readers of the format that do not know them pass them over.
     """
     streams = [stream.value for stream in Stream]
     records: list[dict[str, Any]] = []
@@ -48,4 +85,45 @@ def write_events(per_rank: Iterable[Iterable[Event]], path: Path) -> None:
                     "args": {"step": event.step},
                 }
             )
-    path.write_text(json.dumps({"traceEvents": records, "displayTimeUnit": "ms"}), encoding="utf-8")
+    content = {"traceEvents": records, "displayTimeUnit": "ms", "otherData": {"steps": [_record(s) for s in steps]}}
+    path.write_text(json.dumps(content), encoding="utf-8")
+
+
+def read_trace(path: Path) -> Trace:
+    """Read what `write_events` wrote of a real run.
+
+    Raises:
+        ValueError: it is no trace, or does not say what was run.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        steps = tuple(_step(record) for record in content["otherData"]["steps"])
+        ranks = _events(content["traceEvents"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path}: no trace of a run ({error!r}): write one with hydragraph train --trace") from error
+    if not steps:
+        raise ValueError(f"{path} does not say what was run: write the trace of a run with hydragraph train --trace")
+    return Trace(steps, ranks)
+
+
+def _events(records: Iterable[Any]) -> tuple[tuple[Event, ...], ...]:
+    streams = [stream.value for stream in Stream]
+    by_rank: dict[int, list[Event]] = {}
+    for record in records:
+        events = by_rank.setdefault(record["pid"], [])
+        if record["ph"] == "X":
+            begin = record["ts"] / 1e6
+            step = record["args"]["step"]
+            events.append(Event(step, streams[record["tid"]], record["name"], begin, begin + record["dur"] / 1e6))
+    return tuple(tuple(events) for _, events in sorted(by_rank.items()))
+
+
+def _record(step: TracedStep) -> dict[str, Any]:
+    assigned = {"micro_batches": step.assignment.micro_batches, "lengths": step.assignment.lengths}
+    return {"step": step.step, "strategy": step.strategy, "seconds": step.seconds, **assigned}
+
+
+def _step(record: Any) -> TracedStep:
+    micro_batches = tuple(tuple(tuple(m) for m in pipeline) for pipeline in record["micro_batches"])
+    assignment = Assignment(micro_batches, tuple(record["lengths"]))
+    return TracedStep(int(record["step"]), str(record["strategy"]), assignment, float(record["seconds"]))

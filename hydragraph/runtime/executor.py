@@ -151,7 +151,7 @@ class Executor:
             for value in instruction.after:
                 self._arrive(iteration, value)
             name = instruction_text(instruction) if timing.spans is not None else ""
-            with timing.running(name, instruction.stream):
+            with timing.running(name):
                 if instruction.op is Op.COMMIT:
                     outcome = self._commit(iteration)
                 elif instruction.op is Op.UPDATE:

@@ -34,15 +34,15 @@ from hydragraph.ir.program import Block, Program, Template
 from hydragraph.passes.compiled import choose_backend
 from hydragraph.passes.differentiate import COLLECTIVES, saved_names
 from hydragraph.runtime.batch import pack
-from hydragraph.runtime.executor import hidden_dtype, hidden_size, loss_dtype
+from hydragraph.runtime.executor import hidden_dtype, hidden_size, loss_dtype, square_sum
 from hydragraph.runtime.groups import Groups, Role
 from hydragraph.runtime.variants import Variants, local_parameters, vocabulary_starts
 from hydragraph.spec import workload
 from hydragraph.spec.stage_kind import StageKind, StagePart
 
 MESSAGES = tuple(4**n for n in range(5, 13))  # bytes: 1 KiB to 16 MiB
-UPDATED = (1 << 16, 1 << 21)  # elements of home shards whose update is timed
-CHAIN = 4  # runs per measurement on a GPU: in a stage, blocks are enqueued one after another without waiting
+UPDATED = (1 << 16, 1 << 21)  # elements of home shards whose update and norm are timed
+CHAIN = 4  # blocks per measurement, where the model has as many that are alike
 USABLE = 0.9  # of a device's memory; fragmentation takes some
 
 Progress = Callable[[int, int, str], None]  # done, of how many, what comes next
@@ -149,14 +149,14 @@ def measure(
         times = {}
         for name, block in [*representatives.items(), (AUX, program.aux)]:
             tell(done, total, f"{kind.text} {block.name}")
-            times[name] = bench.measure(block, rows, settings.repeats)
+            times[name] = bench.measure(block, rows, settings.repeats, device)
             done += 1
         measurements[kind] = Measurements(rows, times)
     tell(done, total, "messages")
     messages = _messages(groups, settings.repeats)
     tell(total - 1, total, "update")
     update = _update(groups, settings.repeats)
-    commit = _commit(groups, settings.repeats)
+    commit, norm = _commit(groups, settings.repeats)
     tell(total, total, "")
     # Again: by now there is a communicator of every role and tensor-parallel degree, and what they hold is gone.
     device = replace(device, memory=_memory(groups))
@@ -171,6 +171,7 @@ def measure(
         sizes=ModelSizes.of(program),
         update=update,
         commit_s=commit,
+        norm_s=norm,
     )
 
 
@@ -259,36 +260,57 @@ def _messages(groups: Groups, repeats: int) -> list[tuple[int, float]]:
 def _update(groups: Groups, repeats: int) -> tuple[float, float]:
     """Time AdamW on home shards of two sizes, all ranks at once; return its constant, and seconds per element."""
     device = groups.world.device
-    by_size = []
-    for elements in UPDATED:
+
+    def stepped(elements: int) -> Callable[[], None]:
         parameter = torch.nn.Parameter(torch.zeros(elements, device=device))
         parameter.grad = torch.ones_like(parameter)
         optimizer = torch.optim.AdamW([parameter])
+
+        def step() -> None:
+            optimizer.step()
+
+        return step
+
+    return _per_element(groups, repeats, stepped)
+
+
+def _commit(groups: Groups, repeats: int) -> tuple[float, float]:
+    """Time the end of an iteration on home shards of two sizes: the norm of their gradients, and agreeing on it."""
+    device = groups.world.device
+
+    def agreed(elements: int) -> Callable[[], None]:
+        gradients = torch.ones(elements, device=device)
+        totals = torch.zeros(2 + 4 * groups.world.ranks, dtype=torch.float64, device=device)
+
+        def agree() -> None:
+            totals[1] = square_sum(gradients)
+            groups.all_reduce(Role.COMMIT, totals)
+
+        return agree
+
+    return _per_element(groups, repeats, agreed)
+
+
+def _per_element(groups: Groups, repeats: int, make: Callable[[int], Callable[[], None]]) -> tuple[float, float]:
+    """Time what is made for shards of two sizes, on all ranks at once; return its constant, and seconds per element.
+
+    The slowest rank's median counts.
+    """
+    device = groups.world.device
+    by_size = []
+    for elements in UPDATED:
+        run = make(elements)
         times = []
         for _ in range(repeats + 1):
             groups.all_reduce(Role.COMMIT, torch.zeros(1, device=device))
             _synchronise(device)
             began = time.perf_counter()
-            optimizer.step()
+            run()
             _synchronise(device)
             times.append(time.perf_counter() - began)
         by_size.append(max(groups.gather_objects(median(times[1:]))))
     slope = max(0.0, (by_size[1] - by_size[0]) / (UPDATED[1] - UPDATED[0]))
     return max(0.0, by_size[0] - slope * UPDATED[0]), slope
-
-
-def _commit(groups: Groups, repeats: int) -> float:
-    """Time the all-reduce that ends an iteration: the slowest rank's median."""
-    device = groups.world.device
-    times = []
-    for _ in range(repeats + 1):
-        groups.all_reduce(Role.COMMIT, torch.zeros(1, device=device))
-        _synchronise(device)
-        began = time.perf_counter()
-        groups.all_reduce(Role.COMMIT, torch.zeros(5, dtype=torch.float64, device=device))
-        _synchronise(device)
-        times.append(time.perf_counter() - began)
-    return max(groups.gather_objects(median(times[1:])))
 
 
 # Templates.
@@ -329,13 +351,15 @@ class _Bench:
         most = min(self._groups.gather_objects(most))
         return tuple(row for row in rows if sum(row) <= most)
 
-    def measure(self, block: Block, rows: Sequence[Lengths], repeats: int) -> Measured:
+    def measure(self, block: Block, rows: Sequence[Lengths], repeats: int, device: PricedDevice) -> Measured:
         """Time one block, or the aux graph, on every micro-batch."""
         aux = block is self._program.aux
-        run = self._aux_run() if aux else self._block_run(block)
-        # Row by row within a repetition: what else the machine does for a while then hits all rows alike.
-        times = [[self._time(run, row) for row in rows] for _ in range(repeats + 1)][1:]
         piece = self._aux_sizes() if aux else self._sizes(block)
+        runs = [self._aux_run()] if aux else self._chain(block)
+        links = self._links(piece, rows, device)
+        # Row by row within a repetition: what else the machine does for a while then hits all rows alike.
+        each = list(zip(links, rows, strict=True))
+        times = [[self._time(runs[:count], row) for count, row in each] for _ in range(repeats + 1)][1:]
         everyone = self._groups.gather_objects((times, piece))
 
         def of(row: int, part: Callable[[tuple[float, float]], float]) -> float:
@@ -360,23 +384,40 @@ class _Bench:
         template = self._program.templates[block.template]
         return Measured(largest, seconds, not aux and _attends(template), forward if max(forward) > 0 else ())
 
-    def _time(self, run: _Run, row: Lengths) -> tuple[float, float]:
-        """Time one forward and one backward; all ranks begin together."""
+    def _chain(self, block: Block) -> list[_Run]:
+        """Return runs of blocks like this one, each with weights of its own, as many as the model has or `CHAIN`.
+
+        As in a stage, all forwards come before the backwards, and each block has memory of its own: a block that ran
+        alone would find in the cache what it has just used, and memory that the system has already given it. On a GPU,
+        blocks are enqueued one after another without waiting, too.
+        """
+        alike = sum(other.template == block.template for other in self._program.blocks)
+        return [self._block_run(block) for _ in range(min(alike, CHAIN))]
+
+    def _links(self, piece: Piece, rows: Sequence[Lengths], device: PricedDevice) -> list[int]:
+        """Return how many blocks fit into memory at once with what each keeps of a micro-batch, alike on all ranks."""
+        weights = piece.parameters * (2 * 4 + device.itemsize)  # as they are drawn, cast, and their gradients
+        own = []
+        for row in rows:
+            left = device.memory - piece.fixed - sum(row) * piece.working
+            own.append(int(left // max(weights + sum(row) * piece.kept, 1.0)))
+        return [max(1, min(column)) for column in zip(*self._groups.gather_objects(own), strict=True)]
+
+    def _time(self, runs: Sequence[_Run], row: Lengths) -> tuple[float, float]:
+        """Time one forward and one backward, in the mean over a chain of blocks; all ranks begin together."""
         batch = self._batch(row)
         aux = self._aux_values(batch)
         self._groups.all_reduce(Role.COMMIT, torch.zeros(1, device=self._device))
         _synchronise(self._device)
-        chain = CHAIN if self._device.type == "cuda" else 1
         began = between = time.perf_counter()
         if self._collectives is not None or self._kind.tp == 1:
-            for _ in range(chain):
-                backward = run(batch, aux)
+            backwards = [run(batch, aux) for run in runs]
             _synchronise(self._device)
             between = time.perf_counter()
-            for _ in range(chain):
-                backward()
+            while backwards:
+                backwards.pop()()
         _synchronise(self._device)
-        return (between - began) / chain, (time.perf_counter() - between) / chain
+        return (between - began) / len(runs), (time.perf_counter() - between) / len(runs)
 
     def _batch(self, row: Lengths) -> dict[str, Tensor]:
         if row not in self._batches:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from hydragraph.cost.trace_file import Event, write_events
+from hydragraph.cost.trace_file import Event, TracedStep, write_events
 from hydragraph.ir.instruction import Stream
 from hydragraph.runtime.streams import Clock, HostClock, Reading
 
@@ -110,15 +110,14 @@ class Timing:
             self._add(stream, value, self._started.pop(value), ended)
 
     @contextmanager
-    def running(self, name: str, stream: Stream) -> Iterator[None]:
-        """Time an instruction; on streams other than computation that is only its start."""
+    def running(self, name: str) -> Iterator[None]:
+        """Time an instruction; one of another stream than computation is only started, which holds that up too."""
         if self.spans is None:
             yield
             return
         began = self._clock.now()
         yield
-        if stream is Stream.COMPUTE:
-            self._add(stream, name, began, self._clock.now())
+        self._add(Stream.COMPUTE, name, began, self._clock.now())
 
     def end(self) -> None:
         """Write the spans down; the device's queues must have been finished."""
@@ -134,11 +133,17 @@ class Timing:
             self._parts.append((stream, name, began, ended))
 
 
-def write_trace(per_rank: Iterable[Iterable[Span]], path: Path) -> None:
+def write_trace(per_rank: Iterable[Iterable[Span]], path: Path, steps: Sequence[TracedStep] = ()) -> None:
     """Write all ranks' spans in the Trace Event Format, which https://ui.perfetto.dev opens: a process per rank.
 
     Args:
         per_rank: each rank's spans, in the order of the ranks.
         path: a .json file.
+        steps: what the iterations ran, for `hydragraph compare`.
     """
-    write_events(((Event(s.step, s.stream, s.name, s.begin, s.end) for s in spans) for spans in per_rank), path)
+    write_events(map(events_of, per_rank), path, steps)
+
+
+def events_of(spans: Iterable[Span]) -> tuple[Event, ...]:
+    """Return a rank's spans as the events of a trace."""
+    return tuple(Event(s.step, s.stream, s.name, s.begin, s.end) for s in spans)

@@ -71,6 +71,11 @@ class RunFolder:
         return self.path / "trace.json"
 
     @property
+    def corrections(self) -> Path:
+        """What the trace says of the cost model's errors, as `hydragraph compare` writes it."""
+        return self.path / "corrections.json"
+
+    @property
     def model(self) -> Path:
         """The final model, as transformers reads it."""
         return self.path / "model"
@@ -219,7 +224,7 @@ class RunFolder:
         """Remove an earlier run, but neither cached data nor files that no run has written."""
         for path in (self.checkpoints, self.events, self.model):
             shutil.rmtree(path, ignore_errors=True)
-        for path in (self.metrics, self.picture, self.trace, self.config):
+        for path in (self.metrics, self.picture, self.trace, self.corrections, self.config):
             path.unlink(missing_ok=True)
 
 

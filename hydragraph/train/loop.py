@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from hydragraph.cost.profile import Profile
+from hydragraph.cost.trace_file import TracedStep
 from hydragraph.errors import Stopped
 from hydragraph.planner.policy import Policy
 from hydragraph.runtime.checkpoint.folder import prune
@@ -22,6 +23,7 @@ from hydragraph.runtime.failure.agreement import Failure, raise_first
 from hydragraph.runtime.launch import World, join
 from hydragraph.runtime.stopping import Stopping
 from hydragraph.runtime.trace import Exposed, Span, write_trace
+from hydragraph.spec.assignment import Assignment
 from hydragraph.spec.strategy import Strategy
 from hydragraph.train.ahead import Ahead
 from hydragraph.train.config import TrainConfig
@@ -41,6 +43,7 @@ TRACED_STEPS = 12  # enough to see several strategies more than once
 class StepResult(Protocol):
     """What a step of `Trainable` reports, equal on every rank."""
 
+    step: int
     loss: float
     tokens: int
     grad_norm: float
@@ -53,6 +56,7 @@ class StepResult(Protocol):
     planning_hidden_s: float
     expected_s: float
     exposed: Exposed
+    assignment: Assignment
 
 
 class Trainable(Protocol):
@@ -134,6 +138,7 @@ class _Run:
     heldout: list[list[Tensor]]
     watcher: Watcher | None  # on rank 0 only, as is the log
     log: MetricsLog | None
+    traced: list[TracedStep] = field(default_factory=list)
 
 
 def train(
@@ -399,6 +404,9 @@ def _train_step(run: _Run, step: int, sequences: list[Tensor]) -> None:
         if config.checkpoint.asynchronous:
             run.executor.wait_saved()  # all ranks are here, and it may be the last checkpoint
         raise FloatingPointError(f"step {step}: {error}; {run.folder.how_to_go_on}") from None
+    if run.executor.spans is not None:
+        seconds = report.seconds - report.planning_s
+        run.traced.append(TracedStep(report.step, report.strategy, report.assignment, seconds))
     evaluate = config.evaluate_every and _due(step, config.evaluate_every, config.steps)
     eval_loss = _evaluate(run, strategy) if evaluate else None
     if run.log is None or run.watcher is None:
@@ -465,8 +473,11 @@ def _write_trace(run: _Run) -> None:
     per_rank = run.world.gather(run.executor.spans or [])
     run.executor.spans = None
     if run.watcher is not None:
-        write_trace(per_rank, run.folder.trace)
-        run.watcher.note(f"{run.folder.trace}: the times of all instructions; open it at https://ui.perfetto.dev")
+        write_trace(per_rank, run.folder.trace, run.traced)
+        run.watcher.note(
+            f"{run.folder.trace}: the times of all instructions; open it at https://ui.perfetto.dev, or hold it "
+            "against the cost model with hydragraph compare"
+        )
 
 
 def _finish(run: _Run, model: nn.Module, tokens: Tokens) -> None:

@@ -47,6 +47,24 @@ def optimizer_factory(config: OptimizerConfig, model: nn.Module, device: torch.d
     return build
 
 
+def state_bytes(config: OptimizerConfig, dtype: torch.dtype, device: torch.device | None = None) -> int:
+    """Return the bytes of an element at home: its fp32 weight, and what the optimizer keeps of it.
+
+    A tensor of two elements is updated, and what the optimizer then has of its size is counted.
+    """
+    parameter = nn.Parameter(torch.ones(2))
+    parameter.grad = torch.ones(2)
+    model = nn.Module()
+    model.register_parameter("weight", parameter)
+    optimizer = optimizer_factory(config, model)([("weight", parameter)])
+    optimizer.step()
+    kept = [v for v in optimizer.state[parameter].values() if isinstance(v, torch.Tensor) and v.numel() == 2]
+    total = sum(tensor.element_size() for tensor in (parameter, *kept))
+    # hydragraph.AdamW also keeps the weights in the dtype that they are pulled in (`runtime.rounded`).
+    fused = config.name == "AdamW" and device is not None and device.type == "cuda"
+    return total + (dtype.itemsize if fused and dtype.itemsize == 2 else 0)
+
+
 def learning_rate(step: int, steps: int, peak: float, schedule: ScheduleConfig) -> float:
     """Return the learning rate of one step.
 

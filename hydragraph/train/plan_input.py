@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from hydragraph.cost.corrections import Corrections
 from hydragraph.cost.profile import Profile, Scheme
 from hydragraph.spec.strategy_text import parse_strategy
 
@@ -28,6 +29,11 @@ def read_profile(text: str) -> Profile:
     if name not in entries:
         raise ValueError(f"--profile {text}: name one of the file's entries, as in {path}#{next(iter(entries), '')}")
     return Profile.from_constants(entries[name])
+
+
+def read_corrections(path: Path | None) -> Corrections | None:
+    """Read what `hydragraph compare` wrote, if anything was named."""
+    return None if path is None else Corrections.load(path)
 
 
 def read_lengths(path: Path) -> list[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -220,7 +221,8 @@ def test_memory_is_walked_over_time() -> None:
     strategy = Strategy.parse("<tp1,pp2>", 4)
     timeline = hg.simulate(found, strategy, Assignment.even([4], 1000))
     curve, peaks = timeline.memory[0], found.memory(strategy, Assignment.even([4], 1000))
-    assert curve.peak == peaks[0]
+    assert curve.peak.total <= peaks[0].total  # nothing is known there of when messages are over
+    assert curve.peak.total - curve.peak.messages == pytest.approx(peaks[0].total - peaks[0].messages, rel=0.1)
     assert 0 <= curve.peak_s <= timeline.seconds
     assert max(size for _, size in curve.points) <= curve.peak.total
     assert curve.at(0.0) < curve.at(curve.peak_s)
@@ -281,3 +283,18 @@ def test_another_runtime_is_priced_by_hand() -> None:
     assert saved == pytest.approx(hop)
     with pytest.raises(Unsupported, match="the instructions of another runtime"):
         found.work(strategy, assignment)
+
+
+def test_the_norm_of_gradients_is_a_part_of_the_commit() -> None:
+    """The rank that owns most holds everybody up: 3/4 of the elements here, at 2 ns each, and twice that where slow."""
+    where = cluster(2)
+    usual = costs(4, where)
+    normed = replace(usual.profile, norm_s=2e-9)
+    strategy = Strategy.parse("2*<tp1,pp1>", 4)
+    assignment = Assignment.even([1, 1], 100)
+    shares = hg.Home(shares=[3, 1])
+    for health, times in ((None, 1), (hg.Health({0: 2.0}), 2)):
+        found = Costs(normed, where, health, home=shares)
+        expected = 5e-5 + times * 2e-9 * found.owned(0)
+        assert found.work(strategy, assignment).commit_s() == pytest.approx(expected)
+    assert usual.work(strategy, assignment).commit_s() == pytest.approx(5e-5)

@@ -184,3 +184,15 @@ def test_profiles_say_what_is_doubtful() -> None:
     odd = [(4**n, (1 + n % 2) * (1e-5 + 4**n / 1e9)) for n in range(5, 12)]
     two = fit_profile("odd", BLOCKS, [(1, 1)], PricedDevice("toy", 1e9, 60, 4), {StageKind(1): measurements(1.0)}, odd)
     assert "off latency + bytes / bandwidth" in two.notes[0]
+
+
+def test_long_micro_batches_count_by_their_seconds() -> None:
+    """Short ones that start up slowly do not spoil the constants of long ones, nor the residual."""
+    rows = micro_batches(token_counts(4096, 4))
+    exact = [sum(1e-9 * n * n + 1e-6 * n for n in row) + 1e-5 for row in rows]
+    odd = [seconds * (2.0 if sum(row) < 100 else 1.0) for row, seconds in zip(rows, exact, strict=True)]
+    fit = fit_work(rows, odd)
+    assert fit.failure is None
+    for row, seconds in zip(rows, exact, strict=True):
+        if sum(row) > 1000:
+            assert sum(fit.a * n * n + fit.b * n for n in row) + fit.c == pytest.approx(seconds, rel=0.03)

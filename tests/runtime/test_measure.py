@@ -11,13 +11,13 @@ import pytest
 import hydragraph as hg
 from hydragraph.cost.footprint import MicroBatch
 from hydragraph.cost.memory import rank_memory
-from hydragraph.cost.pieces import AUX
+from hydragraph.cost.pieces import AUX, Constants, Piece, PricedDevice
 from hydragraph.cost.profile import Profile
 from hydragraph.frontend.capture import capture
 from hydragraph.frontend.initialise import initial_buffers
 from hydragraph.runtime.groups import Groups
 from hydragraph.runtime.launch import join, launch
-from hydragraph.runtime.measure import MESSAGES, MeasuredModel, MeasureSettings, least_share, measure
+from hydragraph.runtime.measure import CHAIN, MESSAGES, MeasuredModel, MeasureSettings, _Bench, least_share, measure
 from hydragraph.runtime.variants import Variants
 from hydragraph.spec.stage_kind import StageKind
 from tests.models import captured, llama
@@ -65,6 +65,7 @@ def test_everything_asked_for_is_measured_or_failed(ranks: list[tuple[Profile, l
     assert set(profile.util) == {1, 2}
     assert [size for size, _ in profile.messages] == list(MESSAGES)
     assert all(seconds > 0 for _, seconds in profile.messages)
+    assert profile.commit_s > 0 or profile.norm_s > 0
     assert len(profile.blocks) == LAYERS + 2
     for pieces in profile.pieces.values():
         assert set(pieces) == {*profile.blocks, AUX}
@@ -136,3 +137,16 @@ def test_micro_batches_divide_for_sequence_parallelism() -> None:
 )
 def test_a_share_leaves_out_what_others_hold(found: list[tuple[str, int, int]], share: float) -> None:
     assert least_share(found) == share
+
+
+def test_blocks_are_measured_in_chains_of_as_many_as_the_memory_takes() -> None:
+    program, _ = captured("llama")
+    groups = Groups(join("cpu"), timedelta(minutes=2))
+    bench = _Bench(MeasuredModel(program, {}, 101, 256), StageKind(1), groups)
+    layer = program.blocks[1]
+    assert len(bench._chain(layer)) == min(CHAIN, sum(b.template == layer.template for b in program.blocks))
+    assert len(bench._chain(program.blocks[0])) == 1
+    piece = Piece(Constants(0.0, 0.0, 0.0), parameters=100, kept=50.0, working=10.0, fixed=1000.0)
+    device = PricedDevice("here", 1000.0 + 100 * 10.0 + 3 * (100 * 12 + 100 * 50.0), 1000, 4)
+    assert bench._links(piece, [(100,), (50, 50), (400,)], device) == [3, 3, 1]
+    groups.close()

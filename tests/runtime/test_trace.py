@@ -16,16 +16,17 @@ def test_waits_add_up_by_stream_and_are_spans_of_computation_and_of_the_message(
     spans: list[Span] = []
     timing = Timing(3, spans)
     timing.started("W.layer.0")
-    with timing.running("pull layer.0", Stream.PULL):
-        pass  # its start is no span of its own
+    with timing.running("pull layer.0"):
+        pass  # its start, which holds computation up
     for value, stream in (("W.layer.0", Stream.PULL), ("h1.0", Stream.P2P), ("d1.0", Stream.P2P)):
         with timing.waiting(stream, value):
             time.sleep(0.001)
-    with timing.running("forward", Stream.COMPUTE):
+    with timing.running("forward"):
         pass
     assert not spans  # not before the device is through
     timing.end()
     assert [(s.stream, s.name) for s in spans] == [
+        ("compute", "pull layer.0"),
         ("compute", "wait W.layer.0"),
         ("pull", "W.layer.0"),
         ("compute", "wait h1.0"),
@@ -33,7 +34,7 @@ def test_waits_add_up_by_stream_and_are_spans_of_computation_and_of_the_message(
         ("compute", "forward"),
     ]
     assert all(s.step == 3 and s.end >= s.begin for s in spans)
-    message, wait = spans[1], spans[0]
+    message, wait = spans[2], spans[1]
     assert message.begin <= wait.begin
     assert message.end == wait.end
     assert timing.exposed.pull == pytest.approx(wait.end - wait.begin, abs=1e-5)
@@ -43,7 +44,7 @@ def test_waits_add_up_by_stream_and_are_spans_of_computation_and_of_the_message(
 
 def test_without_spans_only_waits_are_kept() -> None:
     timing = Timing()
-    with timing.running("forward", Stream.COMPUTE), timing.waiting(Stream.PUSH, "G.layer.0"):
+    with timing.running("forward"), timing.waiting(Stream.PUSH, "G.layer.0"):
         time.sleep(0.001)
     assert timing.spans is None
     assert timing.exposed.push >= 0.001

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from hydragraph.errors import Stopped
 from hydragraph.runtime.checkpoint.manifest import Damaged
 from hydragraph.runtime.trace import Exposed, Span
+from hydragraph.spec.assignment import Assignment
 from hydragraph.spec.strategy import Strategy
 from hydragraph.train.metrics import Metrics
 
@@ -33,6 +34,8 @@ class PlainReport:
     planning_hidden_s: float = 0.0
     expected_s: float = 0.0
     exposed: Exposed = field(default_factory=Exposed)
+    step: int = 0
+    assignment: Assignment = field(default_factory=lambda: Assignment(()))
 
 
 class PlainExecutor:

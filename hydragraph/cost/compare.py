@@ -1,0 +1,264 @@
+"""Compare: where the seconds of real iterations went, beside where the cost model expected them to go.
+
+    for every step and rank     measured account (its trace), predicted account (its simulation)   `cost.accounts`
+    for every kind and rank     their sums over steps, and the ratio
+    one sentence                the kind and rank that most of the difference comes from
+
+Waiting for other ranks is left out of that sentence: it follows from what those ranks take.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from hydragraph.cost.accounts import CAUSES, Account, Kind, measured_accounts, predicted_accounts
+from hydragraph.cost.corrections import CORRECTED, Corrections
+from hydragraph.cost.costs import Costs
+from hydragraph.cost.trace_file import Event, Trace, TracedStep, read_trace
+from hydragraph.spec.strategy import Strategy
+
+# Of a kind's difference: what one rank has so much of is that rank's.
+MOSTLY = 0.6
+
+
+@dataclass(frozen=True)
+class ComparedStep:
+    """One iteration.
+
+    Attributes:
+        step: its number.
+        strategy: its text.
+        seconds: of the whole step, with what is done around its instructions.
+        measured, predicted: where every rank's time went.
+    """
+
+    step: int
+    strategy: str
+    seconds: float
+    measured: tuple[Account, ...]
+    predicted: tuple[Account, ...]
+
+    @property
+    def measured_s(self) -> float:
+        """Seconds of the slowest rank's instructions."""
+        return max(account.total for account in self.measured)
+
+    @property
+    def predicted_s(self) -> float:
+        """The same as simulated."""
+        return max(account.total for account in self.predicted)
+
+    def ratios(self) -> dict[tuple[Kind, int], float]:
+        """Return measured / predicted by kind and rank, where there is anything to divide.
+
+        Of transfers it is that of those whose whole course was seen: what computing waits for them depends on how much
+        of them it hides, so that a tenth more of a transfer may be twice the wait.
+        """
+        found: dict[tuple[Kind, int], float] = {}
+        for rank, (measured, predicted) in enumerate(zip(self.measured, self.predicted, strict=True)):
+            sums: dict[Kind, tuple[float, float]] = {}
+            for kind in CORRECTED:
+                sums[kind] = measured.seconds[kind], predicted.seconds[kind]
+            for kind, letters in ((Kind.PULL, "W"), (Kind.PUSH, "G"), (Kind.P2P, "hd")):
+                seen = [v for v in measured.transfers if v[0] in letters and predicted.transfers.get(v, 0.0) > 0]
+                whole = sum(measured.transfers[v] for v in seen)
+                sums[kind] = whole, sum(predicted.transfers[v] for v in seen)
+            found |= {(kind, rank): one / two for kind, (one, two) in sums.items() if one > 0 and two > 0}
+        return found
+
+
+@dataclass(frozen=True)
+class Row:
+    """What one kind of instruction took on one rank, or on all of them: the sum over all steps, in seconds."""
+
+    kind: Kind
+    rank: int | None
+    measured: float
+    predicted: float
+
+    @property
+    def ratio(self) -> float | None:
+        """Measured / predicted; None: none of it was predicted."""
+        return self.measured / self.predicted if self.predicted > 0 else None
+
+    @property
+    def difference(self) -> float:
+        """Measured less predicted."""
+        return self.measured - self.predicted
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Real iterations beside their simulation.
+
+    Attributes:
+        source: where the model's seconds of computation come from, in a sentence.
+        types: the type of each rank's device.
+        steps: those that were compared.
+        before: the corrections that the model's seconds were corrected by already.
+        warming: those that were left out: the first under each strategy, which also compiles and connects.
+    """
+
+    source: str
+    types: tuple[str, ...]
+    steps: tuple[ComparedStep, ...]
+    before: Corrections = field(default_factory=Corrections)
+    warming: tuple[int, ...] = ()
+
+    @property
+    def corrections(self) -> Corrections:
+        """What these steps and those before them say of later predictions."""
+        found = self.before if self.before.types == self.types else Corrections(self.types)
+        health = self.before.health
+        for step in self.steps:
+            # Predictions were corrected, so what is off them is off the model by both.
+            ratios = {}
+            for (kind, rank), ratio in step.ratios().items():
+                rate = health.rate(rank) if kind not in (Kind.PULL, Kind.PUSH, Kind.P2P, Kind.COMMIT) else 1.0
+                ratios[kind, rank] = ratio * self.before.factor(kind, _of(kind, self.types[rank])) * rate
+            found = found.with_step(ratios)
+        return found
+
+    @property
+    def ranks(self) -> int:
+        """How many there are."""
+        return len(self.types)
+
+    @cached_property
+    def rows(self) -> tuple[Row, ...]:
+        """Every kind on every rank."""
+        return tuple(self._row(kind, rank) for kind in Kind for rank in range(self.ranks))
+
+    def _row(self, kind: Kind, rank: int) -> Row:
+        measured = sum(step.measured[rank].seconds[kind] for step in self.steps)
+        return Row(kind, rank, measured, sum(step.predicted[rank].seconds[kind] for step in self.steps))
+
+    @cached_property
+    def kinds(self) -> tuple[Row, ...]:
+        """Every kind on all ranks together."""
+        return tuple(_together(kind, [row for row in self.rows if row.kind is kind]) for kind in Kind)
+
+    @cached_property
+    def strategies(self) -> tuple[tuple[str, int, float, float], ...]:
+        """Of every strategy: its text, how many steps, and the median seconds of a step, measured and predicted."""
+        found = []
+        for strategy in dict.fromkeys(step.strategy for step in self.steps):
+            of_it = [step for step in self.steps if step.strategy == strategy]
+            middle = (median(step.measured_s for step in of_it), median(step.predicted_s for step in of_it))
+            found.append((strategy, len(of_it), *middle))
+        return tuple(found)
+
+    @property
+    def sentence(self) -> str:
+        """Where the model is wrong most."""
+        causes = [row for row in self.rows if row.kind in CAUSES]
+        whole = sum(abs(row.difference) for row in causes)
+        if whole == 0:
+            return "measured is predicted"
+        by_kind = {kind: sum(abs(row.difference) for row in causes if row.kind is kind) for kind in CAUSES}
+        kind = max(by_kind, key=lambda each: by_kind[each])
+        of_kind = [row for row in causes if row.kind is kind]
+        worst = max(of_kind, key=lambda row: abs(row.difference))
+        # One rank is named where the kind's difference is mostly its own; else the kind is wrong everywhere.
+        alone = self.ranks > 1 and abs(worst.difference) > MOSTLY * by_kind[kind]
+        row = worst if alone else _together(kind, of_kind)
+        where = f" on rank {row.rank}" if alone else " on all ranks" if self.ranks > 1 else ""
+        share = abs(worst.difference) / whole if alone else by_kind[kind] / whole
+        return f"{kind.value}{where}: {_times(row)}, {share:.0%} of the whole difference"
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return what JSON can hold: all seconds, by strategy, by kind and rank, and by step."""
+        return {
+            "source": self.source,
+            "sentence": self.sentence,
+            "corrections": str(self.corrections),
+            "left_out": list(self.warming),
+            "strategies": [
+                {"strategy": text, "steps": count, "measured_s": measured, "predicted_s": predicted}
+                for text, count, measured, predicted in self.strategies
+            ],
+            "kinds": [
+                {
+                    "kind": row.kind.value,
+                    "rank": row.rank,
+                    "measured_s": row.measured,
+                    "predicted_s": row.predicted,
+                    "ratio": row.ratio,
+                }
+                for row in (*self.kinds, *self.rows)
+            ],
+            "steps": [
+                {
+                    "step": step.step,
+                    "strategy": step.strategy,
+                    "seconds": step.seconds,
+                    "measured_s": step.measured_s,
+                    "predicted_s": step.predicted_s,
+                }
+                for step in self.steps
+            ],
+        }
+
+
+def _of(kind: Kind, type_: str) -> str | None:
+    """Return the type by which a kind is corrected: transfers are those of all."""
+    return None if kind in (Kind.PULL, Kind.PUSH, Kind.P2P) else type_
+
+
+def _together(kind: Kind, rows: Iterable[Row]) -> Row:
+    rows = tuple(rows)
+    return Row(kind, None, sum(row.measured for row in rows), sum(row.predicted for row in rows))
+
+
+def _times(row: Row) -> str:
+    if row.ratio is None:
+        return f"measured {row.measured:.3g} s, and nothing was predicted"
+    return f"measured {row.ratio:.2g}x of predicted"
+
+
+def compare(costs: Costs, trace: Trace | str | Path) -> Comparison:
+    """Compare the trace of a real run with the simulation of the same iterations.
+
+    Args:
+        costs: of the model on the cluster that it ran on.
+        trace: or its file, trace.json in the folder of a run that was trained with --trace.
+
+    Raises:
+        ValueError: the trace is of another model or of other ranks than the costs.
+    """
+    if not isinstance(trace, Trace):
+        trace = read_trace(Path(trace))
+    if len(trace.ranks) != costs.ranks:
+        raise ValueError(f"the trace is of {len(trace.ranks)} ranks, the costs of {costs.ranks}: give those it ran on")
+    kept, warming = _warm(trace.steps)
+    compared = tuple(compared_step(costs, step, trace.of(step.step)) for step in kept)
+    types = tuple(costs.cluster.type_of(rank) for rank in range(costs.ranks))
+    return Comparison(costs.source, types, compared, costs.corrections, warming)
+
+
+def compared_step(costs: Costs, step: TracedStep, ranks: Sequence[Sequence[Event]]) -> ComparedStep:
+    """Compare one iteration, of which these are the events by rank."""
+    strategy = Strategy.parse(step.strategy, costs.outline.layers)
+    predicted = predicted_accounts(costs.simulate(strategy, step.assignment))
+    return ComparedStep(step.step, step.strategy, step.seconds, measured_accounts(ranks), predicted)
+
+
+def _warm(steps: Sequence[TracedStep]) -> tuple[list[TracedStep], tuple[int, ...]]:
+    """Return the steps without the first under each strategy, and the numbers of those; one that is alone stays."""
+    kept = []
+    warming = []
+    seen: set[str] = set()
+    counts = [step.strategy for step in steps]
+    for step in steps:
+        first = step.strategy not in seen
+        seen.add(step.strategy)
+        if first and counts.count(step.strategy) > 1:
+            warming.append(step.step)
+        else:
+            kept.append(step)
+    return kept, tuple(warming)

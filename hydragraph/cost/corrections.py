@@ -1,0 +1,194 @@
+"""Corrections: what measured steps say of the cost model's errors, by kind of instruction, type of device and rank.
+
+Each sample is a rank's measured / predicted seconds of one kind in one step. Medians of the last of them count, of
+their logarithms, so that twice as long and half as long are alike: a few disturbed steps change nothing.
+
+    base of a type     the lower median over its ranks of the median over their forwards and backwards
+    straggler          a rank beyond that by more than a tenth, and by more than its own samples scatter
+    factor of a kind   the median of all samples of the type's other ranks, from 1/4 to 4
+    rate of a rank     what a straggler takes longer than these factors say
+
+Example: three ranks; backwards take 1.1 times what was predicted, on rank 2 1.54 times.
+
+    backward x1.1 (the median without rank 2), and a health in which rank 2 has rate 1.4
+
+Ranks of one tensor-parallel stage wait for one another inside a block, so they look alike: none of them is named.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from statistics import median, median_low
+from typing import Any
+
+from hydragraph.cost.accounts import CAUSES, Kind
+from hydragraph.cost.curves import Constants
+from hydragraph.cost.pieces import AUX, Piece
+from hydragraph.cost.profile import Profile
+from hydragraph.spec.health import Health
+from hydragraph.spec.stage_kind import StageKind
+
+LEAST = 5  # samples of a rank, before they say anything
+WINDOW = 64  # samples that are remembered
+BOUND = 4.0  # a factor beyond it says that something else is wrong
+BEHIND = 1.1  # a rank that takes no longer than this is no straggler
+CERTAIN = 4.0  # standard errors of a rank's median
+COMPUTING = (Kind.FORWARD, Kind.BACKWARD)
+CORRECTED = tuple(kind for kind in CAUSES if kind is not Kind.OTHER)
+
+Samples = Mapping[tuple[Kind, int], tuple[float, ...]]
+
+
+@dataclass(frozen=True)
+class Corrections:
+    """Running factors; equal samples give equal corrections.
+
+    Attributes:
+        types: of each rank's device; empty: nothing was measured.
+        samples: of each kind and rank: measured / predicted seconds of its last steps, the newest last.
+    """
+
+    types: tuple[str, ...] = ()
+    samples: Samples = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for (kind, rank), ratios in self.samples.items():
+            if not 0 <= rank < len(self.types):
+                raise ValueError(f"samples of rank {rank}: there are ranks 0 to {len(self.types) - 1}")
+            if not all(0 < ratio < math.inf for ratio in ratios):
+                raise ValueError(f"{kind.value} on rank {rank}: a sample is measured / predicted seconds, above 0")
+
+    def __hash__(self) -> int:
+        return hash((self.types, tuple(sorted((kind.value, rank, s) for (kind, rank), s in self.samples.items()))))
+
+    def with_step(self, ratios: Mapping[tuple[Kind, int], float]) -> Corrections:
+        """Return them with one more step: measured / predicted of some kinds and ranks."""
+        grown = {key: (*self.samples.get(key, ()), ratio)[-WINDOW:] for key, ratio in ratios.items()}
+        return replace(self, samples={**self.samples, **grown})
+
+    def factor(self, kind: Kind, type_: str | None = None) -> float:
+        """Return how many times as long as predicted a kind takes, on a type of device or on all; 1: nothing is known.
+
+        A health says apart what stragglers take.
+        """
+        slow = self.health
+        logs = [
+            math.log(ratio)
+            for rank in range(len(self.types))
+            if type_ in (None, self.types[rank]) and slow.rate(rank) == 1
+            for ratio in self._enough(kind, rank)
+        ]
+        return min(max(math.exp(median(logs)), 1 / BOUND), BOUND) if logs else 1.0
+
+    def steps(self, kind: Kind, type_: str | None = None) -> int:
+        """Return how many steps a factor comes from."""
+        ranks = (rank for rank in range(len(self.types)) if type_ in (None, self.types[rank]))
+        return max((len(self._enough(kind, rank)) for rank in ranks), default=0)
+
+    @property
+    def health(self) -> Health:
+        """The ranks that take longer than others of their type, and how much."""
+        rates = {}
+        for type_ in dict.fromkeys(self.types):
+            logs = {r: self._computing(r) for r, own in enumerate(self.types) if own == type_ and self._computing(r)}
+            if not logs:
+                continue
+            base = median_low([median(samples) for samples in logs.values()])
+            for rank, samples in logs.items():
+                behind = median(samples) - base
+                # 1.4826 median deviations are a standard deviation, where errors are normal.
+                scatter = 1.4826 * median(abs(x - median(samples)) for x in samples) / math.sqrt(len(samples))
+                if behind > max(math.log(BEHIND), CERTAIN * scatter):
+                    rates[rank] = math.exp(behind)
+        return Health(rates)
+
+    def _computing(self, rank: int) -> list[float]:
+        """Return the logarithms of a rank's samples of forwards and backwards."""
+        return [math.log(ratio) for kind in COMPUTING for ratio in self._enough(kind, rank)]
+
+    def _enough(self, kind: Kind, rank: int) -> tuple[float, ...]:
+        ratios = self.samples.get((kind, rank), ())
+        return ratios if len(ratios) >= LEAST else ()
+
+    def __str__(self) -> str:
+        """Such as "backward x1.12 from 14 steps, commit x2.5 from 14 steps; rank 2 takes 1.4x as long"."""
+        types = tuple(dict.fromkeys(self.types))
+        parts = []
+        for kind in CORRECTED:
+            for type_ in types:
+                count = self.steps(kind, type_)
+                if count:
+                    where = f" on {type_}" if len(types) > 1 else ""
+                    parts.append(f"{kind.value}{where} x{self.factor(kind, type_):.3g} from {count} steps")
+        slow = [f"rank {rank} takes {rate:.3g}x as long" for rank, rate in self.health.rates.items()]
+        return "; ".join(filter(None, (", ".join(parts), ", ".join(slow)))) or "nothing is corrected"
+
+    def save(self, path: str | Path) -> None:
+        """Write them as JSON."""
+        samples = [[kind.value, rank, list(ratios)] for (kind, rank), ratios in self.samples.items()]
+        record = {"types": list(self.types), "samples": samples, "says": str(self)}
+        Path(path).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Corrections:
+        """Read what `save` wrote.
+
+        Raises:
+            ValueError: it is something else.
+        """
+        try:
+            record: Any = json.loads(Path(path).read_text(encoding="utf-8"))
+            samples = {(Kind(kind), int(rank)): tuple(map(float, each)) for kind, rank, each in record["samples"]}
+            return cls(tuple(map(str, record["types"])), samples)
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{path}: no corrections ({error!r}): write them with hydragraph compare") from error
+
+
+def corrected(profile: Profile, corrections: Corrections, type_: str | None = None) -> Profile:
+    """Return a profile whose seconds are those that measured steps say.
+
+    Transfers are not the profile's: `Costs` corrects their bytes.
+
+    Args:
+        profile: of one type of device.
+        corrections: of runs that were priced by it.
+        type_: of device; None: by all.
+    """
+    factors = {kind: corrections.factor(kind, type_) for kind in (*COMPUTING, Kind.UPDATE, Kind.COMMIT)}
+    if all(factor == 1 for factor in factors.values()):
+        return profile
+    ahead = factors[Kind.FORWARD]
+    back = factors[Kind.BACKWARD]
+    pieces = {
+        kind: {name: _corrected(name, piece, kind, ahead, back) for name, piece in of_kind.items()}
+        for kind, of_kind in profile.pieces.items()
+    }
+    update = profile.update
+    if update is not None:
+        update = update[0] * factors[Kind.UPDATE], update[1] * factors[Kind.UPDATE]
+    # A scheme's constants are forward and backward together, of which the forward is about a third.
+    together = (ahead + 2 * back) / 3
+    schemes = {scheme: constants.times(together) for scheme, constants in profile.schemes.items()}
+    commit = factors[Kind.COMMIT]
+    return replace(
+        profile,
+        pieces=pieces,
+        schemes=schemes,
+        update=update,
+        commit_s=profile.commit_s * commit,
+        norm_s=profile.norm_s * commit,
+    )
+
+
+def _corrected(name: str, piece: Piece, kind: StageKind, ahead: float, back: float) -> Piece:
+    if name == AUX:  # it has no backward
+        forward = piece.forward.times(ahead) if piece.forward is not None else None
+        return replace(piece, seconds=piece.seconds.times(ahead), forward=forward)
+    one, two = (curve.times(by) for curve, by in zip(piece.parts(kind.recompute), (ahead, back), strict=True))
+    first, second = (curve if isinstance(curve, Constants) else curve.constants() for curve in (one, two))
+    together = Constants(first.a + second.a, first.b + second.b, first.c + second.c)
+    return replace(piece, seconds=together, forward=one, backward=two)

@@ -1,0 +1,136 @@
+"""Factors from samples: robust against disturbed steps, bounded, and silent until there are enough."""
+
+from __future__ import annotations
+
+import math
+import random
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import hydragraph as hg
+from hydragraph.cost.accounts import Kind
+from hydragraph.cost.corrections import BOUND, LEAST, WINDOW, Corrections, corrected
+from hydragraph.cost.pieces import AUX
+from hydragraph.spec.stage_kind import StageKind
+from tests.cost.priced import profile
+
+RANKS = ("",) * 4
+
+
+def learned(ratios: dict[tuple[Kind, int], float], steps: int, types: tuple[str, ...] = RANKS) -> Corrections:
+    found = Corrections(types)
+    for _ in range(steps):
+        found = found.with_step(ratios)
+    return found
+
+
+@given(
+    factor=st.floats(0.4, 2.5),
+    noise=st.floats(0.0, 0.1),
+    disturbed=st.floats(0.0, 0.25),
+    seed=st.integers(0, 10**6),
+)
+@settings(max_examples=60, deadline=None)
+def test_a_factor_is_recovered_from_noise_and_disturbed_steps(
+    factor: float, noise: float, disturbed: float, seed: int
+) -> None:
+    draw = random.Random(seed)
+    found = Corrections(RANKS)
+    steps = 40
+    bad = set(draw.sample(range(steps), round(disturbed * steps)))  # another program had the machine
+    for step in range(steps):
+        spoilt = 10.0 if step in bad else 1.0
+        found = found.with_step(
+            {(Kind.BACKWARD, rank): spoilt * factor * math.exp(draw.gauss(0, noise)) for rank in range(4)}
+        )
+    # With a quarter of the samples far above, the median of the others moves by 0.43 standard deviations.
+    assert abs(math.log(found.factor(Kind.BACKWARD) / factor)) <= noise + 1e-9
+    assert found.health == hg.Health()
+
+
+def test_too_few_samples_say_nothing() -> None:
+    ratios = {(Kind.FORWARD, rank): 2.0 for rank in range(4)}
+    assert learned(ratios, LEAST - 1).factor(Kind.FORWARD) == 1.0
+    assert str(learned(ratios, LEAST - 1)) == "nothing is corrected"
+    assert learned(ratios, LEAST).factor(Kind.FORWARD) == pytest.approx(2.0)
+    assert learned(ratios, LEAST).factor(Kind.BACKWARD) == 1.0
+
+
+def test_factors_are_bounded_and_old_samples_are_forgotten() -> None:
+    assert learned({(Kind.COMMIT, 0): 1000.0}, 9).factor(Kind.COMMIT) == BOUND
+    assert learned({(Kind.COMMIT, 0): 0.001}, 9).factor(Kind.COMMIT) == 1 / BOUND
+    found = learned({(Kind.UPDATE, 0): 2.0}, WINDOW)
+    for _ in range(WINDOW):
+        found = found.with_step({(Kind.UPDATE, 0): 1.25})
+    assert found.factor(Kind.UPDATE) == pytest.approx(1.25)
+    assert found.steps(Kind.UPDATE) == WINDOW
+
+
+@given(rate=st.floats(1.2, 3.0), rank=st.integers(0, 2), seed=st.integers(0, 10**6))
+@settings(max_examples=40, deadline=None)
+def test_a_straggler_is_named_and_the_others_decide_the_factor(rate: float, rank: int, seed: int) -> None:
+    draw = random.Random(seed)
+    found = Corrections(RANKS[:3])
+    for _ in range(30):
+        found = found.with_step(
+            {
+                (kind, r): 1.1 * (rate if r == rank else 1.0) * math.exp(draw.gauss(0, 0.02))
+                for kind in (Kind.FORWARD, Kind.BACKWARD)
+                for r in range(3)
+            }
+        )
+    assert found.health.rates == {rank: pytest.approx(rate, rel=0.03)}
+    assert found.factor(Kind.BACKWARD) == pytest.approx(1.1, rel=0.02)
+
+
+def test_two_ranks_apart_by_noise_alone_are_both_healthy() -> None:
+    found = Corrections(RANKS[:2])
+    draw = random.Random(1)
+    for _ in range(20):
+        found = found.with_step({(Kind.BACKWARD, r): math.exp(draw.gauss(0, 0.4)) for r in range(2)})
+    assert found.health == hg.Health()
+
+
+def test_it_says_what_it_changes() -> None:
+    found = learned({(Kind.BACKWARD, rank): 1.12 for rank in range(4)}, 14)
+    assert str(found) == "backward x1.12 from 14 steps"
+    by_type = learned({(Kind.BACKWARD, 0): 1.12, (Kind.BACKWARD, 1): 2.0}, 6, ("a", "b"))
+    assert str(by_type) == "backward on a x1.12 from 6 steps, backward on b x2 from 6 steps"
+
+
+def test_a_file_is_read_back_as_its_equal(tmp_path: Path) -> None:
+    found = learned({(Kind.BACKWARD, 0): 1.12, (Kind.PULL, 1): 0.5}, 3, ("a", "b"))
+    found.save(tmp_path / "c.json")
+    again = Corrections.load(tmp_path / "c.json")
+    assert again == found
+    assert hash(again) == hash(found)
+    (tmp_path / "c.json").write_text("[]")
+    with pytest.raises(ValueError, match=r"c\.json: no corrections"):
+        Corrections.load(tmp_path / "c.json")
+
+
+@pytest.mark.parametrize("ratio", [0.0, -1.0, math.inf, math.nan])
+def test_a_sample_that_is_no_ratio_is_refused(ratio: float) -> None:
+    with pytest.raises(ValueError, match="measured / predicted"):
+        Corrections(RANKS).with_step({(Kind.UPDATE, 0): ratio})
+    with pytest.raises(ValueError, match="ranks 0 to 3"):
+        Corrections(RANKS).with_step({(Kind.UPDATE, 4): 1.0})
+
+
+def test_a_profile_is_corrected_by_kind() -> None:
+    before = profile(2)
+    known = {Kind.FORWARD: 1.5, Kind.BACKWARD: 0.5, Kind.UPDATE: 2.0, Kind.COMMIT: 3.0}
+    after = corrected(before, learned({(kind, 0): factor for kind, factor in known.items()}, LEAST))
+    assert corrected(before, Corrections()) is before
+    for kind in (StageKind(1), StageKind(2, False, True)):
+        for name, piece in before.pieces[kind].items():
+            one, two = piece.parts(kind.recompute)
+            first, second = after.pieces[kind][name].parts(kind.recompute)
+            assert first.seconds([100, 7]) == pytest.approx(1.5 * one.seconds([100, 7]))
+            if name != AUX:
+                assert second.seconds([100, 7]) == pytest.approx(0.5 * two.seconds([100, 7]))
+    assert after.update == (2e-5, 2e-9)
+    assert after.commit_s == pytest.approx(1.5e-4)
