@@ -274,10 +274,14 @@ def test_another_runtime_is_priced_by_hand() -> None:
     ring = 4 * (4 + 2) * 10**6 * 2 * (1 / 2) / 1e6  # 2 (d - 1) / d of a stage's gradients
     update = 1e-5 + 1e-9 * 6 * 10**6
     assert found.seconds(strategy, assignment) == pytest.approx(computing + 2 * hop + ring + update)
+    # Two ranks send halves at once, through a card each, and gather the halves: a message of one to the other.
     halved = Costs(each, where, stack=Stack(parts=True, blocking=True))
     both = Strategy.parse("<tp2,pp2>", 4)
     whole = Costs(each, where, stack=Stack(blocking=True))
     saved = whole.pipeline(both.pipelines[0]).seconds([[100]]) - halved.pipeline(both.pipelines[0]).seconds([[100]])
-    assert saved == pytest.approx(hop)
+    assert saved == pytest.approx(2 * (hop / 2 - where.link(0, 1).seconds(100 * HIDDEN / 2)), abs=1e-9)
+    staged = Costs(each, where, stack=Stack(blocking=True, staging=Interconnect(1e7, 0.5)))
+    added = staged.pipeline(both.pipelines[0]).seconds([[100]]) - whole.pipeline(both.pipelines[0]).seconds([[100]])
+    assert added == pytest.approx(2 * (0.5 + 100 * HIDDEN / 1e7))
     with pytest.raises(Unsupported, match="the instructions of another runtime"):
         found.work(strategy, assignment)
