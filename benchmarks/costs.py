@@ -302,7 +302,14 @@ def simulated(text: str, ranks: int, layers: int, count: int) -> Sized:
 def print_sizes() -> None:
     """Print what large simulations take."""
     table = Printed(title="simulations, lowering and pricing included", title_justify="left")
-    for heading in ("strategy", "ranks x layers x micro-batches", "wall s", "CPU s", "target s", "memory MB"):
+    for heading in (
+        "strategy",
+        "ranks x layers x micro-batches",
+        "wall s",
+        "CPU s",
+        "target s",
+        "memory MB (target 2000)",
+    ):
         table.add_column(heading, justify="left" if heading == "strategy" else "right")
     simulated(*SIZES[0][:4])  # what is imported and cached first is not counted
     for text, ranks, layers, count, target in SIZES:
