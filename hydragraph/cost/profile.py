@@ -387,6 +387,18 @@ class Profile:
         by_scheme = {scheme: self.pipeline(scheme, devices) for scheme in dict.fromkeys(schemes)}
         return tuple(by_scheme[scheme] for scheme in schemes)
 
+    def charge(self, schemes: Sequence[Scheme]) -> float:
+        """Return what published constants add to a strategy's iterations: one number, where pipelines are not alike."""
+        return self.hetero_sync_s if len(set(schemes)) > 1 else 0.0
+
+    def charge_in_search(self, schemes: Sequence[Scheme]) -> float:
+        """Return the same: it costs a search nothing."""
+        return self.charge(schemes)
+
+    def only(self, schemes: Sequence[Scheme]) -> Profile:
+        """Return it with these schemes alone."""
+        return replace(self, schemes={scheme: self.schemes[scheme] for scheme in schemes}, failed={})
+
 
 def _alike(k: Constants) -> StageCost:
     return StageCost((((1 / 3, k),),), (((2 / 3, k),),))
