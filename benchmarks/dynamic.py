@@ -35,6 +35,7 @@ from torch import Tensor
 import hydragraph as hg
 from hydragraph.candidates import planner_of, proposed, request_of, strategy_of
 from hydragraph.cost.profile import Profile, Scheme
+from hydragraph.cost.schemes import schemes_of
 from hydragraph.data.token_file import TokenFile
 from hydragraph.frontend.initialise import initial_buffers
 from hydragraph.planner.policy import Policy, static_or_dynamic
@@ -163,7 +164,8 @@ def chosen(
     """Return the sides by name, the dynamic side's candidates, and what the usual policy would decide."""
     program = hg.capture(model_of(config, file), check="off")
     candidates = proposed(program, ranks, profile, lengths)
-    alike = [strategy_of(s, program.layers) for s in homogeneous(profile, ranks) if s[0][1] <= program.layers]
+    equal = homogeneous(schemes_of(profile, ranks), ranks)
+    alike = [strategy_of(s, program.layers) for s in equal if s[0][1] <= program.layers]
     best = [strategies[best_of(strategies, profile, lengths, ranks)] for strategies in (alike, [*candidates, *alike])]
     made: dict[str, hg.Executable] = {}
     for name, strategy in ((HOMOGENEOUS, best[0]), (STATIC, best[1]), (DYNAMIC, "auto")):
