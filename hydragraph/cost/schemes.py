@@ -58,6 +58,7 @@ class CostedSchemes:
         self.limits = profile.limits
         self.memory = None  # what fits is walked, not modelled
         self._known: dict[Scheme, PipelineCost] = {}
+        self._placed: dict[Pipeline, PipelineCost] = {}
         self._charges: dict[tuple[Scheme, ...], float] = {}
 
     @cached_property
@@ -84,7 +85,10 @@ class CostedSchemes:
 
     def pipelines(self, schemes: Sequence[Scheme]) -> tuple[PipelineCost, ...]:
         """Return what the pipelines of a strategy cost, on the ranks that they run on."""
-        return tuple(self._costs.pipeline(pipeline) for pipeline in self._strategy(schemes).pipelines)
+        for pipeline in self._strategy(schemes).pipelines:
+            if pipeline not in self._placed:
+                self._placed[pipeline] = self._costs.pipeline(pipeline)
+        return tuple(self._placed[pipeline] for pipeline in self._strategy(schemes).pipelines)
 
     def charge(self, schemes: Sequence[Scheme]) -> float:
         """Return what pull, push, commit and update add to a strategy's iterations."""
