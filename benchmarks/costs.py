@@ -8,9 +8,10 @@
 `clusters` prices runs that the authors of Sailor measured (GH200 nodes; nodes of RTX 3090, RTX 2080 and Titan RTX),
 from their measured blocks and links, through `hg.Profile`, `hg.Cluster` and `hg.Costs` alone. Those runs were
 DeepSpeed's, so they are priced with that runtime's way of moving data (`cost.stack.DEEPSPEED`: from its source, not
-from these runs), and beside it with hydragraph's own. Constants that are not in the data: sequences have 2,048 tokens
-and numbers 4 bytes, as the sizes in `model_memory.json` say; a node has as many network cards as its whole bandwidth is
-a multiple of one sender's in `network.json`. `sizes` simulates large strategies, lowering and pricing included.
+from these runs) and with what the authors' version of it adds (`STAGING`), and beside it with hydragraph's own.
+Constants that are not in the data: sequences have 2,048 tokens and numbers 4 bytes, as the sizes in `model_memory.json`
+say; a node has as many network cards as its whole bandwidth is a multiple of one sender's in `network.json`. `sizes`
+simulates large strategies, lowering and pricing included.
 `overlap` prices pull and push of a published case, hidden and not, beside the published seconds.
 `assign` compares assignments of small drawn mini-batches with the best of all there are, by the end of the schedule.
 `predicted` profiles a model here and runs it, in turn (`benchmarks/predicted.py`); `--device cuda` does so on one GPU.
@@ -19,13 +20,14 @@ a multiple of one sender's in `network.json`. `sizes` simulates large strategies
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import random
 import resource
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from statistics import fmean
@@ -44,7 +46,7 @@ from hydragraph.cost.stack import DEEPSPEED, Stack
 from hydragraph.cost.stages import Hop, StageCost
 from hydragraph.planner.assigning import assign_pipelines, bounded_pipelines, enveloped
 from hydragraph.planner.exact import exact_assignment
-from hydragraph.spec.cluster import Cluster, DeviceType, Interconnect, Node
+from hydragraph.spec.cluster import Cluster, DeviceType, Interconnect, Node, Pair
 from hydragraph.spec.stage_kind import StageKind
 
 SEQUENCE = 2048  # tokens: act_output_floats of model_memory.json over the hidden size
@@ -53,6 +55,16 @@ OTHERS = {("clariden", "OPT-350"): 0.089, ("clariden", "GPT-Neo-2.7"): 0.101, ("
 PARTS = ("clusters", "sizes", "overlap", "assign", "predicted")
 OVERLAPPED = 5  # iterations of `overlap`
 DRAWN = 339  # mini-batches that are assigned
+# Their version of the engine makes each hidden state that arrives as zeros in pageable host memory and copies it to the
+# device (`reconstruct_tensor` of their deepspeed/utils.py). What such copies reach, in MB and GB/s, as CUDA's bandwidth
+# test was reported to find on a PCIe machine: forums.developer.nvidia.com, thread 56270. Theirs may differ.
+PAGEABLE = ((2, 8.39), (4, 9.87), (8, 10.93), (16, 11.44), (32, 11.39), (64, 8.67), (128, 8.34), (1024, 8.32))
+STAGING = Interconnect(8.32e9, 0.0, tuple((size * 1e6, speed * 1e9) for size, speed in PAGEABLE))
+SAILORS = replace(DEEPSPEED, staging=STAGING)
+# Bytes that their simulator adds for kernels on that cluster (`megatron_mem` of its runtime_simulator.py).
+KERNELS = {"clariden": 4.76e9 + 300e6}
+OTHERS_MEMORY = {("clariden", "OPT-350"): 0.059}
+CLEARLY = 1.05  # plans are a pair to be ranked where one's measured seconds are so many times the other's
 SIZES = (  # strategy, ranks, layers, micro-batches of each pipeline, seconds that it may take
     ("8*<tp2,pp4>", 64, 32, 16, 1),
     ("16*<tp8,pp8>", 1024, 80, 64, 20),
@@ -117,6 +129,15 @@ class Sailor:
         near = _link(*inner[str(max((int(n) for n in inner if int(n) <= devices), default=min(map(int, inner))))])
         return Node(gpu, devices, near, one, cards=cards)
 
+    def pairs(self, types: Sequence[str]) -> tuple[Pair, ...]:
+        """Return the links between nodes of different types, as one sender found them."""
+        between = self._network["inter_node_same_zone"]
+        found = []
+        for a, b in itertools.combinations(types, 2):
+            link = _link(*between[a]["1"][b]["1"])
+            found.append(Pair((a, b), link.bytes_per_s, link.latency_s, link.points))
+        return tuple(found)
+
     def priced(self, run: dict[str, Any], stack: Stack) -> float:
         """Return the seconds of an iteration of a measured run."""
         pipelines, nodes, first, last = [], [], 0, run["pp"] - 1
@@ -131,13 +152,34 @@ class Sailor:
             pipelines.append(hg.Pipeline(stages=tuple(stages)))
         types = {node.type: DeviceType(1e12, 10**15, 1e12) for node in nodes}  # nothing here depends on these
         profile = Profile.merge([self.profile(gpu, run["model"]) for gpu in types])
-        costs = hg.Costs(profile, Cluster.of(types, tuple(nodes)), stack=stack)
+        cluster = Cluster.of(types, tuple(nodes), self.pairs(tuple(types)))
+        costs = hg.Costs(profile, cluster, stack=stack)
         count, size = run["gbs"] // (run["mbs"] * len(pipelines)), run["mbs"]
         at = iter(range(run["gbs"]))
         micro_batches = tuple(tuple(tuple(next(at) for _ in range(size)) for _ in range(count)) for _ in pipelines)
         assignment = hg.Assignment(micro_batches, (SEQUENCE,) * (count * size * len(pipelines)))
         strategy = hg.Strategy(pipelines=tuple(pipelines))
         return costs.simulate(strategy, assignment).seconds if stack.own else costs.seconds(strategy, assignment)
+
+    def memory(self, run: dict[str, Any]) -> float:
+        """Return the bytes of the fullest device by DeepSpeed's accounting, as `model_memory.json` counts.
+
+        In fp32: weights, gradients and AdamW's two moments, and gradients once more in the one bucket in which they
+        are reduced over replicas; what is saved for backwards, of as many micro-batches as 1F1B has begun.
+        """
+        replicas = run["dp"][0]
+        copies = 5 if replicas > 1 else 4
+        count = run["gbs"] // (run["mbs"] * replicas)
+        most = 0.0
+        for replica in range(replicas):
+            first = 0
+            for s in range(run["pp"]):
+                rows = _expanded(self._memory[run["model"]][str(_of(run["tp_per_stage"][s], replica))])
+                here = rows[first : first + run["layers_per_stage"][s]]
+                first += len(here)
+                begun = run["mbs"] * min(run["pp"] - s, count)
+                most = max(most, FLOAT * sum(copies * row[0] + begun * row[3] for row in here))
+        return most + KERNELS.get(run["cluster"], 0.0)
 
 
 def _of(given: Sequence[Any], replica: int) -> Any:
@@ -156,23 +198,64 @@ def _link(polynomial: Sequence[float], most: float) -> Interconnect:
     return Interconnect(most, 0.0, tuple((size, speed) for size, speed in speeds if speed > 0))
 
 
+@dataclass(frozen=True)
+class PricedRun:
+    """A measured run: seconds as priced for its runtime and for hydragraph, and bytes."""
+
+    run: dict[str, Any]
+    seconds: float
+    own: float
+    memory: float
+
+    @property
+    def devices(self) -> int:
+        """How many it used."""
+        return sum(_of(tps, replica) for tps in self.run["tp_per_stage"] for replica in range(self.run["dp"][0]))
+
+
 def print_clusters(folder: Path) -> None:
-    """Print measured against priced seconds, run by run, and the mean absolute errors."""
+    """Print measured beside priced seconds and bytes, run by run, the mean absolute errors, and pairs ranked right."""
     data = Sailor(folder)
+    runs = [PricedRun(run, data.priced(run, SAILORS), data.priced(run, Stack()), data.memory(run)) for run in data.runs]
     table = Printed(title="measured runs of real clusters (Sailor's)", title_justify="left")
-    for heading in ("run", "measured s", "as DeepSpeed", "error", "as hydragraph"):
+    for heading in ("run", "measured s", "as DeepSpeed", "error", "as hydragraph", "measured GB", "counted", "error"):
         table.add_column(heading, justify="left" if heading == "run" else "right")
-    errors: dict[tuple[str, str], list[float]] = {}
-    for run in data.runs:
-        theirs, ours = (data.priced(run, stack) for stack in (DEEPSPEED, Stack()))
-        error = theirs / run["real_s"] - 1
-        errors.setdefault((run["cluster"], run["model"]), []).append(error)
-        name = f"{run['cluster']} {run['model']} {run['file'].removeprefix('plan_config_').removesuffix('.json')}"
-        table.add_row(name, f"{run['real_s']:.3f}", f"{theirs:.3f}", f"{error:+.1%}", f"{ours:.3f}")
+    errors: dict[tuple[str, str], list[tuple[float, float]]] = {}
+    for each in runs:
+        run = each.run
+        error = each.seconds / run["real_s"] - 1
+        held = each.memory / run["max_mem_bytes"] - 1
+        errors.setdefault((run["cluster"], run["model"]), []).append((abs(error), abs(held)))
+        table.add_row(
+            f"{run['cluster']} {run['model']} {run['file'].removeprefix('plan_config_').removesuffix('.json')}",
+            *(f"{run['real_s']:.3f}", f"{each.seconds:.3f}", f"{error:+.1%}", f"{each.own:.3f}"),
+            *(f"{run['max_mem_bytes'] / 1e9:.2f}", f"{each.memory / 1e9:.2f}", f"{held:+.1%}"),
+        )
     Console().print(table)
     for key, found in errors.items():
-        other = f", Sailor's own {OTHERS[key]:.1%}" if key in OTHERS else ""
-        print(f"{' '.join(key)}: mean absolute error {fmean(map(abs, found)):.1%} of {len(found)} runs{other}")
+        for what, at, others in (("time", 0, OTHERS), ("memory", 1, OTHERS_MEMORY)):
+            other = f", Sailor's own {others[key]:.1%}" if key in others else ""
+            mean = fmean(each[at] for each in found)
+            print(f"{' '.join(key)}: mean absolute error of {what} {mean:.1%} of {len(found)} runs{other}")
+    ours, counted, pairs = rank_pairs(runs)
+    print(
+        f"of {pairs} pairs of plans of one cluster, model and global batch, whose measured seconds differ by more than "
+        f"{CLEARLY - 1:.0%}: {ours} ranked right, {counted} by the number of devices alone"
+    )
+
+
+def rank_pairs(runs: Sequence[PricedRun]) -> tuple[int, int, int]:
+    """Return how many pairs are ranked right by price, how many by having more devices, and how many there are."""
+    ours = counted = pairs = 0
+    for one, other in itertools.combinations(runs, 2):
+        if any(one.run[key] != other.run[key] for key in ("cluster", "model", "gbs")):
+            continue
+        fast, slow = sorted((one, other), key=lambda each: float(each.run["real_s"]))
+        if slow.run["real_s"] > CLEARLY * fast.run["real_s"]:
+            pairs += 1
+            ours += fast.seconds < slow.seconds
+            counted += fast.devices > slow.devices
+    return ours, counted, pairs
 
 
 @dataclass(frozen=True)
@@ -230,7 +313,14 @@ def simulated(text: str, ranks: int, layers: int, count: int) -> Sized:
 def print_sizes() -> None:
     """Print what large simulations take."""
     table = Printed(title="simulations, lowering and pricing included", title_justify="left")
-    for heading in ("strategy", "ranks x layers x micro-batches", "wall s", "CPU s", "target s", "memory MB"):
+    for heading in (
+        "strategy",
+        "ranks x layers x micro-batches",
+        "wall s",
+        "CPU s",
+        "target s",
+        "memory MB (target 2000)",
+    ):
         table.add_column(heading, justify="left" if heading == "strategy" else "right")
     simulated(*SIZES[0][:4])  # what is imported and cached first is not counted
     for text, ranks, layers, count, target in SIZES:

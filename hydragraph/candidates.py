@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Literal
 
 from hydragraph.cost.costs import Costs
 from hydragraph.cost.profile import Profile, Scheme
+from hydragraph.cost.schemes import schemes_of
 from hydragraph.errors import Unsupported
 from hydragraph.ir.program import Program
 from hydragraph.mini_batch import Planned
@@ -153,13 +154,19 @@ class Chooser:
 
 
 def candidates_of(
-    given: Choices, program: Program, ranks: int, profile: Profile | None, batches: Sequence[Sequence[int]] | None
+    given: Choices,
+    program: Program,
+    ranks: int,
+    profile: Profile | None,
+    batches: Sequence[Sequence[int]] | None,
+    home: Home | None = None,
 ) -> tuple[Strategy, ...]:
     """Return the strategies to choose from, each checked.
 
     Args:
         given: one, several, or "auto": proposed for the data.
         batches: sequence lengths of sample mini-batches; "auto" needs them.
+        home: where state lives, by which "auto" judges what fits; None: in equal shares.
 
     Raises:
         Unsupported: "auto" lacks a profile or sample, or what was given is no strategy.
@@ -174,7 +181,7 @@ def candidates_of(
                 remedy="pass profile= (measured by hydragraph profile) and lengths= (sequence lengths of some "
                 "mini-batches), or a list of strategies",
             )
-        found = proposed(program, ranks, profile, batches)
+        found = proposed(program, ranks, profile, batches, home)
     elif isinstance(given, Sequence) and given and all(isinstance(s, Strategy) for s in given):
         found = tuple(dict.fromkeys(given))  # type: ignore[arg-type]
     else:
@@ -188,7 +195,9 @@ def candidates_of(
     return found
 
 
-def proposed(program: Program, ranks: int, profile: Profile, batches: Sequence[Sequence[int]]) -> tuple[Strategy, ...]:
+def proposed(
+    program: Program, ranks: int, profile: Profile, batches: Sequence[Sequence[int]], home: Home | None = None
+) -> tuple[Strategy, ...]:
     """Return the best strategy for the sample, and those beside it that choosing every iteration gains most from.
 
     They are improved from the proposals for the data's lengths and the homogeneous strategies.
@@ -196,8 +205,8 @@ def proposed(program: Program, ranks: int, profile: Profile, batches: Sequence[S
     from hydragraph.planner.proposing import propose
     from hydragraph.planner.refining import homogeneous, refine
 
-    usable = {s: k for s, k in profile.schemes.items() if s[0] * s[1] <= ranks and _fits(program, s)}
-    fitting = replace(profile, schemes=usable, failed={})
+    usable = [s for s in profile.schemes if s[0] * s[1] <= ranks and _fits(program, s)]
+    fitting = schemes_of(profile, ranks, home, usable)
     lengths = [n for batch in batches for n in batch if n]
     context = max(lengths, default=1)
     schemes = propose(fitting, lengths, ranks, context) + homogeneous(fitting, ranks)

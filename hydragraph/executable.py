@@ -150,7 +150,7 @@ class Executable:
         self._variants = Variants(program, backend=backend, device=world.device, fused_head=inductor, added=True)
         self._optimizer = optimizer
         self._planning = plans
-        self.strategies = candidates_of(given, program, world.ranks, plans.profile, plans.lengths)
+        self.strategies = candidates_of(given, program, world.ranks, plans.profile, plans.lengths, home)
         seed = torch.initial_seed()
         self._start: Callable[[], Iterable[Mapping[str, Tensor]]] | None = None
         if is_meta(model):

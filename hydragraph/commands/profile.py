@@ -145,12 +145,15 @@ def _kinds(
 
 def _print_profile(profile: Profile, ranks: int, path: Path) -> None:
     """Print a table of the constants, and what its reader has to know."""
+    from hydragraph.cost.schemes import schemes_of
+
     table = Table(title=escape(profile.name), title_justify="left")
     headings = ("scheme", "a ns/tok\u00b2", "b \u00b5s/tok", "c ms", "residual", "MaxLen", "UtilLen")
     for heading in headings:
         table.add_column(heading, justify="left" if heading == "scheme" else "right")
     for scheme, k in profile.schemes.items():
-        limit = profile.max_len(scheme, max(ranks, scheme[0] * scheme[1]))
+        devices = max(ranks, scheme[0] * scheme[1])
+        limit = schemes_of(profile, devices).max_len(scheme, devices)
         numbers = (f"{1e9 * k.a:.4g}", f"{1e6 * k.b:.4g}", f"{1e3 * k.c:.4g}", f"{profile.residuals[scheme]:.1%}")
         table.add_row(f"<tp{scheme[0]},pp{scheme[1]}>", *numbers, f"{limit:,}", f"{profile.util_len(scheme):,}")
     Console().print(table)

@@ -78,6 +78,10 @@ def simulate_command(
         float | None, typer.Option(help="Without a profile: the part of the FLOP/s that computation reaches (0.45).")
     ] = None,
     corrections: CorrectionsFile = None,
+    health: Annotated[
+        Path | None,
+        typer.Option(help="A YAML file of ranks that are slow or lost, as in `3: 2.57` and `5: .inf` (hg.Health)."),
+    ] = None,
     changes: Annotated[
         list[str] | None,
         typer.Option(
@@ -106,6 +110,10 @@ def simulate_command(
     if lengths is not None and (micro_batches or tokens):
         raise ValueError("--lengths draws micro-batches; leave out --micro-batches and --tokens")
     parsed, costs = _costs(settings, where, texts, profile, efficiency, chosen_home(home, settings.home), corrections)
+    if health is not None:
+        from hydragraph.spec.health import Health
+
+        costs = costs.changed(health=Health.load(health))
     priced = _priced(settings, parsed, costs, micro_batches, tokens, lengths)
     print(costs.source)
     _print_table(priced, where)

@@ -259,7 +259,22 @@ class Costs:
                 uses[resource] = uses.get(resource, 0) + 1
         part = 1 / stage.tp if self.stack.parts else 1.0
         part *= self._transfers[Kind.P2P]
-        return Hop(link, turns, self.sizes.hidden_bytes, max(uses.values()), part, self.stack.blocking)
+        gathering = None
+        if self.stack.parts and other.tp > 1:
+            around = zip(receivers, (*receivers[1:], receivers[0]), strict=True)
+            slowest = max((self.cluster.link(a, b) for a, b in around), key=lambda each: each.seconds(1 << 20))
+            gathering = other.tp, slowest
+        return Hop(
+            link,
+            turns,
+            self.sizes.hidden_bytes,
+            max(uses.values()),
+            part,
+            self.stack.blocking,
+            self.stack.buffer_bytes,
+            gathering,
+            self.stack.staging,
+        )
 
     def max_len(self, pipeline: Pipeline) -> int:
         """Return how many tokens a micro-batch of a pipeline may have under 1F1B, by the memory of each rank."""
@@ -430,9 +445,10 @@ class Costs:
                 ring = 0.0
                 if others:
                     replicas = len(strategy.pipelines)
-                    hop = self._hop(stage, others[0])
                     size = 2 * (replicas - 1) / replicas * elements * GRADIENT_BYTES
-                    ring = hop.link.latency_s + hop.sharing * size / hop.link.bytes_per_s
+                    for other in others:  # a ring is as slow as its slowest link
+                        hop = self._hop(stage, other)
+                        ring = max(ring, hop.link.latency_s + hop.sharing * size / hop.link.bytes_per_s)
                 worst = max(worst, ring + update)
         return worst
 

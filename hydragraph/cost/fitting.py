@@ -230,7 +230,8 @@ def fit_profile(
         # Schemes are of plain stages, and only those have a UtilLen of their own; other kinds share it by degree.
         if kind == StageKind(kind.tp):
             util[kind.tp] = util_len(measured.rows, whole, fit)
-    fits = {s: _slowest(blocks, s, found[StageKind(s[0])], util[s[0]]) for s in schemes if s[0] in util}
+    # A scheme is priced from its blocks, so it is as good as their fit.
+    fits = {s: _slowest(blocks, s, found[StageKind(s[0])], util[s[0]]) for s in schemes if StageKind(s[0]) in pieces}
     failed = {s: unfit[StageKind(s[0])] for s in schemes if s not in fits}
     failed |= {s: f"its fit failed: {fit.failure}" for s, fit in fits.items() if fit.failure}
     link = fit_link([size for size, _ in messages], [seconds for _, seconds in messages]) if messages else None

@@ -1,22 +1,19 @@
-"""What one block costs in each kind of stage, and what a stage of such blocks costs and holds."""
+"""What one block costs in each kind of stage, and what it holds there."""
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
 from hydragraph.cost.curves import Constants as Constants
 from hydragraph.cost.curves import Curve, Table
-from hydragraph.spec.stage_kind import StageKind
 
 Scheme = tuple[int, int]  # (tp, pp): how one pipeline is deployed, on tp * pp devices
 
 # Stands for what every stage computes once per micro-batch, such as rotary tables.
 AUX = "aux"
-# Per element of a home shard: weight, gradient and AdamW's two moments in fp32; without a gradient, the weight alone.
+# Per element of a home shard: weight, gradient and AdamW's two moments in fp32.
 HOME_BYTES = 16
-FROZEN_BYTES = 4
 # Per element of a stage's gradients, which are added up in fp32.
 GRADIENT_BYTES = 4
 
@@ -104,37 +101,3 @@ class PricedDevice:
     elements: int
     itemsize: int
     frozen: int = 0
-
-
-@dataclass(frozen=True)
-class PricedStage:
-    """A stage as its pieces.
-
-    Attributes:
-        kind: how it computes.
-        pieces: of its blocks.
-        in_flight: micro-batches that it holds at once under 1F1B.
-    """
-
-    kind: StageKind
-    pieces: tuple[Piece, ...]
-    in_flight: int
-
-    @property
-    def seconds(self) -> Constants:
-        """The sum of its pieces'."""
-        of_pieces = [piece.seconds for piece in self.pieces]
-        return Constants(sum(k.a for k in of_pieces), sum(k.b for k in of_pieces), sum(k.c for k in of_pieces))
-
-    def max_len(self, device: PricedDevice, devices: int) -> int:
-        """Return the tokens for which its rank's memory suffices."""
-        # What is there whatever the tokens, then what grows with them: under 1F1B, `in_flight` micro-batches at once.
-        local = sum(piece.parameters for piece in self.pieces)
-        alone = devices == 1  # then gradients are added up at home, and fp32 weights used there
-        weights = 0 if alone and device.itemsize == 4 else local * device.itemsize
-        learning = local - sum(piece.frozen for piece in self.pieces)
-        home = HOME_BYTES * (device.elements - device.frozen) + FROZEN_BYTES * device.frozen
-        constant = home / devices + weights + (0 if alone else learning * GRADIENT_BYTES)
-        constant += max(piece.fixed for piece in self.pieces)
-        per_token = self.in_flight * sum(p.kept for p in self.pieces) + max(p.working for p in self.pieces)
-        return max(0, math.floor((device.memory - constant) / per_token)) if per_token > 0 else 0

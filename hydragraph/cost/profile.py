@@ -23,7 +23,7 @@ from numpy.typing import ArrayLike, NDArray
 from hydragraph.cost import profile_record
 from hydragraph.cost.memory_model import MemoryModel
 from hydragraph.cost.model import ModelSizes
-from hydragraph.cost.pieces import AUX, HOME_BYTES, Constants, Piece, PricedDevice, PricedStage
+from hydragraph.cost.pieces import HOME_BYTES, Constants, Piece, PricedDevice
 from hydragraph.cost.pieces import Scheme as Scheme
 from hydragraph.cost.stages import StageCost, stages_end
 from hydragraph.errors import Unsupported
@@ -282,13 +282,11 @@ class Profile:
         # A measured limit knows what no model does, such as an allocator's losses.
         if scheme in self.limits:
             return int(self.limits[scheme])
-        if self.memory is None and self.device is not None and self.blocks:
-            return self._max_len(self._stages(_regular(scheme, len(self.blocks) - 2)), devices)
         if self.memory is None:
             raise Unsupported(
                 f"scheme <tp{scheme[0]},pp{scheme[1]}> has neither a measured limit nor a memory model",
                 where=f"profile {self.name}",
-                remedy="measure again with hydragraph profile, or add it to the profile's limits",
+                remedy="of a profile with blocks ask hg.Costs(profile, cluster), or add it to the profile's limits",
             )
         if scheme[0] not in self.memory.activation:
             raise Unsupported(
@@ -317,17 +315,14 @@ class Profile:
         return PipelineCost(k.a, k.b, k.c, scheme[1], limit, min(useful, max(limit, 1)), scheme[0] * scheme[1])
 
     def pipeline_of(self, pipeline: Pipeline, devices: int) -> PipelineCost:
-        """Return what the planner needs of any pipeline of a strategy: uneven layers, another degree in each stage.
-
-        A regular pipeline of plain stages whose scheme was measured has that scheme's constants. Any other is added up
-        from the measured pieces of its stages; the one that is slowest for a sequence of UtilLen tokens counts.
+        """Return what published constants say of a regular pipeline of plain stages; `Costs` prices any from blocks.
 
         Args:
             pipeline: of a strategy for the model of this profile.
             devices: how many share the optimizer state: those of the whole strategy.
 
         Raises:
-            Unsupported: a stage is of a kind that was not measured, or a fit failed.
+            Unsupported: it is no such pipeline, its scheme was not measured, or a fit failed.
             ValueError: it has another number of layers than the model.
         """
         if self.layers is not None and pipeline.layers != self.layers:
@@ -336,62 +331,31 @@ class Profile:
                 f"{self.layers}: measure this model with hydragraph profile"
             )
         scheme = _scheme_of(pipeline)
-        # A regular pipeline of plain stages was measured as a scheme: those constants are the better ones.
-        if scheme in self.schemes or scheme in self.failed:
-            assert scheme is not None
-            return self.pipeline(scheme, devices)
-        # Anything else is added up from blocks. Search goes by one stage's constants, so the slowest stands for all.
-        stages = self._stages([(s.kind, s.layers) for s in pipeline.stages])
-        for stage in stages:
-            if stage.kind.tp not in self.util:
-                raise self._unmeasured(f"tensor-parallel degree {stage.kind.tp} has no utilisation length", stage.kind)
-        useful = max(self.util[stage.kind.tp] for stage in stages)
-        slowest = max((stage.seconds for stage in stages), key=lambda k: (k.a * useful + k.b) * useful + k.c)
-        if slowest.failed:
-            k = slowest
-            raise self._unmeasured(f"a stage's fit failed (a = {k.a:g}, b = {k.b:g}, c = {k.c:g})", stages[0].kind)
-        limit = self._max_len(stages, devices)
-        return PipelineCost(
-            slowest.a, slowest.b, slowest.c, len(stages), limit, min(useful, max(limit, 1)), len(pipeline.devices)
-        )
-
-    def _stages(self, kinds: Sequence[tuple[StageKind, int]]) -> tuple[PricedStage, ...]:
-        """Add up the pieces of every stage of a pipeline, of which the kind and the number of layers are given."""
-        if not self.blocks:
-            raise self._unmeasured("it has constants of whole schemes only, not of blocks", kinds[0][0])
-        stages = []
-        first = 1  # block 0 is the prologue, which the first stage computes beside its layers
-        for i, (kind, count) in enumerate(kinds):
-            if kind not in self.pieces:
-                why = self.unfit.get(kind, "they were not measured")
-                raise self._unmeasured(f"stage {i}: stages of kind {kind.text}: {why}", kind)
-            last = first + count
-            span = self.blocks[(0 if i == 0 else first) : (last + 1 if i == len(kinds) - 1 else last)]
-            of_template = self.pieces[kind]
-            pieces = tuple(of_template[t] for t in (*span, *([AUX] if AUX in of_template else [])))
-            stages.append(PricedStage(kind, pieces, len(kinds) - i))
-            first = last
-        return tuple(stages)
-
-    def _max_len(self, stages: Sequence[PricedStage], devices: int) -> int:
-        """Return how many tokens a micro-batch of this pipeline may have under 1F1B."""
-        if self.device is None:
-            raise self._unmeasured("the memory of its device is not known", stages[0].kind)
-        return min(stage.max_len(self.device, devices) for stage in stages)
-
-    def _unmeasured(self, what: str, kind: StageKind) -> Unsupported:
-        flags = " --sequence-parallel" * kind.sequence_parallel + " --recompute" * kind.recompute
-        return Unsupported(
-            what,
-            where=f"profile {self.name}",
-            remedy=f"measure it: hydragraph profile --schemes tp{kind.tp}pp1{flags}",
-        )
+        if scheme is None:
+            raise Unsupported(
+                "it has constants of whole schemes only, not of blocks",
+                where=f"profile {self.name}",
+                remedy="use regular pipelines (<tp2,pp4>), or measure the model with hydragraph profile",
+            )
+        return self.pipeline(scheme, devices)
 
     def pipelines(self, schemes: Sequence[Scheme]) -> tuple[PipelineCost, ...]:
         """Return them for a strategy's schemes, in their order; its devices are their sum."""
         devices = sum(tp * pp for tp, pp in schemes)
         by_scheme = {scheme: self.pipeline(scheme, devices) for scheme in dict.fromkeys(schemes)}
         return tuple(by_scheme[scheme] for scheme in schemes)
+
+    def charge(self, schemes: Sequence[Scheme]) -> float:
+        """Return what published constants add to a strategy's iterations: one number, where pipelines are not alike."""
+        return self.hetero_sync_s if len(set(schemes)) > 1 else 0.0
+
+    def charge_in_search(self, schemes: Sequence[Scheme]) -> float:
+        """Return the same: it costs a search nothing."""
+        return self.charge(schemes)
+
+    def only(self, schemes: Sequence[Scheme]) -> Profile:
+        """Return it with these schemes alone."""
+        return replace(self, schemes={scheme: self.schemes[scheme] for scheme in schemes}, failed={})
 
 
 def _alike(k: Constants) -> StageCost:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hydragraph.cost.curves import Constants, Curve, Table
-from hydragraph.cost.schedule import pipeline_end
+from hydragraph.cost.schedule import Rows, exchanged_end, pipeline_end
 from hydragraph.spec.cluster import Interconnect
 
 Parts = tuple[tuple[float, Curve], ...]  # (how many times, of what)
@@ -45,7 +45,10 @@ class Hop:
         token_bytes: of one token's hidden state.
         sharing: the most that go through one network card together.
         part: of a hidden state that each message is.
-        blocking: it holds up its sender.
+        blocking: it holds up both of its ends.
+        buffer_bytes: a message of at most so many bytes does not hold up its sender.
+        gathering: how many receivers put their parts together, and over which link; None: nothing is to be gathered.
+        staging: over which each receiver fetches room for a hidden state from its host; None: it need not.
     """
 
     link: Interconnect
@@ -54,6 +57,22 @@ class Hop:
     sharing: int = 1
     part: float = 1.0
     blocking: bool = False
+    buffer_bytes: int = 0
+    gathering: tuple[int, Interconnect] | None = None
+    staging: Interconnect | None = None
+
+    def buffered(self, tokens: int) -> bool:
+        """Say whether a sender goes on before its message has arrived."""
+        return tokens * self.token_bytes * self.part <= self.buffer_bytes
+
+    def receiving_s(self, tokens: int) -> float:
+        """Return what a receiver takes to make room and put parts together: a copy, and a ring of t - 1 messages."""
+        size = tokens * self.token_bytes
+        seconds = self.staging.seconds(size) if self.staging is not None else 0.0
+        if self.gathering is not None:
+            ranks, link = self.gathering
+            seconds += (ranks - 1) * link.seconds(size / ranks)
+        return seconds
 
     def seconds(self, tokens: int) -> float:
         """Return the seconds for a micro-batch."""
@@ -137,11 +156,30 @@ def stages_end(stages: Sequence[StageCost], micro_batches: Sequence[Sequence[int
     early, forward, backward, ahead, back = (
         [[priced[tuple(m)][s][part] for m in micro_batches] for s in range(len(stages))] for part in range(5)
     )
-    # A message that holds up its sender is as if the sender computed for so much longer.
     if any(stage.ahead is not None and stage.ahead.blocking for stage in stages):
-        nothing = [0.0] * len(micro_batches)
-        forward = [[a + b for a, b in zip(*rows, strict=True)] for rows in zip(forward, ahead, strict=True)]
-        sent = [nothing, *back[:-1]]
-        backward = [[a + b for a, b in zip(*rows, strict=True)] for rows in zip(backward, sent, strict=True)]
-        ahead = back = [nothing] * len(stages)
+        return _exchanged_end(stages, [sum(m) for m in micro_batches], early, forward, backward, (ahead, back))
     return pipeline_end(early, forward, backward, ahead, back, schedule)
+
+
+def _exchanged_end(
+    stages: Sequence[StageCost],
+    tokens: Sequence[int],
+    early: Rows,
+    forward: Rows,
+    backward: Rows,
+    ways: tuple[Rows, Rows],
+) -> float:
+    """Return when a pipeline ends whose messages hold up their ends; what receivers do with them is computing."""
+    nothing = [0.0] * len(tokens)
+    arrived: list[list[float]] = [nothing]  # what a stage does with the hidden state that it receives
+    returned: list[list[float]] = []  # and with the gradient
+    buffered: list[list[tuple[bool, bool]]] = []
+    for stage in stages:
+        if stage.ahead is not None and stage.back is not None:
+            arrived.append([stage.ahead.receiving_s(n) for n in tokens])
+            returned.append([stage.back.receiving_s(n) for n in tokens])
+            buffered.append([(stage.ahead.buffered(n), stage.back.buffered(n)) for n in tokens])
+    returned.append(nothing)
+    forward = [[sum(each) for each in zip(*rows, strict=True)] for rows in zip(early, forward, arrived, strict=True)]
+    backward = [[sum(each) for each in zip(*rows, strict=True)] for rows in zip(backward, returned, strict=True)]
+    return exchanged_end(forward, backward, *ways, buffered)

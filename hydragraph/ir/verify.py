@@ -216,6 +216,10 @@ def _check_values(program: RankProgram) -> None:
     freed: dict[Value, int] = {}
     last: dict[Value, int] = {}
     for index, instruction in enumerate(program.instructions):
+        for values in (instruction.reads, instruction.writes):
+            if len(set(values)) < len(values):
+                twice = next(value for value in values if values.count(value) > 1)
+                raise _fail(program, index, f"it names {twice} twice")
         for value in instruction.reads:
             if value not in alive:
                 why = f"instruction {freed[value]} freed it" if value in freed else "nothing here has made it"

@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hydragraph.cost.profile import PipelineCost, Profile, Scheme
+from hydragraph.cost.profile import PipelineCost, Scheme
+from hydragraph.cost.schemes import Schemes
 from hydragraph.errors import Unsupported
 from hydragraph.planner.assigning import PlannedAssignment, assign_bounded, bounded_pipelines
 from hydragraph.planner.dispatch_search import Effort
@@ -54,12 +55,12 @@ class Choice:
 
 
 def choose(
-    candidates: Sequence[Sequence[Scheme]], profile: Profile, lengths: Sequence[int], *, seed: int = 0
+    candidates: Sequence[Sequence[Scheme]], profile: Schemes, lengths: Sequence[int], *, seed: int = 0
 ) -> tuple[int, PlannedAssignment]:
     """Return the index of the candidate that finishes first, and its assignment.
 
     Args:
-        candidates: strategies, each a list of schemes; one whose pipelines differ pays `profile.hetero_sync_s`.
+        candidates: strategies, each a list of schemes; each pays its charge for pull and push.
         profile: what each scheme costs.
         lengths: tokens per sequence.
         seed: of the search.
@@ -73,7 +74,7 @@ def choose(
 
 def compare(
     candidates: Sequence[Sequence[Scheme]],
-    profile: Profile,
+    profile: Schemes,
     lengths: Sequence[int],
     *,
     all_of_them: bool = False,
@@ -86,8 +87,7 @@ def compare(
         all_of_them: assign candidates too whose bound already loses, to show what they would take.
     """
     pipelines = [profile.pipelines(candidate) for candidate in candidates]
-    # Published constants know pull and push only as one number, paid where pipelines are not all alike.
-    charges = [profile.hetero_sync_s if len(set(candidate)) > 1 else 0.0 for candidate in candidates]
+    charges = [profile.charge(candidate) for candidate in candidates]
     return compare_pipelines(pipelines, lengths, charges, all_of_them=all_of_them, seed=seed)
 
 

@@ -6,7 +6,7 @@ A pipeline's time is split into parts that add up to it, so that two strategies 
     waiting  what the slowest pipeline has above that, while others wait for it or devices are idle
     fixed    c of every micro-batch of the slowest pipeline
     bubble   the rest of its time, in which its stages fill, drain, and wait for each other
-    sync     of pipelines that are not all alike
+    sync     what pull, push, commit and update add; published constants know it of unequal pipelines only
 
 Example: a pipeline of one device has 3 s of work, one of two devices (PP = 2, c = 1 s) micro-batches of 4 and 2 s. The
 second is the slowest, at 12 s: a stage computes 6 + 2 x 1 = 8, and for 4 it waits. So work is (3 x 1 + 6 x 2) / 3 = 5,
@@ -24,6 +24,7 @@ from statistics import fmean
 import numpy as np
 
 from hydragraph.cost.profile import PipelineCost, Profile, Scheme
+from hydragraph.cost.schemes import Schemes, schemes_of
 from hydragraph.planner.assigning import PlannedAssignment, assign_pipelines
 from hydragraph.planner.choosing import Choice, compare
 from hydragraph.planner.proposing import propose
@@ -37,12 +38,14 @@ HOMOGENEOUS_SHOWN = 3
 # Mini-batches on which candidates are improved; others than those that are planned, or candidates would be judged by
 # what they were made for.
 TUNING = 8
+# Candidates of a search whose pull and push are simulated, where they have to be; homogeneous ones come on top.
+SIMULATED = 24
 REASON = {
     "work": "more device time for the same sequences",
     "waiting": "waiting for the slowest pipeline",
     "fixed": "fixed cost of more micro-batches",
     "bubble": "pipeline bubble",
-    "sync": "synchronisation of unequal pipelines",
+    "sync": "pull, push and update",
 }
 
 
@@ -146,7 +149,7 @@ class PlanReport:
         profile: its name.
         candidates: the best static one first; those that do not take the context length last.
         dynamic: mean seconds where the best candidate is chosen for every mini-batch.
-        sync: seconds that unequal pipelines pay.
+        sync: the most seconds that a candidate pays beside computing.
         cut: sequences of the data that are longer than `context` and count as cut.
         left_out: schemes that were not considered, and why.
     """
@@ -175,7 +178,7 @@ class PlanReport:
 
 
 def explain(
-    profile: Profile,
+    measured: Profile,
     lengths: Sequence[int],
     devices: int,
     context: int,
@@ -188,7 +191,7 @@ def explain(
     """Plan mini-batches drawn from the data with every candidate, and report.
 
     Args:
-        profile: what each scheme costs.
+        measured: a profile; one that has blocks is asked through `Costs`, on as many ranks.
         lengths: tokens of the data's sequences, or of a sample of them; longer ones count as cut at `context`.
         devices: how many there are.
         context: the longest sequence, in tokens.
@@ -202,6 +205,7 @@ def explain(
         Unsupported: no candidate takes a mini-batch, or the profile lacks a scheme.
         ValueError: there are no sequences, or a strategy has more devices than there are.
     """
+    profile = schemes_of(measured, devices)
     data = np.minimum(np.asarray(lengths, dtype=np.int64), context)
     data = data[data > 0]
     if not len(data) or tokens < 1 or iterations < 1:
@@ -228,7 +232,7 @@ def explain(
         iterations,
         tuple(ranked),
         fmean(choice.seconds for choice in choices),
-        profile.hetero_sync_s,
+        max(verdict.charge for verdict in choices[0].verdicts),
         int((np.asarray(lengths) > context).sum()),
         _left_out(profile, devices),
         Example(winner, profile.pipelines(winner), tuple(batches[0]), choices[0].assignment),
@@ -260,11 +264,14 @@ def scheme_counts(strategy: Sequence[Scheme]) -> str:
 
 
 def _candidates(
-    profile: Profile, lengths: Sequence[int], devices: int, context: int, tuning: Sequence[Sequence[int]]
+    profile: Schemes, lengths: Sequence[int], devices: int, context: int, tuning: Sequence[Sequence[int]]
 ) -> list[Strategy]:
     """Return the proposed strategies and the homogeneous ones, and what they were improved to on `tuning`."""
     starts = [*propose(profile, lengths, devices, context), *homogeneous(profile, devices)]
-    return [tuple(s) for s in refine(starts, profile, tuning, devices, context=context)]
+    found = [tuple(s) for s in refine(starts, profile, tuning, devices, context=context)]
+    if isinstance(profile, Profile):
+        return found
+    return [s for i, s in enumerate(found) if i < SIMULATED or len(set(s)) == 1]
 
 
 def _check_devices(strategies: Sequence[Strategy], devices: int) -> None:
@@ -275,7 +282,7 @@ def _check_devices(strategies: Sequence[Strategy], devices: int) -> None:
 
 
 def _compared(
-    profile: Profile,
+    profile: Schemes,
     strategies: Sequence[Strategy],
     choices: Sequence[Choice],
     batches: Sequence[Sequence[int]],
@@ -301,7 +308,7 @@ def _compared(
 
 
 def _candidate(
-    profile: Profile,
+    profile: Schemes,
     strategy: Strategy,
     index: int,
     assign: bool,
@@ -358,7 +365,7 @@ def parts_of(
     return Parts(even, work[last] - even, fixed, bubble, sync)
 
 
-def _memory_use(profile: Profile, scheme: Scheme, devices: int) -> MemoryUse:
+def _memory_use(profile: Schemes, scheme: Scheme, devices: int) -> MemoryUse:
     limits = (profile.max_len(scheme, devices), profile.util_len(scheme))
     memory = profile.memory
     if memory is None or scheme in profile.limits:
@@ -388,7 +395,7 @@ def _why(candidate: Candidate, best: Candidate, iterations: int, context: int) -
     return f"{lost:+.3f} s: {reasons}" if reasons else f"{lost:+.3f} s"
 
 
-def _left_out(profile: Profile, devices: int) -> tuple[tuple[Scheme, str], ...]:
+def _left_out(profile: Schemes, devices: int) -> tuple[tuple[Scheme, str], ...]:
     """Return the schemes that no candidate can have."""
     reasons = [(scheme, why) for scheme, why in sorted(profile.failed.items())]
     for scheme in sorted(profile.schemes):

@@ -15,7 +15,7 @@ MEANING = {
     "waiting": "work of the slowest pipeline above that; below zero where its bubble makes it the slowest",
     "fixed": "what its micro-batches cost whatever their tokens",
     "bubble": "what it waits for its own stages: to fill, to drain, and for each other",
-    "sync": "of pipelines that are not all alike",
+    "sync": "pull, push, commit and update",
 }
 
 

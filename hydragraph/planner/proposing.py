@@ -38,7 +38,8 @@ from itertools import product
 import numpy as np
 from numpy.typing import NDArray
 
-from hydragraph.cost.profile import Profile, Scheme
+from hydragraph.cost.profile import Scheme
+from hydragraph.cost.schemes import Schemes
 from hydragraph.errors import Unsupported
 from hydragraph.planner.compiled import compiled
 from hydragraph.planner.local_search import Floats, Ints
@@ -93,7 +94,7 @@ class Proposal:
 
 
 def propose(
-    profile: Profile, lengths: Sequence[int], devices: int, context: int, *, limit: int | None = 64
+    profile: Schemes, lengths: Sequence[int], devices: int, context: int, *, limit: int | None = 64
 ) -> list[list[Scheme]]:
     """Return candidate strategies, the best expected first; a strategy is a list of schemes, one per pipeline.
 
@@ -119,7 +120,7 @@ def propose(
     return [list(s) for s in ranked[:limit]]
 
 
-def histogram(profile: Profile, lengths: Sequence[int], devices: int, context: int) -> Histogram:
+def histogram(profile: Schemes, lengths: Sequence[int], devices: int, context: int) -> Histogram:
     """Return the work of all lengths by level; sequences of length 0 are left out."""
     tokens = np.minimum(np.asarray(lengths, dtype=np.int64), context)
     tokens = tokens[tokens > 0]
@@ -253,7 +254,7 @@ def _proposal(data: Histogram, upto: int, units: Ints, by: Ints, below: Ints) ->
     return Proposal(seconds, tuple(reversed(shares)))
 
 
-def roundings(proposal: Proposal, profile: Profile, devices: int, context: int) -> list[tuple[Scheme, ...]]:
+def roundings(proposal: Proposal, profile: Schemes, devices: int, context: int) -> list[tuple[Scheme, ...]]:
     """Return the neighbouring integer strategies that fit the devices and take the longest length.
 
     Every scheme's pipelines are rounded down or up; strategies that another one contains are left out.

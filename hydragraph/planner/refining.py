@@ -18,7 +18,8 @@ from itertools import product
 import numpy as np
 from numpy.typing import NDArray
 
-from hydragraph.cost.profile import Profile, Scheme
+from hydragraph.cost.profile import Scheme
+from hydragraph.cost.schemes import Schemes
 from hydragraph.planner.tuning_set import Strategy, TuningSet
 
 # Candidates that are improved for each group of mini-batches, and exchanges for each of them at most.
@@ -28,7 +29,7 @@ ROUNDS = 16
 WORTH = 1e-3
 
 
-def homogeneous(profile: Profile, devices: int) -> list[list[Scheme]]:
+def homogeneous(profile: Schemes, devices: int) -> list[list[Scheme]]:
     """Return as many equal pipelines of each scheme as there is room for, where anything fits them."""
     every = [[s] * (devices // size(s)) for s in profile.schemes if size(s) <= devices]
     return [strategy for strategy in every if profile.max_len(strategy[0], sum(map(size, strategy))) > 0]
@@ -36,7 +37,7 @@ def homogeneous(profile: Profile, devices: int) -> list[list[Scheme]]:
 
 def refine(
     candidates: Sequence[Sequence[Scheme]],
-    profile: Profile,
+    profile: Schemes,
     batches: Sequence[Sequence[int]],
     devices: int,
     *,
@@ -70,7 +71,7 @@ def refine(
     return [list(s) for s in dict.fromkeys([*chosen, *rest])]
 
 
-def groups(tuning: TuningSet, profile: Profile, devices: int) -> list[tuple[NDArray[np.int64], int]]:
+def groups(tuning: TuningSet, profile: Schemes, devices: int) -> list[tuple[NDArray[np.int64], int]]:
     """Return which mini-batches each scheme just takes, with the longest sequence among them.
 
     Mini-batches that the same schemes take belong together, because the same strategies are open to them; those that
@@ -85,7 +86,7 @@ def groups(tuning: TuningSet, profile: Profile, devices: int) -> list[tuple[NDAr
 
 
 def climbed(
-    start: Strategy, tuning: TuningSet, group: NDArray[np.int64], reach: int, profile: Profile, devices: int
+    start: Strategy, tuning: TuningSet, group: NDArray[np.int64], reach: int, profile: Schemes, devices: int
 ) -> Strategy:
     """Return what a strategy is improved to on a group of mini-batches; it still takes `reach` tokens.
 
@@ -130,7 +131,7 @@ def complementary(tuning: TuningSet, reach: int) -> list[Strategy]:
         quickest = np.minimum(quickest, table[at])
 
 
-def exchanges(strategy: Strategy, profile: Profile, devices: int) -> Iterator[Strategy]:
+def exchanges(strategy: Strategy, profile: Schemes, devices: int) -> Iterator[Strategy]:
     """Yield the strategies that one exchange leads to: fewer pipelines of one scheme, or none, and more of another."""
     usable = [s for s in profile.schemes if size(s) <= devices and profile.max_len(s, devices) > 0]
     for old, new in product(dict.fromkeys(strategy), usable):

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hydragraph.cost.profile import Profile, Scheme
+from hydragraph.cost.profile import Scheme
+from hydragraph.cost.schemes import Schemes
 from hydragraph.planner.local_search import Floats, Instance, quick_end
 from hydragraph.planner.problem import Problem, problem_of
 
@@ -42,14 +43,14 @@ class TuningSet:
         devices: how many there are.
 
     A strategy is priced by the quick plan of each mini-batch, bubbles included, once however often it is asked for;
-    `profile.hetero_sync_s` comes on top if its pipelines differ.
+    What pull and push add comes on top, as far as it is known without a simulation (`charge_in_search`).
 
     Attributes:
         longest: tokens of the longest sequence of each mini-batch.
         priced: seconds of computing each mini-batch [B] by strategy, for all strategies that were asked for.
     """
 
-    def __init__(self, profile: Profile, batches: Sequence[Sequence[int]], devices: int) -> None:
+    def __init__(self, profile: Schemes, batches: Sequence[Sequence[int]], devices: int) -> None:
         # Whole mini-batches, as long as the budget lasts.
         work = np.cumsum([len(lengths) * devices for lengths in batches])
         self._batches = [list(b) for b, upto in zip(batches, work.tolist(), strict=True) if upto <= WORK] or [
@@ -67,7 +68,7 @@ class TuningSet:
 
     def seconds(self, strategy: Strategy) -> Floats:
         """Return what a strategy takes for each mini-batch [B], infinite for one that it cannot take."""
-        return self.computing(strategy) + (self._profile.hetero_sync_s if len(set(strategy)) > 1 else 0.0)
+        return self.computing(strategy) + self._profile.charge_in_search(strategy)
 
     def computing(self, strategy: Strategy) -> Floats:
         """Return its seconds without what unequal pipelines pay."""
@@ -93,7 +94,7 @@ class TuningSet:
         """Return the tables of strategies that use so many devices, on which MaxLen depends."""
         if devices not in self._tables:
             # One problem per mini-batch holds a column for every scheme, so a strategy only picks its columns.
-            schemes = list(self._profile.schemes)
+            schemes = [s for s in self._profile.schemes if s[0] * s[1] <= devices]
             kinds = [self._profile.pipeline(s, devices) for s in schemes]
             different = list(dict.fromkeys(kinds))
             reach = max(k.max_len for k in kinds)

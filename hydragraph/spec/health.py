@@ -5,6 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
+
+from hydragraph.spec.record import load_yaml
 
 
 @dataclass(frozen=True)
@@ -24,6 +27,21 @@ class Health:
             if isinstance(rate, bool) or not isinstance(rate, int | float) or not rate >= 1:
                 raise ValueError(f"rates: rank {rank} has {rate!r}: give a rate of at least 1 (math.inf: it is lost)")
         object.__setattr__(self, "rates", {r: float(x) for r, x in sorted(self.rates.items()) if x != 1})
+
+    @classmethod
+    def load(cls, path: str | Path) -> Health:
+        """Read a YAML file of `rank: rate` lines, as in `3: 2.57`, or `5: .inf` for a lost rank.
+
+        Raises:
+            ValueError: naming the file and what is wrong in it.
+        """
+        data = load_yaml(path)
+        if not isinstance(data, dict):
+            raise ValueError(f"{path}: give one line per rank that is not healthy, as in `3: 2.57`")
+        try:
+            return cls(data)
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from None
 
     def __hash__(self) -> int:
         return hash(tuple(self.rates.items()))

@@ -15,6 +15,7 @@ from hydragraph.commands.simulate_price import PricedStrategy, price, share, spr
 from hydragraph.commands.text import bytes_text, counts_text, seconds_text
 from hydragraph.cost.costs import Costs
 from hydragraph.cost.datasheet import datasheet
+from hydragraph.cost.model import ModelSizes
 from hydragraph.cost.simulate import simulate
 from hydragraph.cost.work import Work
 from hydragraph.ir.instruction import Op, Stream
@@ -26,6 +27,7 @@ from hydragraph.spec.strategy import Strategy
 from hydragraph.train.config import ModelConfig
 from hydragraph.train.model import skeleton
 from tests.commands.tiny import run, write
+from tests.cost.measured import measured
 from tests.passes.test_pipeline import model
 
 INSTANT = Interconnect(1e300, 0.0)
@@ -182,6 +184,148 @@ def test_a_mistake_is_a_sentence(tmp_path: Path, arguments: tuple[str, ...], sen
     assert sentence in result.stderr
     assert "Traceback" not in result.output
     assert result.stdout == ""
+
+
+# Whatever computes takes time and nothing else does, or the reverse: by what one number changes, one knows which.
+COMPUTING = Cluster((SLOW, SLOW), INSTANT, INSTANT)
+SENDING = Cluster(tuple(Device(1e300, int(1e12), 1e300, node=node) for node in (0, 1)), INSTANT, Interconnect(1e3, 0.0))
+
+
+def changes(stdout: str, what: str) -> list[str]:
+    """Return the last column of the table of one change."""
+    table = stdout[stdout.index(f"what if {what}") :]
+    return [line.split("│")[-2].strip() for line in table[: table.index("└")].splitlines() if "│" in line]
+
+
+def test_one_number_changed(tmp_path: Path) -> None:
+    options = ["--strategy", "<[0]x2>", "--strategy", "<[1]x2>", "--micro-batches", 2]
+    whats = ["device 1 x3", "between_nodes x0.5"]
+    flags = [part for what in whats for part in ("--what-if", what)]
+    config = write(tmp_path)
+    COMPUTING.save(tmp_path / "computing.yaml")
+    result = run("simulate", config, "--cluster", tmp_path / "computing.yaml", *options, *flags)
+    assert result.exit_code == 0, result.output
+    # Of equal strategies the first stays in front, and only the other one runs on device 1.
+    assert changes(result.stdout, whats[0]) == ["+0.0%", "+200.0%"]
+    assert changes(result.stdout, whats[1]) == ["+0.0%", "+0.0%"]
+    SENDING.save(tmp_path / "sending.yaml")
+    result = run("simulate", config, "--cluster", tmp_path / "sending.yaml", *options, *flags)
+    assert changes(result.stdout, whats[0]) == ["+0.0%", "+0.0%"]
+    assert changes(result.stdout, whats[1]) == ["+100.0%", "+100.0%"]
+
+
+def test_ranks_that_are_slow_or_lost(tmp_path: Path) -> None:
+    COMPUTING.save(tmp_path / "cluster.yaml")
+    (tmp_path / "health.yaml").write_text("1: 3.0\n")
+    options = ("--cluster", tmp_path / "cluster.yaml", "--strategy", "<[0]x2>", "--strategy", "<[1]x2>")
+    given_health = run("simulate", write(tmp_path), *options, "--health", tmp_path / "health.yaml")
+    assert given_health.exit_code == 0, given_health.output
+    rows = [line.split("│") for line in given_health.stdout.splitlines() if "│" in line]
+    seconds = [float(row[3].split()[0]) for row in rows]
+    assert seconds[1] == pytest.approx(3 * seconds[0], rel=0.01)
+    (tmp_path / "health.yaml").write_text("1: .inf\n")
+    lost = run("simulate", write(tmp_path), *options, "--health", tmp_path / "health.yaml")
+    assert lost.exit_code == 2
+    assert "rank 1 is lost" in " ".join(lost.stderr.split())
+
+
+def test_it_says_where_its_seconds_come_from(tmp_path: Path) -> None:
+    config = write(tmp_path)
+    datasheet_priced = run("simulate", config, "--strategy", "<tp1,pp1>", "--devices", 1)
+    assert "computation is not measured: datasheet" in datasheet_priced.stdout
+    assert "45%" in datasheet_priced.stdout
+    half = run("simulate", config, "--strategy", "<tp1,pp1>", "--devices", 1, "--efficiency", 0.225)
+    assert "22.5%" in half.stdout or "22%" in half.stdout
+    measured(blocks=("embed", "layer", "layer", "head"), sizes=ModelSizes.rough((9, 9, 9, 9), 8, 4)).save(
+        tmp_path / "profile.json"
+    )
+    by_profile = run(
+        *("simulate", config, "--strategy", "<tp1,pp1>", "--devices", 1, "--profile", tmp_path / "profile.json"),
+        "--critical-path",
+    )
+    assert by_profile.exit_code == 0, by_profile.output
+    assert "computation as measured: here" in by_profile.stdout
+    assert "computes 3 forwards and 3 backwards of layers 0-1" in by_profile.stdout  # the critical path
+
+
+def test_a_mini_batch_of_drawn_lengths(tmp_path: Path) -> None:
+    (tmp_path / "lengths.txt").write_text("\n".join(str(n) for n in (5, 40, 9, 33, 21, 60, 12)))
+    options = ("--strategy", "2*<tp1,pp1>", "--devices", 2, "--lengths", tmp_path / "lengths.txt")
+    result = run("simulate", write(tmp_path), *options)
+    assert result.exit_code == 0, result.output
+    assert "2*<tp1,pp1>" in result.stdout
+    both = run("simulate", write(tmp_path), *options, "--tokens", 24)
+    assert both.exit_code == 2
+    assert "--lengths draws micro-batches; leave out" in both.stderr
+
+
+L4 = "{memory_bytes: 24e9, memory_bytes_per_s: 3e11, flops_per_s: 1e14}"
+LINK = "{bytes_per_s: 1e9, latency_s: 1e-5}"
+TWO_L4 = f"types: {{l4: {L4}}}\nnodes: [{{type: l4, devices: 2, inner: {LINK}, outer: {LINK}}}]"
+
+
+@pytest.mark.parametrize(
+    ("cluster_text", "arguments", "sentence"),
+    [
+        (
+            f"types: {{l4: {L4}}}\nnodes: [{{type: l40, devices: 2, inner: {LINK}, outer: {LINK}}}]",
+            (),
+            "nodes[0]: unknown device type 'l40': use l4",
+        ),
+        (
+            f"types: {{l4: {L4}}}\nnodes: [{{type: l4, devices: 2, inner: {LINK}}}]",
+            (),
+            "nodes[0]: missing field 'outer'",
+        ),
+        (f"devices: [{L4}, {L4}]\nwithin_node: {LINK}", (), "cluster: missing field 'between_nodes'"),
+        (
+            TWO_L4,
+            ("--profile", "profile.json"),
+            "device type 'l4' was not measured",
+        ),
+        (
+            TWO_L4,
+            ("--what-if", "device 7 x2"),
+            "the cluster has ranks 0 to 1",
+        ),
+        (
+            TWO_L4,
+            ("--what-if", "type h100 x2"),
+            "the cluster has types l4",
+        ),
+        (
+            TWO_L4,
+            ("--what-if", "everything x2"),
+            "scale within_node or between_nodes",
+        ),
+        (
+            TWO_L4,
+            ("--what-if", "device 0 twice"),
+            "changes nothing that is known",
+        ),
+        (
+            TWO_L4,
+            ("--what-if", "device 0 x0.5"),
+            "give a factor of at least 1",
+        ),
+        (
+            TWO_L4,
+            ("--health", "health.yaml"),
+            "health.yaml: rates: rank 0 has 0.5: give a rate of at least 1",
+        ),
+    ],
+)
+def test_what_does_not_fit_the_cluster_is_a_sentence(
+    tmp_path: Path, cluster_text: str, arguments: tuple[str, ...], sentence: str
+) -> None:
+    (tmp_path / "cluster.yaml").write_text(cluster_text)
+    (tmp_path / "health.yaml").write_text("0: 0.5\n")
+    measured(type="h100").save(tmp_path / "profile.json")
+    files = [tmp_path / text if text.endswith((".json", ".yaml")) else text for text in arguments]
+    result = run("simulate", write(tmp_path), "--strategy", "<tp1,pp1>", "--cluster", tmp_path / "cluster.yaml", *files)
+    assert result.exit_code == 2, result.output
+    assert sentence in " ".join(result.stderr.split())
+    assert "Traceback" not in result.output
 
 
 def test_numbers_suit_their_size() -> None:

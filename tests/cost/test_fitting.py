@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hydragraph.cost.costs import Costs
 from hydragraph.cost.fitting import (
     Measured,
     Measurements,
@@ -162,7 +163,8 @@ def test_schemes_have_the_constants_of_their_slowest_stage() -> None:
 
 def test_any_pipeline_is_priced_from_the_pieces() -> None:
     pipeline = Pipeline(stages=(Stage(devices=(0, 1), layers=3), Stage(devices=(2,), layers=1)))
-    cost = fitted().pipeline_of(pipeline, 3)
+    found = fitted()
+    cost = Costs(found, found.cluster(3)).pipeline(pipeline)
     assert (cost.a, cost.b, cost.c) == pytest.approx((1e-9, 6.1e-6, 5.1e-4), rel=1e-3)  # one layer and the head
     assert cost.stages == 2
 

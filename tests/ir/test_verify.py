@@ -115,6 +115,11 @@ def test_untouched_programs_verify(mode):
             changed("free h1.1", reads=(activation(1, 0),)),
             r"rank 0, .*`compute free h1.0`: h1.0 is freed, but",
         ),
+        (
+            0,
+            changed("free h1.0", reads=(activation(1, 0),) * 2),
+            r"rank 0, .*`compute free h1.0, h1.0`: it names h1.0 tw",
+        ),
         (0, moved("d1.0 = receive", "commit"), r"rank 0, .*backward layer.0 \[0\].*d1.0 is read, but nothing"),
         (0, changed("send h1.0", after=()), r"rank 0, .*`p2p send h1.0 -> rank 2`: it should wait .*: h1.0"),
         (

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import hydragraph as hg
+from hydragraph.cost.costs import Costs
 from hydragraph.cost.footprint import MicroBatch
 from hydragraph.cost.memory import rank_memory
 from hydragraph.cost.pieces import AUX, Constants, Piece, PricedDevice
@@ -101,7 +102,7 @@ def test_max_len_is_what_the_memory_model_says(ranks: list[tuple[Profile, list[s
     assert profile.device is not None
     small = replace(profile, device=replace(profile.device, memory=2e8))
     count = len(strategy.devices)
-    tokens = small.pipeline_of(strategy.pipelines[0], count).max_len
+    tokens = Costs(small, small.cluster(count)).pipeline(strategy.pipelines[0]).max_len
     get, batches = Variants(program).get, [[MicroBatch(tokens, 1)] * 4]
     most = max(rank_memory(program, strategy, batches, r, count, get, messages=False).total for r in range(count))
     assert 0.75 * 2e8 < most <= 1.05 * 2e8

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import pytest
 
@@ -22,3 +23,17 @@ def test_ranks_without_a_rate_are_healthy() -> None:
 def test_what_is_no_rate_is_refused(rates: dict[int, float]) -> None:
     with pytest.raises(ValueError, match="rates"):
         hg.Health(rates)
+
+
+def test_a_file_of_ranks(tmp_path: Path) -> None:
+    file = tmp_path / "health.yaml"
+    file.write_text("3: 2.57\n5: .inf\n")
+    assert hg.Health.load(file) == hg.Health({3: 2.57, 5: math.inf})
+    for text, message in (
+        ("- 3", "give one line per rank"),
+        ("3: 0.5", "rank 3 has 0.5"),
+        ("three: 2", "rank 'three'"),
+    ):
+        file.write_text(text)
+        with pytest.raises(ValueError, match=rf"health.yaml: .*{message}"):
+            hg.Health.load(file)

@@ -1,0 +1,127 @@
+"""What schemes cost, for searches that choose how many pipelines of each: from `Costs`, or from published constants.
+
+A profile that has blocks is asked through `Costs`, like everything else. Published constants know whole schemes only,
+and one number for pull and push (`Profile.charge`): they are read as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Protocol
+
+from hydragraph.cost.costs import Costs
+from hydragraph.cost.memory_model import MemoryModel
+from hydragraph.cost.pieces import Constants
+from hydragraph.cost.profile import PipelineCost, Profile, Scheme
+from hydragraph.spec.home import Home
+from hydragraph.spec.strategy import Pipeline, Stage, Strategy
+from hydragraph.spec.strategy_text import regular_pipeline
+
+
+class Schemes(Protocol):
+    """What a search over schemes asks; `Profile` says what each means."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def schemes(self) -> Mapping[Scheme, Constants]: ...
+    @property
+    def failed(self) -> Mapping[Scheme, str]: ...
+    @property
+    def limits(self) -> Mapping[Scheme, int]: ...
+    @property
+    def memory(self) -> MemoryModel | None: ...
+    def max_len(self, scheme: Scheme, devices: int) -> int: ...
+    def util_len(self, scheme: Scheme) -> int: ...
+    def pipeline(self, scheme: Scheme, devices: int) -> PipelineCost: ...
+    def pipelines(self, schemes: Sequence[Scheme]) -> tuple[PipelineCost, ...]: ...
+    def charge(self, schemes: Sequence[Scheme]) -> float: ...
+    def charge_in_search(self, schemes: Sequence[Scheme]) -> float: ...
+
+
+class CostedSchemes:
+    """Schemes of a profile that has blocks, as `Costs` prices their pipelines.
+
+    Args:
+        costs: of the cluster that they are to run on.
+        schemes: to choose from; default: those that were measured.
+    """
+
+    def __init__(self, costs: Costs, schemes: Sequence[Scheme] | None = None) -> None:
+        self._costs = costs
+        profile = costs.profile
+        chosen = profile.schemes if schemes is None else schemes
+        self.name = profile.name
+        self.schemes: Mapping[Scheme, Constants] = {scheme: profile.constants(scheme) for scheme in chosen}
+        self.failed = profile.failed
+        self.limits = profile.limits
+        self.memory = None  # what fits is walked, not modelled
+        self._known: dict[Scheme, PipelineCost] = {}
+        self._placed: dict[Pipeline, PipelineCost] = {}
+        self._charges: dict[tuple[Scheme, ...], float] = {}
+
+    @cached_property
+    def _fullest(self) -> tuple[int, ...]:
+        """Ranks by what they own, most first: a scheme that fits there fits anywhere."""
+        return tuple(sorted(range(self._costs.ranks), key=lambda rank: (-self._costs.owned(rank), rank)))
+
+    def max_len(self, scheme: Scheme, devices: int) -> int:
+        """Return MaxLen, on the ranks that own most of the state; all ranks share it, `devices` or not."""
+        return self.pipeline(scheme, devices).max_len
+
+    def util_len(self, scheme: Scheme) -> int:
+        """Return UtilLen."""
+        return self._costs.profile.util_len(scheme)
+
+    def pipeline(self, scheme: Scheme, devices: int) -> PipelineCost:
+        """Return what a pipeline of a scheme costs, on the ranks that own most of the state."""
+        if scheme not in self._known:
+            stages = regular_pipeline(*scheme, self._costs.outline.layers, 0)
+            on = iter(self._fullest)
+            placed = tuple(Stage(tuple(next(on) for _ in s.devices), s.layers) for s in stages)
+            self._known[scheme] = self._costs.pipeline(Pipeline(placed))
+        return self._known[scheme]
+
+    def pipelines(self, schemes: Sequence[Scheme]) -> tuple[PipelineCost, ...]:
+        """Return what the pipelines of a strategy cost, on the ranks that they run on."""
+        for pipeline in self._strategy(schemes).pipelines:
+            if pipeline not in self._placed:
+                self._placed[pipeline] = self._costs.pipeline(pipeline)
+        return tuple(self._placed[pipeline] for pipeline in self._strategy(schemes).pipelines)
+
+    def charge(self, schemes: Sequence[Scheme]) -> float:
+        """Return what pull, push, commit and update add to a strategy's iterations."""
+        key = tuple(schemes)
+        if key not in self._charges:
+            self._charges[key] = self._costs.fixed(self._strategy(schemes))
+        return self._charges[key]
+
+    def charge_in_search(self, schemes: Sequence[Scheme]) -> float:
+        """Return 0: it takes a simulation to tell, which those that a search ends with are worth."""
+        return 0.0
+
+    def _strategy(self, schemes: Sequence[Scheme]) -> Strategy:
+        pipelines = []
+        first = 0
+        for scheme in schemes:
+            stages = regular_pipeline(*scheme, self._costs.outline.layers, first)
+            pipelines.append(Pipeline(tuple(Stage(s.devices, s.layers) for s in stages)))
+            first += scheme[0] * scheme[1]
+        return Strategy(tuple(pipelines))
+
+
+def schemes_of(
+    profile: Profile, ranks: int, home: Home | None = None, schemes: Sequence[Scheme] | None = None
+) -> Schemes:
+    """Return what a profile says of schemes on so many ranks, where it was measured.
+
+    Args:
+        profile: with blocks, or of published constants, which know no home.
+        ranks: of the whole world.
+        home: where state lives; None: in equal shares.
+        schemes: to choose from; default: those that were measured.
+    """
+    if profile.blocks and profile.device is not None:
+        return CostedSchemes(Costs(profile, profile.cluster(ranks), home=home), schemes)
+    return profile if schemes is None else profile.only(schemes)
