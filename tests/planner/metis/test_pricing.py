@@ -14,7 +14,7 @@ def test_thousands_of_metis_own_plans_cost_what_the_formulas_say() -> None:
     """Of its search: with stages of several types, without layers, and with layers that are in none."""
     seen = 0
     faulty = 0
-    for seed in range(40):
+    for seed in range(22):
         problem = literal.draw(seed, most_devices=8, most_layers=6, types=3)
         for plan, _ in literal.walk(problem, memory_aware=False).plans:
             expected = literal.price(plan)
@@ -23,7 +23,7 @@ def test_thousands_of_metis_own_plans_cost_what_the_formulas_say() -> None:
             assert metis.cost(plan) == pytest.approx(expected, rel=1e-9), plan
             seen += 1
             faulty += bool(plan.faults)
-    assert seen > 2000
+    assert seen > 1000
     assert 100 < faulty < seen
 
 

@@ -13,7 +13,7 @@ from tests.planner.metis import literal
 @pytest.mark.parametrize("order", ["naive", "memory"])
 def test_a_walk_takes_the_steps_and_finds_the_plans_of_the_literal_one(order: metis.Order) -> None:
     found = 0
-    for seed in range(60):
+    for seed in range(25):
         problem = literal.draw(seed, most_devices=8, most_layers=6, types=3)
         expected = literal.walk(problem, order == "memory")
         sound = [literal.price(plan) for plan, _ in expected.plans if not plan.faults]
@@ -27,16 +27,16 @@ def test_a_walk_takes_the_steps_and_finds_the_plans_of_the_literal_one(order: me
         assert best.claimed == pytest.approx(min(cost for _, cost in expected.plans), rel=1e-9)
         assert not best.faults
         found += 1
-    assert found > 40
+    assert found > 15
 
 
 def test_memory_changes_what_the_orders_do() -> None:
     """Or else the tests above would not tell one order from the other."""
     steps = []
-    for seed in range(60):
+    for seed in range(25):
         problem = literal.draw(seed, most_devices=8, most_layers=6, types=3)
         steps.append([literal.walk(problem, aware).steps for aware in (False, True)])
-    assert sum(naive != aware for naive, aware in steps) > 5
+    assert sum(naive != aware for naive, aware in steps) > 1
 
 
 def test_layers_are_divided_as_by_the_literal_balancer() -> None:
