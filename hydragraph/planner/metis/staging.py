@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 from hydragraph.cost.costs import Costs
 from hydragraph.cost.footprint import MicroBatch
-from hydragraph.cost.pieces import FROZEN_BYTES, GRADIENT_BYTES, HOME_BYTES
+from hydragraph.cost.messages import GRADIENT_BYTES, WEIGHT_BYTES
 from hydragraph.errors import Unsupported
 from hydragraph.planner.metis.cluster import Cluster, DeviceType
 from hydragraph.planner.metis.problem import Plan, Problem
@@ -174,7 +174,8 @@ class Devices:
 
 def _home(costs: Costs, rank: int) -> float:
     """Return the bytes of state that a rank owns between steps."""
-    return HOME_BYTES * costs.owned(rank, True) + FROZEN_BYTES * costs.owned(rank, False)
+    learning = (costs.state_bytes + GRADIENT_BYTES) * costs.owned(rank, True)
+    return float(learning + WEIGHT_BYTES * costs.owned(rank, False))
 
 
 def _flying(layers: int) -> Iterator[int]:

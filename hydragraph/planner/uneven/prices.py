@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from hydragraph.cost.costs import Costs
 from hydragraph.cost.footprint import MicroBatch
-from hydragraph.cost.pieces import FROZEN_BYTES, GRADIENT_BYTES, HOME_BYTES
+from hydragraph.cost.messages import GRADIENT_BYTES, WEIGHT_BYTES
 from hydragraph.spec.cluster import Interconnect
 from hydragraph.spec.health import Health
 from hydragraph.spec.stage_kind import StageKind, StagePart
@@ -165,4 +165,4 @@ def state_bytes(costs: Costs) -> float:
     """Return the bytes of the whole state at home."""
     learning = sum(bucket.size for bucket in costs.buckets if bucket.learns)
     frozen = sum(bucket.size for bucket in costs.buckets) - learning
-    return float(HOME_BYTES * learning + FROZEN_BYTES * frozen)
+    return float((costs.state_bytes + GRADIENT_BYTES) * learning + WEIGHT_BYTES * frozen)

@@ -15,7 +15,6 @@ import numpy as np
 
 from hydragraph.cost.costs import Costs, micro_batches_of
 from hydragraph.cost.footprint import MicroBatch
-from hydragraph.cost.memory import Walk
 from hydragraph.cost.pieces import GRADIENT_BYTES
 from hydragraph.cost.profile import PipelineCost
 from hydragraph.cost.stages import StageCost, stages_end
@@ -330,7 +329,7 @@ def needs(costs: Costs, strategy: Strategy, assignment: Assignment) -> list[floa
                 key = (shape, position, tuple(shown), costs.cluster.type_of(rank))
                 if key not in known:
                     alone = Strategy((pipeline,), strategy.schedule)
-                    walk = Walk(costs.blocks, alone, [shown], rank, costs.ranks, messages=False, home_of=costs.home_of)
+                    walk = costs.walk(alone, [shown], rank, messages=False)
                     at_home = walk.at_home()
                     known[key] = float(walk.peak().total - at_home.state - at_home.shard)
                 found[rank] = known[key]
