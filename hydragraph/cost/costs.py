@@ -515,22 +515,26 @@ class CostedWork:
         self._known: dict[object, float] = {}
         self._moved: dict[object, Transfers] = {}
 
-    def computing(self, op: Op, block: str, ranks: Sequence[int], micro_batches: int) -> Sequence[float]:
+    def computing(self, op: Op, block: str, ranks: Sequence[int], micro_batches: Sequence[int]) -> Sequence[float]:
         """See `Priced`."""
         stage = self._where[ranks[0]]
-        kind = self._strategy.pipelines[stage.pipeline].stages[stage.stage].kind
+        kind = stage.kind
         costs = self._costs
         template = AUX if block == "aux" else self._templates[block]
         kinds = dict.fromkeys((costs.cluster.type_of(r), costs.rate(r)) for r in ranks)
-        batches = self._lengths[stage.pipeline]
-        seconds = [0.0] * micro_batches
+        lengths = {
+            m: batch for r in stage.roles for m, batch in zip(r.micro_batches, self._lengths[r.pipeline], strict=True)
+        }
+        batches = [lengths[m] for m in micro_batches]
+        seconds = [0.0] * len(batches)
         for name, rate in kinds:
-            for m in range(micro_batches):
-                seconds[m] = max(seconds[m], rate * self._seconds(name, kind, template, op, batches[m]))
+            for i, batch in enumerate(batches):
+                seconds[i] = max(seconds[i], rate * self._seconds(name, kind, template, op, batch))
         # What was measured contains its tensor-parallel sums; a datasheet's operations do not, and get rings.
         if len(ranks) > 1 and block != "aux":
             at = costs.outline.index[block]
-            rings = costs._rings(self._strategy.pipelines[stage.pipeline].stages[stage.stage], kind, (at, at + 1))
+            role = stage.roles[0]
+            rings = costs._rings(self._strategy.pipelines[role.pipeline].stages[role.stage], kind, (at, at + 1))
             if rings is not None:
                 ring = rings[op is Op.BACKWARD]
                 seconds = [alone + ring.seconds(sum(m)) for alone, m in zip(seconds, batches, strict=True)]
@@ -595,8 +599,9 @@ class CostedWork:
         for stage in self._placement.stages:
             for block in self._costs.outline.blocks[slice(*stage.blocks)]:
                 for op in (Op.FORWARD, Op.BACKWARD):
-                    for m, took in enumerate(self.computing(op, block, stage.ranks, stage.micro_batches)):
-                        seconds |= {(op, block, rank, m): took for rank in stage.ranks}
+                    took = self.computing(op, block, stage.ranks, stage.micro_batches)
+                    for m, each in zip(stage.micro_batches, took, strict=True):
+                        seconds |= {(op, block, rank, m): each for rank in stage.ranks}
         seconds |= {(Op.UPDATE, "", rank): self.update_s(rank) for rank in range(self._costs.ranks)}
         pulls, pushes = ({n: dict(self.moved(op, n).pairs) for n in self._holders} for op in (Op.PULL, Op.PUSH))
         return Work(seconds, pulls, pushes, {}, self.commit_s())
