@@ -14,10 +14,11 @@ One pipeline of 3 stages, in halves of a period, F and B with the micro-batch (t
     stage 2          F0  B0  F1  B1  F2  B2  F3  B3
 
 Ranks that run their tasks in the order of the clock cannot wait for one another in a circle: what a task needs is
-earlier by the clock, and so is whatever its rank runs before it. Between two stages the clock adds the same time to all
-micro-batches, of whichever pipeline, so they leave the one in the order in which they come to the other. And as no
-stage of a pipeline has fewer micro-batches than the pipeline, no step takes longer than half a period of the pipeline:
-of each pipeline at most S - s are alive on stage s of S.
+earlier by the clock, and so is whatever its rank runs before it. (The last stage runs each backward right behind its
+forward, which is as if the clock put it there: not later than it does, and before what the stage runs next.) Between
+two stages the clock adds the same time to all micro-batches, of whichever pipeline, so they leave the one in the order
+in which they come to the other. And as no stage of a pipeline has fewer micro-batches than the pipeline, no step takes
+longer than half a period of the pipeline: of each pipeline at most S - s are alive on stage s of S.
 """
 
 from __future__ import annotations

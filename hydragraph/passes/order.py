@@ -41,19 +41,21 @@ def order(placement: Placement, mode: Mode, program: RankProgram) -> RankProgram
 def tasks(placement: Placement, stage: PlacedStage, mode: Mode) -> tuple[Task, ...]:
     """Return a stage's (forward or backward, micro-batch) tasks in order."""
     beats = placement.beats(stage)
+    of_pipelines = [(beats[role.pipeline], role.micro_batches) for role in stage.roles]
     # At the same time by the clock a backward comes first, which makes room; then the order is that of the pipelines.
-    timed = [(beats[role.pipeline].forward_at(m), 1, Op.FORWARD, m) for role in stage.roles for m in role.micro_batches]
-    back = [
-        (beats[role.pipeline].backward_at(m), 0, Op.BACKWARD, m) for role in stage.roles for m in role.micro_batches
-    ]
-    key = itemgetter(0, 1)
+    forwards = [(beat.forward_at(m), 1, (Op.FORWARD, m)) for beat, numbers in of_pipelines for m in numbers]
+    backwards = [(beat.backward_at(m), 0, (Op.BACKWARD, m)) for beat, numbers in of_pipelines for m in numbers]
+    forwards.sort(key=itemgetter(0))
     if mode == "evaluate":
-        back = []
-    if placement.schedule == "gpipe":
-        in_order = [*sorted(timed, key=key), *sorted(back, key=key)]
+        in_order = forwards
+    elif placement.schedule == "gpipe":
+        in_order = [*forwards, *sorted(backwards, key=itemgetter(0))]
+    elif not stage.roles[0].following:
+        # On the last stage a backward waits for nothing but its own forward: no two micro-batches are alive.
+        return tuple((op, m) for _, _, (_, m) in forwards for op in (Op.FORWARD, Op.BACKWARD))
     else:
-        in_order = sorted([*timed, *back], key=key)
-    return tuple((op, m) for _, _, op, m in in_order)
+        in_order = sorted([*forwards, *backwards], key=itemgetter(0, 1))
+    return tuple(task for _, _, task in in_order)
 
 
 def _forward(
