@@ -75,8 +75,7 @@ def advice(costs: Costs, found: MemoryFit, assignment: Assignment) -> str:
     rank = found.tightest
     place = found.strategy.place(rank)
     if place is not None:
-        pipeline = found.strategy.pipelines[place.pipeline]
-        tokens = costs.max_len(pipeline)
+        tokens = costs.max_len(found.strategy.pipelines[place.pipeline], found.strategy)
         if tokens > 0:
             return f"shorter micro-batches: at most {tokens:,} tokens fit pipeline {place.pipeline}"
     memory = found.memory[rank]
