@@ -15,7 +15,6 @@ from hydragraph.ir.instruction import Instruction, Op, Stream
 from hydragraph.ir.outline import Mode, Outline
 from hydragraph.ir.rank_program import RankProgram, Role
 from hydragraph.ir.value import Value, ValueKind
-from hydragraph.passes.order import tasks
 from hydragraph.passes.pipeline import placed_program
 from hydragraph.passes.place import PlacedRole, PlacedStage, Placement, place
 from hydragraph.spec.strategy import Strategy
@@ -173,8 +172,9 @@ def _actor(
 
     key: object = None
     if stage is not None:
-        fans = [(role.micro_batches, len(role.previous), len(role.following)) for role in stage.roles]
-        key = (stage.blocks, len(stage.ranks), *fans, tuple(tasks(placement, stage, mode)))
+        # The beat of each role decides the order of what it runs.
+        roles = [(r.micro_batches, len(r.previous), len(r.following)) for r in stage.roles]
+        key = (stage.blocks, len(stage.ranks), *roles, *placement.beats(stage).values())
     if key not in compiled:
         compiled[key] = Compiled.of(of(members[0]))
     if stage is None:

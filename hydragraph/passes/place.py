@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import groupby
 
 from hydragraph.ir.outline import Outline
 from hydragraph.ir.rank_program import Role
@@ -86,28 +85,36 @@ class Placement:
 
     def beats(self, stage: PlacedStage) -> Mapping[int, Beat]:
         """Return when a stage runs what, by pipeline."""
-        joined = self._group_of[stage.roles[0].pipeline]
-        if joined not in self._beats:
-            self._beats[joined] = self._beats_of(joined)
-        return {role.pipeline: self._beats[joined][role.pipeline, role.stage] for role in stage.roles}
+        joined = self._joined[stage.roles[0].pipeline]
+        if joined[0] not in self._beats:
+            # Of pipelines that share stages together, once they are asked for: a rank needs its own only.
+            self._beats.update(zip(joined, beats([self._runs(pipeline) for pipeline in joined]), strict=True))
+        return {role.pipeline: self._beats[role.pipeline][role.stage] for role in stage.roles}
 
-    def _beats_of(self, joined: Collection[int]) -> dict[tuple[int, int], Beat]:
-        stages = [stage for stage in self.stages if stage.roles[0].pipeline in joined]
-        numbers = {role.pipeline: role.micro_batches for stage in stages for role in stage.roles}
-        counts = {(role.pipeline, role.stage): len(stage.micro_batches) for stage in stages for role in stage.roles}
-        runs = [
-            Runs(numbers[pipeline], tuple(count for _, count in rows))
-            for pipeline, rows in groupby(sorted(counts.items()), key=lambda row: row[0][0])
-        ]
-        return dict(zip(sorted(counts), (beat for row in beats(runs) for beat in row), strict=True))
+    def _runs(self, pipeline: int) -> Runs:
+        chain = self._chains[pipeline]
+        return Runs(chain[0][1].micro_batches, tuple(len(stage.micro_batches) for stage, _ in chain))
 
     @cached_property
-    def _group_of(self) -> Mapping[int, tuple[int, ...]]:
-        return {pipeline: group for group in self.joined for pipeline in group}
+    def _joined(self) -> Mapping[int, tuple[int, ...]]:
+        """Of each pipeline with work, all with work that it shares stages with, itself included."""
+        working = [tuple(p for p in group if p in self._chains) for group in self.joined]
+        return {pipeline: group for group in working for pipeline in group}
 
     @cached_property
-    def _beats(self) -> dict[tuple[int, ...], dict[tuple[int, int], Beat]]:
-        return {}  # of pipelines that share stages, once they are asked for: a rank needs its own only
+    def _chains(self) -> Mapping[int, list[tuple[PlacedStage, PlacedRole]]]:
+        """The stages of each pipeline with work, in order, and their roles in it."""
+        chains: dict[int, list[tuple[PlacedStage, PlacedRole]]] = {}
+        for stage in self.stages:
+            for role in stage.roles:
+                chains.setdefault(role.pipeline, []).append((stage, role))
+        for chain in chains.values():
+            chain.sort(key=lambda at: at[1].stage)
+        return chains
+
+    @cached_property
+    def _beats(self) -> dict[int, list[Beat]]:
+        return {}
 
     def held(self, rank: int) -> frozenset[str]:
         """Return the buckets whose weights a rank needs."""
