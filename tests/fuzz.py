@@ -119,7 +119,7 @@ def _shared(draw: random.Random, layers: int) -> str:
     runs = [b - a for a, b in zip([0, *cuts], [*cuts, layers], strict=True)]
     choices: list[list[str]] = []
     for at, count in enumerate(runs):
-        groups = []
+        groups: list[str] = []
         while not groups or (len(groups) < 3 and draw.random() < 0.6):
             spare = len(left) - (len(runs) - 1 - at)  # every run of layers gets a rank
             if not spare:

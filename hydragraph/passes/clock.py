@@ -61,6 +61,10 @@ class Beat:
         """Return when this stage runs a micro-batch's backward."""
         return self.backward + (micro_batch - self.first) * self.every
 
+    def returns_at(self, micro_batch: int) -> Ticks:
+        """Return when the stage before runs a micro-batch's backward: the way back takes as long as the way here."""
+        return self.backward_at(micro_batch) + self.forward - self.arrives
+
 
 @dataclass(frozen=True)
 class Runs:

@@ -47,9 +47,10 @@ def overlap(placement: Placement, mode: Mode, program: RankProgram) -> RankProgr
 def _post_early(placement: Placement, program: RankProgram) -> list[Instruction]:
     """Post a forward's receive before the backward that precedes it, so that the transfer runs meanwhile.
 
-    Safe even if a receive blocked its rank, where by the clock (`passes.clock`) the stage before runs that forward no
-    later than this one runs the backward. With w = S - 1 - s, stage s of a pipeline that shares none runs F(m),
-    B(m - w), F(m + 1), and stage s - 1 runs F(m + 1) while it runs B(m - w).
+    Safe even if a receive blocked its rank, where by the clock (`passes.clock`) the stage before runs that forward
+    earlier than whoever waits for the backward runs its own: then the backward may come so late. With w = S - 1 - s,
+    stage s of a pipeline that shares none runs F(m), B(m - w), F(m + 1), and stage s - 1 runs F(m + 1) while that one
+    runs B(m - w).
     Only forward receives move: if both kinds did, the two stages would each wait for the other to send first.
     """
     early: list[Instruction] = []
@@ -74,7 +75,7 @@ def _earliest(placement: Placement, rank: int, before: Sequence[Instruction], in
     beats = placement.beats(stage)
     assert going is not None, "a backward has a micro-batch"
     arrives = beats[stage.role_of(coming).pipeline].arrives_at(coming)
-    if arrives > beats[stage.role_of(going).pipeline].backward_at(going):
+    if arrives >= beats[stage.role_of(going).pipeline].returns_at(going):
         return len(before)
     while at > 0 and before[at - 1].op is Op.BACKWARD and before[at - 1].micro_batch == going:
         at -= 1

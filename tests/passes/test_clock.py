@@ -46,6 +46,7 @@ def test_what_a_task_needs_is_earlier(pipelines: list[Runs]) -> None:
             times = [beat.forward_at(m) for beat in stages] + [beat.backward_at(m) for beat in reversed(stages)]
             assert all(one < other for one, other in pairwise(times))
             assert [beat.arrives_at(m) for beat in stages[1:]] == [beat.forward_at(m) for beat in stages[:-1]]
+            assert [beat.returns_at(m) for beat in stages[1:]] == [beat.backward_at(m) for beat in stages[:-1]]
 
 
 @given(joined())
