@@ -118,9 +118,11 @@ def test_pipelines_that_share_a_stage_take_what_is_simulated(text: str, lengths:
 def test_a_shared_stage_is_kept_busy() -> None:
     """Fan-in by hand: forwards of 1 s and backwards of 2 s on two first stages, half of each on the last one."""
     strategy = Strategy.parse("<[0]x1,[2]x1> + <[1]x1,[2]x1>", 2)
-    seconds = {(op, block, rank): t for rank, f in enumerate([2.0, 2.0, 1.0]) for op, block, t in _halves(rank, f)}
+    seconds: dict[tuple[Op, str, int] | tuple[Op, str, int, int], float] = {
+        (op, block, rank): t for rank, f in enumerate([2.0, 2.0, 1.0]) for op, block, t in _halves(rank, f)
+    }
     programs = rank_programs(costs(2, cluster(3)).outline, strategy, [8, 8], ranks=3)
-    timeline = simulate(programs, cluster(3, outer=INSTANT), Work({**seconds}))
+    timeline = simulate(programs, cluster(3, outer=INSTANT), Work(seconds))
     # 16 micro-batches of 3 s on the last stage; before them one forward of 2 s, and behind them one backward of 4 s.
     assert timeline.seconds == pytest.approx(2 + 16 * 3 + 4)
 
