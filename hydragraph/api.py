@@ -197,7 +197,7 @@ class RankPrograms(Sequence[RankProgram]):
         costs = cluster
         if isinstance(costs, Cluster):
             costs = Costs(datasheet(self.program, costs, efficiency or EFFICIENCY), costs, home=home)
-        busy = {p.pipeline: p.micro_batches for p in self.programs if p.pipeline is not None}
+        busy = {role.pipeline: len(role.micro_batches) for p in self.programs for role in p.roles}
         counts = [busy.get(i, 0) for i in range(len(self.strategy.pipelines))]
         work = costs.work(self.strategy, Assignment.even(counts, tokens))
         return simulate_programs(self.programs, costs.cluster, work)

@@ -17,7 +17,7 @@ from hydragraph.mini_batch import Planned
 from hydragraph.passes.check_strategy import check_strategy
 from hydragraph.planner.iteration import IterationPlan, IterationPlanner
 from hydragraph.planner.policy import Decision, Policy, static_or_dynamic
-from hydragraph.planner.quick import assign, rough_cost
+from hydragraph.planner.quick import assign, rough_costs
 from hydragraph.planner.request import PlanRequest
 from hydragraph.runtime.failure.watch import agreed
 from hydragraph.runtime.groups import Groups
@@ -234,14 +234,21 @@ def request_of(
 ) -> PlanRequest:
     """Return what the planner needs of the candidates: measured costs, or rough ones without a profile."""
     if profile is None:
-        rough = tuple(tuple(rough_cost(p) for p in s.pipelines) for s in strategies)
+        rough = tuple(rough_costs(s) for s in strategies)
         return PlanRequest(rough, (0.0,) * len(rough), seed, guessed=True)
     if not profile.blocks:  # published constants of whole schemes
+        for strategy in strategies:
+            if strategy.shares:
+                raise Unsupported(
+                    "its pipelines share stages, and the profile knows constants of whole pipelines only",
+                    where=f"strategy {strategy}",
+                    remedy="measure the model with hydragraph profile, or compile without a profile",
+                )
         priced = tuple(tuple(profile.pipeline_of(p, ranks) for p in s.pipelines) for s in strategies)
         charges = tuple(profile.hetero_sync_s if len(set(c)) > 1 else 0.0 for c in priced)
         return PlanRequest(priced, charges, seed)
     costs = Costs(profile, profile.cluster(ranks), home=home)
-    every = tuple(tuple(costs.pipeline(p, s.schedule) for p in s.pipelines) for s in strategies)
+    every = tuple(costs.pipelines(s) for s in strategies)
     return PlanRequest(every, tuple(costs.fixed(s) for s in strategies), seed)
 
 

@@ -79,7 +79,7 @@ class AssignedBatch:
     """A mini-batch assigned under a strategy.
 
     Attributes:
-        batches: per pipeline, per micro-batch, the packed batch; empty but for this rank's pipeline.
+        batches: per pipeline, per micro-batch, the packed batch; empty but for this rank's pipelines.
         padding: tokens added, in all pipelines.
         planning: what choosing it took, and what was expected of it.
     """
@@ -107,7 +107,7 @@ def packed(
         several: the model keeps packed sequences apart, so that padding is a sequence of its own.
         unplaced: a token id without a position of its own, see `Program`.
     """
-    place = strategy.place(rank)
+    mine = {place.pipeline for place in strategy.places(rank)}
     multiples = [token_multiple(pipeline) for pipeline in strategy.pipelines]
     blanks = sum(
         padding([batch.lengths[i] for i in m], multiples[p], several)
@@ -116,7 +116,7 @@ def packed(
     )
     batches = tuple(
         tuple(pack([batch.sequences[i] for i in m], multiples[p], device, several, unplaced) for m in pipeline)
-        if place is not None and place.pipeline == p
+        if p in mine
         else ()
         for p, pipeline in enumerate(assignment.micro_batches)
     )

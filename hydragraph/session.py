@@ -148,7 +148,11 @@ class Session:
             spans: takes these times; None: they are not kept.
         """
         prepared = self.preparer.get(work.strategy, work.assignment.counts, mode)
-        batches = work.batches[prepared.pipeline] if prepared.pipeline is not None else ()
+        batches = {
+            m: batch
+            for role in prepared.program.roles
+            for m, batch in zip(role.micro_batches, work.batches[role.pipeline], strict=True)
+        }
         timing = Timing(step, spans, self.executor.streams.clock())
         return self.executor.run(prepared, batches, tokens, update, self.buffers, timing)
 

@@ -74,7 +74,7 @@ def draw_model(seed: int) -> ModelCase:
         draw.choice([n for n in (1, 2, 3, 4, 6, 12) if heads % n == 0]),
         draw.random() < 0.4,
         draw.randint(60, 130),
-        draw.randint(97, 140),
+        draw.randint(101, 140),
         draw.choice([torch.float32, torch.float32, torch.bfloat16]),
     )
 
@@ -83,7 +83,7 @@ def draw_case(seed: int, model: ModelCase) -> Case:
     """Draw a strategy that fits a model, and lengths from one token to many."""
     draw = random.Random(seed)
     while True:
-        strategy = _strategy(draw, model.layers)
+        strategy = (_shared if draw.random() < 0.3 else _strategy)(draw, model.layers)
         degrees = {stage.tp for p in hg.Strategy.parse(strategy, model.layers).pipelines for stage in p.stages}
         if all(model.heads % t == 0 and (model.kv % t == 0 or t % model.kv == 0) for t in degrees):
             break
@@ -110,6 +110,26 @@ def _strategy(draw: random.Random, layers: int) -> str:
         parts = (f"{s}x{n}{f}".replace(" ", "") for s, n, f in zip(stages, counts, flags, strict=True))
         texts.append("<" + ",".join(parts) + ">")
     return " + ".join(texts) + draw.choice(["", " gpipe"])
+
+
+def _shared(draw: random.Random, layers: int) -> str:
+    """Draw pipelines that may share stages: for each run of layers every one takes one of the few groups of ranks."""
+    left = draw.sample(range(RANKS), RANKS)
+    cuts = sorted(draw.sample(range(1, layers), draw.randint(0, min(layers, 3) - 1)))
+    runs = [b - a for a, b in zip([0, *cuts], [*cuts, layers], strict=True)]
+    choices: list[list[str]] = []
+    for at, count in enumerate(runs):
+        groups: list[str] = []
+        while not groups or (len(groups) < 3 and draw.random() < 0.6):
+            spare = len(left) - (len(runs) - 1 - at)  # every run of layers gets a rank
+            if not spare:
+                break
+            tp = draw.randint(1, min(2, spare))
+            groups.append(f"{left[:tp]}x{count}{draw.choice(['', 's', 'r', 'sr'])}".replace(" ", ""))
+            left = left[tp:]
+        choices.append(groups)
+    pipelines = dict.fromkeys("<" + ",".join(map(draw.choice, choices)) + ">" for _ in range(4))
+    return " + ".join(pipelines) + draw.choice(["", " gpipe"])
 
 
 Found = tuple[float, dict[str, Tensor]]

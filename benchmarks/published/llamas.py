@@ -146,14 +146,16 @@ class SchemeWork(CostedWork):
         super().__init__(costs, chosen, assignment)
         self._whole = profile
 
-    def computing(self, op: Op, block: str, ranks: Sequence[int], micro_batches: int) -> Sequence[float]:
+    def computing(self, op: Op, block: str, ranks: Sequence[int], micro_batches: Sequence[int]) -> Sequence[float]:
         """See `cost.work.Priced`."""
         stage = self._where[ranks[0]]
         if not block.startswith("layer."):
-            return [0.0] * micro_batches
-        cost = self._whole.pipeline((len(stage.ranks), stage.depth), self._costs.ranks)
+            return [0.0] * len(micro_batches)
+        (role,) = stage.roles  # published schemes share no stages
+        depth = len(self._strategy.pipelines[role.pipeline].stages)
+        cost = self._whole.pipeline((len(stage.ranks), depth), self._costs.ranks)
         part = (FORWARD if op is Op.FORWARD else 1 - FORWARD) / (stage.layers[1] - stage.layers[0])
-        return [part * cost.micro_batch_seconds(m) for m in self._lengths[stage.pipeline]]
+        return [part * cost.micro_batch_seconds(m) for m in self._lengths[role.pipeline]]
 
 
 def simulated(

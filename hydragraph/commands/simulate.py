@@ -214,7 +214,7 @@ def _assignment(
 
         data = [min(n, config.data.max_length) for n in read_lengths(lengths) if n]
         (batch,) = mini_batches(data, config.data.tokens_per_step, 1, 0)
-        return assign_pipelines([costs.pipeline(p, strategy.schedule) for p in strategy.pipelines], batch)
+        return assign_pipelines(costs.pipelines(strategy), batch)
     length = tokens or config.data.max_length
     if micro_batches is not None:
         return Assignment.even(read_counts(micro_batches, len(strategy.pipelines)), length)

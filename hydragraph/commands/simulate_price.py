@@ -74,7 +74,7 @@ def share(costs: Costs, strategy: Strategy, tokens: int, micro_batches: int) -> 
         The micro-batches of each pipeline; 0 for one that would only hold the others up.
     """
     strategy.check(costs.outline.layers, costs.ranks, costs.sizes.heads)
-    slowest = [max(sum(stage.seconds([tokens])) for stage in costs.stages(p)) for p in strategy.pipelines]
+    slowest = [max(sum(stage.seconds([tokens])) for stage in p.parts) for p in costs.pipelines(strategy)]
     return spread([len(pipeline.stages) for pipeline in strategy.pipelines], slowest, micro_batches)
 
 

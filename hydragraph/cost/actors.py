@@ -6,16 +6,17 @@ thousand ranks have a few dozen different programs. `Compiled` is such a program
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
 from hydragraph.ir.instruction import Instruction, Op, Stream
 from hydragraph.ir.outline import Mode, Outline
-from hydragraph.ir.rank_program import RankProgram
+from hydragraph.ir.rank_program import RankProgram, Role
 from hydragraph.ir.value import Value, ValueKind
 from hydragraph.passes.pipeline import placed_program
-from hydragraph.passes.place import PlacedStage, Placement, place
+from hydragraph.passes.place import PlacedRole, PlacedStage, Placement, place
 from hydragraph.spec.strategy import Strategy
 
 Pair = tuple[int, int]
@@ -101,21 +102,15 @@ class Actor:
 
     Attributes:
         ranks: in tensor-parallel order; a rank without work is alone.
-        pipeline, stage: where it works; None where it only takes part in exchanges.
+        roles: of its stage in every pipeline that it serves; none where it only takes part in exchanges.
         layers: the half-open range that it computes.
-        micro_batches: how many it runs.
-        previous, following: the ranks of the neighbouring stages; empty at the ends.
         program: of one of its equals' ranks.
         of: gives the instructions of each of its ranks.
     """
 
     ranks: tuple[int, ...]
-    pipeline: int | None
-    stage: int | None
+    roles: tuple[PlacedRole, ...]
     layers: tuple[int, int]
-    micro_batches: int
-    previous: tuple[int, ...]
-    following: tuple[int, ...]
     program: Compiled
     of: Callable[[int], Sequence[Instruction]] = field(repr=False)
 
@@ -129,11 +124,21 @@ class Actor:
             return f"ranks {ranks[0]}-{ranks[-1]}"
         return f"ranks {', '.join(map(str, ranks))}"
 
+    @cached_property
+    def role_of(self) -> Mapping[int, PlacedRole]:
+        """Its role for each micro-batch that it runs."""
+        return {m: role for role in self.roles for m in role.micro_batches}
+
+    def receivers(self, message: StageMessage) -> tuple[int, ...]:
+        """Return the ranks of the stage that a message goes to."""
+        role = self.role_of[message.micro_batch]
+        return role.following if message.ahead else role.previous
+
     def pairs(self, index: int) -> tuple[Pair, ...]:
         """Return which ranks send to which by a send and its equals: rank i of t serves receivers i, i + t, ..."""
         message, turn = self.program.messages[index]
         # The j-th send of t ranks goes to the j-th t of the receivers.
-        receivers = (self.following if message.ahead else self.previous)[turn * len(self.ranks) :]
+        receivers = self.receivers(message)[turn * len(self.ranks) :]
         return tuple(zip(self.ranks, receivers, strict=False))
 
 
@@ -167,14 +172,14 @@ def _actor(
 
     key: object = None
     if stage is not None:
-        fans = (len(stage.ranks), len(stage.previous), len(stage.following))
-        key = (stage.blocks, stage.depth, stage.stage, stage.micro_batches, fans)
+        # The beat of each role decides the order of what it runs.
+        roles = [(r.micro_batches, len(r.previous), len(r.following)) for r in stage.roles]
+        key = (stage.blocks, len(stage.ranks), *roles, *placement.beats(stage).values())
     if key not in compiled:
         compiled[key] = Compiled.of(of(members[0]))
     if stage is None:
-        return Actor(members, None, None, (0, 0), 0, (), (), compiled[key], of)
-    at = (stage.pipeline, stage.stage, stage.layers, stage.micro_batches, stage.previous, stage.following)
-    return Actor(members, *at, compiled[key], of)
+        return Actor(members, (), (0, 0), compiled[key], of)
+    return Actor(members, stage.roles, stage.layers, compiled[key], of)
 
 
 def rank_actors(programs: Sequence[RankProgram]) -> tuple[Actor, ...]:
@@ -186,23 +191,27 @@ def rank_actors(programs: Sequence[RankProgram]) -> tuple[Actor, ...]:
     stages: dict[object, list[RankProgram]] = {}
     key: object
     for program in programs:
-        key = ("idle", program.rank) if program.pipeline is None else (program.pipeline, program.stage)
+        key = program.roles or ("idle", program.rank)
         stages.setdefault(key, []).append(program)
     members = {key: of_stage[0].tp or (of_stage[0].rank,) for key, of_stage in stages.items()}
+    by_role = {(role.pipeline, role.stage): program.tp for program in programs for role in program.roles}
     actors = []
     for key, of_stage in stages.items():
         _check_alike(of_stage)
         first = of_stage[0]
         by_rank = {program.rank: program.instructions for program in of_stage}
-        previous: tuple[int, ...] = ()
-        following: tuple[int, ...] = ()
-        if first.pipeline is not None and first.stage is not None:
-            previous = members.get((first.pipeline, first.stage - 1), ())
-            following = members.get((first.pipeline, first.stage + 1), ())
         leader = by_rank.get(members[key][0], first.instructions)
-        at = (first.pipeline, first.stage, first.layers, first.micro_batches, previous, following)
-        actors.append(Actor(members[key], *at, Compiled.of(leader), by_rank.__getitem__))
+        roles = tuple(_placed(role, by_role) for role in first.roles)
+        actors.append(Actor(members[key], roles, first.layers, Compiled.of(leader), by_rank.__getitem__))
     return tuple(actors)
+
+
+def _placed(role: Role, ranks: Mapping[tuple[int, int], tuple[int, ...]]) -> PlacedRole:
+    """Return a role with its neighbours' ranks, given those of every pipeline and stage."""
+    pipeline = role.pipeline
+    depth = sum(there == pipeline for there, _ in ranks)
+    around = (ranks.get((pipeline, role.stage + step), ()) for step in (-1, 1))
+    return PlacedRole(pipeline, role.stage, role.micro_batches, depth, *around)
 
 
 def _check_alike(programs: Sequence[RankProgram]) -> None:

@@ -33,6 +33,7 @@ from hydragraph.cost.messages import GRADIENT_BYTES
 from hydragraph.cost.model import ModelSizes
 from hydragraph.cost.pieces import AUX, Piece
 from hydragraph.cost.profile import PipelineCost, Profile
+from hydragraph.cost.sharing import turns
 from hydragraph.cost.simulate import SimulatedSpan, Timeline, run
 from hydragraph.cost.stack import Stack
 from hydragraph.cost.stages import Hop, Ring, StageCost, stages_end
@@ -167,12 +168,34 @@ class Costs:
                 f"profile {self.profile.name}: a pipeline of {pipeline.layers} layers, but it was measured on a model "
                 f"of {self.outline.layers}: measure this model with hydragraph profile"
             )
-        stages = self.stages(pipeline)
+        return self._pipeline(pipeline, self.stages(pipeline), self.max_len(pipeline), schedule)
+
+    def pipelines(self, strategy: Strategy) -> tuple[PipelineCost, ...]:
+        """Return what each pipeline of a strategy costs.
+
+        A stage that several share is priced as so much slower for each of them, by their paces (`cost.sharing`), and
+        their micro-batches may have as many tokens as fit it when all of its pipelines have as many in flight as ever.
+
+        Raises:
+            Unsupported, ValueError: as `pipeline`.
+        """
+        alone = tuple(self.pipeline(p, strategy.schedule) for p in strategy.pipelines)
+        if not strategy.shares:
+            return alone
+        paces = [(p.a * p.util_len + p.b) * p.util_len + p.c for p in alone]
+        limits = [self.max_len(p, strategy) for p in strategy.pipelines]
+        stages = [
+            [cost.slower(factor) for cost, factor in zip(p.parts, factors, strict=True)]
+            for p, factors in zip(alone, turns(strategy, paces), strict=True)
+        ]
+        every = zip(strategy.pipelines, stages, limits, strict=True)
+        return tuple(self._pipeline(p, parts, limit, strategy.schedule) for p, parts, limit in every)
+
+    def _pipeline(self, pipeline: Pipeline, stages: Sequence[StageCost], limit: int, schedule: str) -> PipelineCost:
         util = max(self.piece_profile(rank).util.get(s.tp, 1) for s in pipeline.stages for rank in s.devices)
         # Which stage is slowest may depend on the length. Search knows one set of constants: a useful length decides.
         slowest = max((s.constants for s in stages), key=lambda k: (k.a * util + k.b) * util + k.c)
         self._check_fit(stages, slowest)
-        limit = self.max_len(pipeline)
         return PipelineCost(
             slowest.a,
             slowest.b,
@@ -181,7 +204,7 @@ class Costs:
             limit,
             min(util, max(limit, 1)),
             len(pipeline.devices),
-            stages,
+            tuple(stages),
             schedule,
         )
 
@@ -276,8 +299,40 @@ class Costs:
             self.stack.staging,
         )
 
-    def max_len(self, pipeline: Pipeline) -> int:
-        """Return how many tokens a micro-batch of a pipeline may have under 1F1B, by the memory of each rank."""
+    def max_len(self, pipeline: Pipeline, strategy: Strategy | None = None) -> int:
+        """Return how many tokens a micro-batch of a pipeline may have under 1F1B, by the memory of each rank.
+
+        Args:
+            strategy: its own, where it shares stages with others, whose micro-batches are then taken to be as long;
+                None: it shares none.
+        """
+        limits = [self._max_len(pipeline)]
+        for stage in pipeline.stages:
+            sharing = [] if strategy is None else [p for p in strategy.pipelines if stage in p.stages]
+            if len(sharing) > 1:
+                limits += [self._shared_max_len(stage, sharing, rank) for rank in self._unlike(stage)]
+        return min(limits)
+
+    def _shared_max_len(self, stage: Stage, sharing: Sequence[Pipeline], rank: int) -> int:
+        """Return how many tokens the micro-batches of pipelines may have by the memory of a rank of a stage they share.
+
+        In whatever turns they come, stage s of S has at most S - s micro-batches of a pipeline in flight, and the last
+        stage of a model one in all.
+        """
+        left = [len(p.stages) - p.stages.index(stage) for p in sharing]
+        key = (tuple(p.stages for p in sharing), self.cluster.type_of(rank), self.owned(rank), stage)
+        if key not in self._limits:
+            # GPipe has all of them in flight at once; one more for what 1F1B has received for its next forward.
+            last = left[0] == 1
+            flying = Strategy(tuple(sharing), "1f1b" if last else "gpipe")
+            self._limits[key] = self._most_tokens(flying, left if last else [left[0] + 1, *left[1:]], rank)
+        return self._limits[key]
+
+    def _unlike(self, stage: Stage) -> list[int]:
+        """Return one rank of each kind: of a stage, those of one type that own as much are alike."""
+        return list({(self.cluster.type_of(rank), self.owned(rank)): rank for rank in reversed(stage.devices)}.values())
+
+    def _max_len(self, pipeline: Pipeline) -> int:
         profile = self.piece_profile(pipeline.devices[0])
         measured = profile.limits.get((pipeline.stages[0].tp, len(pipeline.stages)))
         if measured is not None and all(s.kind == StageKind(pipeline.stages[0].tp) for s in pipeline.stages):
@@ -286,20 +341,18 @@ class Costs:
         strategy = Strategy((pipeline,))
         limits = []
         for stage in pipeline.stages:
-            # Of the ranks of a stage, those of one type that own as much are alike.
-            alike = {(self.cluster.type_of(rank), self.owned(rank)): rank for rank in reversed(stage.devices)}
-            for (name, owned), rank in alike.items():
-                key = (pipeline.stages, name, owned, stage)
+            for rank in self._unlike(stage):
+                key = (pipeline.stages, self.cluster.type_of(rank), self.owned(rank), stage)
                 if key not in self._limits:
-                    self._limits[key] = self._most_tokens(strategy, len(pipeline.stages), rank)
+                    self._limits[key] = self._most_tokens(strategy, [len(pipeline.stages)], rank)
                 limits.append(self._limits[key])
         return min(limits)
 
-    def _most_tokens(self, strategy: Strategy, count: int, rank: int) -> int:
+    def _most_tokens(self, strategy: Strategy, counts: Sequence[int], rank: int) -> int:
         """Solve peak(tokens) = memory by Newton's method from above: the peak is the largest of lines, so convex."""
         limit = self.memory_of(rank)
-        peak = lambda tokens: self._peak(strategy, count, tokens, rank)  # noqa: E731
-        step = 64 * max(s.tp for s in strategy.pipelines[0].stages)
+        peak = lambda tokens: self._peak(strategy, counts, tokens, rank)  # noqa: E731
+        step = 64 * max(s.tp for p in strategy.pipelines for s in p.stages)
         if peak(step) > limit:
             return 0
         # The peak is a maximum of lines, so each step lands at or above the answer, and a few steps reach its line.
@@ -330,8 +383,8 @@ class Costs:
         size = float(self.cluster.devices[rank].memory_bytes)
         return min(size, device.memory) if device is not None and self.measured else size
 
-    def _peak(self, strategy: Strategy, count: int, tokens: int, rank: int) -> int:
-        batches = [[MicroBatch(tokens, 1)] * count]
+    def _peak(self, strategy: Strategy, counts: Sequence[int], tokens: int, rank: int) -> int:
+        batches = [[MicroBatch(tokens, 1)] * count for count in counts]
         return self.walk(strategy, batches, rank, messages=False).peak().total
 
     # What pieces say.
@@ -389,7 +442,22 @@ class Costs:
         return self.pipelines_end(strategy, assignment) + self.fixed(strategy)
 
     def pipelines_end(self, strategy: Strategy, assignment: Assignment) -> float:
-        """Return when the slowest pipeline of an iteration ends, beside what is fixed."""
+        """Return when the slowest pipeline of an iteration ends, beside what is fixed.
+
+        Pipelines that share stages wait for one another, so what they compute is simulated.
+
+        Raises:
+            Unsupported: pipelines share stages, and the stack is another runtime's.
+        """
+        if strategy.shares and not self.stack.own:
+            raise Unsupported(
+                f"pipelines that share stages on another runtime ({self.stack}), which has no such order",
+                where=f"strategy {strategy}",
+                remedy="price it with costs of hydragraph's own stack",
+            )
+        if strategy.shares:
+            work = Without(self.work(strategy, assignment), "pull", "push", "ending")
+            return self._timeline(strategy, assignment.counts, work).seconds
         tokens = assignment.tokens
         ends = [
             stages_end(self.stages(p), batches, strategy.schedule)
@@ -586,22 +654,26 @@ class CostedWork:
         self._known: dict[object, float] = {}
         self._moved: dict[object, Transfers] = {}
 
-    def computing(self, op: Op, block: str, ranks: Sequence[int], micro_batches: int) -> Sequence[float]:
+    def computing(self, op: Op, block: str, ranks: Sequence[int], micro_batches: Sequence[int]) -> Sequence[float]:
         """See `Priced`."""
         stage = self._where[ranks[0]]
-        kind = self._strategy.pipelines[stage.pipeline].stages[stage.stage].kind
+        kind = stage.kind
         costs = self._costs
         template = AUX if block == "aux" else self._templates[block]
         kinds = dict.fromkeys((costs.cluster.type_of(r), costs.rate(r)) for r in ranks)
-        batches = self._lengths[stage.pipeline]
-        seconds = [0.0] * micro_batches
+        lengths = {
+            m: batch for r in stage.roles for m, batch in zip(r.micro_batches, self._lengths[r.pipeline], strict=True)
+        }
+        batches = [lengths[m] for m in micro_batches]
+        seconds = [0.0] * len(batches)
         for name, rate in kinds:
-            for m in range(micro_batches):
-                seconds[m] = max(seconds[m], rate * self._seconds(name, kind, template, op, batches[m]))
+            for i, batch in enumerate(batches):
+                seconds[i] = max(seconds[i], rate * self._seconds(name, kind, template, op, batch))
         # What was measured contains its tensor-parallel sums; a datasheet's operations do not, and get rings.
         if len(ranks) > 1 and block != "aux":
             at = costs.outline.index[block]
-            rings = costs._rings(self._strategy.pipelines[stage.pipeline].stages[stage.stage], kind, (at, at + 1))
+            role = stage.roles[0]
+            rings = costs._rings(self._strategy.pipelines[role.pipeline].stages[role.stage], kind, (at, at + 1))
             if rings is not None:
                 ring = rings[op is Op.BACKWARD]
                 seconds = [alone + ring.seconds(sum(m)) for alone, m in zip(seconds, batches, strict=True)]
@@ -679,8 +751,9 @@ class CostedWork:
         for stage in self._placement.stages:
             for block in self._costs.outline.blocks[slice(*stage.blocks)]:
                 for op in (Op.FORWARD, Op.BACKWARD):
-                    for m, took in enumerate(self.computing(op, block, stage.ranks, stage.micro_batches)):
-                        seconds |= {(op, block, rank, m): took for rank in stage.ranks}
+                    took = self.computing(op, block, stage.ranks, stage.micro_batches)
+                    for m, each in zip(stage.micro_batches, took, strict=True):
+                        seconds |= {(op, block, rank, m): each for rank in stage.ranks}
         seconds |= {(Op.UPDATE, "", rank): self.update_s(rank) for rank in range(self._costs.ranks)}
         pulls, pushes = ({n: dict(self.moved(op, n).pairs) for n in self._holders} for op in (Op.PULL, Op.PUSH))
         return Work(seconds, pulls, pushes, {}, self.commit_s())

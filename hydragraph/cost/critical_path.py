@@ -130,8 +130,8 @@ def _step(actors: Sequence[Actor], times: Sequence[Times], run: Sequence[tuple[i
 def _words(actor: Actor, run: Sequence[Instruction]) -> str:
     op = run[0].op
     where = actor.name
-    if actor.pipeline is not None:
-        where = f"{where} (pipeline {actor.pipeline}, stage {actor.stage})"
+    if actor.roles:
+        where = f"{where} ({', '.join(f'pipeline {role.pipeline}, stage {role.stage}' for role in actor.roles)})"
     if op in (Op.FORWARD, Op.BACKWARD):
         forwards = {i.micro_batch for i in run if i.op is Op.FORWARD}
         backwards = {i.micro_batch for i in run if i.op is Op.BACKWARD}

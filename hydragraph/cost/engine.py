@@ -84,7 +84,7 @@ class Engine:
             for n in sizes
         ]
         self._durations = [_durations(actor, work) for actor in actors]
-        self._arriving = [{} if actor.pipeline is None else _receives(actor) for actor in actors]
+        self._arriving = [_receives(actor) for actor in actors]
         self._meetings: dict[tuple[Op, str], _Meeting] = {}
         self._at = [0] * len(actors)  # how far each actor is in its compute queue
         self._clock = [0.0] * len(actors)  # when its last computation ended
@@ -241,8 +241,8 @@ class Engine:
     def _send(self, a: int, i: int, ready: float, cause: int) -> None:
         actor = self.actors[a]
         message, _ = actor.program.messages[i]
-        assert actor.pipeline is not None, "a rank without a stage sends nothing"
-        size = self._work.message_bytes(actor.pipeline, message.micro_batch)
+        role = actor.role_of[message.micro_batch]
+        size = self._work.message_bytes(role.pipeline, message.micro_batch - role.micro_batches.start)
         seconds, used = self._roads.message(actor.pairs(i), size) if size is not None else (0.0, ())
         self._begin(a, i, ready, (a, cause), seconds, used)
 
@@ -312,7 +312,7 @@ class Engine:
         """Let a message be there once all ranks of the other stage have it."""
         actor = self.actors[a]
         message, turn = actor.program.messages[i]
-        target = actor.following if message.ahead else actor.previous
+        target = actor.receivers(message)
         # Where the other stage has more ranks, this one sends several times: only the last of these completes it.
         if (turn + 1) * len(actor.ranks) < len(target):
             return
@@ -336,7 +336,8 @@ def _durations(actor: Actor, work: Priced) -> list[float]:
     """Return the seconds of every instruction of the compute queue; -1 for the commit, which all come to."""
     program = actor.program
     durations = [0.0] * len(program.instructions)
-    tables: dict[tuple[Op, str], Sequence[float]] = {}
+    tables: dict[tuple[Op, str], dict[int, float]] = {}
+    numbers = tuple(actor.role_of)
     for i in program.compute:
         instruction = program.instructions[i]
         if instruction.op is Op.COMMIT:
@@ -347,6 +348,7 @@ def _durations(actor: Actor, work: Priced) -> list[float]:
             assert instruction.micro_batch is not None, "a computation has a micro-batch"
             key = (instruction.op, instruction.target)
             if key not in tables:
-                tables[key] = work.computing(instruction.op, instruction.target, actor.ranks, actor.micro_batches)
+                seconds = work.computing(instruction.op, instruction.target, actor.ranks, numbers)
+                tables[key] = dict(zip(numbers, seconds, strict=True))
             durations[i] = tables[key][instruction.micro_batch]
     return durations

@@ -235,7 +235,11 @@ class Walk:
         self._stages = placement.stage_of
         self._stage = placement.stage_of.get(rank)
         self._part = self._stage.part_of(rank) if self._stage else StagePart()
-        self._batches = micro_batches[self._stage.pipeline] if self._stage else ()
+        self._batches = {
+            m: batch
+            for role in (self._stage.roles if self._stage else ())
+            for m, batch in zip(role.micro_batches, micro_batches[role.pipeline], strict=True)
+        }
         self._everyones = sum(m.tokens for pipeline in micro_batches for m in pipeline)
         self._buckets = {b.name: b for b in blocks.buckets}
         self._known_layouts: dict[str, tuple[Layout, Layout]] = {}
@@ -257,7 +261,9 @@ class Walk:
         """Return the largest sum, the instruction in which it is reached, and the sum after each instruction."""
         at_home = self.at_home()
         home_bytes = at_home.state + at_home.shard
-        own = sum(m.tokens for m in self._batches)  # ids, positions and labels; of all others the shifted labels
+        own = sum(
+            m.tokens for m in self._batches.values()
+        )  # ids, positions and labels; of all others the shifted labels
         self._alive.add("batch", "activations", INTEGER_BYTES * (3 * own + self._everyones))
         best = at_home
         most = -1
@@ -382,13 +388,15 @@ class Walk:
 
     def _borders(self, block: str) -> tuple[bool, bool]:
         """Say whether sequence-parallel ranks take a block's input, or give its output, as a whole: between stages."""
+        # Pipelines that share a stage agree on its layers, and so on whether others come before and behind.
         stage = self._stage
         index = self._model.outline.index[block]
         assert stage is not None
         first = stage.blocks[0]
         last = stage.blocks[1] - 1
         split = self._part.sequence_parallel
-        return split and index == first and bool(stage.previous), split and index == last and bool(stage.following)
+        role = stage.roles[0]
+        return split and index == first and bool(role.previous), split and index == last and bool(role.following)
 
     def _footprint(self, block: str, m: int) -> Footprint:
         assert self._stage is not None

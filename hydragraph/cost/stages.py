@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hydragraph.cost.curves import Constants, Curve, Table
 from hydragraph.cost.schedule import Rows, exchanged_end, pipeline_end
@@ -24,7 +24,7 @@ class Ring:
     """
 
     ranks: int
-    times: int
+    times: float
     token_bytes: int
     link: Interconnect
 
@@ -99,6 +99,18 @@ class StageCost:
     rings: tuple[Ring, Ring] | None = None
     ahead: Hop | None = None
     back: Hop | None = None
+
+    def slower(self, factor: float) -> StageCost:
+        """Return a stage whose ranks take so many times as long, for example as others have them, too."""
+        forward, backward, aux = (
+            tuple(tuple((factor * n, curve) for n, curve in parts) for parts in every)
+            for every in (self.forward, self.backward, self.aux)
+        )
+        rings = self.rings and (
+            replace(self.rings[0], times=factor * self.rings[0].times),
+            replace(self.rings[1], times=factor * self.rings[1].times),
+        )
+        return replace(self, forward=forward, backward=backward, aux=aux, rings=rings)
 
     def seconds(self, lengths: Sequence[int]) -> tuple[float, float]:
         """Return the seconds of forward, aux included, and backward for a micro-batch of sequences of these lengths."""

@@ -18,8 +18,12 @@ NOTHING = Transfers(np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0))
 class Priced(Protocol):
     """What a simulation asks."""
 
-    def computing(self, op: Op, block: str, ranks: Sequence[int], micro_batches: int) -> Sequence[float]:
-        """Return the seconds of a block's forward or backward for each micro-batch, on a stage's ranks together."""
+    def computing(self, op: Op, block: str, ranks: Sequence[int], micro_batches: Sequence[int]) -> Sequence[float]:
+        """Return the seconds of a block's forward or backward for each micro-batch, on a stage's ranks together.
+
+        Args:
+            micro_batches: the numbers of all that the stage runs (`ir.rank_program.Role`).
+        """
         ...
 
     def moved(self, op: Op, bucket: str) -> Transfers:
@@ -27,7 +31,11 @@ class Priced(Protocol):
         ...
 
     def message_bytes(self, pipeline: int, micro_batch: int) -> float | None:
-        """Return the bytes of a micro-batch's hidden state; None: messages take no time at all."""
+        """Return the bytes of a pipeline's micro-batch's hidden state; None: messages take no time at all.
+
+        Args:
+            micro_batch: counted within the pipeline.
+        """
         ...
 
     def update_s(self, rank: int) -> float:
@@ -57,14 +65,14 @@ class Work:
     activation_bytes: Mapping[int, float] = field(default_factory=dict)
     commit: float = 0.0
 
-    def computing(self, op: Op, block: str, ranks: Sequence[int], micro_batches: int) -> Sequence[float]:
+    def computing(self, op: Op, block: str, ranks: Sequence[int], micro_batches: Sequence[int]) -> Sequence[float]:
         """See `Priced`."""
 
         def of(rank: int, m: int) -> float:
             own = self.seconds.get((op, block, rank, m))
             return self.seconds.get((op, block, rank), 0.0) if own is None else own
 
-        return [max(of(rank, m) for rank in ranks) for m in range(micro_batches)]
+        return [max(of(rank, m) for rank in ranks) for m in micro_batches]
 
     def moved(self, op: Op, bucket: str) -> Transfers:
         """See `Priced`."""
@@ -94,10 +102,10 @@ class Without:
         self._work = work
         self._parts = frozenset(parts)
 
-    def computing(self, op: Op, block: str, ranks: Sequence[int], micro_batches: int) -> Sequence[float]:
+    def computing(self, op: Op, block: str, ranks: Sequence[int], micro_batches: Sequence[int]) -> Sequence[float]:
         """See `Priced`."""
         if "computing" in self._parts:
-            return [0.0] * micro_batches
+            return [0.0] * len(micro_batches)
         return self._work.computing(op, block, ranks, micro_batches)
 
     def moved(self, op: Op, bucket: str) -> Transfers:

@@ -85,7 +85,7 @@ class Instruction:
     Attributes:
         op: what it does.
         target: the bucket of a pull or push, the block of a forward or backward, else "".
-        micro_batch: the micro-batch of a forward or backward, counted within the pipeline; else None.
+        micro_batch: the number of a forward's or backward's micro-batch (`ir.rank_program.Role`); else None.
         peer: the other rank of a send or receive; else None.
         reads: the values it needs.
         writes: the values it makes, or (G.*) adds to.

@@ -5,7 +5,10 @@
     compute  h1.0, s.layer.0.0 = forward layer.0 [0] (W.layer.0, h0.0, a.0)   after W.layer.0
     p2p      send h2.0 -> rank 3                                after h2.0
 
-A header says where the rank works; each line below is an instruction (`ir.text`).
+A header says where the rank works; each line below is an instruction (`ir.text`). Of a stage that pipelines share it
+names all of them, and whose micro-batches are whose: they are numbered through the pipelines that share stages.
+
+    ...  pipeline 0, stage 1 + pipeline 1, stage 1: layers 2-3, tp 1 (ranks 2), micro-batches 3 + 3-4
 """
 
 from __future__ import annotations
@@ -17,11 +20,29 @@ from dataclasses import dataclass, replace
 from hydragraph.ir.instruction import Instruction
 from hydragraph.ir.text import MARGIN, instruction_text, parse_instruction
 
+_ROLE = r"pipeline \d+, stage \d+"
+_COUNT = r"\d+(?:-\d+)?"
 _HEADER = re.compile(
-    r"rank (?P<rank>\d+) of (?P<ranks>\d+)  strategy (?P<strategy>.*)  (?P<place>idle|pipeline (?P<pipeline>\d+), "
-    r"stage (?P<stage>\d+): layers (?P<first>\d+)-(?P<last>\d+), tp (?P<tp>\d+) \(ranks (?P<tp_ranks>\d+(?: \d+)*)\), "
-    r"micro-batches (?P<micro_batches>\d+))"
+    r"rank (?P<rank>\d+) of (?P<ranks>\d+)  strategy (?P<strategy>.*)  (?P<place>idle|"
+    rf"(?P<roles>{_ROLE}(?: \+ {_ROLE})*): layers (?P<first>\d+)-(?P<last>\d+), "
+    r"tp (?P<tp>\d+) \(ranks (?P<tp_ranks>\d+(?: \d+)*)\), "
+    rf"micro-batches (?P<micro_batches>{_COUNT}(?: \+ {_COUNT})*))"
 )
+
+
+@dataclass(frozen=True)
+class Role:
+    """What a stage does in one of the pipelines that it serves.
+
+    Attributes:
+        pipeline, stage: where it is in the strategy.
+        micro_batches: the numbers of those that the pipeline runs. They count from 0 through the pipelines that share
+            stages, directly or by others between them: 0, 1, 2 of the first, then 3, 4 of the second.
+    """
+
+    pipeline: int
+    stage: int
+    micro_batches: range
 
 
 @dataclass(frozen=True)
@@ -31,22 +52,25 @@ class RankProgram:
     Attributes:
         rank, ranks: which rank of how many.
         strategy: the strategy's text with its fingerprint, for people and for comparing ranks.
-        pipeline, stage: where the rank works; None where the strategy leaves it idle or its pipeline has nothing to do.
+        roles: of the rank's stage, one for each pipeline that it serves; none where the strategy leaves the rank idle
+            or its pipelines have nothing to do.
         tp: the stage's ranks, in tensor-parallel order; empty where it has no stage.
         layers: the half-open range of layers it computes.
-        micro_batches: how many micro-batches its pipeline runs.
         instructions: in issue order.
     """
 
     rank: int
     ranks: int
     strategy: str
-    pipeline: int | None
-    stage: int | None
+    roles: tuple[Role, ...]
     tp: tuple[int, ...]
     layers: tuple[int, int]
-    micro_batches: int
     instructions: tuple[Instruction, ...]
+
+    @property
+    def micro_batches(self) -> tuple[int, ...]:
+        """The numbers of those that it runs."""
+        return tuple(m for role in self.roles for m in role.micro_batches)
 
     def __str__(self) -> str:
         return to_text(self)
@@ -89,14 +113,23 @@ def to_text(program: RankProgram, comments: Mapping[int, str] | None = None) -> 
 
 def _header(program: RankProgram) -> str:
     head = f"rank {program.rank} of {program.ranks}  strategy {program.strategy}  "
-    if program.pipeline is None:
+    if not program.roles:
         return head + "idle"
+    roles = " + ".join(f"pipeline {role.pipeline}, stage {role.stage}" for role in program.roles)
     first, last = program.layers
     ranks = " ".join(map(str, program.tp))
-    return (
-        f"{head}pipeline {program.pipeline}, stage {program.stage}: layers {first}-{last - 1}, "
-        f"tp {len(program.tp)} (ranks {ranks}), micro-batches {program.micro_batches}"
-    )
+    counts = " + ".join(_count(role.micro_batches) for role in program.roles)
+    return f"{head}{roles}: layers {first}-{last - 1}, tp {len(program.tp)} (ranks {ranks}), micro-batches {counts}"
+
+
+def _count(micro_batches: range) -> str:
+    """Return how many there are: "3" of those from 0, else the first and the last number, "3-4"."""
+    return f"{micro_batches.start}-{micro_batches.stop - 1}" if micro_batches.start else str(len(micro_batches))
+
+
+def _parse_count(text: str) -> range:
+    first, dash, last = text.partition("-")
+    return range(int(first), int(last) + 1) if dash else range(int(first))
 
 
 def parse(text: str) -> RankProgram:
@@ -126,16 +159,24 @@ def _parse_header(line: str, number: int) -> RankProgram:
     if header is None:
         raise ValueError(
             f"line {number}: expected the header 'rank R of N  strategy TEXT  idle' or '... pipeline P, stage S: "
-            f"layers A-B, tp T (ranks R ...), micro-batches M', found {line!r}"
+            f"layers A-B, tp T (ranks R ...), micro-batches M' (of a shared stage 'pipeline P, stage S + pipeline ...' "
+            f"and 'micro-batches M + M-M'), found {line!r}"
         )
     rank = int(header["rank"])
     ranks = int(header["ranks"])
     strategy = header["strategy"]
     if header["place"] == "idle":
-        return RankProgram(rank, ranks, strategy, None, None, (), (0, 0), 0, ())
+        return RankProgram(rank, ranks, strategy, (), (), (0, 0), ())
     tp = tuple(map(int, header["tp_ranks"].split()))
     if len(tp) != int(header["tp"]):
         raise ValueError(f"line {number}: expected {header['tp']} ranks behind 'tp {header['tp']}', found {len(tp)}")
+    places = [tuple(map(int, re.findall(r"\d+", role))) for role in header["roles"].split(" + ")]
+    counts = [_parse_count(count) for count in header["micro_batches"].split(" + ")]
+    if len(places) != len(counts):
+        raise ValueError(
+            f"line {number}: expected one count of micro-batches for each of the {len(places)} pipelines, found "
+            f"{len(counts)}"
+        )
+    roles = tuple(Role(pipeline, stage, count) for (pipeline, stage), count in zip(places, counts, strict=True))
     layers = (int(header["first"]), int(header["last"]) + 1)
-    pipeline, stage, micro_batches = (int(header[name]) for name in ("pipeline", "stage", "micro_batches"))
-    return RankProgram(rank, ranks, strategy, pipeline, stage, tp, layers, micro_batches, ())
+    return RankProgram(rank, ranks, strategy, roles, tp, layers, ())

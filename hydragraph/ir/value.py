@@ -50,7 +50,8 @@ class Value(str):
         position: k of an activation and its gradient; else -1.
         block: of a saved value; else "".
         bucket: of weights and gradients; else "".
-        micro_batch: counted within the pipeline; -1 for weights and gradients, which belong to all.
+        micro_batch: counted within the pipeline, or through all that share stages (`ir.rank_program.Role`); -1 for
+            weights and gradients, which belong to all.
         peer: the rank that a message goes to; else -1.
     """
 

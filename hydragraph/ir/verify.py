@@ -15,7 +15,7 @@ from itertools import zip_longest
 from hydragraph.ir.deadlock import find_deadlock
 from hydragraph.ir.instruction import RULES, Instruction, Op, waits
 from hydragraph.ir.outline import Mode, Outline
-from hydragraph.ir.rank_program import RankProgram
+from hydragraph.ir.rank_program import RankProgram, Role
 from hydragraph.ir.text import instruction_text
 from hydragraph.ir.value import (
     Value,
@@ -52,13 +52,15 @@ class VerificationError(ValueError):
 
 @dataclass(frozen=True)
 class _Site:
-    """Where a rank works, from its and its neighbours' headers; `blocks` is empty on a rank without work."""
+    """Where a rank works, from its and its neighbours' headers; `blocks` is empty on a rank without work.
+
+    Attributes:
+        neighbours: of each micro-batch, the ranks of the stages before and behind, in the pipeline that runs it.
+    """
 
     blocks: range
     buckets: frozenset[str]
-    tp: tuple[int, ...]
-    previous: tuple[int, ...]
-    following: tuple[int, ...]
+    neighbours: Mapping[int, tuple[tuple[int, ...], tuple[int, ...]]]
 
 
 def verify(programs: Sequence[RankProgram], outline: Outline, mode: Mode = "train") -> None:
@@ -98,7 +100,7 @@ def _peer(instruction: Instruction) -> int:
 
 
 def _sites(programs: Sequence[RankProgram], outline: Outline) -> tuple[_Site, ...]:
-    """Check that the headers describe whole pipelines on disjoint ranks; return each rank's site."""
+    """Check that the headers describe whole pipelines, which share stages or no rank; return each rank's site."""
     pipelines: dict[int, dict[int, RankProgram]] = defaultdict(dict)
     for rank, program in enumerate(programs):
         if (program.rank, program.ranks) != (rank, len(programs)):
@@ -107,32 +109,39 @@ def _sites(programs: Sequence[RankProgram], outline: Outline) -> tuple[_Site, ..
             )
         if program.strategy != programs[0].strategy:
             raise VerificationError(f"strategy {program.strategy}, but rank 0 has {programs[0].strategy}", rank)
-        if program.pipeline is not None and program.stage is not None:
-            first = pipelines[program.pipeline].setdefault(program.stage, program)
+        for role in program.roles:
+            first = pipelines[role.pipeline].setdefault(role.stage, program)
             if rank not in program.tp or _place(program) != _place(first):
                 raise VerificationError(
                     f"place {_place(program)} does not contain it or differs from rank {first.rank}'s {_place(first)}",
                     rank,
                 )
-    for stages in pipelines.values():
-        _check_pipeline(stages, programs, outline)
+    for pipeline, stages in pipelines.items():
+        _check_pipeline(pipeline, stages, programs, outline)
     return tuple(_site(program, pipelines, outline) for program in programs)
 
 
 def _place(program: RankProgram) -> tuple[object, ...]:
-    return program.pipeline, program.stage, program.tp, program.layers, program.micro_batches
+    return program.roles, program.tp, program.layers
 
 
-def _check_pipeline(stages: Mapping[int, RankProgram], programs: Sequence[RankProgram], outline: Outline) -> None:
+def _check_pipeline(
+    pipeline: int, stages: Mapping[int, RankProgram], programs: Sequence[RankProgram], outline: Outline
+) -> None:
     """Check that the stages exist on all their ranks and chain the layers from 0 to the last."""
     layer = 0  # where the next stage must start
+    runs = _role(next(iter(stages.values())), pipeline).micro_batches
     for i, (stage, program) in enumerate(sorted(stages.items())):
         if stage != i or program.layers[0] != layer:
             raise VerificationError(
                 f"stage {stage} starts at layer {program.layers[0]}, but stage {i} must start at {layer}", program.rank
             )
-        if program.micro_batches < 1 or program.micro_batches != next(iter(stages.values())).micro_batches:
+        if not runs or _role(program, pipeline).micro_batches != runs:
             raise VerificationError("its pipeline's stages differ in micro-batches, or have none", program.rank)
+        if len(set(program.micro_batches)) < len(program.micro_batches):
+            raise VerificationError(
+                "pipelines that share its stage have micro-batches of the same number", program.rank
+            )
         for rank in program.tp:
             if rank >= len(programs) or _place(programs[rank]) != _place(program):
                 raise VerificationError(f"its tensor-parallel peer {rank} has another place", program.rank)
@@ -141,15 +150,21 @@ def _check_pipeline(stages: Mapping[int, RankProgram], programs: Sequence[RankPr
         raise VerificationError(f"its pipeline ends at layer {layer} of {outline.layers}", program.rank)
 
 
+def _role(program: RankProgram, pipeline: int) -> Role:
+    return next(role for role in program.roles if role.pipeline == pipeline)
+
+
 def _site(program: RankProgram, pipelines: Mapping[int, Mapping[int, RankProgram]], outline: Outline) -> _Site:
-    if program.pipeline is None or program.stage is None:
-        return _Site(range(0), frozenset(), (), (), ())
-    stages = pipelines[program.pipeline]
+    if not program.roles:
+        return _Site(range(0), frozenset(), {})
     blocks = range(*outline.span(*program.layers))
     buckets = frozenset(bucket for k in blocks for bucket in outline.weights[outline.blocks[k]])
-    before = stages.get(program.stage - 1)
-    behind = stages.get(program.stage + 1)
-    return _Site(blocks, buckets, program.tp, before.tp if before else (), behind.tp if behind else ())
+    neighbours = {}
+    for role in program.roles:
+        before, behind = (pipelines[role.pipeline].get(role.stage + step) for step in (-1, 1))
+        around = (before.tp if before else (), behind.tp if behind else ())
+        neighbours.update(dict.fromkeys(role.micro_batches, around))
+    return _Site(blocks, buckets, neighbours)
 
 
 # --- each rank computes exactly its part ------------------------------------------------------------------------------
@@ -157,9 +172,7 @@ def _site(program: RankProgram, pipelines: Mapping[int, Mapping[int, RankProgram
 
 def _check_work(program: RankProgram, site: _Site, outline: Outline, mode: Mode) -> None:
     """Check that every block's forward and backward is there once per micro-batch, with the values it should name."""
-    missing = {
-        key: values for m in range(program.micro_batches) for key, values in _work(site.blocks, m, outline, mode)
-    }
+    missing = {key: values for m in program.micro_batches for key, values in _work(site.blocks, m, outline, mode)}
     for index, instruction in enumerate(program.instructions):
         rule = RULES[instruction.op]
         strangers = [value for value in instruction.reads if value.kind not in rule.reads]
@@ -366,12 +379,13 @@ def _checked_value(program: RankProgram, index: int, site: _Site) -> Value:
     (value,) = values
     before = site.blocks.start - 1  # the position whose output enters the stage
     last = site.blocks.stop - 1  # the position whose output leaves it
+    previous, following = site.neighbours.get(value.micro_batch, ((), ()))
     # Activations enter behind position `before` and leave behind `last`; their gradients come back the other way.
     routes = {
-        (Op.RECEIVE, ValueKind.ACTIVATION, before): site.previous,
-        (Op.SEND, ValueKind.ACTIVATION, last): site.following,
-        (Op.RECEIVE, ValueKind.ACTIVATION_GRADIENT, last): site.following,
-        (Op.SEND, ValueKind.ACTIVATION_GRADIENT, before): site.previous,
+        (Op.RECEIVE, ValueKind.ACTIVATION, before): previous,
+        (Op.SEND, ValueKind.ACTIVATION, last): following,
+        (Op.RECEIVE, ValueKind.ACTIVATION_GRADIENT, last): following,
+        (Op.SEND, ValueKind.ACTIVATION_GRADIENT, before): previous,
     }
     peers = routes.get((instruction.op, value.kind, value.position), ()) if site.blocks else ()
     if instruction.peer is None or instruction.peer not in peers:

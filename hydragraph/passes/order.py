@@ -1,21 +1,22 @@
 """Order: the compute and point-to-point instructions of one rank, in the order of the pipeline schedule.
 
-A rank's work is a list of tasks, each the forward or the backward of one micro-batch through the stage. 1F1B runs
-min(M, S - 1 - s) forwards ahead on stage s of S, then alternates, then drains: at most S - s micro-batches are alive.
-GPipe runs all forwards, then all backwards. Both run micro-batches in ascending order, so that they add up gradients
-in the same order.
+A rank's work is a list of tasks, each the forward or the backward of one micro-batch through the stage, in the order of
+the clock (`passes.clock`). 1F1B runs min(M, S - 1 - s) forwards ahead on stage s of S, then alternates, then drains: at
+most S - s micro-batches of a pipeline are alive. GPipe runs all forwards, then all backwards. Both run a pipeline's
+micro-batches in ascending order, so that they add up gradients in the same order.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from operator import itemgetter
 
 from hydragraph.ir.instruction import Instruction, Op
 from hydragraph.ir.outline import Mode, Outline
 from hydragraph.ir.rank_program import RankProgram
 from hydragraph.ir.value import Value, activation, activation_gradient, aux, gradients, loss, message, saved, weights
-from hydragraph.passes.place import PlacedStage, Placement
+from hydragraph.passes.place import PlacedRole, PlacedStage, Placement
 
 Task = tuple[Op, int]
 
@@ -30,32 +31,39 @@ def order(placement: Placement, mode: Mode, program: RankProgram) -> RankProgram
     if stage is None:
         return program
     instructions: list[Instruction] = []
-    for op, micro_batch in tasks(placement.schedule, stage, mode):
+    for op, micro_batch in tasks(placement, stage, mode):
         run = _forward if op is Op.FORWARD else _backward
-        instructions += run(placement.outline, stage, program.rank, micro_batch, mode)
+        role = stage.role_of(micro_batch)
+        instructions += run(placement.outline, stage, role, program.rank, micro_batch, mode)
     return replace(program, instructions=tuple(instructions))
 
 
-def tasks(schedule: str, stage: PlacedStage, mode: Mode) -> tuple[Task, ...]:
+def tasks(placement: Placement, stage: PlacedStage, mode: Mode) -> tuple[Task, ...]:
     """Return a stage's (forward or backward, micro-batch) tasks in order."""
-    count = stage.micro_batches
-    forwards = [(Op.FORWARD, m) for m in range(count)]
-    backwards = [(Op.BACKWARD, m) for m in range(count)]
+    beats = placement.beats(stage)
+    of_pipelines = [(beats[role.pipeline], role.micro_batches) for role in stage.roles]
+    # At the same time by the clock a backward comes first, which makes room; then the order is that of the pipelines.
+    forwards = [(beat.forward_at(m), 1, (Op.FORWARD, m)) for beat, numbers in of_pipelines for m in numbers]
+    backwards = [(beat.backward_at(m), 0, (Op.BACKWARD, m)) for beat, numbers in of_pipelines for m in numbers]
+    forwards.sort(key=itemgetter(0))
     if mode == "evaluate":
-        return tuple(forwards)
-    if schedule == "gpipe":
-        return (*forwards, *backwards)
-    # Stage s of S is S - 1 - s stages away from the loss: so many forwards fill the way there and back, and then every
-    # backward that comes makes room for one more forward.
-    ahead = min(count, stage.depth - 1 - stage.stage)
-    steady = [task for pair in zip(forwards[ahead:], backwards, strict=False) for task in pair]
-    return (*forwards[:ahead], *steady, *backwards[count - ahead :])
+        in_order = forwards
+    elif placement.schedule == "gpipe":
+        in_order = [*forwards, *sorted(backwards, key=itemgetter(0))]
+    elif not stage.roles[0].following:
+        # On the last stage a backward waits for nothing but its own forward: no two micro-batches are alive.
+        return tuple((op, m) for _, _, (_, m) in forwards for op in (Op.FORWARD, Op.BACKWARD))
+    else:
+        in_order = sorted([*forwards, *backwards], key=itemgetter(0, 1))
+    return tuple(task for _, _, task in in_order)
 
 
-def _forward(outline: Outline, stage: PlacedStage, rank: int, m: int, mode: Mode) -> Iterator[Instruction]:
+def _forward(
+    outline: Outline, stage: PlacedStage, role: PlacedRole, rank: int, m: int, mode: Mode
+) -> Iterator[Instruction]:
     """Run the stage's blocks in order on micro-batch m; the received value is asked for before all else."""
     first, last = stage.blocks
-    yield from _receive(activation(first - 1, m), stage.previous, stage, rank)
+    yield from _receive(activation(first - 1, m), role.previous, stage, rank)
     yield Instruction(Op.FORWARD, "aux", m, writes=(aux(m),))
     for k in range(first, last):
         block = outline.blocks[k]
@@ -64,16 +72,18 @@ def _forward(outline: Outline, stage: PlacedStage, rank: int, m: int, mode: Mode
         kept = (saved(block, m),) if mode != "evaluate" and k >= outline.lowest else ()
         reads = (*_weights(outline, block), *hidden, aux(m))
         yield Instruction(Op.FORWARD, block, m, reads=reads, writes=(output, *kept))
-    yield from _send(activation(last - 1, m), stage.following, stage, rank)
+    yield from _send(activation(last - 1, m), role.following, stage, rank)
 
 
-def _backward(outline: Outline, stage: PlacedStage, rank: int, m: int, mode: Mode) -> Iterator[Instruction]:
+def _backward(
+    outline: Outline, stage: PlacedStage, role: PlacedRole, rank: int, m: int, mode: Mode
+) -> Iterator[Instruction]:
     """Run the stage's blocks in reverse, down to the lowest that learns; in mode "evaluate" there is none."""
     first, last = stage.blocks
     # Below the lowest block that learns nobody needs a gradient: stages there send and receive none.
     if last <= outline.lowest:
         return
-    yield from _receive(activation_gradient(last - 1, m), stage.following, stage, rank)
+    yield from _receive(activation_gradient(last - 1, m), role.following, stage, rank)
     for k in reversed(range(max(first, outline.lowest), last)):
         block = outline.blocks[k]
         gradient = (activation_gradient(k, m),) if k + 1 < len(outline.blocks) else ()
@@ -82,7 +92,7 @@ def _backward(outline: Outline, stage: PlacedStage, rank: int, m: int, mode: Mod
         writes = (*below, *(gradients(bucket) for bucket in outline.gradients[block]))
         yield Instruction(Op.BACKWARD, block, m, reads=reads, writes=writes)
     if first > outline.lowest:
-        yield from _send(activation_gradient(first - 1, m), stage.previous, stage, rank)
+        yield from _send(activation_gradient(first - 1, m), role.previous, stage, rank)
 
 
 def _weights(outline: Outline, block: str) -> tuple[Value, ...]:

@@ -26,12 +26,12 @@ def overlap(placement: Placement, mode: Mode, program: RankProgram) -> RankProgr
     """
     mine = placement.held(program.rank)
     buckets = tuple(bucket for bucket, _ in placement.holders)
-    work = _post_early(program.instructions)
+    work = _post_early(placement, program)
     pulls = [Instruction(Op.PULL, bucket, writes=(weights(bucket),) if bucket in mine else ()) for bucket in buckets]
     losses = tuple(value for instruction in work for value in instruction.writes if value.kind is ValueKind.LOSS)
     if mode == "evaluate":
         commit = Instruction(Op.COMMIT, reads=losses)
-        return replace(program, instructions=_with_waits([*pulls, *_with_ends(work), commit]))
+        return replace(program, instructions=_with_waits([*pulls, *_with_ends(placement, program.rank, work), commit]))
     pushes = [
         Instruction(Op.PUSH, bucket, reads=(gradients(bucket),) if bucket in mine else ())
         for bucket in reversed(buckets)
@@ -40,30 +40,46 @@ def overlap(placement: Placement, mode: Mode, program: RankProgram) -> RankProgr
     totals = tuple(value for push in pushes for value in push.reads)
     update = (Instruction(Op.UPDATE),) if mode == "train" else ()
     end = (Instruction(Op.COMMIT, reads=(*losses, *totals)), *update)
-    return replace(program, instructions=_with_waits([*pulls, *_with_ends(_with_pushes(work, pushes)), *end]))
+    pushed = _with_pushes(work, pushes)
+    return replace(program, instructions=_with_waits([*pulls, *_with_ends(placement, program.rank, pushed), *end]))
 
 
-def _post_early(work: Sequence[Instruction]) -> list[Instruction]:
+def _post_early(placement: Placement, program: RankProgram) -> list[Instruction]:
     """Post a forward's receive before the backward that precedes it, so that the transfer runs meanwhile.
 
-    Safe even if a receive blocked its rank: the value needs nothing of that backward. With w = S - 1 - s, stage s runs
-    F(m), B(m - w), F(m + 1), and stage s - 1 sends what F(m + 1) needs before it asks for the result of B(m - w).
+    Safe even if a receive blocked its rank, where by the clock (`passes.clock`) the stage before runs that forward
+    earlier than whoever waits for the backward runs its own: then the backward may come so late. With w = S - 1 - s,
+    stage s of a pipeline that shares none runs F(m), B(m - w), F(m + 1), and stage s - 1 runs F(m + 1) while that one
+    runs B(m - w).
     Only forward receives move: if both kinds did, the two stages would each wait for the other to send first.
     """
     early: list[Instruction] = []
-    for instruction in work:
-        # A receive goes in front of the backwards right before it, past the sends that end them; all else stays behind.
-        at = len(early)
-        if instruction.op is Op.RECEIVE:
-            while at > 0 and early[at - 1].op is Op.SEND:
-                at -= 1
-            sends = at
-            while at > 0 and early[at - 1].op is Op.BACKWARD:
-                at -= 1
-            if at == sends or instruction.writes[0].kind is not ValueKind.ACTIVATION:
-                at = len(early)
-        early.insert(at, instruction)
+    for instruction in program.instructions:
+        early.insert(_earliest(placement, program.rank, early, instruction), instruction)
     return early
+
+
+def _earliest(placement: Placement, rank: int, before: Sequence[Instruction], instruction: Instruction) -> int:
+    """Return where an instruction goes: a forward's receive in front of the backward right before it, else the end."""
+    if instruction.op is not Op.RECEIVE or instruction.writes[0].kind is not ValueKind.ACTIVATION:
+        return len(before)
+    # Past the sends that end the backward, then past its blocks; all else stays behind.
+    at = len(before)
+    while at > 0 and before[at - 1].op is Op.SEND:
+        at -= 1
+    if at == 0 or before[at - 1].op is not Op.BACKWARD:
+        return len(before)
+    coming = instruction.writes[0].micro_batch
+    going = before[at - 1].micro_batch
+    stage = placement.stage_of[rank]
+    beats = placement.beats(stage)
+    assert going is not None, "a backward has a micro-batch"
+    arrives = beats[stage.role_of(coming).pipeline].arrives_at(coming)
+    if arrives >= beats[stage.role_of(going).pipeline].returns_at(going):
+        return len(before)
+    while at > 0 and before[at - 1].op is Op.BACKWARD and before[at - 1].micro_batch == going:
+        at -= 1
+    return at
 
 
 def _with_pushes(work: Sequence[Instruction], pushes: Sequence[Instruction]) -> list[Instruction]:
@@ -88,13 +104,13 @@ def _with_pushes(work: Sequence[Instruction], pushes: Sequence[Instruction]) -> 
     return [*placed, *pushes[issued:]]
 
 
-def _with_ends(work: Sequence[Instruction]) -> list[Instruction]:
+def _with_ends(placement: Placement, rank: int, work: Sequence[Instruction]) -> list[Instruction]:
     """Free every message as soon as it has surely left, so that nobody is held up by waiting for that.
 
     gloo says that a message has left to those only that wait for it, so the program says when to ask:
     - h{k}.{m}, before the backward that waits for d{k}.{m}: the next stage has made this gradient from it.
-    - d{k}.{m}, before d{k}.{m + 2} is sent: the previous stage, which runs one forward further ahead, has run the
-      backward of m before the forward that the last computation here came from.
+    - d{k}.{m}, before d{k}.{m + 2} of the same pipeline is sent: the previous stage, which runs one forward further
+      ahead, has run the backward of m before the forward that the last computation here came from.
 
         p2p      send h1.0 -> rank 2           makes h1.0>2
         ...
@@ -113,14 +129,16 @@ def _with_ends(work: Sequence[Instruction]) -> list[Instruction]:
                     before += sent.pop(activation(value.position, value.micro_batch), [])
         elif instruction.op is Op.SEND and instruction.reads[0].kind is ValueKind.ACTIVATION_GRADIENT:
             (value,) = instruction.reads
-            before += sent.pop(activation_gradient(value.position, value.micro_batch - 2), [])
+            left = value.micro_batch - 2
+            if left in placement.stage_of[rank].role_of(value.micro_batch).micro_batches:
+                before += sent.pop(activation_gradient(value.position, left), [])
         if before:
             ended.append(Instruction(Op.FREE, reads=tuple(before)))
         if instruction.op is Op.SEND:
             sent[instruction.reads[0]] += instruction.writes
         ended.append(instruction)
-    left = tuple(message for messages in sent.values() for message in messages)
-    return [*ended, Instruction(Op.FREE, reads=left)] if left else ended
+    last = tuple(message for messages in sent.values() for message in messages)
+    return [*ended, Instruction(Op.FREE, reads=last)] if last else ended
 
 
 def _with_waits(instructions: Sequence[Instruction]) -> tuple[Instruction, ...]:

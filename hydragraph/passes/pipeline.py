@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import get_args
 
 from hydragraph.ir.outline import Mode, Outline
-from hydragraph.ir.rank_program import RankProgram
+from hydragraph.ir.rank_program import RankProgram, Role
 from hydragraph.passes.order import order
 from hydragraph.passes.overlap import overlap
 from hydragraph.passes.place import Placement, place
@@ -83,10 +83,10 @@ def _passes(
 ) -> Iterator[tuple[str, RankProgram]]:
     stage = placement.stage_of.get(rank)
     if stage is None:
-        program = RankProgram(rank, ranks, strategy, None, None, (), (0, 0), 0, ())
+        program = RankProgram(rank, ranks, strategy, (), (), (0, 0), ())
     else:
-        where = (stage.pipeline, stage.stage, stage.ranks, stage.layers, stage.micro_batches)
-        program = RankProgram(rank, ranks, strategy, *where, ())
+        roles = tuple(Role(role.pipeline, role.stage, role.micro_batches) for role in stage.roles)
+        program = RankProgram(rank, ranks, strategy, roles, stage.ranks, stage.layers, ())
     # Ranks are lowered one by one, each by itself: a rank of a thousand does not build the programs of the others.
     for name, run in PASSES:
         program = run(placement, mode, program)

@@ -2,13 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from hydragraph.ir.outline import Outline
+from hydragraph.ir.rank_program import Role
+from hydragraph.passes.clock import Beat, Runs, beats
 from hydragraph.spec.stage_kind import StageKind, StagePart
 from hydragraph.spec.strategy import Strategy
+
+
+@dataclass(frozen=True)
+class PlacedRole(Role):
+    """What a stage does in one of the pipelines that it serves, and its neighbours there.
+
+    Attributes:
+        depth: how many stages the pipeline has.
+        previous, following: the ranks of the neighbouring stages, in tensor-parallel order; empty at the ends.
+    """
+
+    depth: int
+    previous: tuple[int, ...] = ()
+    following: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -16,26 +32,27 @@ class PlacedStage:
     """A stage that has work in this iteration.
 
     Attributes:
-        pipeline, stage: where it is in the strategy.
-        depth: how many stages its pipeline has.
+        roles: one for each pipeline that it serves and that runs at least one micro-batch, in the strategy's order.
         ranks: in tensor-parallel order.
         layers: the half-open range of layers it computes.
         blocks: the half-open range of positions of the blocks it computes.
-        micro_batches: how many its pipeline runs, at least 1.
         kind: what its ranks run.
-        previous, following: the ranks of the neighbouring stages, in tensor-parallel order; empty at the ends.
     """
 
-    pipeline: int
-    stage: int
-    depth: int
+    roles: tuple[PlacedRole, ...]
     ranks: tuple[int, ...]
     layers: tuple[int, int]
     blocks: tuple[int, int]
-    micro_batches: int
     kind: StageKind = StageKind()  # noqa: RUF009
-    previous: tuple[int, ...] = ()
-    following: tuple[int, ...] = ()
+
+    @property
+    def micro_batches(self) -> tuple[int, ...]:
+        """The numbers of those that it runs."""
+        return tuple(m for role in self.roles for m in role.micro_batches)
+
+    def role_of(self, micro_batch: int) -> PlacedRole:
+        """Return its role in the pipeline that runs a micro-batch."""
+        return next(role for role in self.roles if micro_batch in role.micro_batches)
 
     def part_of(self, rank: int) -> StagePart:
         """Return which part of it one of its ranks is."""
@@ -49,20 +66,55 @@ class Placement:
     Attributes:
         outline: the model.
         schedule: the strategy's schedule.
-        stages: those of pipelines that have micro-batches, by pipeline and stage.
+        stages: those of pipelines that have micro-batches, by pipeline and stage; a shared one once, where it is first.
         holders: per held bucket, in pull order, the ranks of each stage that uses it. A tied bucket may be held by the
             first and by the last stage of one pipeline; a stage that uses it twice holds it once.
+        joined: the pipelines, by those that share stages (`Strategy.joined`).
     """
 
     outline: Outline
     schedule: str
     stages: tuple[PlacedStage, ...]
     holders: tuple[tuple[str, tuple[tuple[int, ...], ...]], ...]
+    joined: tuple[tuple[int, ...], ...]
 
     @cached_property
     def stage_of(self) -> Mapping[int, PlacedStage]:
         """The stage of each rank that has work."""
         return {rank: stage for stage in self.stages for rank in stage.ranks}
+
+    def beats(self, stage: PlacedStage) -> Mapping[int, Beat]:
+        """Return when a stage runs what, by pipeline."""
+        joined = self._joined[stage.roles[0].pipeline]
+        if joined[0] not in self._beats:
+            # Of pipelines that share stages together, once they are asked for: a rank needs its own only.
+            self._beats.update(zip(joined, beats([self._runs(pipeline) for pipeline in joined]), strict=True))
+        return {role.pipeline: self._beats[role.pipeline][role.stage] for role in stage.roles}
+
+    def _runs(self, pipeline: int) -> Runs:
+        chain = self._chains[pipeline]
+        return Runs(chain[0][1].micro_batches, tuple(len(stage.micro_batches) for stage, _ in chain))
+
+    @cached_property
+    def _joined(self) -> Mapping[int, tuple[int, ...]]:
+        """Of each pipeline with work, all with work that it shares stages with, itself included."""
+        working = [tuple(p for p in group if p in self._chains) for group in self.joined]
+        return {pipeline: group for group in working for pipeline in group}
+
+    @cached_property
+    def _chains(self) -> Mapping[int, list[tuple[PlacedStage, PlacedRole]]]:
+        """The stages of each pipeline with work, in order, and their roles in it."""
+        chains: dict[int, list[tuple[PlacedStage, PlacedRole]]] = {}
+        for stage in self.stages:
+            for role in stage.roles:
+                chains.setdefault(role.pipeline, []).append((stage, role))
+        for chain in chains.values():
+            chain.sort(key=lambda at: at[1].stage)
+        return chains
+
+    @cached_property
+    def _beats(self) -> dict[int, list[Beat]]:
+        return {}
 
     def held(self, rank: int) -> frozenset[str]:
         """Return the buckets whose weights a rank needs."""
@@ -98,41 +150,45 @@ def place(outline: Outline, strategy: Strategy, micro_batches: Sequence[int]) ->
             f"{len(strategy.pipelines)} pipelines"
         )
     # A pipeline without micro-batches takes no part: its ranks hold no weights, and push nothing.
-    stages = tuple(
-        stage
-        for pipeline, count in enumerate(micro_batches)
-        if count > 0
-        for stage in _pipeline_stages(outline, strategy, pipeline, count)
-    )
+    stages: dict[tuple[int, ...], PlacedStage] = {}
+    for pipeline, numbers in _numbered(strategy, micro_batches).items():
+        for stage in _pipeline_stages(outline, strategy, pipeline, numbers):
+            other = stages.get(stage.ranks)
+            # `Strategy` has checked that stages of the same ranks are one: they differ in their roles alone.
+            stages[stage.ranks] = replace(other, roles=other.roles + stage.roles) if other else stage
     # One entry per stage that uses a bucket, not per block: a stage pulls a tied weight once, whatever blocks share it.
+    # A shared stage is one too: its gradient is the sum over all its pipelines.
     holders: dict[str, list[tuple[int, ...]]] = {bucket: [] for bucket in outline.pull_order}
-    for stage in stages:
+    for stage in stages.values():
         for bucket in stage_buckets(outline, stage):
             holders[bucket].append(stage.ranks)
     used = tuple((bucket, tuple(ranks)) for bucket, ranks in holders.items() if ranks)
-    return Placement(outline, strategy.schedule, stages, used)
+    return Placement(outline, strategy.schedule, tuple(stages.values()), used, strategy.joined)
 
 
-def _pipeline_stages(outline: Outline, strategy: Strategy, pipeline: int, micro_batches: int) -> list[PlacedStage]:
+def _numbered(strategy: Strategy, micro_batches: Sequence[int]) -> dict[int, range]:
+    """Number the micro-batches through pipelines that share stages; by pipeline, of those that have any."""
+    numbers = {}
+    for group in strategy.joined:
+        first = 0
+        for pipeline in group:
+            numbers[pipeline] = range(first, first + micro_batches[pipeline])
+            first += micro_batches[pipeline]
+    return {pipeline: numbers[pipeline] for pipeline, count in enumerate(micro_batches) if count > 0}
+
+
+def _pipeline_stages(
+    outline: Outline, strategy: Strategy, pipeline: int, micro_batches: range
+) -> Iterator[PlacedStage]:
     stages = strategy.pipelines[pipeline].stages
-    placed: list[PlacedStage] = []
-    first = 0
-    for i, stage in enumerate(stages):
-        # Stages hold layers in order, so each begins where the one before it ends.
+    for i, (first, stage) in enumerate(zip(strategy.pipelines[pipeline].first_layers, stages, strict=True)):
         layers = (first, first + stage.layers)
-        first += stage.layers
-        placed.append(
-            PlacedStage(
-                pipeline,
-                i,
-                depth=len(stages),
-                ranks=stage.devices,
-                layers=layers,
-                blocks=outline.span(*layers),
-                micro_batches=micro_batches,
-                kind=stage.kind,
-                previous=stages[i - 1].devices if i > 0 else (),
-                following=stages[i + 1].devices if i + 1 < len(stages) else (),
-            )
+        role = PlacedRole(
+            pipeline,
+            i,
+            micro_batches,
+            depth=len(stages),
+            previous=stages[i - 1].devices if i > 0 else (),
+            following=stages[i + 1].devices if i + 1 < len(stages) else (),
         )
-    return placed
+        yield PlacedStage((role,), stage.devices, layers, outline.span(*layers), stage.kind)

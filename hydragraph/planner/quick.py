@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 from hydragraph.cost.profile import PipelineCost
+from hydragraph.cost.sharing import turns
 from hydragraph.errors import Unsupported
 from hydragraph.spec.assignment import Assignment
 from hydragraph.spec.strategy import Pipeline, Strategy
@@ -49,10 +51,20 @@ def rough_cost(pipeline: Pipeline, longest: int = 0) -> PipelineCost:
     )
 
 
+def rough_costs(strategy: Strategy, longest: int = 0) -> tuple[PipelineCost, ...]:
+    """Return what each pipeline of a strategy is taken to cost; stages that they share, as `Costs.pipelines` does."""
+    alone = [rough_cost(p, longest) for p in strategy.pipelines]
+    found = []
+    for pipeline, cost, factors in zip(strategy.pipelines, alone, turns(strategy, [p.b for p in alone]), strict=True):
+        times = max(f * s.layers / s.tp for f, s in zip(factors, pipeline.stages, strict=True)) / cost.b
+        found.append(replace(cost, a=times * cost.a, b=times * cost.b, c=times * cost.c))
+    return tuple(found)
+
+
 def assign(strategy: Strategy, lengths: Sequence[int]) -> Assignment:
     """Assign every sequence with at least one token once, by rough costs; the same input gives the same assignment."""
     longest = max(lengths, default=0)
-    return assign_pipelines([rough_cost(p, longest) for p in strategy.pipelines], lengths)
+    return assign_pipelines(rough_costs(strategy, longest), lengths)
 
 
 def assign_pipelines(pipelines: Sequence[PipelineCost], lengths: Sequence[int]) -> Assignment:

@@ -56,7 +56,7 @@ class _Iteration:
     """The values of one rank during one iteration."""
 
     prepared: Prepared
-    batches: Sequence[Mapping[str, Tensor]]
+    batches: Mapping[int, Mapping[str, Tensor]]
     tokens: int
     collectives: Any
     timing: Timing
@@ -122,7 +122,7 @@ class Executor:
     def run(
         self,
         prepared: Prepared,
-        batches: Sequence[Mapping[str, Tensor]],
+        batches: Mapping[int, Mapping[str, Tensor]],
         tokens: int,
         update: Callable[[float], None],
         aux_buffers: Mapping[str, Tensor],
@@ -132,7 +132,7 @@ class Executor:
 
         Args:
             prepared: this rank's program.
-            batches: the packed micro-batches of this rank's pipeline.
+            batches: the packed micro-batches of this rank's pipelines, by number (`ir.rank_program.Role`).
             tokens: target tokens of the global mini-batch; the loss is divided by them.
             update: called with the gradient norm where the program updates, if that norm is finite.
             aux_buffers: the values of the aux graph's buffers.

@@ -57,7 +57,6 @@ class Prepared:
 
     Attributes:
         program: the instructions.
-        pipeline: this rank's pipeline, None where it computes nothing.
         part: this rank's place in its stage.
         blocks: by name, those of this rank's stage.
         pulls, pushes: by bucket; only those that learn are pushed.
@@ -66,7 +65,6 @@ class Prepared:
     """
 
     program: RankProgram
-    pipeline: int | None
     part: StagePart
     blocks: Mapping[str, BoundBlock]
     pulls: Mapping[str, Exchange]
@@ -128,7 +126,6 @@ class Preparer:
         mine = placement.held(self._rank)
         return Prepared(
             rank_program(self._program.outline, strategy, counts, self._rank, mode, ranks=self._ranks),
-            here.pipeline if here else None,
             part,
             blocks,
             {name: pull for name, (pull, _) in links.items()},
@@ -143,14 +140,17 @@ class Preparer:
         variant = self._variants.get(block, part)
         first, last = (self._program.outline.blocks[i] for i in (stage.blocks[0], stage.blocks[1] - 1))
         others = [i for i in template.inputs if i.startswith("other.")]
+        role = stage.roles[
+            0
+        ]  # pipelines that share a stage agree on its layers, and so on what comes before and behind
         return BoundBlock(
             variant,
             dict(zip(template.parameters, block.parameters, strict=True)),
             {local: self._buffers[name] for local, name in zip(template.buffers, block.buffers, strict=True)},
             dict(zip(others, block.aux, strict=True)),
             vocabulary_starts(variant, parameters, part),
-            enters=part.sequence_parallel and block.name == first and bool(stage.previous),
-            leaves=part.sequence_parallel and block.name == last and bool(stage.following),
+            enters=part.sequence_parallel and block.name == first and bool(role.previous),
+            leaves=part.sequence_parallel and block.name == last and bool(role.following),
             recompute=part.recompute,
         )
 

@@ -12,6 +12,8 @@ import hashlib
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import cached_property
+from itertools import accumulate
 from math import gcd
 from pathlib import Path
 from typing import Any
@@ -87,10 +89,15 @@ class Pipeline:
         """The number of layers of all its stages together."""
         return sum(stage.layers for stage in self.stages)
 
+    @property
+    def first_layers(self) -> tuple[int, ...]:
+        """The first layer of every stage: each begins where the one before it ends."""
+        return tuple(accumulate((stage.layers for stage in self.stages[:-1]), initial=0))
+
 
 @dataclass(frozen=True)
 class Place:
-    """Where a rank works: position `index` of a stage's devices, for layers [first_layer, last_layer)."""
+    """Where a rank works in a pipeline: position `index` of a stage's devices, for layers [first_layer, last_layer)."""
 
     pipeline: int
     stage: int
@@ -101,10 +108,14 @@ class Place:
 
 @dataclass(frozen=True)
 class Strategy:
-    """Pipelines that each hold the whole model and share a mini-batch; ranks it does not name are idle.
+    """Pipelines that each hold the whole model and divide a mini-batch; ranks it does not name are idle.
+
+    Pipelines may share a stage: the same devices, in the same order, with the same layers and flags in several
+    pipelines are one stage that serves them all. It holds its weights once, and adds up the gradients of all of them.
+    In `<[0]x2,[4,5]x2> + <[1]x2,[4,5]x2>` ranks 4 and 5 run the second half of the model for both.
 
     Attributes:
-        pipelines: of any shapes, on disjoint devices, with the same number of layers in total.
+        pipelines: of any shapes, with the same number of layers in total; no device is in two stages.
         schedule: the order of forwards and backwards within a pipeline: "1f1b" or "gpipe".
 
     Raises:
@@ -127,14 +138,25 @@ class Strategy:
         self._check_totals()
 
     def _check_devices(self) -> None:
-        owners: dict[int, str] = {}
-        for where, stage in self._named_stages():
-            for device in stage.devices:
-                if device in owners:
-                    raise ValueError(
-                        f"{where}: device {device} is already in {owners[device]}; give every stage devices of its own"
-                    )
-                owners[device] = where
+        for i, pipeline in enumerate(self.pipelines):
+            if pipeline in self.pipelines[:i]:
+                raise ValueError(
+                    f"pipeline {i}, stage 0: device {pipeline.devices[0]} is already in pipeline "
+                    f"{self.pipelines.index(pipeline)}, stage 0, and so are all stages of these pipelines; leave one "
+                    "out: the other can run its micro-batches too"
+                )
+        owners: dict[int, tuple[str, tuple[int, Stage]]] = {}  # of each device: where, which first layer and stage
+        for i, pipeline in enumerate(self.pipelines):
+            for j, (first, stage) in enumerate(zip(pipeline.first_layers, pipeline.stages, strict=True)):
+                where = f"pipeline {i}, stage {j}"
+                for device in stage.devices:
+                    there, other = owners.setdefault(device, (where, (first, stage)))
+                    if other != (first, stage):
+                        differs = _difference((first, stage), other)
+                        raise ValueError(
+                            f"{where}: device {device} is already in {there}; give every stage devices of its own, or "
+                            f"share one stage between pipelines: these two differ in {differs}"
+                        )
 
     def _check_totals(self) -> None:
         for i, pipeline in enumerate(self.pipelines):
@@ -157,8 +179,28 @@ class Strategy:
 
     @property
     def devices(self) -> tuple[int, ...]:
-        """All devices, in the order of pipelines and stages."""
-        return tuple(device for pipeline in self.pipelines for device in pipeline.devices)
+        """All devices, in the order of pipelines and stages; those of a shared stage once, where it is first."""
+        return tuple(dict.fromkeys(device for pipeline in self.pipelines for device in pipeline.devices))
+
+    @cached_property
+    def joined(self) -> tuple[tuple[int, ...], ...]:
+        """The pipelines, by those that share stages, directly or by others between them: ((0, 2), (1,))."""
+        groups = {i: [i] for i in range(len(self.pipelines))}
+        first_of: dict[int, int] = {}
+        for i, pipeline in enumerate(self.pipelines):
+            for stage in pipeline.stages:
+                # Stages share all of their devices or none, so one device stands for all.
+                one = groups[i]
+                other = groups[first_of.setdefault(stage.devices[0], i)]
+                if one is not other:
+                    other += one
+                    groups |= dict.fromkeys(one, other)
+        return tuple(sorted({min(group): tuple(sorted(group)) for group in groups.values()}.values()))
+
+    @property
+    def shares(self) -> bool:
+        """Whether pipelines share a stage."""
+        return len(self.joined) < len(self.pipelines)
 
     @property
     def name(self) -> str:
@@ -179,14 +221,17 @@ class Strategy:
         return f"{self.name}@{self.fingerprint}"
 
     def place(self, rank: int) -> Place | None:
-        """Return where a rank works; None where the strategy leaves it idle."""
-        for i, pipeline in enumerate(self.pipelines):
-            first = 0
-            for j, stage in enumerate(pipeline.stages):
-                if rank in stage.devices:
-                    return Place(i, j, stage.devices.index(rank), first, first + stage.layers)
-                first += stage.layers
-        return None
+        """Return where a rank works, of a shared stage in the first of its pipelines; None where it is idle."""
+        return next(iter(self.places(rank)), None)
+
+    def places(self, rank: int) -> tuple[Place, ...]:
+        """Return where a rank works: one place in every pipeline that its stage serves, none where it is idle."""
+        return tuple(
+            Place(i, j, stage.devices.index(rank), first, first + stage.layers)
+            for i, pipeline in enumerate(self.pipelines)
+            for j, (first, stage) in enumerate(zip(pipeline.first_layers, pipeline.stages, strict=True))
+            if rank in stage.devices
+        )
 
     def check(self, layers: int, ranks: int, heads: tuple[int, ...] = ()) -> None:
         """Check that it fits a model of `layers` layers on `ranks` ranks.
@@ -277,6 +322,23 @@ def _tuple(name: str, value: object) -> tuple[Any, ...]:
     if isinstance(value, str) or not isinstance(value, Sequence):
         raise ValueError(f"{name} is {value!r}: give a list")
     return tuple(value)
+
+
+def _difference(one: tuple[int, Stage], other: tuple[int, Stage]) -> str:
+    """Say in what two stages, each with its first layer, are not the same: "layers (0-1 and 2-3)"."""
+    said = [_fields(first, stage) for first, stage in (one, other)]
+    return ", ".join(
+        f"{name} ({said[0][name]} and {said[1][name]})" for name in said[0] if said[0][name] != said[1][name]
+    )
+
+
+def _fields(first: int, stage: Stage) -> dict[str, str]:
+    return {
+        "devices": str(list(stage.devices)),
+        "layers": f"{first}-{first + stage.layers - 1}",
+        "sequence_parallel": str(stage.sequence_parallel),
+        "recompute": str(stage.recompute),
+    }
 
 
 def _layer_sum(pipeline: Pipeline) -> str:

@@ -11,15 +11,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import hydragraph as hg
-from hydragraph.cost.costs import Costs
+from hydragraph.cost.costs import Costs, micro_batches_of
 from hydragraph.cost.curves import Table
+from hydragraph.cost.memory import Walk
 from hydragraph.cost.pieces import Constants, Piece
 from hydragraph.cost.profile import Profile
-from hydragraph.cost.stack import Stack
+from hydragraph.cost.simulate import simulate
+from hydragraph.cost.stack import DEEPSPEED, Stack
 from hydragraph.cost.what_if import what_if
-from hydragraph.cost.work import Without
+from hydragraph.cost.work import Without, Work
 from hydragraph.errors import Unsupported
-from hydragraph.ir.instruction import Op
+from hydragraph.ir.instruction import Op, Stream
+from hydragraph.passes.pipeline import rank_programs
 from hydragraph.spec.assignment import Assignment
 from hydragraph.spec.cluster import Cluster, DeviceType, Interconnect, Node
 from hydragraph.spec.stage_kind import StageKind
@@ -103,6 +106,77 @@ def test_a_planned_iteration_takes_what_is_simulated(drawn: tuple[Strategy, Cost
     work = Without(found.work(strategy, plan), "pull", "push", "ending")
     alone = found._timeline(strategy, plan.counts, work).seconds
     assert found.seconds(strategy, plan) - found.fixed(strategy) == pytest.approx(alone)
+
+
+SHARED = [
+    "<[0]x2,[2]x2> + <[1]x2,[2]x2>",
+    "<[0]x2,[1]x2> + <[0]x2,[2]x2>",
+    "<[0]x1,[2]x2,[3]x1> + <[1]x1,[2]x2,[3]x1>",
+    "<[0]x1,[1]x1,[2]x2> + <[0]x1,[3]x1,[2]x2>",
+    "<[0]x2,[2,3]x2> + <[1]x2,[2,3]x2> gpipe",
+]
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.sampled_from(SHARED), st.tuples(LENGTHS, LENGTHS))
+def test_pipelines_that_share_a_stage_take_what_is_simulated(text: str, lengths: tuple[list[list[int]], ...]) -> None:
+    """Ranks lowered one by one give what stages do as one; computing alone is no shorter than a shared stage's load."""
+    strategy = Strategy.parse(text, 4)
+    found = costs(4, cluster(4))
+    assignment = assigned(*lengths)
+    timeline = hg.simulate(found, strategy, assignment)
+    work = found.work(strategy, assignment)
+    programs = rank_programs(found.outline, strategy, assignment.counts, ranks=4)
+    assert simulate(programs, found.cluster, work).seconds == pytest.approx(timeline.seconds, rel=1e-12)
+    load: dict[int, float] = {}
+    for pipeline, batches in zip(strategy.pipelines, lengths, strict=True):
+        for stage, cost in zip(pipeline.stages, found.stages(pipeline), strict=True):
+            spent = sum(sum(cost.seconds(batch)) for batch in batches)
+            load[stage.devices[0]] = load.get(stage.devices[0], 0.0) + spent
+    for rank, seconds in load.items():
+        assert timeline.busy_s(rank, Stream.COMPUTE) == pytest.approx(seconds + work.update_s(rank) + work.commit_s())
+    assert found.seconds(strategy, assignment) >= max(load.values())
+
+
+def test_a_shared_stage_is_kept_busy() -> None:
+    """Fan-in by hand: forwards of 1 s and backwards of 2 s on two first stages, half of each on the last one."""
+    strategy = Strategy.parse("<[0]x1,[2]x1> + <[1]x1,[2]x1>", 2)
+    seconds: dict[tuple[Op, str, int] | tuple[Op, str, int, int], float] = {
+        (op, block, rank): t for rank, f in enumerate([2.0, 2.0, 1.0]) for op, block, t in _halves(rank, f)
+    }
+    programs = rank_programs(costs(2, cluster(3)).outline, strategy, [8, 8], ranks=3)
+    timeline = simulate(programs, cluster(3, outer=INSTANT), Work(seconds))
+    # 16 micro-batches of 3 s on the last stage; before them one forward of 2 s, and behind them one backward of 4 s.
+    assert timeline.seconds == pytest.approx(2 + 16 * 3 + 4)
+
+
+def _halves(rank: int, seconds: float) -> list[tuple[Op, str, float]]:
+    block = "layer.1" if rank == 2 else "layer.0"
+    return [(Op.FORWARD, block, seconds), (Op.BACKWARD, block, 2 * seconds)]
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.sampled_from(SHARED[:4]), st.tuples(st.integers(0, 9), st.integers(1, 9)))
+def test_micro_batches_as_long_as_they_may_be_fit_in_whatever_turns_they_come(
+    text: str, counts: tuple[int, int]
+) -> None:
+    strategy = Strategy.parse(text, 4)
+    found = costs(4, Cluster.of({"fast": DeviceType(1e15, 10**7, 1e12)}, (Node("fast", 4, INSTANT, INSTANT),)))
+    longest = [p.max_len for p in found.pipelines(strategy)]
+    assert min(longest) > 0
+    batches = micro_batches_of(strategy, Assignment.even(counts, longest))
+    shared = [rank for rank in range(4) if len(strategy.places(rank)) > 1]
+    walks = [Walk(found.blocks, strategy, batches, r, 4, messages=False, home_of=found.home_of) for r in shared]
+    # What every micro-batch keeps from begin to end comes on top of what `max_len` counts: ids, positions and labels,
+    # and its loss, which these made-up costs take to be as large as a hidden state.
+    kept = sum((4 * 8 + HIDDEN) * n * m for n, m in zip(counts, longest, strict=True))
+    assert max(walk.peak().total for walk in walks) <= 10**7 + kept
+
+
+def test_other_runtimes_share_no_stages() -> None:
+    other = Costs(profile(4, "fast"), cluster(4), stack=DEEPSPEED)
+    with pytest.raises(Unsupported, match="pipelines that share stages on another runtime"):
+        other.seconds(Strategy.parse(SHARED[0], 4), assigned([[9]], [[9]]))
 
 
 def test_ranks_of_one_pipeline_may_be_of_different_types() -> None:
@@ -258,7 +332,7 @@ def test_the_longest_micro_batch_fills_a_rank() -> None:
     strategy = Strategy.parse("<tp1,pp2>", 4)
     tokens = found.pipeline(strategy.pipelines[0]).max_len
     limit = 1e9
-    held = lambda n: max(found._peak(strategy, 2, n, rank) for rank in (0, 1))  # noqa: E731
+    held = lambda n: max(found._peak(strategy, [2], n, rank) for rank in (0, 1))  # noqa: E731
     assert held(tokens - 2) <= limit < held(tokens + 2)  # lines are rounded to bytes
 
 

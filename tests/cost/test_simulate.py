@@ -12,7 +12,7 @@ from hydragraph.cost.simulate import Timeline, simulate
 from hydragraph.cost.work import Work
 from hydragraph.ir.instruction import Op, Stream
 from hydragraph.ir.outline import Outline
-from hydragraph.ir.rank_program import RankProgram
+from hydragraph.ir.rank_program import RankProgram, Role
 from hydragraph.passes.pipeline import rank_programs
 from hydragraph.spec.cluster import Cluster, Device, Interconnect
 from hydragraph.spec.strategy import Pipeline, Stage, Strategy
@@ -176,7 +176,7 @@ def test_the_table() -> None:
 
 
 def test_nothing_to_do_takes_no_time() -> None:
-    found = simulate([RankProgram(0, 1, "s", None, None, (), (0, 0), 0, ())], cluster(1), Work({}, {}, {}, {}))
+    found = simulate([RankProgram(0, 1, "s", (), (), (0, 0), ())], cluster(1), Work({}, {}, {}, {}))
     assert (found.seconds, found.bubble) == (0.0, 0.0)
 
 
@@ -185,6 +185,6 @@ def test_what_does_not_fit_or_never_ends_is_refused() -> None:
     with pytest.raises(ValueError, match="2 rank programs on 3 devices: give one device per rank"):
         simulate(programs, cluster(3), Work({}, {}, {}, {}))
     silent = tuple(i for i in programs[0].instructions if i.op is not Op.SEND)
-    programs[0] = RankProgram(0, 2, "s", 0, 0, (0,), (0, 1), 1, silent)
+    programs[0] = RankProgram(0, 2, "s", (Role(0, 0, range(1)),), (0,), (0, 1), silent)
     with pytest.raises(ValueError, match=r"rank 0 never ends: verify\(\) these programs"):
         simulate(programs, cluster(2), Work({}, {}, {}, {}))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hydragraph.ir.deadlock import Deadlock, find_deadlock
 from hydragraph.ir.instruction import Instruction, Op
-from hydragraph.ir.rank_program import RankProgram
+from hydragraph.ir.rank_program import RankProgram, Role
 from hydragraph.ir.value import Value, activation, message, weights
 
 
@@ -37,7 +37,7 @@ def run(*instructions: list[Instruction], tp: tuple[int, ...] = ()) -> Deadlock 
     n = len(instructions)
     return find_deadlock(
         [
-            RankProgram(rank, n, "s", 0, 0, tp if rank in tp else (rank,), (0, 1), 1, tuple(each))
+            RankProgram(rank, n, "s", (Role(0, 0, range(1)),), tp if rank in tp else (rank,), (0, 1), tuple(each))
             for rank, each in enumerate(instructions)
         ]
     )

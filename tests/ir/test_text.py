@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hydragraph.ir.instruction import Instruction, Op
-from hydragraph.ir.rank_program import RankProgram, parse, to_text
+from hydragraph.ir.rank_program import RankProgram, Role, parse, to_text
 from hydragraph.ir.text import instruction_text
 from hydragraph.ir.value import activation, activation_gradient, aux, gradients, loss, message, saved, weights
 
@@ -34,7 +34,7 @@ def test_printed_form_is_stable():
 def test_fields_of_a_parsed_program():
     program = parse(EXAMPLE)
     assert program == replace(
-        RankProgram(2, 4, "<tp2,pp1> + <tp1,pp2>@7c1e00", 1, 0, (2,), (0, 2), 3, ()),
+        RankProgram(2, 4, "<tp2,pp1> + <tp1,pp2>@7c1e00", (Role(1, 0, range(3)),), (2,), (0, 2), ()),
         instructions=program.instructions,
     )
     assert program.instructions[0] == Instruction(Op.PULL, "layer.0", writes=(weights("layer.0"),))
@@ -63,6 +63,7 @@ def test_comments_and_spacing_are_ignored():
 
 names = st.text("abz09._-", min_size=1, max_size=6)
 numbers = st.integers(0, 99)
+ranges = st.tuples(numbers, numbers).map(lambda pair: range(pair[0], pair[0] + pair[1] + 1))
 moved = st.builds(activation, numbers, numbers) | st.builds(activation_gradient, numbers, numbers)
 value = (
     moved
@@ -105,10 +106,10 @@ def programs(draw):
     body = tuple(draw(st.lists(instructions(), max_size=6)))
     rank, ranks = draw(numbers), draw(numbers)
     if draw(st.booleans()):
-        return RankProgram(rank, ranks, strategy, None, None, (), (0, 0), 0, body)
+        return RankProgram(rank, ranks, strategy, (), (), (0, 0), body)
     tp, first, count = draw(st.lists(numbers, min_size=1, max_size=3)), draw(numbers), draw(st.integers(1, 9))
-    place = (draw(numbers), draw(numbers), tuple(tp), (first, first + count), draw(numbers))
-    return RankProgram(rank, ranks, strategy, *place, body)
+    roles = draw(st.lists(st.builds(Role, numbers, numbers, ranges), min_size=1, max_size=3).map(tuple))
+    return RankProgram(rank, ranks, strategy, roles, tuple(tp), (first, first + count), body)
 
 
 @given(programs(), st.dictionaries(st.integers(0, 5), st.text("ab #,()=+>-", max_size=9)))

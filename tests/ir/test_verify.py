@@ -5,6 +5,7 @@ import pytest
 
 from hydragraph.ir.instruction import Op
 from hydragraph.ir.outline import Outline
+from hydragraph.ir.rank_program import Role
 from hydragraph.ir.text import instruction_text
 from hydragraph.ir.value import activation, aux, weights
 from hydragraph.ir.verify import VerificationError, verify
@@ -224,10 +225,10 @@ def test_pull_behind_a_receive_is_a_deadlock():
     [
         (1, {"rank": 0}, "rank 1: its header says rank 0 of 5"),
         (1, {"strategy": "other"}, "rank 1: strategy other, but rank 0 has"),
-        (1, {"micro_batches": 2}, "rank 1: place .* differs from rank 0's"),
-        (1, {"pipeline": None, "stage": None, "tp": ()}, "rank 0: its tensor-parallel peer 1 has another place"),
+        (1, {"roles": (Role(0, 0, range(2)),)}, "rank 1: place .* differs from rank 0's"),
+        (1, {"roles": (), "tp": ()}, "rank 0: its tensor-parallel peer 1 has another place"),
         (2, {"layers": (0, 2)}, "rank 2: stage 1 starts at layer 0, but stage 1 must start at 1"),
-        (2, {"micro_batches": 4}, "rank 2: its pipeline's stages differ in micro-batches"),
+        (2, {"roles": (Role(0, 1, range(4)),)}, "rank 2: its pipeline's stages differ in micro-batches"),
         (3, {"layers": (0, 1)}, "rank 3: its pipeline ends at layer 1 of 2"),
     ],
 )
@@ -242,3 +243,23 @@ def test_programs_of_the_other_mode_are_caught():
 
 def test_a_missing_rank_is_caught():
     refused(programs()[:4], "rank 0 of 5; give all programs in order")
+
+
+SHARING = Outline(("embed", "layer.0", "layer.1", "head"), tuple((b, (b,)) for b in ("embed", "layer.0", "layer.1")))
+
+
+@pytest.mark.parametrize(
+    ("rank", "roles", "message"),
+    [
+        (2, (Role(0, 1, range(2)),), "rank 1: its pipeline ends at layer 1 of 2"),
+        (2, (Role(0, 1, range(2)), Role(1, 1, range(2, 4))), "rank 2: its pipeline's stages differ in micro-batches"),
+        (2, (Role(0, 1, range(2)), Role(1, 1, range(1))), "rank 2: .* have micro-batches of the same number"),
+        (1, (Role(1, 0, range(4, 5)),), "rank 2: its pipeline's stages differ in micro-batches"),
+    ],
+)
+def test_roles_of_a_shared_stage_that_do_not_fit_are_caught(rank, roles, message):
+    strategy = Strategy.parse("<[0]x1,[2]x1> + <[1]x1,[2]x1>", 2)
+    made = rank_programs(SHARING, strategy, [2, 1], ranks=3)
+    verify(made, SHARING)
+    with pytest.raises(VerificationError, match=message):
+        verify([replace(p, roles=roles) if p.rank == rank else p for p in made], SHARING)

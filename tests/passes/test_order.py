@@ -6,20 +6,22 @@ from hydragraph.ir.instruction import Op
 from hydragraph.ir.outline import Outline
 from hydragraph.ir.rank_program import RankProgram
 from hydragraph.passes.order import order, tasks
-from hydragraph.passes.place import PlacedStage, place
+from hydragraph.passes.place import place
 from hydragraph.spec.strategy import Pipeline, Stage, Strategy
 
 MODEL = Outline(("embed", "layer.0", "layer.1", "head"), (("embed", ("embed",)), ("head", ("head",))))
 
 
 def ordered(strategy, counts, rank, mode="train"):
-    blank = RankProgram(rank, rank + 1, str(strategy), None, None, (), (0, 0), 0, ())
+    blank = RankProgram(rank, rank + 1, str(strategy), (), (), (0, 0), ())
     return order(place(MODEL, strategy, counts), mode, blank).instructions
 
 
 def stage_tasks(schedule, depth, stage, count, mode="train"):
-    at = PlacedStage(0, stage, depth, (0,), (0, 1), (0, 1), count)
-    return " ".join(f"{op.name[0]}{m}" for op, m in tasks(schedule, at, mode))
+    strategy = Strategy((Pipeline([Stage((i,), 1) for i in range(depth)]),), schedule)  # type: ignore[arg-type]
+    blocks = ("embed", *(f"layer.{i}" for i in range(depth)), "head")
+    placement = place(Outline(blocks, ()), strategy, [count])
+    return " ".join(f"{op.name[0]}{m}" for op, m in tasks(placement, placement.stages[stage], mode))
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """The passes together. Golden texts: HYDRAGRAPH_UPDATE_GOLDEN=1 pytest tests/passes/test_pipeline.py rewrites them."""
 
+import itertools
 import os
 from dataclasses import replace
 from itertools import pairwise
@@ -11,8 +12,9 @@ from hypothesis import strategies as st
 
 from hydragraph.ir.instruction import Op
 from hydragraph.ir.outline import Outline
-from hydragraph.ir.rank_program import RankProgram, parse, to_text
+from hydragraph.ir.rank_program import RankProgram, Role, parse, to_text
 from hydragraph.ir.verify import verify
+from hydragraph.passes.order import tasks
 from hydragraph.passes.pipeline import PASSES, rank_program, rank_programs
 from hydragraph.passes.place import place
 from hydragraph.spec.strategy import Pipeline, Stage, Strategy
@@ -43,7 +45,8 @@ def test_golden_text_after_each_pass(count):
     programs = []
     for rank in (1, 2):
         at = placement.stage_of[rank]
-        program = RankProgram(rank, 5, "small", at.pipeline, at.stage, at.ranks, at.layers, at.micro_batches, ())
+        roles = tuple(Role(r.pipeline, r.stage, r.micro_batches) for r in at.roles)
+        program = RankProgram(rank, 5, "small", roles, at.ranks, at.layers, ())
         for _, run in PASSES[:count]:
             program = run(placement, "train", program)
         programs.append(program)
@@ -74,6 +77,31 @@ def iterations(draw):
     return outline, strategy, counts, draw(st.sampled_from(["train", "evaluate"])), ranks
 
 
+@st.composite
+def shared(draw):
+    """Draw an iteration of pipelines that may go on, at any layer, in a stage that another one has."""
+    layers = draw(st.integers(1, 6))
+    devices = itertools.count()
+    pipelines: list[Pipeline] = []
+    for _ in range(draw(st.integers(2, 5))):
+        stages: list[Stage] = []
+        while (first := sum(s.layers for s in stages)) < layers:
+            there = [s for p in pipelines for at, s in zip(p.first_layers, p.stages, strict=True) if at == first]
+            if there and draw(st.booleans()):
+                stages.append(draw(st.sampled_from(there)))
+            else:
+                tp = draw(st.integers(1, 3))
+                stages.append(Stage([next(devices) for _ in range(tp)], draw(st.integers(1, layers - first))))  # type: ignore[arg-type]
+        if Pipeline(tuple(stages)) not in pipelines:
+            pipelines.append(Pipeline(tuple(stages)))
+    counts = [draw(st.integers(0, 9)) for _ in pipelines]
+    strategy = Strategy(tuple(pipelines), draw(st.sampled_from(["1f1b", "1f1b", "gpipe"])))
+    outline = model(layers, draw(st.booleans()))
+    if draw(st.booleans()):
+        outline = replace(outline, frozen=draw(st.lists(st.sampled_from([n for n, _ in outline.buckets]), unique=True)))
+    return outline, strategy, counts, draw(st.sampled_from(["train", "train", "evaluate"])), next(devices)
+
+
 @settings(max_examples=50)
 @given(iterations())
 def test_what_is_frozen_is_pulled_but_never_pushed_and_backward_ends_at_the_lowest_that_learns(iteration):
@@ -90,8 +118,8 @@ def test_what_is_frozen_is_pulled_but_never_pushed_and_backward_ends_at_the_lowe
             assert (len(i.writes) == 2) == (outline.index[i.target] in backward)
 
 
-@settings(max_examples=150)
-@given(iterations())
+@settings(max_examples=300)
+@given(st.one_of(iterations(), shared()))
 def test_every_iteration_verifies_and_prints_and_parses(iteration):
     outline, strategy, counts, mode, ranks = iteration
     programs = rank_programs(outline, strategy, counts, mode, ranks=ranks)
@@ -99,8 +127,44 @@ def test_every_iteration_verifies_and_prints_and_parses(iteration):
     assert tuple(parse(to_text(program)) for program in programs) == programs
 
 
+@settings(max_examples=100)
+@given(shared())
+def test_of_each_pipeline_a_shared_stage_holds_no_more_at_once_than_a_stage_of_its_own_would(iteration):
+    outline, strategy, counts, _, _ = iteration
+    placement = place(outline, replace(strategy, schedule="1f1b"), counts)
+    for stage in placement.stages:
+        run = tasks(placement, stage, "train")
+        for role in stage.roles:
+            mine = [op for op, m in run if m in role.micro_batches]
+            alive = itertools.accumulate(1 if op is Op.FORWARD else -1 for op in mine)
+            assert max(alive) <= min(role.depth - role.stage, len(role.micro_batches))
+            for op in (Op.FORWARD, Op.BACKWARD):
+                assert [m for o, m in run if o is op and m in role.micro_batches] == list(role.micro_batches)
+
+
+@pytest.mark.parametrize(
+    ("text", "counts", "rank", "expected"),
+    [
+        # Fan-in: the shared last stage takes the pipelines in turns, and theirs run one forward ahead.
+        ("<[0]x1,[2]x1> + <[1]x1,[2]x1>", [3, 3], 2, "F0 B0 F3 B3 F1 B1 F4 B4 F2 B2 F5 B5"),
+        ("<[0]x1,[2]x1> + <[1]x1,[2]x1>", [3, 3], 1, "F3 F4 B3 F5 B4 B5"),
+        # Fan-out: the shared first stage keeps both supplied.
+        ("<[0]x1,[1]x1> + <[0]x1,[2]x1>", [3, 3], 0, "F0 F3 F1 B0 F4 B3 F2 B1 F5 B4 B2 B5"),
+        # A pipeline with half as many micro-batches gets every third turn.
+        ("<[0]x1,[2]x1> + <[1]x1,[2]x1>", [4, 2], 2, "F0 B0 F1 B1 F4 B4 F2 B2 F3 B3 F5 B5"),
+        ("<[0]x1,[2]x1> + <[1]x1,[2]x1>", [2, 0], 2, "F0 B0 F1 B1"),
+        ("<[0]x1,[2]x1> + <[1]x1,[2]x1> gpipe", [2, 2], 2, "F0 F2 F1 F3 B0 B2 B1 B3"),
+    ],
+)
+def test_orders_of_shared_stages(text, counts, rank, expected):
+    strategy = Strategy.parse(text, 2)
+    placement = place(model(2), strategy, counts)
+    run = tasks(placement, placement.stage_of[rank], "train")
+    assert " ".join(f"{op.name[0]}{m}" for op, m in run) == expected
+
+
 @settings(max_examples=30)
-@given(iterations(), st.data())
+@given(st.one_of(iterations(), shared()), st.data())
 def test_one_rank_alone_gets_the_same_program(iteration, data):
     outline, strategy, counts, mode, ranks = iteration
     rank = data.draw(st.integers(0, ranks - 1))
@@ -121,7 +185,7 @@ def test_pipeline_of_many_stages_with_alternating_degrees_verifies(schedule):
 
 def test_rank_without_work_has_no_place():
     idle = rank_program(model(2), SMALL, [1, 0], 3, ranks=5)
-    assert (idle.pipeline, idle.stage, idle.tp, idle.layers, idle.micro_batches) == (None, None, (), (0, 0), 0)
+    assert (idle.roles, idle.tp, idle.layers, idle.micro_batches) == ((), (), (0, 0), ())
     assert idle.strategy == str(SMALL)
 
 

@@ -14,13 +14,18 @@ def outline(layers: int) -> Outline:
     return Outline(blocks, (("word", ("embed", "head")), *own))
 
 
+def around(stage):
+    (role,) = stage.roles
+    return role.previous, role.following
+
+
 def test_uneven_pipelines():
     uneven = Strategy((Pipeline((Stage((3, 1), 3), Stage((0,), 1))), Pipeline((Stage((2,), 4),))))
     placement = place(outline(4), uneven, [2, 5])
     first, second, whole = placement.stages
-    assert (first.ranks, first.blocks, first.previous, first.following) == ((3, 1), (0, 4), (), (0,))
-    assert (second.ranks, second.blocks, second.previous, second.following) == ((0,), (4, 6), (3, 1), ())
-    assert (whole.layers, whole.blocks, whole.micro_batches) == ((0, 4), (0, 6), 5)
+    assert (first.ranks, first.blocks, *around(first)) == ((3, 1), (0, 4), (), (0,))
+    assert (second.ranks, second.blocks, *around(second)) == ((0,), (4, 6), (3, 1), ())
+    assert (whole.layers, whole.blocks, whole.micro_batches) == ((0, 4), (0, 6), (0, 1, 2, 3, 4))
     assert placement.stage_of[1] is first
 
 

@@ -58,7 +58,9 @@ def run(
 
     with recorder:
         for _ in range(steps):
-            executor.run(prepared, batches, 30, update, BUFFERS, Timing(clock=executor.streams.clock()))
+            executor.run(
+                prepared, dict(enumerate(batches)), 30, update, BUFFERS, Timing(clock=executor.streams.clock())
+            )
         recorder.operate("the end", [], [])
     return recorder.accesses
 

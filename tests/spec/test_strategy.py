@@ -139,6 +139,69 @@ def test_place_against_an_enumeration(strategy: Strategy) -> None:
     assert {rank: strategy.place(rank) for rank in range(24)} == {rank: expected.get(rank) for rank in range(24)}
 
 
+# Shared stages --------------------------------------------------------------------------------------------------------
+
+SHARED = (
+    "<[0]x2,[4,5]x2> + <[1]x2,[4,5]x2>",
+    "<[0]x1,[1]x1,[4]x2sr> + <[2]x2,[4]x2sr>",
+    "<[9]x1,[0]x3> + <[9]x1,[1]x3> gpipe",
+    "<tp1,pp2> + <[0]x2,[2]x2> + <[3]x2,[2]x2>",
+)
+
+
+@pytest.mark.parametrize("text", SHARED)
+def test_pipelines_may_share_a_stage(text: str, tmp_path: Path) -> None:
+    strategy = Strategy.parse(text, 4)
+    assert strategy.name == text
+    assert Strategy.parse(str(strategy), 4) == Strategy.from_dict(strategy.to_dict()) == strategy
+    strategy.save(tmp_path / "s.yaml")
+    assert Strategy.load(tmp_path / "s.yaml") == strategy
+    assert len(set(strategy.devices)) == len(strategy.devices)
+    assert strategy.shares
+    strategy.check(layers=4, ranks=10)
+
+
+def test_a_shared_stage_has_a_place_in_each_of_its_pipelines() -> None:
+    strategy = Strategy.parse("<[0]x1,[1]x1,[4]x2> + <[2]x2,[4]x2> + <[3]x4>", 4)
+    assert strategy.places(4) == (Place(0, 2, 0, 2, 4), Place(1, 1, 0, 2, 4))
+    assert strategy.place(4) == Place(0, 2, 0, 2, 4)
+    assert strategy.places(9) == ()
+    assert strategy.joined == ((0, 1), (2,))
+    assert strategy.devices == (0, 1, 4, 2, 3)
+
+
+@pytest.mark.parametrize(
+    ("text", "groups"),
+    [
+        ("3*<tp1,pp1>", ((0,), (1,), (2,))),
+        ("<[0]x2,[1]x2> + <[2]x2,[3]x2> + <[0]x2,[3]x2>", ((0, 1, 2),)),
+        ("<[0]x2,[1]x2> + <[2]x4> + <[0]x2,[3]x2> + <[4]x2,[3]x2>", ((0, 2, 3), (1,))),
+    ],
+)
+def test_pipelines_are_joined_by_stages_in_common(text: str, groups: tuple[tuple[int, ...], ...]) -> None:
+    strategy = Strategy.parse(text, 4)
+    assert strategy.joined == groups
+    assert strategy.shares == (len(groups) < len(strategy.pipelines))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("<[0]x2,[4,5]x2> + <[1]x2,[5,4]x2>", "these two differ in devices ([5, 4] and [4, 5])"),
+        ("<[0]x2,[4,5]x2> + <[1]x2,[4]x2>", "device 4 is already in pipeline 0, stage 1; give every stage devices of"),
+        ("<[0]x1,[4]x3> + <[1]x2,[4]x2>", "pipeline 1, stage 1: device 4 is already in pipeline 0, stage 1"),
+        ("<[0]x1,[4]x3> + <[1]x2,[4]x2>", "these two differ in layers (2-3 and 1-3)"),
+        ("<[0]x2,[4]x2r> + <[1]x2,[4]x2>", "these two differ in recompute (False and True)"),
+        ("<[0]x2,[4,5]x2s> + <[1]x2,[4,5]x2>", "these two differ in sequence_parallel (False and True)"),
+        ("<[0]x2,[0]x2>", "pipeline 0, stage 1: device 0 is already in pipeline 0, stage 0"),
+        ("<[0]x2,[1]x2> + <[2]x4> + <[0]x2,[1]x2>", "pipeline 2, stage 0: device 0 is already in pipeline 0, stage 0"),
+    ],
+)
+def test_what_repeats_a_device_otherwise_is_refused(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        Strategy.parse(text, 4)
+
+
 # What construction refuses --------------------------------------------------------------------------------------------
 
 

@@ -1,0 +1,111 @@
+"""Clock: when each stage would run each micro-batch if every stage were busy all the time; it orders what a rank runs.
+
+An iteration takes one unit of time. A stage that runs n micro-batches in it takes 1 / n for each, half of it for the
+forward and half for the backward. A micro-batch goes on to the next stage half a period after it came to this one, the
+period of the slower of both, turns round half a period after its forward on the last stage, and comes back likewise.
+The j-th of the c micro-batches of a pipeline comes in at j / c. Of P pipelines that share stages the i-th begins later
+by i / P of that, so that a shared stage gets their micro-batches in turns, each as often as its pipeline has them.
+
+One pipeline of 3 stages, in halves of a period, F and B with the micro-batch (this is 1F1B):
+
+    tick     0   1   2   3   4   5   6   7   8   9
+    stage 0  F0      F1      F2  B0  F3  B1      B2
+    stage 1      F0      F1  B0  F2  B1  F3  B2
+    stage 2          F0  B0  F1  B1  F2  B2  F3  B3
+
+Ranks that run their tasks in the order of the clock cannot wait for one another in a circle: what a task needs is
+earlier by the clock, and so is whatever its rank runs before it. (The last stage runs each backward right behind its
+forward, which is as if the clock put it there: not later than it does, and before what the stage runs next.) Between
+two stages the clock adds the same time to all micro-batches, of whichever pipeline, so they leave the one in the order
+in which they come to the other. And as no stage of a pipeline has fewer micro-batches than the pipeline, no step takes
+longer than half a period of the pipeline: of each pipeline at most S - s are alive on stage s of S.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from itertools import pairwise
+from math import lcm
+
+Ticks = int  # of a clock of its own for pipelines that share stages, so fine that all times are whole
+
+
+@dataclass(frozen=True)
+class Beat:
+    """When one stage runs the micro-batches of one pipeline.
+
+    Attributes:
+        first: the number of the first micro-batch.
+        arrives: when the stage before runs that one's forward; the first stage: when its own begins.
+        forward, backward: when this stage runs its forward, and its backward.
+        every: how much later the next one comes.
+    """
+
+    first: int
+    arrives: Ticks
+    forward: Ticks
+    backward: Ticks
+    every: Ticks
+
+    def arrives_at(self, micro_batch: int) -> Ticks:
+        """Return when the stage before runs a micro-batch's forward."""
+        return self.arrives + (micro_batch - self.first) * self.every
+
+    def forward_at(self, micro_batch: int) -> Ticks:
+        """Return when this stage runs a micro-batch's forward."""
+        return self.forward + (micro_batch - self.first) * self.every
+
+    def backward_at(self, micro_batch: int) -> Ticks:
+        """Return when this stage runs a micro-batch's backward."""
+        return self.backward + (micro_batch - self.first) * self.every
+
+    def returns_at(self, micro_batch: int) -> Ticks:
+        """Return when the stage before runs a micro-batch's backward: the way back takes as long as the way here."""
+        return self.backward_at(micro_batch) + self.forward - self.arrives
+
+
+@dataclass(frozen=True)
+class Runs:
+    """What one pipeline runs.
+
+    Attributes:
+        micro_batches: their numbers.
+        stages: how many micro-batches each of its stages runs in all, for other pipelines too.
+    """
+
+    micro_batches: range
+    stages: tuple[int, ...]
+
+
+def beats(pipelines: Sequence[Runs]) -> list[list[Beat]]:
+    """Return the beat of every stage of pipelines that share stages; a pipeline that shares none comes alone."""
+    times: list[list[list[Fraction]]] = []
+    for i, runs in enumerate(pipelines):
+        count = len(runs.micro_batches)
+        entry = Fraction(i, len(pipelines) * count)
+        times.append([[*row, Fraction(1, count)] for row in _times(runs.stages, entry)])
+    # Whole numbers are sorted much faster than fractions.
+    unit = lcm(*(time.denominator for pipeline in times for row in pipeline for time in row))
+    return [
+        [Beat(runs.micro_batches.start, *(int(time * unit) for time in row)) for row in rows]
+        for runs, rows in zip(pipelines, times, strict=True)
+    ]
+
+
+def _times(runs: Sequence[int], entry: Fraction) -> Iterator[tuple[Fraction, Fraction, Fraction]]:
+    """Yield arrival, forward and backward of a micro-batch on each stage of a pipeline.
+
+    Args:
+        runs: how many micro-batches each stage runs in all.
+        entry: when it comes in.
+    """
+    steps = [Fraction(1, 2 * min(one, other)) for one, other in pairwise(runs)]
+    forwards = [entry]
+    for step in steps:
+        forwards.append(forwards[-1] + step)
+    backwards = [forwards[-1] + Fraction(1, 2 * runs[-1])]
+    for step in reversed(steps):
+        backwards.append(backwards[-1] + step)
+    yield from zip([entry, *forwards[:-1]], forwards, reversed(backwards), strict=True)
