@@ -1,10 +1,18 @@
-"""How healthy devices are: how many times as long as a healthy one each takes, and which are lost."""
+"""How healthy devices are: how many times as long as a healthy one each takes, and which are lost.
+
+As YAML, rates by rank, of those that are not healthy:
+
+{3: 2.57, 5: inf}                       # rank 3 takes 2.57 times as long, rank 5 is lost
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
+
+from hydragraph.spec.record import load_yaml
 
 
 @dataclass(frozen=True)
@@ -43,3 +51,16 @@ class Health:
     def with_rate(self, rank: int, rate: float) -> Health:
         """Return it with one rank's rate changed."""
         return Health({**self.rates, rank: rate})
+
+    @classmethod
+    def load(cls, path: str | Path) -> Health:
+        """Read a YAML file of rates by rank; a ValueError names the file and the rank."""
+        data = load_yaml(path)
+        if not isinstance(data, dict):
+            raise ValueError(f"{path}: it is {data!r}: give rates by rank, such as {{3: 2.57, 5: inf}}; {{}}: all healthy")
+        # YAML itself writes infinity as .inf, which few know.
+        rates = {rank: math.inf if rate == "inf" else rate for rank, rate in data.items()}
+        try:
+            return cls(rates)
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from None
