@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.markup import escape
 
-from hydragraph.commands.options import Debug, HomeText, LogLevel
-from hydragraph.commands.plan_devices import TOKENS, Work, read_costs, read_running, to_record, write_strategies
-from hydragraph.train.config import TrainConfig
+from hydragraph.commands.options import Debug, LogLevel
+from hydragraph.commands.plan_devices import TOKENS, Asked, Work, plan_devices
 
 EXAMPLE = (
-    "Examples. Devices that differ: hydragraph plan --cluster cluster.yaml --model run.yaml --picture plan.png --output "
-    "plan.yaml, where cluster.yaml has types: and nodes: (docs/planner.md), and run.yaml is what hydragraph train "
-    "takes; rather than a datasheet, --profile h100.json --profile l4.json, each from hydragraph profile --type NAME; "
-    "where some are slow today, --health health.yaml with {3: 2.57, 5: inf}.  Equal devices: hydragraph plan --profile "
-    "profile.json --lengths lengths.txt --devices 64 --context 32768 "
+    "Devices that differ: hydragraph plan --cluster cluster.yaml --model run.yaml --picture plan.png --output "
+    "plan.yaml, where cluster.yaml has types: and nodes: (docs/planner.md shows one), and run.yaml is what hydragraph "
+    "train takes. Rather than a datasheet: --profile h100.json --profile l4.json, each from hydragraph profile --type "
+    "NAME. Where some are slow today: --health health.yaml with {3: 2.57, 5: inf}. "
+    "Equal devices: hydragraph plan --profile profile.json --lengths lengths.txt --devices 64 --context 32768 "
     "--explain --picture plan.png, where profile.json is from hydragraph profile and lengths.txt has one number per "
     "line. To try a strategy of your own: --strategy '<tp8,pp2> + 6*<tp8,pp1>'."
 )
@@ -120,14 +117,23 @@ def plan_command(
             rich_help_panel=_UNEVEN,
         ),
     ] = None,
-    home: HomeText = None,
+    home: Annotated[
+        str | None,
+        typer.Option(
+            help='Who owns the state now, as in "3,3,1,0 copies=2", from which the plan moves it; default: equal '
+            "shares, or with --running those of --model.",
+            rich_help_panel=_UNEVEN,
+        ),
+    ] = None,
     deadline: Annotated[
         float | None,
         typer.Option(min=0, help="After so many seconds take the best plan so far.", rich_help_panel=_UNEVEN),
     ] = None,
     output: Annotated[
         Path | None,
-        typer.Option(help="Write the strategy to this YAML file, which hydragraph train takes.", rich_help_panel=_UNEVEN),
+        typer.Option(
+            help="Write the strategy to this YAML file, which hydragraph train takes.", rich_help_panel=_UNEVEN
+        ),
     ] = None,
     log_level: LogLevel = None,
     debug: Debug = False,
@@ -158,111 +164,50 @@ def plan_command(
     }
     if cluster is None:
         _refuse(uneven, "is for devices that differ: give --cluster with the file that says which there are, too")
-        _need({"--profile": profile, "--lengths": lengths, "--devices": devices, "--context": context})
-        assert profile is not None, "it was asked for"
-        assert lengths is not None, "it was asked for"
+        if profile is None or lengths is None or devices is None or context is None:
+            raise ValueError(
+                "equal devices need all of --profile, --lengths, --devices and --context; devices that differ need "
+                "--cluster, and --model or --profile"
+            )
         if len(profile) > 1:
-            raise ValueError("--profile: give one, or --cluster with the file that says which types of devices there are")
-        _plan_equal(
-            profile[0],
-            lengths,
-            devices or 0,
-            context or 0,
-            tokens or TOKENS,
-            strategies or (),
-            iterations,
-            seed,
-            explain,
-            as_json,
-            picture,
+            raise ValueError(
+                "--profile: give one, or --cluster with the file that says which types of devices there are"
+            )
+        from hydragraph.planner.explain import explain as explained  # needs numba and scipy, which others do without
+        from hydragraph.planner.explain_text import to_record, to_text
+        from hydragraph.train.plan_input import read_candidates, read_lengths, read_profile
+        from hydragraph.train.plan_picture import write_plan_picture
+
+        own = read_candidates(strategies or ())
+        constants = read_profile(profile[0])
+        data = read_lengths(lengths)
+        report = explained(
+            constants, data, devices, context, tokens or TOKENS, strategies=own, iterations=iterations, seed=seed
         )
+        print(json.dumps(to_record(report), indent=1) if as_json else to_text(report, explain), end="\n" * as_json)
+        if picture is not None:
+            write_plan_picture(report.example, picture)
         return
-    _refuse(equal, "is for equal devices: leave it out, as --cluster says which devices there are and every rival is told")
+    _refuse(equal, "is for equal devices: leave it out; --cluster says which there are, and all rivals are told")
     work = Work(sequences, length, lengths, tokens, context, iterations, seed)
-    _plan_uneven(
-        cluster, model, profile or (), work, health, efficiency, method, running, home, deadline, output, as_json, picture
+    asked = Asked(
+        cluster,
+        work,
+        profile or (),
+        model=model,
+        efficiency=efficiency,
+        health=health,
+        method=method,
+        running=running,
+        home=home,
+        deadline=deadline,
+        output=output,
+        picture=picture,
     )
+    plan_devices(asked, as_json)
 
 
 def _refuse(given: Mapping[str, object], why: str) -> None:
     for name, value in given.items():
-        if value not in (None, False):
+        if value is not None and value is not False:
             raise ValueError(f"{name} {why}")
-
-
-def _need(given: Mapping[str, object]) -> None:
-    missing = [name for name, value in given.items() if not value]
-    if missing:
-        raise ValueError(
-            f"missing {', '.join(missing)}: equal devices need --profile, --lengths, --devices and --context; devices "
-            "that differ need --cluster with --model or --profile"
-        )
-
-
-def _plan_equal(
-    profile: str,
-    lengths: Path,
-    devices: int,
-    context: int,
-    tokens: int,
-    strategies: Sequence[str],
-    iterations: int,
-    seed: int,
-    all_candidates: bool,
-    as_json: bool,
-    picture: Path | None,
-) -> None:
-    from hydragraph.planner.explain import explain  # needs numba and scipy, which others do without
-    from hydragraph.planner.explain_text import to_record, to_text
-    from hydragraph.train.plan_input import read_candidates, read_lengths, read_profile
-    from hydragraph.train.plan_picture import write_plan_picture
-
-    own = read_candidates(strategies)
-    constants = read_profile(profile)
-    data = read_lengths(lengths)
-    report = explain(constants, data, devices, context, tokens, strategies=own, iterations=iterations, seed=seed)
-    print(json.dumps(to_record(report), indent=1) if as_json else to_text(report, all_candidates), end="\n" * as_json)
-    if picture is not None:
-        write_plan_picture(report.example, picture)
-
-
-def _plan_uneven(
-    cluster: Path,
-    model: Path | None,
-    profiles: Sequence[str],
-    work: Work,
-    health: Path | None,
-    efficiency: float | None,
-    method: str | None,
-    running: str | None,
-    home: str | None,
-    deadline: float | None,
-    output: Path | None,
-    as_json: bool,
-    picture: Path | None,
-) -> None:
-    from hydragraph.planner.uneven.planning import plan
-    from hydragraph.spec.cluster import Cluster
-    from hydragraph.train.device_picture import write_device_picture
-
-    for name, path in (("--output", output), ("--picture", picture)):
-        if path is not None and not path.parent.is_dir():
-            raise ValueError(f"{name} {path}: the folder {path.parent} does not exist: make it, or name another")
-    where = Cluster.load(cluster)
-    config = None if model is None else TrainConfig.load(model)
-    workload = work.read(config)
-    screen = Console(stderr=True)
-    with screen.status("reading") as status:
-        say = lambda what: status.update(escape(what))  # noqa: E731
-        costs, source = read_costs(where, config, profiles, health, efficiency, home, say)
-        before = None if running is None else read_running(running, costs)
-        say("searching")
-        found = plan(costs, workload, method or "auto", before, deadline, work.seed)  # type: ignore[arg-type]
-    written = [] if output is None else [write_strategies(found, output)]
-    if picture is not None:
-        write_device_picture(found, costs, picture)
-        written.append(f"{picture}: nodes and their devices, by pipeline")
-    if as_json:
-        print(json.dumps(to_record(found, source), indent=1))
-        return
-    print("\n".join([source, found.explain(), *written]))

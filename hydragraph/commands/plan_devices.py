@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rich.console import Console
+from rich.markup import escape
+
+from hydragraph.commands.options import chosen_home
 from hydragraph.train.config import TrainConfig
 
 if TYPE_CHECKING:
@@ -17,6 +22,7 @@ if TYPE_CHECKING:
     from hydragraph.planner.uneven.planning import Plan
     from hydragraph.planner.workload import Workload
     from hydragraph.spec.cluster import Cluster
+    from hydragraph.spec.home import Home
     from hydragraph.spec.strategy import Strategy
 
 Say = Callable[[str], None]
@@ -78,43 +84,95 @@ class Work:
         return Workload(self.sequences or -(-(tokens or 0) // length), length)
 
 
-def read_costs(
-    cluster: Cluster,
-    config: TrainConfig | None,
-    profiles: Sequence[str],
-    health: Path | None,
-    efficiency: float | None,
-    home: str | None,
-    say: Say,
-) -> tuple[Costs, str]:
+@dataclass(frozen=True)
+class Asked:
+    """What the command line asks for, by the names of its options; None: not given.
+
+    Attributes:
+        work: what there is to train.
+        profiles: as measured, of all types of devices; none: a datasheet.
+    """
+
+    cluster: Path
+    work: Work
+    profiles: Sequence[str] = ()
+    model: Path | None = None
+    efficiency: float | None = None
+    health: Path | None = None
+    method: str | None = None
+    running: str | None = None
+    home: str | None = None
+    deadline: float | None = None
+    output: Path | None = None
+    picture: Path | None = None
+
+    def check(self) -> None:
+        """Refuse what does not fit together.
+
+        Raises:
+            ValueError: naming the options.
+        """
+        if self.model is None and not self.profiles:
+            raise ValueError(
+                "--cluster needs --model with a run's config, priced by datasheet, or --profile with what hydragraph "
+                "profile measured on each type of device; or both"
+            )
+        if self.profiles and self.efficiency is not None:
+            raise ValueError("--profile has measured seconds and --efficiency prices a datasheet: give one of them")
+        for name, path in (("--output", self.output), ("--picture", self.picture)):
+            if path is not None and not path.parent.is_dir():
+                raise ValueError(f"{name} {path}: the folder {path.parent} does not exist: make it, or name another")
+
+
+def plan_devices(asked: Asked, as_json: bool) -> None:
+    """Plan, print the plan, and write what was asked for."""
+    from hydragraph.planner.uneven.planning import plan
+    from hydragraph.spec.cluster import Cluster
+    from hydragraph.train.device_picture import write_device_picture
+
+    asked.check()
+    cluster = Cluster.load(asked.cluster)
+    config = None if asked.model is None else TrainConfig.load(asked.model)
+    workload = asked.work.read(config)
+    with Console(stderr=True).status("reading") as status:
+
+        def say(what: str) -> None:
+            status.update(escape(what))
+
+        costs, source = _costs(asked, cluster, config, say)
+        running = None if asked.running is None else _running(asked.running, costs)
+        say("searching")
+        method: Any = asked.method or "auto"
+        found = plan(costs, workload, method, running, asked.deadline, asked.work.seed)
+    written = [] if asked.output is None else [_write(found, asked.output)]
+    if asked.picture is not None:
+        write_device_picture(found, costs, asked.picture)
+        written.append(f"{asked.picture}: nodes and their devices, by pipeline")
+    if as_json:
+        print(json.dumps(_record(found, source), indent=1))
+        return
+    print("\n".join([source, found.explain(), *written]))
+
+
+def _costs(asked: Asked, cluster: Cluster, config: TrainConfig | None, say: Say) -> tuple[Costs, str]:
     """Return what prices plans, and a sentence on where its numbers come from.
 
     Args:
         config: of a run with the model, from which memory is exact; None: the profiles alone.
-        profiles: as measured, of all types of devices; none: a datasheet.
-        home: who owns the state now; None: as the config says, or equal shares.
         say: told what is under way.
 
     Raises:
-        ValueError: too little is given, or it does not fit together.
+        ValueError: it does not fit together.
     """
     from hydragraph.commands.captured import captured
     from hydragraph.cost.costs import Costs
     from hydragraph.cost.datasheet import EFFICIENCY, datasheet
     from hydragraph.cost.memory import CompiledBlocks
     from hydragraph.spec.health import Health
-    from hydragraph.spec.home import Home
 
-    if config is None and not profiles:
-        raise ValueError(
-            "--cluster needs --model with a run's config, priced by datasheet, or --profile with what hydragraph "
-            "profile measured on each type of device; or both"
-        )
-    if profiles and efficiency is not None:
-        raise ValueError("--profile has measured seconds and --efficiency prices a datasheet: give one of them")
-    rates = None if health is None else Health.load(health)
-    owners = Home.parse(home) if home is not None else Home(copies=config.home.copies) if config else Home()
-    measured = _merged(profiles, cluster) if profiles else None
+    rates = None if asked.health is None else Health.load(asked.health)
+    owners = chosen_home(asked.home, _home(config, asked.running is not None))
+    measured = _merged(asked.profiles, cluster) if asked.profiles else None
     if config is None:
         assert measured is not None, "there is a profile or a model"
         costs = Costs(measured, cluster, rates, home=owners)
@@ -122,9 +180,10 @@ def read_costs(
     say("capturing the model")
     _, program, variants = captured(config)
     if measured is None:
+        efficiency = EFFICIENCY if asked.efficiency is None else asked.efficiency
         # No group is larger than a node.
         most = max(cluster.node(device.node).devices for device in cluster.devices)
-        measured = datasheet(program, cluster, efficiency or EFFICIENCY, range(1, most + 1))
+        measured = datasheet(program, cluster, efficiency, range(1, most + 1))
     elif len(measured.blocks) != len(program.blocks):
         raise ValueError(
             f"profile {measured.name} is of a model of {len(measured.blocks)} blocks, but that of --model has "
@@ -133,6 +192,15 @@ def read_costs(
     blocks = CompiledBlocks(program, _told(variants.get, say))
     costs = Costs(measured, cluster, rates, home=owners, blocks=blocks)
     return costs, f"{costs.source}; memory by the sizes of compiled graphs"
+
+
+def _home(config: TrainConfig | None, running: bool) -> Home:
+    """Return the config's home; of a run that does not run yet only how many copies it wants."""
+    from hydragraph.spec.home import Home
+
+    if config is None:
+        return Home()
+    return config.home if running else Home(copies=config.home.copies)
 
 
 def _told(compiled: Compiled, say: Say) -> Compiled:
@@ -161,20 +229,21 @@ def _merged(texts: Sequence[str], cluster: Cluster) -> Profile:
     from hydragraph.cost.profile import Profile
     from hydragraph.train.plan_input import read_profile
 
+    names = ", ".join(cluster.types)
     several = len(cluster.types) > 1 or len(texts) > 1
     found = []
     for text in texts:
         profile = read_profile(text)
         if several and any(not part.type for part in (profile, *profile.others)):
             raise ValueError(
-                f"--profile {text}: it names no type of device, and the cluster has {', '.join(cluster.types)}: measure "
-                "on each type with hydragraph profile --type NAME"
+                f"--profile {text}: it names no type of device, and the cluster has {names}: measure on each type with "
+                "hydragraph profile --type NAME"
             )
         found.append(profile)
     return Profile.merge(found)
 
 
-def read_running(text: str, costs: Costs) -> Strategy:
+def _running(text: str, costs: Costs) -> Strategy:
     """Read the strategy that runs now, a text or a YAML file, and check it against model and cluster.
 
     Raises:
@@ -191,7 +260,7 @@ def read_running(text: str, costs: Costs) -> Strategy:
     return strategy
 
 
-def write_strategies(plan: Plan, path: Path) -> str:
+def _write(plan: Plan, path: Path) -> str:
     """Write what `hydragraph train` takes: the plan's strategy, and further candidates in files beside it.
 
     Returns:
@@ -213,7 +282,7 @@ def _list(paths: Sequence[Path]) -> str:
     return "[" + ", ".join(f'"{path}"' for path in paths) + "]"
 
 
-def to_record(plan: Plan, source: str) -> dict[str, Any]:
+def _record(plan: Plan, source: str) -> dict[str, Any]:
     """Return a plan as JSON holds it; seconds of what does not fit are null."""
     return {
         "strategy": plan.strategy.name,

@@ -57,7 +57,9 @@ class Health:
         """Read a YAML file of rates by rank; a ValueError names the file and the rank."""
         data = load_yaml(path)
         if not isinstance(data, dict):
-            raise ValueError(f"{path}: it is {data!r}: give rates by rank, such as {{3: 2.57, 5: inf}}; {{}}: all healthy")
+            raise ValueError(
+                f"{path}: it is {data!r}: give rates by rank, such as {{3: 2.57, 5: inf}}; {{}}: all healthy"
+            )
         # YAML itself writes infinity as .inf, which few know.
         rates = {rank: math.inf if rate == "inf" else rate for rank, rate in data.items()}
         try:

@@ -47,7 +47,15 @@ class _Bar:
 
 
 def write_device_picture(plan: Plan, costs: Costs, path: Path) -> None:
-    """Draw devices x layers, and their memory, to a PNG file, which is replaced only when the new one is complete.
+    """Draw a plan to a PNG file, which is replaced only when the new one is complete."""
+    figure = device_figure(plan, costs)
+    partial = path.with_name(f".{path.name}.partial")
+    figure.savefig(partial, dpi=120, format="png")
+    partial.replace(path)
+
+
+def device_figure(plan: Plan, costs: Costs) -> Any:
+    """Return the figure of devices x layers, and their memory.
 
     A row is a device, below its node's name; its bar covers the layers of its stage, in the colour of its pipeline.
     Hatched rows compute nothing: idle ones grey, lost ones red. Beside it the memory it holds when it holds most, and
@@ -65,11 +73,9 @@ def write_device_picture(plan: Plan, costs: Costs, path: Path) -> None:
     _draw_memory(memory, plan, rows)
     _draw_labels(layers, costs, rows)
     figure.suptitle(_title(plan), fontsize=10, x=0.01, ha="left")
-    patches = _patches(plan, costs)
-    figure.legend(handles=patches, loc="outside lower left", ncols=min(4, len(patches)), fontsize="x-small", frameon=False)
-    partial = path.with_name(f".{path.name}.partial")
-    figure.savefig(partial, dpi=120, format="png")
-    partial.replace(path)
+    shown = _patches(plan, costs)
+    figure.legend(handles=shown, loc="outside lower left", ncols=min(4, len(shown)), fontsize="x-small", frameon=False)
+    return figure
 
 
 def _rows(costs: Costs) -> list[int | None]:
@@ -82,8 +88,7 @@ def _rows(costs: Costs) -> list[int | None]:
 
 def _title(plan: Plan) -> str:
     tokens = sum(plan.assignment.lengths)
-    seconds = f"{plan.seconds:.4g} s an iteration"
-    return f"{tokens:,} tokens in {seconds}, {plan.gap:.1%} above the bound; at most {max(plan.memory) / 1e9:.3g} GB"
+    return f"{tokens:,} tokens an iteration in {plan.seconds:.4g} s, at most {plan.gap:.1%} above the best there can be"
 
 
 def _draw_layers(axes: Any, plan: Plan, costs: Costs, rows: list[int | None]) -> None:
@@ -105,6 +110,7 @@ def _draw_layers(axes: Any, plan: Plan, costs: Costs, rows: list[int | None]) ->
     axes.set_ylim(len(rows) - 0.4, -0.6)
     axes.set_xticks(range(0, layers + 1, max(1, layers // 8)))
     axes.set_xlabel("layers", fontsize="small")
+    axes.spines[["top", "right", "left"]].set_visible(False)
     axes.tick_params(labelsize="x-small")
 
 
@@ -123,7 +129,7 @@ def _bars(plan: Plan, rows: list[int | None]) -> Iterator[_Bar]:
 
 def _stage_text(pipeline: int, number: int, stage: Stage) -> str:
     marks = ", sp" * stage.sequence_parallel + ", recomputed" * stage.recompute
-    return f"p{pipeline} s{number}: {stage.layers} layers, tp{stage.tp}{marks}"
+    return f"p{pipeline} s{number}: {stage.layers} layer{'s' * (stage.layers > 1)}, tp{stage.tp}{marks}"
 
 
 def _write(axes: Any, bar: _Bar, layers: int) -> None:
@@ -156,6 +162,8 @@ def _draw_memory(axes: Any, plan: Plan, rows: list[int | None]) -> None:
             text = f"{plan.memory[rank] / scale:.3g} of {plan.limits[rank] / scale:.3g} ({part:.0%})"
             axes.text(1.04 * most, row, text, va="center", fontsize=6.5)
     axes.set_xlim(0, 1.75 * most if len(rows) <= TALLEST else 1.05 * most)
+    axes.set_xticks([0, most / 2, most], [f"{part * most:.3g}" for part in (0, 0.5, 1)])
+    axes.spines[["top", "right", "left"]].set_visible(False)
     axes.set_xlabel(f"memory held at most, of what it may ({unit})", fontsize="small")
     axes.tick_params(labelsize="x-small", left=False)
 
