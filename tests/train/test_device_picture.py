@@ -84,8 +84,8 @@ def test_memory_stands_beside_its_limit(costs: Costs) -> None:
 
 
 def test_large_clusters_fit_on_a_page(tmp_path: Path) -> None:
-    costs = priced.costs(LAYERS, priced.cluster(256, 8))
-    found = plan(costs, "128*<tp2,pp1>", [1] * 128)
+    costs = priced.costs(LAYERS, priced.cluster(96, 8))
+    found = plan(costs, "48*<tp2,pp1>", [1] * 48)
     assert len(device_figure(found, costs).axes[0].get_yticks()) <= TALLEST
     write_device_picture(found, costs, tmp_path / "plan.png")
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
