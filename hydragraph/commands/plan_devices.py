@@ -171,6 +171,10 @@ def _costs(asked: Asked, cluster: Cluster, config: TrainConfig | None, say: Say)
     from hydragraph.spec.health import Health
 
     rates = None if asked.health is None else Health.load(asked.health)
+    last = len(cluster.devices) - 1
+    for rank in rates or ():
+        if rank > last:
+            raise ValueError(f"{asked.health}: rank {rank} is not in {asked.cluster}, which has ranks 0 to {last}")
     owners = chosen_home(asked.home, _home(config, asked.running is not None))
     measured = _merged(asked.profiles, cluster) if asked.profiles else None
     if config is None:

@@ -210,7 +210,7 @@ def test_sample_mini_batches_give_candidates(uneven: Path) -> None:
         (("--cluster", "cluster.yaml", *TYPES, *SOME, "--running", "<[0]x3>"), "--running: "),
         (("--cluster", "cluster.yaml", *TYPES, *SOME, "--output", "nowhere/plan.yaml"), "does not exist: make it"),
         (("--cluster", "cluster.yaml", *TYPES, *SOME, "--health", "half.yaml"), "half.yaml: rates: rank 1 has 0.5"),
-        (("--cluster", "cluster.yaml", *TYPES, *SOME, "--health", "other.yaml"), "names rank 7: the cluster has 4"),
+        (("--cluster", "cluster.yaml", *TYPES, *SOME, "--health", "other.yaml"), "other.yaml: rank 7 is not in "),
         (("--cluster", "cluster.yaml", *TYPES, *SOME, "--health", "list.yaml"), "give rates by rank, such as {3: 2.57"),
         (("--cluster", "cluster.yaml", *TYPES, *SOME, "--health", "lost.yaml"), "all devices are lost"),
         (("--cluster", "small.yaml", *TYPES, *SOME), "needs more memory than its device has"),
