@@ -13,7 +13,6 @@ from rich.markup import escape
 from rich.table import Table
 
 from hydragraph.commands.options import Config, CorrectionsFile, Debug, LogLevel, Set, Strategies, chosen_strategies
-from hydragraph.commands.process import quieten
 from hydragraph.commands.text import bytes_text, console, seconds_text
 from hydragraph.train.config import TrainConfig
 
@@ -92,32 +91,24 @@ def _costs(
     """Return the strategies, and what prices them by the compiled graphs."""
     from dataclasses import replace
 
-    import torch
-
+    from hydragraph.commands.captured import captured
     from hydragraph.cost.costs import Costs
     from hydragraph.cost.datasheet import datasheet
     from hydragraph.cost.memory import CompiledBlocks
-    from hydragraph.frontend.capture import capture
-    from hydragraph.passes.compiled import choose_backend
-    from hydragraph.runtime.variants import Variants
     from hydragraph.spec.cluster import Cluster
     from hydragraph.spec.default_cluster import default_cluster
     from hydragraph.train.loop import read_strategies
-    from hydragraph.train.model import skeleton
     from hydragraph.train.optimizer import state_bytes
     from hydragraph.train.plan_input import read_corrections, read_profile
 
-    quieten()
     where = default_cluster(config.ranks) if cluster is None else Cluster.load(cluster)
     if memory is not None:
         where = replace(where, devices=tuple(replace(d, memory_bytes=int(memory)) for d in where.devices))
     with Console(stderr=True).status("capturing the model"):
-        model = skeleton(config.model, config.data.vocab_size)
-        program = capture(model, dtype=getattr(torch, config.dtype))
+        model, program, variants = captured(config)
         strategies = read_strategies(texts, model, len(where.devices))
     device = torch.device(config.device or "cpu")
-    inductor = choose_backend(config.backend, device) == "inductor"
-    blocks = CompiledBlocks(program, Variants(program, fused_head=inductor, added=not inductor).get)
+    blocks = CompiledBlocks(program, variants.get)
     degrees = sorted({stage.tp for s in strategies for p in s.pipelines for stage in p.stages})
     priced = datasheet(program, where, degrees=degrees) if profile is None else read_profile(profile)
     return strategies, Costs(

@@ -1,4 +1,9 @@
-"""How healthy devices are: how many times as long as a healthy one each takes, and which are lost."""
+"""How healthy devices are: how many times as long as a healthy one each takes, and which are lost.
+
+As YAML, rates by rank, of those that are not healthy:
+
+{3: 2.57, 5: inf}                       # rank 3 takes 2.57 times as long, rank 5 is lost
+"""
 
 from __future__ import annotations
 
@@ -28,21 +33,6 @@ class Health:
                 raise ValueError(f"rates: rank {rank} has {rate!r}: give a rate of at least 1 (math.inf: it is lost)")
         object.__setattr__(self, "rates", {r: float(x) for r, x in sorted(self.rates.items()) if x != 1})
 
-    @classmethod
-    def load(cls, path: str | Path) -> Health:
-        """Read a YAML file of `rank: rate` lines, as in `3: 2.57`, or `5: .inf` for a lost rank.
-
-        Raises:
-            ValueError: naming the file and what is wrong in it.
-        """
-        data = load_yaml(path)
-        if not isinstance(data, dict):
-            raise ValueError(f"{path}: give one line per rank that is not healthy, as in `3: 2.57`")
-        try:
-            return cls(data)
-        except ValueError as error:
-            raise ValueError(f"{path}: {error}") from None
-
     def __hash__(self) -> int:
         return hash(tuple(self.rates.items()))
 
@@ -61,3 +51,18 @@ class Health:
     def with_rate(self, rank: int, rate: float) -> Health:
         """Return it with one rank's rate changed."""
         return Health({**self.rates, rank: rate})
+
+    @classmethod
+    def load(cls, path: str | Path) -> Health:
+        """Read a YAML file of rates by rank; a ValueError names the file and the rank."""
+        data = load_yaml(path)
+        if not isinstance(data, dict):
+            raise ValueError(
+                f"{path}: it is {data!r}: give rates by rank, such as {{3: 2.57, 5: inf}}; {{}}: all healthy"
+            )
+        # YAML itself writes infinity as .inf, which few know.
+        rates = {rank: math.inf if rate == "inf" else rate for rank, rate in data.items()}
+        try:
+            return cls(rates)
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from None

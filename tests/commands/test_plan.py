@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner, Result
 
+import hydragraph as hg
 from hydragraph import cli
 from hydragraph.data.token_file import write_tokens
 from hydragraph.data.tokenizer import train_bpe
+from hydragraph.train.config import TrainConfig
+from hydragraph.train.loop import read_strategies
+from hydragraph.train.model import skeleton
 from hydragraph.train.plan_input import read_candidates, read_lengths
+from tests.commands.tiny import run, write
+from tests.cost import priced
 from tests.planner.examples import ENTRY, PROFILE, lengths
 
 SIZES = lengths(400, 0, 6000)
+LAYERS = 4
 
 
 @pytest.fixture
@@ -97,3 +105,124 @@ def test_a_mistake_is_a_sentence(
 def test_help_teaches_with_an_example() -> None:
     shown = " ".join(CliRunner().invoke(cli.app, ["plan", "--help"]).stdout.split())
     assert "hydragraph plan --profile profile.json" in shown
+
+
+# Devices that differ: --cluster.
+
+SOME = ("--sequences", "8", "--length", "64")
+TYPES = ("--profile", "fast.json", "--profile", "slow.json")
+
+
+@pytest.fixture(scope="module")
+def uneven(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a node of two fast devices and one of two slow ones, and with profiles of both."""
+    where = tmp_path_factory.mktemp("uneven")
+    priced.mixed().save(where / "cluster.yaml")
+    text = (where / "cluster.yaml").read_text()
+    # Groups of one device only need few graphs.
+    (where / "apart.yaml").write_text(
+        text.replace("devices: 2", "devices: 1, count: 2").replace("cards: 2", "cards: 1")
+    )
+    (where / "unknown.yaml").write_text(text.replace("type: slow", "type: l4"))
+    (where / "small.yaml").write_text(text.replace("memory_bytes: 1000000000", "memory_bytes: 100000"))
+    (where / "empty.yaml").write_text(text.partition("nodes:")[0] + "nodes: []\n")
+    priced.profile(LAYERS, "fast").save(where / "fast.json")
+    priced.profile(LAYERS, "slow", 2.5).save(where / "slow.json")
+    priced.profile(LAYERS).save(where / "typeless.json")
+    for name, rates in (
+        ("slow_one", "{0: 2.57}"),
+        ("lost", "{0: inf, 1: .inf, 2: inf, 3: inf}"),
+        ("half", "{1: 0.5}"),
+        ("other", "{7: 2}"),
+        ("list", "[1]"),
+    ):
+        (where / f"{name}.yaml").write_text(rates)
+    (where / "sizes.txt").write_text("\n".join(map(str, lengths(60, 0, 600))))
+    write(where)
+    return where
+
+
+def plan_devices(where: Path, *options: object) -> Result:
+    names = [str(where / str(o)) if str(o).endswith((".yaml", ".json", ".png", ".txt")) else str(o) for o in options]
+    return run("plan", *names)
+
+
+def test_a_plan_is_told_drawn_and_written(uneven: Path) -> None:
+    files = ("--output", "plan.yaml", "--picture", "plan.png", "--health", "slow_one.yaml")
+    told = plan_devices(uneven, "--cluster", "cluster.yaml", *TYPES, *SOME, *files)
+    assert told.exit_code == 0, told.output
+    written = hg.Strategy.load(uneven / "plan.yaml")
+    assert f"strategy: {written.name}" in told.stdout
+    assert "computation as measured: made up for fast, made up for slow; memory by what the profile says" in told.stdout
+    assert f"strategies: [{uneven / 'plan.yaml'}]" in told.stdout
+    assert (uneven / "plan.png").read_bytes().startswith(b"\x89PNG")
+    # The same again, as JSON, is what hg.plan says; and what was written is read as what runs now.
+    kept = ("--running", "plan.yaml", "--home", "equal", "--json")
+    record = json.loads(plan_devices(uneven, "--cluster", "cluster.yaml", *TYPES, *SOME, *files, *kept).stdout)
+    costs = priced.costs(LAYERS, priced.mixed(), hg.Health({0: 2.57}))
+    expected = hg.plan(costs, hg.Workload(8, 64), running=written)
+    assert record["strategy"] == expected.strategy.name
+    assert record["seconds"] == pytest.approx(expected.seconds)
+    assert record["home"] == str(expected.home)
+    assert record["memory"] == list(expected.memory)
+    assert [rival["why"] for rival in record["rivals"]] == [rival.why for rival in expected.rivals]
+
+
+def test_a_model_is_priced_by_datasheet_and_its_compiled_graphs(uneven: Path) -> None:
+    told = plan_devices(uneven, "--cluster", "apart.yaml", "--model", "config.yaml", "--output", "model.yaml")
+    assert told.exit_code == 0, told.output
+    assert "not measured: datasheet of fast at 45% of 1000 TFLOP/s" in told.stdout
+    assert "memory by the sizes of compiled graphs" in told.stdout
+    assert "3 sequences of 32 tokens on 4 devices" in told.stdout  # a step of the config
+    # What it wrote is what a run takes, with the options that it told.
+    (said,) = (line for line in told.stdout.splitlines() if "hydragraph train" in line)
+    options = shlex.split(said.partition("hydragraph train config.yaml ")[2])
+    config = TrainConfig.load(uneven / "config.yaml", options[1::2])
+    (strategy,) = read_strategies(config.strategies, skeleton(config.model, 300), config.ranks)
+    assert strategy == hg.Strategy.load(uneven / "model.yaml")
+    assert config.ranks == 4
+
+
+def test_sample_mini_batches_give_candidates(uneven: Path) -> None:
+    sizes = ("--lengths", "sizes.txt", "--tokens", "2000", "--iterations", "2", "--context", "300")
+    told = plan_devices(uneven, "--cluster", "cluster.yaml", *TYPES, *sizes, "--deadline", "0", "--json")
+    assert told.exit_code == 0, told.output
+    record = json.loads(told.stdout)
+    assert record["strategies"][0] == record["strategy"]
+    assert 0 < record["seconds"] < 60
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (("--cluster", "empty.yaml", *TYPES, *SOME), "empty.yaml: devices is empty"),
+        (("--cluster", "unknown.yaml", *TYPES, *SOME), "nodes[1]: unknown device type 'l4': use fast, slow"),
+        (("--cluster", "cluster.yaml", *TYPES[:2], *SOME), "device type 'slow' was not measured"),
+        (("--cluster", "cluster.yaml", "--profile", "typeless.json", *SOME), "it names no type of device"),
+        (("--cluster", "cluster.yaml", *SOME), "--cluster needs --model"),
+        (("--cluster", "cluster.yaml", *TYPES), "what is there to train?"),
+        (("--cluster", "cluster.yaml", *TYPES, "--length", "64"), "what is there to train?"),
+        (("--cluster", "cluster.yaml", *TYPES, *SOME, "--lengths", "sizes.txt"), "leave out --sequences and --length"),
+        (("--cluster", "cluster.yaml", *TYPES, *SOME, "--tokens", "512"), "both say how much"),
+        (("--cluster", "cluster.yaml", *TYPES, *SOME, "--context", "64"), "for equal ones give --length"),
+        (("--cluster", "cluster.yaml", *TYPES, *SOME, "--efficiency", "0.5"), "--efficiency prices a datasheet"),
+        (("--cluster", "cluster.yaml", *TYPES, *SOME, "--method", "best"), "method is 'best': use 'auto'"),
+        (("--cluster", "cluster.yaml", *TYPES, *SOME, "--running", "<[0]x3>"), "--running: "),
+        (("--cluster", "cluster.yaml", *TYPES, *SOME, "--output", "nowhere/plan.yaml"), "does not exist: make it"),
+        (("--cluster", "cluster.yaml", *TYPES, *SOME, "--health", "half.yaml"), "half.yaml: rates: rank 1 has 0.5"),
+        (("--cluster", "cluster.yaml", *TYPES, *SOME, "--health", "other.yaml"), "other.yaml: rank 7 is not in "),
+        (("--cluster", "cluster.yaml", *TYPES, *SOME, "--health", "list.yaml"), "give rates by rank, such as {3: 2.57"),
+        (("--cluster", "cluster.yaml", *TYPES, *SOME, "--health", "lost.yaml"), "all devices are lost"),
+        (("--cluster", "small.yaml", *TYPES, *SOME), "needs more memory than its device has"),
+        (("--cluster", "cluster.yaml", *TYPES, *SOME, "--devices", "4"), "--devices is for equal devices"),
+        (("--cluster", "cluster.yaml", *TYPES, *SOME, "--explain"), "--explain is for equal devices"),
+        ((*TYPES[:2], "--health", "half.yaml"), "--health is for devices that differ: give --cluster"),
+        (TYPES[:2], "equal devices need all of --profile, --lengths, --devices and --context"),
+    ],
+)
+def test_a_mistake_about_devices_is_a_sentence(uneven: Path, options: tuple[str, ...], sentence: str) -> None:
+    result = plan_devices(uneven, *options)
+    assert result.exit_code == 2, result.output
+    assert sentence in result.stderr
+    assert "Traceback" not in result.output
+    assert result.stdout == ""

@@ -25,15 +25,25 @@ def test_what_is_no_rate_is_refused(rates: dict[int, float]) -> None:
         hg.Health(rates)
 
 
-def test_a_file_of_ranks(tmp_path: Path) -> None:
+def test_a_file_names_the_ranks_that_are_not_healthy(tmp_path: Path) -> None:
     file = tmp_path / "health.yaml"
-    file.write_text("3: 2.57\n5: .inf\n")
-    assert hg.Health.load(file) == hg.Health({3: 2.57, 5: math.inf})
-    for text, message in (
-        ("- 3", "give one line per rank"),
-        ("3: 0.5", "rank 3 has 0.5"),
-        ("three: 2", "rank 'three'"),
-    ):
-        file.write_text(text)
-        with pytest.raises(ValueError, match=rf"health.yaml: .*{message}"):
-            hg.Health.load(file)
+    file.write_text("{3: 2.57, 5: inf, 6: .inf, 7: 1}")
+    assert hg.Health.load(file) == hg.Health({3: 2.57, 5: math.inf, 6: math.inf})
+    file.write_text("{}")
+    assert hg.Health.load(file) == hg.Health()
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("{3: 0.5}", "health.yaml: rates: rank 3 has 0.5"),
+        ("{3: slow}", "health.yaml: rates: rank 3 has 'slow'"),
+        ("{fast: 2}", "health.yaml: rates has rank 'fast'"),
+        ("", "health.yaml: it is None: give rates by rank"),
+        ("{3: 2, 3: 4}", "health.yaml: not readable as YAML: .*given twice"),
+    ],
+)
+def test_a_wrong_file_is_named(tmp_path: Path, text: str, sentence: str) -> None:
+    (tmp_path / "health.yaml").write_text(text)
+    with pytest.raises(ValueError, match=sentence):
+        hg.Health.load(tmp_path / "health.yaml")

@@ -1,0 +1,317 @@
+"""`hydragraph plan --cluster`: which devices of a cluster do what, when they differ."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.markup import escape
+
+from hydragraph.commands.options import chosen_home
+from hydragraph.train.config import TrainConfig
+
+if TYPE_CHECKING:
+    from hydragraph.cost.costs import Costs
+    from hydragraph.cost.memory import Compiled
+    from hydragraph.cost.profile import Profile
+    from hydragraph.planner.uneven.planning import Plan
+    from hydragraph.planner.workload import Workload
+    from hydragraph.spec.cluster import Cluster
+    from hydragraph.spec.home import Home
+    from hydragraph.spec.strategy import Strategy
+
+Say = Callable[[str], None]
+
+# Tokens of a sample mini-batch, where nothing says how many.
+TOKENS = 100_000
+
+
+@dataclass(frozen=True)
+class Work:
+    """What there is to train, as the command line says it; what it does not say, the run's config does.
+
+    Attributes:
+        sequences, length: how many of how many tokens.
+        lengths: a file of sequence lengths to draw sample mini-batches from instead.
+        tokens: per iteration.
+        context: longer sequences of the file count as cut.
+        iterations, seed: how many mini-batches are drawn, and how.
+    """
+
+    sequences: int | None = None
+    length: int | None = None
+    lengths: Path | None = None
+    tokens: int | None = None
+    context: int | None = None
+    iterations: int = 4
+    seed: int = 0
+
+    def read(self, config: TrainConfig | None) -> Workload:
+        """Return the workload.
+
+        Raises:
+            ValueError: too little is said, or too much.
+        """
+        from hydragraph.planner.explain import mini_batches
+        from hydragraph.planner.workload import Workload
+        from hydragraph.train.plan_input import read_lengths
+
+        tokens = self.tokens or (config.data.tokens_per_step if config else None)
+        longest = config.data.max_length if config else None
+        if self.lengths is not None:
+            if self.sequences or self.length:
+                raise ValueError("--lengths draws mini-batches; leave out --sequences and --length")
+            limit = self.context or longest
+            data = [min(n, limit or n) for n in read_lengths(self.lengths) if n]
+            if not data:
+                raise ValueError(f"{self.lengths}: all sequences are empty; give lengths above 0")
+            return Workload(lengths=mini_batches(data, tokens or TOKENS, self.iterations, self.seed))
+        if self.context:
+            raise ValueError("--context cuts the sequences of --lengths; for equal ones give --length")
+        if self.sequences and self.tokens:
+            raise ValueError("--sequences and --tokens both say how much an iteration has: give one of them")
+        length = self.length or longest
+        if length is None or not (self.sequences or tokens):
+            raise ValueError(
+                "what is there to train? Give --sequences 128 --length 2048, or --lengths with a file of lengths, or "
+                "--model with a run's config, which says both"
+            )
+        return Workload(self.sequences or -(-(tokens or 0) // length), length)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What the command line asks for, by the names of its options; None: not given.
+
+    Attributes:
+        work: what there is to train.
+        profiles: as measured, of all types of devices; none: a datasheet.
+    """
+
+    cluster: Path
+    work: Work
+    profiles: Sequence[str] = ()
+    model: Path | None = None
+    efficiency: float | None = None
+    health: Path | None = None
+    method: str | None = None
+    running: str | None = None
+    home: str | None = None
+    deadline: float | None = None
+    output: Path | None = None
+    picture: Path | None = None
+    corrections: Path | None = None
+
+    def check(self) -> None:
+        """Refuse what does not fit together.
+
+        Raises:
+            ValueError: naming the options.
+        """
+        if self.model is None and not self.profiles:
+            raise ValueError(
+                "--cluster needs --model with a run's config, priced by datasheet, or --profile with what hydragraph "
+                "profile measured on each type of device; or both"
+            )
+        if self.profiles and self.efficiency is not None:
+            raise ValueError("--profile has measured seconds and --efficiency prices a datasheet: give one of them")
+        for name, path in (("--output", self.output), ("--picture", self.picture)):
+            if path is not None and not path.parent.is_dir():
+                raise ValueError(f"{name} {path}: the folder {path.parent} does not exist: make it, or name another")
+
+
+def plan_devices(asked: Asked, as_json: bool) -> None:
+    """Plan, print the plan, and write what was asked for."""
+    from hydragraph.planner.uneven.planning import plan
+    from hydragraph.spec.cluster import Cluster
+    from hydragraph.train.device_picture import write_device_picture
+
+    asked.check()
+    cluster = Cluster.load(asked.cluster)
+    config = None if asked.model is None else TrainConfig.load(asked.model)
+    workload = asked.work.read(config)
+    with Console(stderr=True).status("reading") as status:
+
+        def say(what: str) -> None:
+            status.update(escape(what))
+
+        costs, source = _costs(asked, cluster, config, say)
+        running = None if asked.running is None else _running(asked.running, costs)
+        say("searching")
+        method: Any = asked.method or "auto"
+        found = plan(costs, workload, method, running, asked.deadline, asked.work.seed)
+    written = [] if asked.output is None else [_write(found, asked.output)]
+    if asked.picture is not None:
+        write_device_picture(found, costs, asked.picture)
+        written.append(f"{asked.picture}: nodes and their devices, by pipeline")
+    if as_json:
+        print(json.dumps(_record(found, source), indent=1))
+        return
+    print("\n".join([source, found.explain(), *written]))
+
+
+def _costs(asked: Asked, cluster: Cluster, config: TrainConfig | None, say: Say) -> tuple[Costs, str]:
+    """Return what prices plans, and a sentence on where its numbers come from.
+
+    Args:
+        config: of a run with the model, from which memory is exact; None: the profiles alone.
+        say: told what is under way.
+
+    Raises:
+        ValueError: it does not fit together.
+    """
+    from hydragraph.commands.captured import captured
+    from hydragraph.cost.costs import Costs
+    from hydragraph.cost.datasheet import EFFICIENCY, datasheet
+    from hydragraph.cost.memory import CompiledBlocks
+    from hydragraph.spec.health import Health
+    from hydragraph.train.plan_input import read_corrections
+
+    known = read_corrections(asked.corrections)
+    rates = None if asked.health is None else Health.load(asked.health)
+    last = len(cluster.devices) - 1
+    for rank in rates or ():
+        if rank > last:
+            raise ValueError(f"{asked.health}: rank {rank} is not in {asked.cluster}, which has ranks 0 to {last}")
+    owners = chosen_home(asked.home, _home(config, asked.running is not None))
+    measured = _merged(asked.profiles, cluster) if asked.profiles else None
+    if config is None:
+        assert measured is not None, "there is a profile or a model"
+        costs = Costs(measured, cluster, rates, home=owners, corrections=known)
+        return costs, f"{costs.source}; memory by what the profile says of blocks"
+    say("capturing the model")
+    _, program, variants = captured(config)
+    if measured is None:
+        efficiency = EFFICIENCY if asked.efficiency is None else asked.efficiency
+        # No group is larger than a node.
+        most = max(cluster.node(device.node).devices for device in cluster.devices)
+        measured = datasheet(program, cluster, efficiency, range(1, most + 1))
+    elif len(measured.blocks) != len(program.blocks):
+        raise ValueError(
+            f"profile {measured.name} is of a model of {len(measured.blocks)} blocks, but that of --model has "
+            f"{len(program.blocks)}: measure this model with hydragraph profile"
+        )
+    blocks = CompiledBlocks(program, _told(variants.get, say))
+    costs = Costs(measured, cluster, rates, home=owners, blocks=blocks, corrections=known)
+    return costs, f"{costs.source}; memory by the sizes of compiled graphs"
+
+
+def _home(config: TrainConfig | None, running: bool) -> Home:
+    """Return the config's home; of a run that does not run yet only how many copies it wants."""
+    from hydragraph.spec.home import Home
+
+    if config is None:
+        return Home()
+    return config.home if running else Home(copies=config.home.copies)
+
+
+def _told(compiled: Compiled, say: Say) -> Compiled:
+    """Say when a graph is asked for that was not yet, which takes a while."""
+    known: set[object] = set()
+
+    def get(block: Any, part: Any) -> Any:
+        key = (block.template, part)
+        if key not in known:
+            known.add(key)
+            say(f"compiling graphs for their memory: {block.template}, tensor-parallel degree {part.kind.tp}")
+            found = compiled(block, part)
+            say("searching")
+            return found
+        return compiled(block, part)
+
+    return get
+
+
+def _merged(texts: Sequence[str], cluster: Cluster) -> Profile:
+    """Return what was measured on the cluster's types of devices.
+
+    Raises:
+        ValueError: a profile does not say on which type it was measured, and there are several.
+    """
+    from hydragraph.cost.profile import Profile
+    from hydragraph.train.plan_input import read_profile
+
+    names = ", ".join(cluster.types)
+    several = len(cluster.types) > 1 or len(texts) > 1
+    found = []
+    for text in texts:
+        profile = read_profile(text)
+        if several and any(not part.type for part in (profile, *profile.others)):
+            raise ValueError(
+                f"--profile {text}: it names no type of device, and the cluster has {names}: measure on each type with "
+                "hydragraph profile --type NAME"
+            )
+        found.append(profile)
+    return Profile.merge(found)
+
+
+def _running(text: str, costs: Costs) -> Strategy:
+    """Read the strategy that runs now, a text or a YAML file, and check it against model and cluster.
+
+    Raises:
+        ValueError: it is for others.
+    """
+    from hydragraph.spec.strategy import Strategy
+
+    try:
+        is_file = text.endswith((".yaml", ".yml"))
+        strategy = Strategy.load(text) if is_file else Strategy.parse(text, costs.outline.layers)
+        strategy.check(costs.outline.layers, costs.ranks)
+    except ValueError as error:
+        raise ValueError(f"--running: {error}") from None
+    return strategy
+
+
+def _write(plan: Plan, path: Path) -> str:
+    """Write what `hydragraph train` takes: the plan's strategy, and further candidates in files beside it.
+
+    Returns:
+        how to train with it.
+    """
+    names = [path.with_stem(f"{path.stem}-{i}") if i > 1 else path for i in range(1, len(plan.strategies) + 1)]
+    for name, strategy in zip(names, plan.strategies, strict=True):
+        strategy.save(name)
+    listed = ", ".join(map(str, names))
+    choose = " --set plan.choose=true" if len(names) > 1 else ""
+    return (
+        f"{listed}: in a run's config, strategies: [{listed}], home: {str(plan.home)!r}, ranks: {len(plan.memory)}; or "
+        f"hydragraph train config.yaml --set 'strategies={_list(names)}' --set 'home={plan.home}' "
+        f"--set ranks={len(plan.memory)}{choose}"
+    )
+
+
+def _list(paths: Sequence[Path]) -> str:
+    return "[" + ", ".join(f'"{path}"' for path in paths) + "]"
+
+
+def _record(plan: Plan, source: str) -> dict[str, Any]:
+    """Return a plan as JSON holds it; seconds of what does not fit are null."""
+    return {
+        "strategy": plan.strategy.name,
+        "home": str(plan.home),
+        "strategies": [strategy.name for strategy in plan.strategies],
+        "micro_batches": list(plan.assignment.counts),
+        "seconds": _finite(plan.seconds),
+        "simulated": plan.simulated,
+        "bound": plan.bound,
+        "gap": _finite(plan.gap),
+        "memory": list(plan.memory),
+        "limits": list(plan.limits),
+        "moved_bytes": plan.moved_bytes,
+        "origin": plan.origin,
+        "rivals": [
+            {"strategy": r.strategy.name, "seconds": _finite(r.seconds), "origin": r.origin, "why": r.why}
+            for r in plan.rivals
+        ],
+        "took_s": plan.took_s,
+        "source": source,
+    }
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
