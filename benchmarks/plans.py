@@ -11,9 +11,9 @@ Devices are datasheets': A100 and A800 312 TFLOP/s, 80 GB; H800 twice an A100 (A
 per node for AutoHet's platform (its section V), one per device for Malleus'. All plans of a cell are priced by the same
 `Costs` and simulated by the same simulator.
 
-- Megatron-like: pipelines of equal depth and tensor-parallel degree, stages in node order, equal layers and batches; the
-  best of all degrees that fit by Megatron-LM's memory: 18 bytes of weights, gradients and AdamW's state per parameter,
-  all of them with the stage (no distributed optimizer), which is what keeps GPT-3 6.7B off single devices in the paper.
+- Megatron-like: pipelines of equal depth and tensor-parallel degree, stages in node order, equal layers and batches;
+  the best of all degrees that fit by Megatron-LM's memory: 18 bytes of weights, gradients and AdamW's state per
+  parameter, all with the stage (no distributed optimizer), which keeps GPT-3 6.7B off single devices in the paper.
 - Whale-like: the same strategies, with batches by speed.
 - symmetric: ours. The same strategies and those whose pipelines are in node order, with layers and batches by speed,
   where they fit by our memory (the state is shared by all ranks).

@@ -251,7 +251,7 @@ def most_power_by_scip(kinds: Sequence[Kind], micro_batches: int, least_memory: 
             each * (powers @ x) >= cvxpy.sum(w, axis=0) + z * (each - 1),
         ]
         # Only what improves on larger numbers of groups is of interest.
-        problem = cvxpy.Problem(cvxpy.Maximize(number * z), [*constraints, number * z >= value])
+        problem = cvxpy.Problem(cvxpy.Maximize(number * z), [*constraints, number * z >= value * (1 + 1e-6)])
         problem.solve(solver="SCIP")
         if x.value is None:
             continue

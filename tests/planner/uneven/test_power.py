@@ -117,8 +117,8 @@ def test_64_entities_of_two_kinds_are_within_the_bound() -> None:
     ("kinds", "micro_batches", "least"),
     [
         ([Kind(1, 80 * GB, 3), Kind(2, 80 * GB, 2)], 16, 0.0),
-        ([Kind(1, 80 * GB, 4), Kind(2.1, 80 * GB, 2)], 64, 120 * GB),
-        ([Kind(1, 80 * GB, 2), Kind(0.47, 96 * GB, 4)], 32, 90 * GB),
+        pytest.param([Kind(1, 80 * GB, 4), Kind(2.1, 80 * GB, 2)], 64, 120 * GB, marks=thorough),
+        pytest.param([Kind(1, 80 * GB, 2), Kind(0.47, 96 * GB, 4)], 32, 90 * GB, marks=thorough),
     ],
 )
 def test_the_published_formulation_has_the_same_optimum(kinds: list[Kind], micro_batches: int, least: float) -> None:
