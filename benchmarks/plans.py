@@ -454,7 +454,7 @@ def gain(model: str, group: str, counts: Mapping[str, int], sequences: int) -> G
     return Gain(model, group, devices, sequences, found, megatron, whale, symmetric(costs, workload))
 
 
-def gains(say: Say, models: Sequence[str], quick: bool) -> list[Gain]:
+def gains(say: Say, models: Sequence[str], batches: Sequence[int], quick: bool) -> list[Gain]:
     """Return all cells of figures 7 and 8."""
     cells = [(m, "uniform", {a: n, b: n}) for m in ("BERT-Large", "GPT-3 6.7B") for a, b, n in UNIFORM]
     cells += [("LLaMA 6.7B", group, counts) for counts, group in UNEVEN]
@@ -462,9 +462,9 @@ def gains(say: Say, models: Sequence[str], quick: bool) -> list[Gain]:
         cells = [("tiny", "H800+A100", UNEVEN[0][0])]
     found = []
     for model, group, counts in cells:
-        if models and model not in models:
+        if models and model not in models and not quick:
             continue
-        for sequences in BATCHES[:1] if quick else BATCHES:
+        for sequences in batches:
             found.append(gain(model, group, counts, sequences))
             say(" ".join(gain_row(found[-1])))
     return found
@@ -767,6 +767,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="*", default=[], help="some of a part's models")
     parser.add_argument("--devices", nargs="*", type=int, default=[32, 64], help="for stragglers")
     parser.add_argument("--sequences", type=int, default=64, help="in a mini-batch, for stragglers")
+    parser.add_argument("--batches", nargs="*", type=int, default=list(BATCHES), help="sequences, for mixed types")
     parser.add_argument("--data", type=Path, help="folder of length_distributions.json")
     parser.add_argument("--quick", action="store_true", help="few cells of each part")
     given = parser.parse_args()
@@ -778,10 +779,12 @@ def main() -> None:
     if "power" in given.only:
         console.print(power_table(say, given.quick))
     if "autohet" in given.only:
-        console.print(gains_table(gains(say, given.models, given.quick)))
+        console.print(
+            gains_table(gains(say, given.models, given.batches[:1] if given.quick else given.batches, given.quick))
+        )
         console.print(planning_table(say, small, given.quick))
     if "breakdown" in given.only:
-        for sequences in BATCHES[:1] if given.quick else BATCHES:
+        for sequences in given.batches[:1] if given.quick else given.batches:
             console.print(breakdown(say, "tiny" if given.quick else "GPT-3 6.7B", sequences))
     for model in large:
         for ranks in devices:
