@@ -23,7 +23,9 @@ KEPT = 12
 WITHIN = 1.25
 # Groups of more than so many times the rate of the healthiest may be better left idle.
 SLOW = 1.5
-# Micro-batches of more sequences than use a device well gain nothing; up to so many are tried.
+# Micro-batches of more sequences than use a device well hide more of pull and push behind the first forward and the
+# last backward: so many doublings beyond are tried, and so many sequences at most.
+BEYOND = 2
 LARGEST = 16
 
 
@@ -135,9 +137,11 @@ def _reserve(costs: Costs) -> dict[int, float]:
 
 
 def _sizes(costs: Costs, sequences: int, length: int) -> list[int]:
-    """Return how many sequences a micro-batch may have: until it uses a device well."""
+    """Return how many sequences a micro-batch may have: until it uses a device well, and somewhat more."""
     useful = max(max(profile.util.values(), default=1) for profile in costs.profiles)
     sizes = [1]
-    while sizes[-1] * length < useful and 2 * sizes[-1] <= min(sequences, LARGEST):
+    beyond = 0
+    while beyond < BEYOND and 2 * sizes[-1] <= min(sequences, LARGEST):
+        beyond += sizes[-1] * length >= useful
         sizes.append(2 * sizes[-1])
     return sizes
