@@ -71,6 +71,7 @@ DEGREES = (1, 2, 4, 8)
 BATCHES = (64, 512)  # sequences in a mini-batch: the ends of the range
 SIZES = (1, 2, 4, 8, 16)  # sequences in a micro-batch of the simple plans
 MEGATRON_BYTES = 18 / 6  # per byte of a 16-bit weight and its 32-bit gradient
+NEARLY = 1.1  # batches that differ by no more are equal
 NEAREST = 2  # simple plans that are simulated, of those that were estimated
 
 PLANNED = {16: (0.3, 1.23), 24: (0.3, 5.72), 32: (0.5, 16.96), 64: (1.0, 159.12), 1024: (20.0, None)}
@@ -351,7 +352,9 @@ def megatron_and_whale(costs: hg.Costs, workload: Workload) -> tuple[Simple | No
                 continue
             assignment = dealt(strategy, lengths, together)
             fixed = costs.fixed(strategy)
-            equal.append((strategy, assignment, costs.pipelines_end(strategy, assignment) + fixed))
+            # What is left over makes batches that are not equal, which is no Megatron-LM.
+            if max(assignment.counts) <= NEARLY * min(assignment.counts):
+                equal.append((strategy, assignment, costs.pipelines_end(strategy, assignment) + fixed))
             shared, last = share_out(costs, strategy, lengths, together)
             by_speed.append((strategy, shared, last + fixed))
     return best_simple(costs, equal), best_simple(costs, by_speed)
