@@ -121,10 +121,16 @@ def config_of(name: str) -> transformers.PretrainedConfig:
     """Return a model's configuration by its published dimensions."""
     if name == "BERT-Large":
         return transformers.BertConfig(
-            hidden_size=1024, num_hidden_layers=24, num_attention_heads=16, intermediate_size=4096
+            hidden_size=1024,
+            num_hidden_layers=24,
+            num_attention_heads=16,
+            intermediate_size=4096,
+            hidden_dropout_prob=0.0,
+            attention_probs_dropout_prob=0.0,
         )
     if name == "GPT-3 6.7B":
-        return transformers.GPT2Config(n_embd=4096, n_layer=32, n_head=32, n_positions=2048, use_cache=False)
+        none = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+        return transformers.GPT2Config(n_embd=4096, n_layer=32, n_head=32, n_positions=2048, use_cache=False, **none)
     hidden, inner, layers, heads = {
         "tiny": (256, 688, 8, 8),
         "LLaMA 6.7B": (4096, 11008, 32, 32),
