@@ -191,7 +191,11 @@ class Bench:
         site = self.forms[form].site
         # What messages hold beside weights and gradients does not pass twice.
         moved = size / (1 + MESSAGES)
-        return 0.0 if self._alone else moved / (site.outer.bytes_per_s * min(1.0, site.cards))
+        if self._alone:
+            return 0.0
+        # Owners in the node are reached by its inner links, the others through its cards.
+        away = 1 - self._prices.within(site)
+        return moved * max(away / (site.outer.bytes_per_s * min(1.0, site.cards)), (1 - away) / site.inner.bytes_per_s)
 
     def price(self, pipelines: Mapping[Multiset, int]) -> float:
         """Return the seconds of an iteration of so many pipelines of each multiset."""
