@@ -25,10 +25,12 @@ two quick ones alone, (1, 1) twice: K = 2, G = 2 and 2 * 2 / 3: 5.33 in all. Bou
 
 from __future__ import annotations
 
+import importlib
 import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -229,8 +231,7 @@ def most_power_by_scip(kinds: Sequence[Kind], micro_batches: int, least_memory: 
     the bubble ratio brings in, is linear by w_ij = z x_ij with sum_j w_ij = z. Args, returns and errors are
     `most_power`'s; small instances only.
     """
-    import cvxpy  # only this needs it
-
+    cvxpy: Any = importlib.import_module("cvxpy")  # only this needs it
     _check(kinds, micro_batches, least_memory)
     powers = np.array([k.power for k in kinds for _ in range(k.count)])
     memories = np.array([k.memory for k in kinds for _ in range(k.count)])
