@@ -1,189 +1,816 @@
-"""What planners for uneven devices find, how quickly, and how far that is from what was published.
+"""How fast and how good plans for uneven devices are: against published figures, simple plans, ideals and bounds.
 
-    python benchmarks/plans.py                    # the whole table
-    python benchmarks/plans.py --only metis       # a part of it
-    python benchmarks/plans.py --data DIR         # where the folder `metis` is
+    python -m benchmarks.plans                       # all tables
+    python -m benchmarks.plans --only autohet        # one of: metis, power, autohet, breakdown, malleus, trace, beyond
+    python -m benchmarks.plans --only malleus --models 32b --devices 32
+    python -m benchmarks.plans --only beyond --data DIR   # lengths of web text; else they are drawn from a lognormal
+    python -m benchmarks.plans --quick               # few cells of each
 
-`metis` repeats Table 1 of Improved Intra-Operator Parallelism for Distributed LLM Training: Metis's search and the
-memory-aware one, by steps, time and cost, and beside them the exact optimum. Metis walks types of devices in the order
-of a Python set, which differs from run to run: each row is searched in both orders, and the one is named whose cost is
-the published one. That cost is sometimes of a plan whose first stage alone was priced; what the best plan takes in full
-stands beside it. The second table is of the sound problem: no replica of several types, degrees up to 4 as profiled.
+Devices are datasheets': A100 and A800 312 TFLOP/s, 80 GB; H800 twice an A100 (AutoHet, section II-D), 80 GB; H20
+148 TFLOP/s, 96 GB; 45 % of the FLOP/s are reached. Links: NVLink 300 GB/s (A800: 200), one network card of 400 Gbit/s
+per node for AutoHet's platform (its section V), one per device for Malleus'. All plans of a cell are priced by the same
+`Costs` and simulated by the same simulator.
+
+- Megatron-like: pipelines of equal depth and tensor-parallel degree, stages in node order, equal layers and batches;
+  the best of all degrees that fit by Megatron-LM's memory: 18 bytes of weights, gradients and AdamW's state per
+  parameter, all with the stage (no distributed optimizer), which keeps GPT-3 6.7B off single devices in the paper.
+- Whale-like: the same strategies, with batches by speed.
+- symmetric: ours. The same strategies and those whose pipelines are in node order, with layers and batches by speed,
+  where they fit by our memory (the state is shared by all ranks).
+
+Times of planning are CPU seconds of this process; the wall clock beside them suffers from whatever else runs.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
+import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
+import numpy as np
+import torch
+import transformers
 from rich.console import Console
-from rich.table import Table as Printed
+from rich.table import Table
 
-from hydragraph.planner import metis
+import hydragraph as hg
+from benchmarks.published import metis_table
+from hydragraph.cost.datasheet import datasheet
+from hydragraph.cost.memory import CompiledBlocks
+from hydragraph.errors import Unsupported
+from hydragraph.ir.program import Program
+from hydragraph.planner.uneven.groups import nodes_of
+from hydragraph.planner.uneven.layers import spread
+from hydragraph.planner.uneven.planning import Plan
+from hydragraph.planner.uneven.power import Grouping, Kind, most_power, most_power_by_scip
+from hydragraph.planner.uneven.prices import MESSAGES, Option, Prices, site_of
+from hydragraph.planner.uneven.settle import Shortage, settle, share_out, simulated
+from hydragraph.planner.workload import Workload
+from hydragraph.runtime.variants import Variants
+from hydragraph.spec.assignment import Assignment
+from hydragraph.spec.cluster import Cluster, DeviceType, Interconnect, Node
+from hydragraph.spec.health import Health
+from hydragraph.spec.stage_kind import StageKind
+from hydragraph.spec.strategy import Pipeline, Stage, Strategy
 
-PARTS = ("metis",)
-# How our names of the two searches stand in the file, and how many times as fast they must be.
-SEARCHES: tuple[tuple[Literal["naive", "memory"], str, str], ...] = (
-    ("naive", "Metis", "metis"),
-    ("memory", "memory-aware", "ours"),
+TYPES = {
+    "A100": DeviceType(flops_per_s=312e12, memory_bytes=80e9, memory_bytes_per_s=2.0e12),  # type: ignore[arg-type]
+    "A800": DeviceType(flops_per_s=312e12, memory_bytes=80e9, memory_bytes_per_s=2.0e12),  # type: ignore[arg-type]
+    "H800": DeviceType(flops_per_s=624e12, memory_bytes=80e9, memory_bytes_per_s=3.35e12),  # type: ignore[arg-type]
+    "H20": DeviceType(flops_per_s=148e12, memory_bytes=96e9, memory_bytes_per_s=4.0e12),  # type: ignore[arg-type]
+}
+NVLINK = {"A100": 300e9, "A800": 200e9, "H800": 200e9, "H20": 450e9}
+NETWORK = Interconnect(50e9, 1e-5)  # 400 Gbit/s
+DEGREES = (1, 2, 4, 8)
+BATCHES = (64, 512)  # sequences in a mini-batch: the ends of the range
+SIZES = (1, 2, 4, 8, 16)  # sequences in a micro-batch of the simple plans
+MEGATRON_BYTES = 18 / 6  # per byte of a 16-bit weight and its 32-bit gradient
+NEARLY = 1.1  # batches that differ by no more are equal
+NEAREST = 2  # simple plans that are simulated, of those that were estimated
+
+PLANNED = {16: (0.3, 1.23), 24: (0.3, 5.72), 32: (0.5, 16.96), 64: (1.0, 159.12), 1024: (20.0, None)}
+GAINS = {  # published averages over Megatron-LM and Whale
+    ("BERT-Large", "uniform"): (1.38, None),
+    ("GPT-3 6.7B", "uniform"): (1.53, 1.27),
+    ("LLaMA 6.7B", "H800+A100"): (1.79, 1.51),
+    ("LLaMA 6.7B", "A100+H20"): (1.44, 1.16),
+}
+UNIFORM = tuple((a, b, n) for a, b in (("A100", "H800"), ("A100", "H20")) for n in (2, 4, 8))
+# 4+2, 5+3, 3+5 and 1+4 are the counts that the paper's text names; the others of its figure 8 are not legible.
+UNEVEN = (
+    ({"A100": 4, "H800": 2}, "H800+A100"),
+    ({"A100": 5, "H800": 3}, "H800+A100"),
+    ({"A100": 3, "H800": 5}, "H800+A100"),
+    ({"A100": 1, "H20": 4}, "A100+H20"),
 )
-# Seconds that the exact optimum may take, row by row.
-LIMITS = (1, 1, 5, 20)
+LEVELS = (2.57, 5.42, 12.53)
+REPLANNED = {64: 0.5, 1024: 3.0}
+ABOVE_IDEAL = 1.05
 
-
-class MetisData:
-    """Table 1 with its profiles and clusters.
-
-    Args:
-        folder: of table1.json and profile_*_gpt_synthetic.json.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        record = json.loads((folder / "table1.json").read_text(encoding="utf-8"))
-        self._folder = folder
-        self._arguments = record["arguments"]
-        self.rows: list[dict[str, Any]] = record["rows"]
-        self._types = {
-            kind: metis.DeviceType(each["intra_bandwidth"], each["memory_gb"])
-            for kind, each in record["clusterfile"].items()
-        }
-
-    def profile(self, layers: int) -> metis.Profile:
-        """Return the profile of both types; the A100's is the first."""
-        files = [self._folder / f"profile_{kind}_gpt_synthetic.json" for kind in ("A100", "V100")]
-        given = self._arguments
-        return metis.Profile.load(
-            files,
-            layers=layers,
-            hidden=given["hidden_size"],
-            sequence=given["sequence_length"],
-            vocabulary=given["vocab_size"],
-        )
-
-    def cluster(self, row: dict[str, Any], first: str) -> metis.Cluster:
-        """Return a row's cluster of nodes of four, one type's before the other's."""
-        kinds = sorted(("A100", "V100"), key=lambda kind: kind != first)
-        return metis.Cluster(self._types, tuple((kind, 4) for kind in kinds for _ in range(row[kind.lower()] // 4)))
+Row = Sequence[str]
+Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class Timed:
-    """A search's plan with the seconds it took, by the wall clock and of this process."""
+    """What something returned, with its CPU and wall-clock seconds."""
 
-    found: metis.Found
-    wall: float
+    value: Any
     cpu: float
+    wall: float
 
 
-def timed(search: Callable[[], metis.Found], enough: float = 1.0) -> Timed:
-    """Search, at most three times as long as that takes together less than so many seconds; the fastest counts."""
-    every: list[Timed] = []
-    while not every or (len(every) < 3 and sum(each.wall for each in every) < enough):
-        began = time.perf_counter()
-        cpu = time.process_time()
-        found = search()
-        every.append(Timed(found, time.perf_counter() - began, time.process_time() - cpu))
-    return min(every, key=lambda each: each.wall)
+def timed(call: Callable[[], Any]) -> Timed:
+    """Call it, and time it."""
+    cpu = time.process_time()
+    wall = time.monotonic()
+    value = call()
+    return Timed(value, time.process_time() - cpu, time.monotonic() - wall)
 
 
-def print_metis(folder: Path, rows: int) -> None:
-    """Print Table 1 beside what is found here."""
-    data = MetisData(folder)
-    first = data.rows[0]
-    for order in ("naive", "memory", "exact"):  # what is imported and compiled first is not counted
-        metis.search(data.profile(first["layers"]), data.cluster(first, "V100"), first["layers"], first["gbs"], order)
-    searches = Printed(title="Table 1 of the improved Metis, and the same searches here", title_justify="left")
-    headings = "row, search, steps published, here, equal, cost published, here, first type, in full, ms published"
-    for heading in (*headings.split(", "), "wall ms", "CPU ms", "times as fast (wall)"):
-        searches.add_column(heading, justify="right")
-    exact = Printed(title="the sound problem: no mixed replica, degrees up to 4", title_justify="left")
-    headings = (
-        "row, devices, layers, Metis's search, exact, Metis's groups, known optimum, wall s, CPU s, limit s, labels"
+# Models and clusters.
+
+
+def config_of(name: str) -> transformers.PretrainedConfig:
+    """Return a model's configuration by its published dimensions."""
+    if name == "BERT-Large":
+        return transformers.BertConfig(
+            hidden_size=1024,
+            num_hidden_layers=24,
+            num_attention_heads=16,
+            intermediate_size=4096,
+            hidden_dropout_prob=0.0,
+            attention_probs_dropout_prob=0.0,
+        )
+    if name == "GPT-3 6.7B":
+        none = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+        return transformers.GPT2Config(n_embd=4096, n_layer=32, n_head=32, n_positions=2048, use_cache=False, **none)
+    hidden, inner, layers, heads = {
+        "tiny": (256, 688, 8, 8),
+        "LLaMA 6.7B": (4096, 11008, 32, 32),
+        "32b": (6656, 17920, 60, 52),
+        "70b": (8192, 28672, 80, 64),
+        "110b": (8192, 49152, 80, 64),
+    }[name]
+    return transformers.LlamaConfig(
+        hidden_size=hidden,
+        intermediate_size=inner,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        vocab_size=32_000,
+        max_position_embeddings=32_768,
+        use_cache=False,
     )
-    for heading in (*headings.split(", "), "plan"):
-        exact.add_column(heading, justify="right")
-    for row, limit in list(zip(data.rows, LIMITS, strict=True))[:rows]:
-        for order, name, key in SEARCHES:
-            searches.add_row(*_searched(data, row, order, name, row["paper"][key]))
-        exact.add_row(*_exact(data, row, limit))
-    Console(width=200).print(searches, exact)
 
 
-def _searched(
-    data: MetisData, row: dict[str, Any], order: Literal["naive", "memory"], name: str, published: dict[str, Any]
-) -> list[str]:
-    profile = data.profile(row["layers"])
-    found = {
-        first: timed(lambda: metis.search(profile, data.cluster(row, first), row["layers"], row["gbs"], order))  # noqa: B023
-        for first in ("A100", "V100")
+LENGTH = {"BERT-Large": 512, "tiny": 256, "32b": 4096, "70b": 4096, "110b": 4096}
+MODELS = {"BERT-Large": transformers.BertForMaskedLM, "GPT-3 6.7B": transformers.GPT2LMHeadModel}
+
+
+def length_of(model: str) -> int:
+    """Return the tokens of a sequence that a model is trained with."""
+    return LENGTH.get(model, 2048)
+
+
+@cache
+def captured(name: str) -> tuple[Program, CompiledBlocks]:
+    """Return a model's program and the memory of its blocks; no weight is made."""
+    with torch.device("meta"):
+        model = MODELS.get(name, transformers.LlamaForCausalLM)(config_of(name))
+    program = hg.capture(model, dtype=torch.bfloat16, check="off")
+    return program, CompiledBlocks(program, Variants(program, added=True).get)
+
+
+def node(kind: str, devices: int, cards: int = 1, count: int = 1) -> Node:
+    """Return nodes of one type of device."""
+    return Node(kind, devices, Interconnect(NVLINK[kind], 5e-6), NETWORK, count=count, cards=cards)
+
+
+def cluster_of(*nodes: Node) -> Cluster:
+    """Return a cluster of these nodes."""
+    return Cluster.of({each.type: TYPES[each.type] for each in nodes}, nodes)
+
+
+def costs_of(model: str, cluster: Cluster, health: Mapping[int, float] | None = None) -> hg.Costs:
+    """Return the costs of a model on a cluster."""
+    program, blocks = captured(model)
+    profile = datasheet(program, cluster, degrees=DEGREES)
+    return hg.Costs(profile, cluster, Health(health or {}), blocks=blocks)
+
+
+# Simple plans.
+
+
+@dataclass(frozen=True)
+class Simple:
+    """A symmetric strategy with its sharing out of sequences: what it takes, estimated or simulated."""
+
+    strategy: Strategy
+    assignment: Assignment
+    seconds: float
+
+
+def symmetric_pipelines(costs: hg.Costs, by_stage: bool) -> Iterator[tuple[tuple[tuple[int, ...], ...], ...]]:
+    """Yield pipelines of stages of ranks, all of one depth and degree, ranks in order.
+
+    Args:
+        by_stage: all pipelines' first stages come first, as Megatron-LM orders ranks; else pipeline after pipeline.
+    """
+    ranks = costs.ranks
+    for tp in DEGREES:
+        if ranks % tp or any(heads % tp for heads in costs.sizes.heads):
+            continue
+        groups = [tuple(range(first, first + tp)) for first in range(0, ranks, tp)]
+        if any(len({costs.cluster.node_of(rank) for rank in group}) > 1 for group in groups):
+            continue
+        for depth in range(1, min(len(groups), costs.outline.layers) + 1):
+            if len(groups) % depth == 0:
+                width = len(groups) // depth
+                yield tuple(
+                    tuple(groups[s * width + p] if by_stage else groups[p * depth + s] for s in range(depth))
+                    for p in range(width)
+                )
+
+
+def equal_parts(whole: int, parts: int) -> list[int]:
+    """Return a whole number in parts that are as equal as can be."""
+    ends = [whole * (i + 1) // parts for i in range(parts)]
+    return [b - a for a, b in zip([0, *ends], ends, strict=False)]
+
+
+def by_megatron_memory(option: Option, layers: int, in_flight: int, ends: tuple[bool, bool], limit: float) -> bool:
+    """Whether a stage fits whose rank holds all of its parameters' state."""
+    first, last = ends
+    state = layers * option.state_bytes + first * option.first_bytes + last * option.last_bytes
+    held = MEGATRON_BYTES * state / (1 + MESSAGES) + layers * in_flight * option.kept_bytes + option.own_bytes
+    return held <= limit
+
+
+def megatron_strategies(costs: hg.Costs, length: int, together: int) -> Iterator[Strategy]:
+    """Yield Megatron-like strategies that fit by its memory, each with the least recomputation."""
+    prices = Prices(costs, [length] * together)
+    for pipelines in symmetric_pipelines(costs, by_stage=True):
+        depth = len(pipelines[0])
+        layers = equal_parts(costs.outline.layers, depth)
+        tp = len(pipelines[0][0])
+        for recompute in (False, True):
+            kind = StageKind(tp, tp > 1, recompute)
+            fits = all(
+                by_megatron_memory(
+                    next(o for o in prices.options(site_of(costs, stage[0]), tp) if o.kind == kind),
+                    layers[s],
+                    depth - s,
+                    (s == 0, s == depth - 1),
+                    min(costs.memory_of(rank) for rank in stage),
+                )
+                for pipeline in pipelines
+                for s, stage in enumerate(pipeline)
+            )
+            if fits:
+                yield strategy_of(pipelines, [layers] * len(pipelines), [kind] * depth)
+                break
+
+
+def strategy_of(
+    pipelines: Sequence[Sequence[tuple[int, ...]]], layers: Sequence[Sequence[int]], kinds: Sequence[StageKind]
+) -> Strategy:
+    """Return a strategy of these ranks, with these layers of each pipeline's stages."""
+    return Strategy(
+        tuple(
+            Pipeline(
+                tuple(
+                    Stage(ranks, n, kind.sequence_parallel, kind.recompute)
+                    for ranks, n, kind in zip(pipeline, mine, kinds, strict=True)
+                )
+            )
+            for pipeline, mine in zip(pipelines, layers, strict=True)
+        )
+    )
+
+
+def balanced_strategies(costs: hg.Costs, length: int, together: int, sequences: int) -> Iterator[Strategy]:
+    """Yield symmetric strategies of ours: one depth and one degree, layers by speed, the same in all pipelines."""
+    prices = Prices(costs, [length] * together)
+    free = [
+        0.9 * costs.memory_of(rank) - state / costs.ranks
+        for rank in range(costs.ranks)
+        for state in [prices.home_bytes]
+    ]
+    for by_stage in (True, False):
+        for pipelines in symmetric_pipelines(costs, by_stage):
+            depth = len(pipelines[0])
+            tp = len(pipelines[0][0])
+            count = max(1, sequences // together // len(pipelines))
+            kinds = [option.kind for option in prices.options(site_of(costs, 0), tp)]
+            layer = np.zeros((depth, len(kinds)))
+            extra = np.zeros((depth, len(kinds)))
+            cap = np.zeros((depth, len(kinds)), np.int64)
+            for s in range(depth):
+                first = s == 0
+                last = s == depth - 1
+                for k, kind in enumerate(kinds):
+                    rows = [
+                        _row(prices, costs, pipeline[s], kind, first, last, min(depth - s, count), free)
+                        for pipeline in pipelines
+                    ]
+                    # The slowest and the smallest pipeline decide for all.
+                    layer[s, k] = max(row[0] for row in rows)
+                    extra[s, k] = max(row[1] for row in rows)
+                    cap[s, k] = min(row[2] for row in rows)
+            total, _, layers, chosen = spread(costs.outline.layers, count, layer, extra, cap)
+            if math.isfinite(total):
+                yield strategy_of(
+                    pipelines, [[int(n) for n in layers]] * len(pipelines), [kinds[int(k)] for k in chosen]
+                )
+
+
+def _row(
+    prices: Prices,
+    costs: hg.Costs,
+    ranks: tuple[int, ...],
+    kind: StageKind,
+    first: bool,
+    last: bool,
+    in_flight: int,
+    free: Sequence[float],
+) -> tuple[float, float, int]:
+    """Return seconds per layer, seconds beside, and the most layers of a stage."""
+    options = prices.options(site_of(costs, ranks[0]), kind.tp)
+    option = next(each for each in options if each.kind == kind)
+    rate = max(costs.rate(rank) for rank in ranks)
+    left = min(free[rank] for rank in ranks) - option.own_bytes - first * option.first_bytes - last * option.last_bytes
+    each = option.state_bytes + in_flight * option.kept_bytes
+    return rate * option.layer_s, rate * (first * option.first_s + last * option.last_s), max(0, int(left / each))
+
+
+def dealt(strategy: Strategy, lengths: Sequence[int], together: int) -> Assignment:
+    """Deal sequences to pipelines in equal numbers, in micro-batches of so many."""
+    counts = equal_parts(-(-len(lengths) // together), len(strategy.pipelines))
+    batches = [tuple(range(i, min(i + together, len(lengths)))) for i in range(0, len(lengths), together)]
+    firsts = [sum(counts[:p]) for p in range(len(counts))]
+    return Assignment(tuple(tuple(batches[a : a + n]) for a, n in zip(firsts, counts, strict=True)), tuple(lengths))
+
+
+def best_simple(costs: hg.Costs, found: Sequence[tuple[Strategy, Assignment, float]]) -> Simple | None:
+    """Simulate what is estimated to end first, and return the best; None, where nothing fits."""
+    best: Simple | None = None
+    for strategy, assignment, _ in sorted(found, key=lambda each: each[2])[:NEAREST]:
+        seconds = costs.simulate(strategy, assignment).seconds
+        if best is None or seconds < best.seconds:
+            best = Simple(strategy, assignment, seconds)
+    return best
+
+
+def megatron_and_whale(costs: hg.Costs, workload: Workload) -> tuple[Simple | None, Simple | None]:
+    """Return the best Megatron-like and the best Whale-like plan."""
+    lengths = workload.batches[0]
+    equal = []
+    by_speed = []
+    for together in SIZES:
+        for strategy in megatron_strategies(costs, lengths[0], together):
+            if together * len(strategy.pipelines) > len(lengths):
+                continue
+            assignment = dealt(strategy, lengths, together)
+            fixed = costs.fixed(strategy)
+            # What is left over makes batches that are not equal, which is no Megatron-LM.
+            if max(assignment.counts) <= NEARLY * min(assignment.counts):
+                equal.append((strategy, assignment, costs.pipelines_end(strategy, assignment) + fixed))
+            shared, last = share_out(costs, strategy, lengths, together)
+            by_speed.append((strategy, shared, last + fixed))
+    return best_simple(costs, equal), best_simple(costs, by_speed)
+
+
+def symmetric(costs: hg.Costs, workload: Workload) -> Simple | None:
+    """Return our best symmetric plan."""
+    lengths = workload.batches[0]
+    found = []
+    for together in SIZES:
+        for strategy in balanced_strategies(costs, lengths[0], together, len(lengths)):
+            if together * len(strategy.pipelines) <= len(lengths):
+                shared, last = share_out(costs, strategy, lengths, together)
+                found.append((strategy, shared, last + costs.fixed(strategy)))
+    for strategy, assignment, expected in sorted(found, key=lambda each: each[2]):
+        settled = settle(costs, strategy, assignment, "symmetric", expected)
+        if not isinstance(settled, Shortage):
+            return Simple(strategy, assignment, simulated(costs, settled).seconds)
+    return None
+
+
+# AutoHet.
+
+
+def power_table(say: Say, quick: bool) -> Table:
+    """Return times and gaps of its grouping (equation 3)."""
+    table = Table(title="Grouping by effective computing power (AutoHet, equation 3): exact optimum and SCIP")
+    for column in ("entities", "micro-batches", "memory", "value", "below the bound", "CPU s", "SCIP", "SCIP wall s"):
+        table.add_column(column, justify="right")
+    for entities in (8,) if quick else (16, 24, 32, 64, 128):
+        for micro_batches in (64, 512):
+            for least in (120e9, 300e9):
+                kinds = [Kind(1, 80e9, entities // 2), Kind(2, 80e9, entities // 2)]
+                ours = timed(lambda k=kinds, m=micro_batches, b=least: most_power(k, m, b))
+                grouping: Grouping = ours.value
+                row = [str(entities), str(micro_batches), f"{least / 1e9:.0f} GB", f"{grouping.value:.4f}"]
+                row += [f"{grouping.gap:.2%}", f"{ours.cpu:.3f}"]
+                if entities <= 24 and micro_batches == 64:
+                    published = timed(lambda k=kinds, m=micro_batches, b=least: most_power_by_scip(k, m, b))
+                    row += [f"{published.value.value:.4f}", f"{published.wall:.2f}"]
+                else:
+                    row += ["", ""]
+                say(" ".join(row))
+                table.add_row(*row)
+    return table
+
+
+def planning_table(say: Say, model: str, quick: bool) -> Table:
+    """Return times of planning devices of two types."""
+    table = Table(title=f"Planning {model} on half A100, half H800, nodes of 8 (AutoHet, section V-B)")
+    for column in ("devices", "published s", "target s", "CPU s", "wall s", "seconds an iteration", "above the bound"):
+        table.add_column(column, justify="right")
+    for devices, (target, published) in PLANNED.items():
+        if quick and devices > 16:
+            break
+        costs = costs_of(model, mixed_cluster(devices))
+        workload = Workload(8 * devices, length_of(model))
+        if devices == min(PLANNED):
+            hg.plan(costs, workload, method="mixed")  # blocks are compiled, and so is what searches
+        found = timed(lambda c=costs, w=workload: hg.plan(c, w, method="mixed"))
+        row = [str(devices), f"{published}" if published else "", f"{target}", f"{found.cpu:.2f}", f"{found.wall:.2f}"]
+        row += [f"{found.value.seconds:.3f}", f"{found.value.gap:.1%}"]
+        say(" ".join(row))
+        table.add_row(*row)
+    return table
+
+
+def mixed_cluster(devices: int) -> Cluster:
+    """Return half A100, half H800, in nodes of at most 8."""
+    half = devices // 2
+    size = min(half, 8) if half % min(half, 8) == 0 else 4
+    return cluster_of(node("A100", size, size, half // size), node("H800", size, size, half // size))
+
+
+@dataclass(frozen=True)
+class Gain:
+    """A cell of figure 7 or 8: how many times as fast ours is."""
+
+    model: str
+    group: str
+    devices: str
+    sequences: int
+    plan: Plan
+    megatron: Simple | None
+    whale: Simple | None
+    symmetric: Simple | None
+
+    def over(self, other: Simple | None) -> float:
+        """Return the gain over another plan; NaN, where it has none."""
+        return math.nan if other is None else other.seconds / self.plan.seconds
+
+
+def gain(model: str, group: str, counts: Mapping[str, int], sequences: int) -> Gain:
+    """Plan and simulate one cell."""
+    costs = costs_of(model, cluster_of(*(node(kind, n) for kind, n in counts.items())))
+    workload = Workload(sequences, length_of(model))
+    megatron, whale = megatron_and_whale(costs, workload)
+    found = hg.plan(costs, workload, method="mixed")
+    devices = " + ".join(f"{n} {kind}" for kind, n in counts.items())
+    return Gain(model, group, devices, sequences, found, megatron, whale, symmetric(costs, workload))
+
+
+def gains(say: Say, models: Sequence[str], batches: Sequence[int], quick: bool) -> list[Gain]:
+    """Return all cells of figures 7 and 8."""
+    cells = [(m, "uniform", {a: n, b: n}) for m in ("BERT-Large", "GPT-3 6.7B") for a, b, n in UNIFORM]
+    cells += [("LLaMA 6.7B", group, counts) for counts, group in UNEVEN]
+    if quick:
+        cells = [("tiny", "H800+A100", UNEVEN[0][0])]
+    found = []
+    for model, group, counts in cells:
+        if models and model not in models and not quick:
+            continue
+        for sequences in batches:
+            found.append(gain(model, group, counts, sequences))
+            say(" ".join(gain_row(found[-1])))
+    return found
+
+
+def gain_row(each: Gain) -> Row:
+    """Return a cell's line."""
+    named = [name_of(one) for one in (each.megatron, each.whale)]
+    return (
+        each.model,
+        each.devices,
+        str(each.sequences),
+        f"{each.plan.seconds:.3f}",
+        f"{each.over(each.megatron):.2f}",
+        f"{each.over(each.whale):.2f}",
+        f"{each.over(each.symmetric):.2f}",
+        f"{each.plan.gap:.1%}",
+        each.plan.strategy.name[:60],
+        *named,
+    )
+
+
+def name_of(simple: Simple | None) -> str:
+    """Return a symmetric strategy in few characters."""
+    if simple is None:
+        return "nothing fits"
+    first = simple.strategy.pipelines[0]
+    return f"dp{len(simple.strategy.pipelines)} tp{first.stages[0].tp} pp{len(first.stages)}"
+
+
+def gains_table(cells: Sequence[Gain]) -> Table:
+    """Return all cells, and averages beside the published ones."""
+    table = Table(title="Gain of our plans, simulated (AutoHet, figures 7 and 8)")
+    for column in ("model", "devices", "batch", "ours s", "x Megatron-like", "x Whale-like", "x symmetric", "gap"):
+        table.add_column(column, justify="right" if column != "model" else "left")
+    for each in cells:
+        table.add_row(*gain_row(each)[:8])
+    for (model, group), (megatron, whale) in GAINS.items():
+        of = [each for each in cells if (each.model, each.group) == (model, group)]
+        if of:
+            means = [mean([each.over(other(each)) for each in of]) for other in (_megatron, _whale, _symmetric)]
+            table.add_row(
+                f"{model}: average", group, "", "", f"{means[0]:.2f} (published {megatron})",
+                f"{means[1]:.2f}" + (f" (published {whale})" if whale else ""), f"{means[2]:.2f}", "",
+            )  # fmt: skip
+    return table
+
+
+def _megatron(each: Gain) -> Simple | None:
+    return each.megatron
+
+
+def _whale(each: Gain) -> Simple | None:
+    return each.whale
+
+
+def _symmetric(each: Gain) -> Simple | None:
+    return each.symmetric
+
+
+def mean(values: Sequence[float]) -> float:
+    """Return the mean of what is known."""
+    known = [value for value in values if not math.isnan(value)]
+    return statistics.fmean(known) if known else math.nan
+
+
+def breakdown(say: Say, model: str, sequences: int) -> Table:
+    """Return what each part of planning adds (AutoHet, figure 9)."""
+    costs = costs_of(model, cluster_of(node("A100", 4), node("H800", 4)))
+    workload = Workload(sequences, length_of(model))
+    lengths = workload.batches[0]
+    layers = costs.outline.layers
+    planned = hg.plan(costs, workload, method="mixed")
+    groups = grouped_by_power(costs, workload)
+    steps = {
+        "one pipeline in node order": [tuple((rank,) for rank in range(costs.ranks))],
+        "+ grouping": groups,
+        "+ mapping": [tuple(s.devices for s in p.stages) for p in planned.strategy.pipelines],
     }
-    first = min(found, key=lambda kind: abs((found[kind].found.claimed or 0.0) - published["cost"]))
-    best = found[first]
+    table = Table(title=f"What each part adds: {model}, 4 A100 + 4 H800, {sequences} sequences (AutoHet, figure 9)")
+    for column in ("", "published", "s", "gain"):
+        table.add_column(column, justify="right")
+    base = math.nan
+    for (title, pipelines), published in zip(steps.items(), (1.0, 1.11, 1.16), strict=True):
+        found = []
+        for together in SIZES[:3]:
+            for recompute in (False, True):
+                strategy = Strategy(
+                    tuple(
+                        Pipeline(
+                            tuple(
+                                Stage(ranks, n, len(ranks) > 1, recompute)
+                                for ranks, n in zip(stages, equal_parts(layers, len(stages)), strict=True)
+                            )
+                        )
+                        for stages in pipelines
+                    )
+                )
+                assignment, last = share_out(costs, strategy, lengths, together)
+                settled = settle(costs, strategy, assignment, title, last)
+                if not isinstance(settled, Shortage):
+                    found.append(simulated(costs, settled).seconds)
+        seconds = min(found, default=math.nan)
+        base = seconds if math.isnan(base) else base
+        row = [title, f"{published}", f"{seconds:.3f}", f"{base / seconds:.2f}"]
+        say(" ".join(row))
+        table.add_row(*row)
+    table.add_row("+ layers", "1.79", f"{planned.seconds:.3f}", f"{base / planned.seconds:.2f}")
+    say(f"+ layers {planned.seconds:.3f} {base / planned.seconds:.2f}: {planned.strategy.name}")
+    return table
+
+
+def grouped_by_power(costs: hg.Costs, workload: Workload) -> list[tuple[tuple[int, ...], ...]]:
+    """Return pipelines of single devices by equation 3, each in node order."""
+    prices = Prices(costs, [workload.longest])
+    kinds = []
+    members = []
+    for each in nodes_of(costs):
+        option = prices.options(each.site, 1)[0]
+        memory = min(costs.memory_of(rank) for rank in each.devices)
+        kinds.append(Kind(1 / option.layer_s, memory, len(each.devices)))
+        members.append(list(each.devices))
+    # Weights, gradients and state by Megatron-LM's memory, and one micro-batch's activations.
+    option = prices.options(nodes_of(costs)[0].site, 1)[0]
+    least = costs.outline.layers * (MEGATRON_BYTES * option.state_bytes / (1 + MESSAGES) + option.kept_bytes)
+    found = most_power(kinds, workload.sequences, least)
     return [
-        str(row["row"]),
-        name,
-        f"{published['steps']:,}",
-        f"{best.found.steps:,}",
-        "yes" if all(each.found.steps == published["steps"] for each in found.values()) else "no",
-        f"{published['cost']:.2f}",
-        f"{best.found.claimed:.2f}",
-        first,
-        f"{best.found.cost:.2f}",
-        f"{published['wall_ms']:,.0f}",
-        f"{1e3 * best.wall:,.1f}",
-        f"{1e3 * best.cpu:,.1f}",
-        f"{published['wall_ms'] / (1e3 * best.wall):.0f}",
+        tuple(sorted((members[k].pop(0),) for k, n in enumerate(group) for _ in range(n))) for group in found.groups
     ]
 
 
-def _exact(data: MetisData, row: dict[str, Any], limit: float) -> list[str]:
-    arguments = (data.profile(row["layers"]), data.cluster(row, "V100"), row["layers"], row["gbs"])
-    walked = metis.search(*arguments, "naive", max_tp=4, mixed_tp=False)
-    best = timed(lambda: metis.search(*arguments, "exact"))
-    own = metis.search(*arguments, "exact", groups="metis")
-    known = row.get("exact_optimum", {}).get("no_mixed_tp_group_tp<=4", {}).get("cost")
-    found = best.found
-    stages = zip(found.groups, found.degrees, found.layers, strict=True)
-    plan = ", ".join(f"{g} ranks dp{dp} tp{tp} {n} layers" for g, (dp, tp), n in stages)
+# Malleus.
+
+
+@dataclass(frozen=True)
+class Straggling:
+    """Which ranks are slow, and how slow."""
+
+    name: str
+    rates: Mapping[int, float]
+
+    def ideal(self, ranks: int) -> float:
+        """Return T_opt over the healthy time: N / ((N - n) + sum 1/x)."""
+        return ranks / (ranks - len(self.rates) + sum(1 / x for x in self.rates.values()))
+
+
+def situations(ranks: int, quick: bool) -> list[Straggling]:
+    """Return one to eight stragglers: alone, in one node, spread, a whole node."""
+    spread_over = [n * 8 for n in range(ranks // 8)]
+    places = {
+        "1": [0],
+        "2 in a node": [0, 1],
+        "2 spread": spread_over[:2],
+        "4 in a node": [0, 1, 2, 3],
+        "4 spread": spread_over[:4],
+        "a node": list(range(8)),
+    }
+    if ranks >= 64:
+        places["8 spread"] = spread_over[:8]
+    found = [Straggling(f"{name} at {x}", dict.fromkeys(at, x)) for name, at in places.items() for x in LEVELS]
+    return found[:1] if quick else found
+
+
+def trace(ranks: int) -> list[Straggling]:
+    """Return situations that follow one another: none, one light, two, a node, healing."""
     return [
-        str(row["row"]),
-        str(sum(found.groups)),
-        str(row["layers"]),
-        f"{walked.cost:.2f}",
-        f"{found.cost:.2f}",
-        f"{own.cost:.2f}",
-        "-" if known is None else f"{known:.2f}",
-        f"{best.wall:.3f}",
-        f"{best.cpu:.3f}",
-        f"{limit:g}",
-        str(found.steps),
-        f"{' '.join(found.types)}, B {found.batches}: {plan}",
+        Straggling("none", {}),
+        Straggling("one light", {3: 2.57}),
+        Straggling("two", {3: 2.57, ranks // 2: 5.42}),
+        Straggling("a node", dict.fromkeys(range(8), 5.42)),
+        Straggling("healing", {3: 2.57}),
+        Straggling("none again", {}),
     ]
+
+
+def straggling_table(
+    say: Say, model: str, ranks: int, cases: Sequence[Straggling], sequences: int, following: bool = False
+) -> Table:
+    """Return our plans' times over the healthy one's, beside the ideal and the static plan.
+
+    Args:
+        following: each plan starts from the one before it (a trace), rather than from the healthy one.
+    """
+    size = min(8, ranks)
+    costs = costs_of(model, cluster_of(node("A800", size, size, ranks // size)))
+    workload = Workload(sequences, length_of(model))
+    healthy = hg.plan(costs, workload, method="straggler")
+    title = f"{model} on {ranks} A800, {workload}: healthy {healthy.seconds:.3f} s, {healthy.gap:.1%} above its bound"
+    say(f"{title}: {healthy.strategy.name[:100]}")
+    table = Table(title=title)
+    for column in ("stragglers", "static x", "ours x", "ideal x", "above ideal", "moved GB", "CPU s", "strategy"):
+        table.add_column(column, justify="left" if column == "strategy" else "right")
+    running = healthy
+    total = [0.0, 0.0]
+    for case in cases:
+        slow = costs.changed(health=Health(case.rates))
+        static = slow.changed(home=healthy.home).simulate(healthy.strategy, healthy.assignment).seconds
+        found = timed(lambda c=slow, r=running: hg.plan(c, workload, method="straggler", running=r))
+        planned: Plan = found.value
+        ours = planned.seconds / healthy.seconds
+        ideal = case.ideal(ranks)
+        total[0] += ours
+        total[1] += ideal
+        row = [case.name, f"{static / healthy.seconds:.2f}", f"{ours:.3f}", f"{ideal:.3f}", f"{ours / ideal - 1:.1%}"]
+        row += [f"{planned.moved_bytes / 1e9:.1f}", f"{found.cpu:.2f}", planned.strategy.name]
+        say(" ".join(row))
+        table.add_row(*row[:-1], row[-1][:60])
+        running = planned if following else healthy
+    table.add_row("all", "", f"{total[0]:.3f}", f"{total[1]:.3f}", f"{total[0] / total[1] - 1:.1%}", "", "", "")
+    say(f"all: {total[0] / total[1] - 1:.1%} above ideal")
+    return table
+
+
+def replanning_table(say: Say, model: str, quick: bool) -> Table:
+    """Return what planning again takes."""
+    table = Table(title=f"Planning {model} again after devices slow down")
+    for column in ("devices", "stragglers", "target s", "CPU s", "wall s"):
+        table.add_column(column, justify="right")
+    for ranks, target in REPLANNED.items():
+        if quick and ranks > 64:
+            break
+        costs = costs_of(model, cluster_of(node("A800", 8, 8, ranks // 8)))
+        workload = Workload(ranks, length_of(model))
+        healthy = hg.plan(costs, workload, method="straggler")
+        for case in (Straggling("1", {3: 5.42}), Straggling("8 spread", {8 * n: 5.42 for n in range(8)})):
+            slow = costs.changed(health=Health(case.rates))
+            found = timed(lambda c=slow, w=workload, r=healthy: hg.plan(c, w, method="straggler", running=r))
+            row = [str(ranks), case.name, f"{target}", f"{found.cpu:.2f}", f"{found.wall:.2f}"]
+            say(" ".join(row))
+            table.add_row(*row)
+    return table
+
+
+# All at once.
+
+
+def drawn_lengths(data: Path | None, tokens: int, batches: int, longest: int, seed: int) -> list[list[int]]:
+    """Draw mini-batches of about so many tokens: of web text, or from a lognormal where there is no data."""
+    random = np.random.default_rng(seed)
+    file = None if data is None else data / "length_distributions.json"
+    quantiles = json.loads(file.read_text())["web_text"] if file is not None and file.exists() else None
+    found = []
+    for _ in range(batches):
+        batch: list[int] = []
+        while sum(batch) < tokens:
+            if quantiles is not None:
+                drawn = float(np.interp(random.random(), np.linspace(0, 1, len(quantiles)), quantiles))
+            else:
+                drawn = float(random.lognormal(6.5, 1.2))
+            batch.append(int(min(max(drawn, 16), longest)))
+        found.append(batch)
+    return found
+
+
+def beyond_table(say: Say, model: str, data: Path | None, quick: bool) -> Table:
+    """Return "auto" beside each method alone, for mixed types, stragglers and varying lengths at once."""
+    kinds = ("A100", "H800") if quick else ("A100", "A100", "H800", "H20")
+    size = 2 if quick else 8
+    nodes = [node(kind, size, size, 1 if quick else 2) for kind in kinds]
+    cluster = cluster_of(*nodes)
+    ranks = len(cluster.devices)
+    places = {"none": {}, "2": {1: 2.57, ranks // 2: 5.42}}
+    if not quick:
+        places["8 spread"] = {8 * n: 5.42 for n in range(8)}
+        places["a node"] = dict.fromkeys(range(32, 40), 2.57)
+        places["4 in a node"] = dict.fromkeys(range(48, 52), 12.53)
+    table = Table(title=f"All at once: {model} on {ranks} devices of {len(set(kinds))} types, varying lengths")
+    methods = ("mixed", "search", "straggler")
+    for column in ("stragglers", *methods, "auto", "x the best alone", "CPU s"):
+        table.add_column(column, justify="right")
+    ratios = []
+    for name, rates in places.items():
+        costs = costs_of(model, cluster, rates)
+        lengths = drawn_lengths(data, 2_000 * ranks if not quick else 2_000, 1 if quick else 2, 16_384, seed=7)
+        workload = Workload(lengths=lengths)
+        alone = {method: seconds_of(costs, workload, method) for method in methods}
+        together = timed(lambda c=costs, w=workload: hg.plan(c, w, method="auto"))
+        best = min(alone.values())
+        ratios.append(best / together.value.seconds)
+        row = [name, *(f"{alone[method]:.3f}" for method in methods)]
+        row += [f"{together.value.seconds:.3f}", f"{ratios[-1]:.3f}", f"{together.cpu:.1f}"]
+        say(" ".join(row))
+        table.add_row(*row)
+    table.add_row("median", "", "", "", "", f"{statistics.median(ratios):.3f} (target 1.1)", "")
+    return table
+
+
+def seconds_of(costs: hg.Costs, workload: Workload, method: Any) -> float:
+    """Return what a method's plan takes; infinite where there is none."""
+    try:
+        return float(hg.plan(costs, workload, method=method).seconds)
+    except (Unsupported, KeyError):
+        return math.inf
 
 
 def main() -> None:
-    """Print the parts that are asked for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, default=Path("../shared/data"), help="where the folder metis is")
-    parser.add_argument("--only", choices=PARTS, help="one part")
-    parser.add_argument("--rows", type=int, default=4, help="of Table 1, the first ones")
-    chosen = parser.parse_args()
-    parts: dict[str, Callable[[], None]] = {"metis": lambda: _metis(chosen.data / "metis", chosen.rows)}
-    for name in PARTS:
-        if chosen.only in (None, name):
-            parts[name]()
-
-
-def _metis(folder: Path, rows: int) -> None:
-    if (folder / "table1.json").exists():
-        print_metis(folder, rows)
-    else:
-        print(f"metis skipped: {folder} has no table1.json; give the folder above it with --data")
+    parts = ("metis", "power", "autohet", "breakdown", "malleus", "trace", "replanning", "beyond")
+    parser.add_argument("--only", choices=parts, nargs="*", default=parts)
+    parser.add_argument("--models", nargs="*", default=[], help="some of a part's models")
+    parser.add_argument("--devices", nargs="*", type=int, default=[32, 64], help="for stragglers")
+    parser.add_argument("--sequences", type=int, default=64, help="in a mini-batch, for stragglers")
+    parser.add_argument("--batches", nargs="*", type=int, default=list(BATCHES), help="sequences, for mixed types")
+    parser.add_argument(
+        "--data", type=Path, default=Path("../shared/data"), help="where length_distributions.json and metis/ are"
+    )
+    parser.add_argument("--quick", action="store_true", help="few cells of each part")
+    given = parser.parse_args()
+    console = Console(width=160)
+    say = Console(stderr=True, width=400, highlight=False).print
+    large = given.models or (["tiny"] if given.quick else ["32b", "70b", "110b"])
+    small = "tiny" if given.quick else "LLaMA 6.7B"
+    devices = [16] if given.quick else given.devices
+    if "metis" in given.only:
+        metis_table.print_part(given.data / "metis", 1 if given.quick else 4)
+    if "power" in given.only:
+        console.print(power_table(say, given.quick))
+    if "autohet" in given.only:
+        console.print(
+            gains_table(gains(say, given.models, given.batches[:1] if given.quick else given.batches, given.quick))
+        )
+        console.print(planning_table(say, small, given.quick))
+    if "breakdown" in given.only:
+        for sequences in given.batches[:1] if given.quick else given.batches:
+            console.print(breakdown(say, "tiny" if given.quick else "GPT-3 6.7B", sequences))
+    for model in large:
+        for ranks in devices:
+            if "malleus" in given.only:
+                cases = situations(ranks, given.quick)
+                console.print(straggling_table(say, model, ranks, cases, given.sequences))
+            if "trace" in given.only:
+                console.print(straggling_table(say, model, ranks, trace(ranks), given.sequences, following=True))
+    if "replanning" in given.only:
+        console.print(replanning_table(say, large[-1], given.quick))
+    if "beyond" in given.only:
+        console.print(beyond_table(say, small, given.data, given.quick))
 
 
 if __name__ == "__main__":

@@ -91,6 +91,8 @@ def _costs(
     """Return the strategies, and what prices them by the compiled graphs."""
     from dataclasses import replace
 
+    import torch
+
     from hydragraph.commands.captured import captured
     from hydragraph.cost.costs import Costs
     from hydragraph.cost.datasheet import datasheet

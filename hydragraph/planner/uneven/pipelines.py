@@ -18,6 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from hydragraph.planner.uneven.groups import Form
 from hydragraph.planner.uneven.layers import spread
@@ -47,6 +48,8 @@ class Laid:
         exposed_s: what of pull and push nothing hides.
         each_s: seconds of every further one: those of its slowest stage.
         traffic_s: what pull and push take a rank of it, if nothing else went over its link.
+        stages_s: seconds of each stage for one micro-batch.
+        passing_s: of each layer, what its pull and push take a rank of its stage [layers].
     """
 
     order: Multiset
@@ -56,9 +59,11 @@ class Laid:
     exposed_s: float
     each_s: float
     traffic_s: float
+    stages_s: tuple[float, ...]
+    passing_s: NDArray[np.float64]
 
 
-NOTHING_FITS = Laid((), (), (), math.inf, 0.0, math.inf, 0.0)
+NOTHING_FITS = Laid((), (), (), math.inf, 0.0, math.inf, 0.0, (), np.zeros(0))
 
 
 @dataclass(frozen=True)
@@ -146,6 +151,8 @@ class Bench:
             exposed,
             float(max_s),
             max(passing),
+            tuple(seconds),
+            np.repeat(np.array(passing) / layers, layers),
         )
 
     @staticmethod
@@ -185,7 +192,11 @@ class Bench:
         site = self.forms[form].site
         # What messages hold beside weights and gradients does not pass twice.
         moved = size / (1 + MESSAGES)
-        return 0.0 if self._alone else moved / (site.outer.bytes_per_s * min(1.0, site.cards))
+        if self._alone:
+            return 0.0
+        # Owners in the node are reached by its inner links, the others through its cards.
+        away = 1 - self._prices.within(site)
+        return moved * max(away / (site.outer.bytes_per_s * min(1.0, site.cards)), (1 - away) / site.inner.bytes_per_s)
 
     def price(self, pipelines: Mapping[Multiset, int]) -> float:
         """Return the seconds of an iteration of so many pipelines of each multiset."""
@@ -194,12 +205,30 @@ class Bench:
         laid = [self.lay(multiset, count) for multiset in pipelines]
         if any(not each.order for each in laid):
             return math.inf
-        first = np.array([each.first_s for each in laid])
+        first = np.array([each.first_s for each in laid]) + self._awaited(laid)
         each_s = np.array([each.each_s for each in laid])
         alike = np.array(list(pipelines.values()), dtype=np.int64)
         seconds = float(least_seconds(self.micro_batches, first, each_s, alike))
         # Traffic hides behind computing, as far as there is computing.
         return max(seconds, max(each.traffic_s for each in laid))
+
+    def _awaited(self, laid: Sequence[Laid]) -> list[float]:
+        """Return what each pipeline waits for pull and push beyond its own: a layer is reduced over all pipelines.
+
+        So a layer passes as slowly as in the pipeline where fewest links carry it, and the stages of other pipelines
+        that hold it wait: a straggler's pipeline of small groups holds up those of large ones.
+        """
+        if len(laid) == 1:
+            return [0.0]
+        slowest = np.maximum.reduce([each.passing_s for each in laid])
+        until = np.concatenate(([0.0], np.cumsum(slowest)))
+        found = []
+        for each in laid:
+            ends = np.concatenate(([0], np.cumsum(each.layers)))
+            passing = until[ends[1:]] - until[ends[:-1]]
+            alone = [float(sum(part)) for part in np.split(each.passing_s, ends[1:-1])]
+            found.append(self._exposed(each.stages_s, passing.tolist()) - self._exposed(each.stages_s, alone))
+        return found
 
     # Partitions.
 

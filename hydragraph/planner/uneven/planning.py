@@ -17,8 +17,10 @@ from hydragraph.cost.costs import Costs
 from hydragraph.errors import Unsupported
 from hydragraph.ir.home import HomeLayouts
 from hydragraph.ir.link import copy
+from hydragraph.planner.metis.staging import Staged, staged
 from hydragraph.planner.uneven.bound import bound as bound_of
 from hydragraph.planner.uneven.explaining import Rival, explanation
+from hydragraph.planner.uneven.prices import state_bytes
 from hydragraph.planner.uneven.searching import MIXED, STRAGGLER, TOGETHER, Way, search
 from hydragraph.planner.uneven.settle import (
     Candidate,
@@ -39,6 +41,7 @@ Method = Literal["auto", "mixed", "search", "straggler"]
 WAYS: dict[str, tuple[Way, ...]] = {
     "mixed": (MIXED,),
     "straggler": (STRAGGLER,),
+    "search": (),
     "auto": (TOGETHER, MIXED, STRAGGLER),
 }
 
@@ -48,6 +51,8 @@ ALIKE = 1
 # Ranks up to which three plans are simulated, and up to which two are.
 FEW = 16
 MANY = 64
+# Plans of Metis's search that are looked at.
+STAGED = 2
 # Plans within this part of the best count as equally good; the one that moves fewest bytes is taken.
 NEAR = 0.02
 # Candidates of which the iteration planner takes the best, where lengths vary; each must save this part of the time.
@@ -145,7 +150,8 @@ def plan(
         for reach in _reaches(workload)
         for candidate in _unlike(search(costs, typical.sequences, typical.length, way, reach=reach, until=until))
     ]
-    settled, short = _settled(costs, workload, candidates, until)
+    stages = _staged(costs, typical, method) if method in ("search", "auto") and until is None else []
+    settled, short = _settled(costs, workload, candidates, stages, until)
     # Where lengths vary, a strategy that does not take the longest sequence can still be a candidate for others.
     able = [each for each in settled if math.isfinite(each.seconds)]
     if not able:
@@ -198,16 +204,35 @@ def _unlike(candidates: Sequence[Candidate]) -> list[Candidate]:
     return found[:SETTLED]
 
 
+def _staged(costs: Costs, typical: Workload, method: Method) -> list[Staged]:
+    """Return what Metis's search finds: stages of all devices, whose data parallelism may change."""
+    try:
+        found = staged(costs, typical.sequences, typical.length, "memory" if costs.ranks > MANY else "exact")
+    except Unsupported:
+        # Its space has no plan that fits, or it does not know so many kinds of devices; other ways may.
+        if method == "search":
+            raise
+        return []
+    return [each for each in found if each.seconds is not None][:STAGED]
+
+
 def _settled(
-    costs: Costs, workload: Workload, candidates: Sequence[Candidate], until: float | None
+    costs: Costs,
+    workload: Workload,
+    candidates: Sequence[Candidate],
+    stages: Sequence[Staged],
+    until: float | None,
 ) -> tuple[list[Settled], list[Shortage]]:
     """Return candidates that fit, the best of them simulated where there is time; and those that do not fit."""
     placed: dict[Strategy, Candidate] = {}
     for candidate in sorted(candidates, key=lambda each: each.seconds):
         placed.setdefault(strategies_of(candidate)[0], candidate)
+    origins = {strategy: candidate.origin for strategy, candidate in placed.items()}
+    for each in stages:
+        origins.setdefault(each.strategy, "search")
     if workload.lengths:
-        return _varying(costs, workload, placed, until)
-    expected = []
+        return _varying(costs, workload, origins, until)
+    expected = [(each.seconds or math.inf, each.strategy, each.assignment) for each in stages]
     for strategy, candidate in placed.items():
         assignment, last = share_out(costs, strategy, workload.batches[0], candidate.together)
         expected.append((last + candidate.exposed_s(), strategy, assignment))
@@ -217,7 +242,7 @@ def _settled(
         # Whatever the deadline, there is a plan if anything fits.
         if settled and (len(settled) >= SETTLED or (until is not None and time.monotonic() > until)):
             break
-        found = settle(costs, strategy, assignment, placed[strategy].origin, seconds)
+        found = settle(costs, strategy, assignment, origins[strategy], seconds)
         if isinstance(found, Shortage):
             short.append(found)
         else:
@@ -225,7 +250,8 @@ def _settled(
     if until is None and settled:
         settled = [simulated(costs, each) for each in settled[: _simulations(costs)]]
         best = min(settled, key=lambda each: each.seconds)
-        settled += _across(costs, workload, placed[best.strategy])
+        if best.strategy in placed:
+            settled += _across(costs, workload, placed[best.strategy])
     return settled, short
 
 
@@ -246,14 +272,14 @@ def _across(costs: Costs, workload: Workload, candidate: Candidate) -> list[Sett
 
 
 def _varying(
-    costs: Costs, workload: Workload, placed: Mapping[Strategy, Candidate], until: float | None
+    costs: Costs, workload: Workload, origins: Mapping[Strategy, str], until: float | None
 ) -> tuple[list[Settled], list[Shortage]]:
     settled: list[Settled] = []
     short: list[Shortage] = []
-    for strategy, candidate in placed.items():
+    for strategy, origin in origins.items():
         if any(math.isfinite(each.seconds) for each in settled) and until is not None and time.monotonic() > until:
             break
-        found = settle_varying(costs, strategy, workload.batches, candidate.origin)
+        found = settle_varying(costs, strategy, workload.batches, origin)
         if isinstance(found, Shortage):
             short.append(found)
         else:
@@ -266,7 +292,7 @@ def _rivals(chosen: Settled, settled: Sequence[Settled], short: Sequence[Shortag
     for each in sorted(settled, key=lambda one: one.seconds):
         if each.strategy != chosen.strategy:
             more = each.seconds / chosen.seconds - 1
-            why = f"takes {more:.1%} longer" if more > 0 else f"saves {-more:.1%}, but moves more"
+            why = f"takes {more:.1%} longer" if more >= 0 else f"saves {-more:.1%}, but moves more"
             rivals.append(Rival(each.strategy, each.seconds, each.origin, why))
     rivals += [Rival(each.strategy, math.inf, "", f"does not fit: {each}") for each in short]
     return tuple(rivals)
@@ -307,11 +333,14 @@ def moved_bytes(costs: Costs, before: Home, after: Home) -> int:
 def _nothing_fits(costs: Costs, workload: Workload, short: Sequence[Shortage]) -> Unsupported:
     where = f"plan of {costs.ranks} devices for {workload}"
     if not short:
+        total = costs.home.copies * state_bytes(costs)
+        room = sum(costs.memory_of(r) for r in range(costs.ranks) if math.isfinite(costs.health.rate(r)))
         return Unsupported(
-            "no pipeline of these devices holds the model: every stage needs more memory than its device has",
+            "nothing fits: no pipeline of these devices holds the model, whose state alone takes "
+            f"{total / 1e9:.3g} GB of their {room / 1e9:.3g} GB, beside weights, gradients and activations of stages",
             where=where,
-            remedy="measure recomputation and higher tensor-parallel degrees (hydragraph profile --recompute), shorten "
-            "the sequences, or add devices",
+            remedy="allow recomputation and higher tensor-parallel degrees (a measured profile needs them measured: "
+            "hydragraph profile --recompute), shorten the sequences, or add devices",
         )
     nearest = min(short, key=lambda each: each.bytes)
     return Unsupported(

@@ -82,6 +82,7 @@ class Prices:
         self._held = MicroBatch(max(reach, sum(lengths)), max(1, len(lengths)))
         self.layers = costs.outline.layers
         self._known: dict[tuple[Site, int], tuple[Option, ...]] = {}
+        self._within: dict[Site, float] = {}
 
     @cached_property
     def home_bytes(self) -> float:
@@ -102,6 +103,12 @@ class Prices:
         """Return the degrees of at most so many ranks that were measured on a type of device, ascending."""
         measured = {kind.tp for kind in self.costs.profile.of(site.type).pieces}
         return tuple(tp for tp in sorted(measured) if tp <= most and self.options(site, tp))
+
+    def within(self, site: Site) -> float:
+        """Return the part of all ranks that is in one node of a site."""
+        if site not in self._within:
+            self._within[site] = len(self._ranks(site)) / self.costs.ranks
+        return self._within[site]
 
     def _option(self, site: Site, kind: StageKind) -> Option:
         costs = self.costs
@@ -146,12 +153,16 @@ class Prices:
 
     def _example(self, site: Site, tp: int) -> tuple[int, ...]:
         """Return ranks of one node of a site, for links to be looked up by."""
+        return self._ranks(site)[:tp]
+
+    def _ranks(self, site: Site) -> tuple[int, ...]:
+        """Return the ranks of the largest node of a site."""
         cluster = self.costs.cluster
         by_node: dict[int, list[int]] = {}
         for rank in range(self.costs.ranks):
             if site_of(self.costs, rank) == site:
                 by_node.setdefault(cluster.node_of(rank), []).append(rank)
-        return tuple(max(by_node.values(), key=len)[:tp])
+        return tuple(max(by_node.values(), key=len))
 
 
 def site_of(costs: Costs, rank: int) -> Site:

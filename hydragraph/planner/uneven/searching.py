@@ -23,7 +23,8 @@ KEPT = 12
 WITHIN = 1.25
 # Groups of more than so many times the rate of the healthiest may be better left idle.
 SLOW = 1.5
-# Micro-batches of more sequences than use a device well gain nothing; up to so many are tried.
+# Micro-batches of more sequences than use a device well hide more of pull and push behind the first forward and the
+# last backward: up to so many are tried, as long as that gains.
 LARGEST = 16
 
 
@@ -74,7 +75,9 @@ def search(
     best = math.inf
     # Of partitions that are much alike the best is kept: what is settled later should differ.
     found: dict[object, Candidate] = {}
-    for together in _sizes(costs, sequences, length):
+    sizes, useful = _sizes(costs, sequences, length)
+    for together in sizes:
+        before = best
         lengths = [length] * together
         prices = Prices(costs, lengths, reach)
         micro_batches = -(-sequences // together)
@@ -94,6 +97,8 @@ def search(
                 shape = candidate.shape
                 if shape not in found or partition.seconds < found[shape].seconds:
                     found[shape] = candidate
+        if together > max(useful, 2) and best >= before:
+            break
     first = sorted(found.values(), key=lambda candidate: candidate.seconds)[:KEPT]
     better = [_improved(candidate) for candidate in first[:IMPROVED] if until is None or time.monotonic() < until]
     return sorted([*better, *first], key=lambda candidate: candidate.seconds)
@@ -134,10 +139,10 @@ def _reserve(costs: Costs) -> dict[int, float]:
     return {rank: total * memory / sum(usable.values()) for rank, memory in usable.items()}
 
 
-def _sizes(costs: Costs, sequences: int, length: int) -> list[int]:
-    """Return how many sequences a micro-batch may have: until it uses a device well."""
+def _sizes(costs: Costs, sequences: int, length: int) -> tuple[list[int], int]:
+    """Return how many sequences a micro-batch may have, and below which number each is tried whatever it gains."""
     useful = max(max(profile.util.values(), default=1) for profile in costs.profiles)
     sizes = [1]
-    while sizes[-1] * length < useful and 2 * sizes[-1] <= min(sequences, LARGEST):
+    while 2 * sizes[-1] <= min(sequences, LARGEST):
         sizes.append(2 * sizes[-1])
-    return sizes
+    return sizes, 2 * useful // length

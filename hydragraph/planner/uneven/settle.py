@@ -266,13 +266,7 @@ def settle_varying(
         return found
     home, memory = found
     owned = costs.changed(home=home)
-    known: dict[object, PipelineCost] = {}
-    pipelines = []
-    for pipeline in strategy.pipelines:
-        form = _form(costs, pipeline)
-        if form not in known:
-            known[form] = owned.pipeline(pipeline, strategy.schedule)
-        pipelines.append(known[form])
+    pipelines = _priced(owned, strategy)
     added = owned.fixed(strategy)
     assignments = []
     seconds = []
@@ -286,6 +280,20 @@ def settle_varying(
         assignments.append(Assignment(assigned.micro_batches, assigned.lengths))
         seconds.append(owned.pipelines_end(strategy, assignments[-1]) + added)
     return Settled(strategy, home, tuple(assignments), tuple(seconds), memory, origin, simulated=False)
+
+
+def _priced(costs: Costs, strategy: Strategy) -> Sequence[PipelineCost]:
+    """Return what each pipeline costs; those of one form are computed once."""
+    if strategy.shares:  # what a pipeline takes depends on the others
+        return costs.pipelines(strategy)
+    known: dict[object, PipelineCost] = {}
+    found = []
+    for pipeline in strategy.pipelines:
+        form = _form(costs, pipeline)
+        if form not in known:
+            known[form] = costs.pipeline(pipeline, strategy.schedule)
+        found.append(known[form])
+    return found
 
 
 def owners(costs: Costs, strategy: Strategy, assignment: Assignment) -> tuple[Home, tuple[int, ...]] | Shortage:
@@ -319,21 +327,29 @@ def needs(costs: Costs, strategy: Strategy, assignment: Assignment) -> list[floa
     """Return the bytes that each rank needs for its stage, beside its share of the state and messages."""
     everything = micro_batches_of(strategy, assignment)
     found = [0.0] * costs.ranks
+    if strategy.shares:
+        shown = [_largest(b, len(p.stages) + 1) for p, b in zip(strategy.pipelines, everything, strict=True)]
+        for rank in dict.fromkeys(strategy.devices):
+            found[rank] = _walked(costs, strategy, shown, rank)
+        return found
     known: dict[object, float] = {}
     for pipeline, batches in zip(strategy.pipelines, everything, strict=True):
         # Once a pipeline is full, further equal micro-batches change nothing.
-        shown = _largest(batches, len(pipeline.stages) + 1)
+        mine = _largest(batches, len(pipeline.stages) + 1)
         shape = tuple((s.layers, s.kind) for s in pipeline.stages)
         for position, stage in enumerate(pipeline.stages):
             for rank in stage.devices:
-                key = (shape, position, tuple(shown), costs.cluster.type_of(rank))
+                key = (shape, position, tuple(mine), costs.cluster.type_of(rank))
                 if key not in known:
-                    alone = Strategy((pipeline,), strategy.schedule)
-                    walk = costs.walk(alone, [shown], rank, messages=False)
-                    at_home = walk.at_home()
-                    known[key] = float(walk.peak().total - at_home.state - at_home.shard)
+                    known[key] = _walked(costs, Strategy((pipeline,), strategy.schedule), [mine], rank)
                 found[rank] = known[key]
     return found
+
+
+def _walked(costs: Costs, strategy: Strategy, batches: Sequence[Sequence[MicroBatch]], rank: int) -> float:
+    walk = costs.walk(strategy, batches, rank, messages=False)
+    at_home = walk.at_home()
+    return float(walk.peak().total - at_home.state - at_home.shard)
 
 
 def _largest(batches: Sequence[MicroBatch], most: int) -> list[MicroBatch]:
