@@ -30,7 +30,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -130,7 +130,7 @@ def config_of(name: str) -> transformers.PretrainedConfig:
             attention_probs_dropout_prob=0.0,
         )
     if name == "GPT-3 6.7B":
-        none = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+        none: dict[str, Any] = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
         return transformers.GPT2Config(n_embd=4096, n_layer=32, n_head=32, n_positions=2048, use_cache=False, **none)
     hidden, inner, layers, heads = {
         "tiny": (256, 688, 8, 8),
@@ -395,12 +395,12 @@ def power_table(say: Say, quick: bool) -> Table:
         for micro_batches in (64, 512):
             for least in (120e9, 300e9):
                 kinds = [Kind(1, 80e9, entities // 2), Kind(2, 80e9, entities // 2)]
-                ours = timed(lambda k=kinds, m=micro_batches, b=least: most_power(k, m, b))
+                ours = timed(partial(most_power, kinds, micro_batches, least))
                 grouping: Grouping = ours.value
                 row = [str(entities), str(micro_batches), f"{least / 1e9:.0f} GB", f"{grouping.value:.4f}"]
                 row += [f"{grouping.gap:.2%}", f"{ours.cpu:.3f}"]
                 if entities <= 24 and micro_batches == 64:
-                    published = timed(lambda k=kinds, m=micro_batches, b=least: most_power_by_scip(k, m, b))
+                    published = timed(partial(most_power_by_scip, kinds, micro_batches, least))
                     row += [f"{published.value.value:.4f}", f"{published.wall:.2f}"]
                 else:
                     row += ["", ""]
@@ -421,7 +421,7 @@ def planning_table(say: Say, model: str, quick: bool) -> Table:
         workload = Workload(8 * devices, length_of(model))
         if devices == min(PLANNED):
             hg.plan(costs, workload, method="mixed")  # blocks are compiled, and so is what searches
-        found = timed(lambda c=costs, w=workload: hg.plan(c, w, method="mixed"))
+        found = timed(partial(hg.plan, costs, workload, method="mixed"))
         row = [str(devices), f"{published}" if published else "", f"{target}", f"{found.cpu:.2f}", f"{found.wall:.2f}"]
         row += [f"{found.value.seconds:.3f}", f"{found.value.gap:.1%}"]
         say(" ".join(row))
@@ -549,7 +549,7 @@ def breakdown(say: Say, model: str, sequences: int) -> Table:
     layers = costs.outline.layers
     planned = hg.plan(costs, workload, method="mixed")
     groups = grouped_by_power(costs, workload)
-    steps = {
+    steps: dict[str, list[tuple[tuple[int, ...], ...]]] = {
         "one pipeline in node order": [tuple((rank,) for rank in range(costs.ranks))],
         "+ grouping": groups,
         "+ mapping": [tuple(s.devices for s in p.stages) for p in planned.strategy.pipelines],
@@ -672,7 +672,7 @@ def straggling_table(
     for case in cases:
         slow = costs.changed(health=Health(case.rates))
         static = slow.changed(home=healthy.home).simulate(healthy.strategy, healthy.assignment).seconds
-        found = timed(lambda c=slow, r=running: hg.plan(c, workload, method="straggler", running=r))
+        found = timed(partial(hg.plan, slow, workload, method="straggler", running=running))
         planned: Plan = found.value
         ours = planned.seconds / healthy.seconds
         ideal = case.ideal(ranks)
@@ -701,7 +701,7 @@ def replanning_table(say: Say, model: str, quick: bool) -> Table:
         healthy = hg.plan(costs, workload, method="straggler")
         for case in (Straggling("1", {3: 5.42}), Straggling("8 spread", {8 * n: 5.42 for n in range(8)})):
             slow = costs.changed(health=Health(case.rates))
-            found = timed(lambda c=slow, w=workload, r=healthy: hg.plan(c, w, method="straggler", running=r))
+            found = timed(partial(hg.plan, slow, workload, method="straggler", running=healthy, deadline_s=target))
             row = [str(ranks), case.name, f"{target}", f"{found.cpu:.2f}", f"{found.wall:.2f}"]
             say(" ".join(row))
             table.add_row(*row)
@@ -751,7 +751,7 @@ def beyond_table(say: Say, model: str, data: Path | None, quick: bool) -> Table:
         lengths = drawn_lengths(data, 2_000 * ranks if not quick else 2_000, 1 if quick else 2, 16_384, seed=7)
         workload = Workload(lengths=lengths)
         alone = {method: seconds_of(costs, workload, method) for method in methods}
-        together = timed(lambda c=costs, w=workload: hg.plan(c, w, method="auto"))
+        together = timed(partial(hg.plan, costs, workload, method="auto"))
         best = min(alone.values())
         ratios.append(best / together.value.seconds)
         row = [name, *(f"{alone[method]:.3f}" for method in methods)]

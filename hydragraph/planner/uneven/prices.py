@@ -162,7 +162,7 @@ class Prices:
         for rank in range(self.costs.ranks):
             if site_of(self.costs, rank) == site:
                 by_node.setdefault(cluster.node_of(rank), []).append(rank)
-        return tuple(max(by_node.values(), key=len))
+        return tuple(sorted(by_node.values(), key=len)[-1])
 
 
 def site_of(costs: Costs, rank: int) -> Site:

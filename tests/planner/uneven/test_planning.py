@@ -44,7 +44,7 @@ def test_a_plan_keeps_every_promise(situation: tuple[Costs, int], method: str) -
     try:
         plan = hg.plan(costs, workload, method)  # type: ignore[arg-type]
     except hg.Unsupported:
-        with pytest.raises(hg.Unsupported, match=r"nothing fits|all devices are lost|needs more memory"):
+        with pytest.raises(hg.Unsupported, match=r"nothing fits|all devices are lost"):
             hg.plan(costs, workload, method)  # type: ignore[arg-type]
         return
     lost = set(costs.health.lost)
@@ -167,7 +167,7 @@ def test_a_plan_explains_itself() -> None:
     ("make", "words"),
     [
         (lambda: priced.costs(4, priced.cluster(2), hg.Health({0: math.inf, 1: math.inf})), "all devices are lost"),
-        (lambda: priced.costs(4, priced.cluster(2), elements=10**9), "fits|needs more memory"),
+        (lambda: priced.costs(4, priced.cluster(2), elements=10**9), "nothing fits"),
     ],
 )
 def test_what_cannot_be_planned_says_why(make: object, words: str) -> None:
