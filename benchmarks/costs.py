@@ -332,7 +332,6 @@ def print_sizes() -> None:
 
 def print_overlap(constants: Path, lengths: Path) -> None:
     """Print what pull and push add to iterations of the paper's Table 1, published and simulated."""
-    sys.path.insert(0, str(Path(__file__).parents[1]))  # run by its path, this file knows only its own folder
     from benchmarks.published import llamas, overlap, paper_grid
 
     published = llamas.read_profiles(constants)[paper_grid.CASE.model]
@@ -410,6 +409,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5, help="of the part predicted")
     parser.add_argument("--json", type=Path, help="write what the part predicted found to this file")
     chosen = parser.parse_args()
+    sys.path.insert(0, str(Path(__file__).parents[1]))  # run by its path, this file knows only its own folder
     parts: dict[str, Callable[[], None]] = {
         "clusters": lambda: _clusters(chosen.data / "sailor"),
         "sizes": print_sizes,

@@ -186,3 +186,7 @@ def print_predicted(rounds: int, device: str, ranks: Sequence[int] | None = None
         print(note)
     if path is not None:
         report.save(path)
+
+
+if __name__ == "__main__":
+    print_predicted(rounds=5, device="cpu")
