@@ -125,7 +125,7 @@ def plan(
         costs: profile of the model for every type of device, the cluster, and its health.
         workload: of one iteration.
         method: "mixed" for types of devices (AutoHet), "search" for stages whose data parallelism differs (Metis),
-            "straggler" for rates (Malleus), "auto" for all at once.
+            "straggler" for rates (Malleus), "auto" for all at once (Metis's search up to 16 ranks only: it takes long).
         running: what runs now; among plans that are nearly as good, that which moves fewest bytes is taken.
         deadline_s: after so many seconds the best plan so far is returned; None: the search ends by itself, and equal
             arguments give equal plans.
@@ -150,7 +150,9 @@ def plan(
         for reach in _reaches(workload)
         for candidate in _unlike(search(costs, typical.sequences, typical.length, way, reach=reach, until=until))
     ]
-    stages = _staged(costs, typical, method) if method in ("search", "auto") and until is None else []
+    # Among many ranks its search takes a minute, so there it has to be asked for.
+    searched = method == "search" or (method == "auto" and until is None and costs.ranks <= FEW)
+    stages = _staged(costs, typical, method) if searched else []
     settled, short = _settled(costs, workload, candidates, stages, until)
     # Where lengths vary, a strategy that does not take the longest sequence can still be a candidate for others.
     able = [each for each in settled if math.isfinite(each.seconds)]
@@ -207,7 +209,7 @@ def _unlike(candidates: Sequence[Candidate]) -> list[Candidate]:
 def _staged(costs: Costs, typical: Workload, method: Method) -> list[Staged]:
     """Return what Metis's search finds: stages of all devices, whose data parallelism may change."""
     try:
-        found = staged(costs, typical.sequences, typical.length, "memory" if costs.ranks > MANY else "exact")
+        found = staged(costs, typical.sequences, typical.length, "exact")
     except Unsupported:
         # Its space has no plan that fits, or it does not know so many kinds of devices; other ways may.
         if method == "search":
