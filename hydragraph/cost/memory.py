@@ -15,7 +15,7 @@ from typing import Protocol
 
 from hydragraph.cost.alive import Alive
 from hydragraph.cost.footprint import Footprint, MicroBatch, footprint, made_bytes, token_bytes
-from hydragraph.cost.messages import GRADIENT_BYTES, WEIGHT_BYTES, pulled, pushed
+from hydragraph.cost.messages import GRADIENT_BYTES, WEIGHT_BYTES, MessageBytes, pulled, pushed
 from hydragraph.ir.home import HomeLayouts
 from hydragraph.ir.instruction import Instruction, Op
 from hydragraph.ir.layout import GradientKind, Layout, propagation
@@ -242,7 +242,8 @@ class Walk:
         }
         self._everyones = sum(m.tokens for pipeline in micro_batches for m in pipeline)
         self._buckets = {b.name: b for b in blocks.buckets}
-        self._known_layouts: dict[str, tuple[Layout, Layout]] = {}
+        self._known_layouts: dict[object, tuple[Layout, Layout]] = {}
+        self._known_links: dict[tuple[Op, int], MessageBytes] = {}
         self._in_flight: list[str] = []
         self._alive = Alive()
 
@@ -317,27 +318,35 @@ class Walk:
     # Weights and gradients.
 
     def _pull(self, bucket: str, held: bool) -> None:
-        owners, users = self._layouts(bucket)
-        link = pulled(owners, users, self._rank, self._ranks, self._model.itemsize)
+        layouts = self._layouts(bucket)
+        key = (Op.PULL, id(layouts))
+        if key not in self._known_links:
+            self._known_links[key] = pulled(*layouts, self._rank, self._ranks, self._model.itemsize)
+        link = self._known_links[key]
         self._fly(exchange_name(Op.PULL, bucket), link.outgoing)
         if held:
             self._alive.add(weights(bucket), "weights", link.incoming)
 
     def _push(self, bucket: str) -> None:
-        link = pushed(*self._layouts(bucket), self._rank, self._ranks)
+        layouts = self._layouts(bucket)
+        key = (Op.PUSH, id(layouts))
+        if key not in self._known_links:
+            self._known_links[key] = pushed(*layouts, self._rank, self._ranks)
+        link = self._known_links[key]
         total = gradients(bucket)
         kept = () if link.outgoing else (total,)  # what is not copied is itself the message
         self._fly(exchange_name(Op.PUSH, bucket), link.outgoing + link.incoming, *kept)
         self._alive.drop(total)
 
     def _layouts(self, name: str) -> tuple[Layout, Layout]:
-        """Return a bucket's home layout, and that of the stages which use it."""
-        if name not in self._known_layouts:
-            bucket = self._buckets[name]
+        """Return a bucket's home layout, and that of the stages which use it; equal buckets get the same objects."""
+        bucket = self._buckets[name]
+        owners = self._home_of(bucket)
+        key = (bucket.form, self._holders[name], id(owners))
+        if key not in self._known_layouts:
             kinds = {p.name: GradientKind.REPLICA for p in bucket.parameters}  # sizes do not depend on them
-            used = propagation(bucket, self._holders[name], kinds)
-            self._known_layouts[name] = self._home_of(bucket), used
-        return self._known_layouts[name]
+            self._known_layouts[key] = owners, propagation(bucket, self._holders[name], kinds)
+        return self._known_layouts[key]
 
     # Activations.
 
