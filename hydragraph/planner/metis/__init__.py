@@ -5,14 +5,22 @@ of data and tensor parallelism and its own layers. Papers: Metis (USENIX ATC 202
 Parallelism for Distributed LLM Training, whose Table 1 `benchmarks/plans.py --only metis` prints beside these.
 """
 
-from hydragraph.planner.metis.cluster import Cluster as Cluster
-from hydragraph.planner.metis.cluster import DeviceType as DeviceType
-from hydragraph.planner.metis.pricing import cost as cost
-from hydragraph.planner.metis.pricing import parts as parts
-from hydragraph.planner.metis.problem import Plan as Plan
-from hydragraph.planner.metis.problem import Problem as Problem
-from hydragraph.planner.metis.profile import Measurement as Measurement
-from hydragraph.planner.metis.profile import Profile as Profile
-from hydragraph.planner.metis.searching import Found as Found
-from hydragraph.planner.metis.searching import Order as Order
-from hydragraph.planner.metis.searching import search as search
+from hydragraph.lazy import attributes
+
+# Imported when first used, so that its files may import one another by their package.
+__all__, __getattr__, __dir__ = attributes(
+    "hydragraph.planner.metis",
+    {
+        "Cluster": "hydragraph.planner.metis.cluster",
+        "DeviceType": "hydragraph.planner.metis.cluster",
+        "Found": "hydragraph.planner.metis.searching",
+        "Measurement": "hydragraph.planner.metis.profile",
+        "Order": "hydragraph.planner.metis.searching",
+        "Plan": "hydragraph.planner.metis.problem",
+        "Problem": "hydragraph.planner.metis.problem",
+        "Profile": "hydragraph.planner.metis.profile",
+        "cost": "hydragraph.planner.metis.pricing",
+        "parts": "hydragraph.planner.metis.pricing",
+        "search": "hydragraph.planner.metis.searching",
+    },
+)

@@ -142,6 +142,7 @@ def plan(
         raise ValueError(f"method is {method!r}: use {', '.join(map(repr, get_args(Method)))}")
     del seed
     began = time.monotonic()
+    _check_copies(costs)
     until = None if deadline_s is None else began + deadline_s
     typical = workload.typical
     candidates = [
@@ -185,6 +186,18 @@ def plan(
         took,
         text,
     )
+
+
+def _check_copies(costs: Costs) -> None:
+    """Refuse copies on another node where all devices that still run are on one of several."""
+    running = {costs.cluster.node_of(r) for r in range(costs.ranks) if math.isfinite(costs.health.rate(r))}
+    several = {device.node for device in costs.cluster.devices}
+    if costs.home.copies > 1 and len(running) == 1 and len(several) > 1:
+        raise Unsupported(
+            f"{costs.home.copies} copies of the state on different nodes: only node {running.pop()} still runs",
+            where="plan",
+            remedy="plan with a home of one copy, or with a device of another node",
+        )
 
 
 def _reaches(workload: Workload) -> list[int]:

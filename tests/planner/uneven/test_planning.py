@@ -168,6 +168,12 @@ def test_a_plan_explains_itself() -> None:
     [
         (lambda: priced.costs(4, priced.cluster(2), hg.Health({0: math.inf, 1: math.inf})), "all devices are lost"),
         (lambda: priced.costs(4, priced.cluster(2), elements=10**9), "nothing fits"),
+        (
+            lambda: priced.costs(4, priced.mixed(), hg.Health({2: math.inf, 3: math.inf})).changed(
+                home=hg.Home(copies=2)
+            ),
+            "2 copies of the state on different nodes: only node 0 still runs",
+        ),
     ],
 )
 def test_what_cannot_be_planned_says_why(make: object, words: str) -> None:
