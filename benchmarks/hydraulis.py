@@ -12,7 +12,6 @@ What is divided by what, and what is measured, published or assumed:
   each, three settings of context and tokens, two distributions of lengths);
 - benchmarks/published/rivals.py: how Megatron-LM, DeepSpeed and HotSPa are emulated;
 - benchmarks/published/llamas.py: constants, and what they leave out;
-- benchmarks/published/bound.py: the lower bound;
 - benchmarks/published/wide_grid.py: the other grid.
 
 Nothing here is measured: everything is simulated from constants that others measured.

@@ -13,7 +13,7 @@ Beside them stand Megatron-LM, DeepSpeed and HotSPa with the strategies that the
 figure 10; single cells are published as a picture only): the least and the most, as rivals' traffic is not known
 better. "computing" leaves out what moving states adds, on both sides. "b/d" is what heterogeneous pipelines and
 choosing every iteration are worth by themselves. "at most" is what the best rival's least time would gain over the
-lower bound of any pipelines on these devices (benchmarks/published/bound.py), were moving states free.
+lower bound of any pipelines on these devices (`planner.assigning.bound_devices`), were moving states free.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from itertools import product
 import numpy as np
 from rich.table import Table
 
-from benchmarks.published.bound import bound_1f1b
 from benchmarks.published.llamas import MODELS, completed, known, simulated, strategy
 from benchmarks.published.plans import Candidate, Priced
 from benchmarks.published.rivals import (
@@ -43,6 +42,7 @@ from benchmarks.published.rivals import (
 )
 from benchmarks.published.workload import Lengths, draw, mini_batch
 from hydragraph.cost.profile import Profile
+from hydragraph.planner.assigning import bound_devices
 
 TUNING = 6  # mini-batches on which static strategies are chosen; others than those measured
 SAMPLE = 20_000  # sequences that strategies are proposed from
@@ -212,7 +212,7 @@ def measured(cell: Cell, published: Profile, quantiles: Sequence[float], iterati
         lines["d"].append(spent)
         for name, rival in rivals.items():
             lines[name].append(rival.spent(batch))
-        bounds.append(bound_1f1b(kinds, batch, cell.devices))
+        bounds.append(bound_devices(kinds, batch, cell.devices))
     names = {"b": shown(priced.candidates[equal]), "c": shown(priced.candidates[static])}
     names |= {name: rival.name for name, rival in rivals.items()}
     means = {name: Mean.of(spent) for name, spent in lines.items()}

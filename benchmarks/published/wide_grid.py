@@ -36,10 +36,10 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.published.bound import bound_1f1b
 from benchmarks.published.workload import Lengths, draw, fixed_length, in_turn, mini_batch
 from hydragraph import planner
 from hydragraph.cost.profile import Profile, Scheme
+from hydragraph.planner.assigning import bound_devices
 
 TOKENS = 100_000
 TUNING = 10  # iterations on which static strategies are chosen; others than those measured
@@ -257,10 +257,10 @@ def simulate(cell: Cell, profile: Profile, quantiles: Sequence[float], iteration
         lines[3].add(choice.assignment.seconds + paid, choice.assignment.by_pipeline)
         unequal.append(len(set(chosen.candidates[choice.index])) > 1)
         charged.append(choice.assignment.seconds + profile.hetero_sync_s)
-        divided.append(bound_1f1b(kinds, lengths, cell.devices))
+        divided.append(bound_devices(kinds, lengths, cell.devices))
         alones.append(min(k.stages * k.micro_batch_seconds(max(lengths)) for k in kinds if k.max_len >= max(lengths)))
         same = [k for k, s in zip(kinds, schemes, strict=True) if k.max_len >= max(lengths) and s in of_alike]
-        equal = [bound_1f1b([k], lengths, cell.devices) for k in same]
+        equal = [bound_devices([k], lengths, cell.devices) for k in same]
         ceilings.append(min([divided[-1] + profile.hetero_sync_s, *equal]))
     ceiling, divided_s, longest = map(statistics.fmean, (ceilings, divided, alones))
     whole = [chosen.candidates[i] for i in alike if reach(chosen.candidates[i], profile) >= cell.context]

@@ -19,7 +19,6 @@ from rich.console import Console
 
 from benchmarks import hydraulis
 from benchmarks.published import overlap
-from benchmarks.published.bound import bound_1f1b
 from benchmarks.published.llamas import completed, elements, known, simulated, strategy
 from benchmarks.published.paper_grid import (
     CELLS,
@@ -48,7 +47,7 @@ from benchmarks.published.rivals import (
 )
 from benchmarks.published.workload import fixed_length, mini_batch
 from hydragraph.cost.profile import PipelineCost, Profile
-from hydragraph.planner.assigning import assign_pipelines
+from hydragraph.planner.assigning import assign_pipelines, bound_devices
 from tests.thorough import thorough
 
 ENTRY: dict[str, Any] = {
@@ -96,7 +95,7 @@ def test_no_strategy_ends_before_the_bound(
     one: PipelineCost, other: PipelineCost, sizes: list[int], devices: int
 ) -> None:
     both = (one, replace(other, devices=2))
-    bound = bound_1f1b(both, sizes, devices)
+    bound = bound_devices(both, sizes, devices)
     for count in range(1, devices + 1):
         for pipelines in itertools.combinations_with_replacement(both, count):
             if sum(k.devices for k in pipelines) <= devices:
@@ -105,11 +104,11 @@ def test_no_strategy_ends_before_the_bound(
 
 def test_the_bounds_example() -> None:
     kind = PipelineCost(a=0.0, b=1.0, c=1.0, stages=2, max_len=10**12, util_len=1, devices=2)
-    assert bound_1f1b([kind], [4, 4], 2) == pytest.approx(13.0, rel=1e-5)
+    assert bound_devices([kind], [4, 4], 2) == pytest.approx(13.0, rel=1e-5)
     assert assign_pipelines([kind], [4, 4]).seconds == pytest.approx(15.0)
-    assert bound_1f1b([kind], [0], 2) == 0.0
-    with pytest.raises(ValueError, match="longer than any kind"):
-        bound_1f1b([replace(kind, max_len=3)], [4], 2)
+    assert bound_devices([kind], [0], 2) == 0.0
+    with pytest.raises(ValueError, match="more than MaxLen"):
+        bound_devices([replace(kind, max_len=3)], [4], 2)
 
 
 def test_what_was_not_published_is_added() -> None:
