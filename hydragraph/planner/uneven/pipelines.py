@@ -205,14 +205,14 @@ class Bench:
         laid = [self.lay(multiset, count) for multiset in pipelines]
         if any(not each.order for each in laid):
             return math.inf
-        first = np.array([each.first_s for each in laid]) + self._awaited(laid)
+        first = np.array([each.first_s for each in laid]) + self.awaited(laid)
         each_s = np.array([each.each_s for each in laid])
         alike = np.array(list(pipelines.values()), dtype=np.int64)
         seconds = float(least_seconds(self.micro_batches, first, each_s, alike))
         # Traffic hides behind computing, as far as there is computing.
         return max(seconds, max(each.traffic_s for each in laid))
 
-    def _awaited(self, laid: Sequence[Laid]) -> list[float]:
+    def awaited(self, laid: Sequence[Laid]) -> list[float]:
         """Return what each pipeline waits for pull and push beyond its own: a layer is reduced over all pipelines.
 
         So a layer passes as slowly as in the pipeline where fewest links carry it, and the stages of other pipelines

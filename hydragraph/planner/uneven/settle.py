@@ -70,7 +70,8 @@ class Candidate:
 
     def exposed_s(self) -> float:
         """Return what of pull and push nothing hides, on the pipeline where that is most."""
-        return max(each.exposed_s for each in self.laid())
+        laid = self.laid()
+        return max(each.exposed_s + more for each, more in zip(laid, self.bench.awaited(laid), strict=True))
 
 
 @dataclass(frozen=True)

@@ -37,14 +37,14 @@ def situations(draw: st.DrawFn) -> tuple[Costs, int]:
 
 
 @settings(max_examples=12)
-@given(situations(), st.sampled_from(["auto", "mixed", "straggler"]))
+@given(situations(), st.sampled_from(["auto", "mixed", "search", "straggler"]))
 def test_a_plan_keeps_every_promise(situation: tuple[Costs, int], method: str) -> None:
     costs, sequences = situation
     workload = hg.Workload(sequences=sequences, length=LENGTH)
     try:
         plan = hg.plan(costs, workload, method)  # type: ignore[arg-type]
     except hg.Unsupported:
-        with pytest.raises(hg.Unsupported, match=r"nothing fits|all devices are lost"):
+        with pytest.raises(hg.Unsupported, match=r"nothing fits|all devices are lost|hold the model's"):
             hg.plan(costs, workload, method)  # type: ignore[arg-type]
         return
     lost = set(costs.health.lost)
@@ -66,6 +66,8 @@ def test_a_plan_keeps_every_promise(situation: tuple[Costs, int], method: str) -
     assert plan.bound <= plan.seconds * (1 + 1e-9)
     assert plan.gap >= -1e-9
     assert hg.plan(costs, workload, method).strategy == strategy  # type: ignore[arg-type]
+    if method == "search":  # Metis's plans use every device, whatever that gains
+        return
     # Never worse than one pipeline of the quickest rank, if that fits.
     quickest = min(set(range(costs.ranks)) - lost, key=lambda r: (costs.rate(r), costs.cluster.type_of(r)))
     alone = hg.Strategy((hg.Pipeline((hg.Stage((quickest,), costs.outline.layers),)),))
