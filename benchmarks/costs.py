@@ -411,7 +411,7 @@ def main() -> None:
     chosen = parser.parse_args()
     sys.path.insert(0, str(Path(__file__).parents[1]))  # run by its path, this file knows only its own folder
     parts: dict[str, Callable[[], None]] = {
-        "clusters": lambda: _clusters(chosen.data / "sailor"),
+        "clusters": lambda: print_clusters_of(chosen.data / "sailor"),
         "sizes": print_sizes,
         "overlap": lambda: _overlap(chosen.data),
         "assign": print_assign,
@@ -428,7 +428,8 @@ def _predicted(rounds: int, device: str, path: Path | None) -> None:
     print_predicted(rounds, device, path=path)
 
 
-def _clusters(folder: Path) -> None:
+def print_clusters_of(folder: Path) -> None:
+    """Print the clusters' table and the pairs of plans that are ranked right, where the data is."""
     if (folder / "measured_runs.json").exists():
         print_clusters(folder)
     else:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import hashlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from hydragraph.candidates import Choices, Planning
+from hydragraph.ahead.load import load
+from hydragraph.ahead.model_record import model_record
+from hydragraph.candidates import Choices, Planning, candidates_of
 from hydragraph.check.check import CheckedModel
 from hydragraph.check.run import check_here, check_on_hosts, mode_of
 from hydragraph.cost.costs import Costs
@@ -22,18 +27,23 @@ from hydragraph.frontend.packed import Loss, token_cross_entropy
 from hydragraph.ir.outline import Mode
 from hydragraph.ir.program import Program
 from hydragraph.ir.rank_program import RankProgram
+from hydragraph.ir.shared import SharedPrograms
 from hydragraph.modes import own_modes
 from hydragraph.passes.check_strategy import check_strategy
-from hydragraph.passes.pipeline import rank_programs
+from hydragraph.passes.compiled import choose_backend
+from hydragraph.passes.pipeline import shared_programs
 from hydragraph.planner.policy import Policy
 from hydragraph.runtime.failure.board import PROGRESS_S
-from hydragraph.runtime.launch import join
-from hydragraph.runtime.state import OptimizerFactory
+from hydragraph.runtime.launch import World, join
+from hydragraph.runtime.once import once_per_machine
+from hydragraph.runtime.state import OptimizerFactory, check_factory
 from hydragraph.runtime.variants import Variants
 from hydragraph.spec.assignment import Assignment
 from hydragraph.spec.cluster import Cluster
 from hydragraph.spec.home import Home
 from hydragraph.spec.strategy import Strategy
+
+T = TypeVar("T")
 
 
 @own_modes("capture")
@@ -44,6 +54,7 @@ def capture(
     loss: Loss | None = None,
     blocks: str | None = None,
     check: str | bool = "auto",
+    compiled: str | Path | None = None,
 ) -> Program:
     """Trace a model once into blocks with pull, push and communicate placeholders, and check the result by numbers.
 
@@ -51,12 +62,20 @@ def capture(
         model, dtype, example, loss, blocks: see `hydragraph.frontend.capture.capture`.
         check: "auto" compares packed sequences in the captured graphs with the model on each sequence alone, loss and
             every gradient: each structurally distinct block once; "full": every block; "off": nothing.
+        compiled: a folder of `hydragraph compile`: the program is read from there, and nothing is traced.
 
     Raises:
         Unsupported: what cannot be captured, or what differs from the model.
+        Refused: the folder is damaged, stale, or of another model (a ValueError).
     """
+    subject = partial(CheckedModel, model, loss=loss or token_cross_entropy, blocks=blocks, example=example)
+    if compiled is not None:
+        library = load(compiled, model_record(model, loss, example, blocks), dtype)
+        if not library.checked(mode_of(check)):
+            check_here(subject(library.program), check)
+        return library.program
     program = frontend.capture(model, dtype, example, loss, blocks)
-    check_here(CheckedModel(model, program, loss or token_cross_entropy, blocks, example), check)
+    check_here(subject(program), check)
     return program
 
 
@@ -71,7 +90,7 @@ def compile(
     loss: Loss | None = None,
     example: Mapping[str, Tensor] | None = None,
     blocks: str | None = None,
-    profile: Profile | None = None,
+    profile: Profile | Costs | None = None,
     lengths: Sequence[Sequence[int]] | None = None,
     policy: Policy | None = None,
     backend: str | None = None,
@@ -79,6 +98,8 @@ def compile(
     check: str | bool = "auto",
     progress_s: float = PROGRESS_S,
     home: Home | None = None,
+    compiled: str | Path | None = None,
+    trust: bool = False,
 ) -> Executable:
     """Compile a model for training under a strategy that every step may change.
 
@@ -86,8 +107,9 @@ def compile(
         model: an unmodified Hugging Face model, or a module of your own, with weights on the CPU, the same on every
             rank. Built on the meta device it takes no memory: weights come from `load`, or, at the first step, from
             its own initialiser, block by block and seeded by `torch.manual_seed`.
-        strategy: which devices compute what; or several, of which every step runs the one that is expected to finish
-            first; or "auto", which proposes them for the data (it needs a profile and lengths).
+        strategy: which devices compute what, as a Strategy or its text ("<tp2,pp1> + 2*<tp1,pp1>"); or several, of
+            which every step runs the one that is expected to finish first; or "auto", which proposes them for the data
+            (it needs a profile and lengths).
         optimizer: called once on every rank with one (name, 1-D fp32 tensor) pair per parameter in model order, the
             tensor having 0 elements where this rank owns nothing; returns a torch.optim optimizer. None: no training.
         max_grad_norm: clip gradients to this global norm.
@@ -96,7 +118,9 @@ def compile(
         loss: takes the model's outputs and the packed batch, returns the loss summed over targets (the positions
             whose label is not -100); a step divides it by the targets of the global mini-batch.
         example, blocks: for modules and fields of your own; see `hydragraph.capture`.
-        profile: what `hydragraph profile` measured here; without one, candidates are compared by rough costs.
+        profile: what `hydragraph profile` measured here; or the costs that a plan was made with (`plan`), where devices
+            differ by type or by how fast they are today: pipelines then get sequences by their speed. Without either,
+            candidates are compared by rough costs.
         lengths: sequence lengths of sample mini-batches: what "auto" proposes for, and by which it is decided whether
             choosing every step is worth it (`Executable.decision`).
         policy: how iterations are planned.
@@ -104,32 +128,123 @@ def compile(
             Inductor on CUDA, eager elsewhere.
         program: what `capture` gave for this model, or for an equal one, before: it is not captured again. Then
             `example` and `loss` were capture's, and so were `dtype` and the check against the model.
-        check: of what is captured here, by one rank of each host; see `hydragraph.capture`. Unless "off", what ranks
-            run under a strategy (cut, split by tokens, recomputed) is compared with whole blocks before its first step.
+        check: of what is captured, by one rank of each host for all its ranks; see `hydragraph.capture`. Unless "off",
+            what ranks run under a strategy (cut, split by tokens, recomputed) is compared with whole blocks before its
+            first step.
         progress_s: after so many seconds in which no rank has moved on while some wait for others, all raise, and write
             what they are doing to stderr; give more than any one instruction, or what you do between steps, takes.
         home: which rank owns how much of the weights and the optimizer's state, and whether a second one owns it too;
             None: equal shares of all ranks.
+        compiled: a folder of `hydragraph compile`, in place of capturing: nothing is traced, and what was checked when
+            it was written is not checked again. What it lacks is compiled here, with a line that says so.
+        trust: also load Inductor's code from that folder, which is code: it can do anything that you may.
 
     Raises:
+        TypeError: `model` is no module.
         ValueError: `program` is that of another model, or `home` does not fit the ranks or the model.
+        Refused: the folder is damaged, stale, or of another model (a ValueError).
         Unsupported: what cannot be captured or trained.
         RankFailure: another rank failed meanwhile.
 
     Joins the process group from the launcher's environment, uses the one there is, or stays alone.
     """
+    frontend.check_model(model, "compile")
+    check_factory(optimizer)
     mode, world = mode_of(check), join(device)
     world.watch.progress_s = progress_s
+    subject = partial(CheckedModel, model, loss=loss or token_cross_entropy, blocks=blocks, example=example)
+    library = None
     with world.watch.calling("compile"):
-        if program is None:
-            program = frontend.capture(model, dtype, example, loss, blocks)
-            check_on_hosts(CheckedModel(model, program, loss or token_cross_entropy, blocks, example), check, world)
+        variants: Variants | None = None
+        if compiled is not None:
+            if program is not None:
+                raise ValueError("compile: a program and a compiled folder were given, and either stands for a capture")
+            record = model_record(model, loss, example, blocks)
+            library = _on_all(world, lambda: load(compiled, record, dtype, world.ranks, trust))
+            program = library.program
+            if not library.checked(mode):
+                check_on_hosts(subject(program), check, world)
+        elif program is None:
+
+            def captured() -> tuple[Program, Variants | None]:
+                made = frontend.capture(model, dtype, example, loss, blocks)
+                check_here(subject(made), check)
+                return made, _compiled_for_all(made, strategy, world, backend)
+
+            key = _key(model, strategy, dtype, backend, mode, example, loss, blocks)
+            program, variants = once_per_machine(world, "capture", key, captured)
         else:
             _check_origin(program, model, dtype, given=example is not None or loss is not None)
         planning = Planning(profile, lengths, policy or Policy())
         return Executable(
-            model, program, strategy, optimizer, max_grad_norm, world, blocks, planning, backend, mode, home
+            model,
+            program,
+            strategy,
+            optimizer,
+            max_grad_norm,
+            world,
+            blocks,
+            planning,
+            backend,
+            mode,
+            home,
+            library,
+            variants,
         )
+
+
+def _compiled_for_all(program: Program, given: Choices, world: World, backend: str | None) -> Variants | None:
+    """Return what the ranks of a machine run under the strategies that are known, where there are several to share it.
+
+    None under Inductor, which keeps its own code on disk, and where a strategy does not fit: every rank says why.
+    """
+    if world.ranks == 1 or choose_backend(backend, world.device) == "inductor":
+        return None
+    variants = Variants(program, device=world.device, added=True)
+    if given == "auto":
+        return variants
+    try:
+        for strategy in candidates_of(given, program, world.ranks, None, None):
+            variants.compile([strategy])
+    except ValueError:
+        return None
+    return variants
+
+
+def _key(model: nn.Module, *others: object) -> str:
+    """Return what ranks that may share a captured model agree on: its origin, and all that was asked for."""
+    said = [frontend.origin(model), *map(_said, others)]
+    return hashlib.sha256("\n".join(said).encode()).hexdigest()
+
+
+def _said(value: object) -> str:
+    """Describe an argument of `compile` so that equal texts mean equal arguments on ranks that run one script."""
+    match value:
+        case Tensor():
+            return f"{value.dtype} {tuple(value.shape)}"
+        case Mapping():
+            return str({name: _said(part) for name, part in value.items()})
+        case str() | Strategy() | torch.dtype() | None:
+            return str(value)
+        case Sequence():
+            return str([_said(part) for part in value])
+        case _:
+            return f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', type(value).__qualname__)}"
+
+
+def _on_all(world: World, make: Callable[[], T]) -> T:
+    """Call a function on every rank; where one is refused on some rank, all raise."""
+    made: T | None = None
+    error: ValueError | None = None
+    try:
+        made = make()
+    except ValueError as refused:
+        error = refused
+    first = next((other for other in world.gather(error) if other is not None), None)
+    if error is not None or first is not None:
+        raise error or first  # type: ignore[misc]
+    assert made is not None
+    return made
 
 
 def _check_origin(program: Program, model: nn.Module, dtype: torch.dtype, given: bool) -> None:
@@ -156,7 +271,7 @@ def precompile(program: Program, strategies: Iterable[Strategy]) -> Variants:
 class RankPrograms(Sequence[RankProgram]):
     """The programs of all ranks for one iteration: print them, verify them, price them, run them."""
 
-    programs: tuple[RankProgram, ...]
+    programs: SharedPrograms
     program: Program
     strategy: Strategy
     mode: Mode
@@ -197,10 +312,10 @@ class RankPrograms(Sequence[RankProgram]):
         costs = cluster
         if isinstance(costs, Cluster):
             costs = Costs(datasheet(self.program, costs, efficiency or EFFICIENCY), costs, home=home)
-        busy = {role.pipeline: len(role.micro_batches) for p in self.programs for role in p.roles}
+        busy = {role.pipeline: len(role.micro_batches) for p in self.programs.headers for role in p.roles}
         counts = [busy.get(i, 0) for i in range(len(self.strategy.pipelines))]
         work = costs.work(self.strategy, Assignment.even(counts, tokens))
-        return simulate_programs(self.programs, costs.cluster, work)
+        return simulate_programs(tuple(self.programs), costs.cluster, work)
 
 
 def lower(
@@ -219,7 +334,7 @@ def lower(
     world = ranks if ranks is not None else max(strategy.devices) + 1
     check_strategy(program, strategy, world)
     return RankPrograms(
-        rank_programs(program.outline, strategy, micro_batches, mode, ranks=world), program, strategy, mode
+        shared_programs(program.outline, strategy, micro_batches, mode, ranks=world), program, strategy, mode
     )
 
 

@@ -25,7 +25,7 @@ from hydragraph.spec.assignment import Assignment
 from hydragraph.spec.home import Home
 from hydragraph.spec.strategy import Strategy
 
-Choices = Strategy | Sequence[Strategy] | Literal["auto"]
+Choices = Strategy | str | Sequence[Strategy | str] | Literal["auto"]  # a text is one of `Strategy.parse`
 
 AUTO_CANDIDATES = 8  # that "auto" keeps
 SAMPLE = 16  # mini-batches that they are improved and compared on
@@ -38,12 +38,12 @@ class Planning:
     """What choosing strategies goes by.
 
     Attributes:
-        profile: measured costs; None: rough ones.
+        profile: measured costs, of devices that are alike; or `Costs`, which know how they differ; None: rough ones.
         lengths: sequence lengths of sample mini-batches.
         policy: how iterations are planned.
     """
 
-    profile: Profile | None = None
+    profile: Profile | Costs | None = None
     lengths: Sequence[Sequence[int]] | None = None
     policy: Policy = field(default_factory=Policy)
 
@@ -90,6 +90,7 @@ class Chooser:
         self._planner = planner
         self._planned = planned
         self._measured = measured
+        self._coming: tuple[Strategy, ...] | None = None  # strategies that the other ranks do not know yet
 
     @staticmethod
     def of(strategies: tuple[Strategy, ...], groups: Groups, planning: Planning, home: Home) -> Chooser:
@@ -135,6 +136,18 @@ class Chooser:
         planned = Planned(time.perf_counter() - began, plan.hidden_s, expected)
         return IterationChoice(self._strategies[plan.candidate], plan.assignment, planned)
 
+    def change(self, strategies: tuple[Strategy, ...], request: PlanRequest, static: int | None) -> None:
+        """Choose from other strategies; the rank that plans calls it, and tells the others with its next plan.
+
+        Args:
+            strategies: to choose from.
+            request: what they cost, in the same order.
+            static: the one to stay with; None: choose every time.
+        """
+        assert self._planner is not None, "the rank that plans changes what it chooses from"
+        self._planner.change(request, static)
+        self._coming = strategies
+
     def close(self) -> None:
         """End the planner's worker."""
         if self._planner is not None:
@@ -148,8 +161,11 @@ class Chooser:
                 plan = self._planner.plan(lengths)
             except ValueError as error:
                 plan = error
-        plan = self._groups.gather_objects(plan)[0]
+        plan, strategies = self._groups.gather_objects((plan, self._coming))[0]
         assert plan is not None, "rank 0 plans"
+        # All ranks change with the same plan, whose candidate is one of the new ones.
+        self._strategies = strategies or self._strategies
+        self._coming = None
         return plan
 
 
@@ -157,23 +173,29 @@ def candidates_of(
     given: Choices,
     program: Program,
     ranks: int,
-    profile: Profile | None,
+    profile: Profile | Costs | None,
     batches: Sequence[Sequence[int]] | None,
     home: Home | None = None,
 ) -> tuple[Strategy, ...]:
     """Return the strategies to choose from, each checked.
 
     Args:
-        given: one, several, or "auto": proposed for the data.
+        given: one, several, or "auto": proposed for the data. A text is read for the model's layers.
         batches: sequence lengths of sample mini-batches; "auto" needs them.
         home: where state lives, by which "auto" judges what fits; None: in equal shares.
 
     Raises:
-        Unsupported: "auto" lacks a profile or sample, or what was given is no strategy.
+        Unsupported: "auto" lacks a profile or sample, the costs are of other ranks, or what was given is no strategy.
+        ValueError: a text is no strategy's.
     """
-    if isinstance(given, Strategy):
-        found: tuple[Strategy, ...] = (given,)
-    elif given == "auto":
+    if isinstance(profile, Costs) and profile.ranks != ranks:
+        raise Unsupported(
+            f"costs of {profile.ranks} devices on {ranks} ranks",
+            where="compile",
+            remedy="give costs whose cluster has one device per rank",
+        )
+    several = [given] if isinstance(given, Strategy | str) else given
+    if isinstance(given, str) and given == "auto":
         if profile is None or not batches:
             raise Unsupported(
                 'strategy="auto" without a profile and a sample of the data',
@@ -181,18 +203,29 @@ def candidates_of(
                 remedy="pass profile= (measured by hydragraph profile) and lengths= (sequence lengths of some "
                 "mini-batches), or a list of strategies",
             )
+        if isinstance(profile, Costs):
+            raise Unsupported(
+                'strategy="auto" with costs, whose devices may differ',
+                where="compile",
+                remedy="plan before: plan = hg.plan(costs, workload), and pass plan.strategies and home=plan.home",
+            )
         found = proposed(program, ranks, profile, batches, home)
-    elif isinstance(given, Sequence) and given and all(isinstance(s, Strategy) for s in given):
-        found = tuple(dict.fromkeys(given))  # type: ignore[arg-type]
+    elif isinstance(several, Sequence) and several and all(isinstance(s, Strategy | str) for s in several):
+        found = tuple(dict.fromkeys(strategy_for(s, program) for s in several))
     else:
         raise Unsupported(
             f"strategy is {given!r}" if not isinstance(given, Sequence) else f"strategies are {list(given)!r}",
             where="compile",
-            remedy='pass a Strategy, a list of them, or "auto"',
+            remedy='pass a Strategy, a text such as "<tp2,pp1> + 2*<tp1,pp1>", a list of them, or "auto"',
         )
     for strategy in found:
         check_strategy(program, strategy, ranks)
     return found
+
+
+def strategy_for(given: Strategy | str, program: Program) -> Strategy:
+    """Return a strategy, read for the program's layers if it is a text."""
+    return Strategy.parse(given, program.layers) if isinstance(given, str) else given
 
 
 def proposed(
@@ -230,13 +263,13 @@ def _fits(program: Program, scheme: Scheme) -> bool:
 
 
 def request_of(
-    strategies: Sequence[Strategy], profile: Profile | None, ranks: int, seed: int, home: Home | None = None
+    strategies: Sequence[Strategy], profile: Profile | Costs | None, ranks: int, seed: int, home: Home | None = None
 ) -> PlanRequest:
     """Return what the planner needs of the candidates: measured costs, or rough ones without a profile."""
     if profile is None:
         rough = tuple(rough_costs(s) for s in strategies)
         return PlanRequest(rough, (0.0,) * len(rough), seed, guessed=True)
-    if not profile.blocks:  # published constants of whole schemes
+    if isinstance(profile, Profile) and not profile.blocks:  # published constants of whole schemes
         for strategy in strategies:
             if strategy.shares:
                 raise Unsupported(
@@ -247,14 +280,17 @@ def request_of(
         priced = tuple(tuple(profile.pipeline_of(p, ranks) for p in s.pipelines) for s in strategies)
         charges = tuple(profile.hetero_sync_s if len(set(c)) > 1 else 0.0 for c in priced)
         return PlanRequest(priced, charges, seed)
-    costs = Costs(profile, profile.cluster(ranks), home=home)
+    if isinstance(profile, Costs):
+        costs = profile.changed(home=home)
+    else:
+        costs = Costs(profile, profile.cluster(ranks), home=home)
     every = tuple(costs.pipelines(s) for s in strategies)
     return PlanRequest(every, tuple(costs.fixed(s) for s in strategies), seed)
 
 
 def planner_of(
     strategies: Sequence[Strategy],
-    profile: Profile | None,
+    profile: Profile | Costs | None,
     ranks: int,
     policy: Policy,
     batches: Sequence[Sequence[int]] | None,

@@ -19,7 +19,7 @@ import typer
 
 from hydragraph import log
 from hydragraph.bench.command import bench_app
-from hydragraph.commands import check, compare, compile, plan, profile, show, simulate, train, verify
+from hydragraph.commands import check, compare, compile, plan, profile, report, show, simulate, train, verify
 from hydragraph.commands.process import launched
 from hydragraph.errors import RankFailure
 from hydragraph.version import __version__
@@ -31,10 +31,11 @@ _VERBS: tuple[tuple[str, Callable[..., None], str | None], ...] = (
     ("train", train.train_command, None),
     ("check", check.check_command, check.EXAMPLE),
     ("verify", verify.verify_command, None),
-    ("show", show.show_command, None),
+    ("show", show.show_command, show.EXAMPLE),
     ("compile", compile.compile_command, compile.EXAMPLE),
     ("simulate", simulate.simulate_command, simulate.EXAMPLE),
     ("compare", compare.compare_command, compare.EXAMPLE),
+    ("report", report.report_command, report.EXAMPLE),
     ("profile", profile.profile_command, profile.EXAMPLE),
     ("plan", plan.plan_command, plan.EXAMPLE),
 )

@@ -6,7 +6,7 @@ import functools
 import hashlib
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from hydragraph import log
-from hydragraph.candidates import Choices, Chooser, Planning, candidates_of
+from hydragraph.ahead.load import Compiled
+from hydragraph.candidates import Choices, Chooser, Planning, candidates_of, request_of, strategy_for
 from hydragraph.check.stages import StageCheck
 from hydragraph.errors import Stopped, Unsupported
 from hydragraph.frontend.adapters import is_peft
@@ -31,11 +32,13 @@ from hydragraph.modes import own_modes
 from hydragraph.passes.check_strategy import check_strategy
 from hydragraph.passes.compiled import choose_backend
 from hydragraph.passes.limits import limits_of
+from hydragraph.planner.request import PlanRequest
 from hydragraph.runtime.checkpoint import store
 from hydragraph.runtime.failure.agreement import together
 from hydragraph.runtime.failure.watch import CLOSED, agreed
 from hydragraph.runtime.groups import Groups
 from hydragraph.runtime.launch import World
+from hydragraph.runtime.probe import MOST_S, Probe
 from hydragraph.runtime.state import HomeState, OptimizerFactory
 from hydragraph.runtime.trace import Exposed, RankTimes, Span, mean_exposed
 from hydragraph.runtime.variants import Variants
@@ -51,6 +54,8 @@ from hydragraph.version import __version__
 
 _LOG = logging.getLogger(__name__)
 
+PROBED_EVERY = 4  # steps
+
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -65,11 +70,13 @@ class StepReport:
         tokens: those target tokens.
         grad_norm: of all gradients, before clipping; 0 for an evaluation.
         strategy: in use.
+        chosen: the same as an object.
         sequences, micro_batches: how many, and per pipeline.
         seconds: wall time on this rank.
         padding: tokens added to micro-batches, so that they divide for sequence parallelism.
         planning_s: seconds this step waited for a choice of which pipeline computes what.
         planning_hidden_s: seconds of planning that it did not wait for.
+        preparing_s: seconds of building what it runs: graphs that were never compiled, and programs.
         expected_s: seconds that the plan expected, traffic and update included, by the profile; 0 without one.
         ranks: by rank, how long it took, and waited for communication.
         assignment: which pipeline computed which sequences in which micro-batch.
@@ -80,12 +87,14 @@ class StepReport:
     tokens: int
     grad_norm: float
     strategy: str
+    chosen: Strategy
     sequences: int
     micro_batches: tuple[int, ...]
     seconds: float
     padding: int
     planning_s: float
     planning_hidden_s: float
+    preparing_s: float
     expected_s: float
     ranks: tuple[RankTimes, ...]
     assignment: Assignment
@@ -97,10 +106,12 @@ class StepReport:
 
 
 def _call(what: str) -> Callable[[Callable[Concatenate[Executable, P], T]], Callable[Concatenate[Executable, P], T]]:
-    """Make a method a call that all ranks make: in no mode of the caller's, and watched."""
+    """Make a method a call that all ranks make: in no mode of the caller's, watched, and not after `close`."""
 
     def wrap(method: Callable[Concatenate[Executable, P], T]) -> Callable[Concatenate[Executable, P], T]:
         def call(self: Executable, /, *args: P.args, **kwargs: P.kwargs) -> T:
+            if self._closed:
+                raise ValueError(f"{what}: this executable is closed; call it before close(), or compile again")
             with own_modes(what), self._watch.calling(what):
                 return method(self, *args, **kwargs)
 
@@ -116,6 +127,7 @@ class Executable:
     Attributes:
         program, strategies: what it was made of.
         spans: set it to a list and every following step adds the times of its instructions (`runtime.trace`).
+        watched: set it on all ranks, and those that a step leaves idle probe their device now and then.
         stopping: set it on any rank, to a number above 0, and the next `step` does nothing and raises `Stopped` on all.
     """
 
@@ -132,6 +144,8 @@ class Executable:
         backend: str | None = None,
         check: str = "off",
         home: Home | None = None,
+        library: Compiled | None = None,
+        variants: Variants | None = None,
     ) -> None:
         plans = planning or Planning()
         backend = choose_backend(backend, world.device)
@@ -146,8 +160,14 @@ class Executable:
         self._adapted = is_peft(model)
         self._several = "cu_seqlens" in program.templates[program.blocks[-1].template].inputs
         buffers = initial_buffers(model)
-        self._check = StageCheck(program, buffers, inductor) if check != "off" and not world.local_rank else None
-        self._variants = Variants(program, backend=backend, device=world.device, fused_head=inductor, added=True)
+        passed = library.manifest.check.stages if library is not None else None
+        self._check = None
+        if check != "off" and not world.local_rank:
+            self._check = StageCheck(program, buffers, inductor, passed=passed)
+        self._library = library
+        self._variants = variants or Variants(
+            program, backend=backend, device=world.device, fused_head=inductor, added=True, library=library
+        )
         self._optimizer = optimizer
         self._planning = plans
         self.strategies = candidates_of(given, program, world.ranks, plans.profile, plans.lengths, home)
@@ -163,25 +183,29 @@ class Executable:
                 agree(groups, "weights", _weights_hash(model))
                 state.fill(dict(model.named_parameters()))
 
+        self._closed = False
         self._steps = 0
         self._communications = 0
         self.stopping = 0
+        self.watched = False
+        self._probe = Probe(world.device)
+        self._lasted: float | None = None  # seconds of the last step
         self.spans: list[Span] | None = None
         self._enter(world, home or Home(), {n: b.to(world.device) for n, b in buffers.items()}, fill)
 
     # What a training script calls.
 
     @_call("step")
-    def step(self, sequences: Batches, strategy: Strategy | None = None) -> StepReport:
+    def step(self, sequences: Batches, strategy: Strategy | str | None = None) -> StepReport:
         """Train on one global mini-batch, the same on every rank.
 
         Args:
-            sequences: 1-D tensors of integers, or mappings with input_ids, labels (-100 where a token does not count;
-                causal models shift them) or shift_labels (which already stand where they are predicted), and [L, ...]
-                for each field of your own that compile's example= named. A mapping may also be a batch [B, L] that an
-                attention_mask says to be padded on the right, as tokenizers make it.
-            strategy: for this step; default: the one given to `compile`, or the best of those. Another one costs no
-                re-tracing of what is compiled already, and moves no optimizer state.
+            sequences: 1-D tensors, or lists, of integers; or mappings with input_ids, labels (-100 where a token does
+                not count; causal models shift them) or shift_labels (which already stand where they are predicted), and
+                [L, ...] for each field of your own that compile's example= named. A mapping may also be a batch [B, L]
+                that an attention_mask says to be padded on the right, as tokenizers make it.
+            strategy: for this step, or its text; default: the one given to `compile`, or the best of those. Another
+                one costs no re-tracing of what is compiled already, and moves no optimizer state.
 
         Raises:
             Unsupported: no optimizer was given, or the strategy cannot cut the model.
@@ -203,13 +227,47 @@ class Executable:
         if self._chooser.plans:
             self._chooser.announce(MiniBatch.of(sequences, self.program.causal, self._fields, self._limits).lengths)
 
+    def choose_from(self, strategies: Sequence[Strategy], request: PlanRequest, static: int | None = None) -> None:
+        """Choose from other strategies from the next step on; rank 0 calls it alone, and all ranks follow at once.
+
+        No state moves. What a strategy needs that was never run is compiled in the first step that runs it.
+
+        Args:
+            strategies: to choose from.
+            request: what their pipelines cost, in the same order.
+            static: the one to stay with; None: the best of every step.
+
+        Raises:
+            Unsupported: a strategy does not fit the model or the ranks, or this rank does not plan.
+        """
+        if not self._chooser.plans:
+            raise Unsupported(
+                "this rank does not plan",
+                where="choose_from",
+                remedy="call it on rank 0, of what was compiled with a profile or with several strategies",
+            )
+        for strategy in strategies:
+            check_strategy(self.program, strategy, self.world.ranks)
+        self._chooser.change(tuple(strategies), request, static)
+
+    @property
+    def request(self) -> PlanRequest:
+        """What the strategies cost that it was compiled with, by its profile."""
+        return request_of(
+            self.strategies,
+            self._planning.profile,
+            self.world.ranks,
+            self._planning.policy.seed,
+            self._session.owners.home,
+        )
+
     @_call("evaluate")
-    def evaluate(self, sequences: Batches, strategy: Strategy | None = None) -> StepReport:
+    def evaluate(self, sequences: Batches, strategy: Strategy | str | None = None) -> StepReport:
         """Return the loss of a mini-batch without changing anything."""
         return self._iterate(sequences, strategy, "evaluate")
 
     @_call("gradients")
-    def gradients(self, sequences: Batches, strategy: Strategy | None = None) -> dict[str, Tensor]:
+    def gradients(self, sequences: Batches, strategy: Strategy | str | None = None) -> dict[str, Tensor]:
         """Return the full fp32 gradients by parameter name on rank 0 ({} elsewhere), updating nothing.
 
         A parameter that is frozen, or that the loss does not reach, has none.
@@ -298,6 +356,7 @@ class Executable:
 
     def close(self) -> None:
         """Wait for what is being saved, and drop the communicators; all ranks call it, also after a failure."""
+        self._closed = True
         try:
             self._chooser.close()
             with nullcontext() if self._watch.broken else self._watch.calling("close"):
@@ -359,6 +418,7 @@ class Executable:
         alike = {
             "version of hydragraph or torch": f"hydragraph {__version__}, torch {torch.__version__}",
             "program": self.program.fingerprint,
+            "compiled folder": self._library.digest if self._library is not None else "",
             "strategies": str(list(map(str, self.strategies))),
         }
         self._watch = world.watch
@@ -373,7 +433,7 @@ class Executable:
         for tensors in start() if start is not None else ():
             self.home.fill(tensors)
 
-    def _iterate(self, sequences: Batches, strategy: Strategy | None, mode: Mode) -> StepReport:
+    def _iterate(self, sequences: Batches, given: Strategy | str | None, mode: Mode) -> StepReport:
         """Run one iteration on every rank; what all ranks refuse together is an agreed error, and no rank's failure."""
         self._begin()
         log.at_step(self._steps + (mode == "train"))
@@ -381,9 +441,12 @@ class Executable:
         self._communications += 1
         trains = mode == "train"
         with self._watch.step(self._communications, self._describe):
-            batch = self._meet(sequences, strategy, mode)
+            batch, strategy = self._meet(sequences, given, mode)
             work = self._work(batch, strategy)
+            assigned = time.perf_counter()
             self._prepare(work, mode)
+            preparing_s = time.perf_counter() - assigned
+            self._session.executor.probe = self._probe if self._probes(mode) else None
             outcome = self._session.execute(
                 work,
                 mode,
@@ -392,6 +455,8 @@ class Executable:
                 self._steps + 1,
                 self.spans if trains else None,
             )
+        if trains:
+            self._lasted = time.perf_counter() - began
         if not outcome.finite:
             raise FloatingPointError(
                 f"loss {outcome.loss:.4g}, gradient norm {outcome.grad_norm:.4g}: not finite, so nothing was updated; "
@@ -403,26 +468,40 @@ class Executable:
             tokens=batch.tokens,
             grad_norm=outcome.grad_norm,
             strategy=str(work.strategy),
+            chosen=work.strategy,
             sequences=len(batch.sequences),
             micro_batches=work.assignment.counts,
             seconds=time.perf_counter() - began,
             padding=work.padding,
             planning_s=work.planning.exposed_s,
             planning_hidden_s=work.planning.hidden_s,
+            preparing_s=preparing_s,
             expected_s=work.planning.expected_s,
             ranks=outcome.ranks,
             assignment=work.assignment,
         )
 
-    def _meet(self, sequences: Batches, strategy: Strategy | None, mode: Mode) -> MiniBatch:
-        """Return the checked mini-batch, once all ranks are about to run it in the same way.
+    def _probes(self, mode: Mode) -> bool:
+        """Say whether this rank probes its device: in the first step to know what is usual, then where it is idle."""
+        if not self.watched or mode != "train":
+            return False
+        assert self._running is not None
+        first = self._lasted is None
+        idle = not self._session.preparer.get(*self._running).program.roles
+        self._probe.most_s = MOST_S if self._lasted is None else min(MOST_S, self._lasted / 2)
+        return first or (idle and self._steps % PROBED_EVERY == 0)
+
+    def _meet(self, sequences: Batches, given: Strategy | str | None, mode: Mode) -> tuple[MiniBatch, Strategy | None]:
+        """Return the checked mini-batch and strategy, once all ranks are about to run them in the same way.
 
         Raises, agreed: what is wrong with it, with a save in the background, or between the ranks; `Stopped`.
         """
         batch: MiniBatch | None = None
+        strategy: Strategy | None = None
         refused: ValueError | None = None
         try:
-            if strategy is not None:
+            if given is not None:
+                strategy = strategy_for(given, self.program)
                 check_strategy(self.program, strategy, self.world.ranks)
             batch = MiniBatch.of(sequences, self.program.causal, self._fields, self._limits)
         except ValueError as error:
@@ -451,7 +530,7 @@ class Executable:
             _LOG.info("a rank is asked to stop (%d): the step is not begun", ranks.stopping)
             raise agreed(Stopped(ranks.stopping))
         assert batch is not None
-        return batch
+        return batch, strategy
 
     def _work(self, batch: MiniBatch, strategy: Strategy | None) -> AssignedBatch:
         """Assign a mini-batch that all ranks have, and pack this rank's part of it."""

@@ -87,5 +87,5 @@ def test_losses_are_those_of_one_device_whatever_is_chosen(
 def test_auto_needs_a_profile_and_data() -> None:
     with pytest.raises(hg.Unsupported, match=r"without a profile and a sample.*hydragraph profile"):
         hg.compile(models.llama(layers=LAYERS, vocab=97), "auto")
-    with pytest.raises(hg.Unsupported, match="pass a Strategy, a list of them"):
-        hg.compile(models.llama(layers=LAYERS, vocab=97), ["<tp1,pp1>"])  # type: ignore[list-item]
+    with pytest.raises(hg.Unsupported, match=r"pass a Strategy, a text.*, a list of them"):
+        hg.compile(models.llama(layers=LAYERS, vocab=97), [("<tp1,pp1>",)])  # type: ignore[list-item]

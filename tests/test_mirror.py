@@ -30,14 +30,21 @@ ELSEWHERE = {
     "check/sides.py": ("check/test_check.py", "both sides of a comparison"),
     "check/wide.py": ("check/test_stages.py", "stages in double precision"),
     "commands/captured.py": ("commands/test_check.py", "models that are checked without weights"),
+    "commands/compile_data.py": ("commands/test_show_folder.py", "what a folder knows of a model"),
     "commands/compile_files.py": ("commands/test_compile.py", "the folder that the verb writes"),
     "commands/compile_result.py": ("commands/test_compile.py", "what is compiled, and proven"),
     "commands/plan_devices.py": ("commands/test_plan.py", "--cluster"),
     "commands/process.py": ("commands/test_train.py", "ranks of a launcher, and restarts"),
+    "commands/show_diff.py": ("commands/test_show_folder.py", "--diff"),
+    "commands/show_memory.py": ("commands/test_show_folder.py", "--memory"),
+    "commands/show_parameter.py": ("commands/test_show_folder.py", "--parameter"),
     "commands/show_passes.py": ("commands/test_show.py", "--passes"),
+    "commands/show_schedule.py": ("commands/test_show_folder.py", "--schedule, its text and its picture"),
+    "commands/show_traffic.py": ("commands/test_show_folder.py", "--traffic"),
     "commands/simulate_picture.py": ("commands/test_simulate.py", "--picture"),
     "commands/simulate_price.py": ("commands/test_simulate.py", "prices of strategies"),
     "cost/actors.py": ("cost/test_simulate.py", "who acts in a simulation"),
+    "cost/collective_bytes.py": ("commands/test_show_folder.py", "what sums of tensor-parallel ranks send"),
     "cost/engine.py": ("cost/test_simulate.py", "when what acts"),
     "cost/model.py": ("cost/test_profile_record.py", "sizes of a model in a profile"),
     "cost/stack.py": ("cost/test_costs.py", "another runtime priced by hand"),
@@ -45,9 +52,11 @@ ELSEWHERE = {
     "cost/traffic.py": ("cost/test_costs.py", "pull and push"),
     "cost/what_if.py": ("cost/test_costs.py", "one number changed"),
     "cost/work.py": ("cost/test_simulate.py", "instructions and their seconds"),
+    "elastic/worker.py": ("elastic/test_replanning.py", "the process that plans again"),
     "executable.py": ("test_api.py", "all its calls; test_parity.py and runtime/test_calls.py over ranks"),
     "frontend/adapters.py": ("test_peft.py", "models with adapters"),
     "frontend/apart.py": ("frontend/test_rows.py", "which operators keep tokens apart"),
+    "frontend/described.py": ("ahead/test_model_record.py", "what of a model can be told from another"),
     "frontend/mixing.py": ("frontend/test_capture.py", "what mixes tokens is refused"),
     "frontend/packed.py": ("frontend/test_capture.py", "packed batches and the loss"),
     "frontend/rebound.py": ("frontend/test_blocks.py", "functions that were copied with their module"),
@@ -73,6 +82,9 @@ ELSEWHERE = {
     "private/trees.py": ("frontend/test_capture.py", "nested arguments of blocks"),
     "private/unseen.py": ("frontend/test_unseen.py", "hooks and backwards that no trace sees"),
     "private/values.py": ("ir/test_graph_data.py", "values of graphs, there and back"),
+    "report/courses.py": ("report/test_page.py", "the data of a timeline are its bars"),
+    "report/facts.py": ("report/test_page.py", "what a page is made from"),
+    "report/sections.py": ("report/test_page.py", "whole pages; report/test_browser.py clicks through them"),
     "runtime/collectives.py": ("runtime/test_groups.py", "collectives of a stage over gloo"),
     "runtime/crew.py": ("runtime/test_launch.py", "ranks from outside"),
     "runtime/failure/agreement.py": ("runtime/checkpoint/test_store.py", "an error on one rank is one on all"),
@@ -88,7 +100,7 @@ ELSEWHERE = {
     "train/plan_picture.py": ("commands/test_plan.py", "--picture"),
 }
 
-STARTED = ("__main__.py", "planner/worker.py")  # by their names, in processes of their own
+STARTED = ("__main__.py", "elastic/worker.py", "planner/worker.py")  # by their names, in processes of their own
 
 
 def sources() -> list[str]:

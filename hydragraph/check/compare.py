@@ -68,12 +68,15 @@ class Comparison:
     def __init__(self, computed: dict[str, Tensor], norms: Mapping[str, float] | None = None) -> None:
         self._left = computed
         self._norms = norms if norms is not None else {name: _norm(gradient) for name, gradient in computed.items()}
-        self._finite = True
+        # Of what is finite on both sides the difference is, so that what is expected need not be read for it alone.
+        self._told_apart = {name for name, norm in self._norms.items() if norms is not None or not math.isfinite(norm)}
+        self._finite = norms is None or all(map(math.isfinite, norms.values()))
 
     def subtract(self, name: str, expected: Tensor) -> None:
         """Compare with a gradient, or with a summand of it; one that was not found counts as 0."""
         # In place where dtypes allow, so that of a large model no third copy of a gradient exists.
-        self._finite = self._finite and math.isfinite(_norm(expected))
+        if name in self._told_apart:
+            self._finite = self._finite and math.isfinite(_norm(expected))
         left = self._left.get(name)
         if left is None:
             self._left[name] = -expected
@@ -89,7 +92,9 @@ class Comparison:
             loss, expected: the losses.
             tokens: of the packed batches.
         """
-        if not self._finite or not math.isfinite(expected):
+        errors = {name: _norm(left) for name, left in sorted(self._left.items())}
+        infinite = any(not math.isfinite(error) and name not in self._told_apart for name, error in errors.items())
+        if not self._finite or infinite or not math.isfinite(expected):
             return None
         # A key's bias cancels in softmax: its true gradient is 0, and what is computed is rounding. Against the norm of
         # all gradients it is small; against its own norm it would be all wrong.
@@ -101,9 +106,9 @@ class Comparison:
             return Difference(name, error, norm or error, ratio, loss, expected, tokens)
 
         rows = [difference("", abs(loss - expected), abs(expected), bound.own * abs(expected))]
-        for name, left in sorted(self._left.items()):
+        for name, error in errors.items():
             norm = self._norms.get(name, 0.0)
-            rows.append(difference(name, _norm(left), norm, bound.own * norm + bound.all * everything))
+            rows.append(difference(name, error, norm, bound.own * norm + bound.all * everything))
         return max(rows, key=lambda row: (row.ratio, row.parameter != ""))
 
 

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 
 from hydragraph.check.weights import DrawnWeights
 from hydragraph.check.wide import widened
-from hydragraph.frontend.blocks import block_list
+from hydragraph.frontend.blocks import block_list, computed
 from hydragraph.frontend.initialise import initial_buffers
+from hydragraph.frontend.rebound import rebind
 from hydragraph.frontend.skeleton import hidden_output
 from hydragraph.private.trees import tree_leaves
 
@@ -63,7 +64,9 @@ def reduced(
     left_out = {f"{path}.{i}." for i in range(len(layers)) if i not in kept}
     names = {f"{path}.{i}." for i in range(len(layers))}
     memo = _tensors(model, lambda name: _prefix(name, names) in left_out, weights)
+    memo |= computed(model)
     model_copy = copy.deepcopy(model, memo)
+    rebind(model_copy, memo)
     for i, (_, block) in enumerate(model_copy.get_submodule(path).named_children()):
         if i in kept:
             block.register_forward_hook(forms.learn)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from hydragraph.check.check import MODES, Checked, CheckedModel, check, log, report
+from hydragraph.check.check import MODES, CheckedModel, check, log, report
 from hydragraph.check.memory import fingerprint, recall, remember
 from hydragraph.errors import Unsupported
 from hydragraph.runtime.launch import World
@@ -29,30 +29,30 @@ def mode_of(asked: str | bool) -> str:
     return AUTO if mode == "auto" else str(mode)
 
 
-def check_here(subject: CheckedModel, asked: str | bool) -> Checked | None:
+def check_here(subject: CheckedModel, asked: str | bool) -> str:
     """Check a captured program in this process and log what was found.
 
     Returns:
-        None where the check is off, or passed in an earlier run.
+        a line that says what passed, here or in an earlier run; "" where the check is off or could compare nothing.
 
     Raises:
         Unsupported: it differs from its model.
     """
     mode = mode_of(asked)
     if mode == "off":
-        return None
+        return ""
     key = fingerprint(subject, mode)
     line = recall(key) if key is not None else None
     if line is not None:
         log.info("%s (in an earlier run)", line)
-        return None
+        return line
     variants = Variants(subject.program, added=True)
     checked = check(subject, mode, variants)
     _latest[:] = [variants]
     report(checked)
     if key is not None and not checked.problem:
         remember(key, str(checked))
-    return checked
+    return "" if checked.problem else str(checked)
 
 
 def check_on_hosts(subject: CheckedModel, asked: str | bool, world: World) -> None:

@@ -7,6 +7,7 @@ ranks of a stage run side by side in this process.
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -55,9 +56,22 @@ class StageCheck:
         buffers: the model's buffers by name.
         fused_head: whether head and loss are one operator.
         added: whether products add gradients up.
+        passed: what passed when a compiled folder was written: as `passed` then was.
+
+    Attributes:
+        passed: of what need not be checked again: a key of it -> what it is. For programs of this model, and for these
+            versions of hydragraph and PyTorch.
     """
 
-    def __init__(self, program: Program, buffers: Mapping[str, Tensor], fused_head: bool, added: bool = True) -> None:
+    def __init__(
+        self,
+        program: Program,
+        buffers: Mapping[str, Tensor],
+        fused_head: bool,
+        added: bool = True,
+        passed: Mapping[str, str] | None = None,
+    ) -> None:
+        self.passed = dict(passed or {})
         self._program = program
         self._fused_head = fused_head
         self._buffers = {name: value.detach().cpu() for name, value in buffers.items()}
@@ -77,20 +91,24 @@ class StageCheck:
         left = dict[str, str]()
         for block, form in self._work(strategy):
             key = self._key(block, form)
-            if key in self._passed:
+            lasting = hashlib.sha256(repr(key).encode()).hexdigest()[:32]
+            if key in self._passed or lasting in self.passed:
                 continue
             size = sum(self._program.parameters[n].size for n in block.parameters)
             stored = key_of(repr(key))
             if size > LARGEST:
                 left[block.name] = f"{size / 1e6:.3g} M parameters, above {LARGEST / 1e6:.3g} M"
-            elif recall(stored) is None:
+            elif (line := recall(stored)) is not None:
+                self.passed[lasting] = line
+            else:
                 error = self._compare(block, form)
                 if error is None:
                     left[block.name] = "loss or gradients are not finite with any weights that were tried"
                 else:
                     errors.append(error)
                     forms.add(form)
-                    remember(stored, f"{block.name} under <{form.text}>")
+                    self.passed[lasting] = f"{block.name} under <{form.text}>"
+                    remember(stored, self.passed[lasting])
             self._passed.add(key)
         if left:
             named = "; ".join(f"{name} ({why})" for name, why in left.items())

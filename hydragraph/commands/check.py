@@ -99,7 +99,7 @@ def _costs(
     from hydragraph.cost.memory import CompiledBlocks
     from hydragraph.spec.cluster import Cluster
     from hydragraph.spec.default_cluster import default_cluster
-    from hydragraph.train.loop import read_strategies
+    from hydragraph.train.checks import read_strategies
     from hydragraph.train.optimizer import state_bytes
     from hydragraph.train.plan_input import read_corrections, read_profile
 

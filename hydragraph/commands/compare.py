@@ -57,7 +57,7 @@ def compare_command(
         raise ValueError(f"{folder.trace} does not exist: train with hydragraph train --trace")
     settings = TrainConfig.load(folder.config)
     trace = read_trace(folder.trace)
-    found = compare(_costs(settings, len(trace.ranks), profile, cluster, corrections), trace)
+    found = compare(run_costs(settings, len(trace.ranks), profile, cluster, corrections), trace)
     found.corrections.save(folder.corrections)
     if as_json:
         print(json.dumps(found.as_dict(), indent=1))
@@ -65,9 +65,10 @@ def compare_command(
         _print(found, folder.corrections)
 
 
-def _costs(
+def run_costs(
     config: TrainConfig, ranks: int, profile: str | None, cluster: Path | None, corrections: Path | None
 ) -> Costs:
+    """Return what prices a run: by the profile that is named here or in its config, or else by datasheet."""
     from hydragraph.cost.costs import Costs
     from hydragraph.spec.cluster import Cluster
     from hydragraph.spec.default_cluster import default_cluster

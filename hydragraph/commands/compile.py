@@ -54,6 +54,12 @@ def compile_command(
         str | None,
         typer.Option(help="inductor also fills Inductor's cache for this machine; or eager. Default: the config's."),
     ] = None,
+    trust: Annotated[
+        bool,
+        typer.Option(
+            "--trust", help="Also write Inductor's code, for starts with --trust. Whoever writes it runs code."
+        ),
+    ] = False,
     overrides: Set = None,
     log_level: LogLevel = None,
     debug: Debug = False,
@@ -75,23 +81,31 @@ def compile_command(
         backend=backend or settings.backend,
     )
     settings.home.check(settings.ranks)
-    summary = _compile(settings, micro_batches, output)
+    summary = compile_quietly(settings, micro_batches, output, trust)
     _print_variants(summary)
     _print_strategies(summary)
-    print(f"{output}: program.txt, graphs, strategies, summary.json")
+    print(f"{output}: program.txt, graphs, strategies, summary.json; hydragraph train --compiled {output} starts there")
     for failed in (compiled for compiled in summary.strategies if compiled.problem):
         print(f"hydragraph: {failed.strategy}: {failed.problem}", file=sys.stderr)
     if any(compiled.problem for compiled in summary.strategies):
         raise typer.Exit(1)
 
 
-def _compile(config: TrainConfig, micro_batches: str, output: Path) -> Summary:
-    """Compile and write; show how far that is."""
+def compile_quietly(config: TrainConfig, micro_batches: str, output: Path, trust: bool = False) -> Summary:
+    """Compile and write; print nothing, but show how far that is on a terminal."""
     import torch
 
-    from hydragraph.api import capture
+    from hydragraph.ahead.inductor_code import write_code
+    from hydragraph.ahead.manifest import Check
+    from hydragraph.ahead.model_record import model_record
+    from hydragraph.ahead.save import named_variants, save
+    from hydragraph.check.check import CheckedModel
+    from hydragraph.check.run import check_here, mode_of
+    from hydragraph.check.stages import StageCheck
     from hydragraph.commands.compile_files import summarise, write_folder
     from hydragraph.commands.compile_result import CompiledStrategy, Compiler
+    from hydragraph.frontend.capture import capture
+    from hydragraph.frontend.initialise import initial_buffers
     from hydragraph.ir.home import HomeLayouts
     from hydragraph.passes.compiled import choose_backend
     from hydragraph.train.model import skeleton
@@ -104,7 +118,8 @@ def _compile(config: TrainConfig, micro_batches: str, output: Path) -> Summary:
         task = bar.add_task("capturing the model", total=None)
         model = skeleton(config.model, config.data.vocab_size)
         began = time.perf_counter()
-        program = capture(model, dtype=getattr(torch, config.dtype), check=config.check)
+        program = capture(model, dtype=getattr(torch, config.dtype))
+        line = check_here(CheckedModel(model, program), config.check)
         seconds = time.perf_counter() - began
         config.home.check(config.ranks, [bucket.name for bucket in program.buckets])
         owners = HomeLayouts(config.home.on([0] * config.ranks), config.ranks)
@@ -117,7 +132,18 @@ def _compile(config: TrainConfig, micro_batches: str, output: Path) -> Summary:
         )
         compiled = [_compiled(compiler, strategy, micro_batches) for strategy in parsed]
         summary = summarise(program, compiler, compiled, seconds)
-        write_folder(output, program, summary, compiler.variants, compiled)
+        write_folder(output, program, summary, compiler.variants, compiled, owners.home)
+        fitting = [each.programs.strategy for each in compiled if each.programs is not None]
+        stages = StageCheck(program, initial_buffers(model), chosen == "inductor")
+        if mode_of(config.check) != "off":
+            for strategy in fitting:
+                bar.update(task, description=escape(f"checking {strategy.name}"))
+                stages.check(strategy)
+        check = Check(mode_of(config.check), line, stages.passed)
+        bar.update(task, description="writing")
+        if trust and chosen == "inductor" and not write_code(output):
+            print("hydragraph: Inductor had no code to write", file=sys.stderr)
+        save(output, program, named_variants(compiler.traced, fitting), model_record(model), check, config.ranks)
     return summary
 
 
@@ -127,7 +153,7 @@ def _parsed(text: str, layers: int) -> Strategy | CompiledStrategy:
     from hydragraph.spec.strategy import Strategy
 
     try:
-        return Strategy.load(text) if text.endswith((".yaml", ".yml")) else Strategy.parse(text, layers)
+        return Strategy.read(text, layers)
     except ValueError as error:
         return CompiledStrategy(StrategyRecord(text, problem=str(error)), None)
 

@@ -10,7 +10,10 @@ from pathlib import Path
 
 import torch
 
+from hydragraph.ahead.inductor_code import FILE as CODE
+from hydragraph.ahead.manifest import NAME
 from hydragraph.commands.compile_code import backward_code, forward_code
+from hydragraph.commands.compile_data import model_data
 from hydragraph.commands.compile_result import (
     CompiledStrategy,
     CompiledVariant,
@@ -19,6 +22,8 @@ from hydragraph.commands.compile_result import (
     VariantRecord,
 )
 from hydragraph.ir.program import Program, template_text
+from hydragraph.ir.shared_text import program_texts
+from hydragraph.spec.home import Home
 from hydragraph.spec.record import from_record
 from hydragraph.version import __version__
 
@@ -93,16 +98,20 @@ def write_folder(
     summary: Summary,
     variants: Sequence[CompiledVariant],
     strategies: Sequence[CompiledStrategy],
+    home: Home,
 ) -> None:
-    """Write everything; what an earlier compile wrote there goes. The summary comes last.
+    """Write what people read; what an earlier compile wrote there goes. `hydragraph.ahead.save` adds the rest.
 
     program.txt             the strategy-independent program and its templates
     graphs/                 NAME.forward.py and NAME.backward.py of every variant
-    strategies/FOLDER/      strategy.yaml, and rank_0.txt and so on, which `RankProgram.parse` reads
+    strategies/FOLDER/      strategy.yaml; program_0.txt and so on, one for each kind of rank, and ranks.txt, which says
+                            who is who in them (`ir.shared_text`)
+    strategies/model.json   what `hydragraph show` needs to know of the model (`commands.compile_data`)
     summary.json            `Summary`
     """
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / SUMMARY).unlink(missing_ok=True)
+    for name in (NAME, CODE, SUMMARY):
+        (folder / name).unlink(missing_ok=True)
     for part in _PARTS:
         shutil.rmtree(folder / part, ignore_errors=True)
         (folder / part).mkdir()
@@ -115,6 +124,7 @@ def write_folder(
     for strategy in strategies:
         if strategy.programs is not None:
             _write_strategy(folder / "strategies" / strategy.record.folder, strategy)
+    model_data(program, variants, home, summary.ranks).save(folder)
     _write(folder / SUMMARY, json.dumps(asdict(summary), indent=1) + "\n")
 
 
@@ -122,8 +132,8 @@ def _write_strategy(folder: Path, compiled: CompiledStrategy) -> None:
     assert compiled.programs is not None
     folder.mkdir(exist_ok=True)
     compiled.programs.strategy.save(folder / "strategy.yaml")
-    for rank, program in enumerate(compiled.programs):
-        _write(folder / f"rank_{rank}.txt", str(program))
+    for name, text in program_texts(compiled.programs.programs).items():
+        _write(folder / name, text)
 
 
 def _title(record: VariantRecord) -> str:

@@ -71,7 +71,7 @@ class StrategyRecord:
 
     Attributes:
         strategy: its text with its fingerprint; as it was given, where it does not fit.
-        folder: of `strategy.yaml` and `rank_0.txt` and so on; "" where it does not fit.
+        folder: of `strategy.yaml`, `ranks.txt`, and `program_0.txt` and so on; "" where it does not fit.
         micro_batches: of each pipeline.
         instructions: of all ranks' programs.
         pull_bytes, push_bytes: that travel between ranks in one iteration, with work for all pipelines.
@@ -147,6 +147,11 @@ class Compiler:
         self._first: Mapping[str, Block] = first
 
     @property
+    def traced(self) -> Variants:
+        """What was compiled, before any backend took it."""
+        return self._traced
+
+    @property
     def variants(self) -> tuple[CompiledVariant, ...]:
         """All that were compiled, in that order."""
         return tuple(variant for variants in self._known.values() for variant in variants)
@@ -172,7 +177,7 @@ class Compiler:
             str(strategy),
             folder=_folder(strategy),
             micro_batches=tuple(micro_batches),
-            instructions=sum(len(program.instructions) for program in programs),
+            instructions=programs.programs.instructions,
             pull_bytes=moved[0],
             push_bytes=moved[1],
             variants=tuple(variants),

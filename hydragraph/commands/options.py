@@ -45,14 +45,17 @@ def read_counts(text: str, pipelines: int) -> list[int]:
     """Read the numbers of micro-batches of all pipelines: "4,2", or one number for all.
 
     Raises:
-        ValueError: these are no numbers, or not as many as there are pipelines.
+        ValueError: these are no numbers, all 0, or not as many as there are pipelines.
     """
     parts = text.split(",")
     if not all(part.strip().isdecimal() for part in parts) or len(parts) not in (1, pipelines):
         raise ValueError(
             f"--micro-batches {text!r}: give one number, or one for each of the {pipelines} pipelines: 4,2"
         )
-    return [int(part) for part in parts] * (pipelines if len(parts) == 1 else 1)
+    counts = [int(part) for part in parts] * (pipelines if len(parts) == 1 else 1)
+    if not any(counts):
+        raise ValueError(f"--micro-batches {text!r}: nothing would be computed; give some pipeline at least 1")
+    return counts
 
 
 def chosen_home(text: str | None, configured: Home) -> Home:

@@ -101,6 +101,15 @@ def plan_command(
         int | None,
         typer.Option(min=1, help="Tokens of each; default: --model's data.max_length.", rich_help_panel=_UNEVEN),
     ] = None,
+    solver: Annotated[
+        str | None,
+        typer.Option(
+            metavar="scip",
+            help="With --method mixed: group devices as AutoHet published it, by SCIP (pip install "
+            "'hydragraph[exact]'); few devices only.",
+            rich_help_panel=_UNEVEN,
+        ),
+    ] = None,
     method: Annotated[
         str | None,
         typer.Option(
@@ -136,6 +145,10 @@ def plan_command(
             help="Write the strategy to this YAML file, which hydragraph train takes.", rich_help_panel=_UNEVEN
         ),
     ] = None,
+    report: Annotated[
+        Path | None,
+        typer.Option(help="Write an HTML file: the plan, its timeline, and its rivals.", rich_help_panel=_UNEVEN),
+    ] = None,
     log_level: LogLevel = None,
     debug: Debug = False,
 ) -> None:
@@ -158,10 +171,12 @@ def plan_command(
         "--sequences": sequences,
         "--length": length,
         "--method": method,
+        "--solver": solver,
         "--running": running,
         "--home": home,
         "--deadline": deadline,
         "--output": output,
+        "--report": report,
     }
     if cluster is None:
         _refuse(uneven, "is for devices that differ: give --cluster with the file that says which there are, too")
@@ -186,12 +201,12 @@ def plan_command(
         if known is not None:
             constants = corrected(constants, known)
         data = read_lengths(lengths)
-        report = explained(
+        found = explained(
             constants, data, devices, context, tokens or TOKENS, strategies=own, iterations=iterations, seed=seed
         )
-        print(json.dumps(to_record(report), indent=1) if as_json else to_text(report, explain), end="\n" * as_json)
+        print(json.dumps(to_record(found), indent=1) if as_json else to_text(found, explain), end="\n" * as_json)
         if picture is not None:
-            write_plan_picture(report.example, picture)
+            write_plan_picture(found.example, picture)
         return
     _refuse(equal, "is for equal devices: leave it out; --cluster says which there are, and all rivals are told")
     work = Work(sequences, length, lengths, tokens, context, iterations, seed)
@@ -203,12 +218,14 @@ def plan_command(
         efficiency=efficiency,
         health=health,
         method=method,
+        solver=solver,
         running=running,
         home=home,
         deadline=deadline,
         output=output,
         picture=picture,
         corrections=corrections,
+        report=report,
     )
     plan_devices(asked, as_json)
 

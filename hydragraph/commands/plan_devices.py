@@ -106,6 +106,8 @@ class Asked:
     output: Path | None = None
     picture: Path | None = None
     corrections: Path | None = None
+    report: Path | None = None
+    solver: str | None = None
 
     def check(self) -> None:
         """Refuse what does not fit together.
@@ -120,7 +122,7 @@ class Asked:
             )
         if self.profiles and self.efficiency is not None:
             raise ValueError("--profile has measured seconds and --efficiency prices a datasheet: give one of them")
-        for name, path in (("--output", self.output), ("--picture", self.picture)):
+        for name, path in (("--output", self.output), ("--picture", self.picture), ("--report", self.report)):
             if path is not None and not path.parent.is_dir():
                 raise ValueError(f"{name} {path}: the folder {path.parent} does not exist: make it, or name another")
 
@@ -144,13 +146,16 @@ def plan_devices(asked: Asked, as_json: bool) -> None:
         running = None if asked.running is None else _running(asked.running, costs)
         say("searching")
         method: Any = asked.method or "auto"
-        found = plan(costs, workload, method, running, asked.deadline, asked.work.seed)
+        solver: Any = asked.solver
+        found = plan(costs, workload, method, running, asked.deadline, asked.work.seed, solver)
     written = [] if asked.output is None else [_write(found, asked.output)]
     if asked.picture is not None:
         write_device_picture(found, costs, asked.picture)
         written.append(f"{asked.picture}: nodes and their devices, by pipeline")
+    if asked.report is not None:
+        written.append(_write_report(found, costs, source, asked.report))
     if as_json:
-        print(json.dumps(_record(found, source), indent=1))
+        print(json.dumps(_record(found, costs, source), indent=1))
         return
     print("\n".join([source, found.explain(), *written]))
 
@@ -259,8 +264,7 @@ def _running(text: str, costs: Costs) -> Strategy:
     from hydragraph.spec.strategy import Strategy
 
     try:
-        is_file = text.endswith((".yaml", ".yml"))
-        strategy = Strategy.load(text) if is_file else Strategy.parse(text, costs.outline.layers)
+        strategy = Strategy.read(text, costs.outline.layers)
         strategy.check(costs.outline.layers, costs.ranks)
     except ValueError as error:
         raise ValueError(f"--running: {error}") from None
@@ -289,8 +293,22 @@ def _list(paths: Sequence[Path]) -> str:
     return "[" + ", ".join(f'"{path}"' for path in paths) + "]"
 
 
-def _record(plan: Plan, source: str) -> dict[str, Any]:
-    """Return a plan as JSON holds it; seconds of what does not fit are null."""
+def _write_report(plan: Plan, costs: Costs, source: str, path: Path) -> str:
+    """Write the plan as an HTML file, with its iteration as simulated."""
+    from hydragraph.report.page import write_report
+    from hydragraph.report.planned import plan_report
+    from hydragraph.report.simulated import Simulated, panel
+
+    owned = costs.changed(home=plan.home)
+    timeline = owned.simulate(plan.strategy, plan.assignment)
+    shown = panel(owned, Simulated(plan.strategy, plan.assignment, timeline))
+    write_report(plan_report(path.stem, _record(plan, costs, source), shown), path)
+    return f"{path}: the plan, its rivals and its timeline, for a browser"
+
+
+def _record(plan: Plan, costs: Costs, source: str) -> dict[str, Any]:
+    """Return a plan as JSON holds it; seconds of what does not fit are null, and so are rates of lost ranks."""
+    ranks = range(costs.ranks)
     return {
         "strategy": plan.strategy.name,
         "home": str(plan.home),
@@ -305,11 +323,22 @@ def _record(plan: Plan, source: str) -> dict[str, Any]:
         "moved_bytes": plan.moved_bytes,
         "origin": plan.origin,
         "rivals": [
-            {"strategy": r.strategy.name, "seconds": _finite(r.seconds), "origin": r.origin, "why": r.why}
+            {
+                "strategy": r.strategy.name,
+                "pipelines": r.strategy.to_dict(),
+                "seconds": _finite(r.seconds),
+                "origin": r.origin,
+                "why": r.why,
+            }
             for r in plan.rivals
         ],
         "took_s": plan.took_s,
         "source": source,
+        "pipelines": plan.strategy.to_dict(),
+        "nodes": [costs.cluster.node_of(rank) for rank in ranks],
+        "types": [costs.cluster.type_of(rank) for rank in ranks],
+        "rates": [_finite(costs.health.rate(rank)) for rank in ranks],
+        "text": plan.explain(),
     }
 
 

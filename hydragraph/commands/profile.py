@@ -86,7 +86,7 @@ def profile_rank(
     from hydragraph.runtime.groups import Groups
     from hydragraph.runtime.launch import join
     from hydragraph.runtime.measure import MeasuredModel, MeasureSettings, measure
-    from hydragraph.train.loop import read_strategies
+    from hydragraph.train.checks import read_strategies
     from hydragraph.train.model import skeleton
 
     quieten()

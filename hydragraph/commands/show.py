@@ -1,28 +1,65 @@
-"""`hydragraph show`: the model's program, the programs of the ranks, and the passes that make them."""
+"""`hydragraph show`: a model's program, the ranks' programs and passes, and what a compiled folder says of them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from hydragraph.commands.options import Debug, Set, Strategies, read_counts
+from hydragraph.commands.options import Debug, Set, read_counts
 from hydragraph.commands.process import quieten
 from hydragraph.train.config import TrainConfig
 
 if TYPE_CHECKING:
     from torch import nn
 
+    from hydragraph.commands.show_folder import ShownFolder, ShownStrategy
     from hydragraph.ir.program import Program
+
+EXAMPLE = (
+    "Example: hydragraph compile examples/demo.yaml --output compiled, then hydragraph show compiled --memory, "
+    "hydragraph show compiled --parameter model.norm.weight, hydragraph show compiled --strategy 2 --rank 3, "
+    "hydragraph show compiled --strategy 1 --diff 2, hydragraph show compiled --schedule --output schedule.svg."
+)
 
 
 def show_command(
-    config: Annotated[Path | None, typer.Argument(help="The run's YAML file, such as examples/demo.yaml.")] = None,
-    strategies: Strategies = None,
+    source: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="[CONFIG|DIR]",
+            help="The run's YAML file, such as examples/demo.yaml, or a folder that hydragraph compile wrote.",
+        ),
+    ] = None,
+    strategies: Annotated[
+        list[str] | None,
+        typer.Option("--strategy", help="A text or a YAML file; of a folder, also its number there. Default: all."),
+    ] = None,
     micro_batches: Annotated[str, typer.Option(help="Of each pipeline, as in 4,2; one number is for all.")] = "2",
-    rank: Annotated[int | None, typer.Option(help="Show this rank's program only.")] = None,
+    rank: Annotated[
+        int | None, typer.Option(help="Show this rank's program only; with what follows, what is this rank's.")
+    ] = None,
+    parameter: Annotated[
+        str | None, typer.Option(help="Who owns what of a parameter, and who computes with it, such as lm_head.weight.")
+    ] = None,
+    memory: Annotated[bool, typer.Option("--memory", help="What ranks hold when they hold most.")] = False,
+    limit: Annotated[
+        float | None, typer.Option("--limit", help="Of memory per device, in bytes, such as 80e9: what exceeds it.")
+    ] = None,
+    traffic: Annotated[bool, typer.Option("--traffic", help="The bytes between ranks and nodes, by kind.")] = False,
+    node: Annotated[int, typer.Option(min=1, help="Ranks of a node, for --traffic.")] = 8,
+    tokens: Annotated[int, typer.Option(min=1, help="Of a micro-batch, for --memory and --traffic.")] = 2048,
+    schedule: Annotated[
+        bool, typer.Option("--schedule", help="Forwards and backwards of each stage over time.")
+    ] = False,
+    output: Annotated[Path | None, typer.Option(help="With --schedule: a picture of it, .svg or .png.")] = None,
+    diff: Annotated[
+        str | None, typer.Option(help="What differs in another folder, or in another strategy of this one.")
+    ] = None,
     passes: Annotated[
         bool,
         typer.Option("--passes", help="List the passes; with a config, what each makes of blocks and ranks."),
@@ -30,24 +67,124 @@ def show_command(
     overrides: Set = None,
     debug: Debug = False,
 ) -> None:
-    """Print the model's program and, with --strategy, the verified program of every rank."""
-    if config is None and passes:
+    """Print a model's program, every rank's verified program (--strategy), or what a compiled folder holds.
+
+    Of a folder nothing is traced. A config is compiled for what only a folder tells: --parameter, --memory, --traffic,
+    --schedule, --diff.
+    """
+    chosen = tuple(strategies or ())
+    looks = parameter is not None or memory or traffic or schedule or diff is not None
+    if output is not None and not schedule:
+        raise ValueError("--output is for the picture of --schedule: give both")
+    if source is None and passes:
         from hydragraph.commands.show_passes import list_passes
 
         print(*list_passes(), sep="\n")
-    elif config is not None and passes:
-        _show_passes(TrainConfig.load(config, overrides or ()), tuple(strategies or ()), rank)
-    elif config is not None:
-        _show(TrainConfig.load(config, overrides or ()), tuple(strategies or ()), micro_batches, rank)
+        return
+    if source is None:
+        raise ValueError("show needs the YAML file of a run, a folder of hydragraph compile, or --passes")
+    if source.is_dir() and passes:
+        raise ValueError("--passes needs the YAML file of a run: a folder holds what the passes have made")
+
+    def look(path: Path, named: Sequence[str]) -> None:
+        from hydragraph.commands.show_folder import ShownFolder, wrapped
+
+        folder = ShownFolder.open(path)
+        folder.check_rank(rank)
+        found = folder.chosen(named)
+        if not looks and rank is not None:
+            print(*_rank_programs(found, rank), sep="\n")
+        elif not looks:
+            print(*wrapped(_plain(folder, found if named else ())), sep="\n")
+        if parameter is not None:
+            from hydragraph.commands.show_parameter import parameter_lines
+
+            print(*wrapped(parameter_lines(folder, found, parameter, rank)), sep="\n")
+        if memory:
+            from hydragraph.commands.show_memory import memory_lines
+
+            print(*wrapped(memory_lines(folder, found, rank, tokens, limit)), sep="\n")
+        if traffic:
+            from hydragraph.commands.show_traffic import traffic_lines
+
+            print(*wrapped(traffic_lines(folder, found, rank, tokens, node)), sep="\n")
+        if schedule:
+            from hydragraph.commands.show_schedule import schedule_lines, write_schedule
+
+            print(*wrapped(schedule_lines(found, folder.data.outline)), sep="\n")
+            if output is not None:
+                write_schedule(found, folder.data.outline, output)
+                print(output)
+        if diff is not None:
+            print(*wrapped(_differences(folder, found, diff)), sep="\n")
+
+    if source.is_dir():
+        if overrides:
+            raise ValueError("--set changes a config: compile it again, and show that folder")
+        look(source, chosen)
+    elif looks:
+        config = TrainConfig.load(source, overrides or ())
+        if chosen:
+            config = replace(config, strategies=chosen)
+        if diff is not None and not Path(diff).is_dir() and diff not in config.strategies:
+            config = replace(config, strategies=(*config.strategies, diff))
+        with tempfile.TemporaryDirectory() as folder:
+            _compile_to(Path(folder), config, micro_batches)
+            look(Path(folder), chosen)
+    elif passes:
+        _show_passes(TrainConfig.load(source, overrides or ()), chosen, rank)
     else:
-        raise ValueError("show needs the YAML file of a run, or --passes")
+        _show(TrainConfig.load(source, overrides or ()), chosen, micro_batches, rank)
+
+
+def _rank_programs(found: Sequence[ShownStrategy], rank: int) -> Iterator[str]:
+    """Yield a rank's full program under each strategy."""
+    from hydragraph.ir.rank_program import to_text
+
+    return (to_text(each.program(rank)) for each in found)
+
+
+def _plain(folder: ShownFolder, found: Sequence[ShownStrategy]) -> Iterator[str]:
+    """Yield what a folder holds; of strategies, the kinds of program."""
+    from hydragraph.commands.show_folder import overview, ranks_text, shortened
+
+    if not found:
+        yield from overview(folder)
+    for each in found:
+        yield f"{each.name}: {folder.summary.ranks} ranks run {len(each.programs.bodies)} kinds of program"
+        lines = []
+        for kind, body in enumerate(each.programs.bodies):
+            named = ranks_text(each.programs.of_kind(kind))
+            lines.append(f"  program_{kind}.txt: {len(body):,} instructions, {named}")
+        yield from shortened(lines)
+
+
+def _differences(folder: ShownFolder, found: Sequence[ShownStrategy], other: str) -> Iterator[str]:
+    from hydragraph.commands.show_diff import folder_diff, strategy_diff
+    from hydragraph.commands.show_folder import ShownFolder
+
+    if Path(other).is_dir():
+        return folder_diff(folder, ShownFolder.open(Path(other)))
+    if not found:
+        raise ValueError(f"{folder.path}: no strategy of it fits, so there is nothing to compare")
+    return strategy_diff(found[0], folder.strategy(other))
+
+
+def _compile_to(folder: Path, config: TrainConfig, micro_batches: str) -> None:
+    """Compile a config into a folder; a strategy that does not fit is an error."""
+    from hydragraph.commands.compile import compile_quietly
+
+    config.home.check(config.ranks)
+    for record in compile_quietly(replace(config, backend="eager"), micro_batches, folder).strategies:
+        if record.problem:
+            raise ValueError(f"{record.strategy}: {record.problem}")
 
 
 def _show(config: TrainConfig, strategies: Sequence[str], micro_batches: str, rank: int | None) -> None:
     """Print a program, or those of the ranks."""
     from hydragraph import api
     from hydragraph.ir.rank_program import to_text
-    from hydragraph.train.loop import read_strategies
+    from hydragraph.train.checks import read_strategies
 
     model, program = _captured(config)
     if not strategies:
@@ -69,7 +206,7 @@ def _show_passes(config: TrainConfig, strategies: Sequence[str], rank: int | Non
     """Print what the passes make of each block and of a rank under each strategy; without one, on a single device."""
     from hydragraph.commands.show_passes import dump_passes, dump_program_passes
     from hydragraph.runtime.variants import Variants
-    from hydragraph.train.loop import read_strategies
+    from hydragraph.train.checks import read_strategies
 
     model, program = _captured(config)
     inductor = config.backend == "inductor"  # whose own code has no text; what it is given has

@@ -105,11 +105,13 @@ def simulate_command(
     for weights (pull), gradients (push) and activations (p2p), on average over ranks, as a run's metrics count it.
     """
     settings = TrainConfig.load(config, overrides or ())
-    where = _cluster(cluster, devices, settings.ranks)
+    where = chosen_cluster(cluster, devices, settings.ranks)
     texts = chosen_strategies(strategies, settings.strategies)
     if lengths is not None and (micro_batches or tokens):
         raise ValueError("--lengths draws micro-batches; leave out --micro-batches and --tokens")
-    parsed, costs = _costs(settings, where, texts, profile, efficiency, chosen_home(home, settings.home), corrections)
+    parsed, costs = strategies_and_costs(
+        settings, where, texts, profile, efficiency, chosen_home(home, settings.home), corrections
+    )
     if health is not None:
         from hydragraph.spec.health import Health
 
@@ -130,7 +132,7 @@ def simulate_command(
         write_timelines([shown for shown, _ in priced], picture)
 
 
-def _cluster(path: Path | None, devices: int | None, ranks: int) -> Cluster:
+def chosen_cluster(path: Path | None, devices: int | None, ranks: int) -> Cluster:
     from hydragraph.spec.cluster import Cluster
     from hydragraph.spec.default_cluster import default_cluster
 
@@ -139,7 +141,7 @@ def _cluster(path: Path | None, devices: int | None, ranks: int) -> Cluster:
     return default_cluster(devices or ranks) if path is None else Cluster.load(path)
 
 
-def _costs(
+def strategies_and_costs(
     config: TrainConfig,
     cluster: Cluster,
     texts: Sequence[str],
@@ -154,7 +156,7 @@ def _costs(
     from hydragraph.cost.costs import Costs
     from hydragraph.cost.datasheet import EFFICIENCY, datasheet
     from hydragraph.frontend.capture import capture
-    from hydragraph.train.loop import read_strategies
+    from hydragraph.train.checks import read_strategies
     from hydragraph.train.model import skeleton
     from hydragraph.train.plan_input import read_corrections, read_profile
 
@@ -190,12 +192,12 @@ def _priced(
         priced = []
         for strategy in strategies:
             bar.update(task, advance=1, description=escape(f"simulating {strategy.name}"))
-            assignment = _assignment(config, costs, strategy, micro_batches, tokens, lengths)
+            assignment = assigned(config, costs, strategy, micro_batches, tokens, lengths)
             priced.append((price(costs, strategy, assignment), assignment))
     return sorted(priced, key=lambda pair: -pair[0].tokens_per_s)
 
 
-def _assignment(
+def assigned(
     config: TrainConfig,
     costs: Costs,
     strategy: Strategy,

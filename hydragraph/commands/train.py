@@ -6,12 +6,15 @@ import os
 import signal
 import sys
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
+from rich.text import Text
 
 from hydragraph.commands.options import Config, Debug, LogLevel, Set
 from hydragraph.commands.process import launched, leads, may_be_restarted, on_ranks, quieten, restarted, running_s
@@ -36,6 +39,14 @@ def train_command(
         ),
     ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the run that the folder holds.")] = False,
+    compiled: Annotated[
+        Path | None,
+        typer.Option(help="Start from this folder, which hydragraph compile wrote for the config: nothing is traced."),
+    ] = None,
+    trust: Annotated[
+        bool,
+        typer.Option("--trust", help="Also load Inductor's code from that folder. It is code: it can do what you may."),
+    ] = False,
     trace: Annotated[
         bool,
         typer.Option("--trace", help="Write when each rank ran each instruction of the first steps, for Perfetto."),
@@ -56,6 +67,10 @@ def train_command(
     if (resume or resume_from) and overwrite:
         raise ValueError("--resume continues a run and --overwrite replaces it: give one of them")
     settings = TrainConfig.load(config, overrides or ())
+    if compiled is not None:
+        settings = replace(settings, compiled=str(compiled))
+    if trust:
+        settings = replace(settings, trust=True)
     begin: Begin = "resume" if resume or resume_from else "overwrite" if overwrite else "new"
     step = None if resume_from is None else _step(resume_from)
     relay = None if launched() or settings.ranks == 1 else Relay()
@@ -74,6 +89,7 @@ def train_command(
         _print_stop(outcome, settings)
         raise typer.Exit(_code(stopping.signal or outcome.stopped))
     if outcome.history:
+        _print_events(outcome)
         _print_outcome(outcome)
 
 
@@ -166,6 +182,30 @@ def _print_outcome(outcome: RunOutcome) -> None:
     first = outcome.history[0]
     last = outcome.history[-1]
     _print(f"loss {first.loss:.4f} -> {last.loss:.4f} in {last.step} steps; everything is in {outcome.folder.path}")
+
+
+def _print_events(outcome: RunOutcome) -> None:
+    """Print who was slow when, and what was decided, where ranks were watched and anything happened."""
+    from rich.table import Table
+
+    from hydragraph.elastic.events import read_events
+
+    events = read_events(outcome.folder.happenings)
+    if not events:
+        return
+    table = Table(title="What happened to ranks", show_lines=False)
+    for column in ("step", "event", "ranks", "why"):
+        table.add_column(column)
+    for event in events:
+        table.add_row(str(event.step), event.event, " ".join(map(str, event.ranks)), Text(event.why))
+    console = Console(stderr=True)
+    console.print(table)
+    seconds = [metrics.seconds for metrics in outcome.history]
+    goodput = sum(metrics.tokens for metrics in outcome.history) / sum(seconds)
+    _print(
+        f"goodput: {goodput:,.0f} tokens/s over {sum(seconds):,.1f} s of steps (median {median(seconds):.3g} s, "
+        f"longest {max(seconds):.3g} s); all events are in {outcome.folder.happenings}"
+    )
 
 
 def _print(sentence: str) -> None:

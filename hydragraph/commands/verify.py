@@ -42,8 +42,9 @@ def verify_rank(config: TrainConfig) -> list[Row]:
     """Verify on this rank."""
     from hydragraph import api
     from hydragraph.runtime.launch import join
+    from hydragraph.train.checks import read_strategies
     from hydragraph.train.data import mini_batches
-    from hydragraph.train.loop import read_strategies, shared_tokens
+    from hydragraph.train.loop import shared_tokens
     from hydragraph.train.model import build_model
     from hydragraph.train.optimizer import optimizer_factory
     from hydragraph.train.screen import Screen

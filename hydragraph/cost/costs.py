@@ -18,6 +18,7 @@ Formulas of the papers -> functions:
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 
@@ -370,6 +371,17 @@ class Costs:
         return max(0, math.floor(tokens))
 
     @cached_property
+    def _alike(self) -> list[tuple[Bucket, int]]:
+        """One bucket of each form, and how many there are that live alike."""
+        first: dict[object, Bucket] = {}
+        counts: Counter[object] = Counter()
+        for bucket in self.buckets:
+            key = (bucket.form, bucket.learns, self.home_of(bucket))
+            first.setdefault(key, bucket)
+            counts[key] += 1
+        return [(bucket, counts[key]) for key, bucket in first.items()]
+
+    @cached_property
     def _owned(self) -> dict[tuple[int, bool | None], int]:
         return {}
 
@@ -433,8 +445,11 @@ class Costs:
     def owned(self, rank: int, learning: bool | None = None) -> int:
         """Return how many elements a rank owns; of those that learn or not, if that is asked."""
         if (rank, learning) not in self._owned:
-            chosen = [b for b in self.buckets if learning is None or b.learns == learning]
-            self._owned[rank, learning] = sum(self.home_of(b).local_size(rank) for b in chosen)
+            self._owned[rank, learning] = sum(
+                times * self.home_of(bucket).local_size(rank)
+                for bucket, times in self._alike
+                if learning is None or bucket.learns == learning
+            )
         return self._owned[rank, learning]
 
     def seconds(self, strategy: Strategy, assignment: Assignment) -> float:

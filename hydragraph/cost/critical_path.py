@@ -31,12 +31,16 @@ class Step:
         kind: "computing", "pulling weights", ...
         what: a sentence without its seconds.
         begin_s, end_s: when.
+        ranks: those that did it.
+        op: of its first instruction.
     """
 
     kind: str
     what: str
     begin_s: float
     end_s: float
+    ranks: tuple[int, ...]
+    op: Op
 
     @property
     def seconds(self) -> float:
@@ -124,7 +128,7 @@ def _step(actors: Sequence[Actor], times: Sequence[Times], run: Sequence[tuple[i
     took = sum(times[x].end[i] - times[x].begin[i] for x, i in run)
     shared = f", {took / alone:.2f} x as long as alone, for sharing links" if alone and took > 1.01 * alone else ""
     op = instructions[0].op
-    return Step(_KINDS.get(op, op.value), _words(actors[a], instructions) + shared, begin, end)
+    return Step(_KINDS.get(op, op.value), _words(actors[a], instructions) + shared, begin, end, actors[a].ranks, op)
 
 
 def _words(actor: Actor, run: Sequence[Instruction]) -> str:

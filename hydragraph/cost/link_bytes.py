@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
+import numpy as np
+
 from hydragraph.cost.messages import GRADIENT_BYTES
-from hydragraph.ir.link import Slices, copy, reduce
+from hydragraph.ir.layout import Ints
+from hydragraph.ir.link import copy, reduce
 from hydragraph.ir.program import Program
 from hydragraph.passes.layouts import BucketLayouts
 
@@ -16,47 +19,74 @@ Direction = Literal["pull", "push"]
 DIRECTIONS: tuple[Direction, ...] = ("pull", "push")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Traffic:
     """What one direction moves in one step.
 
     Attributes:
-        pairs: (sending rank, receiving rank) -> bytes between two different ranks.
+        src, dst: int64, the sending and the receiving rank of each pair that moves anything, sorted, never the same.
+        size: int64, bytes of each pair.
         local: bytes that stay on their rank.
     """
 
-    pairs: Mapping[tuple[int, int], int]
+    src: Ints
+    dst: Ints
+    size: Ints
     local: int
+
+    @staticmethod
+    def of(pairs: Mapping[tuple[int, int], int], local: int) -> Traffic:
+        """Return that of (sending rank, receiving rank) -> bytes."""
+        rows = np.array([(*pair, size) for pair, size in sorted(pairs.items())], np.int64).reshape(-1, 3)
+        return Traffic(rows[:, 0], rows[:, 1], rows[:, 2], local)
+
+    @cached_property
+    def pairs(self) -> Mapping[tuple[int, int], int]:
+        """(sending rank, receiving rank) -> bytes between two different ranks."""
+        pairs = zip(self.src.tolist(), self.dst.tolist(), strict=True)
+        return dict(zip(pairs, self.size.tolist(), strict=True))
 
     @property
     def total(self) -> int:
         """Bytes between ranks."""
-        return sum(self.pairs.values())
+        return int(self.size.sum())
 
     @property
     def most(self) -> int:
         """The most bytes that one rank sends or receives."""
-        loads: dict[tuple[str, int], int] = defaultdict(int)
-        for (source, target), size in self.pairs.items():
-            loads["out", source] += size
-            loads["in", target] += size
-        return max(loads.values(), default=0)
+        loads = (np.bincount(at, self.size) for at in (self.src, self.dst) if len(at))
+        return int(max((load.max() for load in loads), default=0))
 
 
 def traffic(program: Program, placed: Sequence[BucketLayouts], direction: Direction) -> Traffic:
     """Return what a pull (in the compute dtype) or a push (in fp32, of what learns) moves."""
-    pairs: dict[tuple[int, int], int] = defaultdict(int)
-    for bucket_layouts in placed:
-        if direction == "pull":
-            _add(pairs, copy(bucket_layouts.home, bucket_layouts.used), program.dtype.itemsize)
-        elif bucket_layouts.bucket.learns:
-            _add(pairs, reduce(bucket_layouts.used, bucket_layouts.home), GRADIENT_BYTES)
-    between = {pair: size for pair, size in sorted(pairs.items()) if pair[0] != pair[1]}
-    return Traffic(between, sum(size for (a, b), size in pairs.items() if a == b))
+    return moved(placed, direction, program.dtype.itemsize)
 
 
-def _add(pairs: dict[tuple[int, int], int], slices: Slices, itemsize: int) -> None:
-    for source, target, elements in zip(
-        slices.src.tolist(), slices.dst.tolist(), (slices.hi - slices.lo).tolist(), strict=True
-    ):
-        pairs[source, target] += elements * itemsize
+def moved(placed: Sequence[BucketLayouts], direction: Direction, pulled_bytes: int) -> Traffic:
+    """Return what a direction moves, given the bytes of an element as it is pulled."""
+    # Layers that live alike have one layout object (`passes.layouts`), so one link stands for all of them.
+    alike: dict[tuple[int, int], list[BucketLayouts]] = {}
+    for bucket in placed:
+        if direction == "pull" or bucket.bucket.learns:
+            alike.setdefault((id(bucket.home), id(bucket.used)), []).append(bucket)
+    parts = [np.zeros((3, 0), np.int64)]
+    for (each, *_), count in ((buckets, len(buckets)) for buckets in alike.values()):
+        slices = copy(each.home, each.used) if direction == "pull" else reduce(each.used, each.home)
+        itemsize = pulled_bytes if direction == "pull" else GRADIENT_BYTES
+        parts.append(_by_pair(slices.src, slices.dst, (slices.hi - slices.lo) * itemsize * count))
+    src, dst, size = _by_pair(*np.concatenate(parts, axis=1))
+    between = src != dst
+    return Traffic(src[between], dst[between], size[between], int(size[~between].sum()))
+
+
+def _by_pair(src: Ints, dst: Ints, size: Ints) -> Ints:
+    """Add up what goes from one rank to another: rows src, dst and size, sorted by src, then dst."""
+    if not len(src):
+        return np.zeros((3, 0), np.int64)
+    order = np.lexsort((dst, src))
+    src = src[order]
+    dst = dst[order]
+    first = np.flatnonzero(np.append(True, (np.diff(src) != 0) | (np.diff(dst) != 0)))
+    rows: Ints = np.stack((src[first], dst[first], np.add.reduceat(size[order], first)))
+    return rows

@@ -224,9 +224,17 @@ class Profile:
 
     @classmethod
     def load(cls, path: str | Path) -> Profile:
-        """Read what `save` wrote."""
-        data = json.loads(Path(path).read_text(encoding="utf-8"))
+        """Read what `save` wrote.
+
+        Raises:
+            FileNotFoundError, ValueError: with the command that writes one.
+        """
         try:
+            text = Path(path).read_text(encoding="utf-8")
+        except FileNotFoundError:
+            raise FileNotFoundError(f"{path}: there is no such file; write a profile with hydragraph profile") from None
+        try:
+            data = json.loads(text)
             others = tuple(cls(**profile_record.loaded(record)) for record in data.get("others", ()))
             return cls(**profile_record.loaded(data), others=others)
         except (KeyError, TypeError, ValueError) as error:

@@ -1,6 +1,6 @@
 """When a pipeline ends whose stages take different times and send each other messages that take time, exactly.
 
-`pipeline_end` is for messages that travel while stages compute, `exchanged_end` for those that hold them up.
+`stage_ends` is for messages that travel while stages compute, `exchanged_end` for those that hold them up.
 """
 
 from __future__ import annotations
@@ -11,7 +11,14 @@ Rows = Sequence[Sequence[float]]  # [stages, micro-batches]
 
 
 def pipeline_end(early: Rows, forward: Rows, backward: Rows, ahead: Rows, back: Rows, schedule: str = "1f1b") -> float:
-    """Return when the last backward ends.
+    """Return when the last backward ends; arguments as of `stage_ends`."""
+    return max(stage_ends(early, forward, backward, ahead, back, schedule), default=0.0)
+
+
+def stage_ends(
+    early: Rows, forward: Rows, backward: Rows, ahead: Rows, back: Rows, schedule: str = "1f1b"
+) -> list[float]:
+    """Return when the last backward of each stage ends.
 
     A stage s of S runs min(S - 1 - s, V) forwards, then a forward and a backward in turn, then what backwards remain;
     under GPipe all forwards come first. A forward waits for its own on the stage before, a backward for its own on the
@@ -27,7 +34,7 @@ def pipeline_end(early: Rows, forward: Rows, backward: Rows, ahead: Rows, back: 
     stages = len(forward)
     count = len(forward[0]) if forward else 0
     if not count:
-        return 0.0
+        return [0.0] * stages
     ends_f: list[list[float]] = [[] for _ in range(stages)]
     ends_b: list[list[float]] = [[] for _ in range(stages)]
     clock = [0.0] * stages
@@ -61,7 +68,7 @@ def pipeline_end(early: Rows, forward: Rows, backward: Rows, ahead: Rows, back: 
                     mine_b.append(now)
                 left -= 1
             clock[s] = now
-    return max(clock)
+    return clock
 
 
 def exchanged_end(

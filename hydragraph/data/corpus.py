@@ -181,7 +181,12 @@ def _parse(line: str, text_field: str, place: str) -> str | None:
     if not isinstance(record, dict):
         raise ValueError(f"{place}: a {type(record).__name__}, not an object: write {{{json.dumps(text_field)}: ...}}")
     if text_field not in record:
-        raise ValueError(f"{place}: no field {text_field!r}: set text_field to one of {sorted(record)}")
+        texts = sorted(name for name, value in record.items() if isinstance(value, str))
+        if texts:
+            raise ValueError(f"{place}: no field {text_field!r}: set text_field to one of {texts}")
+        for name in record:
+            _text(record[name], name, place)  # says what it is instead
+        raise ValueError(f"{place}: no field {text_field!r}, nor any other: write {{{json.dumps(text_field)}: ...}}")
     return _text(record[text_field], text_field, place)
 
 
@@ -222,4 +227,10 @@ def _text(value: object, text_field: str, place: str) -> str | None:
     """Check that a record's field is text or null."""
     if value is None or isinstance(value, str):
         return value
+    chat = isinstance(value, list) and any(isinstance(turn, dict) and "role" in turn for turn in value)
+    if chat:
+        raise ValueError(
+            f"{place}: {text_field!r} is a conversation, which is not read as such: write each as one text "
+            "(tokenizer.apply_chat_template(messages, tokenize=False)) and set text_field to that field"
+        )
     raise ValueError(f"{place}: {text_field!r} is a {type(value).__name__}, not text: set text_field to a text field")

@@ -55,6 +55,24 @@ def cut(lengths: _Indices, documents: _Indices, max_length: int) -> Chunks:
     return Chunks(np.repeat(documents, counts), starts, pieces)
 
 
+def split_pieces(chunks: Chunks, split: Split, heldout: float) -> Chunks:
+    """Return the pieces of one split of a corpus of one document, in file order: the held-out ones are its last.
+
+    Args:
+        chunks: of the document.
+        split, heldout: as for `split_documents`, of pieces.
+
+    Raises:
+        ValueError: the document is a single piece.
+    """
+    count = len(chunks)
+    if count < 2:
+        raise ValueError(f"heldout {heldout} of one document of {count} piece: give more text, or heldout=0")
+    at = count - min(max(round(heldout * count), 1), count - 1)
+    part = slice(at, None) if split == "heldout" else slice(None, at)
+    return Chunks(chunks.documents[part], chunks.starts[part], chunks.lengths[part])
+
+
 def split_documents(count: int, split: Split, heldout: float, split_seed: int = 0) -> _Indices:
     """Return the documents of one split, in file order: the held-out ones are the last of a seeded shuffle.
 
@@ -90,7 +108,7 @@ class MiniBatches(Iterator[list[Tensor]]):
         max_length: longer documents are cut into chunks of this many tokens (see `cut`).
         seed: of the order; not below 0.
         split: which documents to draw: "train" or "heldout".
-        heldout: fraction of documents held out of "train".
+        heldout: fraction of documents held out of "train"; of a corpus of one document, of its pieces.
         split_seed: which documents those are; apart from `seed`, so that a rerun with another order never trains on
             what an earlier run validated on.
 
@@ -113,8 +131,11 @@ class MiniBatches(Iterator[list[Tensor]]):
         split_seed: int = 0,
     ) -> None:
         _check_settings(tokens, max_length, seed, split, split_seed)
-        documents = split_documents(len(file), split, heldout, split_seed)
-        self.chunks = cut(file.lengths, documents, max_length)
+        if len(file) == 1 and heldout:
+            self.chunks = split_pieces(cut(file.lengths, np.zeros(1, np.int64), max_length), split, heldout)
+        else:
+            documents = split_documents(len(file), split, heldout, split_seed)
+            self.chunks = cut(file.lengths, documents, max_length)
         if not len(self.chunks):
             raise ValueError(f"{file.path}: no {split} document has two tokens: give a corpus with longer texts")
         self.lengths: tuple[int, ...] = ()

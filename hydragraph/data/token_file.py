@@ -215,7 +215,7 @@ def write_tokens(
             file.write(bytes(_HEADER_BYTES))
             header = _write_payload(file, _encode(documents, tokenizer, end), vocabulary, end, progress)
             if not header.documents:
-                raise ValueError(f"{path}: no documents to write: check the corpus's paths, suffixes and text field")
+                raise ValueError("the corpus holds no text: look into data.paths, data.suffixes and data.text_field")
             file.seek(0)
             file.write(header.pack())
             file.flush()

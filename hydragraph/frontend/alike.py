@@ -8,6 +8,8 @@ made in functions, nor tables outside the block. Blocks whose notes are equal ha
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -15,8 +17,9 @@ from torch import Tensor, nn
 
 from hydragraph.errors import Unsupported
 from hydragraph.frontend.skeleton import Site
+from hydragraph.frontend.structure import LAYER_INDEX
 from hydragraph.frontend.unseen import watched
-from hydragraph.private.tracing import symbol_name
+from hydragraph.private.tracing import meta_as_cpu, symbol_name
 from hydragraph.private.trees import TorchDispatchMode
 
 # The most elements of a constant tensor that is compared by its content.
@@ -37,16 +40,69 @@ def kind_of(site: Site, hints: dict[str, int]) -> str | None:
     return None if notes is None else hashlib.sha256("\n".join(notes).encode()).hexdigest()
 
 
+def is_without_index(site: Site, hints: dict[str, int]) -> bool:
+    """Say whether a block computes nothing with attributes that say where it stands (`LAYER_INDEX`).
+
+    So blocks that differ in these alone compute the same, without each being run. The block is run with something in
+    the place of its index that may be handed on, but not be computed, compared or looked up with.
+    """
+    plain = _noted(site, hints)
+    places = [(vars(m), name) for m in site.module.modules() for name in LAYER_INDEX if name in vars(m)]
+    kept = [attributes[name] for attributes, name in places]
+    try:
+        for attributes, name in places:
+            attributes[name] = _Nowhere()
+        return plain is not None and _noted(site, hints) == plain
+    except Unsupported:
+        return False
+    finally:
+        for (attributes, name), index in zip(places, kept, strict=True):
+            attributes[name] = index
+
+
+class _Nowhere:
+    """What can only be handed on."""
+
+    def _used(self, *_: object) -> Any:
+        raise TypeError("a layer's index is used")
+
+    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = _used  # type: ignore[assignment]
+    __hash__ = __bool__ = __int__ = __index__ = __float__ = __str__ = __repr__ = __format__ = _used  # type: ignore[assignment]
+
+
 def refuse_state(site: Site, hints: dict[str, int]) -> None:
     """Run a block twice more; raise Unsupported where it does not do the same."""
-    first = _noted(site, hints)
-    second = _noted(site, hints)
+    _refuse_difference(_noted(site, hints), _noted(site, hints), site.name)
+
+
+def refuse_state_around(opaque: AbstractContextManager[nn.Module], batch: Mapping[str, Tensor], where: str) -> None:
+    """Run what stands around the blocks, and the loss; raise Unsupported where it does something else in each call.
+
+    Args:
+        opaque: `skeleton.with_opaque_blocks`.
+        batch: on the meta device.
+    """
+    notes = []
+    try:
+        with meta_as_cpu(), opaque as module:
+            module(batch)  # first calls may make what later ones find
+            for _ in range(2):
+                noted = _Notes(module, list(batch.values()))
+                with noted:
+                    result = module(batch)
+                notes.append(None if noted.unknown else [*noted.lines, noted.text(result)])
+    except Exception:  # what needs values cannot run on shapes; what else is wrong, the trace finds
+        return
+    _refuse_difference(notes[0], notes[1], where)
+
+
+def _refuse_difference(first: list[str] | None, second: list[str] | None, where: str) -> None:
     if first is None or second is None or first == second:
         return
     differing = next((b for a, b in zip(first, second, strict=False) if a != b), "it runs other operators")
     raise Unsupported(
         f"its forward does something else in each call ({differing[:120]}), and a graph does the same always",
-        where=site.name,
+        where=where,
         remedy="compute from its arguments alone: no counters, clocks or random numbers of Python",
     )
 

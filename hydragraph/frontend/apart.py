@@ -3,13 +3,15 @@
 A value *has tokens* where it holds something of each token, along one dimension of the size T. `mixing` follows that
 dimension through a graph of the user's own model; an operator that it does not know, on such a value, may mix tokens.
 Values without tokens (parameters, sizes, what is computed from these) may be combined in any way, as long as their
-size is no number of tokens: `arange(T)` counts through the packed row, and not through each sequence.
+size is no number of tokens: `arange(T)` counts through the packed row, and not through each sequence. What is computed
+from the packed batch's bounds (`cu_seqlens`, `max_length`) may only go to attention: it depends on what is packed
+together.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -84,34 +86,61 @@ _ELEMENTWISE = frozenset(
 )
 # Behind a loss nothing has tokens.
 _LOSSES = frozenset({aten.cross_entropy_loss.default, aten.nll_loss_nd.default})
+# Those of each element, whose last whole number says how they are added up.
+_POINTWISE_LOSSES = frozenset(
+    {
+        *(aten.mse_loss.default, aten.l1_loss.default, aten.smooth_l1_loss.default, aten.huber_loss.default),
+        *(aten.binary_cross_entropy.default, aten.binary_cross_entropy_with_logits.default, aten.kl_div.default),
+        *(aten.soft_margin_loss.default, aten.margin_ranking_loss.default),
+    }
+)
 _MIXES = "mixes the tokens of packed sequences"
 _COUNTS = "counts through a packed row; use position_ids"
+_PACKED = "computes with cu_seqlens or max_length, which depend on what is packed together"
 _ROUTED = "tells where in a packed row tokens are sent, outside of sending them there and back"
 _FIRST = Rows(0, 1)
 _SPATIAL = frozenset({aten.batch_norm.default, aten._native_batch_norm_legit_no_training.default})
 
 
-def mixing(graph: fx.GraphModule, tokens: str) -> tuple[str, str] | None:
+# Notes an operator that adds tokens up: whether it does, or what it does wrong.
+Sums = Callable[[fx.Node, Mapping[fx.Node, Rows]], bool | str]
+
+
+def mixing(graph: fx.GraphModule, tokens: str, given: int = 0, sums: Sums | None = None) -> tuple[str, str] | None:
     """Return the first operator of a graph that may mix tokens, and what it does; None: there is none.
 
     Args:
         tokens: the symbol of the token count; inputs with one dimension of this size have tokens along it.
+        given: how many of the placeholders, at their end, are no parameters or buffers.
+        sums: of a loss: asked of each operator first.
     """
     rows: dict[fx.Node, Rows] = {}
+    bounds = _bounds(graph, tokens, given)
     routing = Routing(rows, tokens)
     for node in graph.graph.nodes:
         dims = _token_dims(node, tokens)
         if node.op == "placeholder" and len(dims) == 1:
             rows[node] = Rows(dims[0], 1)
+        summed = sums(node, rows) if sums is not None and node.op != "placeholder" else False
+        if isinstance(summed, str):
+            return str(node.target), summed
+        if summed:
+            continue
         # What leaves a graph, or is compared with labels, stands in the order of the batch again.
         if node.op == "output" or node.target in _LOSSES:
             teller = next((n for n in node.all_input_nodes if routing.tells(n) or rows.get(n, _FIRST).order != 1), None)
             if teller is not None:
                 return str(teller.target), _ROUTED
+        if node.target in _LOSSES and dims and _classes_apart(node, rows):
+            rows[node] = Rows(dims[0], 1)
         if node.op != "call_function" or not isinstance(_first_tensor(node), Tensor) or node.target in _LOSSES:
             continue
         if routing.follow(node):
             continue
+        if node.target is not varlen and any(n in rows for n in node.all_input_nodes):
+            bound = next((n for n in node.all_input_nodes if n in bounds), None)
+            if bound is not None:
+                return str(node.target), _PACKED
         why = _problem(node, rows, routing, dims, tokens)
         if why is not None:
             return why if isinstance(why, tuple) else (str(node.target), why)
@@ -119,6 +148,27 @@ def mixing(graph: fx.GraphModule, tokens: str) -> tuple[str, str] | None:
         if node.target not in _MADE and with_tokens:
             rows[node] = Rows(0, 1) if node.target is varlen else _result(node, rows, with_tokens[0], dims[0], tokens)
     return None
+
+
+def _classes_apart(node: fx.Node, rows: Mapping[fx.Node, Rows]) -> bool:
+    """Say whether a loss of classes has its classes along another dimension than the tokens."""
+    first = operands(node)[0]
+    return first in rows and rows[first].dim != min(1, len(shape(first)) - 1)
+
+
+def _bounds(graph: fx.GraphModule, tokens: str, given: int) -> set[fx.Node]:
+    """Return the values of a graph that depend on which sequences are packed together, and on no token."""
+    placeholders = [n for n in graph.graph.nodes if n.op == "placeholder"]
+    bounds = {n for n in placeholders[len(placeholders) - given :] if not _token_dims(n, tokens)}
+    for node in graph.graph.nodes:
+        if node.op == "call_function" and node.target not in _MADE and not _token_dims(node, tokens):
+            from_bounds = any(n in bounds for n in node.all_input_nodes)
+            # A sum over tokens, say, is refused where it is made.
+            if from_bounds and not any(_token_dims(n, tokens) for n in node.all_input_nodes):
+                bounds.add(node)
+        elif node.target is aten.sym_size.int and operands(node)[0] in bounds:
+            bounds.add(node)
+    return bounds
 
 
 def _result(node: fx.Node, rows: Mapping[fx.Node, Rows], operand: fx.Node, dim: int, tokens: str) -> Rows:
@@ -156,7 +206,16 @@ def _problem(
 
 
 def _is_pointwise(node: fx.Node) -> bool:
-    return is_pointwise(node) or node.target in _ELEMENTWISE
+    return is_pointwise(node) or node.target in _ELEMENTWISE or _is_pointwise_loss(node)
+
+
+def _is_pointwise_loss(node: fx.Node) -> bool:
+    """Say whether an operator is a loss of each element that adds up none of them (reduction="none", which is 0)."""
+    if node.target not in _POINTWISE_LOSSES:
+        return False
+    options = [a for a in node.args if type(a) is int]
+    reduction = options[-1] if options else node.kwargs.get("reduction")
+    return type(reduction) is int and reduction == 0
 
 
 def _is_size(node: fx.Node, tokens: str) -> bool:
@@ -175,6 +234,9 @@ def _keeps(node: fx.Node, with_tokens: list[fx.Node], dims: Mapping[fx.Node, int
         return True
     if _is_pointwise(node):
         return all(dims[n] + ndim - len(shape(n)) == dim for n in with_tokens)
+    if target is aten.broadcast_tensors.default:
+        width = len(_first_tensor(node).shape)
+        return all(dims[n] + width - len(shape(n)) == dim for n in with_tokens)
     if target is aten.einsum.default:
         return _einsum_keeps(node, with_tokens, dims, dim)
     if target in (aten.cat.default, aten.stack.default):

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hydragraph.errors import Unsupported
 from hydragraph.frontend.rebound import rebind
@@ -25,9 +25,19 @@ def meta_copy(model: nn.Module, dtype: torch.dtype) -> nn.Module:
         memo[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
     for buffer in model.buffers():
         memo[id(buffer)] = torch.empty_like(buffer, device="meta")
+    memo |= {key: value.to("meta") for key, value in computed(model).items()}
     copied = copy.deepcopy(model, memo)
     rebind(copied, memo)
     return copied
+
+
+def computed(model: nn.Module) -> dict[int, Any]:
+    """Return, as a memo of `copy.deepcopy`, tensors among attributes that were computed from parameters.
+
+    A weight norm of the old kind leaves its product there, and computes it anew in every forward.
+    """
+    attributes = (value for module in model.modules() for value in vars(module).values())
+    return {id(v): v.detach() for v in attributes if isinstance(v, Tensor) and v.grad_fn is not None}
 
 
 def block_list(model: nn.Module, path: str | None = None) -> tuple[str, nn.ModuleList]:

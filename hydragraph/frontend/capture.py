@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import time
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,17 +16,17 @@ from torch import Tensor, fx, nn
 from hydragraph.errors import Unsupported
 from hydragraph.frontend import huggingface, modules
 from hydragraph.frontend.adapters import refuse_untried
-from hydragraph.frontend.alike import kind_of, refuse_state
+from hydragraph.frontend.alike import is_without_index, kind_of, refuse_state, refuse_state_around
 from hydragraph.frontend.blocks import block_list, meta_copy
 from hydragraph.frontend.functional import functional_graph
 from hydragraph.frontend.learning import learning, refuse_other_dtypes
-from hydragraph.frontend.mixing import refuse_mixing, refuse_unproven
+from hydragraph.frontend.mixing import field_of, refuse_mixing, refuse_other_bounds, refuse_unproven
 from hydragraph.frontend.packed import Loss, fields_of, token_cross_entropy
-from hydragraph.frontend.shards import agree, annotated_template, excluded
-from hydragraph.frontend.skeleton import Site, capture_skeleton, node_inputs
+from hydragraph.frontend.shards import agree, annotated_template, excluded, placeholder
+from hydragraph.frontend.skeleton import Site, capture_skeleton, meta_batch, node_inputs, with_opaque_blocks
 from hydragraph.frontend.slices import extract, template_of
 from hydragraph.frontend.structure import outline, structure
-from hydragraph.frontend.summed import refuse_mean
+from hydragraph.frontend.summed import refuse_mean, refuse_unsummed
 from hydragraph.frontend.templates import capture_template
 from hydragraph.frontend.unseen import refuse_unseen
 from hydragraph.ir.graph_data import value_of
@@ -75,6 +76,7 @@ def capture(
         Unsupported: with module, operator and remedy.
     """
     check_torch()
+    check_model(model, "capture")
     where = type(model).__name__
     _refuse(model, dtype)
     tensor_names = {n for n, _ in [*model.named_parameters(), *model.named_buffers()]}
@@ -102,10 +104,14 @@ def _captured(
         make_traceable()
         huggingface.use_packed_attention(copied)
     path, layers = block_list(copied, blocks)
-    keys = {id(block): structure(block) for block in layers}
+    keys = {id(block): structure(block, index=False) for block in layers}
     call = huggingface.caller(copied) if is_huggingface else modules.caller(copied, fields)
-    exported, sites = capture_skeleton(copied, layers, outline, call, loss or token_cross_entropy, sizes, fields)
-    pieces = _slice_skeleton(exported, where, tuple(fields), sizes)
+    chosen_loss = loss or token_cross_entropy
+    if loss is not None or not is_huggingface or not huggingface.is_library_class(model):
+        opaque = with_opaque_blocks(copied, layers, outline, call, chosen_loss)
+        refuse_state_around(opaque, meta_batch(sizes, fields), where)
+    exported, sites = capture_skeleton(copied, layers, outline, call, chosen_loss, sizes, fields)
+    pieces = _slice_skeleton(exported, sites, where, tuple(fields), sizes)
     templates = _capture_layers(sites, keys, pieces.sizes)
     _prove_sizes(pieces, templates, where)
     if is_huggingface and any(n.target is torch.ops.aten.arange.default for n in pieces.embed.graph.graph.nodes):
@@ -115,6 +121,19 @@ def _captured(
     if is_huggingface:
         huggingface.refuse_uncaptured(where, _used_fields(pieces, templates), templates)
     return _assemble(model, dtype, path, pieces, templates)
+
+
+def check_model(model: object, call: str) -> None:
+    """Check that what a user passed as a model is one.
+
+    Raises:
+        TypeError: it is no module; a name or a path has to be loaded first.
+    """
+    if isinstance(model, nn.Module):
+        return
+    name = isinstance(model, str)
+    remedy = f"pass transformers.AutoModelForCausalLM.from_pretrained({model!r})" if name else "pass a torch.nn.Module"
+    raise TypeError(f"{call}: model is {type(model).__name__}{f' {model!r}' if name else ''}; {remedy}")
 
 
 def _refuse(model: nn.Module, dtype: torch.dtype) -> None:
@@ -142,7 +161,11 @@ class _Pieces:
 
 
 def _slice_skeleton(
-    exported: torch.export.ExportedProgram, model: str, fields: Sequence[str], example: Mapping[str, int]
+    exported: torch.export.ExportedProgram,
+    sites: Sequence[Site],
+    model: str,
+    fields: Sequence[str],
+    example: Mapping[str, int],
 ) -> _Pieces:
     skeleton, signature = functional_graph(exported, model)
     calls = [n for n in skeleton.graph.nodes if n.target is torch.ops.hydragraph.block.default]
@@ -162,7 +185,13 @@ def _slice_skeleton(
         outputs += [o for o in others if o not in outputs]
         feeds[str(node.args[2])] = [outputs.index(o) for o in others]
         previous = node
-    assert previous is not None
+    if len(calls) == 1:  # one node for all blocks
+        places = feeds[str(calls[0].args[2])]
+        feeds = {
+            site.name: [places[i] for i in (range(len(places)) if site.feeds is None else site.feeds)] for site in sites
+        }
+    if previous is None:
+        raise Unsupported("its loss is computed without its blocks", where=model, remedy="return a loss of its outputs")
     names = _names(signature, fields)
     result = next(n for n in skeleton.graph.nodes if n.op == "output").args[0]
     first, _ = node_inputs(calls[0])
@@ -196,11 +225,12 @@ def _capture_layers(sites: Sequence[Site], keys: Mapping[int, str], hints: dict[
     """Trace each block that computes something else than those before it; return every block's template.
 
     Args:
-        keys: id of a block -> what it is built of: blocks that share it, and are called alike, are equal. Of others it
-            is seen by what they do whether they are.
+        keys: id of a block -> what it is built of, but for its index: blocks that share it, are called alike, and
+            compute nothing with their index, are equal. Of others it is seen by what they do whether they are.
     """
     template_of: dict[tuple[str, str], Template] = {}
     templates: dict[str, Template] = {}
+    seen: Counter[tuple[str, str]] = Counter()
     for site in sites:
         # Three ways to see that two blocks are one template, cheapest first: built alike, doing alike, equal graphs.
         built = ("built", keys[id(site.module)] + site.called())
@@ -213,8 +243,13 @@ def _capture_layers(sites: Sequence[Site], keys: Mapping[int, str], hints: dict[
                 template = capture_template(site, hints)
                 # Equal graphs are one template, however their blocks were told apart.
                 template_of[does] = next((t for t in templates.values() if t.content == template.content), template)
-            template_of[built] = template_of[does]
-        templates[site.name] = template_of[built]
+            templates[site.name] = template_of[does]
+            # Asked of the second that is built alike: of one, there is nothing to save.
+            seen[built] += 1
+            if seen[built] == 2 and is_without_index(site, hints):
+                template_of[built] = template_of[does]
+        else:
+            templates[site.name] = template_of[built]
     return templates
 
 
@@ -239,27 +274,39 @@ def _refuse_leaks(pieces: _Pieces, layers: Mapping[str, Template], model: str, o
     """Check that packed sequences cannot see each other: every operator must be known to keep tokens apart.
 
     Args:
-        own_loss: the loss is the user's; behind the last block it may mix tokens as it likes.
+        own_loss: the loss is the user's; what it adds up of each token is seen by `refuse_unsummed`.
     """
     tokens = next(iter(pieces.sizes))
     checked = set()
     behind = f"{model} after its last block"
-    refuse_unproven(pieces.embed.graph, tokens, f"{model} before its first block")
-    refuse_unproven(pieces.aux.graph, tokens, f"{model} beside its blocks")
+    refuse_other_bounds(pieces.embed, f"{model} before its first block", {name: name for name in pieces.embed.inputs})
+    refuse_other_bounds(pieces.head, behind, {name: name for name in pieces.head.inputs})
+    refuse_unproven(pieces.embed, tokens, f"{model} before its first block")
+    refuse_unproven(pieces.aux, tokens, f"{model} beside its blocks")
     if own_loss:
         refuse_mixing(pieces.head.graph, None, behind)
         refuse_mean(pieces.head, behind)
+        refuse_unsummed(pieces.head, tokens, behind)
     else:
-        refuse_unproven(pieces.head.graph, tokens, behind)
+        refuse_unproven(pieces.head, tokens, behind)
     for name, template in layers.items():
         if template.name not in checked:
+            refuse_other_bounds(template, name, _given_fields(pieces, name, template))
             hidden = next((n for n in template.graph.graph.nodes if n.op == "placeholder" and n.name == "hidden"), None)
             symbol = symbol_name(value_of(hidden).shape[1]) if hidden else None
             if symbol is None:
                 refuse_mixing(template.graph, None, name)
             else:
-                refuse_unproven(template.graph, symbol, name)
+                refuse_unproven(template, symbol, name)
             checked.add(template.name)
+
+
+def _given_fields(pieces: _Pieces, block: str, template: Template) -> dict[str, str]:
+    """Return, by placeholder, which of a block's inputs are fields of the packed batch as they are."""
+    outputs = next(n for n in pieces.aux.graph.graph.nodes if n.op == "output").args[0]
+    others = [name for name in template.inputs if name.startswith("other.")]
+    fed = {name: field_of(outputs[pieces.feeds[block][int(name.removeprefix("other."))]]) for name in others}
+    return {placeholder(name): field for name, field in fed.items() if field is not None}
 
 
 def _assemble(

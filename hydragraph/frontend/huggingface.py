@@ -105,6 +105,12 @@ def is_huggingface(model: nn.Module) -> bool:
     return any(c.__module__.startswith("transformers.") for c in classes) and hasattr(model, "config")
 
 
+def is_library_class(model: nn.Module) -> bool:
+    """Say whether a model's own class is transformers' or peft's, and its forward no other: these keep no state."""
+    known = type(model).__module__.partition(".")[0] in ("transformers", "peft")
+    return known and not any("forward" in vars(module) for module in model.modules())
+
+
 def use_packed_attention(model: nn.Module) -> None:
     """Make a model (our own meta copy of the user's) call `attention` in every layer."""
     from transformers import AttentionInterface

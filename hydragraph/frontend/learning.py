@@ -41,6 +41,8 @@ CONSTANT = frozenset(
 def refuse_other_dtypes(model: nn.Module) -> None:
     """Raise Unsupported for a parameter that is no floating-point tensor: master weights are fp32."""
     for name, parameter in model.named_parameters():
+        if type(parameter) is nn.Parameter and parameter.numel() == 0:
+            raise Unsupported("a parameter without elements", where=name, remedy="remove it from the model")
         if parameter.dtype not in FLOATS:
             raise Unsupported(
                 f"a parameter of {parameter.dtype}, where master weights are fp32",

@@ -7,6 +7,7 @@ cannot find what hides in index arithmetic; `hydragraph verify` compares with th
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -14,7 +15,9 @@ from torch import fx
 
 from hydragraph.errors import Unsupported
 from hydragraph.frontend.apart import mixing
+from hydragraph.frontend.rows import SAME
 from hydragraph.ir.graph_data import value_of
+from hydragraph.ir.program import Template
 from hydragraph.passes.node import operands, varlen
 from hydragraph.private.tracing import symbol_name
 
@@ -67,16 +70,58 @@ def refuse_mixing(graph: fx.GraphModule, tokens: str | None, where: str) -> None
             raise Unsupported(
                 f"attention by {name}, in which packed sequences would see each other", where=where, remedy=REMEDY
             )
+        _refuse_options(node, where)
         if tokens is not None and _mixes(node, name, tokens):
             raise Unsupported(f"{name} mixes the tokens of packed sequences", where=where, remedy=REMEDY)
 
 
-def refuse_unproven(graph: fx.GraphModule, tokens: str, where: str) -> None:
-    """Raise Unsupported for the first operator that is not known to keep tokens apart; arguments as above."""
-    refuse_mixing(graph, tokens, where)
-    mixer = mixing(graph, tokens)
+def refuse_unproven(template: Template, tokens: str, where: str) -> None:
+    """Raise Unsupported for the first operator of a template that is not known to keep tokens apart; see above."""
+    refuse_mixing(template.graph, tokens, where)
+    mixer = mixing(template.graph, tokens, len(template.inputs))
     if mixer is not None:
         raise Unsupported(f"{mixer[0]} {mixer[1]}", where=where, remedy=REMEDY)
+
+
+# Options of operators that look at a whole batch, by where they stand: what each does, and how to do without.
+_OPTIONS: Mapping[Any, tuple[tuple[int, str, str], ...]] = {
+    aten.embedding.default: (
+        (3, "scale_grad_by_freq=True, which counts the tokens of a whole batch", "embed without scale_grad_by_freq"),
+        (4, "sparse=True, whose gradient is no dense tensor", "embed without sparse"),
+    ),
+    aten.batch_norm.default: (
+        (5, "batch norm takes its statistics over the tokens of a batch", "use a norm over features"),
+    ),
+}
+
+
+def _refuse_options(node: fx.Node, where: str) -> None:
+    arguments = operands(node)
+    for at, what, remedy in _OPTIONS.get(node.target, ()):
+        if len(arguments) > at and arguments[at]:
+            raise Unsupported(what, where=where, remedy=remedy)
+
+
+def refuse_other_bounds(template: Template, where: str, given: Mapping[str, str]) -> None:
+    """Raise Unsupported for attention between other bounds than those of the packed sequences.
+
+    Args:
+        given: what of the packed batch each of the template's inputs is; those that are computed of it are missing.
+    """
+    for node in template.graph.graph.nodes:
+        if node.target is varlen and given.get(field_of(operands(node)[3]) or "") != "cu_seqlens":
+            raise Unsupported(
+                "its attention takes sequence bounds that are not the packed batch's",
+                where=where,
+                remedy="hand cu_seqlens to hydragraph.varlen_attention as it is",
+            )
+
+
+def field_of(node: fx.Node) -> str | None:
+    """Return the name of the placeholder that a value is, in whatever dtype; None: it is computed."""
+    while node.target in SAME:
+        (node, *_) = operands(node)
+    return node.name if node.op == "placeholder" else None
 
 
 def _mixes(node: fx.Node, name: str, tokens: str) -> bool:

@@ -46,7 +46,7 @@ class Points(NamedTuple):
     to: Order
 
 
-_SAME = frozenset(
+SAME = frozenset(
     {
         *(aten.to.dtype, aten._to_copy.default, aten.clone.default, aten.alias.default, aten.detach.default),
         *(aten.contiguous.default, aten.lift_fresh_copy.default, aten.to.dtype_layout, aten.to.device),
@@ -80,7 +80,7 @@ class Routing:
     def follow(self, node: fx.Node) -> bool:
         """Say whether a node is one of those that route, and note what it gives."""
         target = node.target
-        if target in _SAME:
+        if target in SAME:
             return self._same(node)
         if target is operator.getitem:
             return self._part_of_sort(node)
@@ -274,7 +274,7 @@ def _ascends(sort: fx.Node) -> bool:
 
 def _is_choice(value: Any) -> bool:
     """Say whether a value holds places along a dimension, which are never negative: which experts were chosen."""
-    while isinstance(value, fx.Node) and value.target in _SAME | VIEWS:
+    while isinstance(value, fx.Node) and value.target in SAME | VIEWS:
         value = operands(value)[0]
     if not isinstance(value, fx.Node):
         return False

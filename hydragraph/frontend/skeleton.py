@@ -49,6 +49,7 @@ class Site:
     flat_tokens: bool = False  # the model passes the hidden state as [T, H]
     own: Callable[..., Any] | None = field(default=None, repr=False)  # a forward that was set on the instance
     form: str = ""  # of what it returns, as it was assumed of blocks of its kind
+    feeds: tuple[int, ...] | None = None  # of the one node that stands for all blocks, which inputs are its others
 
     @property
     def forward(self) -> Callable[..., Any]:
@@ -135,6 +136,21 @@ def _summed(loss: Any, where: str) -> Tensor:
     raise Unsupported(f"its loss is {returned}", where=where, remedy="return one number, the sum over all targets")
 
 
+@contextlib.contextmanager
+def with_opaque_blocks(
+    model: nn.Module, listed: nn.ModuleList, alike: Callable[[nn.Module], str], call: Callable[..., Any], loss: Loss
+) -> Iterator[nn.Module]:
+    """Yield `loss(call(model, batch))` as a module of a packed batch, of which the blocks hand on what they get."""
+    with _light_blocks(listed, alike, []):
+        yield _Traced(model, call, loss)
+
+
+def meta_batch(example: Mapping[str, int], fields: Mapping[str, TensorSpec]) -> dict[str, Tensor]:
+    """Return a packed batch without values; arguments as for `capture_skeleton`."""
+    shapes = {name: [example[s] if isinstance(s, str) else s for s in field.shape] for name, field in fields.items()}
+    return {name: torch.zeros(shape, dtype=fields[name].dtype, device="meta") for name, shape in shapes.items()}
+
+
 def capture_skeleton(
     model: nn.Module,
     listed: nn.ModuleList,
@@ -154,14 +170,12 @@ def capture_skeleton(
         fields: what a packed batch has.
     """
     sizes = {"T": torch.export.Dim("T", min=2, max=1 << 24), "N+1": torch.export.Dim("N", min=3, max=1 << 24)}
-    batch = {
-        name: torch.zeros([example[s] if isinstance(s, str) else s for s in f.shape], dtype=f.dtype, device="meta")
-        for name, f in fields.items()
-    }
+    batch = meta_batch(example, fields)
     dynamic = {n: {d: sizes[s] for d, s in enumerate(f.shape) if isinstance(s, str)} for n, f in fields.items()}
     trace = functools.partial(export, _Traced(model, call, loss), (batch,), (dynamic,), type(model).__name__)
-    # A parameter costs a trace about a millisecond, so blocks are traced without theirs. Where the model uses one of
-    # them, or anything at all goes wrong, the blocks themselves are traced.
+    # A parameter costs a trace about a millisecond, and a node some ten, so blocks are traced without their parameters,
+    # and all of them as one node. Where the model uses one of them, or what goes from one block to the next, or
+    # anything at all goes wrong, the blocks themselves are traced.
     light = list[Site]()
     with contextlib.suppress(Exception), _light_blocks(listed, alike, light):
         exported = trace()
@@ -196,9 +210,10 @@ def _light_blocks(listed: nn.ModuleList, alike: Callable[[nn.Module], str], site
     """Put blocks that are opaque, and have no parameters, in the places of a model's own."""
     own = dict(table_of(listed))
     forms = _Forms()
+    run = _Run("layer.0", f"layer.{len(listed) - 1}")
     try:
         for (name, block), place in zip(_named(listed), own, strict=True):
-            table_of(listed)[place] = _light(block, _opaque(name, block, alike(block), forms, sites))
+            table_of(listed)[place] = _light(block, _opaque(name, block, alike(block), forms, sites, run))
         before = [dict(vars(light)) for light in listed]
         yield
         if any(vars(light) != attributes for light, attributes in zip(listed, before, strict=True)):
@@ -236,7 +251,53 @@ class _Forms:
     wide: dict[int, Tensor] = field(default_factory=dict)
 
 
-def _opaque(name: str, block: nn.Module, key: str, forms: _Forms, sites: list[Site]) -> Callable[..., Any]:
+@dataclass
+class _Run:
+    """All blocks as one node, which the last of them makes.
+
+    What goes from one to the next is no value of the trace: whoever else computes with it makes the trace fail.
+
+    Attributes:
+        first, last: names of blocks.
+        given: the hidden state that the first got, [1, T, H].
+        passed: what the one before returned.
+        others: what blocks took besides, in order of appearance.
+    """
+
+    first: str
+    last: str
+    given: Tensor | None = None
+    passed: Tensor | None = None
+    others: list[Tensor] = field(default_factory=list)
+
+    def enter(self, name: str, hidden: Tensor, others: Sequence[Tensor]) -> tuple[int, ...]:
+        """Note what a block is called with; return which of `others` it takes."""
+        if name == self.first:
+            self.given = hidden.unsqueeze(0) if hidden.dim() == 2 else hidden
+            self.others = []
+        elif hidden is not self.passed:
+            raise Unsupported("something stands between two blocks", where=name, remedy="trace the blocks themselves")
+        places = {id(other): i for i, other in enumerate(self.others)}
+        for other in others:
+            if id(other) not in places:
+                places[id(other)] = len(self.others)
+                self.others.append(other)
+        return tuple(places[id(other)] for other in others)
+
+    def leave(self, name: str, hidden: Tensor) -> Tensor:
+        """Return a block's hidden state: of the last a node's, of the others one that nobody else may use."""
+        if name == self.last:
+            result: Tensor = torch.ops.hydragraph.block(self.given, self.others, name)
+            self.passed = result.squeeze(0) if hidden.dim() == 2 else result
+        else:
+            with untraced():
+                self.passed = torch.empty_like(hidden)
+        return self.passed
+
+
+def _opaque(
+    name: str, block: nn.Module, key: str, forms: _Forms, sites: list[Site], run: _Run | None = None
+) -> Callable[..., Any]:
     instance = vars(block).get("forward")
     own = block.forward
 
@@ -252,6 +313,12 @@ def _opaque(name: str, block: nn.Module, key: str, forms: _Forms, sites: list[Si
             hidden, rebuild = hidden_output(output, name)
             forms.of[key] = rebuild, form_of(output)
             _refuse_other_hidden(hidden, inputs, name)
+        if run is not None:
+            feeds = run.enter(name, inputs[0], inputs[1:])
+            wide = [run.given, *inputs[1:]]
+            flat = inputs[0].dim() == 2
+            sites.append(Site(name, block, spec, constants, tensors, wide, flat, instance, forms.of[key][1], feeds))  # type: ignore[arg-type]
+            return forms.of[key][0](run.leave(name, inputs[0]))
         # A model that flattens its tokens hands on [T, H]. Templates know [1, T, H] only, so the opaque block takes
         # that, and `wide` remembers it, lest a squeeze and an unsqueeze stand between two blocks of the skeleton.
         flat = inputs[0].dim() == 2

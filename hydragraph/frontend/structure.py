@@ -28,14 +28,17 @@ _HEAP = 1 << 9
 _LARGEST = 20_000
 
 
-def structure(value: object) -> str:
+def structure(value: object, index: bool = True) -> str:
     """Return a digest that two modules, or any values, share only if they are built alike.
 
     Tensors count by shape, dtype and whether they learn, and by which of them are one; functions by their code,
     defaults and cells; objects of Python classes by class and attributes. What cannot be read so counts by identity:
     it equals itself only, in this process and in those forked from it.
+
+    Args:
+        index: attributes that say where a block stands (`LAYER_INDEX`) count, too.
     """
-    return hashlib.sha256(_Reader().text(value).encode()).hexdigest()
+    return hashlib.sha256(_Reader(index).text(value).encode()).hexdigest()
 
 
 def outline(module: nn.Module) -> str:
@@ -46,7 +49,8 @@ def outline(module: nn.Module) -> str:
 
 
 class _Reader:
-    def __init__(self) -> None:
+    def __init__(self, index: bool) -> None:
+        self._left_out = () if index else LAYER_INDEX
         self._known: dict[int, int] = {}
         # What is held cannot be freed, so that no id is used twice.
         self._kept: list[Any] = []
@@ -68,7 +72,7 @@ class _Reader:
     def _content(self, value: Any) -> str:
         kind = f"{type(value).__module__}.{type(value).__qualname__}"
         if isinstance(value, nn.Module):
-            own = {k: v for k, v in vars(value).items() if k not in _TENSORS}
+            own = {k: v for k, v in vars(value).items() if k not in _TENSORS and k not in self._left_out}
             return f"{self.text(type(value))} {self._items(own)} {[self._items(vars(value)[k]) for k in _TENSORS]}"
         if isinstance(value, Tensor):
             return f"{kind} {list(value.shape)} {value.dtype} {value.requires_grad}"

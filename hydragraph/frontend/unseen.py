@@ -12,7 +12,16 @@ from torch import nn
 
 from hydragraph.errors import Unsupported
 from hydragraph.private.modules import BATCH_NORMS
-from hydragraph.private.unseen import global_hooks, hooks_of, hooks_of_tensor, is_wrapper, noticing
+from hydragraph.private.unseen import (
+    global_hooks,
+    hooks_of,
+    hooks_of_tensor,
+    is_wrapper,
+    memory_of,
+    noticing,
+    own_functions_of,
+    shares_elements_with_itself,
+)
 
 
 def refuse_unseen(model: nn.Module) -> None:
@@ -27,6 +36,42 @@ def refuse_unseen(model: nn.Module) -> None:
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         for kind, hook in hooks_of_tensor(tensor):
             raise _hook(kind, hook, name)
+        own = own_functions_of(tensor)
+        if own is not None:
+            raise Unsupported(
+                f"a tensor of the class {own}, which computes in a way of its own",
+                where=name,
+                remedy="make it an nn.Parameter or a plain buffer, and write what the class does into forward",
+            )
+    _refuse_common_memory(model)
+
+
+def _refuse_common_memory(model: nn.Module) -> None:
+    """Refuse parameters that are views of one another, or of which a buffer is a view.
+
+    An update of one would change the other; here each has memory of its own. Tied parameters are one tensor.
+    """
+    parameters = list(model.named_parameters())
+    for name, parameter in parameters:
+        if shares_elements_with_itself(parameter):
+            raise _in_common(name, "itself: it was expanded, and its elements are one")
+    learnt = {name for name, _ in parameters}
+    places = [(*place, n) for n, t in [*parameters, *model.named_buffers()] if (place := memory_of(t)) is not None]
+    # In the order of their memory, so that each can only meet what lies before it and reaches furthest.
+    end, furthest = 0, ""
+    for first, after, name in sorted(places):
+        if first < end and (name in learnt or furthest in learnt):
+            raise _in_common(name, f"{furthest!r}: a step of the one would change the other")
+        if after > end:
+            end, furthest = after, name
+
+
+def _in_common(name: str, whose: str) -> Unsupported:
+    return Unsupported(
+        f"it shares memory with {whose}",
+        where=name,
+        remedy="tie parameters by assigning the same nn.Parameter, or give it memory of its own (.clone())",
+    )
 
 
 def _refuse_module(module: nn.Module, where: str) -> None:
@@ -43,10 +88,15 @@ def _refuse_module(module: nn.Module, where: str) -> None:
             remedy="call accelerate.hooks.remove_hook_from_module(model, recurse=True)",
         )
     if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
-        for option in ("scale_grad_by_freq", "max_norm"):
+        for option in ("scale_grad_by_freq", "max_norm", "sparse"):
             if getattr(module, option):
+                why = (
+                    "whose gradient is no dense tensor"
+                    if option == "sparse"
+                    else "which depends on all tokens of a batch"
+                )
                 raise Unsupported(
-                    f"{option}={getattr(module, option)}, which depends on all tokens of a batch",
+                    f"{option}={getattr(module, option)}, {why}",
                     where=where,
                     remedy=f"build the embedding without {option}",
                 )

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import takewhile
 
 from hydragraph.ir.instruction import Instruction, Op
 from hydragraph.ir.rank_program import RankProgram
@@ -43,10 +44,80 @@ def find_deadlock(programs: Sequence[RankProgram]) -> Deadlock | None:
     Args:
         programs: one per rank, in the order of the ranks.
     """
-    run = _Run(programs)
-    run.run()
+    thin = _thinned(programs)
+    if thin is not None and not _Run(thin).run().waits():
+        return None
+    run = _Run(programs).run()  # all of them, to say where they stop
     waits = run.waits()
     return Deadlock({rank: run.at[rank] for rank in waits}, waits) if waits else None
+
+
+def _thinned(programs: Sequence[RankProgram]) -> list[RankProgram] | None:
+    """Leave out what no rank can wait at; None where that is not plain to see.
+
+    - Every rank enters all pulls before anything that can wait, so no computation waits for weights for ever.
+    - The ranks of a stage run the same computations in the same order. Between two of them that no member has anything
+      in between to wait at, they come together from the first to the second, so the first stands for both.
+    - A push, an update and a free of values wait for nobody.
+
+        rank 0   receive h0.0   f1 f2 f3   send h3.0        rank 1   receive h0.0   f1 f2   receive h9.0   f3
+        thinned  receive h0.0   f1    f3   send h3.0                 receive h0.0   f1      receive h9.0   f3
+    """
+    if not _all_pulled_first(programs):
+        return None
+    orders: dict[tuple[int, ...], list[Computation]] = {}  # what each stage's ranks compute
+    entries: dict[tuple[int, ...], set[int]] = {}  # which of these some rank comes to after it may have waited
+    for program in programs:
+        computed: list[Computation] = []
+        entered = entries.setdefault(program.tp, {0})
+        for instruction in program.instructions:
+            if instruction.op in _COMPUTED:
+                computed.append((instruction.op, instruction.target, instruction.micro_batch))
+            elif _can_wait(instruction):
+                entered.add(len(computed))
+        if orders.setdefault(program.tp, computed) != computed:
+            return None
+    if any(rank >= len(programs) or programs[rank].tp != tp for tp in orders for rank in tp):
+        return None
+    return [_kept(program, entries[program.tp]) for program in programs]
+
+
+Computation = tuple[Op, str, int | None]
+_COMPUTED = (Op.FORWARD, Op.BACKWARD)
+
+
+def _kept(program: RankProgram, entered: Container[int]) -> RankProgram:
+    """Return a program with its messages, the commit, and the computations that are entered after a wait."""
+    kept = []
+    count = 0
+    for instruction in program.instructions:
+        if instruction.op in _COMPUTED:
+            if count in entered:
+                kept.append(Instruction(instruction.op, instruction.target, instruction.micro_batch))
+            count += 1
+        elif instruction.op is Op.SEND or _can_wait(instruction):
+            kept.append(instruction)
+    return replace(program, instructions=tuple(kept))
+
+
+def _can_wait(instruction: Instruction) -> bool:
+    """Say whether a rank by itself may have to wait at an instruction; computations wait for others of the stage."""
+    if instruction.op is Op.FREE:
+        return any(value.kind is ValueKind.MESSAGE for value in instruction.reads)
+    return instruction.op in (Op.RECEIVE, Op.COMMIT)
+
+
+def _all_pulled_first(programs: Sequence[RankProgram]) -> bool:
+    """Say whether every rank enters, before all that can wait, the pull of every bucket that any rank computes with."""
+    needed: set[str] = set()
+    entered: list[set[str]] = []
+    for program in programs:
+        first = list(takewhile(lambda i: not (i.op in _COMPUTED or _can_wait(i)), program.instructions))
+        entered.append({i.target for i in first if i.op is Op.PULL})
+        for i in program.instructions[len(first) :]:
+            if i.op in _COMPUTED:
+                needed.update(value.bucket for value in i.reads if value.kind is ValueKind.WEIGHTS)
+    return all(needed <= each for each in entered)
 
 
 def _peer(instruction: Instruction) -> int:
@@ -64,20 +135,32 @@ class _Run:
         self.received: Counter[tuple[int, int]] = Counter()
         self.turn: dict[tuple[int, Value], int] = {}  # (from, message) -> how many must have been received
         self.pulled: Counter[str] = Counter()
+        self.committing: set[int] = set()  # who has come to the commit
 
-    def run(self) -> None:
-        """Run as far as the programs get."""
+    def run(self) -> _Run:
+        """Run as far as the programs get; return itself."""
         waiting = deque(range(len(self.programs)))
         while waiting:
             # A rank runs until it must wait, and is tried again only when another does what it may wait for: going
             # round all ranks until nothing moves would try each of them once per instruction of the others.
             rank = waiting.popleft()
-            while (instruction := self._current(rank)) is not None and not self._blockers(rank, instruction):
+            while (instruction := self._current(rank)) is not None and not self._must_wait(rank, instruction):
                 for peer in self._together(rank, instruction):
                     self._step(peer)
                     if peer != rank:
                         waiting.append(peer)
                 waiting.extend(self._woken(instruction))
+        return self
+
+    def _must_wait(self, rank: int, instruction: Instruction) -> bool:
+        if instruction.op is not Op.COMMIT:
+            return bool(self._blockers(rank, instruction))
+        # Who is at the commit stays there until all are, so they are counted: each would otherwise look at all others.
+        self.committing.add(rank)
+        if len(self.committing) < len(self.programs):
+            return True
+        self.committing.clear()
+        return False
 
     def waits(self) -> dict[int, tuple[int, ...]]:
         """Return, for every rank that has not ended, the ranks it waits for."""

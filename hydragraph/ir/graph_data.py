@@ -1,16 +1,18 @@
 """A graph as plain data, and back: lists, numbers and texts that JSON and pickle carry alike.
 
     {"hints": [64, 5],                       the sizes that the symbols s0, s1 had when the graph was traced
-     "nodes": [["hidden", "placeholder", "hidden", [], {}, ["tensor", "float32", "cpu", [1, "s0", 64], ...]],
-               ["t", "call_function", "aten::t.default", [{"node": "hidden"}], {}, ["tensor", ...]],
-               ["output", "output", "output", [{"tuple": [{"node": "t"}]}], {}, None]]}
+     "graphs": [[["hidden", "placeholder", "hidden", [], {}, ["tensor", "float32", "cpu", [1, "s0", 64], ...]],
+                 ["t", "call_function", "aten::t.default", [{"node": "hidden"}], {}, ["tensor", ...]],
+                 ["output", "output", "output", [{"tuple": [{"node": "t"}]}], {}, None]]]}
 
 Every node is [name, kind, target, args, kwargs, value]. What a target may be is a list: operators registered with
-PyTorch, sums and quotients of sizes, and methods that a pass calls. Nothing is evaluated or imported by name.
+PyTorch, sums and quotients of sizes, and methods that a pass calls. Nothing is evaluated or imported by name. Data of
+this process's own may be decoded as it is; what comes from a file is checked first (`hydragraph.ahead.schema`).
 """
 
 from __future__ import annotations
 
+import base64
 import math
 import operator
 from collections.abc import Callable, Mapping
@@ -23,7 +25,8 @@ from hydragraph.ir.placeholders import communicate
 from hydragraph.private.operators import full_name, is_operator
 from hydragraph.private.values import SYMBOLIC, Decoder, Encoder, storage_of, storages
 
-_PYTHON: Mapping[str, Callable[..., Any]] = {
+# Functions of Python's that graphs call, by the names that data has for them.
+PYTHON: Mapping[str, Callable[..., Any]] = {
     **{
         f"operator.{f.__name__}": f
         for f in (
@@ -37,7 +40,7 @@ _PYTHON: Mapping[str, Callable[..., Any]] = {
     **{f"torch.{f.__name__}": f for f in SYMBOLIC},
     "hydragraph.communicate": communicate,
 }
-_NAMES = {function: name for name, function in _PYTHON.items()}
+_NAMES = {function: name for name, function in PYTHON.items()}
 
 
 def encode(*graphs: fx.GraphModule) -> dict[str, Any]:
@@ -91,7 +94,7 @@ def _target(node: fx.Node, graph: fx.GraphModule) -> Any:
         constant = operator.attrgetter(str(node.target))(graph)
         if not isinstance(constant, Tensor):
             raise ValueError(f"{node.target}: a graph holds a {type(constant).__name__}, which data cannot say")
-        return [str(node.target), str(constant.dtype).removeprefix("torch."), constant.tolist()]
+        return [str(node.target), *_constant(constant)]
     if is_operator(node.target):
         return full_name(node.target)
     if isinstance(node.target, str):
@@ -102,10 +105,26 @@ def _target(node: fx.Node, graph: fx.GraphModule) -> Any:
     return _NAMES[node.target]
 
 
+def _constant(tensor: Tensor) -> list[Any]:
+    """Return a tensor as its dtype, its shape and its elements' bytes in base64."""
+    elements = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    content = base64.b64encode(elements).decode()
+    return [str(tensor.dtype).removeprefix("torch."), list(tensor.shape), content]
+
+
+def _constant_of(dtype: str, shape: list[int], content: str) -> Tensor:
+    elements = bytearray(base64.b64decode(content))
+    if not elements:
+        return torch.empty(shape, dtype=getattr(torch, dtype))
+    return torch.frombuffer(elements, dtype=getattr(torch, dtype)).reshape(shape)
+
+
 def _argument(value: Any) -> Any:
     match value:
-        case None | bool() | int() | float() | str():
+        case None | bool() | int() | str():
             return value
+        case float():
+            return value if math.isfinite(value) else {"float": str(value)}
         case fx.Node():
             return {"node": value.name}
         case tuple():
@@ -129,9 +148,9 @@ def _graph(nodes: list[Any], values: Decoder) -> fx.GraphModule:
     constants: dict[str, Tensor] = {}
     for name, op, target, args, kwargs, value in nodes:
         if op == "get_attr":
-            target, dtype, content = target
-            constants[target] = torch.tensor(content, dtype=getattr(torch, dtype))
-        callee = _known_target(target) if op == "call_function" else target
+            target, *content = target
+            constants[target] = _constant_of(*content)
+        callee = known_target(target) if op == "call_function" else target
         operands = tuple(_read(a, by_name) for a in args)
         node = graph.create_node(op, callee, operands, {k: _read(v, by_name) for k, v in kwargs.items()}, name)
         # create_node takes a name as a proposal, and changes what it holds for a builtin of Python's.
@@ -143,9 +162,14 @@ def _graph(nodes: list[Any], values: Decoder) -> fx.GraphModule:
     return fx.GraphModule(constants, graph)
 
 
-def _known_target(name: str) -> Callable[..., Any]:
-    if name in _PYTHON:
-        return _PYTHON[name]
+def known_target(name: str) -> Callable[..., Any]:
+    """Return the function or operator that a node calls by this name.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if name in PYTHON:
+        return PYTHON[name]
     namespace, _, rest = name.partition("::")
     operator_name, _, overload = rest.partition(".")
     try:
@@ -171,6 +195,8 @@ def _read(value: Any, by_name: Mapping[str, fx.Node]) -> Any:
         return slice(*(_read(v, by_name) for v in content))
     if kind == "device":
         return torch.device(content)
+    if kind == "float":
+        return float(content)
     constant = getattr(torch, content, None)
     if kind != "torch" or not isinstance(constant, _FORMATS):
         raise ValueError(f"a graph's data has the argument {value!r}: capture the model again")

@@ -133,6 +133,11 @@ class Program:
         return len(self.blocks) - 2
 
     @cached_property
+    def kinds(self) -> tuple[str, ...]:
+        """The templates that blocks have, each once, in the order of the blocks."""
+        return tuple(dict.fromkeys(block.template for block in self.blocks))
+
+    @cached_property
     def outline(self) -> Outline:
         """The names that rank programs are built from."""
         return Outline(

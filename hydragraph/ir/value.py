@@ -140,6 +140,12 @@ def message(sent: Value, peer: int) -> Value:
     return Value(f"{sent}>{peer}", ValueKind.MESSAGE, position=sent.position, micro_batch=sent.micro_batch, peer=peer)
 
 
+@_once
+def readdressed(sent: Value, peer: int) -> Value:
+    """Return a message as it is called when it goes to another rank."""
+    return message(parse_value(sent.partition(">")[0]), peer)
+
+
 _NUMBER = r"(0|[1-9]\d*)"
 _NAME = r"([\w.\-/:]+)"
 _READERS: tuple[tuple[re.Pattern[str], Callable[..., Value]], ...] = (

@@ -8,7 +8,7 @@ receives; and all programs, run together, come to their end.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 
@@ -16,6 +16,7 @@ from hydragraph.ir.deadlock import find_deadlock
 from hydragraph.ir.instruction import RULES, Instruction, Op, waits
 from hydragraph.ir.outline import Mode, Outline
 from hydragraph.ir.rank_program import RankProgram, Role
+from hydragraph.ir.shared import SharedPrograms
 from hydragraph.ir.text import instruction_text
 from hydragraph.ir.value import (
     Value,
@@ -74,13 +75,24 @@ def verify(programs: Sequence[RankProgram], outline: Outline, mode: Mode = "trai
     Raises:
         VerificationError: naming the rank, the instruction and the broken rule.
     """
-    sites = _sites(programs, outline)
-    for program, site in zip(programs, sites, strict=True):
+    shared = SharedPrograms.of(programs)
+    sites = _sites(shared.headers, outline)
+    # What a rank does by itself, and which exchanges it enters, is proven of one rank of each kind: the others differ
+    # in whom they talk to only (`ir.shared`), which `_check_messages` and what follows look at on every rank.
+    firsts = {_alike(shared, rank): rank for rank in reversed(range(len(shared)))}
+    ones = [(shared[rank], sites[rank]) for rank in sorted(firsts.values())]
+    for program, site in ones:
         _check_work(program, site, outline, mode)
         _check_values(program)
-    _check_exchanges(programs, sites, outline, mode)
-    _check_messages(programs, sites)
-    _check_end_of_all(programs)
+    _check_exchanges(ones, outline, mode)
+    whole = tuple(shared)
+    _check_messages(whole, sites)
+    _check_end_of_all(whole)
+
+
+def _alike(shared: SharedPrograms, rank: int) -> Hashable:
+    """Return what the checks of a single rank look at, apart from whom it talks to."""
+    return shared.kinds[rank], shared.headers[rank].layers, shared.headers[rank].micro_batches
 
 
 def _fail(program: RankProgram, index: int, what: str) -> VerificationError:
@@ -261,18 +273,18 @@ def _check_values(program: RankProgram) -> None:
 # --- all ranks enter the exchanges of weights and gradients alike -----------------------------------------------------
 
 
-def _check_exchanges(programs: Sequence[RankProgram], sites: Sequence[_Site], outline: Outline, mode: Mode) -> None:
-    """Check pulls, pushes, commit and update on every rank, and that all ranks order pulls and pushes alike."""
-    used = frozenset(bucket for site in sites for bucket in site.buckets)
-    for program, site in zip(programs, sites, strict=True):
+def _check_exchanges(ones: Sequence[tuple[RankProgram, _Site]], outline: Outline, mode: Mode) -> None:
+    """Check pulls, pushes, commit and update on one rank of each kind, and that all order pulls and pushes alike."""
+    used = frozenset(bucket for _, site in ones for bucket in site.buckets)
+    for program, site in ones:
         _check_exchange(program, site, Op.PULL, used)
         _check_exchange(program, site, Op.PUSH, used - {*outline.frozen} if mode != "evaluate" else frozenset())
         _check_pushed_values(program)
         _check_end(program, mode)
     # Exchanges of one kind share a communicator, which pairs them by their order alone.
     for op in (Op.PULL, Op.PUSH):
-        expected = [instruction.target for instruction in programs[0].instructions if instruction.op is op]
-        for program in programs[1:]:
+        expected = [instruction.target for instruction in ones[0][0].instructions if instruction.op is op]
+        for program, _ in ones[1:]:
             entered = (
                 (i, instruction.target) for i, instruction in enumerate(program.instructions) if instruction.op is op
             )

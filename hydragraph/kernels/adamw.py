@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.optim.adamw import adamw as torch_adamw
 
@@ -24,7 +25,7 @@ from hydragraph.kernels.jit import KernelVariant, kernel, require_one_device, us
 if TYPE_CHECKING:
     import triton.language as tl  # type: ignore[import-untyped, import-not-found, unused-ignore]
 
-UNIT = 16  # elements: Triton makes accesses wide where it knows that a length is a multiple of 16
+UNIT = 16  # elements: Triton makes accesses wide where it knows that a length is a multiple of it, as 16 floats are
 _BLOCK = 1024
 _OPTIONS = {"num_warps": 4, "enable_fp_fusion": True}
 
@@ -109,6 +110,11 @@ class Shard:
         kept = [self.weight, self.gradient, self.moment, self.square]
         return kept if self.copy is None else [*kept, self.copy]
 
+    def part(self, low: int, high: int) -> Shard:
+        """Return elements from `low` to `high`, as views."""
+        weight, gradient, moment, square, *copy = (x[low:high] for x in self.tensors())
+        return Shard(weight, gradient, moment, square, copy[0] if copy else None, self.step)
+
 
 def update(shards: Sequence[Shard], settings: AdamWSettings) -> None:
     """Apply one AdamW step in place to weights, moments, squares and copies.
@@ -125,7 +131,54 @@ def update(shards: Sequence[Shard], settings: AdamWSettings) -> None:
         for run in runs(shards):
             launch(run, settings)
     else:
-        reference(shards, settings)
+        fused(list(runs(shards)), settings)
+
+
+def fused(shards: Sequence[Shard], settings: AdamWSettings) -> None:
+    """Run PyTorch's own fused operator on checked shards on a CPU, so that a weight's bits depend on its values alone.
+
+    The operator rounds the last elements of a vector, fewer than one of the processor's registers holds, otherwise than
+    those before: where a shard ends would show in its bits, and two owners of one weight would come to different ones.
+    So the last elements of all shards are updated as parts of one longer vector.
+    """
+    tails = [shard.part(shard.weight.numel() // UNIT * UNIT, shard.weight.numel()) for shard in shards]
+    bodies = [shard.part(0, shard.weight.numel() // UNIT * UNIT) for shard in shards]
+    _fused([body for body in bodies if body.weight.numel()], settings)
+    for step in {tail.step for tail in tails}:
+        ends = [tail for tail in tails if tail.step == step and tail.weight.numel()]
+        if not ends:
+            continue
+        sizes = [tail.weight.numel() for tail in ends]
+        columns = zip(*(tail.tensors()[:4] for tail in ends), strict=True)
+        joined = [F.pad(torch.cat(column), (0, -sum(sizes) % UNIT)) for column in columns]
+        weight, gradient, moment, square = joined
+        _fused([Shard(weight, gradient, moment, square, None, step)], settings)
+        for tail, *updated in zip(ends, *(vector[: sum(sizes)].split(sizes) for vector in joined), strict=True):
+            for kept, new in zip((tail.weight, tail.moment, tail.square), (updated[0], *updated[2:]), strict=True):
+                kept.copy_(new)
+    for shard in shards:
+        if shard.copy is not None:
+            shard.copy.copy_(shard.weight)
+
+
+def _fused(shards: Sequence[Shard], settings: AdamWSettings) -> None:
+    if not shards:
+        return
+    torch.ops.aten._fused_adamw_(
+        [shard.weight for shard in shards],
+        [shard.gradient for shard in shards],
+        [shard.moment for shard in shards],
+        [shard.square for shard in shards],
+        [],
+        [torch.tensor(float(shard.step)) for shard in shards],
+        lr=settings.lr,
+        beta1=settings.betas[0],
+        beta2=settings.betas[1],
+        weight_decay=settings.weight_decay,
+        eps=settings.eps,
+        amsgrad=False,
+        maximize=settings.maximize,
+    )
 
 
 def reference(shards: Sequence[Shard], settings: AdamWSettings) -> None:
@@ -193,7 +246,7 @@ def variants() -> Iterator[KernelVariant]:
 
 
 class AdamW(torch.optim.AdamW):
-    """`torch.optim.AdamW` for the flat shards that hydragraph trains, in one pass over memory on CUDA.
+    """`torch.optim.AdamW` for the flat shards that hydragraph trains, in one pass over memory.
 
     For `hydragraph.compile(optimizer=lambda named: AdamW(named, lr=...))`. Its state dict is that of torch.optim.AdamW.
 

@@ -85,13 +85,15 @@ def use_kernel(device: torch.device, where: str) -> bool:
     Raises:
         Unsupported: on CUDA without Triton, where plain PyTorch would be silently slow.
     """
+    if device.type == "cpu" and not _interpreted():
+        return False  # first: to look for Triton's files takes 0.4 ms, as long as it takes to move a bucket
     if device.type == "cuda" and (reason := why_not(device)):
         raise Unsupported(reason, where=where, remedy="pip install triton, which PyTorch's CUDA wheels bring along")
     return device.type == "cuda" or why_not(device) is None
 
 
 def _interpreted() -> bool:
-    if "TRITON_INTERPRET" not in os.environ:
+    if "TRITON_INTERPRET" not in os.environ or find_spec("triton") is None:
         return False
     import triton
 

@@ -3,13 +3,17 @@
 A `SliceTable` is made once per link on the host: it cuts ranges into tiles that no two programs share, and tells tiles
 whose accesses can be 16 bytes wide from those at odd offsets. Every target element is written once. Where several
 ranges meet in one, they are added up in the order of the table: bit for bit the same in every run.
+
+On a CPU ranges are moved as memory: an operator of PyTorch's takes microseconds to begin, which for ranges of kilobytes
+is all of the time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -29,7 +33,12 @@ NARROW = 512  # elements of any other tile: scalar accesses cost registers, so f
 _SIZES = {"UNIT": UNIT, "WIDE": WIDE, "NARROW": NARROW}
 _OPTIONS = {"num_warps": 4, "enable_fp_fusion": True}
 
+RUN = 2**15  # elements that are put side by side before they are cast or added up: so many stay in a core's cache
+_MEMORY = {2: np.uint16, 4: np.uint32, 8: np.uint64}  # elements that are only moved, by their bytes
+
 Offsets = NDArray[np.int64]
+Run = tuple[slice, tuple[tuple[slice, slice], ...]]
+"""A part of the target; and of each range in it, where it lies in the run and where it comes from."""
 
 
 @kernel("aligned")
@@ -106,6 +115,25 @@ class SliceTable:
     elements: int
     sums: bool
 
+    @cached_property
+    def runs(self) -> tuple[Run, ...]:
+        """The ranges in an order that gives the same sums, those side by side in the target together."""
+        rows = [row for row in self.ranges.T.tolist() if row[2]]
+        if not self.sums:
+            rows.sort(key=lambda row: row[1])  # each element is written once, in whatever order
+        runs: list[Run] = []
+        parts: list[tuple[slice, slice]] = []
+        first = 0
+        for i, (origin, at, length) in enumerate(rows):
+            first = first if parts else at
+            parts.append((slice(at - first, at - first + length), slice(origin, origin + length)))
+            end = at + length
+            beside = i + 1 < len(rows) and rows[i + 1][1] == end
+            if not beside or end - first + rows[i + 1][2] > RUN:
+                runs.append((slice(first, end), tuple(parts)))
+                parts = []
+        return tuple(runs)
+
     @staticmethod
     def make(
         source: Tensor, target: Tensor, length: Tensor, *, sums: bool = False, device: torch.device | None = None
@@ -161,7 +189,7 @@ def slice_copy(source: Tensor, target: Tensor, table: SliceTable, *, accumulate:
     if use_kernel(source.device, "slice_copy"):
         launch(source, target, table, accumulate)
     else:
-        reference(source, target, table, accumulate)
+        move(source, target, table, accumulate)
 
 
 def reference(source: Tensor, target: Tensor, table: SliceTable, accumulate: bool) -> None:
@@ -173,6 +201,42 @@ def reference(source: Tensor, target: Tensor, table: SliceTable, accumulate: boo
             part += value
         else:
             part.copy_(value)
+
+
+def move(source: Tensor, target: Tensor, table: SliceTable, accumulate: bool) -> None:
+    """Do on a CPU what the reference does, to the bit, with an operator for every run and not for every range.
+
+    The ranges of a run are put side by side as memory; then they are cast or added up at once.
+    """
+    source = source.detach()
+    target = target.detach()
+    longest = max((to.stop - to.start for to, parts in table.runs if len(parts) > 1), default=0)
+    room = source.new_empty(longest)
+    moved = not accumulate and source.dtype == target.dtype
+    reads = _memory(source)
+    writes = _memory(target if moved else room)
+    for to, parts in table.runs:
+        first = to.start
+        if moved and to.stop - first <= RUN:
+            for at, origin in parts:
+                writes[first + at.start : first + at.stop] = reads[origin]
+            continue
+        if len(parts) == 1:
+            values = source[parts[0][1]]
+        else:
+            for at, origin in parts:
+                writes[at] = reads[origin]
+            values = room[: to.stop - first]
+        if accumulate:
+            target[to].add_(values)
+        else:
+            target[to].copy_(values)
+
+
+def _memory(buffer: Tensor) -> Any:
+    """View a buffer as elements of its size, which Python moves in a fifth of a microsecond."""
+    array: Any = buffer.view(torch.uint8).numpy()
+    return memoryview(array.view(_MEMORY[buffer.dtype.itemsize]))
 
 
 def launch(source: Tensor, target: Tensor, table: SliceTable, accumulate: bool) -> None:

@@ -32,7 +32,16 @@ from hydragraph.passes.collectives import IDENTITY, METHODS
 from hydragraph.passes.shard import ShardedTemplate
 from hydragraph.passes.sizes import prove_sizes
 from hydragraph.private.operators import arguments_of, is_operator
-from hydragraph.private.tracing import TensorSpec, hint_of, one_pass, partition, recompute, symbol_name, trace_joint
+from hydragraph.private.tracing import (
+    TensorSpec,
+    code_when_called,
+    hint_of,
+    one_pass,
+    partition,
+    recompute,
+    symbol_name,
+    trace_joint,
+)
 from hydragraph.spec.stage_kind import StagePart
 
 COLLECTIVES = "collectives"
@@ -82,6 +91,7 @@ def saved_names(count: int) -> tuple[str, ...]:
 
 
 @one_pass()
+@code_when_called()
 def differentiate(
     template: Template,
     sharded: ShardedTemplate,

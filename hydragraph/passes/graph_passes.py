@@ -13,6 +13,7 @@ make rank programs, in which blocks are single instructions, are listed in `hydr
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -28,6 +29,8 @@ from hydragraph.passes.differentiate import RECOMPUTE, Variant, differentiate
 from hydragraph.passes.fuse_head import fuse_head
 from hydragraph.passes.shard import ShardedTemplate, shard
 from hydragraph.spec.stage_kind import StagePart
+
+COMPILE = "compile"  # the name of the last pass, whose graphs belong to a device
 
 Graphs = Template | ShardedTemplate | Variant
 
@@ -61,6 +64,14 @@ class VariantSpec:
     backend: str = "eager"
     device: torch.device = torch.device("cpu")  # noqa: RUF009
     where: str = "template"
+
+    @property
+    def key(self) -> str:
+        """64 hex digits over all that its graphs depend on before a backend compiles them, alike in every process."""
+        shards = [(p.rule, p.local_shape(self.part.tp, self.part.index)) for p in self.parameters.values()]
+        made = [name for name in passes_for(self) if name != COMPILE]
+        how = (tuple(self.part.kind), str(self.dtype), sorted(self.learning), self.partitioner, self.fused_head, made)
+        return hashlib.sha256(repr((self.template.content, shards, how)).encode()).hexdigest()
 
 
 @dataclass(frozen=True)
@@ -140,7 +151,7 @@ GRAPH_PASSES: tuple[GraphPass, ...] = (
     ),
     GraphPass("differentiate", "always", lambda spec: True, _differentiate),
     GraphPass("accumulate", "eager graphs in fp32", _is_added, _accumulate),
-    GraphPass("compile", "backend inductor", lambda spec: spec.backend == "inductor", _compile),
+    GraphPass(COMPILE, "backend inductor", lambda spec: spec.backend == "inductor", _compile),
 )
 
 
@@ -149,26 +160,33 @@ def passes_for(spec: VariantSpec) -> tuple[str, ...]:
     return tuple(graph_pass.name for graph_pass in GRAPH_PASSES if graph_pass.applies(spec))
 
 
-def run_passes(spec: VariantSpec) -> Iterator[PassResult]:
+def run_passes(spec: VariantSpec, traced: Variant | None = None) -> Iterator[PassResult]:
     """Run the passes that apply, one after another, and yield what each of them made.
+
+    Args:
+        traced: what an earlier process made of an equal spec (`VariantSpec.key`); then no pass runs but `compile`.
 
     Raises:
         Unsupported: naming the block, for what a pass cannot do.
     """
-    graphs: Graphs = spec.template
+    graphs: Graphs = traced or spec.template
     for graph_pass in GRAPH_PASSES:
-        if graph_pass.applies(spec):
+        if graph_pass.applies(spec) and (traced is None or graph_pass.name == COMPILE):
             began = time.perf_counter()
             graphs = graph_pass.run(spec, graphs)
             yield PassResult(graph_pass.name, graphs, time.perf_counter() - began)
 
 
-def make_variant(spec: VariantSpec) -> tuple[Variant, dict[str, float]]:
-    """Run all passes that apply; return the graphs that a rank runs, and pass -> the seconds that it took."""
+def make_variant(spec: VariantSpec, traced: Variant | None = None) -> tuple[Variant, dict[str, float]]:
+    """Run all passes that apply; return the graphs that a rank runs, and pass -> the seconds that it took.
+
+    Args:
+        traced: as for `run_passes`.
+    """
     # One after another, and only the last graphs are kept: those of a large block hold thousands of nodes.
     seconds: dict[str, float] = {}
-    graphs: Graphs = spec.template
-    for result in run_passes(spec):
+    graphs: Graphs = traced or spec.template
+    for result in run_passes(spec, traced):
         graphs = result.graphs
         seconds[result.name] = result.seconds
     assert isinstance(graphs, Variant)

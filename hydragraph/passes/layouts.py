@@ -7,7 +7,7 @@ direction and a push in the other.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 
 from hydragraph.errors import Unsupported
@@ -32,7 +32,7 @@ class BucketLayouts:
 
 
 def layouts(program: Program, strategy: Strategy, homes: Mapping[str, Layout]) -> list[BucketLayouts]:
-    """Return the layouts of every bucket when all pipelines of a strategy have work.
+    """Return the layouts of every bucket when all pipelines of a strategy have work; alike ones are one object.
 
     Args:
         homes: bucket name -> home layout (`ir.home.HomeLayouts`).
@@ -42,13 +42,17 @@ def layouts(program: Program, strategy: Strategy, homes: Mapping[str, Layout]) -
     """
     placement = place(program.outline, strategy, [1] * len(strategy.pipelines))
     holders = dict(placement.holders)
-    kinds_of = _kinds_once(program)
+    kinds_of = kinds_once(program)
+    known: dict[Hashable, Layout] = {}
     result = []
     for bucket in program.buckets:
         stages = holders.get(bucket.name, ())
         parts = [placement.stage_of[members[0]].part_of(members[0]) for members in stages]
         kinds = [bucket_kinds(program, bucket, part, kinds_of) for part in parts]
-        result.append(BucketLayouts(bucket, homes[bucket.name], propagation(bucket, stages, kinds)))
+        key = (bucket.form, stages, tuple(tuple(each.values()) for each in kinds))
+        if key not in known:
+            known[key] = propagation(bucket, stages, kinds)
+        result.append(BucketLayouts(bucket, homes[bucket.name], known[key]))
     return result
 
 
@@ -79,7 +83,7 @@ def bucket_kinds(program: Program, bucket: Bucket, part: StagePart, kinds_of: Ki
     return {p.name: kind_of[p.name] for p in bucket.parameters}
 
 
-def _kinds_once(program: Program) -> KindsOf:
+def kinds_once(program: Program) -> KindsOf:
     """Return what analyses each template once for each part: its layers are alike, and so are a stage's ranks."""
     kinds_by_template: dict[tuple[str, int, bool], Mapping[str, GradientKind]] = {}
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import get_args
 
 from hydragraph.ir.outline import Mode, Outline
 from hydragraph.ir.rank_program import RankProgram, Role
+from hydragraph.ir.shared import Body, Peers, SharedPrograms, numbered
 from hydragraph.passes.order import order
 from hydragraph.passes.overlap import overlap
 from hydragraph.passes.place import Placement, place
@@ -34,9 +35,61 @@ def rank_programs(
     Raises:
         ValueError: when these do not fit one another.
     """
+    return tuple(shared_programs(outline, strategy, micro_batches, mode, ranks=ranks))
+
+
+def shared_programs(
+    outline: Outline, strategy: Strategy, micro_batches: Sequence[int], mode: Mode = "train", *, ranks: int
+) -> SharedPrograms:
+    """Build the programs of all ranks as `rank_programs` does; of ranks that differ in their peers only, just one.
+
+    Raises:
+        ValueError: when these do not fit one another.
+    """
     placement = _placed(outline, strategy, micro_batches, mode, ranks)
     name = str(strategy)
-    return tuple(placed_program(placement, name, mode, rank, ranks) for rank in range(ranks))
+    return SharedPrograms.gather(_each_rank(placement, name, mode, ranks))
+
+
+def _each_rank(placement: Placement, name: str, mode: Mode, ranks: int) -> Iterator[tuple[RankProgram, Body, Peers]]:
+    # What decides a rank's instructions -> its body, and which of a rank's neighbours the body's peers are.
+    known: dict[Hashable, tuple[Body, tuple[int, ...]]] = {}
+    for rank in range(ranks):
+        decides, neighbours = _decides(placement, rank)
+        if decides not in known:
+            program = placed_program(placement, name, mode, rank, ranks)
+            body, peers = numbered(program.instructions)
+            known[decides] = (body, tuple(map(neighbours.index, peers)))
+        body, places = known[decides]
+        yield _header(placement, name, rank, ranks), body, tuple(neighbours[place] for place in places)
+
+
+def _decides(placement: Placement, rank: int) -> tuple[Hashable, Peers]:
+    """Return all that a rank's instructions depend on but who its neighbours are, and these neighbours.
+
+    Neighbours are told apart by number, in the order in which its roles have them: a rank that sends twice to one peer
+    runs another body than one that sends once to each of two.
+    """
+    stage = placement.stage_of.get(rank)
+    if stage is None:
+        return None, ()
+    index = stage.ranks.index(rank)
+    degree = len(stage.ranks)
+    number: dict[int, int] = {}
+    roles = []
+    beats = placement.beats(stage)
+    for role in stage.roles:
+        ways = [
+            (peers[index % len(peers)] if peers else None, peers[index::degree])
+            for peers in (role.previous, role.following)
+        ]
+        named = [
+            tuple(None if peer is None else number.setdefault(peer, len(number)) for peer in (sender, *receivers))
+            for sender, receivers in ways
+        ]
+        ends = (bool(role.previous), bool(role.following))
+        roles.append((role.micro_batches, ends, tuple(named), beats[role.pipeline]))
+    return (stage.blocks, tuple(roles)), tuple(number)
 
 
 def rank_program(
@@ -81,13 +134,16 @@ def placed_program(placement: Placement, strategy: str, mode: Mode, rank: int, r
 def _passes(
     placement: Placement, strategy: str, mode: Mode, rank: int, ranks: int
 ) -> Iterator[tuple[str, RankProgram]]:
-    stage = placement.stage_of.get(rank)
-    if stage is None:
-        program = RankProgram(rank, ranks, strategy, (), (), (0, 0), ())
-    else:
-        roles = tuple(Role(role.pipeline, role.stage, role.micro_batches) for role in stage.roles)
-        program = RankProgram(rank, ranks, strategy, roles, stage.ranks, stage.layers, ())
+    program = _header(placement, strategy, rank, ranks)
     # Ranks are lowered one by one, each by itself: a rank of a thousand does not build the programs of the others.
     for name, run in PASSES:
         program = run(placement, mode, program)
         yield name, program
+
+
+def _header(placement: Placement, strategy: str, rank: int, ranks: int) -> RankProgram:
+    stage = placement.stage_of.get(rank)
+    if stage is None:
+        return RankProgram(rank, ranks, strategy, (), (), (0, 0), ())
+    roles = tuple(Role(role.pipeline, role.stage, role.micro_batches) for role in stage.roles)
+    return RankProgram(rank, ranks, strategy, roles, stage.ranks, stage.layers, ())

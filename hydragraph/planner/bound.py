@@ -249,7 +249,8 @@ def _divided(problem: Problem, least: Least, prices: Floats) -> float:
     paid = np.cumsum(weights, axis=1)
     with np.errstate(divide="ignore", invalid="ignore"):
         z = (needed[:, None] + np.cumsum(weights * fills, axis=1)) / paid
-    return float(np.where(paid > 0, z, np.inf).min(1).max())
+    # Where the cheapest kinds cost nothing, nothing has to be paid, however late the others' first work is done.
+    return float(np.where(needed > 0, np.where(paid > 0, z, np.inf).min(1), 0.0).max())
 
 
 def _pigeonhole(problem: Problem, least: Least, low: float) -> float:

@@ -19,8 +19,9 @@ from numba.core.caching import FunctionCache, IndexDataCacheFile
 _LOG = logging.getLogger(__name__)
 _DIGEST = hashlib.sha256().digest_size
 
-# What this process has warned of.
+# What this process has warned of, and whether it has said that it compiles.
 _said: list[str] = []
+_announced: list[str] = []
 
 
 def compiled(function: Callable[..., Any]) -> Any:
@@ -59,7 +60,10 @@ class _Cache(FunctionCache):  # type: ignore[misc]
     def load_overload(self, *arguments: Any) -> Any:
         """Return what was compiled for a signature; None where it has to be compiled."""
         try:
-            return super().load_overload(*arguments)
+            found = super().load_overload(*arguments)
+            if found is None:
+                _announce(self.cache_path)
+            return found
         except Exception as error:  # a damaged pickle may raise anything
             _say(f"numba's cache in {self.cache_path} is damaged ({type(error).__name__}: {error}): compiling again")
             # Without its index, what is damaged is not looked at again by the next process.
@@ -80,3 +84,10 @@ def _say(sentence: str) -> None:
     if not _said:
         _LOG.warning("%s", sentence)
     _said.append(sentence)
+
+
+def _announce(folder: str) -> None:
+    """Say before a process first waits for numba what it waits for; all there is to compile takes up to a minute."""
+    if not _announced:
+        _LOG.warning("compiling the planner's search, once: up to a minute of one core; it is kept in %s", folder)
+    _announced.append(folder)

@@ -72,11 +72,22 @@ class IterationPlanner:
         key = tuple(lengths)
         # A sequence too long for the static candidate is planned here, with all of them; workers know only that one.
         if not self._static_takes(key):
+            if self._service is not None:
+                self._service.take(key, 0.0)  # announced before the request changed, perhaps
             return self._planned(answer(self._request, key), began, None)
         if self._service is None or not self._service.submit(key):
             return self._planned(answer(self._chosen, key), began, self._static)
         planned = self._service.take(key, self._policy.patience_s)
         return self._planned(planned, began, self._static) if planned is not None else self._quick(key, began)
+
+    def change(self, request: PlanRequest, static: int | None) -> None:
+        """Go by other candidates or costs from now on, also for what was announced; arguments as at first."""
+        self._request = request
+        self._static = static
+        self._chosen = request if static is None else request.only(static)
+        self._last = static or 0
+        if self._service is not None:
+            self._service.change(self._chosen)
 
     def close(self) -> None:
         """End the processes that plan."""

@@ -48,6 +48,8 @@ class PlanService:
         self._plans: dict[Lengths, Answer | None] = {}  # None: in the queue or in work
         self._changed = threading.Condition()
         self._processes: list[subprocess.Popen[bytes] | None] = [None] * workers
+        self._number = 0  # of the request; it grows when that changes
+        self._told = [0] * workers  # the number of the request that each process has
         self._closed = False
         self.replaced = 0
         self._threads = [
@@ -78,6 +80,16 @@ class PlanService:
             self._changed.wait_for(lambda: self._plans[lengths] is not None, patience_s)
             return self._plans.pop(lengths)
 
+    def change(self, request: PlanRequest) -> None:
+        """Plan by another request from now on, also what is queued, in work or waiting to be taken."""
+        with self._changed:
+            self._request = request
+            self._number += 1
+            self._plans = dict.fromkeys(self._plans)
+            again = list(self._plans)
+        for lengths in again:
+            self._jobs.put(lengths)
+
     def close(self) -> None:
         """End the workers."""
         with self._changed:
@@ -99,9 +111,15 @@ class PlanService:
     def _tend(self, index: int) -> None:
         """Hand mini-batches to one worker, and start another one when it dies."""
         while (lengths := self._jobs.get()) is not None and not self._closed:
+            with self._changed:
+                number = self._number
+                wanted = lengths in self._plans and self._plans[lengths] is None  # else it was queued twice
+            if not wanted:
+                continue
             plan = self._answered(index, lengths)
             with self._changed:
-                if lengths in self._plans:  # else its step has gone on without it
+                # Else its step has gone on without it, or it is planned again, by another request.
+                if lengths in self._plans and number == self._number:
                     self._plans[lengths] = plan
                 self._changed.notify_all()
         process = self._processes[index]
@@ -138,6 +156,8 @@ class PlanService:
     def _ask(self, index: int, lengths: Lengths) -> Answer:
         process = self._processes[index] or self._start(index)
         stdin = cast(IO[bytes], process.stdin)
+        if self._told[index] != self._number:
+            self._tell(index, stdin)
         pickle.dump(lengths, stdin)
         stdin.flush()
         return cast(Answer, pickle.load(cast(IO[bytes], process.stdout)))
@@ -152,9 +172,15 @@ class PlanService:
             stdout=subprocess.PIPE,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
         )
-        # The request once; then only lengths go out, and answers come back.
+        # The request, again only where it changes; then lengths go out, and answers come back.
         self._processes[index] = process
-        stdin = cast(IO[bytes], process.stdin)
-        pickle.dump(self._request, stdin)
-        stdin.flush()
+        self._tell(index, cast(IO[bytes], process.stdin))
         return process
+
+    def _tell(self, index: int, stdin: IO[bytes]) -> None:
+        """Send a process the request."""
+        with self._changed:
+            self._told[index] = self._number
+            request = self._request
+        pickle.dump(request, stdin)
+        stdin.flush()

@@ -19,9 +19,13 @@ def serve(source: BinaryIO, target: BinaryIO) -> None:
     request: PlanRequest = pickle.load(source)
     while True:
         try:
-            lengths = pickle.load(source)
+            message = pickle.load(source)
         except EOFError:
             return
+        if isinstance(message, PlanRequest):  # it has changed
+            request = message
+            continue
+        lengths: tuple[int, ...] = message
         pickle.dump(answer(request, lengths), target)
         target.flush()
 

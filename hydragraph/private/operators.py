@@ -6,6 +6,7 @@ The class of an operator (`torch.ops.aten.mm.default`) and its schema have no pu
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -29,6 +30,38 @@ class OperatorArgument(NamedTuple):
     value: Any
     aliased: bool
     written: bool
+
+
+class Signature(NamedTuple):
+    """How an operator may be called.
+
+    Attributes:
+        names: of its arguments, in order; those from `positional` on are given by name only.
+        positional: how many may be given by position.
+        required: those without a default.
+        tensors: those that are one tensor, and never None.
+        pure: it writes into none of its arguments.
+    """
+
+    names: tuple[str, ...]
+    positional: int
+    required: frozenset[str]
+    tensors: frozenset[str]
+    pure: bool
+
+
+@functools.cache
+def signature_of(target: object) -> Signature:
+    """Return how an operator may be called."""
+    assert isinstance(target, torch._ops.OpOverload)
+    arguments = target._schema.arguments
+    return Signature(
+        tuple(argument.name for argument in arguments),
+        sum(not argument.kwarg_only for argument in arguments),
+        frozenset(argument.name for argument in arguments if not argument.has_default_value()),
+        frozenset(argument.name for argument in arguments if str(argument.type) == "Tensor"),
+        not target._schema.is_mutable,
+    )
 
 
 def is_operator(target: object) -> bool:

@@ -14,19 +14,26 @@ from typing import Any
 import sympy
 import torch
 import torch._dynamo.config
+import torch._functorch.config
 from functorch.compile import default_partition, min_cut_rematerialization_partition
 from torch import fx
 from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo.source import ConstantSource
 from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import (
     disable_proxy_modes_tracing,
     get_proxy_mode,
     get_proxy_slot,
     make_fx,
 )
-from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+from torch.fx.experimental.symbolic_shapes import (
+    DimDynamic,
+    ShapeEnv,
+    StatelessSymbolicContext,
+    free_unbacked_symbols,
+)
 
 PARTITIONERS = {"min_cut": min_cut_rematerialization_partition, "default": default_partition}
 
@@ -94,6 +101,11 @@ def symbols_in(size: torch.SymInt | torch.SymFloat) -> set[str]:
     return set() if size.node.is_constant() else {str(symbol) for symbol in size.node.expr.free_symbols}
 
 
+def is_counted(size: int | torch.SymInt) -> bool:
+    """Say whether a size depends on values: how many elements of a mask are true, for one."""
+    return isinstance(size, torch.SymInt) and bool(free_unbacked_symbols(size))
+
+
 def multiple_of(size: int | torch.SymInt, symbol: str) -> int | None:
     """Return how many times a symbol a size is; None: it is something else."""
     if symbol_name(size) is None:
@@ -143,6 +155,16 @@ def one_pass() -> Iterator[None]:
     finally:
         if collects:
             gc.enable()
+
+
+@contextlib.contextmanager
+def code_when_called() -> Iterator[None]:
+    """Let PyTorch's own passes make graphs whose Python is written when they are first called, not after each change.
+
+    A joint graph is changed some ten times before it is run, if it is at all: a compiled or a saved one never is.
+    """
+    with _use_lazy_graph_module(True):
+        yield
 
 
 def new_symbol(mode: FakeTensorMode, number: int, hint: int) -> torch.SymInt:
@@ -272,10 +294,55 @@ def partition(
     joint: fx.GraphModule, inputs: list, outputs: int, partitioner: str = "min_cut"
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
     """Cut a joint graph into forward and backward; forward outputs beyond the first `outputs` are saved values."""
+    _drop_repeats(joint.graph)
     for node in _ancestors(joint, outputs):  # what the default partitioner goes by
         node.meta["partitioner_tag"] = "is_forward"
     chosen: Callable = PARTITIONERS[partitioner]
-    return chosen(joint, inputs, num_fwd_outputs=outputs)
+    # Their own search for repeats imports Inductor's pattern matcher, which takes as long as tracing a block.
+    with torch._functorch.config.patch(cse=False):
+        return chosen(joint, inputs, num_fwd_outputs=outputs)
+
+
+def _drop_repeats(graph: fx.Graph) -> None:
+    """Compute once what a graph computes twice, as the partitioners expect it.
+
+    A value that shares memory with a result stays: two results that are one would be added to twice.
+    """
+    results = next(n for n in graph.nodes if n.op == "output").all_input_nodes
+    returned = {number for node in results for number in _memory(node)}
+    known: dict[Any, fx.Node] = {}
+    for node in list(graph.nodes):
+        if node.op != "call_function" or _draws(node) or not returned.isdisjoint(_memory(node)):
+            continue
+        key = node.target, _operands_key(node.args), _operands_key(node.kwargs)
+        first = known.setdefault(key, node)
+        if first is not node:
+            node.replace_all_uses_with(first)
+            graph.erase_node(node)
+
+
+def _memory(node: fx.Node) -> list[int]:
+    """Return a number for the memory of a node's value; none for what is no tensor."""
+    value = node.meta.get("val")
+    return [value.untyped_storage()._cdata] if isinstance(value, torch.Tensor) else []
+
+
+def _draws(node: fx.Node) -> bool:
+    """Say whether an operator gives something else each time: random numbers, or memory that nothing has set."""
+    target = node.target
+    random = isinstance(target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in target.tags
+    return random or "empty" in str(target)
+
+
+def _operands_key(value: Any) -> Any:
+    """Return what two operands share that are one: nodes by identity, numbers by type and digits (0.0 is not -0.0)."""
+    if isinstance(value, fx.Node):
+        return value
+    if isinstance(value, tuple | list):
+        return type(value), *map(_operands_key, value)
+    if isinstance(value, dict):
+        return tuple((name, _operands_key(part)) for name, part in sorted(value.items()))
+    return type(value), repr(value)
 
 
 def recompute(joint: fx.GraphModule, outputs: int) -> tuple[fx.GraphModule, fx.GraphModule]:

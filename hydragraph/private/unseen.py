@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -12,6 +13,7 @@ import torch
 import torch.nn.modules.module as module_state
 from torch import Tensor, nn
 from torch.autograd import Function
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.utils.weight_norm import WeightNorm
 
 _OF_MODULES = {
@@ -85,10 +87,71 @@ def noticing(refuse: Callable[[str, str], Exception]) -> Iterator[None]:
             raise refuse("a torch.autocast region", "cast by hand (x.to(dtype)), or pass dtype= alone")
         return enter(region)
 
+    enter_hooks = saved_tensors_hooks.__enter__
+
+    def entered_hooks(region: saved_tensors_hooks) -> Any:
+        if type(region) is saved_tensors_hooks:  # PyTorch's own (checkpoints, save_on_cpu) give back what they took
+            raise refuse(
+                "hooks on what autograd saves, which are not traced", "remove saved_tensors_hooks from forward"
+            )
+        return enter_hooks(region)
+
+    enter_inference = torch.inference_mode.__enter__
+
+    def entered_inference(region: torch.inference_mode) -> Any:
+        if region.mode:
+            raise refuse("a torch.inference_mode() region", "use torch.no_grad()")
+        return enter_inference(region)
+
+    grad_fn: Any = torch._C.TensorBase.grad_fn
+
+    def node_of(tensor: Tensor) -> Any:
+        node = grad_fn.__get__(tensor)
+        asking = sys._getframe(1).f_globals.get("__name__", "")
+        return node if node is None or asking.partition(".")[0] == "torch" else _HookedNode(node, hook)
+
     with (
         mock.patch.object(torch.autocast, "__enter__", entered),
+        mock.patch.object(saved_tensors_hooks, "__enter__", entered_hooks),
+        mock.patch.object(torch.inference_mode, "__enter__", entered_inference),
+        mock.patch.object(Tensor, "grad_fn", property(node_of), create=True),
         mock.patch.object(Function, "apply", classmethod(own_backward)),
         mock.patch.object(Tensor, "register_hook", hook),
         mock.patch.object(Tensor, "register_post_accumulate_grad_hook", hook),
     ):
         yield
+
+
+class _HookedNode:
+    """A node of autograd's graph as a model sees it in forward: all of it but its hooks, which are refused."""
+
+    def __init__(self, node: Any, hook: Callable[..., Any]) -> None:
+        self._node = node
+        self.register_hook = hook
+        self.register_prehook = hook
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._node, name)
+
+
+def own_functions_of(tensor: Tensor) -> str | None:
+    """Return the class of a tensor that computes in a way of its own, as a subclass may; None: it does not."""
+    plain = (torch._C._disabled_torch_function_impl, getattr(Tensor.__torch_function__, "__func__", None))
+    kind = type(tensor)
+    function = inspect.getattr_static(kind, "__torch_function__")
+    known = getattr(function, "__func__", function) in plain and kind.__torch_dispatch__ is Tensor.__torch_dispatch__
+    return None if known else kind.__qualname__
+
+
+def shares_elements_with_itself(tensor: Tensor) -> bool:
+    """Say whether some elements of a tensor are one and the same memory, as in one that was expanded."""
+    return any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def memory_of(tensor: Tensor) -> tuple[int, int] | None:
+    """Return the first byte of a tensor's memory and the one after its last; None: it has none."""
+    if tensor.is_meta or tensor.layout is not torch.strided or tensor.numel() == 0:
+        return None
+    reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+    first = tensor.data_ptr()
+    return first, first + reach * tensor.element_size()

@@ -104,11 +104,41 @@ class Decoder:
         return self._known[size]
 
 
+LARGEST_SIZE = 1 << 48  # of a dimension or a stride that is read: far above what memory holds
+_LONGEST = 500  # characters of an expression that is read
+
+
+def size_of(size: object, hints: Sequence[int]) -> int:
+    """Return what a size is in the example that was traced, of data that nobody has looked at yet.
+
+    Raises:
+        ValueError: it is no size, or none of a tensor that could exist.
+    """
+    if isinstance(size, str):
+        numbers = {f"s{i}": hint for i, hint in enumerate(hints)}
+        try:
+            if len(size) > _LONGEST:
+                raise ValueError("too long")
+            size = int(_evaluated(ast.parse(size, mode="eval").body, numbers))
+        except (ValueError, SyntaxError, ArithmeticError, RecursionError, MemoryError) as error:
+            raise ValueError(f"the size {size[:80]!r} is no expression of {', '.join(numbers) or 'numbers'}") from error
+    if isinstance(size, bool) or not isinstance(size, int) or abs(size) > LARGEST_SIZE:
+        raise ValueError(f"{size!r} is no size")
+    return size
+
+
 def storages(data: Data) -> list[int]:
     """Return the numbers of the storages of a value's tensors, in order."""
     if not isinstance(data, list):
         return []
     return [data[5]] if data[0] == "tensor" else [n for part in data[1:] for n in storages(part)]
+
+
+def _power(base: Any, exponent: Any) -> Any:
+    """Return a small power: what a text asks for must not take for ever."""
+    if not isinstance(exponent, int) or not 0 <= exponent <= 4 or (isinstance(base, int) and base > LARGEST_SIZE):
+        raise ValueError(f"the power {exponent} of a size: capture the model again")
+    return base**exponent
 
 
 _OPERATORS: Mapping[type[ast.AST], Callable[[Any, Any], Any]] = {
@@ -117,7 +147,7 @@ _OPERATORS: Mapping[type[ast.AST], Callable[[Any, Any], Any]] = {
     ast.Mult: operator.mul,
     ast.FloorDiv: operator.floordiv,
     ast.Mod: operator.mod,
-    ast.Pow: operator.pow,
+    ast.Pow: _power,
 }
 _FUNCTIONS: Mapping[str, Callable[..., Any]] = {
     "FloorDiv": operator.floordiv,

@@ -21,16 +21,19 @@ from torch.distributed.distributed_c10d import Store  # type: ignore[attr-define
 from hydragraph import log
 from hydragraph.errors import RankFailure
 from hydragraph.runtime.failure.board import Progress
-from hydragraph.runtime.failure.judge import Judge, Seen
+from hydragraph.runtime.failure.judge import Judge, seen_of
 from hydragraph.runtime.failure.ledger import Fault, announce_death, last_fault
 from hydragraph.runtime.failure.processes import ProcessState, WatchedProcess
 from hydragraph.runtime.rank_process import HOST, Died, Raised, Readable, Returned, Seat, rebuilt, run_rank
+from hydragraph.runtime.sent import nothing_else_imported
 from hydragraph.runtime.stopping import Relay
 
 _GRACE_S = 8.0  # for peers to fail by themselves; to agree on a fault takes them up to 3 s, twice that on a busy host
 _CULPRIT_S = 2.0  # for the rank at fault to tell its own error, once all others have told theirs; it may hang
 _EXIT_S = 5.0  # for a rank that is done to end its process
 _LOOK_S = 0.5  # between two looks at whether processes have been stopped
+
+GUARD = 'call launch under `if __name__ == "__main__":`'  # in a script, which ranks import
 
 Context = ForkServerContext | SpawnContext
 
@@ -106,7 +109,7 @@ def start(context: Context, rank: int, function: Callable[..., None], *args: obj
     """Start a process, whose function gets the connection to tell its outcome through before its arguments."""
     ours, theirs = context.Pipe()
     process = context.Process(target=function, args=(theirs, *args), name=f"rank {rank}")
-    with _nothing_from_the_current_directory():
+    with _nothing_from_the_current_directory(), nothing_else_imported():
         process.start()
     theirs.close()  # so that only the process holds its end, and its death shows
     return RankHandle(rank, process, ours)
@@ -158,9 +161,9 @@ class Stops:
         now = time.monotonic()
         elapsed = now - self._before
         self._before = now
-        states = {member.rank: WatchedProcess(member.process.pid or 0).state() for member in waiting}
         nothing = Progress(0, 0, None, "", waiting=False, left=False)
-        seen = {rank: Seen(state, nothing) for rank, state in states.items() if state is not ProcessState.ENDED}
+        every = {member.rank: seen_of(WatchedProcess(member.process.pid or 0), nothing) for member in waiting}
+        seen = {rank: sighting for rank, sighting in every.items() if sighting.state is not ProcessState.ENDED}
         accused = self._judge.look(elapsed, seen, others_run=others_run)
         return None if accused is None else (accused.rank, accused.error)
 
@@ -180,6 +183,8 @@ def outcome_of(member: RankHandle) -> Returned | Raised | Died:
         return Died(when, "closed the connection to its launcher")
     if code < 0:
         return Died(when, f"killed by signal {-code} ({signal.Signals(-code).name})")
+    if code == 1:  # a rank that has begun tells whatever it raises
+        return Died(when, f"exited with code 1 before it began; if it could not import this script, {GUARD}")
     return Died(when, f"exited with code {code} before it returned")
 
 

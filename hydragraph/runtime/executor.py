@@ -27,6 +27,7 @@ from hydragraph.runtime.message import Message
 from hydragraph.runtime.pending import Finish, Pending
 from hydragraph.runtime.prepared import BoundBlock, Prepared, shard_view
 from hydragraph.runtime.rounded import Rounded
+from hydragraph.runtime.scheduled import Scheduled, unknown
 from hydragraph.runtime.state import HomeState
 from hydragraph.runtime.streams import DeviceStreams, streams_of
 from hydragraph.runtime.trace import Exposed, RankTimes, Timing
@@ -83,6 +84,7 @@ class Executor:
 
     Attributes:
         before: called with every instruction before it runs; for injecting failures and for tracing.
+        probe: called before the commit, for `RankTimes.probe`; None: nothing is.
     """
 
     def __init__(
@@ -103,9 +105,13 @@ class Executor:
         self.streams = streams or streams_of(device, groups.world.backend, groups.world.ranks)
         self._rounded = rounded
         self.before: Callable[[Instruction], None] | None = None
+        self.probe: Callable[[], float] | None = None
+        self._scheduled = Scheduled() if device.type == "cpu" else unknown
         self._buffers = Buffers(device, self.streams)
         self._aux = program.templates[program.aux.template]
         self._parameters = program.parameters
+        places = {template: place for place, template in enumerate(program.kinds)}
+        self._kinds = {block.name: places[block.template] for block in program.blocks}
         self._hidden = hidden_size(program)
         self._hidden_dtype = hidden_dtype(program)
         self._run: dict[Op, Callable[[_Iteration, Instruction], None]] = {
@@ -138,6 +144,7 @@ class Executor:
             aux_buffers: the values of the aux graph's buffers.
             timing: measures this iteration: waits and, where it keeps spans, every instruction and message.
         """
+        timing.kinds = len(self._program.kinds)
         self._buffers.begin()
         collectives = self._groups.tensor_parallel(prepared.stages)
         mine = next(iter(collectives.values()), None)
@@ -158,6 +165,9 @@ class Executor:
                     assert outcome is not None
                     if outcome.finite:
                         update(outcome.grad_norm)
+                elif instruction.target in self._kinds and instruction.stream is Stream.COMPUTE:
+                    with timing.computing(self._kinds[instruction.target], self._waited, self._scheduled):
+                        self._run[instruction.op](iteration, instruction)
                 else:
                     self._run[instruction.op](iteration, instruction)
         assert outcome is not None
@@ -165,6 +175,9 @@ class Executor:
             self.streams.finish()
             timing.end()
         return outcome
+
+    def _waited(self) -> float:
+        return self._groups.waited_s
 
     def _after_last_step(self) -> None:
         """Let no stream begin before the last step's update is through."""
@@ -390,16 +403,19 @@ class Executor:
 
     def _commit(self, it: _Iteration) -> IterationOutcome:
         """Wait for everything that is under way, then agree with all ranks on loss, norm and finiteness."""
+        if self.probe is not None:
+            it.timing.probe = self.probe()
         for stream, under_way in ((Stream.PULL, it.serving), (Stream.PUSH, it.pushing)):
             for value in list(under_way):
                 self._end(it, stream, under_way, value)
         with self._watch.waiting():
             self.streams.finish()  # times are known then
-        # [loss, square of the norm, then of every rank its four times]: each rank adds to its own place.
+        # [loss, square of the norm, then of every rank its times]: each rank adds to its own place.
         world = self._groups.world
-        totals = torch.zeros(2 + 4 * world.ranks, dtype=torch.float64, device=self._device)
         mine = it.timing.times
-        totals[2:].view(-1, 4)[world.rank] = torch.tensor([mine.seconds, *astuple(mine.exposed)], dtype=torch.float64)
+        row = [mine.seconds, *astuple(mine.exposed), mine.ran, mine.queued, mine.probe, *mine.own]
+        totals = torch.zeros(2 + len(row) * world.ranks, dtype=torch.float64, device=self._device)
+        totals[2:].view(-1, len(row))[world.rank] = torch.tensor(row, dtype=torch.float64)
         if it.prepared.part.index == 0:
             for value, loss in it.values.items():
                 if value.kind is ValueKind.LOSS:
@@ -410,7 +426,8 @@ class Executor:
         self._watch.check()  # an aborted communicator may have let us through
         with self._watch.waiting():  # of a GPU, the numbers come once all ranks have given theirs
             loss, square, *times = totals.tolist()
-        ranks = tuple(RankTimes(times[at], Exposed(*times[at + 1 : at + 4])) for at in range(0, len(times), 4))
+        rows = (times[at : at + len(row)] for at in range(0, len(times), len(row)))
+        ranks = tuple(RankTimes(each[0], Exposed(*each[1:4]), tuple(each[7:]), *each[4:7]) for each in rows)
         return IterationOutcome(loss / it.tokens, square**0.5, bool(torch.isfinite(totals).all()), ranks)
 
 

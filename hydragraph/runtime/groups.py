@@ -74,6 +74,9 @@ class Groups:
         timeout: after how long an operation fails.
         watch: what tells an error of communication from one of ours, and ends waits. None: waits end with the timeout.
         capacity: how many tensor-parallel communicators to keep for later strategies.
+
+    Attributes:
+        waited_s: seconds in which this process has waited for messages, ever.
     """
 
     def __init__(self, world: World, timeout: timedelta, *, watch: Watch | None = None, capacity: int = 64) -> None:
@@ -84,6 +87,7 @@ class Groups:
         self._guard: Guard = nullcontext if watch is None else watch.communicating
         self._waiter = None if watch is None else watch.waiter()
         self._staging = Staging(world.device) if world.backend == "gloo" and world.device.type != "cpu" else None
+        self.waited_s = 0.0
         self._roles: dict[Role, dist.ProcessGroup] = {}
         self._directions: dict[_Direction, dist.ProcessGroup] = {}
         # By sorted ranks, least recently used first; None where this rank is no member. The same keys in the same
@@ -143,6 +147,7 @@ class Groups:
         """Waits for what an operation returned, on gloo until it is done, on NCCL on the current stream only."""
         if message is None:
             return
+        began = time.perf_counter()
         # NCCL's wait only queues on the current stream, and returns at once. gloo's would hold this thread until the
         # message is there, and a broken connection may never end it: a thread of the watch waits instead.
         if self._watch is None or self.world.backend == "nccl":
@@ -152,6 +157,7 @@ class Groups:
             self._watch.wait(message.work, self._waiter)
         if message.landed is not None:
             message.landed()
+        self.waited_s += time.perf_counter() - began
 
     def _move(self, out: Tensor, inp: Tensor, start: Callable[[Tensor, Tensor], dist.Work]) -> Message:
         """Starts an operation between two tensors, or between their copies in host memory."""

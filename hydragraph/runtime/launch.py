@@ -23,12 +23,13 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store  # type: ignore[attr-defined]
 
 from hydragraph.runtime import fork_server
-from hydragraph.runtime.crew import Context, run_crew
+from hydragraph.runtime.crew import GUARD, Context, run_crew
 from hydragraph.runtime.failure.newest import watch_of
 from hydragraph.runtime.failure.watch import Watch
 from hydragraph.runtime.generation import generation
 from hydragraph.runtime.preparation import SharedFile, left_of, prepare_for_ranks
 from hydragraph.runtime.rank_process import HOST, meet
+from hydragraph.runtime.sent import nothing_else_imported, sent
 from hydragraph.runtime.stopping import Relay
 
 T = TypeVar("T")
@@ -97,9 +98,10 @@ def join(device: torch.device | str | None = None) -> World:
         device: what to compute on; a GPU without an index means this rank's. None: a GPU where there is one.
 
     Raises:
+        ValueError: hydragraph does not compute on the device, or this machine has none.
         RankFailure: another rank failed meanwhile.
     """
-    device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    device = _device(device)
     launched = {"RANK", "WORLD_SIZE"} <= os.environ.keys()
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     if device.type == "cuda":
@@ -122,6 +124,21 @@ def join(device: torch.device | str | None = None) -> World:
     watch = watch_of(group, group.get_group_store, rank, ranks)
     node = f"{socket.gethostname()} {os.environ.get('GROUP_RANK', '')}"  # torchrun may start two on one host
     return World(rank, ranks, local_rank, device, backend, watch, node)
+
+
+def _device(asked: torch.device | str | None) -> torch.device:
+    """Return what a user asked to compute on."""
+    if asked is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(asked)
+    except RuntimeError:  # PyTorch lists every device it has ever had
+        device = None
+    if device is None or device.type not in ("cpu", "cuda"):
+        raise ValueError(f"device {str(asked)!r}: use cpu, or cuda for this rank's GPU")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device {str(asked)!r}: PyTorch {torch.__version__} finds no GPU here: use cpu")
+    return device
 
 
 def _store_of_launcher(rank: int, ranks: int) -> Store:
@@ -159,13 +176,14 @@ def launch(
     """Runs `function(*args)` on ranks that are processes of this host, joined over gloo on the CPU.
 
     The function learns its rank from `torch.distributed`. It, its arguments and its result are pickled, tensors by
-    value. No rank's process ends before all are done or one has failed, and none outlives the call.
+    value; so are closures and what is defined in a notebook. A script calls this under `if __name__ == "__main__":`,
+    since ranks import it. No rank's process ends before all are done or one has failed, and none outlives the call.
 
     Args:
-        function: importable: defined at the top of a module.
+        function: what each rank runs.
         ranks: how many processes to start.
         timeout: for the whole run; None: no limit.
-        prepare: importable; called once, in a process of its own. What it returns comes before the function's
+        prepare: called once, in a process of its own. What it returns comes before the function's
             arguments, so that a model is captured and compiled once and not on every rank: `prepare` returns the
             model, its program and what `precompile` gave, and ranks call `compile` with that program. It travels as
             one file that each rank maps: weights are in memory once, until a rank changes its own.
@@ -176,18 +194,24 @@ def launch(
 
     Raises:
         ValueError: the function, an argument or what `prepare` returned cannot be pickled, or `ranks` is not positive.
+        RuntimeError: a rank that imports a script was about to start ranks itself.
         RankFailure: a rank died; it names the instruction where a step was running.
         TimeoutError: the run took too long.
         Any other error: what the rank that failed first raised, with its traceback as a note.
     """
-    if ranks < 1:
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        raise RuntimeError(f"launch: a rank imports this script, which would start ranks itself; {GUARD}")
+    if not callable(function):
+        raise ValueError(f"launch: the function is {function!r}: give one, as in launch(train, {ranks})")
+    if not isinstance(ranks, int) or ranks < 1:
         raise ValueError(f"launch: ranks={ranks}: give a positive number of ranks")
     work = _pickled(function, args)
     server = _store(HOST, 0)
     context: Context = multiprocessing.get_context(START_METHOD)  # type: ignore[assignment]
-    context.set_forkserver_preload(PRELOAD)
+    context.set_forkserver_preload([*PRELOAD, *_models()])
     if START_METHOD == "forkserver":
-        fork_server.ensure_running()
+        with nothing_else_imported():
+            fork_server.ensure_running()
     if prepare is None:
         return [pickle.loads(value) for value in run_crew(context, ranks, server.port, work, timeout, relay=relay)]
     began = time.monotonic()
@@ -196,6 +220,17 @@ def launch(
         prepare_for_ranks(context, _pickled(prepare, ()), shared, timeout)
         outcomes = run_crew(context, ranks, server.port, work, left_of(timeout, began), shared, relay)
         return [pickle.loads(value) for value in outcomes]
+
+
+def _models() -> list[str]:
+    """Return the modules of models that this process has imported, so that ranks need not, each for itself.
+
+    Libraries' own alone: importing what a user wrote may compute, and nothing is forked that has.
+    """
+    parts = ("configuration_", "modeling_")
+    return sorted(
+        name for name in sys.modules if name.startswith("transformers.models.") and any(p in name for p in parts)
+    )
 
 
 def _store(address: str, port: int) -> Any:
@@ -218,10 +253,10 @@ def _store(address: str, port: int) -> Any:
 
 def _pickled(function: Callable[..., object], args: Sequence[object]) -> bytes:
     try:
-        return pickle.dumps((function, args))
+        return sent((function, args))
     except Exception as error:
         name = getattr(function, "__qualname__", repr(function))
         raise ValueError(
-            f"launch: `{name}` or its arguments cannot be sent to another process ({error}): "
-            "define the function at the top of an importable module and pass data, not closures"
+            f"launch: `{name}`, what it closes over or its arguments cannot be sent to another process ({error}): "
+            "open files, locks and devices in the function, and pass data"
         ) from error

@@ -175,6 +175,34 @@ def measure(
     )
 
 
+def stage_timer(
+    subject: MeasuredModel,
+    kind: StageKind,
+    layers: int,
+    groups: Groups,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Callable[[int, Lengths], float]:
+    """Return what times stages of up to so many layers as they are: forwards, then backwards, of one micro-batch.
+
+    What `measure` says of a stage is added up from one block; this is what it is held against.
+
+    Args:
+        subject, groups: as of `measure`.
+        kind: of the stage.
+        layers: of the longest stage; each has weights of its own.
+        clock: tells seconds; of a rank of one thread on a busy machine, `time.process_time` tells what it computed.
+
+    Returns:
+        a function of the number of layers and a micro-batch, which all ranks call together.
+    """
+    bench = _Bench(subject, kind, groups, clock)
+    block = subject.program.blocks[1]
+    if any(other.template != block.template for other in subject.program.blocks[1:-1]):
+        raise ValueError(f"the layers of {subject.program.model} are not all alike, so their number says too little")
+    runs = [bench._block_run(block) for _ in range(layers)]
+    return lambda count, row: count * sum(bench._time(runs[:count], row))
+
+
 # This machine.
 
 
@@ -319,8 +347,15 @@ def _per_element(groups: Groups, repeats: int, make: Callable[[int], Callable[[]
 class _Bench:
     """Runs templates in one kind of stage on this rank; ranks that are left over take part in gathering only."""
 
-    def __init__(self, subject: MeasuredModel, kind: StageKind, groups: Groups) -> None:
+    def __init__(
+        self,
+        subject: MeasuredModel,
+        kind: StageKind,
+        groups: Groups,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
         self._subject = subject
+        self._clock = clock
         self._program = subject.program
         self._kind = kind
         self._groups = groups
@@ -409,15 +444,15 @@ class _Bench:
         aux = self._aux_values(batch)
         self._groups.all_reduce(Role.COMMIT, torch.zeros(1, device=self._device))
         _synchronise(self._device)
-        began = between = time.perf_counter()
+        began = between = self._clock()
         if self._collectives is not None or self._kind.tp == 1:
             backwards = [run(batch, aux) for run in runs]
             _synchronise(self._device)
-            between = time.perf_counter()
+            between = self._clock()
             while backwards:
                 backwards.pop()()
         _synchronise(self._device)
-        return (between - began) / len(runs), (time.perf_counter() - between) / len(runs)
+        return (between - began) / len(runs), (self._clock() - between) / len(runs)
 
     def _batch(self, row: Lengths) -> dict[str, Tensor]:
         if row not in self._batches:

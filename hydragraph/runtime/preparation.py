@@ -18,8 +18,9 @@ from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import reduction
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, BinaryIO
 
+import cloudpickle  # type: ignore[import-untyped]
 import torch
 
 from hydragraph import log
@@ -37,19 +38,28 @@ class SharedFile:
         return _received, (reduction.DupFd(self.descriptor),)
 
     def write(self, value: object) -> None:
-        """Write a value, whose classes and functions go by their names.
+        """Write a value, whose classes and functions go by their names, or by value where they have no module.
 
         Raises:
             ValueError: something in it cannot be pickled.
         """
         with os.fdopen(os.dup(self.descriptor), "wb") as file:
             try:
-                torch.save(value, file, pickle_protocol=pickle.HIGHEST_PROTOCOL)
+                self._write(value, file)
             except (pickle.PicklingError, AttributeError, TypeError, ValueError) as error:
                 raise ValueError(
                     f"launch: what `prepare` returned cannot be sent to ranks ({error}): "
-                    "return models, programs, what `precompile` gave, and data; no closures and no open files"
+                    "return models, programs, what `precompile` gave, and data; no open files"
                 ) from error
+
+    @staticmethod
+    def _write(value: object, file: BinaryIO) -> None:
+        try:
+            torch.save(value, file, pickle_protocol=pickle.HIGHEST_PROTOCOL)
+        except (pickle.PicklingError, AttributeError, TypeError):
+            file.seek(0)
+            file.truncate()
+            torch.save(value, file, pickle_module=cloudpickle, pickle_protocol=pickle.HIGHEST_PROTOCOL)
 
     def read(self) -> Any:
         """Return the value; its tensors are mapped, privately."""

@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from hydragraph import log
 from hydragraph.runtime.failure.newest import newest_watch, watch_of
+from hydragraph.runtime.sent import sent
 
 HOST = "127.0.0.1"
 
@@ -88,7 +89,7 @@ def run_rank(connection: Connection, seat: Seat, work: bytes, prepared: Readable
         gc.freeze()  # nothing imported or read will go: to look for garbage there takes a second, and copies its pages
         store = dist.TCPStore(HOST, seat.port, None, False, wait_for_workers=False)  # type: ignore[attr-defined]
         meet("gloo", store, seat.rank, seat.ranks)
-        outcome: Returned | Raised = Returned(pickle.dumps(function(*args)))
+        outcome: Returned | Raised = Returned(sent(function(*args)))
         watch = newest_watch()
         if watch is not None:
             watch.close()

@@ -157,6 +157,44 @@ def _owned(bucket: Bucket, layout: Layout, rank: int) -> Sequence[OwnedPart]:
     return pieces
 
 
+def check_factory(given: OptimizerFactory | None) -> None:
+    """Check that what a user passed as an optimizer can make one for each rank's shards, before anything is done.
+
+    Raises:
+        Unsupported: it is a ready optimizer, which holds the whole model's parameters, or nothing that can be called.
+    """
+    if isinstance(given, torch.optim.Optimizer):
+        name = type(given).__name__
+        raise Unsupported(
+            "it holds the whole model's parameters, and every rank updates shards of its own",
+            where=f"optimizer {name}",
+            remedy="pass a function that makes one for the parameters it is given, such as "
+            f"lambda parameters: torch.optim.{name}(parameters, lr={given.defaults.get('lr')}), and build a scheduler "
+            "on executable.optimizer",
+        )
+    if given is not None and not callable(given):
+        raise Unsupported(
+            f"it is {given!r}",
+            where="optimizer",
+            remedy="pass a function that makes one, such as lambda parameters: torch.optim.AdamW(parameters, lr=0.001)",
+        )
+
+
+def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
+    """Check that an optimizer treats every element alike, so that it may be given shards.
+
+    Raises:
+        Unsupported: it looks at whole tensors (LBFGS, Adafactor, Muon, ...).
+    """
+    if not isinstance(optimizer, ELEMENTWISE):
+        names = ", ".join(c.__name__ for c in ELEMENTWISE)
+        raise Unsupported(
+            "it does not treat every element alike, and each rank holds flat shards only",
+            where=f"optimizer {type(optimizer).__name__}",
+            remedy=f"use one of torch.optim's {names}",
+        )
+
+
 def make_optimizer(factory: OptimizerFactory, state: HomeState) -> torch.optim.Optimizer:
     """Call the user's factory and refuse what would be wrong on flat shards.
 
@@ -172,13 +210,7 @@ def make_optimizer(factory: OptimizerFactory, state: HomeState) -> torch.optim.O
             remedy="set requires_grad of what is to be trained before you compile, or pass optimizer=None to evaluate",
         )
     optimizer = factory(named)
-    if not isinstance(optimizer, ELEMENTWISE):
-        names = ", ".join(c.__name__ for c in ELEMENTWISE)
-        raise Unsupported(
-            "it does not treat every element alike, and each rank holds flat shards only",
-            where=f"optimizer {type(optimizer).__name__}",
-            remedy=f"use one of torch.optim's {names}",
-        )
+    check_elementwise(optimizer)
     optimized: list[Any] = [p for group in optimizer.param_groups for p in group["params"]]
     strangers = {id(p) for p in optimized} - {id(p) for _, p in named}
     if strangers:

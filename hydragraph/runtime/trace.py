@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,10 +33,19 @@ class RankTimes:
     Attributes:
         seconds: from its first instruction until it came to the commit, with nothing under way any more.
         exposed: what of that it waited for communication.
+        own: seconds in which it computed blocks, by their template in the order of `Program.kinds`, without what it
+            waited for other ranks inside of them.
+        ran, queued: of these, seconds that its thread ran, and that it was ready to but others had its core; both 0
+            where that is not known, as on a GPU.
+        probe: products per second in a probe (`runtime.probe`); 0: it made none.
     """
 
     seconds: float
     exposed: Exposed
+    own: tuple[float, ...] = ()
+    ran: float = 0.0
+    queued: float = 0.0
+    probe: float = 0.0
 
     @property
     def busy_s(self) -> float:
@@ -68,10 +77,20 @@ class Timing:
         step: the iteration's number, which its spans carry.
         spans: a list to which every instruction and message is added; None: only waits are added up.
         clock: reads the device's queues (`DeviceStreams.clock`); default: the host's time.
+        kinds: how many templates blocks have.
+
+    Attributes:
+        kinds: how many templates blocks have; what runs them says so.
+        probe: what a probe gave, see `RankTimes`.
     """
 
     def __init__(self, step: int = 0, spans: list[Span] | None = None, clock: Clock | None = None) -> None:
         self.spans = spans
+        self.kinds = 0
+        self.probe = 0.0
+        self._works: list[tuple[int, Reading, Reading, float]] = []
+        self._ran = 0.0
+        self._queued = 0.0
         self._step = step
         self._clock = clock or HostClock()
         self._waits: list[tuple[Stream, Reading, Reading]] = []
@@ -91,7 +110,15 @@ class Timing:
     @property
     def times(self) -> RankTimes:
         """How this rank has spent the iteration so far; the device's queues must have been finished."""
-        return RankTimes(time.perf_counter() - self._began, self.exposed)
+        return RankTimes(time.perf_counter() - self._began, self.exposed, self.own, self._ran, self._queued, self.probe)
+
+    @property
+    def own(self) -> tuple[float, ...]:
+        """Seconds in which this rank computed, by template; the device's queues must have been finished."""
+        sums = [0.0] * self.kinds
+        for kind, began, ended, waited in self._works:
+            sums[kind] += max(0.0, self._clock.seconds(ended) - self._clock.seconds(began) - waited)
+        return tuple(sums)
 
     def started(self, value: str) -> None:
         """Note that a message is on its way."""
@@ -108,6 +135,26 @@ class Timing:
         self._add(Stream.COMPUTE, f"wait {value}", began, ended)
         if value in self._started:
             self._add(stream, value, self._started.pop(value), ended)
+
+    @contextmanager
+    def computing(
+        self, kind: int, waited: Callable[[], float], scheduled: Callable[[], tuple[float, float]]
+    ) -> Iterator[None]:
+        """Time a block of a template, without what it waits for other ranks.
+
+        Args:
+            kind: the template's place in `Program.kinds`.
+            waited: gives the seconds that the host has waited for other ranks, ever.
+            scheduled: gives the seconds that this thread ran and was queued, ever.
+        """
+        before = waited()
+        ran, queued = scheduled()
+        began = self._clock.now()
+        yield
+        self._works.append((kind, began, self._clock.now(), waited() - before))
+        now = scheduled()
+        self._ran += now[0] - ran
+        self._queued += now[1] - queued
 
     @contextmanager
     def running(self, name: str) -> Iterator[None]:

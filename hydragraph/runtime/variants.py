@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Hashable, Iterable, Mapping
-from typing import Any
+from typing import Any, Protocol
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
@@ -36,6 +36,13 @@ _shared: WeakValueDictionary[Hashable, Variant] = WeakValueDictionary()  # what 
 _seconds: WeakKeyDictionary[Variant, Mapping[str, float]] = WeakKeyDictionary()  # of each graph pass
 
 
+class Library(Protocol):
+    """Variants that an earlier process made, before any backend compiled them; its `str` says where they are."""
+
+    def variant(self, spec: VariantSpec) -> Variant | None:
+        """Return the variant of a spec; None: there is none."""
+
+
 class Variants:
     """The variants of one program that this process has compiled and not forgotten.
 
@@ -47,6 +54,7 @@ class Variants:
         capacity: how many are kept, the most recently used; whoever holds another keeps it alive.
         fused_head: make the head and the loss one operator.
         added: let products add gradients up where they can; not under Inductor, and in fp32 only, as the sums are.
+        library: where variants are looked for before they are traced.
     """
 
     def __init__(
@@ -58,8 +66,11 @@ class Variants:
         capacity: int = CAPACITY,
         fused_head: bool = False,
         added: bool = False,
+        library: Library | None = None,
     ) -> None:
         self.program = program
+        self._library = library
+        self._lacking = set[StageKind]()  # kinds of stages that the library was found not to have
         self._partitioner = partitioner
         self._backend = backend
         self._device = device
@@ -86,11 +97,7 @@ class Variants:
         def make() -> Variant:
             variant = _shared.get(key)
             if variant is None:
-                began = time.perf_counter()
-                variant = _shared[key] = self._compile(spec)
-                form = _form(part)
-                seconds = time.perf_counter() - began
-                _LOG.info("compiled %s (%s) for %s in %.2f s", block.name, self._backend, form, seconds)
+                variant = _shared[key] = self._made(spec)
             else:
                 _LOG.info("took %s for %s from what this process has compiled", block.name, _form(part))
             return variant
@@ -106,6 +113,11 @@ class Variants:
                 for block in self.program.blocks[slice(*stage.blocks)]:
                     self.get(block, part)
                     self.kinds(block, part)
+
+    def form(self, block: Block) -> Hashable:
+        """Return what blocks share that have equal variants in every stage."""
+        parameters = (self.program.parameters[name] for name in block.parameters)
+        return block.template, tuple((p.shape, p.rule) for p in parameters), self._learning(block)
 
     def spec(self, block: Block, part: StagePart) -> VariantSpec:
         """Return all that the variant of a block for one rank of a stage is made of; arguments as for `get`."""
@@ -124,11 +136,32 @@ class Variants:
             block.name,
         )
 
-    def _compile(self, spec: VariantSpec) -> Variant:
-        variant, seconds = make_variant(spec)
+    def _made(self, spec: VariantSpec) -> Variant:
+        began = time.perf_counter()
+        found = self._looked_up(spec)
+        variant = self._compile(spec, found)
+        verb = "compiled" if found is None else "took"
+        source = "" if found is None else f" from {self._library}"
+        took = time.perf_counter() - began
+        _LOG.info("%s %s (%s) for %s%s in %.2f s", verb, spec.where, self._backend, _form(spec.part), source, took)
+        return variant
+
+    def _compile(self, spec: VariantSpec, found: Variant | None) -> Variant:
+        variant, seconds = make_variant(spec, found)
         _seconds[variant] = seconds
         parts = ", ".join(f"{name} {took:.3f} s" for name, took in seconds.items())
-        _LOG.info("compiled %s for rank %d of %d: %s", spec.where, spec.part.index, spec.part.tp, parts)
+        if seconds:
+            _LOG.info("compiled %s for rank %d of %d: %s", spec.where, spec.part.index, spec.part.tp, parts)
+        return variant
+
+    def _looked_up(self, spec: VariantSpec) -> Variant | None:
+        """Return what the library has; say in one line of each kind of stage if that is nothing."""
+        if self._library is None:
+            return None
+        variant = self._library.variant(spec)
+        if variant is None and spec.part.kind not in self._lacking:
+            self._lacking.add(spec.part.kind)
+            _LOG.warning("%s lacks graphs for <%s>: they are compiled now", self._library, spec.part.kind.text)
         return variant
 
     def _learning(self, block: Block) -> frozenset[str]:

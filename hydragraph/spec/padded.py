@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,30 +16,32 @@ _TYPES = "token_type_ids"
 _LABELS = ("labels", "shift_labels")
 _TOKENS = ("input_ids", MASK, _TYPES, *_LABELS)
 
-Given = Tensor | Mapping[str, Tensor]  # one sequence, or a padded batch of some
-Batches = Iterable[Given] | Mapping[str, Tensor]  # what a mini-batch is made of
+Given = Tensor | Sequence[int] | Mapping[str, Any]  # one sequence, or (a mapping alone) a padded batch of some
+Batches = Iterable[Given] | Mapping[str, Any]  # what a mini-batch is made of
 
 
 def sequences_in(given: Batches, own: Collection[str] = ()) -> list[Tensor | dict[str, Tensor]]:
     """List the sequences of what a user passed as a mini-batch.
 
     Args:
-        given: sequences, each a tensor [L] or a mapping of tensors [L, ...]; any mapping (a BatchEncoding too), among
-            them or in their place, may also be a batch [B, L, ...], or lists of token ids. An `attention_mask` says
-            what of it is padding on the right, which is left out.
+        given: sequences, each a tensor [L] or list of token ids, or a mapping of tensors [L, ...]; any mapping (a
+            BatchEncoding too), among them or in their place, may also be a batch [B, L, ...], or lists of token ids.
+            An `attention_mask` says what of it is padding on the right, which is left out.
         own: names of the user's own fields, which are kept as they are.
 
     Raises:
         Unsupported: a mask that says anything else.
-        ValueError: labels count in the padding, or a field has not one row per sequence.
+        ValueError: labels count in the padding, a field has not one row per sequence, or these are no sequences.
     """
+    if not isinstance(given, Iterable):
+        raise ValueError(f"the mini-batch is {given!r}; pass a list of sequences, each a tensor or list of token ids")
     sequences: list[Tensor | dict[str, Tensor]] = []
     for batch in [given] if isinstance(given, Mapping) else given:
         if isinstance(batch, Mapping):
             rows = [{n: _tensor(n, v) for n, v in row.items()} for row in _rows(dict(batch), len(sequences))]
             sequences += [_unpadded(row, len(sequences) + i, own) for i, row in enumerate(rows)]
         else:
-            sequences.append(batch)
+            sequences.append(_tensor("input_ids", batch))
     return sequences
 
 
@@ -62,8 +64,8 @@ def _rows(fields: dict[str, Any], first: int) -> Iterator[dict[str, Any]]:
 
 
 def _tensor(name: str, value: Any) -> Any:
-    """Make a tensor of a list of numbers, as tokenizers return them."""
-    whole = name in _TOKENS and isinstance(value, list) and all(type(n) is int for n in value)
+    """Make a tensor of a list of whole numbers, as tokenizers return them."""
+    whole = name in _TOKENS and isinstance(value, list | tuple) and all(type(n) is int for n in value)
     return torch.tensor(value, dtype=torch.int64) if whole else value
 
 

@@ -19,11 +19,18 @@ if TYPE_CHECKING:
 
 def load_yaml(path: str | Path) -> object:
     """Read a YAML file; a ValueError names it."""
-    text = Path(path).read_text(encoding="utf-8")
+    try:
+        return parse_yaml(Path(path).read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+
+
+def parse_yaml(text: str) -> object:
+    """Read YAML from a text, by the rules of `load_yaml`."""
     try:
         data: object = yaml.load(text, Loader=_Loader)
     except yaml.YAMLError as error:
-        raise ValueError(f"{path}: not readable as YAML: {error}") from None
+        raise ValueError(f"not readable as YAML: {error}") from None
     return data
 
 

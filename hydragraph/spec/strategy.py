@@ -18,7 +18,7 @@ from math import gcd
 from pathlib import Path
 from typing import Any
 
-from hydragraph.spec.record import flow_yaml, from_record, load_record, to_record
+from hydragraph.spec.record import flow_yaml, from_record, load_record, parse_yaml, to_record
 from hydragraph.spec.stage_kind import StageKind
 from hydragraph.spec.strategy_text import SCHEDULES, StageText, StrategyText, format_strategy, parse_strategy
 
@@ -274,6 +274,8 @@ class Strategy:
         Raises:
             ValueError: showing the piece of the text that is wrong.
         """
+        if not isinstance(text, str):
+            raise ValueError(f'a strategy\'s text is {text!r}: give one such as "<tp2,pp1> + 2*<tp1,pp2>"')
         if not _is_int(layers) or layers < 1:
             raise ValueError(f"layers is {layers!r}: give the model's number of layers, 1 or more")
         body, at, fingerprint = text.partition("@")
@@ -290,6 +292,20 @@ class Strategy:
                 "give the number of layers it was made for, or leave out the part from '@'"
             )
         return strategy
+
+    @classmethod
+    def read(cls, text: str, layers: int) -> Strategy:
+        """Read what a config names: the path of a YAML file, that YAML itself on one line, or a text for `parse`.
+
+        Raises:
+            ValueError: showing what is wrong with it.
+            OSError: there is no such file.
+        """
+        if isinstance(text, str) and text.endswith((".yaml", ".yml")):
+            return cls.load(text)
+        if isinstance(text, str) and text.startswith("{"):
+            return from_record(cls, parse_yaml(text))
+        return cls.parse(text, layers)
 
     @classmethod
     def load(cls, path: str | Path) -> Strategy:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -68,9 +69,7 @@ def sequence_of(
     for name, value in brought.items():
         kind = own.get(name, Field(torch.int64))
         if not isinstance(value, Tensor) or not _is_of(value.dtype, kind.dtype) or value.shape != (*size, *kind.sizes):
-            described = f"{value.dtype} {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-            right = "1-D int64" if name not in own else f"{kind.dtype} [tokens{''.join(f', {n}' for n in kind.sizes)}]"
-            raise ValueError(f"sequence {index}: {name} is {described}; pass {right} tensors of equal length")
+            raise ValueError(f"sequence {index}: {name} is {_described(value)}; pass {_wanted(name, own)}")
         brought[name] = value.detach().to("cpu", kind.dtype).contiguous()
     if not causal and not {"labels", "shift_labels"} & set(brought):
         raise ValueError(f"sequence {index} has no labels; masked models need them (-100 where a token does not count)")
@@ -81,6 +80,20 @@ def sequence_of(
     elif causal:
         labels = torch.cat([labels[1:], labels.new_full((min(1, len(ids)),), IGNORED)])
     return Sequence(ids, labels, {name: brought[name] for name in own})
+
+
+def _described(value: object) -> str:
+    """Say what somebody passed as a field: its dtype and sizes, or what it is if it is no tensor."""
+    if isinstance(value, Tensor):
+        return f"{value.dtype} {list(value.shape)}"
+    return f"{type(value).__name__} ({reprlib.repr(value)})"
+
+
+def _wanted(name: str, own: Mapping[str, Field]) -> str:
+    """Say what a field has to be."""
+    if name not in own:
+        return "1-D int64 tensors of equal length; a mini-batch is a list of sequences"
+    return f"{own[name].dtype} [tokens{''.join(f', {n}' for n in own[name].sizes)}] tensors of equal length"
 
 
 def _is_of(dtype: torch.dtype, wanted: torch.dtype) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from hydragraph.spec.home import EQUAL, Home
-from hydragraph.spec.record import from_record, load_record, to_record
+from hydragraph.spec.record import flow_yaml, from_record, load_record, to_record
 from hydragraph.train.whole import write_whole
 
 DECAYS = ("cosine", "linear", "constant")
@@ -32,6 +32,14 @@ def _texts(name: str, value: object) -> tuple[str, ...]:
     for item in value:
         _check_text(name, item)
     return tuple(value)
+
+
+def _strategies(value: object) -> tuple[str, ...]:
+    """Return strategies as texts; one that is written out as YAML becomes that YAML on one line."""
+    several = [value] if isinstance(value, str | Mapping) else value
+    if isinstance(several, Sequence):
+        several = [flow_yaml(item) if isinstance(item, Mapping) else item for item in several]
+    return _texts("strategies", several)
 
 
 def _check_choice(name: str, value: object, choices: Sequence[str]) -> None:
@@ -163,6 +171,8 @@ class OptimizerConfig:
             if isinstance(self.betas, str) or not isinstance(self.betas, Sequence):
                 raise ValueError(f"betas is {self.betas!r}: give a list of numbers, such as [0.9, 0.95]")
             object.__setattr__(self, "betas", tuple(self.betas))
+            if len(self.betas) != 2:
+                raise ValueError(f"betas is {list(self.betas)}: give two numbers, such as [0.9, 0.95]")
             for beta in self.betas:
                 _check_fraction("betas", beta)
         for name in ("eps", "momentum"):
@@ -212,6 +222,9 @@ class PlanConfig:
     Attributes:
         choose: run each step under the strategy that is expected to finish it first, instead of taking them in turn.
         profile: what `hydragraph profile` wrote; None: strategies are compared by rough costs.
+        cluster: where devices differ by type: the file that was planned with; the profile then knows every type of it
+            (`hg.Profile.merge`). None: all are like the one that was measured.
+        health: the file of rates that was planned with; it needs a cluster. None: all are healthy.
         ahead: how many mini-batches are planned while earlier ones are trained on; 0: each is planned when it begins.
         workers: processes that plan.
         gain: stay with the best strategy where choosing would save less than this part of its time.
@@ -221,6 +234,8 @@ class PlanConfig:
 
     choose: bool = False
     profile: str | None = None
+    cluster: str | None = None
+    health: str | None = None
     ahead: int = 3
     workers: int = 1
     gain: float = 0.02
@@ -230,7 +245,13 @@ class PlanConfig:
     def __post_init__(self) -> None:
         if not isinstance(self.choose, bool):
             raise ValueError(f"choose is {self.choose!r}: give true or false")
-        _check_text("profile", self.profile, optional=True)
+        for name in ("profile", "cluster", "health"):
+            _check_text(name, getattr(self, name), optional=True)
+        for name, needed in (("cluster", "profile"), ("health", "cluster")):
+            if getattr(self, name) is not None and getattr(self, needed) is None:
+                raise ValueError(f"{name} is {getattr(self, name)!r} without a {needed}: give the {needed}, too")
+        if self.cluster is not None and not self.choose:
+            raise ValueError(f"cluster is {self.cluster!r}: set choose: true, or nobody assigns sequences by it")
         _check_whole("ahead", self.ahead, 0)
         _check_whole("workers", self.workers, 1)
         _check_whole("sample", self.sample, 1)
@@ -239,13 +260,48 @@ class PlanConfig:
 
 
 @dataclass(frozen=True)
+class ElasticConfig:
+    """What a run does about ranks that are slower than others.
+
+    Attributes:
+        monitor: watch how long every rank takes, and write to `events.jsonl` which are slow, how much and since when.
+        replan: plan again where that changes, beside training, and switch to the new plan where it pays; needs `plan`
+            with `choose` and a profile, and implies `monitor`.
+        dry_run: decide and tell, but never switch.
+        enter, leave: a straggler takes at least `enter` times as long as its peers; healthy again, at most `leave`.
+    """
+
+    monitor: bool = False
+    replan: bool = False
+    dry_run: bool = False
+    enter: float = 1.3
+    leave: float = 1.1
+
+    def __post_init__(self) -> None:
+        for name in ("monitor", "replan", "dry_run"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} is {getattr(self, name)!r}: give true or false")
+        for name in ("enter", "leave"):
+            _check_number(name, getattr(self, name), 1.0)
+        if not 1 < self.leave < self.enter:
+            raise ValueError(f"enter is {self.enter}, leave is {self.leave}: give 1 < leave < enter")
+        if self.dry_run and not self.replan:
+            raise ValueError("dry_run is about replan: set replan, too, or leave it out")
+
+    @property
+    def on(self) -> bool:
+        """Whether ranks are watched."""
+        return self.monitor or self.replan
+
+
+@dataclass(frozen=True)
 class TrainConfig:
     """A whole run.
 
     Attributes:
-        model, data, optimizer, schedule, checkpoint, plan: see their classes.
-        strategies: texts such as "<tp2,pp1> + <tp1,pp2>", or paths of YAML files; steps take them in turn, or the best
-            for each (`plan.choose`); "auto" alone proposes them for the data (`plan.profile`).
+        model, data, optimizer, schedule, checkpoint, plan, elastic: see their classes.
+        strategies: texts such as "<tp2,pp1> + <tp1,pp2>", paths of YAML files, or such YAML written out; steps take
+            them in turn, or the best for each (`plan.choose`); "auto" alone proposes them (`plan.profile`).
         home: which rank owns how much of the weights and the optimizer's state: a text such as "3,3,1,0 copies=2", or
             {shares: [3, 3, 1, 0], copies: 2}; default: equal shares.
         steps: how many mini-batches to train on.
@@ -257,6 +313,8 @@ class TrainConfig:
         device: "cpu" or "cuda"; None: a GPU where there is one.
         check: "auto" compares the captured graphs with the model on short sequences before the first step, each kind of
             block once; "full": every block; "off" (which YAML reads as false): nothing.
+        compiled: a folder that `hydragraph compile` wrote for this config: the run starts from it, and traces nothing.
+        trust: load Inductor's code from that folder too, which is code: it may do anything that you may.
         seed: of a new model's weights and of the order of the data.
         evaluate_every: steps between evaluations on the held-out documents, which also end the run; 0: never.
         evaluate_batches: how many mini-batches of `data.tokens_per_step` an evaluation reads.
@@ -278,11 +336,14 @@ class TrainConfig:
     schedule: ScheduleConfig = ScheduleConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     plan: PlanConfig = PlanConfig()
+    elastic: ElasticConfig = ElasticConfig()
     max_grad_norm: float | None = 1.0
     dtype: str = "float32"
     backend: str | None = None
     device: str | None = None
     check: str = "auto"
+    compiled: str | None = None
+    trust: bool = False
     seed: int = 0
     evaluate_every: int = 0
     evaluate_batches: int = 4
@@ -293,7 +354,7 @@ class TrainConfig:
     output: str = "runs/train"
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "strategies", _texts("strategies", self.strategies))
+        object.__setattr__(self, "strategies", _strategies(self.strategies))
         for name in ("steps", "ranks", "evaluate_batches", "keep"):
             _check_whole(name, getattr(self, name), 1)
         for name in ("seed", "evaluate_every", "checkpoint_every"):
@@ -309,6 +370,9 @@ class TrainConfig:
         if not self.check:  # YAML reads `off` as False
             object.__setattr__(self, "check", "off")
         _check_choice("check", self.check, CHECKS)
+        _check_text("compiled", self.compiled, optional=True)
+        if not isinstance(self.trust, bool):
+            raise ValueError(f"trust is {self.trust!r}: give true or false")
         _check_text("output", self.output)
         if self.data.max_length > self.data.tokens_per_step:
             raise ValueError(
@@ -319,6 +383,11 @@ class TrainConfig:
             raise ValueError(
                 "strategies: auto stands alone and needs plan: {choose: true, profile: profile.json} (a file that "
                 "hydragraph profile writes)"
+            )
+        if self.elastic.replan and (not self.plan.choose or self.plan.profile is None):
+            raise ValueError(
+                "elastic.replan needs plan: {choose: true, profile: profile.json} (a file that hydragraph profile "
+                "writes): plans are priced by it"
             )
         if self.evaluate_every and not self.data.heldout:
             raise ValueError("evaluate_every needs held-out documents: set data.heldout above 0")

@@ -137,13 +137,16 @@ def _known_tokenizer(config: TrainConfig) -> Path | None:
         path = Path(config.data.tokenizer)
     elif config.model.directory is not None:
         path = Path(config.model.directory)
+        if not (path / "tokenizer.json").is_file():
+            where = "model.path" if config.model.path is not None else "model.weights"
+            raise ValueError(
+                f"{where} {path} holds no tokenizer.json: set data.tokenizer to one, or to a directory with one"
+            )
     else:
         return None
     file = path / "tokenizer.json" if path.is_dir() else path
     if not file.is_file():
-        model = "model.path" if config.model.path is not None else "model.weights"
-        field = "data.tokenizer" if config.data.tokenizer is not None else model
-        raise ValueError(f"{field}: there is no {file}: set data.tokenizer to a tokenizer.json or a directory with one")
+        raise ValueError(f"data.tokenizer: there is no {file}: name a tokenizer.json or a directory with one")
     return file
 
 

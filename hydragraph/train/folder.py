@@ -61,6 +61,11 @@ class RunFolder:
         return self.path / "tensorboard"
 
     @property
+    def happenings(self) -> Path:
+        """What happened to ranks and what was decided, as JSON lines."""
+        return self.path / "events.jsonl"
+
+    @property
     def picture(self) -> Path:
         """The loss curve."""
         return self.path / "loss.png"
@@ -224,7 +229,7 @@ class RunFolder:
         """Remove an earlier run, but neither cached data nor files that no run has written."""
         for path in (self.checkpoints, self.events, self.model):
             shutil.rmtree(path, ignore_errors=True)
-        for path in (self.metrics, self.picture, self.trace, self.corrections, self.config):
+        for path in (self.metrics, self.happenings, self.picture, self.trace, self.corrections, self.config):
             path.unlink(missing_ok=True)
 
 

@@ -12,21 +12,34 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
+from hydragraph.cost.costs import Costs
+from hydragraph.cost.datasheet import datasheet
 from hydragraph.cost.profile import Profile
 from hydragraph.cost.trace_file import TracedStep
+from hydragraph.elastic.controller import Controller, Replanning
+from hydragraph.elastic.estimate import Sensitivity
+from hydragraph.elastic.events import append_event, read_events
+from hydragraph.elastic.monitor import Monitor
+from hydragraph.elastic.replanning import Replanned, Replanner
 from hydragraph.errors import Stopped
+from hydragraph.ir.program import Program
 from hydragraph.planner.policy import Policy
+from hydragraph.planner.request import PlanRequest
 from hydragraph.runtime.checkpoint.folder import prune
 from hydragraph.runtime.checkpoint.manifest import Damaged
 from hydragraph.runtime.checkpoint.sharing import leave_mark, see
 from hydragraph.runtime.failure.agreement import Failure, raise_first
 from hydragraph.runtime.launch import World, join
 from hydragraph.runtime.stopping import Stopping
-from hydragraph.runtime.trace import Exposed, Span, write_trace
+from hydragraph.runtime.trace import Exposed, RankTimes, Span, write_trace
 from hydragraph.spec.assignment import Assignment
+from hydragraph.spec.cluster import Cluster
+from hydragraph.spec.default_cluster import default_cluster
+from hydragraph.spec.health import Health
 from hydragraph.spec.strategy import Strategy
 from hydragraph.train.ahead import Ahead
-from hydragraph.train.config import TrainConfig
+from hydragraph.train.checks import check_settings, read_strategies, remarks
+from hydragraph.train.config import PlanConfig, TrainConfig
 from hydragraph.train.data import Tokens, evaluation_batches, mini_batches, open_tokens, prepare, verify
 from hydragraph.train.export import export
 from hydragraph.train.folder import Begin, Checkpoint, RunFolder
@@ -54,9 +67,12 @@ class StepResult(Protocol):
     padding: int
     planning_s: float
     planning_hidden_s: float
+    preparing_s: float
     expected_s: float
     exposed: Exposed
     assignment: Assignment
+    chosen: Strategy
+    ranks: tuple[RankTimes, ...]
 
 
 class Trainable(Protocol):
@@ -66,6 +82,13 @@ class Trainable(Protocol):
     spans: list[Span] | None
     decision: str
     stopping: int
+    watched: bool
+    program: Program
+    strategies: tuple[Strategy, ...]
+    request: PlanRequest
+
+    def choose_from(self, strategies: Sequence[Strategy], request: PlanRequest, static: int | None = None) -> None:
+        """Choose from other strategies from the next step on; rank 0 calls it."""
 
     def announce(self, sequences: Sequence[Tensor]) -> None:
         """Tell what a later step will bring."""
@@ -138,6 +161,7 @@ class _Run:
     heldout: list[list[Tensor]]
     watcher: Watcher | None  # on rank 0 only, as is the log
     log: MetricsLog | None
+    controller: Controller | None  # on rank 0, where ranks are watched
     traced: list[TracedStep] = field(default_factory=list)
 
 
@@ -215,12 +239,16 @@ def _session(
 ) -> RunOutcome:
     """Run a training in a folder that is this run's own; arguments as for `train`."""
     leader = watcher if world.rank == 0 else None
+    _together(world, "checking the config", world.local_rank == 0, lambda: check_settings(config, world.ranks))
     tokens = shared_tokens(config, world, watcher)
     model = _model(config, tokens)
     strategies = () if config.automatic else read_strategies(config.strategies, model, world.ranks)
     factory = optimizer_factory(config.optimizer, model, world.device)
     batches = mini_batches(config, tokens.file)
     heldout = evaluation_batches(config, tokens.file) if config.evaluate_every else []
+    if leader is not None:
+        for sentence in remarks(config, model, strategies, world.ranks, batches):
+            leader.note(sentence)
     executor = compile(
         model,
         optimizer=factory,
@@ -230,6 +258,8 @@ def _session(
         device=world.device,
         backend=config.backend,
         check=config.check,
+        compiled=config.compiled,
+        trust=config.trust,
         progress_s=config.progress_s,
         home=config.home,
     )
@@ -251,13 +281,18 @@ def _session(
             leader.note(f"continuing after step {done} of {config.steps}, from {last.path}{since}")
         stack.enter_context(_naming_the_checkpoint(folder))
         log = stack.enter_context(_open_log(folder, done, leader)) if leader is not None else None
-        run = _Run(config, world, folder, executor, () if config.plan.choose else strategies, heldout, leader, log)
+        executor.watched = config.elastic.on
+        controller = _controller(config, world, executor) if config.elastic.on and leader is not None else None
+        turns = () if config.plan.choose else strategies
+        run = _Run(config, world, folder, executor, turns, heldout, leader, log, controller)
         if leader is not None:
             if executor.decision:
                 leader.note(executor.decision)
             leader.started(done, config.steps)
         coming = Ahead(batches, config.plan.ahead if config.plan.choose else 0, executor.announce)
         executor.spans = [] if trace else None
+        if controller is not None:
+            stack.callback(controller.close)
         stopped = _steps(run, done, coming, stopping)
         if executor.spans is not None:
             _write_trace(run)
@@ -331,15 +366,61 @@ def _chosen_from(config: TrainConfig, strategies: tuple[Strategy, ...], tokens: 
         return {"strategy": strategies[0]}
     plan = config.plan
     batches = mini_batches(config, tokens.file)
-    # `Ahead` announces so many mini-batches beyond the one that is trained, and the planner counts that one, too.
-    at_a_time = plan.ahead + 1
-    policy = Policy(plan.gain, plan.sample, plan.workers, at_a_time, plan.patience_s, config.seed)
     return {
         "strategy": "auto" if config.automatic else strategies,
-        "profile": Profile.load(plan.profile) if plan.profile is not None else None,
+        "profile": _measured(plan),
         "lengths": [[len(s) for s in next(batches)] for _ in range(plan.sample)],
-        "policy": policy,
+        "policy": _policy(config),
     }
+
+
+def _measured(plan: PlanConfig) -> Profile | Costs | None:
+    """Return what choosing goes by: a profile of devices that are alike, or costs of those of a cluster."""
+    if plan.profile is None:
+        return None
+    profile = Profile.load(plan.profile)
+    if plan.cluster is None:
+        return profile
+    health = None if plan.health is None else Health.load(plan.health)
+    return Costs(profile, Cluster.load(plan.cluster), health)
+
+
+def _controller(config: TrainConfig, world: World, executor: Trainable) -> Controller:
+    """Return what watches the ranks, by measured costs or, without any, by the model's operations on equal devices."""
+    known = _measured(config.plan)
+    if isinstance(known, Costs):
+        costs = known.changed(home=config.home)
+    elif known is not None:
+        costs = Costs(known, known.cluster(world.ranks), home=config.home)
+    else:
+        cluster = default_cluster(world.ranks)
+        costs = Costs(datasheet(executor.program, cluster), cluster, home=config.home)
+    monitor = Monitor(costs, Sensitivity(config.elastic.enter, config.elastic.leave))
+    if not config.elastic.replan:
+        return Controller(monitor)
+
+    def switch(answer: Replanned) -> None:
+        assert answer.request is not None, "an answer that is not refused has a request"
+        executor.choose_from(answer.strategies, answer.request, answer.static)
+
+    return Controller(
+        monitor,
+        Replanning(
+            costs,
+            executor.strategies,
+            executor.request,
+            _policy(config),
+            Replanner(),
+            None if config.elastic.dry_run else switch,
+            config.steps,
+        ),
+    )
+
+
+def _policy(config: TrainConfig) -> Policy:
+    plan = config.plan
+    # `Ahead` announces so many mini-batches beyond the one that is trained, and the planner counts that one, too.
+    return Policy(plan.gain, plan.sample, plan.workers, plan.ahead + 1, plan.patience_s, config.seed)
 
 
 def _model(config: TrainConfig, tokens: Tokens) -> nn.Module:
@@ -368,27 +449,6 @@ def shared_tokens(config: TrainConfig, world: World, watcher: Watcher) -> Tokens
         different = next(rank for rank, fingerprint in enumerate(fingerprints) if fingerprint != fingerprints[0])
         raise ValueError(f"data: rank {different} read another corpus than rank 0: give every host the same files")
     return tokens
-
-
-def read_strategies(texts: Sequence[str], model: nn.Module, ranks: int) -> tuple[Strategy, ...]:
-    """Parse or load strategies for a model and check them against it and the number of ranks.
-
-    Raises:
-        ValueError: naming the entry.
-    """
-    config: Any = model.config
-    layers = config.num_hidden_layers
-    heads = getattr(config, "num_attention_heads", None)
-    strategies = []
-    for i, text in enumerate(texts):
-        try:
-            is_file = text.endswith((".yaml", ".yml"))
-            strategy = Strategy.load(text) if is_file else Strategy.parse(text, layers)
-            strategy.check(layers, ranks, (heads,) if isinstance(heads, int) else ())
-        except (ValueError, OSError) as error:
-            raise ValueError(f"strategies[{i}]: {error}") from None
-        strategies.append(strategy)
-    return tuple(strategies)
 
 
 def _train_step(run: _Run, step: int, sequences: list[Tensor]) -> None:
@@ -434,6 +494,9 @@ def _train_step(run: _Run, step: int, sequences: list[Tensor]) -> None:
     )
     run.log.write(metrics)
     run.watcher.stepped(metrics)
+    for event in run.controller.stepped(report) if run.controller is not None else ():
+        append_event(run.folder.happenings, event)
+        run.watcher.note(str(event))
 
 
 def _evaluate(run: _Run, strategy: Strategy | None) -> float:
@@ -453,7 +516,7 @@ def _checkpoint(run: _Run, step: int, position: Mapping[str, Any]) -> None:
         run.executor.save(place, extra)
         _prune(run)
     if run.log is not None and matplotlib_installed():
-        write_picture(run.log.history, run.folder.picture)
+        write_picture(run.log.history, run.folder.picture, read_events(run.folder.happenings))
 
 
 def _settle_checkpoints(run: _Run) -> None:

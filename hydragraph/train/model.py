@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
@@ -13,6 +14,8 @@ import torch
 from torch import nn
 
 from hydragraph.train.config import ModelConfig
+
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 def build_model(config: ModelConfig, vocabulary: int, end_of_text: int, seed: int) -> nn.Module:
@@ -44,7 +47,7 @@ def skeleton(config: ModelConfig, vocabulary: int, end_of_text: int = 0) -> nn.M
             from transformers import AutoConfig, AutoModelForCausalLM
 
             with _own_code(config):
-                settings = AutoConfig.from_pretrained(_directory(config), trust_remote_code=config.trust_remote_code)
+                settings = AutoConfig.from_pretrained(directory_of(config), trust_remote_code=config.trust_remote_code)
                 model = AutoModelForCausalLM.from_config(settings, trust_remote_code=config.trust_remote_code)
             model = model.eval()  # as from_pretrained leaves it
     return model.float()
@@ -96,7 +99,7 @@ def _read(config: ModelConfig, vocabulary: int, end_of_text: int) -> nn.Module:
         settings = model_config(config, vocabulary, end_of_text)
     with _own_code(config):
         model: nn.Module = kind.from_pretrained(
-            _directory(config), config=settings, dtype=torch.float32, trust_remote_code=config.trust_remote_code
+            directory_of(config), config=settings, dtype=torch.float32, trust_remote_code=config.trust_remote_code
         )
     return model
 
@@ -115,12 +118,23 @@ def _own_code(config: ModelConfig) -> Iterator[None]:
         ) from error
 
 
-def _directory(config: ModelConfig) -> str:
-    """Return the path of the local directory with the model; anything else would be looked up on the internet."""
+def directory_of(config: ModelConfig) -> str:
+    """Return the path of the local directory with the model.
+
+    Raises:
+        ValueError: it is none, or a name of the Hugging Face hub, which would be looked up on the internet.
+    """
     path = str(config.directory)
-    if not (Path(path) / "config.json").is_file():
-        raise ValueError(f"{_field(config)} {path} holds no config.json: name a directory that save_pretrained wrote")
-    return path
+    if (Path(path) / "config.json").is_file():
+        return path
+    field = _field(config)
+    if not Path(path).is_dir() and _HUB_NAME.fullmatch(path):
+        raise ValueError(
+            f"{field} {path}: there is no such directory; if this is a model of the Hugging Face hub, fetch it "
+            f"(hf download {path} --local-dir {Path(path).name}) and name its directory"
+        )
+    what = "holds no config.json" if Path(path).is_dir() else "is no directory"
+    raise ValueError(f"{field} {path} {what}: name a directory that save_pretrained wrote")
 
 
 def _field(config: ModelConfig) -> str:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable
+from difflib import get_close_matches
 
 import torch
 from torch import nn
 
 from hydragraph.kernels.adamw import AdamW
+from hydragraph.runtime.state import ELEMENTWISE
 from hydragraph.train.config import OptimizerConfig, ScheduleConfig
 
 Factory = Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
@@ -25,7 +27,10 @@ def optimizer_factory(config: OptimizerConfig, model: nn.Module, device: torch.d
     """
     optimizer = getattr(torch.optim, config.name, None)
     if not (isinstance(optimizer, type) and issubclass(optimizer, torch.optim.Optimizer)):
-        raise ValueError(f"optimizer.name: torch.optim has no optimizer {config.name!r}: use one such as AdamW")
+        near = {kind.__name__.lower(): kind.__name__ for kind in ELEMENTWISE}
+        close = get_close_matches(config.name.lower(), near, n=1)
+        hint = f"did you mean {near[close[0]]}?" if close else "use one such as AdamW"
+        raise ValueError(f"optimizer.name: torch.optim has no optimizer {config.name!r}: {hint}")
     kind: Callable[..., torch.optim.Optimizer] = optimizer
     if optimizer is torch.optim.AdamW and device is not None and device.type == "cuda":
         kind = AdamW

@@ -7,7 +7,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from hydragraph.elastic.events import Event
 from hydragraph.train.metrics import Metrics
+
+_MARKS = {"straggler": "C3", "recovered": "C2", "switch": "C0"}
 
 
 def matplotlib_installed() -> bool:
@@ -15,12 +18,13 @@ def matplotlib_installed() -> bool:
     return find_spec("matplotlib") is not None
 
 
-def write_picture(metrics: Sequence[Metrics], path: Path) -> None:
+def write_picture(metrics: Sequence[Metrics], path: Path, events: Sequence[Event] = ()) -> None:
     """Draw the losses over the steps to a PNG file, which is replaced only when the new one is complete.
 
     Args:
         metrics: of all steps so far, at least one.
         path: of the file.
+        events: marked as lines where ranks became slow or well, and where the strategy was changed for it.
     """
     # Not pyplot: the object interface needs no display and leaves the user's backend alone.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -31,6 +35,7 @@ def write_picture(metrics: Sequence[Metrics], path: Path) -> None:
     axes = figure.add_subplot()
     _draw_steps(axes, metrics)
     _draw_evaluations(axes, metrics)
+    _draw_events(axes, events)
     axes.set_xlabel("step")
     axes.set_ylabel("loss (nats per token)")
     axes.set_title(f"{len({m.strategy for m in metrics})} strategies, {sum(m.tokens for m in metrics):,} tokens")
@@ -78,3 +83,12 @@ def _draw_evaluations(axes: Any, metrics: Sequence[Metrics]) -> None:
     if evaluated:
         losses = [m.eval_loss for m in evaluated]
         axes.plot([m.step for m in evaluated], losses, "kD--", markersize=4, linewidth=0.8, label="held out")
+
+
+def _draw_events(axes: Any, events: Sequence[Event]) -> None:
+    told: set[str] = set()
+    for event in events:
+        if event.event in _MARKS and event.done:
+            label = None if event.event in told else event.event
+            told.add(event.event)
+            axes.axvline(event.step, color=_MARKS[event.event], linestyle=":", linewidth=1.2, label=label)

@@ -24,6 +24,7 @@ def test_a_record_says_what_was_printed_where_and_how_it_ended(
     text = file.read_text()
     rows = dict(re.findall(r"^\| ([a-z ]+) \| (.*) \|$", text, re.MULTILINE))
     assert rows["exit code"] == str(code)
+    assert rows["command"].startswith("`python -c ")
     assert "raise SystemExit" in rows["command"]
     assert rows["versions"].endswith(f"torch {torch.__version__}, hydragraph {__version__}")
     assert re.search(r"\d+ cores", rows["machine"])

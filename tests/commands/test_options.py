@@ -8,7 +8,7 @@ from hydragraph.commands.options import chosen_strategies, read_counts
 
 
 @pytest.mark.parametrize(
-    ("text", "pipelines", "counts"), [("4", 1, [4]), ("4", 3, [4, 4, 4]), ("4, 2", 2, [4, 2]), ("0", 2, [0, 0])]
+    ("text", "pipelines", "counts"), [("4", 1, [4]), ("4", 3, [4, 4, 4]), ("4, 2", 2, [4, 2]), ("0,3", 2, [0, 3])]
 )
 def test_one_number_is_for_all_pipelines(text: str, pipelines: int, counts: list[int]) -> None:
     assert read_counts(text, pipelines) == counts
@@ -18,6 +18,11 @@ def test_one_number_is_for_all_pipelines(text: str, pipelines: int, counts: list
 def test_other_counts_are_refused_with_an_example(text: str) -> None:
     with pytest.raises(ValueError, match="give one number, or one for each of the 2 pipelines: 4,2"):
         read_counts(text, 2)
+
+
+def test_nothing_to_do_is_refused() -> None:
+    with pytest.raises(ValueError, match="--micro-batches '0': nothing would be computed; give some pipeline"):
+        read_counts("0", 2)
 
 
 def test_what_is_given_replaces_the_configs_strategies_and_auto_needs_data() -> None:

@@ -86,7 +86,7 @@ def test_jsonl_lines_without_unicode_text_are_counted(tmp_path: Path) -> None:
     [
         ('{"text": ', "not JSON", "one JSON object per line"),
         ('["a"]', "a list, not an object", '{"text": ...}'),
-        ('{"body": "a", "id": 1}', "no field 'text'", "set text_field to one of ['body', 'id']"),
+        ('{"body": "a", "id": 1}', "no field 'text'", "set text_field to one of ['body']"),
         ('{"text": 3}', "'text' is a int, not text", "set text_field"),
     ],
 )

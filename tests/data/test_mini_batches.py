@@ -233,6 +233,17 @@ def test_a_file_without_targets_is_refused() -> None:
         split_documents(1, split, 0.1)
 
 
+def test_of_a_single_document_the_last_pieces_are_held_out() -> None:
+    with token_file([1000]) as file:
+        train = MiniBatches(file, 64, 64, heldout=0.1)
+        held = MiniBatches(file, 64, 64, split="heldout", heldout=0.1)
+        starts = [*train.chunks.starts.tolist(), *held.chunks.starts.tolist()]
+        assert starts == list(range(0, 1000, 64))
+        assert len(held.chunks) == 2
+    with token_file([60]) as file, pytest.raises(ValueError, match="one document of 1 piece: give more text"):
+        MiniBatches(file, 64, 64, heldout=0.1)
+
+
 def test_sequences_are_the_documents_themselves(file: TokenFile) -> None:
     longest = int(file.lengths.max())
     batches = MiniBatches(file, 2 * longest, longest)

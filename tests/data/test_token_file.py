@@ -174,7 +174,7 @@ def test_a_failing_write_leaves_the_old_file_and_nothing_else(path: Path) -> Non
 
     with pytest.raises(RuntimeError, match="disk on fire"):
         write_tokens(path, failing(), TOKENIZER)
-    with pytest.raises(ValueError, match="no documents to write"):
+    with pytest.raises(ValueError, match="the corpus holds no text"):
         write_tokens(path, [], TOKENIZER)
     assert path.read_bytes() == before
     assert list(path.parent.iterdir()) == [path]

@@ -58,12 +58,10 @@ def skeleton(model: Model) -> tuple[torch.export.ExportedProgram, list[Site]]:
 def test_blocks_are_opaque_and_in_order(form: str) -> None:
     model = Model(Layer(form), Layer(form), Layer(form))
     exported, sites = skeleton(model)
-    nodes = [n for n in exported.graph.nodes if n.target is torch.ops.hydragraph.block.default]
-    assert [n.args[2] for n in nodes] == ["layer.0", "layer.1", "layer.2"]
-    for before, after in pairwise(nodes):
-        hidden, others = node_inputs(after)
-        assert hidden is before
-        assert others == node_inputs(before)[1]
+    (node,) = [n for n in exported.graph.nodes if n.target is torch.ops.hydragraph.block.default]
+    hidden, others = node_inputs(node)
+    assert (hidden.target, len(others)) == (torch.ops.aten.embedding.default, 1)
+    assert [s.feeds for s in sites] == [(0,)] * 3
     assert [s.name for s in sites] == ["layer.0", "layer.1", "layer.2"]
     assert all(s.module is layer for s, layer in zip(sites, model.layers, strict=True))
     assert [len(s.inputs) for s in sites] == [2, 2, 2]
@@ -105,6 +103,56 @@ def test_the_hidden_state_is_found_and_replaced(wrap: Any) -> None:
     assert hidden is x
     assert type(rebuild(y)) is type(wrap(y))
     assert hidden_output(rebuild(y), "layer.0")[0] is y
+
+
+class Between(Model):
+    """A model that computes with what goes from one block to the next."""
+
+    def __init__(self, what: Callable[[list[Tensor]], Any]) -> None:
+        super().__init__(Layer(), Layer(), Layer())
+        self.what = what
+
+    def forward(self, ids: Tensor, positions: Tensor) -> Tensor:
+        states = [self.embed(ids)]
+        for layer in self.layers:
+            states.append(layer(states[-1], positions.float()))
+        return self.head(states[-1]) + self.what(states)
+
+
+@pytest.mark.parametrize(
+    "what",
+    [
+        lambda s: s[1].sum(),
+        lambda s: torch.stack(s).sum(),
+        lambda s: s[2].flatten()[:0].sum(),
+        lambda s: s[1].mul(2).add(s[2]).sum(),
+        lambda s: s[1].detach().sum(),
+    ],
+)
+def test_a_state_between_blocks_that_is_used_is_a_value_of_the_trace(
+    what: Callable[[list[Tensor]], Any],
+) -> None:
+    exported, sites = skeleton(Between(what))
+    nodes = [n for n in exported.graph.nodes if n.target is torch.ops.hydragraph.block.default]
+    assert [n.args[2] for n in nodes] == ["layer.0", "layer.1", "layer.2"]
+    for before, after in pairwise(nodes):
+        assert node_inputs(after)[0] is before
+    assert [s.feeds for s in sites] == [None] * 3
+    assert any(len(n.users) == 2 for n in nodes)
+
+
+def test_blocks_that_take_different_things_are_fed_what_each_takes() -> None:
+    class Feeding(Model):
+        def forward(self, ids: Tensor, positions: Tensor) -> Tensor:
+            hidden, one, two = self.embed(ids), positions.float(), positions * 0.5
+            for layer, given in zip(self.layers, (one, two, one), strict=True):
+                hidden = layer(hidden, given)
+            return self.head(hidden)
+
+    exported, sites = skeleton(Feeding(Layer(), Layer(), Layer()))
+    assert [s.feeds for s in sites] == [(0,), (1,), (0,)]
+    (node,) = [n for n in exported.graph.nodes if n.target is torch.ops.hydragraph.block.default]
+    assert [n.target for n in node_inputs(node)[1]] == [torch.ops.aten.to.dtype, torch.ops.aten.mul.Tensor]
 
 
 class Reads(Model):

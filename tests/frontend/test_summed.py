@@ -48,8 +48,49 @@ SUMS = {
     "weighted by token": lambda x, b: (each(x, b) / (b["position_ids"][0] + 1)).sum(),
     "mean over classes": lambda x, b: (x[0].pow(2).mean(-1) * counted(b)[0]).sum(),
     "mean over classes at last": lambda x, b: (x[0].pow(2) * counted(b)[0][:, None]).sum(0).mean(),
+    "label smoothing, a penalty and a start": lambda x, b: (
+        torch.zeros(())
+        + F.cross_entropy(x[0], b["labels"][0], ignore_index=-100, reduction="sum", label_smoothing=0.1)
+        + 1e-4 * (x.logsumexp(-1).pow(2) * counted(b)).sum()
+    ),
+    "a teacher's distribution": lambda x, b: F.kl_div(x.log_softmax(-1), x.detach().softmax(-1), reduction="sum"),
+    "a divergence of each": lambda x, b: (
+        F.kl_div(x.log_softmax(-1), x.detach().softmax(-1), reduction="none").sum(-1) * counted(b)
+    ).sum(),
+    "focal": lambda x, b: ((1 - (-each(x, b)).exp()) ** 2 * each(x, b)).sum(),
+    "classes second": lambda x, b: F.cross_entropy(x.transpose(1, 2), b["labels"], reduction="sum"),
+    "a regression": lambda x, b: F.mse_loss(x[0].sum(-1), b["labels"][0].float(), reduction="sum"),
+    "chosen": lambda x, b: -x.log_softmax(-1).gather(-1, b["labels"].clamp(min=0)[..., None]).sum(),
+    "by a mask": lambda x, b: F.cross_entropy(x[0][counted(b)[0]], b["labels"][0][counted(b)[0]], reduction="sum"),
     "by the mean of a constant": lambda x, b: each(x, b).sum() / torch.ones(3).mean(),
 }
+
+
+MIXED = {
+    "weighted by a softmax over tokens": lambda x, b: (each(x, b) * each(x, b).softmax(0)).sum(),
+    "a softmax over tokens, of [1, T, V]": lambda x, b: (x.softmax(1) * x).sum(),
+    "classes are tokens": lambda x, b: F.cross_entropy(x[..., 0], b["labels"][:, 0] * 0, reduction="sum"),
+    "the largest": lambda x, b: each(x, b).max(),
+    "the largest at last": lambda x, b: each(x, b).topk(2).values.sum(),
+    "a root of a sum": lambda x, b: each(x, b).sum().sqrt(),
+    "a product of sums": lambda x, b: each(x, b).sum() * x.sum(),
+    "divided by a sum": lambda x, b: 1.0 / (1.0 + each(x, b).sum()),
+    "a constant besides": lambda x, b: each(x, b).sum() + 0.5,
+    "less its mean": lambda x, b: (each(x, b) - each(x, b).mean()).pow(2).sum(),
+    "a running sum": lambda x, b: each(x, b).cumsum(0).sum(),
+    "each by the sum of all": lambda x, b: (x * x.sum(1, keepdim=True)).sum(),
+}
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_tokens_that_meet_in_a_loss_are_refused_by_its_graph(name: str) -> None:
+    with pytest.raises(Unsupported, match=r"Own after its last block: its loss is no sum"):
+        capture(Own(layers=1), loss=MIXED[name])
+
+
+def test_a_loss_without_the_model_is_refused() -> None:
+    with pytest.raises(Unsupported, match=r"Own: its loss is computed without its blocks"):
+        capture(Own(layers=1), loss=lambda x, b: torch.ones(3, device=x.device).sum())
 
 
 @pytest.mark.parametrize("name", MEANS)

@@ -140,9 +140,44 @@ def counted(block: Any, x: Tensor) -> Tensor:
     return x * block.count
 
 
+def on_a_node(block: Any, x: Tensor) -> Tensor:
+    if x.grad_fn is not None:
+        x.grad_fn.register_hook(lambda given, arriving: tuple(None if g is None else 2 * g for g in given))
+    return x
+
+
+def before_a_node(block: Any, x: Tensor) -> Tensor:
+    if x.grad_fn is not None:
+        x.grad_fn.register_prehook(lambda arriving: tuple(2 * g for g in arriving))
+    return x
+
+
+def on_several(block: Any, x: Tensor) -> Tensor:
+    if x.requires_grad:
+        torch.autograd.graph.register_multi_grad_hook([x], nothing)
+    return x
+
+
+def of_saved(block: Any, x: Tensor) -> Tensor:
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: 2 * t):
+        return x * x
+
+
+def inferred(block: Any, x: Tensor) -> Tensor:
+    with torch.inference_mode():
+        scale = block.down.bias.sum()
+    return x * scale.clone()
+
+
 @pytest.mark.parametrize(
     ("does", "message"),
     [
+        (on_a_node, r"layer.0: a gradient hook on a tensor"),
+        (before_a_node, r"layer.0: a gradient hook on a tensor"),
+        (on_several, r"layer.0: a gradient hook on a tensor"),
+        (of_saved, r"layer.0: hooks on what autograd saves"),
+        (inferred, r"layer.0: a torch.inference_mode\(\) region"),
+        (lambda b, x: F.batch_norm(x, None, None, training=True), r"layer.0: batch norm takes its statistics over"),
         (lambda b, x: Reversed.apply(x), r"layer.0: torch.autograd.Function Reversed, whose backward is not traced"),
         (hooked, r"layer.0: a gradient hook on a tensor"),
         (added, r"layer.0: forward changes 'seen'"),
@@ -171,11 +206,25 @@ def test_such_things_before_and_behind_the_blocks_are_refused_too() -> None:
         capture(Head(), blocks="stack")
 
 
+class Functional(nn.Module):
+    """An embedding that is called as a function."""
+
+    def __init__(self, **options: bool) -> None:
+        super().__init__()
+        self.weight, self.options = nn.Parameter(torch.randn(101, 32)), options
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return F.embedding(ids, self.weight, **self.options)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(
     ("build", "message"),
     [
         (lambda: nn.Embedding(101, 32, scale_grad_by_freq=True), "tokens: scale_grad_by_freq=True, which depends on"),
         (lambda: nn.Embedding(101, 32, max_norm=1.0), "tokens: max_norm=1.0"),
+        (lambda: nn.Embedding(101, 32, sparse=True), "tokens: sparse=True, whose gradient is no dense tensor"),
+        (lambda: Functional(scale_grad_by_freq=True), r"Own before its first block: scale_grad_by_freq=True, which co"),
+        (lambda: Functional(sparse=True), r"Own before its first block: sparse=True"),
         (lambda: torch.compile(nn.Embedding(101, 32)), "tokens: OptimizedModule, a wrapper"),
     ],
 )
@@ -289,3 +338,91 @@ def test_a_model_that_sets_numbers_of_its_blocks_is_refused_by_name() -> None:
     with pytest.raises(Unsupported, match=r"Marking: forward changes 'model\.stack\.0\.count' from \w+ to \d"):
         capture(Marking("a number"))
     assert capture(Marking("a text")).layers == 2
+
+
+class Doubled(nn.Parameter):
+    """A parameter whose products are twice as large."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = super().__torch_function__(func, types, args, kwargs or {})
+        return result * 2 if func is F.linear else result
+
+
+class Tagged(nn.Parameter):
+    """A parameter of another class that computes as all do."""
+
+
+def test_tensors_that_compute_in_a_way_of_their_own_are_refused() -> None:
+    model = own()
+    model.stack[1].down.weight = Doubled(model.stack[1].down.weight.detach())  # type: ignore[union-attr]
+    with pytest.raises(Unsupported, match=r"stack.1.down.weight: a tensor of the class Doubled, which computes"):
+        capture(model, blocks="stack")
+    model.stack[1].down.weight = Tagged(model.stack[1].down.weight.detach())  # type: ignore[union-attr]
+    capture(model, blocks="stack")
+
+
+def view_of_another(model: Any) -> None:
+    model.stack[1].down.bias = nn.Parameter(model.stack[0].up.weight.detach()[0])
+
+
+def buffer_of_a_parameter(model: Any) -> None:
+    model.register_buffer("old", model.out.weight.detach())
+
+
+def expanded(model: Any) -> None:
+    model.norm.weight = nn.Parameter(torch.ones(1).expand(32))
+
+
+@pytest.mark.parametrize("change", [view_of_another, buffer_of_a_parameter, expanded])
+def test_memory_that_a_step_would_change_twice_is_refused(change: Callable[[Any], None]) -> None:
+    model = own()
+    change(model)
+    with pytest.raises(Unsupported, match=r": it shares memory with .*; tie parameters by assigning the same"):
+        capture(model, blocks="stack")
+
+
+def test_parts_of_one_memory_that_do_not_meet_are_parameters() -> None:
+    model, flat = own(), torch.randn(64)
+    model.norm.weight, model.norm.bias = nn.Parameter(flat[:32]), nn.Parameter(flat[32:])
+    agrees(model)
+
+
+class Changing(Own):
+    """A model that does something else in each call, outside of its blocks, or looks at the whole batch."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.calls = how, [0]
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor, cu_seqlens: Tensor) -> Tensor:
+        self.calls[0] += 1
+        bounds = torch.stack([cu_seqlens[0], cu_seqlens[-1]]) if self.how == "bounds" else cu_seqlens
+        logits = super().forward(input_ids, position_ids, bounds)
+        factors = {"calls": self.calls[0], "sequences": cu_seqlens.shape[0] - 1, "tokens": cu_seqlens[-1]}
+        return logits * factors.get(self.how, 1)
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("calls", r"Changing: its forward does something else in each call"),
+        ("sequences", r"Changing after its last block: aten.mul.Tensor computes with cu_seqlens or max_length"),
+        ("tokens", r"Changing after its last block: aten.mul.Tensor computes with cu_seqlens or max_length"),
+        ("bounds", r"layer.0: its attention takes sequence bounds that are not the packed batch's"),
+    ],
+)
+def test_what_depends_on_the_call_or_on_what_is_packed_together_is_refused(how: str, message: str) -> None:
+    with pytest.raises(Unsupported, match=message):
+        capture(Changing(how), blocks="stack")
+
+
+def test_a_loss_that_does_something_else_in_each_call_is_refused() -> None:
+    calls = [0]
+
+    def warming(logits: Tensor, given: dict[str, Tensor]) -> Tensor:
+        calls[0] += 1
+        return logits.logsumexp(-1).sum() * (1 - 0.9 ** calls[0])
+
+    with pytest.raises(Unsupported, match=r"Own: its forward does something else in each call"):
+        capture(own(), blocks="stack", loss=warming)

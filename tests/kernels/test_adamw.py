@@ -7,6 +7,8 @@ from copy import deepcopy
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from hydragraph.errors import Unsupported
@@ -104,11 +106,35 @@ def _trained(make: object) -> list[Tensor]:
     return [*(p.detach() for p in parameters), *(optimizer.state[p]["exp_avg_sq"] for p in parameters)]
 
 
-def test_on_cpu_the_optimizer_is_torchs_to_the_last_bit() -> None:
-    for a, b in zip(
-        _trained(lambda p: AdamW(p, lr=0.05)), _trained(lambda p: torch.optim.AdamW(p, lr=0.05)), strict=True
-    ):
+@pytest.mark.parametrize("fused", [False, True])
+def test_on_cpu_the_optimizer_is_torchs_up_to_the_last_bit(fused: bool) -> None:
+    ours, theirs = _trained(lambda p: AdamW(p, lr=0.05)), _trained(lambda p: torch.optim.AdamW(p, lr=0.05, fused=fused))
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b, rtol=3e-7, atol=1e-9)
+
+
+def test_whole_vectors_are_torchs_own_fused_kernel_bit_by_bit() -> None:
+    found, expected = shard(64), shard(64)
+    update([found], SETTINGS[1])
+    adamw._fused([expected], SETTINGS[1])
+    for a, b in zip(found.tensors(), expected.tensors(), strict=True):
         assert torch.equal(a, b)
+
+
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=5), st.lists(st.integers(1, 3), min_size=5, max_size=5))
+def test_bits_do_not_depend_on_where_shards_begin_and_end(sizes: list[int], steps: list[int]) -> None:
+    shards = neighbours(sizes, steps[: len(sizes)])
+    alone = [
+        Shard(*(t.clone() for t in one.part(i, i + 1).tensors()), None, one.step)
+        for one in shards
+        for i in range(len(one.weight))
+    ]
+    update(shards, SETTINGS[1])
+    for one in alone:
+        update([one], SETTINGS[1])
+    for place in range(4):
+        together = torch.cat([one.tensors()[place] for one in shards])
+        assert torch.equal(together, torch.cat([one.tensors()[place] for one in alone]))
 
 
 def test_a_state_dict_goes_to_torchs_class_and_back() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from unittest import mock
 
 import pytest
 import torch
@@ -97,6 +98,57 @@ def test_tiles_and_the_reference_add_in_the_order_of_the_table(ranges: list[Rang
     assert torch.equal(tiled(found, True, source, target), expected)
     slice_copy(source, target, found, accumulate=True)
     assert torch.equal(target, expected)
+
+
+FLOATS = list(module.DTYPES)
+
+
+@given(disjoint(), st.sampled_from(FLOATS), st.sampled_from(FLOATS), st.sampled_from([0, 1, 5]), st.booleans())
+def test_memory_is_moved_as_the_reference_copies(
+    ranges: list[Range], kind: torch.dtype, to: torch.dtype, offset: int, small: bool
+) -> None:
+    source, target = (buffer[offset:] for buffer in buffers(kind, to, SIZE + offset))
+    source[::7] = float("inf")
+    expected = target.clone()
+    with mock.patch.object(module, "RUN", 7 if small else module.RUN):
+        found = table(ranges)
+        module.reference(source, expected, found, False)
+        slice_copy(source, target, found)
+    assert torch.equal(target, expected)
+
+
+@given(any_ranges(), st.sampled_from(FLOATS), st.sampled_from([torch.float32, torch.float64]), st.booleans())
+def test_memory_is_added_as_the_reference_adds(
+    ranges: list[Range], kind: torch.dtype, to: torch.dtype, small: bool
+) -> None:
+    source, target = buffers(kind, to)
+    source[::5] = -0.0
+    target[::5] = -0.0
+    expected = target.clone()
+    with mock.patch.object(module, "RUN", 7 if small else module.RUN):
+        found = table(ranges, sums=True)
+        module.reference(source, expected, found, True)
+        slice_copy(source, target, found, accumulate=True)
+    assert torch.equal(target.view(torch.int32), expected.view(torch.int32))
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_a_cast_of_a_few_far_ranges_touches_nothing_between_them(accumulate: bool) -> None:
+    ranges = [(90_000, 3, 20), (5, 40, 7), (50_001, 30, 1), (50_000, 90, 3)]
+    source, target = buffers(torch.bfloat16, torch.float32, 100_000)
+    expected = target.clone()
+    found = table(ranges)
+    module.reference(source, expected, found, accumulate)
+    slice_copy(source, target, found, accumulate=accumulate)
+    assert torch.equal(target, expected)
+
+
+def test_runs_are_ranges_side_by_side_in_the_target() -> None:
+    found = table([(50, 8, 4), (0, 0, 8), (20, 20, 5), (70, 12, 3)])
+    places = [(to.start, to.stop, [(of.start, of.stop) for _, of in parts]) for to, parts in found.runs]
+    assert places == [(0, 15, [(0, 8), (50, 54), (70, 73)]), (20, 25, [(20, 25)])]
+    summed = table([(0, 8, 4), (8, 0, 8), (16, 8, 4)], sums=True)
+    assert [(to.start, to.stop) for to, _ in summed.runs] == [(8, 12), (0, 12)]
 
 
 def test_large_ranges_are_cut_and_aligned_ones_go_wide() -> None:

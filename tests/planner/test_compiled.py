@@ -25,6 +25,7 @@ def twice(a, b):
 print(twice(3, 4), *(next(iter(f.stats.cache_hits.values()), 0) for f in (twice,)))
 """
 COLD, WARM = "14 0", "14 1"
+WAIT = "compiling the planner's search, once: up to a minute of one core; it is kept in "
 
 
 def call(folder: Path, **environment: str) -> tuple[str, list[str]]:
@@ -48,7 +49,9 @@ def call(folder: Path, **environment: str) -> tuple[str, list[str]]:
 def warm(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder whose cache is filled."""
     folder = tmp_path_factory.mktemp("warm")
-    assert call(folder) == (COLD, [])
+    printed, lines = call(folder)
+    assert printed == COLD
+    assert [line.startswith(f"{WAIT}{folder / 'cache'}") for line in lines] == [True]
     assert call(folder) == (WARM, [])
     return folder
 

@@ -39,6 +39,25 @@ def test_plans_made_ahead_are_those_made_now(caplog: pytest.LogCaptureFixture) -
         planner.close()
 
 
+def test_a_request_that_changes_changes_plans_that_were_made_already() -> None:
+    service = PlanService(SETTING, workers=1, ahead=2)
+    changed = SETTING.only(0)
+    try:
+        first, second = BATCHES[:2]
+        assert service.submit(first)
+        assert service.submit(second)
+        assert service.take(first, PATIENCE_S) is not None
+        assert service.submit(first)
+        service.change(changed)
+        for batch in (first, second):
+            found = service.take(batch, PATIENCE_S)
+            assert found is not None
+            assert found.choice == answer(changed, batch).choice
+        assert service.replaced == 0
+    finally:
+        service.close()
+
+
 def test_a_dead_worker_is_replaced_and_its_mini_batch_planned(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "hydragraph")
     service = PlanService(SETTING, workers=1, ahead=3)

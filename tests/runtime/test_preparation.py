@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -96,8 +97,8 @@ def killed() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def a_closure() -> Callable[[], None]:
-    return lambda: None
+def a_lock() -> object:
+    return threading.Lock()
 
 
 def asleep() -> None:
@@ -113,9 +114,9 @@ def run(prepared: None) -> None:
     [
         (boom, KeyError, "boom"),
         (killed, RuntimeError, "the process that prepares for ranks was killed by signal 9"),
-        (a_closure, ValueError, "what `prepare` returned cannot be sent to ranks .*closure"),
+        (a_lock, ValueError, "what `prepare` returned cannot be sent to ranks .*lock"),
     ],
-    ids=["raises", "dies", "returns a closure"],
+    ids=["raises", "dies", "returns a lock"],
 )
 def test_preparing_fails(prepare: Callable[[], None], error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=text):

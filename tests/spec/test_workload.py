@@ -69,7 +69,7 @@ def test_labels_are_given_once() -> None:
             {"input_ids": IDS, "teacher": TEACHER[:, :1]},
             "teacher is torch.float64 [3, 1]; pass torch.float64 [tokens, 2]",
         ),
-        ({"input_ids": IDS, "weight": [1, 2, 3]}, "weight is list; pass"),
+        ({"input_ids": IDS, "weight": [1, 2, 3]}, "weight is list ([1, 2, 3]); pass"),
     ],
 )
 def test_tensors_of_other_forms_are_refused(given: dict[str, Tensor], message: str) -> None:

@@ -58,7 +58,7 @@ def test_yaml_takes_off_for_false(tmp_path: Path) -> None:
         ("steps", 0, "steps is 0"),
         ("steps", True, "steps is True"),
         ("strategies", [], "strategies is "),
-        ("strategies", "<tp1,pp1>", "strategies is "),
+        ("strategies", 3, "strategies is "),
         ("data.paths", "texts", "data: paths is 'texts'"),
         ("data.heldout", 1.0, "data: heldout is 1.0"),
         ("data.heldout", 0.0, "evaluate_every needs held-out documents"),
@@ -68,6 +68,9 @@ def test_yaml_takes_off_for_false(tmp_path: Path) -> None:
         ("model.path", "somewhere", "model: give either architecture"),
         ("model.config", [1], "model: config is"),
         ("max_grad_norm", float("nan"), "max_grad_norm is nan"),
+        ("plan", {"cluster": "c.yaml"}, "plan: cluster is 'c.yaml' without a profile: give the profile, too"),
+        ("plan", {"health": "h.yaml"}, "plan: health is 'h.yaml' without a cluster: give the cluster, too"),
+        ("plan", {"cluster": "c.yaml", "profile": "p.json"}, "plan: cluster is 'c.yaml': set choose: true"),
         ("home", {"shares": [1, -1]}, "home: shares: rank 1 has -1"),
         ("home", {"share": [1, 1]}, "home: unknown field 'share': did you mean 'shares'"),
         ("home", "3,1 copies=3", "home '3,1 copies=3': copies is 3"),
@@ -144,3 +147,23 @@ def test_the_demo_is_a_config_for_four_ranks() -> None:
     config = TrainConfig.load(DEMO)
     assert config.ranks == 4
     assert len(set(config.strategies)) == 3
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"elastic.replan": True}, "elastic.replan needs plan"),
+        ({"elastic.dry_run": True}, "elastic: dry_run is about replan"),
+        ({"elastic.monitor": "yes please"}, "elastic: monitor is 'yes please'"),
+        ({"elastic.enter": 1.05}, "elastic: enter is 1.05, leave is 1.1: give 1 < leave < enter"),
+    ],
+)
+def test_what_a_run_does_about_slow_ranks_is_checked(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        TrainConfig.load(write(tmp_path, changes))
+
+
+def test_replanning_watches_too(tmp_path: Path) -> None:
+    plan = {"choose": True, "profile": "profile.json"}
+    assert TrainConfig.load(write(tmp_path, {"elastic.replan": True, "plan": plan})).elastic.on
+    assert not TrainConfig.load(write(tmp_path, {})).elastic.on

@@ -11,14 +11,16 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from hydragraph.cost.costs import Costs
 from hydragraph.runtime.stopping import Stopping
 from hydragraph.spec.record import from_record
 from hydragraph.train import loop
-from hydragraph.train.config import TrainConfig
+from hydragraph.train.config import PlanConfig, TrainConfig
 from hydragraph.train.data import evaluation_batches, open_tokens, prepare
 from hydragraph.train.folder import Checkpoint
 from hydragraph.train.loop import train
 from hydragraph.train.metrics import Metrics, read_metrics
+from tests.cost import priced
 from tests.train.plain import PlainExecutor, Watched, compile_plain, settings
 
 
@@ -137,7 +139,7 @@ def test_refuses_strategies_before_it_touches_the_folder(tmp_path: Path, changes
     with pytest.raises(ValueError, match="strategies") as caught:
         train(config(tmp_path, **changes), "new", compile_plain, Watched())
     assert sentence in str(caught.value)
-    assert {path.name for path in (tmp_path / "run").iterdir()} == {"data"}
+    assert not list((tmp_path / "run").iterdir()), "data was prepared for a run that cannot be"
 
 
 def test_refuses_a_damaged_corpus_before_it_touches_the_folder(tmp_path: Path) -> None:
@@ -273,3 +275,28 @@ def test_an_output_that_cannot_be_written_is_refused_before_anything_is_done(
     with pytest.raises(OSError, match=r"run cannot be written \(.* is read-only here\): choose another output"):
         train(config(tmp_path), "new", compile_plain, Watched())
     assert not (tmp_path / "run").exists()
+
+
+CLUSTER = """
+types:
+  fast: {flops_per_s: 1e15, memory_bytes: 1e9, memory_bytes_per_s: 1e12}
+  slow: {flops_per_s: 4e14, memory_bytes: 1e9, memory_bytes_per_s: 1e12}
+nodes:
+  - {type: fast, devices: 2, inner: {bytes_per_s: 1e12, latency_s: 0}, outer: {bytes_per_s: 1e11, latency_s: 0}}
+  - {type: slow, devices: 2, inner: {bytes_per_s: 1e12, latency_s: 0}, outer: {bytes_per_s: 1e11, latency_s: 0}}
+"""
+
+
+def test_sequences_are_assigned_by_the_cluster_that_was_planned_with(tmp_path: Path) -> None:
+    profile = priced.costs(4, priced.mixed()).profile
+    profile.save(tmp_path / "both.json")
+    (tmp_path / "cluster.yaml").write_text(CLUSTER)
+    (tmp_path / "health.yaml").write_text("{1: 2.57}")
+    names = {name: str(tmp_path / f"{name}.yaml") for name in ("cluster", "health")}
+    plan = PlanConfig(choose=True, profile=str(tmp_path / "both.json"), **names)  # type: ignore[arg-type]
+    found = loop._measured(plan)
+    assert isinstance(found, Costs)
+    assert list(found.cluster.types) == ["fast", "slow"]
+    assert found.rate(1) == 2.57 * found.rate(0)
+    assert loop._measured(replace(plan, cluster=None, health=None)) == profile
+    assert loop._measured(PlanConfig()) is None

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hydragraph.elastic.events import Event
 from hydragraph.train.metrics import Metrics
 from hydragraph.train.picture import smoothed, write_picture
 
@@ -28,6 +29,23 @@ def test_writes_a_png_and_nothing_else(tmp_path: Path, steps: int) -> None:
     image = pytest.importorskip("matplotlib.image").imread(tmp_path / "loss.png")
     assert image.shape[0] > 300
     assert image.std() > 0.01, "something is drawn"
+
+
+def test_what_happened_to_ranks_is_marked(tmp_path: Path) -> None:
+    image = pytest.importorskip("matplotlib.image")
+    history = [replace(STEP, step=i) for i in range(1, 30)]
+    events = [
+        Event(9, "straggler", (1,), 0.0, ""),
+        Event(11, "switch", (1,), 0.0, ""),
+        Event(20, "recovered", (1,), 0.0, ""),
+    ]
+    dry = [replace(event, done=False) for event in events]
+    pictures = []
+    for name, marked in (("plain", []), ("dry", dry), ("marked", events)):
+        write_picture(history, tmp_path / f"{name}.png", marked)
+        pictures.append(image.imread(tmp_path / f"{name}.png"))
+    assert (pictures[0] == pictures[1]).all(), "what was not done is no mark"
+    assert (pictures[0] != pictures[2]).any()
 
 
 def test_smoothing_a_constant_changes_nothing() -> None:

@@ -24,8 +24,8 @@ from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
 
-from hydragraph.cost.costs import Costs
-from hydragraph.cost.footprint import MicroBatch
+from hydragraph.cost.costs import Costs, micro_batches_of
+from hydragraph.cost.footprint import Footprint, MicroBatch
 from hydragraph.cost.messages import GRADIENT_BYTES, WEIGHT_BYTES
 from hydragraph.errors import Unsupported
 from hydragraph.planner.metis.cluster import Cluster, DeviceType
@@ -104,6 +104,7 @@ def staged(costs: Costs, sequences: int, length: int, order: Order = "memory") -
     """
     devices = Devices(costs)
     plans: dict[tuple[Pipeline, ...], Staged] = {}
+    laid: dict[object, Staged] = {}  # searches with other numbers of micro-batches in flight often find the same
     for recompute in (False, True):
         layers = _layers(costs, devices, sequences, length, recompute)
         if {kind for kind, _, _ in layers} != set(devices.cluster.counts):
@@ -114,7 +115,10 @@ def staged(costs: Costs, sequences: int, length: int, order: Order = "memory") -
             found = _found(Problem(profile, devices.cluster, sequences, largest, per_rank=True), order)
             if found is None:
                 continue  # nothing fits with so many micro-batches in flight; with fewer something may
-            plan = laid_out(costs, devices, found, length, recompute)
+            key = (found.types, found.groups, found.degrees, found.layers, found.batches, recompute)
+            if key not in laid:
+                laid[key] = laid_out(costs, devices, found, length, recompute)
+            plan = laid[key]
             if _fits(costs, plan, flying):
                 plans.setdefault(plan.pipelines, plan)
     if not plans:
@@ -242,16 +246,21 @@ def _measured(costs: Costs, stage: Stage, lengths: list[int]) -> list[_Layer]:
 
 def _one(costs: Costs, stage: Stage, span: tuple[int, int], lengths: list[int]) -> _Layer:
     pieces = costs.pieces(costs.cluster.type_of(stage.devices[0]), stage.kind)
-    batch = MicroBatch(sum(lengths), len(lengths))
+    # What micro-batches keep is a line over equal sequences: graphs are looked at for one and for two of them.
+    one, two = (MicroBatch(n * lengths[0], n) for n in (1, 2))
     state = 0.0
     kept = 0.0
     for at in range(*span):
         piece = pieces[costs.profile.blocks[at]]
         state += costs.sizes.itemsize * piece.parameters + GRADIENT_BYTES * (piece.parameters - piece.frozen)
-        held = costs.blocks.footprint(costs.outline.blocks[at], StagePart(stage.kind, 0), batch)
-        kept += held.saved + held.output
+        each, both = (costs.blocks.footprint(costs.outline.blocks[at], StagePart(stage.kind, 0), n) for n in (one, two))
+        kept += _kept(each) + (len(lengths) - 1) * (_kept(both) - _kept(each))
     several = 1 + _MESSAGES if costs.ranks > 1 else 1.0
     return _Layer(sum(costs.stage(stage, span).seconds(lengths)), several * state, kept)
+
+
+def _kept(held: Footprint) -> int:
+    return held.saved + held.output
 
 
 def _profile(
@@ -309,8 +318,27 @@ def laid_out(costs: Costs, devices: Devices, found: Found, length: int, recomput
         strategy = Strategy(pipelines)
     except ValueError:
         return Staged(found, pipelines, assignment, None, ())
-    memory = tuple(each.total for each in costs.memory(strategy, assignment))
+    memory = _memory(costs, strategy, assignment)
     return Staged(found, pipelines, assignment, costs.seconds(strategy, assignment), memory)
+
+
+def _memory(costs: Costs, strategy: Strategy, assignment: Assignment) -> tuple[int, ...]:
+    """Return the bytes that each rank holds when it holds most; ranks in the same place of a plan are walked once."""
+    batches = micro_batches_of(strategy, assignment)
+    places: dict[int, list[tuple[int, int]]] = {rank: [] for rank in range(costs.ranks)}
+    for pipeline, mine in zip(strategy.pipelines, batches, strict=True):
+        for position, stage in enumerate(pipeline.stages):
+            # Once a pipeline is full, further micro-batches change nothing.
+            for rank in stage.devices:
+                places[rank].append((position, min(len(mine), len(pipeline.stages) + 1)))
+    known: dict[object, int] = {}
+    found = []
+    for rank in range(costs.ranks):
+        key = (tuple(places[rank]), costs.cluster.type_of(rank), costs.owned(rank))
+        if key not in known:
+            known[key] = costs.walk(strategy, batches, rank).peak().total
+        found.append(known[key])
+    return tuple(found)
 
 
 def _assigned(batch: int, together: int, seconds: Sequence[float], length: int) -> Assignment:

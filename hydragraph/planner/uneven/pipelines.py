@@ -111,6 +111,17 @@ class Bench:
         self._rows: dict[tuple[int, bool, bool, int], tuple[list[float], list[float], list[int]]] = {}
         self.speed = [1 / (form.rate * min(o.layer_s for o in self._options[i])) for i, form in enumerate(self.forms)]
 
+    @property
+    def memory(self) -> tuple[float, ...]:
+        """Bytes that a rank of each form has beside its share of the state."""
+        return self._memory
+
+    @property
+    def least_bytes(self) -> float:
+        """Bytes of a rank of every stage that a pipeline needs at least: all layers, one micro-batch in flight."""
+        options = [option for every in self._options for option in every]
+        return self.layers * min(option.state_bytes + option.kept_bytes for option in options)
+
     def lay(self, multiset: Multiset, count: int) -> Laid:
         """Return a multiset as a pipeline of about so many micro-batches."""
         key = (multiset, min(count, 4 * len(multiset)))
@@ -226,7 +237,7 @@ class Bench:
         for each in laid:
             ends = np.concatenate(([0], np.cumsum(each.layers)))
             passing = until[ends[1:]] - until[ends[:-1]]
-            alone = [float(sum(part)) for part in np.split(each.passing_s, ends[1:-1])]
+            alone = np.add.reduceat(each.passing_s, ends[:-1]).tolist()
             found.append(self._exposed(each.stages_s, passing.tolist()) - self._exposed(each.stages_s, alone))
         return found
 

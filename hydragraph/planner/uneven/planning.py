@@ -6,10 +6,12 @@ with their assignment, owners and memory. The one that ends first is the plan; w
 
 from __future__ import annotations
 
+import gc
 import math
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -20,24 +22,18 @@ from hydragraph.ir.link import copy
 from hydragraph.planner.metis.staging import Staged, staged
 from hydragraph.planner.uneven.bound import bound as bound_of
 from hydragraph.planner.uneven.explaining import Rival, explanation
+from hydragraph.planner.uneven.finalists import Proposal, finalists, proposals
 from hydragraph.planner.uneven.prices import state_bytes
-from hydragraph.planner.uneven.searching import MIXED, STRAGGLER, TOGETHER, Way, search
-from hydragraph.planner.uneven.settle import (
-    Candidate,
-    Settled,
-    Shortage,
-    settle,
-    settle_varying,
-    share_out,
-    simulated,
-    strategies_of,
-)
+from hydragraph.planner.uneven.searching import MIXED, PUBLISHED, STRAGGLER, TOGETHER, Way, search, sizes_of
+from hydragraph.planner.uneven.settle import Candidate, Settled, Shortage, settle_varying, simulated, strategies_of
+from hydragraph.planner.uneven.simple import Simple, simple
 from hydragraph.planner.workload import Workload
 from hydragraph.spec.assignment import Assignment
 from hydragraph.spec.home import Home
 from hydragraph.spec.strategy import Strategy
 
 Method = Literal["auto", "mixed", "search", "straggler"]
+Solver = Literal["scip"]
 WAYS: dict[str, tuple[Way, ...]] = {
     "mixed": (MIXED,),
     "straggler": (STRAGGLER,),
@@ -48,9 +44,8 @@ WAYS: dict[str, tuple[Way, ...]] = {
 # Candidates of each way that are looked at exactly, unlike one another, and of each shape at most.
 SETTLED = 6
 ALIKE = 1
-# Ranks up to which three plans are simulated, and up to which two are.
-FEW = 16
-MANY = 64
+# Ranks up to which Metis's search is among all ways.
+FEW = 64
 # Plans of Metis's search that are looked at.
 STAGED = 2
 # Plans within this part of the best count as equally good; the one that moves fewest bytes is taken.
@@ -118,6 +113,7 @@ def plan(
     running: Plan | Strategy | None = None,
     deadline_s: float | None = None,
     seed: int = 0,
+    solver: Solver | None = None,
 ) -> Plan:
     """Plan devices that differ by type, memory, or how fast they are today.
 
@@ -125,36 +121,79 @@ def plan(
         costs: profile of the model for every type of device, the cluster, and its health.
         workload: of one iteration.
         method: "mixed" for types of devices (AutoHet), "search" for stages whose data parallelism differs (Metis),
-            "straggler" for rates (Malleus), "auto" for all at once (Metis's search up to 16 ranks only: it takes long).
+            "straggler" for rates (Malleus), "auto" for all at once (Metis's search up to
+            64 ranks and without a deadline only: among so many it takes ten seconds).
         running: what runs now; among plans that are nearly as good, that which moves fewest bytes is taken.
         deadline_s: after so many seconds the best plan so far is returned; None: the search ends by itself, and equal
             arguments give equal plans.
         seed: of what is drawn; nothing is, today.
+        solver: "scip" groups devices into pipelines as AutoHet published it (its equation 3, through cvxpy), instead
+            of our search; for method "mixed" and few devices.
 
     Returns:
         the plan.
 
     Raises:
         Unsupported: nothing fits (how far off, and what would help), a type was not measured, or all devices are lost.
-        ValueError: there is no such method.
+        ValueError: there is no such method or solver.
     """
     if method not in get_args(Method):
         raise ValueError(f"method is {method!r}: use {', '.join(map(repr, get_args(Method)))}")
     del seed
+    if solver not in (None, *get_args(Solver)):
+        raise ValueError(f"solver is {solver!r}: use {', '.join(map(repr, get_args(Solver)))}, or none")
+    if solver is not None and method != "mixed":
+        raise ValueError(
+            f'solver {solver!r} groups devices of several types: use it with method="mixed", not {method!r}'
+        )
+    with _uncollected():
+        return _plan(costs, workload, method, running, deadline_s, WAYS[method] if solver is None else (PUBLISHED,))
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Keep the garbage collector from looking through all of a program's objects for planning's many small ones."""
+    before = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if before:
+            gc.enable()
+
+
+def _plan(
+    costs: Costs,
+    workload: Workload,
+    method: Method,
+    running: Plan | Strategy | None,
+    deadline_s: float | None,
+    ways: Sequence[Way],
+) -> Plan:
     began = time.monotonic()
     _check_copies(costs)
     until = None if deadline_s is None else began + deadline_s
     typical = workload.typical
     candidates = [
         candidate
-        for way in WAYS[method]
+        for way in ways
         for reach in _reaches(workload)
         for candidate in _unlike(search(costs, typical.sequences, typical.length, way, reach=reach, until=until))
     ]
-    # Among many ranks its search takes a minute, so there it has to be asked for.
+    # Among more ranks its search takes long, so there it has to be asked for.
     searched = method == "search" or (method == "auto" and until is None and costs.ranks <= FEW)
     stages = _staged(costs, typical, method) if searched else []
-    settled, short = _settled(costs, workload, candidates, stages, until)
+    # What was published has no such candidates.
+    plain = [] if PUBLISHED in ways else _simple(costs, workload)
+    if workload.lengths:
+        settled, short = _varying(costs, workload, _origins(candidates, stages, plain), until)
+        passed: Sequence[Proposal] = ()
+    else:
+        found = proposals(costs, workload.batches[0], candidates, stages, plain)
+        last = finalists(costs, found, NEAR if running is not None else 0.0, until)
+        settled = list(last.settled)
+        passed = last.passed
+        short = list(last.short)
     # Where lengths vary, a strategy that does not take the longest sequence can still be a candidate for others.
     able = [each for each in settled if math.isfinite(each.seconds)]
     if not able:
@@ -165,7 +204,9 @@ def plan(
     best = min(each.seconds for each in able)
     near = [each for each in able if each.seconds <= best * (1 + NEAR if running is not None else 1)]
     chosen = min(near, key=lambda each: (moved[each.strategy], each.strategy != before, each.seconds))
-    rivals = _rivals(chosen, settled, short)
+    if not chosen.simulated and until is None and not workload.lengths:
+        chosen = simulated(costs, chosen)
+    rivals = _rivals(chosen, settled, passed, short)
     least = bound_of(costs, workload.batches)
     limits = tuple(costs.memory_of(rank) for rank in range(costs.ranks))
     took = time.monotonic() - began
@@ -231,61 +272,6 @@ def _staged(costs: Costs, typical: Workload, method: Method) -> list[Staged]:
     return [each for each in found if each.seconds is not None][:STAGED]
 
 
-def _settled(
-    costs: Costs,
-    workload: Workload,
-    candidates: Sequence[Candidate],
-    stages: Sequence[Staged],
-    until: float | None,
-) -> tuple[list[Settled], list[Shortage]]:
-    """Return candidates that fit, the best of them simulated where there is time; and those that do not fit."""
-    placed: dict[Strategy, Candidate] = {}
-    for candidate in sorted(candidates, key=lambda each: each.seconds):
-        placed.setdefault(strategies_of(candidate)[0], candidate)
-    origins = {strategy: candidate.origin for strategy, candidate in placed.items()}
-    for each in stages:
-        origins.setdefault(each.strategy, "search")
-    if workload.lengths:
-        return _varying(costs, workload, origins, until)
-    expected = [(each.seconds or math.inf, each.strategy, each.assignment) for each in stages]
-    for strategy, candidate in placed.items():
-        assignment, last = share_out(costs, strategy, workload.batches[0], candidate.together)
-        expected.append((last + candidate.exposed_s(), strategy, assignment))
-    settled: list[Settled] = []
-    short: list[Shortage] = []
-    for seconds, strategy, assignment in sorted(expected, key=lambda each: each[0]):
-        # Whatever the deadline, there is a plan if anything fits.
-        if settled and (len(settled) >= SETTLED or (until is not None and time.monotonic() > until)):
-            break
-        found = settle(costs, strategy, assignment, origins[strategy], seconds)
-        if isinstance(found, Shortage):
-            short.append(found)
-        else:
-            settled.append(found)
-    if until is None and settled:
-        settled = [simulated(costs, each) for each in settled[: _simulations(costs)]]
-        best = min(settled, key=lambda each: each.seconds)
-        if best.strategy in placed:
-            settled += _across(costs, workload, placed[best.strategy])
-    return settled, short
-
-
-def _simulations(costs: Costs) -> int:
-    """Return how many plans are simulated: fewer where that takes longer."""
-    return 3 if costs.ranks <= FEW else 2 if costs.ranks <= MANY else 1
-
-
-def _across(costs: Costs, workload: Workload, candidate: Candidate) -> list[Settled]:
-    """Return a candidate with its stages across nodes instead, where it is few ranks' time to simulate."""
-    found = []
-    for strategy in strategies_of(candidate)[1:] if costs.ranks <= FEW else []:
-        assignment, last = share_out(costs, strategy, workload.batches[0], candidate.together)
-        other = settle(costs, strategy, assignment, candidate.origin, last)
-        if isinstance(other, Settled):
-            found.append(simulated(costs, other))
-    return found
-
-
 def _varying(
     costs: Costs, workload: Workload, origins: Mapping[Strategy, str], until: float | None
 ) -> tuple[list[Settled], list[Shortage]]:
@@ -302,13 +288,37 @@ def _varying(
     return settled, short
 
 
-def _rivals(chosen: Settled, settled: Sequence[Settled], short: Sequence[Shortage]) -> tuple[Rival, ...]:
+def _simple(costs: Costs, workload: Workload) -> list[Simple]:
+    typical = workload.typical
+    sizes, _ = sizes_of(costs, typical.sequences, typical.length)
+    return simple(costs, typical.sequences, typical.length, sizes, _reaches(workload)[0])
+
+
+def _origins(candidates: Sequence[Candidate], stages: Sequence[Staged], plain: Sequence[Simple]) -> dict[Strategy, str]:
+    """Return strategies, the most promising first, and which way of searching each came from."""
+    found: dict[Strategy, str] = {}
+    for candidate in sorted(candidates, key=lambda each: each.seconds):
+        found.setdefault(strategies_of(candidate)[0], candidate.origin)
+    for each in stages:
+        found.setdefault(each.strategy, "search")
+    for one in plain:
+        found.setdefault(one.strategy, "simple")
+    return found
+
+
+def _rivals(
+    chosen: Settled, settled: Sequence[Settled], passed: Sequence[Proposal], short: Sequence[Shortage]
+) -> tuple[Rival, ...]:
     rivals = []
     for each in sorted(settled, key=lambda one: one.seconds):
         if each.strategy != chosen.strategy:
             more = each.seconds / chosen.seconds - 1
             why = f"takes {more:.1%} longer" if more >= 0 else f"saves {-more:.1%}, but moves more"
             rivals.append(Rival(each.strategy, each.seconds, each.origin, why))
+    for proposal in passed:
+        more = proposal.expected_s / chosen.seconds - 1
+        why = f"would take about {more:.1%} longer" if more >= 0 else "was not looked at exactly: time was over"
+        rivals.append(Rival(proposal.strategy, proposal.expected_s, proposal.origin, why))
     rivals += [Rival(each.strategy, math.inf, "", f"does not fit: {each}") for each in short]
     return tuple(rivals)
 

@@ -43,6 +43,10 @@ PATTERNS = 5_000_000
 _SAME = 1e-9
 
 
+class NothingHolds(Unsupported):
+    """All entities together have less memory than the model needs."""
+
+
 @dataclass(frozen=True)
 class Kind:
     """Entities that are interchangeable.
@@ -138,7 +142,7 @@ def _check(kinds: Sequence[Kind], micro_batches: int, least_memory: float) -> No
         raise ValueError(f"micro_batches is {micro_batches}, least_memory {least_memory}: give numbers above 0")
     there = sum(k.memory * k.count for k in kinds)
     if there < least_memory:
-        raise Unsupported(
+        raise NothingHolds(
             f"the model needs {least_memory / 1e9:.3g} GB, all devices together have {there / 1e9:.3g} GB",
             where="grouping by effective computing power",
             remedy="add devices, or shorten the sequences",
@@ -229,9 +233,9 @@ def most_power_by_scip(kinds: Sequence[Kind], micro_batches: int, least_memory: 
 
     The product (sum_j y_j) z is linear for a given number of groups, so each number is solved by itself; z x_ij, which
     the bubble ratio brings in, is linear by w_ij = z x_ij with sum_j w_ij = z. Args, returns and errors are
-    `most_power`'s; small instances only.
+    `most_power`'s, and `Unsupported` where cvxpy or SCIP is not installed; small instances only.
     """
-    cvxpy: Any = importlib.import_module("cvxpy")  # only this needs it
+    cvxpy = _with_scip()
     _check(kinds, micro_batches, least_memory)
     powers = np.array([k.power for k in kinds for _ in range(k.count)])
     memories = np.array([k.memory for k in kinds for _ in range(k.count)])
@@ -261,6 +265,22 @@ def most_power_by_scip(kinds: Sequence[Kind], micro_batches: int, least_memory: 
             best = groups
             value = value_of(kinds, groups, micro_batches)
     return Grouping(best, value, value)
+
+
+def _with_scip() -> Any:
+    """Return cvxpy, which only this needs."""
+    try:
+        cvxpy: Any = importlib.import_module("cvxpy")
+        known = "SCIP" in cvxpy.installed_solvers()
+    except ImportError:
+        known = False
+    if not known:
+        raise Unsupported(
+            'solver "scip" solves the grouping as it was published through cvxpy with SCIP, which is not installed',
+            where="grouping by effective computing power",
+            remedy="pip install 'hydragraph[exact]', or plan without a solver",
+        )
+    return cvxpy
 
 
 def _counted(kinds: Sequence[Kind], chosen: NDArray[np.int64]) -> tuple[tuple[int, ...], ...]:

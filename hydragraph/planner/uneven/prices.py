@@ -7,6 +7,7 @@ What the search finds is priced exactly afterwards (`settle`).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -77,7 +78,7 @@ class Prices:
     """
 
     def __init__(self, costs: Costs, lengths: Sequence[int], reach: int = 0) -> None:
-        self.costs = costs.changed(health=Health())
+        self.costs = costs.changed(health=Health()) if any(True for _ in costs.health) else costs
         self.lengths = tuple(lengths)
         self._held = MicroBatch(max(reach, sum(lengths)), max(1, len(lengths)))
         self.layers = costs.outline.layers
@@ -177,3 +178,10 @@ def state_bytes(costs: Costs) -> float:
     learning = sum(bucket.size for bucket in costs.buckets if bucket.learns)
     frozen = sum(bucket.size for bucket in costs.buckets) - learning
     return float((costs.state_bytes + GRADIENT_BYTES) * learning + WEIGHT_BYTES * frozen)
+
+
+def reserves(costs: Costs) -> dict[int, float]:
+    """Return bytes of the state on every rank that is not lost, if it were shared in proportion to memory."""
+    usable = {r: costs.memory_of(r) for r in range(costs.ranks) if math.isfinite(costs.health.rate(r))}
+    part = costs.home.copies * state_bytes(costs) / sum(usable.values())
+    return {rank: part * memory for rank, memory in usable.items()}

@@ -12,7 +12,8 @@ from hydragraph.cost.costs import Costs
 from hydragraph.errors import Unsupported
 from hydragraph.planner.uneven.groups import Group, forms_of, groupings, nodes_of
 from hydragraph.planner.uneven.pipelines import Bench, Partition, numbers
-from hydragraph.planner.uneven.prices import SAFETY, Prices, state_bytes
+from hydragraph.planner.uneven.power import Kind, NothingHolds, most_power_by_scip
+from hydragraph.planner.uneven.prices import SAFETY, Prices, reserves
 from hydragraph.planner.uneven.settle import Candidate
 
 # Of the partitions that were priced, how many are improved by exchanges.
@@ -36,15 +37,18 @@ class Way:
         name: for explanations.
         split: whether nodes with stragglers are split into groups of different sizes.
         symmetric: whether all types of devices have one tensor-parallel degree.
+        published: whether groups become pipelines by AutoHet's equation 3 as it stands, solved by SCIP, and stay so.
     """
 
     name: str
     split: bool
     symmetric: bool
+    published: bool = False
 
 
 MIXED = Way("mixed", split=False, symmetric=False)
 STRAGGLER = Way("straggler", split=True, symmetric=True)
+PUBLISHED = Way("scip", split=False, symmetric=True, published=True)
 TOGETHER = Way("auto", split=True, symmetric=False)
 
 
@@ -71,11 +75,11 @@ def search(
     nodes = nodes_of(costs, ranks)
     if not nodes:
         raise Unsupported("all devices are lost", where="plan", remedy="give a health in which some rank still runs")
-    reserve = _reserve(costs)
+    reserve = reserves(costs)
     best = math.inf
     # Of partitions that are much alike the best is kept: what is settled later should differ.
     found: dict[object, Candidate] = {}
-    sizes, useful = _sizes(costs, sequences, length)
+    sizes, useful = sizes_of(costs, sequences, length)
     for together in sizes:
         before = best
         lengths = [length] * together
@@ -87,7 +91,7 @@ def search(
             # All groups busy all the time is a bound on what this grouping can give.
             if micro_batches * bench.layers / sum(bench.speed[i] * n for i, n in counts.items()) > WITHIN * best:
                 continue
-            for partition in _partitions(bench, counts):
+            for partition in _published(bench, counts) if way.published else _partitions(bench, counts):
                 if until is not None and time.monotonic() > until and found:
                     break
                 if partition.seconds > WITHIN * best or not math.isfinite(partition.seconds):
@@ -100,7 +104,8 @@ def search(
         if together > max(useful, 2) and best >= before:
             break
     first = sorted(found.values(), key=lambda candidate: candidate.seconds)[:KEPT]
-    better = [_improved(candidate) for candidate in first[:IMPROVED] if until is None or time.monotonic() < until]
+    gaining = [] if way.published else first[:IMPROVED]
+    better = [_improved(candidate) for candidate in gaining if until is None or time.monotonic() < until]
     return sorted([*better, *first], key=lambda candidate: candidate.seconds)
 
 
@@ -114,6 +119,22 @@ def _partitions(bench: Bench, counts: dict[int, int]) -> Iterator[Partition]:
         for number in numbers(sum(used.values()), bench.micro_batches, bench.layers):
             for start in bench.starts(used, number):
                 yield Partition(tuple(sorted(start.items())), idle, bench.price(start))
+
+
+def _published(bench: Bench, counts: dict[int, int]) -> Iterator[Partition]:
+    """Yield the partition with the most effective computing power, as AutoHet's equation 3 has it; none may fit."""
+    forms = sorted(counts)
+    kinds = [Kind(bench.speed[i], bench.memory[i], counts[i]) for i in forms]
+    if min(kind.memory for kind in kinds) <= 0:
+        return
+    try:
+        found = most_power_by_scip(kinds, bench.micro_batches, bench.least_bytes)
+    except NothingHolds:
+        return
+    pipelines = Counter(
+        tuple(sorted(form for form, n in zip(forms, group, strict=True) for _ in range(n))) for group in found.groups
+    )
+    yield Partition(tuple(sorted(pipelines.items())), (), bench.price(pipelines))
 
 
 def _improved(candidate: Candidate) -> Candidate:
@@ -132,14 +153,7 @@ def _bench(
     return Bench(prices, forms, [free[form] for form in forms], micro_batches, alone=costs.ranks == 1)
 
 
-def _reserve(costs: Costs) -> dict[int, float]:
-    """Return bytes of the state on every rank, if it were shared in proportion to memory."""
-    usable = {r: costs.memory_of(r) for r in range(costs.ranks) if math.isfinite(costs.health.rate(r))}
-    total = costs.home.copies * state_bytes(costs)
-    return {rank: total * memory / sum(usable.values()) for rank, memory in usable.items()}
-
-
-def _sizes(costs: Costs, sequences: int, length: int) -> tuple[list[int], int]:
+def sizes_of(costs: Costs, sequences: int, length: int) -> tuple[list[int], int]:
     """Return how many sequences a micro-batch may have, and below which number each is tried whatever it gains."""
     useful = max(max(profile.util.values(), default=1) for profile in costs.profiles)
     sizes = [1]

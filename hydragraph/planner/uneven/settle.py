@@ -155,7 +155,7 @@ class Ends:
         self._alike: list[int] = []
         known: dict[object, int] = {}
         for pipeline in strategy.pipelines:
-            form = _form(costs, pipeline)
+            form = form_of(costs, pipeline)
             if form not in known:
                 known[form] = len(self._parts)
                 self._parts.append(costs.stages(pipeline))
@@ -198,8 +198,8 @@ class Ends:
         return counts
 
 
-def _form(costs: Costs, pipeline: Pipeline) -> object:
-    """Return what decides a pipeline's seconds: types, rates and links of its stages' ranks."""
+def form_of(costs: Costs, pipeline: Pipeline) -> object:
+    """Return what decides a pipeline's seconds: types, rates and links of ranks. Those of one form are priced once."""
     cluster = costs.cluster
     stages = []
     for i, stage in enumerate(pipeline.stages):
@@ -290,7 +290,7 @@ def _priced(costs: Costs, strategy: Strategy) -> Sequence[PipelineCost]:
     known: dict[object, PipelineCost] = {}
     found = []
     for pipeline in strategy.pipelines:
-        form = _form(costs, pipeline)
+        form = form_of(costs, pipeline)
         if form not in known:
             known[form] = costs.pipeline(pipeline, strategy.schedule)
         found.append(known[form])

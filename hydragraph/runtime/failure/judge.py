@@ -3,7 +3,7 @@
 A rank is accused when
 - its process has ended, and it had not said that it leaves;
 - its process has been stopped for `stopped_s` while some other was running: in a debugger's stop of all nobody is late
-  (`Judge`);
+  (`Judge`); one that computes between stops is slow, however often it is seen stopped;
 - no rank has moved on for `progress_s` while some wait for others; then it is one that does not wait (`Stall`).
 
 Time is the judge's own: of a pause between two looks (the judge was stopped, or its machine busy) half a second counts.
@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from hydragraph.runtime.failure.board import Progress
-from hydragraph.runtime.failure.processes import ProcessState
+from hydragraph.runtime.failure.processes import ProcessState, WatchedProcess
 
 STOPPED_S = 6.0  # a stop of so long is no pause; all ranks raise well within 10 s of it
 PAUSE_S = 0.5
@@ -25,10 +25,17 @@ _ENDED_S = 0.5  # for the launcher, which knows how a process ended, to say so f
 
 @dataclass(frozen=True)
 class Seen:
-    """What is seen of a rank: its process, and what it wrote on its board."""
+    """What is seen of a rank: its process, what it wrote on its board, and what it has computed, in system ticks."""
 
     state: ProcessState
     progress: Progress
+    ticks: int = 0
+
+
+def seen_of(process: WatchedProcess, progress: Progress) -> Seen:
+    """Look at a rank's process."""
+    state, ticks = process.look()
+    return Seen(state, progress, ticks)
 
 
 @dataclass(frozen=True)
@@ -51,6 +58,7 @@ class Judge:
         self._limit_s = stopped_s
         self._ended: dict[int, float] = {}  # for how long, by rank
         self._stopped: dict[int, float] = {}
+        self._ticks: dict[int, int] = {}
         self._left: set[int] = set()
 
     def look(self, elapsed: float, seen: Mapping[int, Seen], *, others_run: bool = False) -> Accusation | None:
@@ -68,10 +76,13 @@ class Judge:
             # Counts go back to 0 with the first look at which it is not so any more: only an unbroken time counts.
             ended = sighting.state is ProcessState.ENDED
             stopped = sighting.state is ProcessState.STOPPED and running
+            # What is stopped for 95 of every 100 ms is seen stopped nearly always, and computes all the same.
+            still = self._ticks.get(rank, sighting.ticks) == sighting.ticks
+            self._ticks[rank] = sighting.ticks
             if ended and sighting.progress.left:
                 self._left.add(rank)
             self._ended[rank] = self._ended.get(rank, 0.0) + elapsed if ended and not sighting.progress.left else 0.0
-            self._stopped[rank] = self._stopped.get(rank, 0.0) + elapsed if stopped else 0.0
+            self._stopped[rank] = self._stopped.get(rank, 0.0) + elapsed if stopped and still else 0.0
         for rank, seconds in self._ended.items():
             if seconds >= _ENDED_S:
                 return Accusation(rank, ENDED)

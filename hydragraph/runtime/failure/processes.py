@@ -51,22 +51,26 @@ class WatchedProcess:
 
     def state(self) -> ProcessState:
         """Ask the system; about 20 us. Where it has no /proc, a stopped process cannot be told from a running one."""
+        return self.look()[0]
+
+    def look(self) -> tuple[ProcessState, int]:
+        """Return its state, and what it has computed since it began, in the system's ticks (0: that is not known)."""
         if sys.platform != "linux":
-            return _exists(self.pid)
+            return _exists(self.pid), 0
         status = _status(self.pid)
         if status is None or (self.started and status[1] != self.started) or status[0] in _ENDED:
-            return ProcessState.ENDED
-        return ProcessState.STOPPED if status[0] in _STOPPED else ProcessState.RUNNING
+            return ProcessState.ENDED, 0
+        return (ProcessState.STOPPED if status[0] in _STOPPED else ProcessState.RUNNING), status[2]
 
 
-def _status(pid: int) -> tuple[str, int] | None:
-    """Return the letter of a process's state and when it began; None where there is none."""
+def _status(pid: int) -> tuple[str, int, int] | None:
+    """Return the letter of a process's state, when it began, and its CPU time in ticks; None where there is none."""
     try:
         text = (_PROC / str(pid) / "stat").read_text()
     except OSError:
         return None
     fields = text.rpartition(")")[2].split()  # its name, in parentheses, may hold anything
-    return fields[0], int(fields[19])
+    return fields[0], int(fields[19]), int(fields[11]) + int(fields[12])
 
 
 def _exists(pid: int) -> ProcessState:

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store  # type: ignore[attr-defined]
 
 from hydragraph.runtime.failure.board import Board, Progress
-from hydragraph.runtime.failure.judge import PAUSE_S, Accusation, Judge, Seen, Stall
+from hydragraph.runtime.failure.judge import PAUSE_S, Accusation, Judge, Seen, Stall, seen_of
 from hydragraph.runtime.failure.ledger import Fault, Ledger
 from hydragraph.runtime.failure.processes import ProcessState
 from hydragraph.runtime.failure.roll import Roll, RollEntry
@@ -154,7 +154,7 @@ def stand(post: Post) -> None:
         if now - asked > _ROLL_S:
             members = roll.members()
             asked = now
-        own = {m.rank: Seen(m.process.state(), board.read(m.rank)) for m in members}
+        own = {m.rank: seen_of(m.process, board.read(m.rank)) for m in members}
         beats += 1
         ranks = {r: [s.state.value, s.progress.moves, s.progress.waiting, s.progress.left] for r, s in own.items()}
         others.say(post.machine, {"beats": beats, "host": members[0].host, "ranks": ranks})

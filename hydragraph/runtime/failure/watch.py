@@ -55,8 +55,8 @@ from hydragraph.runtime.failure.judge import (
     STOPPED_S,
     Accusation,
     Judge,
-    Seen,
     Stall,
+    seen_of,
 )
 from hydragraph.runtime.failure.ledger import NAMESPACE, Fault, Ledger, root
 from hydragraph.runtime.failure.processes import WatchedProcess, machine
@@ -478,7 +478,7 @@ class Watch:
 
     def _look(self, elapsed: float) -> None:
         """Look whether there is a fault: one written, or one that is seen from here."""
-        seen = {m.rank: Seen(m.process.state(), self._board.read(m.rank)) for m in self._members}
+        seen = {m.rank: seen_of(m.process, self._board.read(m.rank)) for m in self._members}
         accused = self._judge.look(elapsed, seen)
         if accused is None and len(seen) == self.ranks:
             accused = self._stall.look(elapsed, seen, self.progress_s)

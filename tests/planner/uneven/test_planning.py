@@ -1,5 +1,6 @@
 import itertools
 import math
+import sys
 from collections.abc import Iterator, Sequence
 
 import pytest
@@ -12,8 +13,10 @@ from hydragraph.planner.uneven.planning import moved_bytes
 from hydragraph.planner.uneven.settle import share_out
 from hydragraph.spec.cluster import Cluster, DeviceType, Node
 from tests.cost import priced
+from tests.planner.uneven.exhaustive import best_seconds
 
 LENGTH = 700
+METHODS = ("auto", "mixed", "search", "straggler")
 
 
 @st.composite
@@ -37,8 +40,13 @@ def situations(draw: st.DrawFn) -> tuple[Costs, int]:
 
 
 @settings(max_examples=12)
-@given(situations(), st.sampled_from(["auto", "mixed", "search", "straggler"]))
+@given(situations(), st.sampled_from(METHODS))
 def test_a_plan_keeps_every_promise(situation: tuple[Costs, int], method: str) -> None:
+    keeps_every_promise(situation, method)
+
+
+def keeps_every_promise(situation: tuple[Costs, int], method: str) -> None:
+    """Look at a plan's constraints, memory, seconds and bound; thousands at a time: `exhaustive.py`."""
     costs, sequences = situation
     workload = hg.Workload(sequences=sequences, length=LENGTH)
     try:
@@ -121,6 +129,14 @@ def _layered(order: Sequence[tuple[int, ...]], layers: int) -> Iterator[hg.Pipel
         yield hg.Pipeline(tuple(hg.Stage(group, n) for group, n in zip(order, counts, strict=True)))
 
 
+@pytest.mark.parametrize(("rates", "sequences"), [({}, 5), ({0: 2.57, 3: math.inf}, 4)])
+def test_the_best_of_all_pipelines_is_the_best_of_all_strategies(rates: dict[int, float], sequences: int) -> None:
+    costs = priced.costs(3, priced.mixed(), hg.Health(rates))
+    every = (each for each in strategies(costs) if not set(costs.health.lost) & set(each.devices))
+    best = min(share_out(costs, strategy, [LENGTH] * sequences, 1)[1] for strategy in every)
+    assert best_seconds(costs, sequences) == pytest.approx(best)
+
+
 @pytest.mark.parametrize(
     ("rates", "sequences"),
     [({}, 8), ({0: 2.57}, 8), ({2: 12.53}, 5), ({1: math.inf}, 9), ({0: 5.42, 2: 2.57}, 12), ({}, 1)],
@@ -129,12 +145,7 @@ def test_plans_are_near_the_best_of_all_strategies(rates: dict[int, float], sequ
     costs = priced.costs(4, priced.mixed(), hg.Health(rates))
     plan = hg.plan(costs, hg.Workload(sequences=sequences, length=LENGTH))
     found = costs.pipelines_end(plan.strategy, plan.assignment)
-    best = min(
-        share_out(costs, strategy, [LENGTH] * sequences, 1)[1]
-        for strategy in strategies(costs)
-        if not set(costs.health.lost) & set(strategy.devices)
-    )
-    assert found <= 1.02 * best
+    assert found <= 1.02 * best_seconds(costs, sequences)
 
 
 def test_what_runs_goes_on_where_plans_are_nearly_equal() -> None:
@@ -187,3 +198,46 @@ def test_an_unknown_method_is_refused() -> None:
     costs = priced.costs(4, priced.cluster(2))
     with pytest.raises(ValueError, match="use 'auto', 'mixed', 'search', 'straggler'"):
         hg.plan(costs, hg.Workload(sequences=4, length=LENGTH), "best")  # type: ignore[arg-type]
+
+
+def test_the_published_grouping_plans_too_and_ours_is_no_worse() -> None:
+    pytest.importorskip("cvxpy")
+    pytest.importorskip("pyscipopt")
+    costs = priced.costs(4, priced.mixed())
+    workload = hg.Workload(sequences=8, length=LENGTH)
+    published = hg.plan(costs, workload, "mixed", solver="scip")
+    assert {published.origin, *(rival.origin for rival in published.rivals)} == {"scip"}
+    assert hg.plan(costs, workload, "mixed").seconds <= published.seconds * 1.003
+
+
+def test_a_solver_that_is_not_installed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cvxpy", None)
+    costs = priced.costs(4, priced.mixed())
+    with pytest.raises(hg.Unsupported, match=r"(?s)cvxpy with SCIP, which is not installed.*hydragraph\[exact\]"):
+        hg.plan(costs, hg.Workload(sequences=8, length=LENGTH), "mixed", solver="scip")
+
+
+def test_a_solver_is_for_mixed_types() -> None:
+    costs = priced.costs(4, priced.mixed())
+    with pytest.raises(ValueError, match="use it with method=\"mixed\", not 'auto'"):
+        hg.plan(costs, hg.Workload(sequences=8, length=LENGTH), solver="scip")
+
+
+def test_no_simple_plan_is_better() -> None:
+    costs = priced.costs(6, priced.mixed(), elements=300_000)
+    plan = hg.plan(costs, hg.Workload(sequences=8, length=LENGTH), "mixed")
+    for text in ("<[0]x6> + <[1]x6> + <[2]x6> + <[3]x6>", "<[0,1]x6> + <[2,3]x6>", "<[0]x3,[2]x3> + <[1]x3,[3]x3>"):
+        strategy = hg.Strategy.parse(text, 6)
+        for together in (1, 2, 4):
+            assignment, _ = share_out(costs, strategy, [LENGTH] * 8, together)
+            assert plan.seconds <= costs.simulate(strategy, assignment).seconds * 1.003
+
+
+def test_a_search_without_time_has_a_plan_like_a_simple_one() -> None:
+    costs = priced.costs(6, priced.mixed())
+    workload = hg.Workload(sequences=8, length=LENGTH)
+    hurried = hg.plan(costs, workload, deadline_s=0.0)
+    simulated = costs.changed(home=hurried.home).simulate(hurried.strategy, hurried.assignment).seconds
+    assert hurried.seconds == pytest.approx(simulated, rel=0.05)
+    _, last = share_out(costs, hg.Strategy.parse("<[0]x6> + <[1]x6> + <[2]x6> + <[3]x6>", 6), [LENGTH] * 8, 1)
+    assert costs.pipelines_end(hurried.strategy, hurried.assignment) <= last * (1 + 1e-9)

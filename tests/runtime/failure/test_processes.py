@@ -37,6 +37,25 @@ def test_a_process_runs_is_stopped_goes_on_and_ends() -> None:
     assert process.state() is ProcessState.ENDED
 
 
+def test_a_stopped_process_does_not_run() -> None:
+    child = subprocess.Popen([sys.executable, "-S", "-c", "while True: pass"])
+    process = WatchedProcess.of(child.pid)
+    try:
+        for _ in range(500):
+            if process.look()[1] > 5:
+                break
+            time.sleep(0.01)
+        child.send_signal(signal.SIGSTOP)
+        assert eventually(process, ProcessState.STOPPED)
+        before = process.look()[1]
+        time.sleep(0.05)
+        assert process.look()[1] == before > 5
+    finally:
+        child.kill()
+        child.wait()
+    assert WatchedProcess(child.pid).look()[1] == 0
+
+
 def test_another_process_with_the_same_number_is_another() -> None:
     own = WatchedProcess.own()
     assert own.pid == os.getpid()

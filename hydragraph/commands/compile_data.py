@@ -1,0 +1,240 @@
+"""What `hydragraph show DIR` needs to know of a model and its compiled blocks, as JSON beside the ranks' programs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hydragraph.cost.model import ModelSizes
+from hydragraph.cost.pieces import Held
+from hydragraph.spec.home import Home
+from hydragraph.spec.record import from_record
+from hydragraph.spec.stage_kind import StageKind, StagePart
+
+if TYPE_CHECKING:
+    from hydragraph.commands.compile_result import CompiledVariant
+    from hydragraph.cost.footprint import Footprint, MicroBatch
+    from hydragraph.ir.outline import Outline
+    from hydragraph.ir.parameter import Bucket
+    from hydragraph.ir.program import Program
+
+DATA = Path("strategies") / "model.json"
+Line = tuple[float, float]  # bytes, and bytes per token
+
+
+@dataclass(frozen=True)
+class BlockData:
+    """What one compiled block holds and sends on some ranks of a kind of stage.
+
+    Attributes:
+        kind: of the stage, such as "tp2s".
+        indices: the places in the stage whose ranks run it.
+        held: lines over the tokens of a micro-batch (`cost.pieces.Held`).
+        gradients: bytes of its parameters' gradients, where its graphs make them before they are added up.
+        sent: what its tensor-parallel sums send from a rank, a line over the tokens.
+    """
+
+    kind: str
+    indices: tuple[int, ...]
+    held: Held
+    gradients: int
+    sent: Line
+
+
+@dataclass(frozen=True)
+class ModelData:
+    """A model's sizes, and what its blocks hold; all that needs neither the model nor a trace.
+
+    Attributes:
+        sizes: blocks and buckets.
+        home: who owns state, as text, with nodes where copies need them.
+        ranks: the world size.
+        templates: by block.
+        blocks: by template, its compiled variants.
+        aux: bytes of a micro-batch's auxiliary values, a line over its tokens.
+        replicas: by kind of stage, the parameters whose gradient is the same on all its ranks.
+    """
+
+    sizes: ModelSizes
+    home: str
+    ranks: int
+    templates: Mapping[str, str]
+    blocks: Mapping[str, Sequence[BlockData]]
+    aux: Line
+    replicas: Mapping[str, Sequence[str]]
+
+    def save(self, folder: Path) -> None:
+        """Write it into a compiled folder."""
+        record = {**asdict(self), "sizes": self.sizes.to_record()}
+        (folder / DATA).write_text(json.dumps(record) + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, folder: Path) -> ModelData:
+        """Read it from a compiled folder.
+
+        Raises:
+            ValueError: it is not there, or not what this version writes; with the remedy.
+        """
+        path = folder / DATA
+        try:
+            data = json.loads(path.read_text(encoding="utf-8"))
+            blocks = {
+                name: tuple(from_record(BlockData, each, f"blocks.{name}") for each in variants)
+                for name, variants in data.pop("blocks").items()
+            }
+            return cls(**{**data, "sizes": ModelSizes.from_record(data["sizes"]), "blocks": blocks})
+        except FileNotFoundError:
+            raise ValueError(f"{path} is missing: write the folder again by hydragraph compile") from None
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"{path}: {error}: write the folder again by hydragraph compile") from None
+
+    @cached_property
+    def outline(self) -> Outline:
+        """What programs are built from."""
+        return self.sizes.outline()
+
+    @cached_property
+    def buckets(self) -> tuple[Bucket, ...]:
+        """What is pulled and pushed together."""
+        return self.sizes.buckets()
+
+    @property
+    def owners(self) -> Home:
+        """Who owns state."""
+        return Home.parse(self.home)
+
+    def block(self, name: str, part: StagePart) -> BlockData:
+        """Return what is known of a block on a rank."""
+        for each in self.blocks[self.templates[name]]:
+            if each.kind == part.kind.text and part.index in each.indices:
+                return each
+        raise ValueError(f"{DATA} knows nothing of {name} in {part}: write the folder again by hydragraph compile")
+
+
+class RecordedBlocks:
+    """`cost.memory.Blocks` from a folder's data."""
+
+    def __init__(self, data: ModelData) -> None:
+        self._data = data
+        self.outline = data.outline
+        self.buckets = data.buckets
+        self.itemsize = data.sizes.itemsize
+        self.hidden_bytes = data.sizes.hidden_bytes
+
+    def footprint(self, block: str, part: StagePart, batch: MicroBatch) -> Footprint:
+        """See `cost.memory.Blocks`."""
+        from hydragraph.cost.footprint import Footprint
+
+        known = self._data.block(block, part)
+        lines = known.held
+        sizes = (at(line, batch.tokens) for line in (lines.output, lines.saved, lines.forward, lines.backward))
+        output, saved, forward, backward = sizes
+        gradients = 0 if lines.added else known.gradients
+        return Footprint(output, saved, frozenset(lines.keeps), forward, backward, gradients)
+
+    def adds(self, block: str, part: StagePart) -> bool:
+        """See `cost.memory.Blocks`."""
+        return self._data.block(block, part).held.added
+
+    def aux_bytes(self, batch: MicroBatch) -> int:
+        """See `cost.memory.Blocks`."""
+        return at(self._data.aux, batch.tokens)
+
+
+def at(line: Sequence[float], tokens: int) -> int:
+    """Return the bytes that a line gives for so many tokens."""
+    return max(0, round(line[0] + line[1] * tokens))
+
+
+def model_data(program: Program, variants: Sequence[CompiledVariant], home: Home, ranks: int) -> ModelData:
+    """Return the data of a program and of what was compiled of it."""
+    from hydragraph.cost.footprint import MicroBatch, made_bytes
+
+    aux = program.templates[program.aux.template].graph
+    templates = {block.name: block.template for block in program.blocks}
+    blocks: dict[str, list[BlockData]] = {}
+    for compiled in variants:
+        blocks.setdefault(templates[compiled.record.blocks[0]], []).append(_block(compiled))
+    kinds = {_kind(compiled) for compiled in variants}
+    return ModelData(
+        ModelSizes.of(program),
+        str(home),
+        ranks,
+        templates,
+        blocks,
+        _line(*(made_bytes(aux, MicroBatch(tokens, 1)) for tokens in _TOKENS)),
+        {kind.text: tuple(_replicas(program, kind)) for kind in sorted(kinds) if kind.tp > 1},
+    )
+
+
+_TOKENS = (1024, 2048)  # of the two micro-batches that a line goes through
+
+
+def _line(first: int, second: int, small: int = _TOKENS[0], large: int = _TOKENS[1]) -> Line:
+    slope = (second - first) / (large - small)
+    return first - slope * small, slope
+
+
+def _kind(compiled: CompiledVariant) -> StageKind:
+    record = compiled.record
+    return StageKind(record.tp, record.sequence_parallel, record.recompute)
+
+
+def _block(compiled: CompiledVariant) -> BlockData:
+    from hydragraph.cost.collective_bytes import collective_bytes
+    from hydragraph.cost.footprint import MicroBatch, footprint, held_by
+
+    part = StagePart(_kind(compiled), compiled.record.indices[0])
+    tokens = [each * part.tp for each in _TOKENS]
+    sent = [collective_bytes(compiled.variant, part, MicroBatch(each, 1)) for each in tokens]
+    return BlockData(
+        part.kind.text,
+        compiled.record.indices,
+        held_by(compiled.variant, part),
+        footprint(compiled.variant, part, MicroBatch(tokens[0], 1)).gradients,
+        _line(sent[0], sent[1], tokens[0], tokens[1]),
+    )
+
+
+def _replicas(program: Program, kind: StageKind) -> Iterator[str]:
+    """Yield the parameters whose gradient is the same on all ranks of a stage, and that so travels once."""
+    from hydragraph.ir.layout import GradientKind
+    from hydragraph.passes.layouts import bucket_kinds, kinds_once
+
+    kinds_of = kinds_once(program)
+    for bucket in program.buckets:
+        if bucket.blocks and bucket.learns:
+            kinds = bucket_kinds(program, bucket, StagePart(kind), kinds_of)
+            yield from (p.name for p in bucket.parameters if p.rule is None and kinds[p.name] is GradientKind.REPLICA)
+
+
+def placed_layouts(data: ModelData, strategy: Any) -> list[Any]:
+    """Return where each bucket's state lives, at home and under a strategy (`passes.layouts.BucketLayouts`)."""
+    from hydragraph.ir.home import HomeLayouts
+    from hydragraph.ir.layout import GradientKind, Layout, propagation
+    from hydragraph.passes.layouts import BucketLayouts
+    from hydragraph.passes.place import place
+
+    owners = HomeLayouts(data.owners, data.ranks)
+    placement = place(data.outline, strategy, [1] * len(strategy.pipelines))
+    holders = dict(placement.holders)
+    replicas = {kind: frozenset(names) for kind, names in data.replicas.items()}
+    known: dict[object, Layout] = {}
+    placed = []
+    for bucket in data.buckets:
+        stages = holders.get(bucket.name, ())
+        kinds = []
+        for members in stages:
+            same = replicas.get(placement.stage_of[members[0]].kind.text, frozenset())
+            kinds.append(
+                {p.name: GradientKind.REPLICA if p.name in same else GradientKind.PARTIAL for p in bucket.parameters}
+            )
+        key = (bucket.form, stages, tuple(tuple(each.values()) for each in kinds))
+        if key not in known:
+            known[key] = propagation(bucket, stages, kinds)
+        placed.append(BucketLayouts(bucket, owners.of(bucket), known[key]))
+    return placed

@@ -1,0 +1,142 @@
+"""`hydragraph report`: what a simulation, a plan or a run has to say, as one HTML file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from hydragraph.commands.options import (
+    CorrectionsFile,
+    Debug,
+    HomeText,
+    LogLevel,
+    Set,
+    Strategies,
+    chosen_home,
+    chosen_strategies,
+)
+from hydragraph.train.config import TrainConfig
+
+if TYPE_CHECKING:
+    from hydragraph.report.facts import Report
+
+EXAMPLE = (
+    "Examples: hydragraph report examples/demo.yaml simulates the config's strategies; hydragraph report runs/demo "
+    "shows a run, with timelines where it was trained with --trace; hydragraph report plan.json shows what hydragraph "
+    "plan --cluster cluster.yaml --json wrote."
+)
+
+
+def report_command(
+    source: Annotated[Path, typer.Argument(help="A run's folder, a run's YAML file, or a plan's JSON file.")],
+    output: Annotated[
+        Path | None,
+        typer.Option(help="The HTML file; default: report.html in the run's folder, or beside the file, by its name."),
+    ] = None,
+    cluster: Annotated[
+        Path | None, typer.Option(help="The YAML file of devices and links; it has one device per rank.")
+    ] = None,
+    devices: Annotated[
+        int | None, typer.Option(min=1, help="Instead, so many H200s, eight in a node; default: the config's ranks.")
+    ] = None,
+    strategies: Strategies = None,
+    home: HomeText = None,
+    profile: Annotated[
+        str | None, typer.Option(help="What hydragraph profile measured; default: floating-point operations.")
+    ] = None,
+    corrections: CorrectionsFile = None,
+    overrides: Set = None,
+    log_level: LogLevel = None,
+    debug: Debug = False,
+) -> None:
+    """Write one HTML file: timelines, memory, traffic, strategies and why the losers lost.
+
+    Of a config, its strategies are simulated; of a plan, its rivals are told; of a run, its losses and speed are shown,
+    and where it was traced, what was predicted beside what was measured. The file needs no network and no other file.
+    """
+    from hydragraph.report.page import write_report
+
+    if not source.exists():
+        raise ValueError(f"{source} does not exist: name a run's YAML file, a run's folder, or a plan's JSON file")
+    path = output or (source / "report.html" if source.is_dir() else source.with_suffix(".html"))
+    if not path.parent.is_dir():
+        raise ValueError(f"--output {path}: the folder {path.parent} does not exist: make it, or name another")
+    only_simulated = {"--devices": devices, "--strategy": strategies, "--home": home, "--set": overrides}
+    if source.is_dir():
+        _refuse(only_simulated, "is for a config that is simulated: leave it out")
+        report = _of_run(source, profile, cluster, corrections)
+    elif source.suffix == ".json":
+        priced = {"--cluster": cluster, "--profile": profile, "--corrections": corrections}
+        _refuse({**only_simulated, **priced}, "changes nothing of a plan that is made: leave it out")
+        report = _of_plan(source)
+    else:
+        report = _of_config(source, cluster, devices, strategies, home, profile, corrections, overrides)
+    write_report(report, path)
+    print(f"{path}: {path.stat().st_size / 1e6:.2g} MB, for a browser")
+
+
+def _of_config(
+    source: Path,
+    cluster: Path | None,
+    devices: int | None,
+    named: Sequence[str] | None,
+    home: str | None,
+    profile: str | None,
+    corrections: Path | None,
+    overrides: Sequence[str] | None,
+) -> Report:
+    """Simulate the strategies of a config."""
+    from hydragraph.commands.simulate import assigned, chosen_cluster, strategies_and_costs
+    from hydragraph.report.simulated import Simulated, simulation_report
+
+    config = TrainConfig.load(source, overrides or ())
+    where = chosen_cluster(cluster, devices, config.ranks)
+    texts = chosen_strategies(named, config.strategies)
+    owners = chosen_home(home, config.home)
+    strategies, costs = strategies_and_costs(config, where, texts, profile, None, owners, corrections)
+    found = []
+    for strategy in strategies:
+        assignment = assigned(config, costs, strategy, None, None, None)
+        found.append(Simulated(strategy, assignment, costs.simulate(strategy, assignment)))
+    return simulation_report(source.name, costs, found)
+
+
+def _of_plan(source: Path) -> Report:
+    from hydragraph.report.planned import plan_report
+
+    try:
+        record = json.loads(source.read_text(encoding="utf-8"))
+        return plan_report(source.name, record)
+    except ValueError as error:
+        raise ValueError(f"{source}: {error}") from error
+
+
+def _of_run(source: Path, profile: str | None, cluster: Path | None, corrections: Path | None) -> Report:
+    from hydragraph.commands.compare import run_costs
+    from hydragraph.cost.trace_file import read_trace
+    from hydragraph.report.trained import run_report
+    from hydragraph.train.folder import RunFolder
+    from hydragraph.train.metrics import read_metrics
+
+    folder = RunFolder(source)
+    metrics = read_metrics(folder.metrics)
+    if not metrics or not folder.config.exists():
+        raise ValueError(f"{source} holds no steps of a run: name the folder that hydragraph train has written")
+    if not folder.trace.exists():
+        _refuse(
+            {"--profile": profile, "--cluster": cluster, "--corrections": corrections}, "prices a trace: there is none"
+        )
+        return run_report(source.name, metrics, None)
+    trace = read_trace(folder.trace)
+    costs = run_costs(TrainConfig.load(folder.config), len(trace.ranks), profile, cluster, corrections)
+    return run_report(source.name, metrics, (costs, trace))
+
+
+def _refuse(given: Mapping[str, object], why: str) -> None:
+    for name, value in given.items():
+        if value is not None:
+            raise ValueError(f"{name} {why}")

@@ -1,0 +1,146 @@
+"""`hydragraph show DIR --diff OTHER`: in words, what differs between two folders, or two strategies of one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from difflib import SequenceMatcher
+from pathlib import Path
+
+from hydragraph.commands.show_folder import ShownFolder, ShownStrategy, ranks_text, shortened
+from hydragraph.commands.text import bytes_text, counts_text
+from hydragraph.ir.rank_program import RankProgram
+
+_LONG = 4000  # lines, above which files are compared as wholes
+
+
+def folder_diff(one: ShownFolder, other: ShownFolder) -> Iterator[str]:
+    """Yield what differs between two folders: the model, the graphs, the strategies and their programs."""
+    found = [*_settings(one, other), *_graphs(one.path, other.path), *_strategies(one, other)]
+    yield f"{one.path} -> {other.path}"
+    yield from shortened(found or ["  the same model, graphs, strategies and programs"], rows=60)
+
+
+def _settings(one: ShownFolder, other: ShownFolder) -> Iterator[str]:
+    names = {
+        "model": "model",
+        "dtype": "dtype",
+        "layers": "layers",
+        "parameters": "parameters",
+        "fingerprint": "program's fingerprint",
+        "ranks": "ranks",
+        "backend": "backend",
+        "device": "device",
+        "hydragraph": "hydragraph",
+        "torch": "PyTorch",
+    }
+    for field, name in names.items():
+        before, after = getattr(one.summary, field), getattr(other.summary, field)
+        if before != after:
+            yield f"  {name}: {before} -> {after}"
+    if one.data.home != other.data.home:
+        yield f"  home: {one.data.home} -> {other.data.home}"
+    if (one.path / "program.txt").read_bytes() != (other.path / "program.txt").read_bytes():
+        yield "  program.txt differs: the captured model is another one"
+
+
+def _graphs(one: Path, other: Path) -> Iterator[str]:
+    before, after = ({file.name: file for file in (path / "graphs").glob("*.py")} for path in (one, other))
+    for what, names in (("gone", before.keys() - after.keys()), ("new", after.keys() - before.keys())):
+        if names:
+            yield f"  graphs {what}: {', '.join(sorted(names)[:6])}" + " ..." * (len(names) > 6)
+    for name in sorted(before.keys() & after.keys()):
+        change = _lines_changed(before[name].read_text(encoding="utf-8"), after[name].read_text(encoding="utf-8"))
+        if change:
+            yield f"  graphs/{name}: {change}"
+
+
+def _lines_changed(before: str, after: str) -> str:
+    if before == after:
+        return ""
+    one, two = before.splitlines(), after.splitlines()
+    if max(len(one), len(two)) > _LONG:
+        return f"{len(one):,} lines -> {len(two):,}, which differ"
+    kept = sum(block.size for block in SequenceMatcher(None, one, two, autojunk=False).get_matching_blocks())
+    return f"{len(two) - kept} lines are new, {len(one) - kept} are gone"
+
+
+def _strategies(one: ShownFolder, other: ShownFolder) -> Iterator[str]:
+    before, after = ({each.name: each for each in folder.strategies} for folder in (one, other))
+    for name in before:
+        if name not in after:
+            yield f"  strategy gone: {name}"
+    for name in after:
+        if name not in before:
+            yield f"  strategy new: {name}"
+    for name in before:
+        if name in after:
+            found = [*_facts(before[name], after[name]), *_programs(before[name], after[name])]
+            if found:
+                yield f"  under {name}"
+                yield from (f"  {line}" for line in found)
+
+
+def strategy_diff(one: ShownStrategy, other: ShownStrategy) -> Iterator[str]:
+    """Yield what differs between two strategies: what they take, and which ranks do what else."""
+    yield f"{one.name} -> {other.name}"
+    found = [*_facts(one, other), *_places(one, other)]
+    yield from shortened(found or ["  the same places, micro-batches and programs"], rows=40)
+
+
+def _facts(one: ShownStrategy, other: ShownStrategy) -> Iterator[str]:
+    facts: dict[str, Callable[[ShownStrategy], object]] = {
+        "pipelines": lambda each: len(each.strategy.pipelines),
+        "schedule": lambda each: each.strategy.schedule,
+        "micro-batches": lambda each: counts_text(each.record.micro_batches),
+        "ranks that compute": lambda each: len(each.strategy.devices),
+        "kinds of stage": lambda each: ", ".join(
+            sorted({stage.kind.text for pipeline in each.strategy.pipelines for stage in pipeline.stages})
+        ),
+        "instructions of all ranks": lambda each: f"{each.record.instructions:,}",
+        "pulled": lambda each: bytes_text(each.record.pull_bytes),
+        "pushed": lambda each: bytes_text(each.record.push_bytes),
+    }
+    for name, fact in facts.items():
+        before, after = fact(one), fact(other)
+        if before != after:
+            yield f"  {name}: {before} -> {after}"
+    needed, other_needed = set(one.record.variants), set(other.record.variants)
+    if needed - other_needed:
+        yield f"  graphs no longer needed: {', '.join(sorted(needed - other_needed))}"
+    if other_needed - needed:
+        yield f"  graphs needed now: {', '.join(sorted(other_needed - needed))}"
+
+
+def _places(one: ShownStrategy, other: ShownStrategy) -> Iterator[str]:
+    """Yield groups of ranks that have another place, or the same one and another program."""
+    groups: dict[str, list[int]] = {}
+    for rank, (one_header, other_header) in enumerate(zip(one.programs.headers, other.programs.headers, strict=False)):
+        before, after = _place(one_header), _place(other_header)
+        if before != after:
+            groups.setdefault(f"{before} -> {after}", []).append(rank)
+        elif one.programs[rank].instructions != other.programs[rank].instructions:
+            groups.setdefault(f"{before} as before, with another program", []).append(rank)
+    for change, ranks in groups.items():
+        yield f"  {ranks_text(ranks)}: {change}"
+
+
+def _programs(one: ShownStrategy, other: ShownStrategy) -> Iterator[str]:
+    """Yield which ranks run another program under the same strategy."""
+    if len(one.programs) != len(other.programs):
+        return
+    changed: dict[tuple[int, int], list[int]] = {}
+    for rank, pair in enumerate(zip(one.programs.kinds, other.programs.kinds, strict=True)):
+        if one.programs[rank] != other.programs[rank]:
+            changed.setdefault(pair, []).append(rank)
+    for ranks in changed.values():
+        change = _lines_changed(str(one.programs[ranks[0]]), str(other.programs[ranks[0]]))
+        yield f"  program of {ranks_text(ranks)}: {change}"
+
+
+def _place(header: RankProgram) -> str:
+    if not header.roles:
+        return "idle"
+    stages = " + ".join(f"stage {role.stage}" for role in header.roles)
+    first, last = header.layers
+    layers = f"layer {first}" if last - first == 1 else f"layers {first}-{last - 1}"
+    return f"{stages}, {layers}, tp {len(header.tp)}"

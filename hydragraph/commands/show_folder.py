@@ -1,0 +1,195 @@
+"""A folder that `hydragraph compile` wrote, opened to look into; nothing is traced, and no model is needed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from functools import cached_property
+from pathlib import Path
+from textwrap import wrap
+from typing import TYPE_CHECKING, TypeVar
+
+from hydragraph.commands.compile_data import ModelData
+from hydragraph.commands.compile_files import SUMMARY, Summary
+from hydragraph.commands.compile_result import StrategyRecord
+from hydragraph.commands.text import bytes_text, counts_text
+from hydragraph.ir.shared_text import rank_from_texts, read_programs, runs_text
+from hydragraph.spec.strategy import Strategy
+
+if TYPE_CHECKING:
+    from hydragraph.ir.rank_program import RankProgram
+    from hydragraph.ir.shared import SharedPrograms
+
+WIDTH = 100  # columns of what is printed
+ROWS = 24  # of a list, before it says how many more there are
+
+Read = TypeVar("Read")
+
+
+@dataclass(frozen=True)
+class ShownStrategy:
+    """One strategy of a folder; its files are read when they are asked for."""
+
+    record: StrategyRecord
+    folder: Path
+
+    @property
+    def name(self) -> str:
+        """Its text with its fingerprint."""
+        return self.record.strategy
+
+    @cached_property
+    def strategy(self) -> Strategy:
+        """What strategy.yaml says."""
+        return self._read(lambda: Strategy.load(self.folder / "strategy.yaml"))
+
+    @cached_property
+    def programs(self) -> SharedPrograms:
+        """The programs of all ranks."""
+        return self._read(lambda: read_programs(self._texts))
+
+    def program(self, rank: int) -> RankProgram:
+        """Return one rank's program."""
+        return self._read(lambda: rank_from_texts(self._texts, rank))
+
+    @cached_property
+    def _texts(self) -> dict[str, str]:
+        return {file.name: file.read_text(encoding="utf-8") for file in sorted(self.folder.glob("*.txt"))}
+
+    def _read(self, read: Callable[[], Read]) -> Read:
+        try:
+            return read()
+        except FileNotFoundError as error:
+            missing = Path(str(error.filename)).name
+            raise ValueError(
+                f"{self.folder}: {missing} is missing: write the folder again by hydragraph compile"
+            ) from None
+        except ValueError as error:
+            raise ValueError(f"{self.folder}: {error}") from None
+
+
+@dataclass(frozen=True)
+class ShownFolder:
+    """A compiled folder: its summary, the model's data, and the strategies that fit."""
+
+    path: Path
+    summary: Summary
+    strategies: tuple[ShownStrategy, ...]
+
+    @classmethod
+    def open(cls, path: Path) -> ShownFolder:
+        """Open a folder.
+
+        Raises:
+            ValueError: it is not one that `hydragraph compile` wrote.
+        """
+        if not (path / SUMMARY).is_file():
+            raise ValueError(f"{path}: no {SUMMARY} in it: name a folder that hydragraph compile --output wrote")
+        summary = Summary.load(path)
+        fitting = (record for record in summary.strategies if not record.problem)
+        return cls(path, summary, tuple(ShownStrategy(each, path / "strategies" / each.folder) for each in fitting))
+
+    @cached_property
+    def data(self) -> ModelData:
+        """What is known of the model."""
+        return ModelData.load(self.path)
+
+    def chosen(self, texts: Sequence[str]) -> tuple[ShownStrategy, ...]:
+        """Return the strategies that are named by text, fingerprint, folder or number from 1; all without names.
+
+        Raises:
+            ValueError: the folder has no such strategy; with the nearest that it has.
+        """
+        return tuple(self.strategy(text) for text in texts) if texts else self.strategies
+
+    def strategy(self, text: str) -> ShownStrategy:
+        """Return one strategy; see `chosen`."""
+        for number, each in enumerate(self.strategies, start=1):
+            name, _, fingerprint = each.name.rpartition("@")
+            if text in (each.name, name, fingerprint, each.record.folder, str(number)) or self._same(each, text):
+                return each
+        names = [each.name.rpartition("@")[0] for each in self.strategies]
+        raise ValueError(unknown("strategy", text, names, f"{self.path} has"))
+
+    def _same(self, each: ShownStrategy, text: str) -> bool:
+        """Say whether a text, written otherwise, is a strategy's."""
+        try:
+            return Strategy.parse(text, self.summary.layers) == each.strategy
+        except ValueError:
+            return False
+
+    def check_rank(self, rank: int | None) -> None:
+        """Raise ValueError where there is no such rank."""
+        if rank is not None and not 0 <= rank < self.summary.ranks:
+            raise ValueError(f"--rank {rank}: there are ranks 0 to {self.summary.ranks - 1}")
+
+
+def unknown(what: str, text: str, names: Sequence[str], where: str) -> str:
+    """Return the sentence for a name that there is not, with near ones or the first few that there are."""
+    near = get_close_matches(text, names, n=3, cutoff=0.5) or [name for name in names if text and text in name][:3]
+    if near:
+        return f"no {what} {text!r}: did you mean {' or '.join(map(repr, near))}?"
+    first = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+    return f"no {what} {text!r}: {where} {first}"
+
+
+def overview(folder: ShownFolder) -> Iterator[str]:
+    """Yield the lines that say what a folder holds, and what can be asked of it."""
+    summary = folder.summary
+    yield (
+        f"{summary.model}: {summary.layers} layers, {summary.parameters / 1e6:,.4g} M parameters in {summary.dtype}, "
+        f"compiled for {summary.ranks} ranks"
+    )
+    yield f"hydragraph {summary.hydragraph}, PyTorch {summary.torch}, {summary.backend} on {summary.device}"
+    yield f"{len(summary.variants)} graphs in graphs/, program.txt, and the ranks' programs in strategies/:"
+    for record in summary.strategies:
+        if record.problem:
+            yield f"     {record.strategy}: does not fit: {record.problem}"
+    for number, each in enumerate(folder.strategies, start=1):
+        record = each.record
+        kinds = len(list(each.folder.glob("program_*.txt")))
+        yield f"  {number}. {record.strategy}"
+        yield (
+            f"     {counts_text(record.micro_batches)} micro-batches, {record.instructions:,} instructions of {kinds} "
+            f"kinds of rank; pulls {bytes_text(record.pull_bytes)}, pushes {bytes_text(record.push_bytes)}"
+        )
+    yield "Ask for --rank N, --parameter NAME, --memory, --traffic, --schedule or --diff OTHER."
+    yield "--strategy chooses by number, text or fingerprint."
+
+
+def shortened(lines: Sequence[str], rows: int = ROWS, more: str = "") -> Iterator[str]:
+    """Yield lines, of many the first and how many are left out."""
+    yield from lines[:rows]
+    if len(lines) > rows:
+        yield f"  ... and {len(lines) - rows:,} more{more}"
+
+
+def wrapped(lines: Iterable[str]) -> Iterator[str]:
+    """Yield lines, those of more than `WIDTH` columns broken between words."""
+    for line in lines:
+        indent = " " * (len(line) - len(line.lstrip()) + 4)
+        if len(line) <= WIDTH:
+            yield line
+        else:
+            yield from wrap(line, WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+
+
+def ranks_text(ranks: Sequence[int], most: int = 40) -> str:
+    """Return "rank 3", "ranks 0-7,16", or, where that would be long, "ranks 0..511 (256 of them)"."""
+    text = runs_text(ranks)
+    word = "rank" if len(ranks) == 1 else "ranks"
+    return f"{word} {text}" if len(text) <= most else f"{word} {ranks[0]}..{ranks[-1]} ({len(ranks)} of them)"
+
+
+def table(rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:
+    """Return rows as lines of aligned columns; the first `left` columns begin at the left, numbers end at the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  "
+        + "  ".join(
+            f"{cell:<{width}}" if i < left else f"{cell:>{width}}"
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]

@@ -1,0 +1,81 @@
+"""`hydragraph show DIR --memory`: what ranks hold when they hold most, and in which instruction that is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from hydragraph.commands.compile_data import RecordedBlocks
+from hydragraph.commands.show_folder import ShownFolder, ShownStrategy, shortened, table
+from hydragraph.commands.text import bytes_text
+from hydragraph.cost.footprint import MicroBatch
+from hydragraph.cost.memory import Walk
+from hydragraph.ir.home import HomeLayouts
+from hydragraph.ir.shared_text import runs_text
+from hydragraph.ir.text import instruction_text
+
+FEW = 16  # ranks that are walked one by one
+_PARTS = ("state", "shard", "weights", "gradients", "activations", "working", "messages")
+
+
+def memory_lines(
+    folder: ShownFolder, strategies: Sequence[ShownStrategy], rank: int | None, tokens: int, limit: float | None
+) -> Iterator[str]:
+    """Yield each rank's peak in its parts; of many ranks, that of the first of each kind.
+
+    Args:
+        tokens: of every micro-batch, in one sequence.
+        limit: bytes that a device has; None: nobody knows.
+    """
+    yield f"bytes at the peak of a training step with micro-batches of {tokens:,} tokens, AdamW in fp32:"
+    yield "  state: home weights and moments; shard: home gradients; weights, gradients: the stage's;"
+    yield "  activations: what forwards save; working: within a graph; messages: under way"
+    if limit:
+        yield f"  limit: of {bytes_text(limit)}; ! does not fit"
+    for each in strategies:
+        yield f"under {each.name}"
+        rows = _rows(folder, each, rank, tokens, limit)
+        head, *body = table(rows, left=1)
+        yield head
+        yield from shortened(body, more=": --rank N shows one")
+        if rank is not None:
+            yield from _when(folder, each, rank, tokens)
+        elif folder.summary.ranks > FEW:
+            yield "  the first rank of each kind of program stands for those of its kind; --rank N walks another one"
+
+
+def _rows(
+    folder: ShownFolder, each: ShownStrategy, rank: int | None, tokens: int, limit: float | None
+) -> list[tuple[str, ...]]:
+    rows = [("ranks", *_PARTS, "in all", *(["limit"] if limit else []))]
+    for ranks in _groups(folder, each, rank):
+        peak = walk(folder, each, ranks[0], tokens).peak()
+        parts = (bytes_text(getattr(peak, part)) for part in _PARTS)
+        name = runs_text(ranks)
+        name = name if len(name) <= 12 else f"{ranks[0]} (of {len(ranks)})"
+        share = [f"{peak.total / limit:.0%}" + "!" * (peak.total > limit)] if limit else []
+        rows.append((name, *parts, bytes_text(peak.total), *share))
+    return rows
+
+
+def _groups(folder: ShownFolder, each: ShownStrategy, rank: int | None) -> list[tuple[int, ...]]:
+    if rank is not None:
+        return [(rank,)]
+    if folder.summary.ranks <= FEW:
+        return [(each_rank,) for each_rank in range(folder.summary.ranks)]
+    return [each.programs.of_kind(kind) for kind in range(len(each.programs.bodies))]
+
+
+def _when(folder: ShownFolder, each: ShownStrategy, rank: int, tokens: int) -> Iterator[str]:
+    _, at, _ = walk(folder, each, rank, tokens).curve()
+    instructions = each.program(rank).instructions
+    if 0 <= at < len(instructions):
+        text = " ".join(instruction_text(instructions[at]).split())
+        yield f"  most in instruction {at} of {len(instructions)}: {text}"
+
+
+def walk(folder: ShownFolder, each: ShownStrategy, rank: int, tokens: int) -> Walk:
+    """Return the walk of a rank's program with what the folder knows of its blocks."""
+    ranks = folder.data.ranks
+    batches = [[MicroBatch(tokens, 1)] * count for count in each.record.micro_batches]
+    owners = HomeLayouts(folder.data.owners, ranks)
+    return Walk(RecordedBlocks(folder.data), each.strategy, batches, rank, ranks, home_of=owners.of)

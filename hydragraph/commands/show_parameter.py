@@ -1,0 +1,96 @@
+"""`hydragraph show DIR --parameter NAME`: who holds what of a parameter, at home and under each strategy."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+
+from hydragraph.commands.show_folder import ShownFolder, ShownStrategy, ranks_text, shortened, unknown
+from hydragraph.commands.text import bytes_text
+from hydragraph.ir.home import HomeLayouts
+from hydragraph.ir.parameter import Bucket, Parameter
+from hydragraph.passes.place import PlacedStage, place
+
+
+def parameter_lines(
+    folder: ShownFolder, strategies: Sequence[ShownStrategy], name: str, rank: int | None
+) -> Iterator[str]:
+    """Yield who owns a parameter, and who computes with it; of one rank, if one is given.
+
+    Raises:
+        ValueError: the model has no such parameter; with near names.
+    """
+    bucket, parameter = _find(folder, name)
+    yield f"{parameter.name} {list(parameter.shape)}: {parameter.size:,} elements of bucket {bucket.name}"
+    yield f"  {_cut(parameter)}{'' if bucket.learns else '; frozen'}"
+    yield f"home ({folder.data.home}; fp32 weights and the optimizer's state, in the order in which it is cut)"
+    yield from shortened(list(_owners(folder, bucket, parameter, rank)), more=": --rank N shows one")
+    for each in strategies:
+        yield f"under {each.name}"
+        yield from shortened(list(_users(folder, each, bucket, parameter, rank)), more=": --rank N shows one")
+
+
+def _find(folder: ShownFolder, name: str) -> tuple[Bucket, Parameter]:
+    known = {p.name: (bucket, p) for bucket in folder.data.buckets for p in bucket.parameters}
+    if name not in known:
+        raise ValueError(unknown("parameter", name, list(known), "the model has"))
+    return known[name]
+
+
+def _cut(parameter: Parameter) -> str:
+    rule = parameter.rule
+    if rule is None:
+        return "kept whole by every rank of a stage"
+    units = " + ".join(map(str, rule.segments))
+    what = "heads" if rule.heads else "units"
+    return f"cut along dimension {rule.dim}: {units} {what} of {rule.unit}"
+
+
+def _owners(folder: ShownFolder, bucket: Bucket, parameter: Parameter, rank: int | None) -> Iterator[str]:
+    home = HomeLayouts(folder.data.owners, folder.data.ranks).of(bucket)
+    start = bucket.offsets()[parameter.name]
+    owned: list[tuple[int, int, int, int]] = []
+    rows = zip(home.rank.tolist(), home.lo.tolist(), home.hi.tolist(), home.copy.tolist(), strict=True)
+    for owner, lo, hi, copy in rows:
+        low, high = max(lo, start), min(hi, start + parameter.size)
+        if low < high and rank in (None, owner):
+            owned.append((owner, low - start, high - start, copy))
+    if not owned:
+        yield "  it owns nothing of it" if rank is not None else "  nobody owns it"
+    # Neighbours that own equally much are one line.
+    for (size, copy), group in groupby(owned, key=lambda row: (row[2] - row[1], row[3])):
+        members = list(group)
+        ranks = [row[0] for row in members]
+        second = " (second copy)" if copy else ""
+        each = f"{size:,} each, " if len(members) > 1 else ""
+        between = f"[{min(row[1] for row in members):,}, {max(row[2] for row in members):,})"
+        yield f"  {ranks_text(ranks)}: {each}elements {between}, {bytes_text(4 * size)} of weights{second}"
+
+
+def _users(
+    folder: ShownFolder, each: ShownStrategy, bucket: Bucket, parameter: Parameter, rank: int | None
+) -> Iterator[str]:
+    placement = place(folder.data.outline, each.strategy, [1] * len(each.strategy.pipelines))
+    holders = dict(placement.holders).get(bucket.name, ())
+    stages = [placement.stage_of[ranks[0]] for ranks in holders if rank is None or rank in ranks]
+    if not stages:
+        yield "  it computes without it" if rank is not None else "  nobody computes with it"
+    for stage in stages:
+        yield from _stage(stage, parameter, folder.data.sizes.itemsize, rank)
+
+
+def _stage(stage: PlacedStage, parameter: Parameter, itemsize: int, rank: int | None) -> Iterator[str]:
+    where = " + ".join(f"pipeline {role.pipeline}, stage {role.stage}" for role in stage.roles)
+    degree = len(stage.ranks)
+    shapes = [parameter.local_shape(degree, index) for index in range(degree)]
+    if rank is not None:
+        index = stage.ranks.index(rank)
+        pieces = " and ".join(f"[{lo:,}, {hi:,})" for lo, hi in parameter.intervals(degree, index))
+        size = bytes_text(math.prod(shapes[index]) * itemsize)
+        yield f"  {where}: rank {rank} is {index} of {degree}: {list(shapes[index])}, elements {pieces}, {size}"
+        return
+    members = zip(stage.ranks, shapes, strict=True)
+    parts = [(list(shape), [r for r, _ in group]) for shape, group in groupby(members, key=lambda row: row[1])]
+    held = "; ".join(f"{ranks_text(ranks)} {shape}{' each' * (len(ranks) > 1)}" for shape, ranks in parts)
+    yield f"  {where}: {held}"

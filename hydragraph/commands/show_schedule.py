@@ -1,0 +1,199 @@
+"""`hydragraph show DIR --schedule`: when each stage runs which forward and backward, as text and as a picture.
+
+Time is counted in forwards of one block: a backward takes two of them for each, three where it recomputes, and messages
+take none. What depends on devices and links is `hydragraph simulate`'s.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hydragraph.commands.show_folder import WIDTH, ShownStrategy, shortened
+from hydragraph.ir.instruction import Instruction, Op
+from hydragraph.ir.outline import Outline
+from hydragraph.ir.shared_text import runs_text
+from hydragraph.passes.place import PlacedStage, place
+
+_COLOURS = {Op.FORWARD: "#4c8bd0", Op.BACKWARD: "#74b06f"}
+_TALLEST = 40  # rows that are drawn at full height
+
+
+@dataclass(frozen=True)
+class Task:
+    """A micro-batch's forward or backward through a stage; `begin` and `end` in forwards of one block."""
+
+    op: Op
+    micro_batch: int
+    begin: int
+    end: int
+
+    @property
+    def text(self) -> str:
+        """F0 or B0."""
+        return f"{self.op.name[0]}{self.micro_batch}"
+
+
+@dataclass(frozen=True)
+class Row:
+    """What stages do that do the same at the same time.
+
+    Attributes:
+        pipelines: the pipelines of which each has such a stage, or which share this one.
+        stage: which one it is in them.
+        ranks: of all these stages.
+        tasks: in order.
+    """
+
+    pipelines: tuple[int, ...]
+    stage: int
+    ranks: tuple[int, ...]
+    tasks: tuple[Task, ...]
+
+
+def schedule(each: ShownStrategy, outline: Outline) -> list[Row]:
+    """Return when all stages run what, pipelines that do the same together."""
+    stages = place(outline, each.strategy, each.record.micro_batches).stages
+    orders = [_order(each.programs[stage.ranks[0]].instructions) for stage in stages]
+    timed = _timed(stages, orders)
+    rows: dict[object, list[PlacedStage]] = {}
+    for stage, tasks in zip(stages, timed, strict=True):
+        role = stage.roles[0]
+        rows.setdefault((role.depth, role.stage, len(stage.ranks), stage.layers, tasks), []).append(stage)
+    made = []
+    for members in rows.values():
+        pipelines = tuple(sorted(role.pipeline for stage in members for role in stage.roles))
+        ranks = tuple(rank for stage in members for rank in stage.ranks)
+        made.append(Row(pipelines, members[0].roles[0].stage, ranks, timed[stages.index(members[0])]))
+    return sorted(made, key=lambda row: (row.pipelines[0], row.stage))
+
+
+def _order(instructions: Sequence[Instruction]) -> list[tuple[Op, int, int]]:
+    """Return a rank's tasks in order: forward or backward, micro-batch, blocks."""
+    tasks: list[tuple[Op, int, int]] = []
+    for instruction in instructions:
+        if instruction.op not in (Op.FORWARD, Op.BACKWARD) or instruction.target == "aux":
+            continue
+        assert instruction.micro_batch is not None
+        if tasks and tasks[-1][:2] == (instruction.op, instruction.micro_batch):
+            tasks[-1] = (*tasks[-1][:2], tasks[-1][2] + 1)
+        else:
+            tasks.append((instruction.op, instruction.micro_batch, 1))
+    return tasks
+
+
+def _timed(stages: Sequence[PlacedStage], orders: Sequence[list[tuple[Op, int, int]]]) -> list[tuple[Task, ...]]:
+    """Run every stage's tasks in its order, each when what it needs from its neighbours is there."""
+    at = {(role.pipeline, role.stage): i for i, stage in enumerate(stages) for role in stage.roles}
+    there = [{(op, m) for op, m, _ in order} for order in orders]
+    done: dict[tuple[int, Op, int], int] = {}
+    free = [0] * len(stages)
+    tasks: list[list[Task]] = [[] for _ in stages]
+    waiting = deque(range(len(stages)))
+    while waiting:
+        i = waiting.popleft()
+        while len(tasks[i]) < len(orders[i]):
+            op, m, blocks = orders[i][len(tasks[i])]
+            role = stages[i].role_of(m)
+            step = -1 if op is Op.FORWARD else 1
+            before = at.get((role.pipeline, role.stage + step))
+            # Below the lowest block that learns there is no backward to wait for.
+            needs = (before, op, m) if before is not None and (op, m) in there[before] else None
+            if needs is not None and needs not in done:
+                break
+            begin = max(free[i], done[needs] if needs is not None else 0)
+            factor = 1 if op is Op.FORWARD else 3 if stages[i].kind.recompute else 2
+            end = begin + factor * blocks
+            tasks[i].append(Task(op, m, begin, end))
+            free[i] = done[i, op, m] = end
+            behind = at.get((role.pipeline, role.stage - step))
+            if behind is not None:
+                waiting.append(behind)
+    return [tuple(each) for each in tasks]
+
+
+def schedule_lines(strategies: Sequence[ShownStrategy], outline: Outline) -> Iterator[str]:
+    """Yield the grid of every strategy: a line per stage, with its forwards and backwards over time."""
+    yield "F0 is the forward of micro-batch 0, B0 its backward, . is idle; time in forwards of one block"
+    for each in strategies:
+        rows = schedule(each, outline)
+        end = max((row.tasks[-1].end for row in rows if row.tasks), default=0)
+        names = [_name(row) for row in rows]
+        margin = 2 + max(map(len, names), default=0) + 1
+        unit = max(1, -(-end // max(1, WIDTH - margin)))  # of time in a column
+        busy = sum((t.end - t.begin) * len(row.ranks) for row in rows for t in row.tasks)
+        ranks = sum(len(row.ranks) for row in rows)
+        idle = 1 - busy / (end * ranks) if end else 0.0
+        yield f"under {each.name}"
+        yield f"  {end} in all, a column is {unit}; the ranks that work are idle {idle:.0%} of the time"
+        lines = [
+            f"  {name:<{margin - 3}} {_cells(row.tasks, end, unit)}" for name, row in zip(names, rows, strict=True)
+        ]
+        yield from shortened(lines, rows=64, more=" stages")
+
+
+def _name(row: Row) -> str:
+    return f"pipeline {_few(row.pipelines)} stage {row.stage} ranks {_few(row.ranks)}"
+
+
+def _few(numbers: Sequence[int]) -> str:
+    text = runs_text(numbers)
+    return text if len(text) <= 12 else f"{numbers[0]}..{numbers[-1]}"
+
+
+def _cells(tasks: Sequence[Task], end: int, unit: int) -> str:
+    cells = ["."] * -(-end // unit)
+    for task in tasks:
+        first = task.begin // unit
+        last = max(first + 1, task.end // unit)
+        width = last - first
+        text = task.text if len(task.text) <= width else task.text[0]
+        cells[first:last] = f"{text:-<{width}}"
+    return "".join(cells)
+
+
+def write_schedule(strategies: Sequence[ShownStrategy], outline: Outline, path: Path) -> None:
+    """Draw the grids to a PNG or SVG file, which is replaced only when the new one is complete.
+
+    Raises:
+        ValueError: the file's name ends otherwise, or matplotlib is not installed.
+    """
+    from hydragraph.train.picture import matplotlib_installed
+
+    if path.suffix not in (".png", ".svg"):
+        raise ValueError(f"--output {path}: name a file that ends in .png or .svg")
+    if not matplotlib_installed():
+        raise ValueError("--output needs matplotlib: pip install matplotlib, or leave it out and read the text")
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    grids = {each.name: schedule(each, outline) for each in strategies}
+    heights = [0.7 + 0.28 * min(len(rows), _TALLEST) for rows in grids.values()]  # inches
+    figure = Figure(figsize=(12, 0.6 + sum(heights)), layout="constrained")
+    FigureCanvasAgg(figure)
+    panels = figure.subplots(len(grids), 1, sharex=True, squeeze=False, height_ratios=heights)
+    for axes, (name, rows) in zip(panels[:, 0], grids.items(), strict=True):
+        _draw(axes, name, rows)
+    panels[-1, 0].set_xlabel("time in forwards of one block; a number is a micro-batch")
+    partial = path.with_name(f".{path.name}.partial")
+    figure.savefig(partial, dpi=120, format=path.suffix[1:])
+    partial.replace(path)
+
+
+def _draw(axes: Any, name: str, rows: Sequence[Row]) -> None:
+    end = max((row.tasks[-1].end for row in rows if row.tasks), default=1)
+    for i, row in enumerate(rows):
+        for task in row.tasks:
+            width = task.end - task.begin
+            axes.barh(i, width, 0.8, task.begin, color=_COLOURS[task.op], edgecolor="white", linewidth=0.6)
+            if width > 0.012 * end and len(rows) <= _TALLEST:
+                middle = task.begin + width / 2
+                axes.text(middle, i, str(task.micro_batch), ha="center", va="center", color="white", fontsize=7)
+    labels: Mapping[int, str] = dict(enumerate(map(_name, rows)))
+    axes.set_yticks(list(labels), list(labels.values()), fontsize="x-small")
+    axes.invert_yaxis()
+    axes.set_xlim(0, end)
+    axes.set_title(name, fontsize="small")

@@ -1,0 +1,147 @@
+"""`hydragraph show DIR --traffic`: the bytes that ranks and nodes send each other in one step, by kind."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+
+from hydragraph.commands.compile_data import at, placed_layouts
+from hydragraph.commands.show_folder import ShownFolder, ShownStrategy, shortened, table
+from hydragraph.commands.text import bytes_text
+from hydragraph.cost.link_bytes import Traffic, moved
+from hydragraph.ir.instruction import Op
+from hydragraph.passes.place import place
+
+FEW = 8  # ranks or nodes that a matrix is printed for
+KINDS = {
+    "pull": "weights from their owners to stages",
+    "push": "gradients from stages to owners",
+    "tp": "sums within stages, by rings",
+    "pp": "activations and their gradients between stages",
+}
+
+
+def traffic_lines(
+    folder: ShownFolder, strategies: Sequence[ShownStrategy], rank: int | None, tokens: int, node: int
+) -> Iterator[str]:
+    """Yield what moves, by kind; between which ranks where there are few, else between nodes.
+
+    Args:
+        rank: whose traffic alone; None: all.
+        tokens: of every micro-batch.
+        node: ranks of a node, which follow one another.
+    """
+    yield f"bytes between ranks in one step with micro-batches of {tokens:,} tokens; nodes of {node} ranks"
+    for each in strategies:
+        yield f"under {each.name}"
+        by_kind = traffic_by_kind(folder, each, tokens)
+        yield from _totals(by_kind, folder.summary.ranks, node)
+        everything = _all(by_kind)
+        if rank is not None:
+            yield from _of_rank(by_kind, rank)
+        elif folder.summary.ranks <= FEW:
+            yield "  from rank (down) to rank (across):"
+            yield from _matrix(everything, folder.summary.ranks, 1)
+        else:
+            yield "  from node (down) to node (across), what stays within a node on the diagonal:"
+            yield from _nodes(everything, -(-folder.summary.ranks // node), node)
+
+
+def traffic_by_kind(folder: ShownFolder, each: ShownStrategy, tokens: int) -> dict[str, Traffic]:
+    """Return what moves, by kind (`KINDS`), with the micro-batches that the folder was compiled for."""
+    placed = placed_layouts(folder.data, each.strategy)
+    return {
+        "pull": moved(placed, "pull", folder.data.sizes.itemsize),
+        "push": moved(placed, "push", folder.data.sizes.itemsize),
+        "tp": Traffic.of(_within_stages(folder, each, tokens), 0),
+        "pp": Traffic.of(_between_stages(folder, each, tokens), 0),
+    }
+
+
+def _within_stages(folder: ShownFolder, each: ShownStrategy, tokens: int) -> dict[tuple[int, int], int]:
+    """Return what each rank sends to the next one of its stage's ring."""
+    data = folder.data
+    pairs: dict[tuple[int, int], int] = {}
+    for stage in place(data.outline, each.strategy, each.record.micro_batches).stages:
+        names = data.outline.blocks[slice(*stage.blocks)]
+        for index, rank in enumerate(stage.ranks if len(stage.ranks) > 1 else ()):
+            part = stage.part_of(rank)
+            once = sum(at(data.block(name, part).sent, tokens) for name in names)
+            pairs[rank, stage.ranks[(index + 1) % len(stage.ranks)]] = once * len(stage.micro_batches)
+    return pairs
+
+
+def _between_stages(folder: ShownFolder, each: ShownStrategy, tokens: int) -> dict[tuple[int, int], int]:
+    """Return what the ranks' programs send: whole hidden states, or their gradients."""
+    programs = each.programs
+    sends = [[i.peer for i in body if i.op is Op.SEND] for body in programs.bodies]
+    size = tokens * folder.data.sizes.hidden_bytes
+    pairs: dict[tuple[int, int], int] = {}
+    for rank, (kind, peers) in enumerate(zip(programs.kinds, programs.peers, strict=True)):
+        for place_of in sends[kind]:
+            assert place_of is not None
+            pair = (rank, peers[place_of])
+            pairs[pair] = pairs.get(pair, 0) + size
+    return pairs
+
+
+def _all(by_kind: Mapping[str, Traffic]) -> Traffic:
+    src, dst, size = (
+        np.concatenate([getattr(each, name) for each in by_kind.values()]) for name in ("src", "dst", "size")
+    )
+    return Traffic(src, dst, size, 0)
+
+
+def _totals(by_kind: Mapping[str, Traffic], ranks: int, node: int) -> Iterator[str]:
+    rows = [("kind", "what", "in all", "between nodes", "most of a rank")]
+    for kind, each in by_kind.items():
+        apart = each.src // node != each.dst // node
+        row = (bytes_text(each.total), bytes_text(int(each.size[apart].sum())), bytes_text(each.most))
+        rows.append((kind, KINDS[kind], *row))
+    yield from table(rows, left=2)
+
+
+def _of_rank(by_kind: Mapping[str, Traffic], rank: int) -> Iterator[str]:
+    rows = [("kind", f"rank {rank} sends", "to ranks", "receives", "from ranks")]
+    for kind, each in by_kind.items():
+        out, into = each.src == rank, each.dst == rank
+        rows.append(
+            (
+                kind,
+                bytes_text(int(each.size[out].sum())),
+                str(int(out.sum())),
+                bytes_text(int(each.size[into].sum())),
+                str(int(into.sum())),
+            )
+        )
+    yield from table(rows)
+
+
+def _matrix(each: Traffic, count: int, node: int) -> Iterator[str]:
+    sums = np.zeros((count, count), np.int64)
+    np.add.at(sums, (each.src // node, each.dst // node), each.size)
+    head = ("", *map(str, range(count)))
+    rows = [(str(i), *(bytes_text(size) if size else "." for size in row)) for i, row in enumerate(sums.tolist())]
+    yield from table([head, *rows])
+
+
+def _nodes(each: Traffic, count: int, node: int) -> Iterator[str]:
+    if count <= FEW:
+        yield from _matrix(each, count, node)
+        return
+    # A matrix of many nodes would flood the screen: per node what leaves, what comes, and its largest partner.
+    sums = np.zeros((count, count), np.int64)
+    np.add.at(sums, (each.src // node, each.dst // node), each.size)
+    within = np.diag(sums).copy()
+    np.fill_diagonal(sums, 0)
+    rows = [("node", "ranks", "within", "sends", "receives", "most to node")]
+    for i in range(count):
+        to = int(sums[i].argmax())
+        most = f"{to} ({bytes_text(int(sums[i, to]))})" if sums[i, to] else "-"
+        ranks = f"{i * node}-{(i + 1) * node - 1}"
+        inside, sent, received = (bytes_text(int(size)) for size in (within[i], sums[i].sum(), sums[:, i].sum()))
+        rows.append((str(i), ranks, inside, sent, received, most))
+    head, *body = table(rows, left=2)
+    yield head
+    yield from shortened(body, rows=16, more=" nodes")

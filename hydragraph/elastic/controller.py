@@ -1,0 +1,241 @@
+"""The controller: what a run does about ranks that are slow; on one rank, between steps.
+
+    a rate changes -> ask for another plan, in a process of its own -> training goes on
+    an answer is there -> switch, if what it gains until the run ends is more than what switching costs
+
+A change of strategy alone moves no state: it costs what preparing it takes. A gain that is small, or a switch just
+after another, is left alone: rates are noisy, and each switch prepares anew.
+
+What plans say of seconds is corrected by what steps take: if a plan promises 3 s instead of 4 s, and steps take 5 s
+now, then 5 s x 3 / 4 = 3.75 s are expected.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from statistics import median
+from typing import Protocol
+
+from hydragraph.cost.costs import Costs
+from hydragraph.elastic.estimate import NEEDED, Change
+from hydragraph.elastic.events import Event
+from hydragraph.elastic.monitor import Monitor
+from hydragraph.elastic.replanning import Question, Replanned
+from hydragraph.planner.policy import Policy
+from hydragraph.planner.request import PlanRequest
+from hydragraph.runtime.trace import RankTimes
+from hydragraph.spec.assignment import Assignment
+from hydragraph.spec.health import Health
+from hydragraph.spec.strategy import Strategy
+
+LAST = 8  # mini-batches that a plan is made for
+
+
+class Stepped(Protocol):
+    """What a step reports, as far as it matters here (`executable.StepReport`)."""
+
+    step: int
+    seconds: float
+    planning_s: float
+    preparing_s: float
+    assignment: Assignment
+    chosen: Strategy
+    ranks: tuple[RankTimes, ...]
+
+
+class Asked(Protocol):
+    """Who plans (`replanning.Replanner`)."""
+
+    @property
+    def busy(self) -> bool:
+        """Whether a question is under way, or its answer has not been taken."""
+
+    def ask(self, question: Question) -> None:
+        """Begin to answer a question."""
+
+    def answer(self) -> Replanned | None:
+        """Take the answer; None: it is not there yet."""
+
+    def start(self) -> None:
+        """Get ready."""
+
+    def close(self) -> None:
+        """End."""
+
+
+Switch = Callable[[Replanned], None]
+
+
+@dataclass(frozen=True)
+class Thrift:
+    """When a switch is worth it.
+
+    Attributes:
+        gain: the part of a step's time that must be saved.
+        cooldown: steps after a switch before the next one, unless a rank is lost.
+        cost_s: what a switch is taken to cost before one was seen.
+    """
+
+    gain: float = 0.05
+    cooldown: int = 6
+    cost_s: float = 2.0
+
+
+@dataclass(frozen=True)
+class Replanning:
+    """What planning again needs.
+
+    Attributes:
+        costs: of the model on healthy ranks, with the home that the run has.
+        strategies, request: what the run chooses from, and by what, at first.
+        policy: how mini-batches are planned.
+        planner: who plans.
+        switch: lets all ranks choose from other strategies, from the next step on; None: a dry run.
+        steps: of the whole run.
+        thrift: when a switch is worth it.
+    """
+
+    costs: Costs
+    strategies: tuple[Strategy, ...]
+    request: PlanRequest
+    policy: Policy
+    planner: Asked
+    switch: Switch | None
+    steps: int
+    thrift: Thrift = Thrift()
+
+
+class Controller:
+    """Decides after every step.
+
+    Args:
+        monitor: knows how fast ranks are.
+        replanning: what planning again needs; None: ranks are watched only.
+    """
+
+    def __init__(self, monitor: Monitor, replanning: Replanning | None = None) -> None:
+        self._monitor = monitor
+        self._replanning = replanning
+        self._first = True
+        self._planned_for = Health()
+        self._asked_for = Health()
+        self._asked_at = 0
+        self._switched_at: int | None = None
+        self._preparing = False  # the next step pays for a switch
+        self._lengths: deque[tuple[int, ...]] = deque(maxlen=LAST)
+        self._seconds: deque[float] = deque(maxlen=NEEDED)
+        if replanning is not None:
+            self._strategies = replanning.strategies
+            self._cost_s = replanning.thrift.cost_s
+            replanning.planner.start()
+
+    def stepped(self, report: Stepped) -> tuple[Event, ...]:
+        """Take in a step; return what happened."""
+        if self._first and all(times.probe > 0 for times in report.ranks):
+            self._monitor.baseline(report.ranks)
+        self._first = False
+        changes = self._monitor.observe(report.chosen, report.assignment, report.ranks)
+        events = [_event_of(change, report.step) for change in changes]
+        if self._replanning is not None:
+            events += self._replan(self._replanning, report)
+        return tuple(events)
+
+    def close(self) -> None:
+        """End who plans."""
+        if self._replanning is not None:
+            self._replanning.planner.close()
+
+    def _replan(self, given: Replanning, report: Stepped) -> list[Event]:
+        if self._preparing:
+            self._cost_s = report.preparing_s
+            self._preparing = False
+            self._seconds.clear()
+        else:
+            self._seconds.append(report.seconds - report.preparing_s)
+        self._lengths.append(tuple(n for n in report.assignment.lengths if n))
+        events = []
+        answer = given.planner.answer() if given.planner.busy else None
+        if answer is not None:
+            event = self._decided(given, answer, report.step)
+            events.append(event)
+        health = self._monitor.health
+        if not given.planner.busy and health != self._asked_for and self._may_switch(given, report.step, health):
+            self._asked_for = health
+            self._asked_at = report.step
+            given.planner.ask(self._question(given, health))
+        return events
+
+    def _may_switch(self, given: Replanning, step: int, health: Health) -> bool:
+        """Say whether it is worth asking: not just after a switch, unless a rank that is used is lost."""
+        if health.lost and health.lost != self._planned_for.lost:
+            return True
+        return self._switched_at is None or step - self._switched_at >= given.thrift.cooldown
+
+    def _question(self, given: Replanning, health: Health) -> Question:
+        return Question(
+            given.costs.profile,
+            given.costs.cluster,
+            given.costs.home,
+            health,
+            tuple(self._lengths),
+            given.strategies,
+            self._strategies,
+            given.request,
+            given.policy,
+        )
+
+    def _decided(self, given: Replanning, answer: Replanned, step: int) -> Event:
+        """Switch if that pays; return the decision, with its reason."""
+        rates = {rank: self._asked_for.rate(rank) for rank in {*self._asked_for, *self._planned_for}}
+        ranks = tuple(sorted(rates))
+        if answer.refused:
+            return Event(step, "replan", ranks, answer.took_s, f"stays: {answer.refused}", rates, done=False)
+        now_s = median(self._seconds) if self._seconds else answer.before_s
+        after_s = now_s * answer.after_s / answer.before_s
+        left = given.steps - step
+        saved = 1 - after_s / now_s
+        gained = f"saves {left * (now_s - after_s):.3g} s in the {left} steps that are left"
+        cost = f"preparing takes about {self._cost_s:.2g} s and no state moves"
+        terms = f"steps of {now_s:.3g} s would take {after_s:.3g} s ({saved:.0%} less), which {gained}; {cost}"
+        planned = f"planned in {answer.took_s:.2g} s beside {step - self._asked_at} steps"
+        pays = left * (now_s - after_s) > self._cost_s
+        what = _names(answer)
+        if saved < given.thrift.gain or not pays:
+            why = f"stays {_running(given)}: with {what} {terms}; {planned}"
+            return Event(step, "replan", ranks, answer.took_s, why, rates, now_s, after_s, done=False)
+        why = f"to {what}: {terms}; {planned}"
+        if given.switch is None:
+            return Event(step, "switch", ranks, self._cost_s, f"dry run, not done: {why}", rates, now_s, after_s, False)
+        try:
+            given.switch(answer)
+        except ValueError as error:
+            return Event(step, "replan", ranks, answer.took_s, f"stays: {error}", rates, now_s, after_s, done=False)
+        assert answer.request is not None, "an answer that is not refused has a request"
+        request = answer.request if answer.static is None else answer.request.only(answer.static)
+        strategies = answer.strategies if answer.static is None else (answer.strategies[answer.static],)
+        self._replanning = replace(given, strategies=strategies, request=request)
+        self._planned_for = self._asked_for
+        self._switched_at = step
+        self._preparing = True
+        return Event(step, "switch", ranks, self._cost_s, why, rates, now_s, after_s)
+
+
+def _names(answer: Replanned) -> str:
+    chosen = answer.strategies if answer.static is None else (answer.strategies[answer.static],)
+    return " or ".join(map(str, chosen))
+
+
+def _running(given: Replanning) -> str:
+    return " or ".join(map(str, given.strategies))
+
+
+def _event_of(change: Change, step: int) -> Event:
+    who = f"rank {change.rank}"
+    if change.recovered:
+        why = f"{who} is as fast as its peers again (it took {change.before:.3g} times as long)"
+        return Event(step, "recovered", (change.rank,), 0.0, why, {change.rank: 1.0})
+    since = "" if change.before == 1 else f" (before: {change.before:.3g})"
+    why = f"{who} takes {change.rate:.3g} times as long as its peers{since}"
+    return Event(step, "straggler", (change.rank,), 0.0, why, {change.rank: change.rate})

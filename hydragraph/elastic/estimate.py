@@ -1,0 +1,258 @@
+"""Straggling rates from noisy measurements: a pure estimator, fed once per iteration.
+
+Each iteration gives, for every rank and kind of work (a template in a kind of stage on a type of device), measured and
+predicted seconds. Three unknowns explain their ratio, and all are learned from the run itself:
+
+    log(measured / predicted) = log factor(kind) + log common(iteration) + log rate(rank) + noise
+
+- factor: how wrong the cost model is. The median over iterations, of those ranks that are as fast as others. A kind
+  that nobody has run before says nothing in its first iterations.
+- common: what slows all ranks alike, such as a busy machine: the lower median over ranks. It is no straggling.
+- rate: what is left. A rank is a straggler once NEEDED of its last OF iterations lie above `enter`, and above what
+  noise explains: CERTAIN times the scatter of all healthy ranks. Where noise alone reaches the square of `enter`, its
+  bursts last, and twice as many must agree. A rank is healthy again once as many lie below `leave`.
+- scatter: 1.4826 median deviations or half of the 95th percentile of deviations, whichever is more: both are about one
+  standard deviation where errors are normal, and the second one knows of bursts.
+
+Sums of seconds count and not single instructions: a device that is stopped for 60 ms of every 100 delays few of its
+instructions, each by much.
+
+Example: 4 ranks, a noisy machine (scatter 0.06, as logarithms), rank 2 begins to take 2.57 times as long in the middle
+of iteration 10. Residuals of rank 2: 1.02 (9), 1.7 (10), 2.6 (11), 2.5 (12): iterations 10 to 12 lie above
+max(1.3, exp(3 x 0.06) = 1.2), so the rank is found after iteration 12; the first, of which only a part was slow, is
+left out of the rate, which is 2.55.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import median, median_low
+from typing import Any
+
+CALIBRATION = 5  # iterations that say what healthy is, of the run and of every kind of work
+WINDOW = 32  # iterations that factors and scatter are medians of
+NEEDED = 3
+OF = 4
+CERTAIN = 3.0
+PARTIAL = 0.85  # of the later ones: a first iteration below it was slow in part only
+SHARED = 0.5  # of a rank's predicted seconds that must be of known kinds
+
+Kind = Hashable
+Work = Mapping[int, Mapping[Any, tuple[float, float]]]  # rank -> kind -> (measured, predicted) seconds, each above 0
+
+
+@dataclass(frozen=True)
+class Sensitivity:
+    """When a rate counts.
+
+    Attributes:
+        enter, leave: a straggler takes at least `enter` times as long, a healthy rank at most `leave` times.
+        change: a straggler's rate is told again where it has changed by this factor.
+    """
+
+    enter: float = 1.3
+    leave: float = 1.1
+    change: float = 1.25
+
+    def __post_init__(self) -> None:
+        if not 1 < self.leave < self.enter:
+            raise ValueError(f"enter is {self.enter}, leave is {self.leave}: give 1 < leave < enter")
+        if not self.change > 1:
+            raise ValueError(f"change is {self.change}: give a factor above 1")
+
+
+@dataclass(frozen=True)
+class Change:
+    """A rank whose rate has changed.
+
+    Attributes:
+        rank: which.
+        before, rate: what was known of it, and what is now; 1: healthy.
+    """
+
+    rank: int
+    before: float
+    rate: float
+
+    @property
+    def recovered(self) -> bool:
+        """Whether it is healthy now."""
+        return self.rate == 1.0
+
+
+@dataclass
+class _Kind:
+    """What is known of one kind of work."""
+
+    logs: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
+
+    @property
+    def known(self) -> bool:
+        return len(self.logs) >= CALIBRATION
+
+    @property
+    def factor(self) -> float:
+        return math.exp(median(self.logs))
+
+
+class Estimator:
+    """Rates of ranks, from one iteration to the next; on one rank, which all others have told their seconds.
+
+    Args:
+        sensitivity: when a rate counts.
+        certain: standard deviations of healthy ranks' residuals that a rank must lie beyond.
+    """
+
+    def __init__(self, sensitivity: Sensitivity | None = None, certain: float = CERTAIN) -> None:
+        self._sensitivity = sensitivity or Sensitivity()
+        self._certain = certain
+        self._held: dict[int, float] = {}  # rates above 1
+        self._kinds: dict[Kind, _Kind] = {}
+        self._residuals: dict[int, deque[float]] = {}  # logarithms, of the rank's last iterations
+        self._recent: deque[Mapping[int, float]] = deque()  # the last residuals of all ranks
+        self._healthy: deque[Mapping[int, float]] = deque(maxlen=WINDOW)  # residuals of healthy ranks, by iteration
+
+    @property
+    def rates(self) -> Mapping[int, float]:
+        """The ranks that are not healthy."""
+        return dict(self._held)
+
+    @property
+    def calibrated(self) -> bool:
+        """Whether any kind of work is known."""
+        return any(kind.known for kind in self._kinds.values())
+
+    @property
+    def scatter(self) -> float:
+        """About a standard deviation of the logarithms of healthy ranks' residuals."""
+        by_rank: dict[int, list[float]] = {}
+        for residuals in self._healthy:
+            for rank, value in residuals.items():
+                by_rank.setdefault(rank, []).append(value)
+        # Around each rank's own median: a rank that has been slow all the time is not noise.
+        middles = {rank: median(values) for rank, values in by_rank.items()}
+        deviations = sorted(abs(value - middles[rank]) for rank, values in by_rank.items() for value in values)
+        if len(deviations) < 3:
+            return 0.0
+        return max(1.4826 * median(deviations), deviations[round(0.95 * (len(deviations) - 1))] / 2)
+
+    def observe(self, work: Work, idle: Mapping[int, float] | None = None) -> tuple[Change, ...]:
+        """Take in one iteration.
+
+        Args:
+            work: of the ranks that computed.
+            idle: of ranks that did not, how many times as long as a healthy device a probe took.
+
+        Returns:
+            the ranks whose rate has changed by it.
+        """
+        logs = self._logs(work)
+        common = self._common(logs)
+        residuals = {rank: log - common for rank, log in logs.items()}
+        self._learn(work, residuals, common)
+        if residuals:
+            self._recent.append(dict(residuals))
+        if len(self._recent) > OF:
+            # Only now: of a rank that has been found meanwhile, they were no noise.
+            then = self._recent.popleft()
+            self._healthy.append({rank: value for rank, value in then.items() if rank not in self._held})
+        residuals |= {rank: math.log(ratio) for rank, ratio in (idle or {}).items()}
+        return tuple(change for rank in sorted(residuals) if (change := self._judged(rank, residuals[rank])))
+
+    def _logs(self, work: Work) -> dict[int, float]:
+        """Return log(measured / expected) of ranks whose kinds of work are known."""
+        found = {}
+        for rank, kinds in work.items():
+            known = {kind: each for kind, each in kinds.items() if self._kind(kind).known}
+            measured = sum(m for m, _ in known.values())
+            whole = sum(predicted for _, predicted in kinds.values())
+            if known and sum(predicted for _, predicted in known.values()) >= SHARED * whole:
+                expected = sum(self._kinds[kind].factor * predicted for kind, (_, predicted) in known.items())
+                found[rank] = math.log(measured / expected)
+        return found
+
+    def _common(self, logs: Mapping[int, float]) -> float:
+        # Stragglers only where there are no others: if a rate is wrong, nobody else must look slow because of it.
+        healthy = [log for rank, log in logs.items() if rank not in self._held]
+        held = [log - math.log(self._held[rank]) for rank, log in logs.items() if rank in self._held]
+        return median_low(healthy or held) if logs else 0.0
+
+    def _learn(self, work: Work, residuals: Mapping[int, float], common: float) -> None:
+        """Let factors follow the ranks that are as fast as is known of them."""
+        within = math.log(self._sensitivity.enter)
+        by_kind: dict[Kind, dict[int, float]] = {}
+        for rank, kinds in work.items():
+            for kind, (measured, predicted) in kinds.items():
+                by_kind.setdefault(kind, {})[rank] = math.log(measured / predicted)
+        strange = self._strange(by_kind)
+        for kind, logs in by_kind.items():
+            samples = []
+            for rank, log in logs.items():
+                held = math.log(self._held.get(rank, 1.0))
+                if rank in residuals:
+                    if abs(residuals[rank] - held) < within:
+                        samples.append(log - held - common)
+                else:
+                    samples.append(log - held - strange.get(rank, 0.0))
+            if samples:
+                self._kind(kind).logs.append(median_low(samples))
+
+    def _strange(self, by_kind: Mapping[Kind, Mapping[int, float]]) -> dict[int, float]:
+        """Return what ranks take longer for kinds of work that others do, too; of those that do far longer.
+
+        So a rank that is slow from the beginning does not pass for a cost model that is wrong about what only it does.
+        It is the first sweep of a median polish (Tukey, 1977).
+        """
+        behind: dict[int, list[float]] = {}
+        for logs in by_kind.values():
+            if len(logs) > 1:
+                base = median_low(logs.values())
+                for rank, log in logs.items():
+                    behind.setdefault(rank, []).append(log - base - math.log(self._held.get(rank, 1.0)))
+        within = math.log(self._sensitivity.enter)
+        return {rank: median_low(values) for rank, values in behind.items() if median_low(values) > within}
+
+    def _kind(self, kind: Kind) -> _Kind:
+        return self._kinds.setdefault(kind, _Kind())
+
+    def _judged(self, rank: int, residual: float) -> Change | None:
+        """Add a residual to a rank's, and return what follows from its last ones."""
+        every = self._residuals.setdefault(rank, deque(maxlen=2 * OF))
+        every.append(residual)
+        if len(self._healthy) < NEEDED:
+            return None  # nobody knows yet how noisy it is
+        held = self._held.get(rank, 1.0)
+        noise = self._certain * self.scatter
+        bursts = noise > 2 * math.log(self._sensitivity.enter)
+        last = list(every) if bursts else list(every)[-OF:]
+        needed = 2 * NEEDED if bursts else NEEDED
+        # Never so far up that the straggler's own rate would pass for health.
+        leave = min(max(math.log(self._sensitivity.leave), noise / 2), 0.8 * math.log(held)) if held > 1 else 0.0
+        if held > 1 and sum(value < leave for value in last) >= needed:
+            return self._changed(rank, held, 1.0)
+        margin = max(math.log(self._sensitivity.change if held > 1 else self._sensitivity.enter), noise)
+        beyond = [value for value in last if value - math.log(held) > margin]
+        below = [value for value in last if value - math.log(held) < -margin] if held > 1 else []
+        for values in (beyond, below):
+            if len(values) >= needed:
+                rate = self._rate(values)
+                return self._changed(rank, held, rate if math.log(rate) > leave else 1.0)
+        return None
+
+    def _changed(self, rank: int, before: float, rate: float) -> Change:
+        self._residuals[rank].clear()
+        self._held.pop(rank, None)
+        if rate > 1:
+            self._held[rank] = rate
+        return Change(rank, before, rate)
+
+    @staticmethod
+    def _rate(logs: Sequence[float]) -> float:
+        ratios = [math.exp(log) for log in logs]
+        later = sum(ratios[1:]) / (len(ratios) - 1)
+        if ratios[0] < PARTIAL * later:
+            return later
+        return sum(ratios) / len(ratios)

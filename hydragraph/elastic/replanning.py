@@ -1,0 +1,209 @@
+"""Another plan for ranks of which some are slow: made in a process of its own, while training goes on.
+
+`replan` is the pure part: a question, with all that a plan depends on, to an answer. `Replanner` asks it of a process
+that lives as long as the run, in a thread that waits for the answer; training looks now and then whether it is there.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, cast
+
+from hydragraph.cost.costs import Costs
+from hydragraph.cost.profile import Profile
+from hydragraph.errors import Unsupported
+from hydragraph.planner.policy import Policy, static_or_dynamic
+from hydragraph.planner.request import PlanRequest
+from hydragraph.spec.cluster import Cluster
+from hydragraph.spec.health import Health
+from hydragraph.spec.home import Home
+from hydragraph.spec.strategy import Strategy
+
+_LOG = logging.getLogger(__name__)
+
+DEADLINE_S = 20.0  # after which the best plan so far is taken
+# What a pipe to a process that is gone raises.
+_GONE = (BrokenPipeError, EOFError, OSError, pickle.UnpicklingError)
+
+
+@dataclass(frozen=True)
+class Question:
+    """What a plan depends on.
+
+    Attributes:
+        profile, cluster, home: what the run has, healthy. State stays where it lives: only strategies change.
+        health: of the ranks now.
+        lengths: sequence lengths of the last mini-batches.
+        running: what the run chooses from now.
+        first: what it chose from at first, which is the best again, perhaps, once all are well.
+        request: by what it chooses from those that run, with rates as they were known then.
+        policy: how mini-batches are planned.
+        deadline_s: after which the best plan so far is taken; None: equal questions have equal answers.
+    """
+
+    profile: Profile
+    cluster: Cluster
+    home: Home
+    health: Health
+    lengths: tuple[tuple[int, ...], ...]
+    running: tuple[Strategy, ...]
+    first: tuple[Strategy, ...]
+    request: PlanRequest
+    policy: Policy
+    deadline_s: float | None = DEADLINE_S
+
+
+@dataclass(frozen=True)
+class Replanned:
+    """An answer.
+
+    Attributes:
+        strategies: to choose from now.
+        request: by what.
+        static: the strategy to stay with; None: choose for every mini-batch.
+        before_s, after_s: what a step is expected to take, on average, under the health that was asked for: as it is
+            planned now, and under the answer.
+        took_s: seconds of planning.
+        refused: why there is no answer; "" where there is one.
+    """
+
+    strategies: tuple[Strategy, ...]
+    request: PlanRequest | None
+    static: int | None
+    before_s: float
+    after_s: float
+    took_s: float
+    refused: str = ""
+
+
+def replan(question: Question) -> Replanned:
+    """Find strategies for ranks of these rates, and say what they gain over going on as now.
+
+    What runs now stays among the candidates: often it is enough to give a slow pipeline fewer sequences.
+    """
+    from hydragraph.planner.uneven.planning import plan  # needs numba and scipy, which only planning needs
+    from hydragraph.planner.workload import Workload
+
+    began = time.perf_counter()
+    costs = Costs(question.profile, question.cluster, question.health, home=question.home)
+    try:
+        several = len(question.cluster.types) > 1
+        planned = plan(
+            costs,
+            Workload(lengths=question.lengths),
+            method="auto" if several else "straggler",
+            running=question.running[0],
+            deadline_s=question.deadline_s,
+        )
+        found = planned.strategies
+    except Unsupported as error:
+        found = ()
+        _LOG.info("no other plan: %s", error)
+    every = tuple(dict.fromkeys((*question.running, *question.first, *found)))
+    able = tuple(s for s in every if _takes(costs, s))
+    if not able:
+        return Replanned((), None, None, 0.0, 0.0, time.perf_counter() - began, "no strategy fits the ranks there are")
+    request = PlanRequest(
+        tuple(costs.pipelines(s) for s in able), tuple(costs.fixed(s) for s in able), question.policy.seed
+    )
+    decision = static_or_dynamic(request.candidates, request.charges, question.lengths, question.policy)
+    count = len(question.lengths[: question.policy.sample])
+    after = decision.seconds[-1 if decision.dynamic else decision.static or 0] / count
+    static = None if decision.dynamic else decision.static
+    return Replanned(able, request, static, _as_now(question, costs), after, time.perf_counter() - began)
+
+
+def _takes(costs: Costs, strategy: Strategy) -> bool:
+    """Say whether a strategy can run at all: it names no rank that is lost, and fits where state lives now."""
+    try:
+        return all(cost.max_len > 0 for cost in costs.pipelines(strategy))
+    except Unsupported:
+        return False
+
+
+def _as_now(question: Question, costs: Costs) -> float:
+    """Return what steps take that are planned as now, on ranks as they are; infinite where one of them is lost."""
+    lengths = question.lengths[: question.policy.sample]
+    total = 0.0
+    for each in lengths:
+        choice = question.request.choose(each)
+        try:
+            strategy = question.running[choice.index]
+            total += costs.seconds(strategy, choice.assignment)
+        except Unsupported:
+            return float("inf")
+    return total / len(lengths)
+
+
+class Replanner:
+    """One process that plans, one question at a time."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        self._thread: threading.Thread | None = None
+        self._answer: Replanned | None = None
+
+    @property
+    def busy(self) -> bool:
+        """Whether a question is under way, or its answer has not been taken."""
+        return self._thread is not None
+
+    def start(self) -> None:
+        """Start the process now, so that the first question need not wait for it."""
+        if self._process is None:
+            self._process = _started()
+
+    def ask(self, question: Question) -> None:
+        """Begin to answer a question."""
+        assert not self.busy, "one question at a time"
+        self._answer = None
+        self._thread = threading.Thread(target=self._serve, args=(question,), name="hydragraph-replanner", daemon=True)
+        self._thread.start()
+
+    def answer(self) -> Replanned | None:
+        """Take the answer; None: it is not there yet."""
+        if self._thread is None or self._thread.is_alive():
+            return None
+        self._thread = None
+        return self._answer
+
+    def close(self) -> None:
+        """End the process."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            for pipe in (self._process.stdin, self._process.stdout):
+                cast(IO[bytes], pipe).close()
+            self._process = None
+
+    def _serve(self, question: Question) -> None:
+        try:
+            self.start()
+            process = self._process
+            assert process is not None
+            pickle.dump(question, cast(IO[bytes], process.stdin))
+            cast(IO[bytes], process.stdin).flush()
+            self._answer = cast(Replanned, pickle.load(cast(IO[bytes], process.stdout)))
+        except _GONE as error:
+            self._process = None
+            self._answer = Replanned((), None, None, 0.0, 0.0, 0.0, f"the process that plans has ended ({error!r})")
+
+
+def _started() -> subprocess.Popen[bytes]:
+    # The process must import this very package, installed or not.
+    package = str(Path(__file__).parents[2])
+    paths = [package, *filter(None, [os.environ.get("PYTHONPATH")])]
+    return subprocess.Popen(
+        [sys.executable, "-P", "-m", "hydragraph.elastic.worker"],  # -P: nothing comes from the current directory
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+    )

@@ -1,0 +1,125 @@
+"""What a model is apart from its weights, as texts that are the same in every process; `structure` is for one alone.
+
+A class of a library counts by its name, as the library's version says the rest, and another by the source of its file.
+Where something cannot be told (code without source, hooks, functions that close over values), nothing is described.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import nn
+
+# Libraries whose version says what their modules do; of all others, the source is read.
+_KNOWN = ("torch", "transformers")
+_HOOKS = tuple(name for name in vars(nn.Module()) if name.endswith("_hooks"))
+_PLAIN = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device)
+_HELD = frozenset({"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", *_HOOKS})
+
+
+class Unknown(Exception):  # noqa: N818
+    """Something that no text can tell, in words."""
+
+
+def described(model: nn.Module) -> Iterator[str]:
+    """Yield what each module is: its class, the source of classes that no version covers, and its attributes.
+
+    Raises:
+        Unknown: it cannot be told.
+    """
+    config: Any = getattr(model, "config", None)
+    if hasattr(config, "to_json_string"):
+        yield config.to_json_string(use_diff=False)
+        yield str(getattr(config, "_attn_implementation", ""))
+    seen: set[type] = set()
+    for name, module in model.named_modules():
+        yield f"{name} {type(module).__module__}.{type(module).__qualname__}"
+        yield repr(attributes(name, module))
+        for kind in (k for k in type(module).__mro__ if k not in seen and not is_known(k.__module__)):
+            seen.add(kind)
+            yield "" if kind is object else source_digest(kind)
+
+
+def attributes(name: str, module: nn.Module) -> list[tuple[str, str]]:
+    """Return the attributes of a module that are no tensors and no modules, sorted, with their values as texts.
+
+    Raises:
+        Unknown: a hook, or a value that cannot be told.
+    """
+    found = []
+    for attribute, value in vars(module).items():
+        if attribute in _HOOKS and value:
+            raise Unknown(f"{name or type(module).__name__} has hooks ({attribute})")
+        if attribute not in _HELD:
+            try:
+                found.append((attribute, _value(value)))
+            except Unknown as error:
+                raise Unknown(f"{name or type(module).__name__}.{attribute}: {error}") from None
+    return sorted(found)
+
+
+def is_known(module: str) -> bool:
+    """Say whether a module of Python's belongs to a library whose version says what it does."""
+    return module.partition(".")[0] in _KNOWN
+
+
+def _value(value: object) -> str:
+    if isinstance(value, _PLAIN):
+        return repr(value)
+    if isinstance(value, set | frozenset):
+        return f"{type(value).__name__}{sorted(map(_value, value))}"
+    if isinstance(value, list | tuple):
+        return f"{type(value).__name__}{[*map(_value, value)]}"
+    if isinstance(value, dict):
+        return repr([(_value(k), _value(v)) for k, v in value.items()])
+    if isinstance(value, FunctionType):
+        return described_function(value)
+    if isinstance(value, functools.partial):
+        return f"partial{_value((value.func, value.args, value.keywords))}"
+    if isinstance(value, type) or is_known(type(value).__module__):
+        return f"{type(value).__module__}.{type(value).__qualname__}"  # a config or a library's helper
+    if type(value).__module__ == "builtins" and callable(value) and "0x" not in repr(value):
+        return repr(value)
+    raise Unknown(f"a {type(value).__name__} cannot be told from another")
+
+
+def described_function(function: Callable[..., Any]) -> str:
+    """Return what a function is; one of a library or of hydragraph by its name, another by its source.
+
+    Raises:
+        Unknown: it is no plain function, or it closes over values.
+    """
+    if not isinstance(function, FunctionType):
+        raise Unknown(f"a {type(function).__name__} cannot be told from another")
+    if function.__closure__:
+        raise Unknown(f"the function {function.__qualname__} closes over values")
+    name = f"{function.__module__}.{function.__qualname__}"
+    covered = is_known(function.__module__) or function.__module__.partition(".")[0] == "hydragraph"
+    return name if covered else f"{name} {source_digest(function)}"
+
+
+def source_digest(thing: Any) -> str:
+    """Return a SHA-256 of the whole file that a class or a function is defined in.
+
+    Raises:
+        Unknown: there is no such file.
+    """
+    file = getattr(sys.modules.get(thing.__module__), "__file__", None)
+    if not file:
+        raise Unknown(f"the source of {thing.__module__}.{thing.__qualname__} is in no file")
+    return _digest(file)
+
+
+@functools.cache
+def _digest(file: str) -> str:
+    try:
+        return hashlib.sha256(Path(file).read_bytes()).hexdigest()
+    except OSError as error:
+        raise Unknown(f"{file} cannot be read") from error

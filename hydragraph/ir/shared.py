@@ -1,0 +1,167 @@
+"""Programs of many ranks, kept once for all that differ in peers only: a body per kind, and each rank's own numbers.
+
+In a body, peer n is the n-th of whoever runs it. Of two stages of two ranks each, tp 2 behind tp 2:
+
+    body     send h1.0 -> rank 0        ranks 0, 1 and, in another pipeline, 4 and 5 run it
+    peers    of rank 0: (2), so it sends to rank 2; of rank 1: (3); of rank 4: (6); of rank 5: (7)
+
+Nothing is lost: a rank's program is its header and the body with its peers filled in. As a rank's peers differ from one
+another, what is proven of the values of one rank of a kind is proven of all (`ir.verify`): the others rename messages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from hydragraph.ir.instruction import Instruction
+from hydragraph.ir.rank_program import RankProgram
+from hydragraph.ir.value import Value, ValueKind, readdressed
+
+Body = tuple[Instruction, ...]
+Peers = tuple[int, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class SharedPrograms(Sequence[RankProgram]):
+    """The programs of all ranks; each is made when it is asked for.
+
+    Attributes:
+        headers: by rank, its program without instructions.
+        bodies: of each kind, its instructions; ranks of one kind agree in layers, degree, stages and micro-batches.
+        kinds: by rank, which body is its.
+        peers: by rank, whom its body's peers 0, 1, ... are.
+
+    Raises:
+        ValueError: a rank has a peer twice, or lacks one that its body names.
+    """
+
+    headers: tuple[RankProgram, ...]
+    bodies: tuple[Body, ...]
+    kinds: tuple[int, ...]
+    peers: tuple[Peers, ...]
+
+    def __post_init__(self) -> None:
+        places = [_naming(body) for body in self.bodies]
+        counts = [
+            1 + max((p for i in at for p in _peers(body[i])), default=-1)
+            for body, at in zip(self.bodies, places, strict=True)
+        ]
+        for header, kind, peers in zip(self.headers, self.kinds, self.peers, strict=True):
+            if len(set(peers)) != len(peers) or len(peers) != counts[kind]:
+                raise ValueError(
+                    f"rank {header.rank}: its peers are {list(peers)}: its kind of program has {counts[kind]}, all"
+                    " different"
+                )
+        object.__setattr__(self, "_places", places)
+
+    def __len__(self) -> int:
+        return len(self.headers)
+
+    def __getitem__(self, rank: Any) -> Any:
+        if isinstance(rank, slice):
+            return tuple(self[each] for each in range(*rank.indices(len(self))))
+        kind = self.kinds[rank]
+        places: list[list[int]] = self._places  # type: ignore[attr-defined]
+        return replace(self.headers[rank], instructions=_with_peers(self.bodies[kind], places[kind], self.peers[rank]))
+
+    def __iter__(self) -> Iterator[RankProgram]:
+        return (self[rank] for rank in range(len(self)))
+
+    def of_kind(self, kind: int) -> tuple[int, ...]:
+        """Return the ranks of a kind, ascending."""
+        return tuple(rank for rank, other in enumerate(self.kinds) if other == kind)
+
+    @property
+    def instructions(self) -> int:
+        """How many all ranks have."""
+        return sum(len(self.bodies[kind]) for kind in self.kinds)
+
+    @staticmethod
+    def of(programs: Iterable[RankProgram]) -> SharedPrograms:
+        """Find the kinds of programs, in the order of their first ranks."""
+        if isinstance(programs, SharedPrograms):
+            return programs
+        return SharedPrograms.gather((replace(p, instructions=()), *numbered(p.instructions)) for p in programs)
+
+    @staticmethod
+    def gather(found: Iterable[tuple[RankProgram, Body, Peers]]) -> SharedPrograms:
+        """Put together each rank's header, body and peers; equal bodies under headers of one kind become one."""
+        number: dict[Hashable, int] = {}
+        known: dict[tuple[Hashable, int], int] = {}  # the same, by identity: to compare long bodies once
+        bodies: list[Body] = []
+        headers: list[RankProgram] = []
+        kinds: list[int] = []
+        peers: list[Peers] = []
+        for header, body, named in found:
+            place = _place(header)
+            quick = (place, id(body))
+            if quick not in known:
+                kind = number.setdefault((place, body), len(bodies))
+                if kind == len(bodies):
+                    bodies.append(body)
+                # Kept alive by `bodies`, or else not known by identity, which another object may take.
+                if bodies[kind] is body:
+                    known[quick] = kind
+            else:
+                kind = known[quick]
+            headers.append(header)
+            kinds.append(kind)
+            peers.append(named)
+        return SharedPrograms(tuple(headers), tuple(bodies), tuple(kinds), tuple(peers))
+
+
+def numbered(instructions: Sequence[Instruction]) -> tuple[Body, Peers]:
+    """Return instructions with their peers numbered in the order in which they are first named, and these peers."""
+    at = _naming(instructions)
+    number: dict[int, int] = {}
+    for i in at:
+        for peer in _peers(instructions[i]):
+            number.setdefault(peer, len(number))
+    return _with_peers(instructions, at, number), tuple(number)
+
+
+def _place(header: RankProgram) -> Hashable:
+    """Return what ranks of one kind have in common, apart from their instructions."""
+    roles = tuple((role.stage, role.micro_batches) for role in header.roles)
+    return header.strategy, header.ranks, roles, len(header.tp), header.layers
+
+
+def _naming(instructions: Sequence[Instruction]) -> list[int]:
+    """Return the indices of the instructions that name peers."""
+    return [i for i, instruction in enumerate(instructions) if instruction.peer is not None or _messages(instruction)]
+
+
+def _messages(instruction: Instruction) -> bool:
+    return any(
+        value.kind is ValueKind.MESSAGE
+        for values in (instruction.reads, instruction.writes, instruction.after)
+        for value in values
+    )
+
+
+def _peers(instruction: Instruction) -> Iterator[int]:
+    """Yield the peers that an instruction names, in the order of its fields."""
+    if instruction.peer is not None:
+        yield instruction.peer
+    for values in (instruction.reads, instruction.writes, instruction.after):
+        yield from (value.peer for value in values if value.kind is ValueKind.MESSAGE)
+
+
+def _with_peers(instructions: Sequence[Instruction], at: Sequence[int], name: Any) -> Body:
+    """Give peers other names; `name[peer]` is the new one of each that is named at the indices `at`."""
+
+    def renamed(values: tuple[Value, ...]) -> tuple[Value, ...]:
+        return tuple(
+            readdressed(value, name[value.peer]) if value.kind is ValueKind.MESSAGE else value for value in values
+        )
+
+    body = list(instructions)
+    for i in at:
+        old = body[i]
+        peer = None if old.peer is None else name[old.peer]
+        body[i] = Instruction(
+            old.op, old.target, old.micro_batch, peer, renamed(old.reads), renamed(old.writes), renamed(old.after)
+        )
+    return tuple(body)

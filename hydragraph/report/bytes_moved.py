@@ -1,0 +1,83 @@
+"""Who sends how many bytes to whom in an iteration, by ranks and by nodes, from what the simulation moves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hydragraph.cost.costs import Costs
+from hydragraph.cost.simulate import Timeline
+from hydragraph.ir.instruction import Op
+from hydragraph.report.facts import MOVED, Matrix
+from hydragraph.spec.assignment import Assignment
+from hydragraph.spec.strategy import Strategy
+
+# Rows and columns of a matrix: beyond, neighbours count together.
+MOST = 32
+
+Floats = NDArray[np.float64]
+
+
+def matrices(costs: Costs, strategy: Strategy, assignment: Assignment, timeline: Timeline) -> tuple[Matrix, ...]:
+    """Return the traffic between ranks, and between nodes where there are several; of many ranks only the latter.
+
+    Sums within tensor-parallel groups are not in it: they are part of computation.
+    """
+    moved = bytes_between(costs, strategy, assignment, timeline)
+    nodes = [device.node for device in costs.cluster.devices]
+    found = []
+    several = len(set(nodes)) > 1
+    if costs.ranks <= MOST or not several:
+        found.append(_grouped("ranks", "rank", moved, list(range(costs.ranks)), nodes))
+    if several:
+        numbers = {node: i for i, node in enumerate(dict.fromkeys(nodes))}
+        found.append(_grouped("nodes", "node", moved, [numbers[node] for node in nodes], list(numbers)))
+    return tuple(found)
+
+
+def bytes_between(costs: Costs, strategy: Strategy, assignment: Assignment, timeline: Timeline) -> Floats:
+    """Return the bytes of pulls, pushes and messages between stages [kinds, sending ranks, receiving ranks]."""
+    work = costs.work(strategy, assignment)
+    moved = np.zeros((len(MOVED), costs.ranks, costs.ranks))
+    exchanged: set[tuple[Op, str]] = set()
+    for actor in timeline.actors:
+        for i, instruction in enumerate(actor.program.instructions):
+            if instruction.op is Op.SEND:
+                message, _ = actor.program.messages[i]
+                role = actor.role_of[message.micro_batch]
+                size = work.message_bytes(role.pipeline, message.micro_batch - role.micro_batches.start)
+                src, dst = np.array(actor.pairs(i), dtype=np.int64).reshape(-1, 2).T
+                np.add.at(moved[2], (src, dst), size)
+            elif instruction.op in (Op.PULL, Op.PUSH):
+                exchanged.add((instruction.op, instruction.target))
+    for op, bucket in exchanged:
+        transfers = work.moved(op, bucket)
+        np.add.at(moved[MOVED.index(op.value)], (transfers.src, transfers.dst), transfers.size)
+    return moved
+
+
+def _grouped(title: str, word: str, moved: Floats, group: Sequence[int], nodes: Sequence[int]) -> Matrix:
+    """Return sums over groups of ranks, neighbours together where there are too many groups.
+
+    Args:
+        title, word: of many and of one.
+        moved: between ranks [kinds, R, R].
+        group: of each rank.
+        nodes: of each group.
+    """
+    count = max(group) + 1
+    each = -(-count // MOST)  # groups that count together
+    rows = -(-count // each)
+    row_of = np.array(group) // each
+    sums = np.zeros((len(moved), rows, rows))
+    for kind, between in enumerate(moved):
+        src, dst = np.nonzero(between)
+        np.add.at(sums[kind], (row_of[src], row_of[dst]), between[src, dst])
+    names = []
+    for row in range(rows):
+        first, last = row * each, min((row + 1) * each, count) - 1
+        names.append(f"{word} {first}" if first == last else f"{word}s {first}–{last}")
+    cells = tuple(tuple(map(tuple, kind)) for kind in sums.tolist())
+    return Matrix(title, tuple(names), tuple(nodes[row * each] for row in range(rows)), cells)

@@ -1,0 +1,155 @@
+"""Charts as SVG that says everything by itself: axes with round numbers, and a title on every mark.
+
+A script may turn titles into a panel beside the pointer; without one browsers show them as they always have.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from hydragraph.report.markup import Content, Markup, tag
+
+Point = tuple[float, float]
+Show = Callable[[float], str]
+
+WIDTH, HEIGHT = 560, 230
+LEFT, RIGHT, TOP, BOTTOM = 62, 14, 10, 24
+# Points of one series that get a mark of their own with its numbers.
+MOST_MARKS = 400
+
+
+@dataclass(frozen=True)
+class Series:
+    """Points of a chart.
+
+    Attributes:
+        name: in the legend, and in the title of its marks.
+        points: (x, y), in order of x.
+        style: the class of its colour, "s-0", "s-1", ...
+        marks: draw a mark for every point; else only a line.
+        line: draw a line.
+        dashed: the line.
+    """
+
+    name: str
+    points: tuple[Point, ...]
+    style: str
+    marks: bool = False
+    line: bool = True
+    dashed: bool = False
+
+
+def ticks(low: float, high: float, about: int = 5) -> list[float]:
+    """Return round numbers from low to high: steps of 1, 2 or 5 times a power of ten.
+
+    Example: 0 to 8.7 -> 0, 2, 4, 6, 8.
+    """
+    if not high > low:
+        return [low]
+    raw = (high - low) / about
+    power = 10.0 ** math.floor(math.log10(raw))
+    step = next(m * power for m in (1, 2, 5, 10) if m * power >= raw * 0.999)
+    first = math.ceil(low / step - 1e-9)
+    last = math.floor(high / step + 1e-9)
+    return [i * step for i in range(first, last + 1)]
+
+
+def line_chart(
+    label: str, series: Sequence[Series], x_name: str, y_name: str, show: Show, zero: bool = False
+) -> Markup:
+    """Return a chart with a legend.
+
+    Args:
+        label: what it shows, for readers who do not see it.
+        series: at least one point in all.
+        x_name, y_name: of the axes.
+        show: writes a y.
+        zero: let the y axis begin at 0.
+    """
+    points = [point for each in series for point in each.points if math.isfinite(point[1])]
+    xs = [x for x, _ in points]
+    ys = [y for _, y in points]
+    low_x, high_x = _span(min(xs), max(xs))
+    low_y, high_y = _span(0.0 if zero else min(ys), max(ys))
+    pad = 0.05 * (high_y - low_y)
+    high_y += pad
+    low_y -= 0.0 if zero else pad
+
+    def at(x: float, y: float) -> Point:
+        return (
+            LEFT + (x - low_x) / (high_x - low_x) * (WIDTH - LEFT - RIGHT),
+            HEIGHT - BOTTOM - (y - low_y) / (high_y - low_y) * (HEIGHT - TOP - BOTTOM),
+        )
+
+    drawn: list[Content] = []
+    for y in ticks(low_y, high_y):
+        _, place = at(low_x, y)
+        drawn.append(tag("path", d=f"M{LEFT} {place:.1f}H{WIDTH - RIGHT}", class_="grid"))
+        drawn.append(tag("text", show(y), x=LEFT - 8, y=f"{place + 4:.1f}", text_anchor="end"))
+    for x in ticks(low_x, high_x, 7):
+        if x != int(x):
+            continue
+        place, _ = at(x, low_y)
+        drawn.append(tag("text", f"{x:,.0f}", x=f"{place:.1f}", y=HEIGHT - BOTTOM + 17, text_anchor="middle"))
+    drawn.append(tag("text", x_name, x=LEFT - 8, y=HEIGHT - BOTTOM + 17, text_anchor="end", class_="axis"))
+    for each in series:
+        drawn.append(_series(each, at, x_name, show))
+    picture = tag("svg", *drawn, viewBox=f"0 0 {WIDTH} {HEIGHT}", role="img", aria_label=label, class_="chart")
+    return tag("figure", tag("figcaption", tag("b", y_name), legend(series)), tag("div", picture, class_="scroll"))
+
+
+def legend(series: Sequence[Series]) -> Markup:
+    """Return names with their colours."""
+    items = [
+        tag("span", tag("i", class_=f"key {s.style} {'dot' if not s.line else 'dash' if s.dashed else 'line'}"), s.name)
+        for s in series
+    ]
+    return tag("span", items, class_="legend")
+
+
+def _series(series: Series, at: Callable[[float, float], Point], x_name: str, show: Show) -> Markup:
+    inside: list[Content] = []
+    finite = [point for point in series.points if math.isfinite(point[1])]
+    if series.line and finite:
+        path = "L".join(f"{x:.1f} {y:.1f}" for x, y in (at(*point) for point in finite))
+        inside.append(tag("path", d=f"M{path}", class_=f"line{' dashed' * series.dashed}"))
+    if series.marks:
+        step = max(1, -(-len(finite) // MOST_MARKS))
+        for x, y in finite[::step]:
+            title = tag("title", f"{series.name}\n{x_name} {x:,.0f}: {show(y)}")
+            cx, cy = at(x, y)
+            inside.append(tag("circle", title, cx=f"{cx:.1f}", cy=f"{cy:.1f}", r=3.2))
+    return tag("g", inside, class_=series.style)
+
+
+def _span(low: float, high: float) -> tuple[float, float]:
+    """Return bounds that are apart."""
+    if high > low:
+        return low, high
+    return low - (abs(low) * 0.05 or 0.5), high + (abs(high) * 0.05 or 0.5)
+
+
+def memory_chart(points: Sequence[Point], seconds: float, limit: float, peak: float, label: str, show: Show) -> Markup:
+    """Return bytes over an iteration as an area, with the limit where it is near enough to be seen."""
+    width, height = 240, 84
+    near = limit <= 2.5 * peak
+    top = 1.08 * (max(limit, peak) if near else peak) or 1.0
+    scale = width / seconds if seconds else 0.0
+
+    def y(size: float) -> float:
+        return height - size / top * height
+
+    steps = [f"M0 {height}"]
+    for time, size in points:
+        steps.append(f"H{time * scale:.1f}V{y(size):.1f}")
+    drawn: list[Content] = [tag("path", d=f"{''.join(steps)}H{width}V{height}z", class_="area")]
+    # A peak within an instruction is higher than what is held before and after it.
+    drawn.append(tag("path", tag("title", f"most: {show(peak)}"), d=f"M0 {y(peak):.1f}H{width}", class_="peak"))
+    if near:
+        drawn.append(tag("path", tag("title", f"limit: {show(limit)}"), d=f"M0 {y(limit):.1f}H{width}", class_="limit"))
+    return tag(
+        "svg", *drawn, viewBox=f"0 0 {width} {height}", preserveAspectRatio="none", role="img", aria_label=label,
+        class_="memory",
+    )  # fmt: skip

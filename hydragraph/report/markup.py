@@ -1,0 +1,64 @@
+"""HTML from nested calls: whatever is not markup already is escaped, so that no name can become part of the page.
+
+tag("p", "a < b", tag("b", "!"), class_="note")  ->  <p class="note">a &lt; b<b>!</b></p>
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from html import escape
+from typing import Any, TypeAlias
+
+VOID = frozenset({"br", "hr", "img", "input", "meta", "col", "wbr"})
+
+
+class Markup(str):
+    """A text that is markup; any other is escaped when it becomes part of one."""
+
+    __slots__ = ()
+
+
+Content: TypeAlias = "Markup | str | int | float | Iterable[Content] | None"
+
+
+def tag(name: str, *content: Content, **attributes: str | float | bool | None) -> Markup:
+    """Return an element.
+
+    Args:
+        name: of the element.
+        content: texts, which are escaped, and markup, which is not; lists are joined, None is nothing.
+        attributes: underscores stand for hyphens, one at the end for none (`class_`); None and False leave one out.
+    """
+    given = "".join(_attribute(key, value) for key, value in attributes.items())
+    if name in VOID:
+        return Markup(f"<{name}{given}>")
+    return Markup(f"<{name}{given}>{join(*content)}</{name}>")
+
+
+def join(*content: Content) -> Markup:
+    """Return contents one after another, escaped where they are no markup."""
+    return Markup("".join(map(_text, content)))
+
+
+def script_data(record: Any) -> Markup:
+    """Return JSON that may stand in a <script> element: nothing in it can end that, or begin a comment."""
+    text = json.dumps(record, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
+    return Markup(text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026"))
+
+
+def _text(content: Content) -> str:
+    if content is None:
+        return ""
+    if isinstance(content, Markup):
+        return content
+    if isinstance(content, str | int | float):
+        return escape(str(content), quote=True)
+    return join(*content)
+
+
+def _attribute(key: str, value: str | float | bool | None) -> str:
+    if value is None or value is False:
+        return ""
+    name = key.rstrip("_").replace("_", "-")
+    return f" {name}" if value is True else f' {name}="{escape(str(value), quote=True)}"'

@@ -1,0 +1,53 @@
+"""What ranks hold over a simulated iteration, with what they may hold."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields
+from itertools import pairwise
+
+from hydragraph.cost.costs import Costs
+from hydragraph.cost.memory import Memory, MemoryCurve
+from hydragraph.cost.simulate import Timeline
+from hydragraph.report.facts import Held
+
+# Curves that are walked: every one takes a walk through its rank's program.
+MOST_CURVES = 48
+MOST_POINTS = 160
+
+
+def held(costs: Costs, timeline: Timeline) -> tuple[tuple[Held, ...], str]:
+    """Return the memory of all ranks, those that hold the same together, and a note on what was left out.
+
+    Of many ranks, one of each stage is looked at, and of many stages some, evenly chosen.
+    """
+    ranks = list(range(costs.ranks))
+    note = ""
+    if len(ranks) > MOST_CURVES:
+        ranks = sorted(actor.ranks[0] for actor in timeline.actors)
+        step = max(1, -(-len(ranks) // MOST_CURVES))
+        ranks = ranks[::step]
+        note = f"{len(ranks)} of {costs.ranks} ranks: the first of each stage{', evenly chosen' * (step > 1)}."
+    found: dict[object, list[int]] = {}
+    curves: dict[object, MemoryCurve] = {}
+    for rank in ranks:
+        curve = timeline.memory[rank]
+        key = (curve.peak, curve.points, costs.memory_of(rank))
+        found.setdefault(key, []).append(rank)
+        curves[key] = curve
+    return tuple(_held(curves[key], who, costs.memory_of(who[0])) for key, who in found.items()), note
+
+
+def _held(curve: MemoryCurve, ranks: Sequence[int], limit: float) -> Held:
+    peak = curve.peak
+    parts = tuple((field.name, float(getattr(peak, field.name))) for field in fields(Memory))
+    points = thinned([(time, float(size)) for time, size in curve.points], MOST_POINTS)
+    return Held(tuple(ranks), float(peak.total), limit, parts, points)
+
+
+def thinned(points: Sequence[tuple[float, float]], most: int) -> tuple[tuple[float, float], ...]:
+    """Return at most so many of a curve's points: of each stretch the highest, where it is."""
+    if len(points) <= most:
+        return tuple(points)
+    edges = [round(i * len(points) / most) for i in range(most + 1)]
+    return tuple(max(points[a:b], key=lambda point: point[1]) for a, b in pairwise(edges))

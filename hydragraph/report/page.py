@@ -1,0 +1,47 @@
+"""One HTML file from a report: the template, its style and its script are files beside this one.
+
+The page names no address and loads nothing; a content security policy, by the hash of its own script, has browsers
+refuse anything else, also what a text that were not escaped would bring.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from importlib.resources import files
+from pathlib import Path
+from string import Template
+
+from hydragraph.report.courses import course_data
+from hydragraph.report.facts import Report
+from hydragraph.report.markup import join, script_data, tag
+from hydragraph.report.sections import contents, header, sections
+from hydragraph.version import __version__
+
+
+def write_report(report: Report, path: Path) -> None:
+    """Write a report to a file, which is replaced only when the new one is complete."""
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_text(html(report), encoding="utf-8")
+    partial.replace(path)
+
+
+def html(report: Report) -> str:
+    """Return the page."""
+    script = _file("report.js")
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    return Template(_file("page.html")).substitute(
+        title=join(f"{report.title} – hydragraph report"),
+        script_hash=f"sha256-{digest}",
+        style=_file("report.css"),
+        contents=contents(report),
+        header=header(report),
+        sections=join(*sections(report)),
+        footer=tag("p", f"hydragraph {__version__}"),
+        data=script_data([[course_data(course) for course in panel.courses] for panel in report.panels]),
+        script=script,
+    )
+
+
+def _file(name: str) -> str:
+    return files("hydragraph.report").joinpath(name).read_text(encoding="utf-8")

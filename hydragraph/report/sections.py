@@ -1,0 +1,473 @@
+"""The sections of the page, as markup: each from its facts, and nothing where there are none."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from hydragraph.report import numbers
+from hydragraph.report.charts import Series, line_chart, memory_chart
+from hydragraph.report.courses import MOST_LANES as COURSE_LANES
+from hydragraph.report.courses import course_picture
+from hydragraph.report.facts import KINDS, MOVED, Contender, Course, Diagram, Held, Matrix, Panel, Part, Report
+from hydragraph.report.markup import Content, Markup, join, tag
+
+_KIND_NAMES = {
+    "forward": "forward",
+    "backward": "backward",
+    "update": "update",
+    "commit": "commit",
+    "pull": "pull weights",
+    "push": "push gradients",
+    "p2p": "between stages",
+    "wait": "waiting",
+}
+# Rows of the table of strategies that stand open, and steps of the critical path.
+MOST_ROWS = 30
+MOST_STEPS = 14
+COLOURS = 8
+
+
+def contents(report: Report) -> Markup:
+    """Return links to the sections that there are."""
+    links = []
+    if report.steps:
+        links.append(("training", "Training"))
+    if report.contenders:
+        links.append(("strategies", "Strategies"))
+    if report.panels:
+        links.append(("details", "Timeline"))
+    if report.against is not None:
+        links.append(("against", "Predicted and measured"))
+    if report.words:
+        links.append(("words", "In words"))
+    return tag("span", [tag("a", name, href=f"#{target}") for target, name in links], class_="links")
+
+
+def header(report: Report) -> Markup:
+    """Return what it is, and the first things to know."""
+    tiles = [
+        tag("div", tag("dt", fact.label), tag("dd", tag("b", fact.value), tag("small", fact.note)))
+        for fact in report.facts
+    ]
+    return tag(
+        "header",
+        tag("p", report.kind, class_="eyebrow"),
+        tag("h1", report.title),
+        [tag("p", sentence, class_="source") for sentence in report.source],
+        tag("dl", tiles, class_="facts"),
+    )
+
+
+def sections(report: Report) -> Iterator[Markup]:
+    """Yield those that there is something for."""
+    if report.steps:
+        yield _training(report)
+    if report.contenders:
+        yield _strategies(report)
+    if report.panels:
+        yield _panels(report)
+    if report.against is not None:
+        yield _against(report)
+    if report.words:
+        text = tag("pre", "\n".join(report.words))
+        yield _section("words", "In words", "The plan, as it explains itself.", text)
+
+
+def _section(name: str, title: str, intro: str, *content: Content) -> Markup:
+    return tag("section", tag("h2", title), tag("p", intro, class_="intro"), *content, id=name)
+
+
+# Strategies.
+
+
+def _strategies(report: Report) -> Markup:
+    rows = report.contenders
+    shares = [name for name, _ in rows[0].shares]
+    heads = ["", "strategy", "micro-batches", "iteration", "tokens/s", *shares, "why it lost"]
+    kept = [i for i, head in enumerate(heads) if i != 2 or any(row.micro_batches for row in rows)]
+    kept = [i for i in kept if heads[i] != "tokens/s" or any(row.tokens_per_s for row in rows)]
+    fastest = min((row.seconds for row in rows if row.seconds), default=0.0)
+    body = [_strategy_row(i, row, len(shares), fastest, kept) for i, row in enumerate(rows[:MOST_ROWS])]
+    head = tag("tr", [tag("th", heads[i], scope="col", class_=_side(heads[i])) for i in kept])
+    table = tag("table", tag("thead", head), tag("tbody", body), class_="wide")
+    more = f"{len(rows) - MOST_ROWS} more are left out." if len(rows) > MOST_ROWS else ""
+    intro = "The best first. Shares are of the iteration, on average over ranks."
+    if not shares:
+        intro = "The best first: what was looked at, and what each lost by."
+    return _section(
+        "strategies", "Strategies", f"{intro} {more}".strip(), tag("div", table, class_="scroll", tabindex=0)
+    )
+
+
+def _side(head: str) -> str | None:
+    return "left" if head in ("strategy", "why it lost", "") else None
+
+
+def _strategy_row(i: int, row: Contender, shares: int, fastest: float, kept: Sequence[int]) -> Markup:
+    mark = tag("span", "best", class_="badge") if not row.why else str(i + 1)
+    bar = tag("i", class_="bar", style=f"width:{100 * fastest / row.seconds:.0f}%") if row.seconds else None
+    why = join(row.why or "–", tag("small", row.origin) if row.origin else None)
+    cells: list[Markup] = [
+        tag("td", mark, class_="left"),
+        tag("td", tag("code", row.name), class_="left name"),
+        tag("td", numbers.counts_text(row.micro_batches) or "–"),
+        tag("td", numbers.seconds(row.seconds) if row.seconds else "does not fit", bar),
+        tag("td", numbers.rate(row.tokens_per_s)),
+        *[tag("td", numbers.share(part)) for _, part in row.shares],
+        *[tag("td", "–") for _ in range(shares - len(row.shares))],
+        tag("td", why, class_="left why"),
+    ]
+    return tag("tr", [cells[k] for k in kept], class_="best" if not row.why else None)
+
+
+# All about one strategy.
+
+
+def _panels(report: Report) -> Markup:
+    tabs = None
+    if len(report.panels) > 1:
+        buttons = [
+            tag("button", tag("code", panel.name), type="button", role="tab", id=f"tab-{i}", aria_controls=f"panel-{i}",
+                aria_selected="true" if i == 0 else "false", tabindex=0 if i == 0 else -1)
+            for i, panel in enumerate(report.panels)
+        ]  # fmt: skip
+        tabs = tag("div", buttons, role="tablist", aria_label="Strategies", class_="tabs")
+    panels = [_panel(i, panel, len(report.panels) > 1) for i, panel in enumerate(report.panels)]
+    return tag("section", tag("h2", "Timeline, memory and traffic"), tabs, panels, id="details")
+
+
+def _panel(number: int, panel: Panel, tabbed: bool) -> Markup:
+    parts: list[Content] = [tag("h3", tag("code", panel.name), class_="panel-name")]
+    if panel.diagram is not None:
+        parts.append(
+            _block(
+                "Devices and layers",
+                f"Which device computes which layers. {panel.diagram.note}",
+                _diagram(panel.diagram),
+            )
+        )
+    if panel.courses:
+        views = [_course(number, i, course, len(panel.courses) > 1) for i, course in enumerate(panel.courses)]
+        parts.append(tag("div", views, class_="block"))
+    if panel.held:
+        parts.append(_memory(panel.held, panel.held_seconds, panel.held_note))
+    if panel.traffic:
+        parts.append(_traffic(panel.traffic))
+    role = {"role": "tabpanel", "aria_labelledby": f"tab-{number}"} if tabbed else {}
+    return tag("div", parts, id=f"panel-{number}", class_="panel", **role)
+
+
+def _block(title: str, intro: str, *content: Content) -> Markup:
+    return tag("div", tag("h4", title), tag("p", intro, class_="intro") if intro else None, *content, class_="block")
+
+
+def _diagram(diagram: Diagram) -> Markup:
+    """Return a row per device, with its layers as a bar, and the nodes at the left."""
+    width, row_height = 1000, 23
+    what_at = 150
+    layers_at = 305 if any(row.what for row in diagram.rows) else 190
+    scale = (width - layers_at) / diagram.layers
+    drawn: list[Content] = []
+    y = 4.0
+    node = None
+    for row in diagram.rows:
+        if row.node != node:
+            y += 0 if node is None else 8
+            drawn.append(tag("text", f"node {row.node}", x=0, y=y + 15, class_="strong"))
+            node = row.node
+        name = f"rank{'s' * (len(row.ranks) > 1)} {numbers.ranks_text(row.ranks, 1)}"
+        drawn.append(tag("text", name, x=62, y=y + 15))
+        drawn.append(tag("text", row.what, x=what_at, y=y + 15, class_="soft" if row.ok else "bad"))
+        if row.parts:
+            drawn += [_part(part, layers_at, y, scale) for part in row.parts]
+        else:
+            drawn.append(tag("rect", x=layers_at, y=y + 2, width=width - layers_at, height=18, rx=3, class_="idle"))
+            drawn.append(tag("text", "computes nothing", x=layers_at + 8, y=y + 15, class_="soft"))
+        y += row_height
+    step = max(1, -(-diagram.layers // 16))
+    marks = [
+        tag("text", str(layer), x=f"{layers_at + layer * scale:.1f}", y=y + 14, class_="axis",
+            text_anchor="middle" if layer < diagram.layers else "end")
+        for layer in range(0, diagram.layers + 1, step)
+    ]  # fmt: skip
+    marks.append(tag("text", "layers", x=layers_at - 14, y=y + 14, text_anchor="end", class_="axis"))
+    svg = tag(
+        "svg", *drawn, *marks, viewBox=f"0 0 {width} {y + 20:.0f}", role="img", class_="diagram",
+        aria_label=f"devices and the layers that each computes, of {diagram.layers}",
+    )  # fmt: skip
+    return tag("div", svg, class_="scroll")
+
+
+def _part(part: Part, left: float, y: float, scale: float) -> Markup:
+    layers = f"layer {part.first}" if part.last == part.first + 1 else f"layers {part.first}–{part.last - 1}"
+    x = left + part.first * scale
+    width = (part.last - part.first) * scale - 1.5
+    text = f"{layers} · {part.text}"
+    most = int((width - 14) / 6.2)  # letters that fit
+    number = layers.partition(" ")[2]
+    shown = next((t for t in (text, f"{layers} · pipeline {part.pipeline}", layers, number) if len(t) <= most), "")
+    rect = tag(
+        "rect", tag("title", text.replace(" · ", "\n")), x=f"{x:.1f}", y=y + 2, width=f"{width:.1f}", height=18, rx=3
+    )
+    words = tag("text", shown, x=f"{x + 7:.1f}", y=y + 15) if shown else None
+    return tag("g", rect, words, class_=f"stage p-{part.pipeline % COLOURS}")
+
+
+def _course(panel: int, number: int, course: Course, titled: bool) -> Markup:
+    """Return a timeline: a picture, in whose place the script puts one that can be zoomed."""
+    used = {bar.kind for lane in course.lanes for bars in lane.bars for bar in bars}
+    keys = [tag("span", tag("i", class_=f"key box k-{kind}"), _KIND_NAMES[kind]) for kind in KINDS if kind in used]
+    if course.critical:
+        keys.append(tag("span", tag("i", class_="key box critical"), "critical path"))
+    title = f"Timeline, {course.title}" if titled else "Timeline"
+    left = len(course.lanes) - COURSE_LANES
+    note = f"{left} more kinds of ranks are in the picture that a script draws." if left > 0 else ""
+    return tag(
+        "div",
+        tag("h4", f"{title}: {numbers.seconds(course.seconds)}"),
+        tag("p", f"Wide bars are computation, thin ones below them transfers. {course.note}", class_="intro"),
+        tag("div", keys, class_="legend"),
+        tag("div", course_picture(course), tag("p", note, class_="note") if note else None, class_="scroll picture"),
+        _critical(course),
+        class_="timeline", data_panel=panel, data_course=number,
+    )  # fmt: skip
+
+
+def _critical(course: Course) -> Markup | None:
+    if not course.critical:
+        return None
+    by_kind: dict[str, float] = {}
+    for step in course.critical:
+        by_kind[step.kind] = by_kind.get(step.kind, 0.0) + step.end - step.begin
+    whole = sum(by_kind.values())
+    shares = [f"{numbers.share(s / whole)} {kind}" for kind, s in sorted(by_kind.items(), key=lambda item: -item[1])]
+    least = sorted((step.end - step.begin for step in course.critical), reverse=True)[:MOST_STEPS][-1]
+    rows = [
+        tag(
+            "tr",
+            tag("td", numbers.seconds(step.begin)),
+            tag("td", numbers.seconds(step.end - step.begin)),
+            tag("td", step.what, class_="left"),
+        )
+        for step in course.critical
+        if step.end - step.begin >= least
+    ][:MOST_STEPS]
+    left = len(course.critical) - len(rows)
+    head = tag("tr", tag("th", "from"), tag("th", "for"), tag("th", "what the end waited for", class_="left"))
+    table = tag("table", tag("thead", head), tag("tbody", rows))
+    return tag(
+        "details",
+        tag("summary", tag("b", "Critical path: "), ", ".join(shares)),
+        tag("div", table, class_="scroll"),
+        tag("p", f"and {left} shorter steps", class_="note") if left else None,
+    )
+
+
+def _memory(held: Sequence[Held], seconds: float, note: str) -> Markup:
+    """Return a small picture for each group of ranks, and what the peaks consist of as a table."""
+    cards = []
+    for each in sorted(held, key=lambda one: one.ranks):
+        used = numbers.share(each.peak / each.limit)
+        name = f"rank{'s' * (len(each.ranks) > 1)} {numbers.ranks_text(each.ranks, 3)}"
+        text = f"most {numbers.size(each.peak)}, {used} of {numbers.size(each.limit)}"
+        picture = (
+            memory_chart(each.points, seconds, each.limit, each.peak, f"{name}: {text}", numbers.size)
+            if each.points
+            else None
+        )
+        meter = tag("div", tag("i", style=f"width:{min(100.0, 100 * each.peak / each.limit):.2f}%"), class_="meter")
+        full = " tight" * (each.peak > 0.9 * each.limit)
+        cards.append(tag("div", tag("b", name), tag("span", text), picture, meter, class_=f"card{full}"))
+    intro = f"Bytes held over the iteration; the bar below is the peak as a part of the limit. {note}".strip()
+    if not any(each.points for each in held):
+        intro = "What each rank holds when it holds most, as a part of what it may hold."
+    return _block("Memory", intro, tag("div", cards, class_="cards"), _memory_table(held))
+
+
+def _memory_table(held: Sequence[Held]) -> Markup | None:
+    if not any(each.parts for each in held):
+        return None
+    names = [name for name, _ in held[0].parts]
+    rows = [
+        tag("tr", tag("td", numbers.ranks_text(each.ranks, 4), class_="left"),
+            [tag("td", numbers.size(size)) for _, size in each.parts], tag("td", tag("b", numbers.size(each.peak))),
+            tag("td", numbers.size(each.limit)))
+        for each in sorted(held, key=lambda one: one.ranks)
+    ]  # fmt: skip
+    heads = [tag("th", "ranks", class_="left"), *[tag("th", name) for name in (*names, "peak", "limit")]]
+    table = tag("table", tag("thead", tag("tr", heads)), tag("tbody", rows))
+    return tag("details", tag("summary", "What the peaks consist of"), tag("div", table, class_="scroll"))
+
+
+# Traffic.
+
+
+def _traffic(matrices: Sequence[Matrix]) -> Markup:
+    totals = matrices[0].totals
+    parts = [f"{_KIND_NAMES[kind]} {numbers.size(total)}" for kind, total in zip(MOVED, totals, strict=True)]
+    intro = (
+        f"Bytes of an iteration: {', '.join(parts)}. Rows send, columns receive. Sums within tensor-parallel groups "
+        "are part of computation."
+    )
+    views = [tag("div", tag("h5", f"Between {matrix.title}"), _heat(matrix), _flows(matrix)) for matrix in matrices]
+    options = [
+        tag("button", name, type="button", data_kind=kind, aria_pressed="true" if kind == "all" else "false")
+        for kind, name in (("all", "all"), *((kind, _KIND_NAMES[kind]) for kind in MOVED))
+    ]
+    choose = tag("div", options, class_="choose", role="group", aria_label="kind of traffic", hidden=True)
+    return _block("Traffic", intro, choose, tag("div", views, class_="matrices"))
+
+
+def _heat(matrix: Matrix) -> Markup:
+    count = len(matrix.names)
+    side = 30 if count <= 8 else 20 if count <= 16 else 14
+    left, top = 66, 20
+    most = max((sum(kind[i][j] for kind in matrix.cells) for i in range(count) for j in range(count)), default=0.0)
+    every = max(1, -(-count * 15 // (side * count)))
+    drawn: list[Content] = []
+    for i, name in enumerate(matrix.names):
+        at = i * side + _gaps(matrix, i)
+        if i % every == 0:
+            drawn.append(tag("text", name, x=left - 8, y=top + at + side / 2 + 4, text_anchor="end"))
+            short = name.split()[-1].partition("–")[0]
+            drawn.append(tag("text", short, x=left + at + side / 2, y=top - 7, text_anchor="middle"))
+        for j in range(count):
+            drawn.append(_cell(matrix, i, j, left + j * side + _gaps(matrix, j), top + at, side, most))
+    width = left + count * side + _gaps(matrix, count - 1) + 4
+    height = top + count * side + _gaps(matrix, count - 1) + 4
+    svg = tag(
+        "svg", *drawn, viewBox=f"0 0 {width} {height}", width=width, height=height, role="img", class_="heat",
+        aria_label=f"bytes between {matrix.title}; the table below has the largest",
+    )  # fmt: skip
+    return tag("div", svg, class_="scroll")
+
+
+def _gaps(matrix: Matrix, i: int) -> int:
+    """Return the pixels by which nodes before a row set it apart."""
+    nodes = len(dict.fromkeys(matrix.groups[: i + 1])) - 1
+    return 5 * nodes if len(set(matrix.groups)) < len(matrix.names) else 0
+
+
+def _cell(matrix: Matrix, i: int, j: int, x: float, y: float, side: float, most: float) -> Markup:
+    kinds = {kind: rows[i][j] for kind, rows in zip(MOVED, matrix.cells, strict=True)}
+    total = sum(kinds.values())
+    if not total:
+        return tag("rect", x=x, y=y, width=side - 1.5, height=side - 1.5, class_="none")
+    told = [f"{_KIND_NAMES[kind]}: {numbers.size(size)}" for kind, size in kinds.items() if size]
+    title = tag("title", "\n".join([f"{matrix.names[i]} to {matrix.names[j]}: {numbers.size(total)}", *told]))
+    sizes = {f"data_{kind}": f"{size:.6g}" for kind, size in kinds.items() if size}
+    return tag(
+        "rect", title, x=x, y=y, width=side - 1.5, height=side - 1.5, fill_opacity=f"{0.08 + 0.92 * total / most:.3f}",
+        **sizes,
+    )  # fmt: skip
+
+
+def _flows(matrix: Matrix) -> Markup:
+    """Return the largest flows as a table."""
+    count = len(matrix.names)
+    flows = []
+    for i in range(count):
+        for j in range(count):
+            kinds = [rows[i][j] for rows in matrix.cells]
+            if sum(kinds):
+                flows.append((sum(kinds), matrix.names[i], matrix.names[j], kinds))
+    flows.sort(key=lambda flow: -flow[0])
+    rows = [
+        tag("tr", tag("td", one, class_="left"), tag("td", other, class_="left"),
+            [tag("td", numbers.size(size)) for size in kinds], tag("td", tag("b", numbers.size(total))))
+        for total, one, other, kinds in flows[:12]
+    ]  # fmt: skip
+    heads = [tag("th", "from", class_="left"), tag("th", "to", class_="left")]
+    heads += [tag("th", _KIND_NAMES[kind]) for kind in MOVED] + [tag("th", "all")]
+    table = tag("table", tag("thead", tag("tr", heads)), tag("tbody", rows))
+    return tag("details", tag("summary", "The largest, as a table"), tag("div", table, class_="scroll"))
+
+
+# Runs.
+
+
+def _training(report: Report) -> Markup:
+    steps = report.steps
+    names = list(dict.fromkeys(step.strategy for step in steps))
+    losses = [
+        Series(name, tuple((s.step, s.loss) for s in steps if s.strategy == name), f"s-{i % COLOURS}", True, False)
+        for i, name in enumerate(names)
+    ]
+    losses.append(Series("smoothed", tuple((s.step, s.smoothed) for s in steps), "s-ink"))
+    held_out = tuple((s.step, s.eval_loss) for s in steps if s.eval_loss is not None)
+    if held_out:
+        losses.append(Series("held out", held_out, "s-held", True, True, True))
+    loss = line_chart("loss over steps", losses, "step", "loss, nats per token", lambda y: f"{y:.3f}")
+    rates = [
+        Series(name, tuple((s.step, s.tokens_per_s) for s in steps if s.strategy == name), f"s-{i % COLOURS}", True)
+        for i, name in enumerate(names)
+    ]
+    speed = line_chart("tokens per second over steps", rates, "step", "tokens/s", numbers.rate, zero=True)
+    waits = [
+        Series("seconds of a step", tuple((s.step, s.seconds) for s in steps), "s-ink"),
+        *[
+            Series(f"waits: {_KIND_NAMES[kind]}", tuple((s.step, s.waited[i]) for s in steps), f"s-{kind}")
+            for i, kind in enumerate(MOVED)
+        ],
+    ]
+    if any(step.expected for step in steps):
+        expected = tuple((s.step, s.expected) for s in steps if s.expected)
+        waits.append(Series("computing, as planned", expected, "s-held", dashed=True))
+    where = line_chart("seconds of a step", waits, "step", "seconds of a step", numbers.seconds, zero=True)
+    memory = Series("rank 0", tuple((s.step, float(s.memory)) for s in steps), "s-0")
+    held = line_chart("peak memory", [memory], "step", "most memory so far", numbers.size, zero=True)
+    charts = tag("div", loss, speed, where, held, class_="charts")
+    return _section("training", "Training", "Every step of the run; a colour is a strategy.", charts)
+
+
+def _against(report: Report) -> Markup:
+    found = report.against
+    assert found is not None, "it is there where the section is"
+    most = max((max(row.measured, row.predicted) for row in found.rows if row.rank is None), default=0.0)
+    rows = []
+    for row in found.rows:
+        if not (row.measured or row.predicted) or not most:
+            continue
+        bars = None
+        if row.rank is None:
+            bars = tag(
+                "span",
+                tag("i", class_="measured", style=f"width:{100 * row.measured / most:.1f}%"),
+                tag("i", class_="predicted", style=f"width:{100 * row.predicted / most:.1f}%"),
+                class_="pair",
+            )
+        cells = [tag("td", numbers.seconds(value)) for value in (row.measured, row.predicted)]
+        who = "all ranks" if row.rank is None else f"rank {row.rank}"
+        name = tag("td", tag("b", row.kind) if row.rank is None else "", class_="left")
+        style = "sum" if row.rank is None else "one"
+        rows.append(
+            tag(
+                "tr",
+                name,
+                tag("td", who, class_="left"),
+                cells,
+                tag("td", numbers.times(row.measured, row.predicted)),
+                tag("td", bars),
+                class_=style,
+            )
+        )
+    heads = ["kind", "ranks", "measured", "predicted", "measured / predicted", ""]
+    head = tag("tr", [tag("th", name, class_="left" if i < 2 else None) for i, name in enumerate(heads)])
+    keys = tag(
+        "div",
+        tag("span", tag("i", class_="key box measured"), "measured"),
+        tag("span", tag("i", class_="key box predicted"), "predicted"),
+        class_="legend",
+    )
+    kinds = tag(
+        "div", tag("table", tag("thead", head), tag("tbody", rows), class_="against"), class_="scroll", tabindex=0
+    )
+    chart = None
+    if len(found.steps) > 1:
+        series = [
+            Series("measured", tuple((s.step, s.measured) for s in found.steps), "s-measured", True),
+            Series("predicted", tuple((s.step, s.predicted) for s in found.steps), "s-predicted", True, True, True),
+        ]
+        chart = line_chart("seconds by step", series, "step", "seconds of a step's instructions", numbers.seconds, True)
+    intro = f"{found.source}. Most of the difference: {found.sentence}."
+    return _section("against", "Predicted and measured", intro, keys, kinds, chart)

@@ -1,0 +1,228 @@
+"""Iterations as lanes of bars: of a simulation for all ranks that differ, of a trace for every rank.
+
+A thousand ranks have millions of instructions, but most act at the same times as others: those share a lane. What is
+still more than a page can hold is merged, block by block into micro-batches, and then into the finest times that can be
+seen; a note says so.
+
+    8 ranks, 4 of them alike         -> 5 lanes
+    forward 0, 1, 2 of micro-batch 3 -> with few instructions three bars, with many one: "forward of 3 blocks"
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import groupby
+from typing import TypeVar
+
+from hydragraph.cost.actors import Actor, message_of
+from hydragraph.cost.critical_path import Step
+from hydragraph.cost.engine import Times
+from hydragraph.cost.simulate import Timeline
+from hydragraph.cost.trace_file import Event
+from hydragraph.ir.instruction import RULES, Instruction, Op, Stream
+from hydragraph.ir.text import parse_instruction
+from hydragraph.report.facts import STREAMS, Bar, Course, CriticalStep, Lane
+
+# Bars of one course; each takes some 20 bytes of the page, which is to stay below five megabytes with six courses.
+MOST_BARS = 24_000
+# Ranks that have a lane each, though they may be alike.
+EVERY = 32
+# Lanes of one course: more are not drawn, evenly left out, as nobody could tell them apart.
+MOST_LANES = 256
+# Where still too many: bars that begin within this part of the iteration of one another become one.
+FINEST = 1 / 4000
+
+# What the names of values begin with (`ir.value`).
+_VALUES = {"W": "weights", "G": "gradients", "h": "hidden state", "d": "gradient"}
+
+T = TypeVar("T")
+Merge = Callable[[Sequence[Bar]], Iterable[Bar]]
+
+
+def simulated_course(timeline: Timeline) -> Course:
+    """Return a simulated iteration."""
+    together: dict[object, list[int]] = {}
+    for a, actor in enumerate(timeline.actors):
+        # Equal programs at equal times: the queues tell programs apart, as equal pipelines share them.
+        same = (id(actor.program), timeline.times[a].begin.tobytes(), timeline.times[a].end.tobytes())
+        together.setdefault(same, []).append(a)
+    groups = sorted(together.values(), key=lambda actors: min(min(timeline.actors[a].ranks) for a in actors))
+    shown = _spread(groups, MOST_LANES)
+    lanes = []
+    for actors in shown:
+        first = timeline.actors[actors[0]]
+        ranks = tuple(sorted(rank for a in actors for rank in timeline.actors[a].ranks))
+        bars = _by_stream(_simulated(first, timeline.times[actors[0]]))
+        lanes.append(Lane(ranks, _roles([timeline.actors[a] for a in actors]), bars))
+    merged, note = _fewer(lanes, timeline.seconds)
+    if len(timeline.actor_of) <= EVERY:
+        merged = sorted((replace(lane, ranks=(rank,)) for lane in merged for rank in lane.ranks), key=_first)
+    if len(shown) < len(groups):
+        note = f"{len(shown)} of {len(groups)} kinds of ranks are shown, evenly chosen. {note}"
+    critical = tuple(map(_critical, timeline.critical_path.steps))
+    return Course("simulated", timeline.seconds, tuple(merged), critical, note.strip())
+
+
+def measured_course(title: str, ranks: Sequence[Sequence[Event]]) -> Course:
+    """Return a traced iteration.
+
+    Args:
+        title: such as "measured, step 7".
+        ranks: by rank, the events of that iteration alone.
+    """
+    first = min((event.begin for events in ranks for event in events), default=0.0)
+    last = max((event.end for events in ranks for event in events), default=0.0)
+    lanes = [
+        Lane((rank,), "", _by_stream(sorted(_measured(events, first), key=lambda pair: pair[1].begin)))
+        for rank, events in _spread(list(enumerate(ranks)), MOST_LANES)
+    ]
+    merged, note = _fewer(lanes, last - first)
+    if len(lanes) < len(ranks):
+        note = f"{len(lanes)} of {len(ranks)} ranks are shown, evenly chosen. {note}"
+    return Course(title, last - first, tuple(merged), (), note.strip())
+
+
+def _first(lane: Lane) -> int:
+    return lane.ranks[0]
+
+
+def _spread(items: Sequence[T], most: int) -> list[T]:
+    """Return at most so many of them, evenly chosen, the first and the last among them."""
+    if len(items) <= most:
+        return list(items)
+    return [items[round(i * (len(items) - 1) / (most - 1))] for i in range(most)]
+
+
+def _simulated(actor: Actor, times: Times) -> Iterator[tuple[str, Bar]]:
+    for instruction, begin, end in zip(actor.program.instructions, times.begin, times.end, strict=True):
+        if end > begin:
+            micro_batch = _micro_batch(instruction)
+            yield instruction.stream.value, Bar(begin, end, _kind(instruction.op), _name(instruction), micro_batch)
+
+
+def _measured(events: Sequence[Event], first: float) -> Iterator[tuple[str, Bar]]:
+    """Yield what a rank did; a message of a stream is under way from its start to the end of the wait for it."""
+    for event in events:
+        begin, end = event.begin - first, event.end - first
+        if event.name.startswith("wait "):
+            value = event.name.removeprefix("wait ")
+            yield "compute", Bar(begin, end, "wait", f"wait for {_VALUES.get(value[0], 'value')} {value}")
+        elif event.stream != Stream.COMPUTE.value:
+            yield event.stream, Bar(begin, end, event.stream, event.name)
+        else:
+            instruction = parse_instruction(event.name, 1)
+            if instruction.op is not Op.FREE:
+                name = _name(instruction)
+                started = "" if instruction.stream is Stream.COMPUTE else "start "
+                yield "compute", Bar(begin, end, _kind(instruction.op), started + name, _micro_batch(instruction))
+
+
+def _by_stream(bars: Iterable[tuple[str, Bar]]) -> tuple[tuple[Bar, ...], ...]:
+    found: dict[str, list[Bar]] = {stream: [] for stream in STREAMS}
+    for stream, bar in bars:
+        found[stream].append(bar)
+    return tuple(tuple(found[stream]) for stream in STREAMS)
+
+
+def _kind(op: Op) -> str:
+    return "p2p" if op in (Op.SEND, Op.RECEIVE) else op.value
+
+
+def _micro_batch(instruction: Instruction) -> int:
+    if instruction.micro_batch is not None:
+        return instruction.micro_batch
+    if instruction.op in (Op.SEND, Op.RECEIVE):
+        return message_of(instruction).micro_batch
+    return -1
+
+
+def _name(instruction: Instruction) -> str:
+    """Return what a reader tells it by: "backward layer.0", "pull layer.3", "send gradient to ..."."""
+    op = instruction.op
+    if op in (Op.SEND, Op.RECEIVE):
+        # Ranks of a lane have different peers, but all of them a stage before and one behind them.
+        message = message_of(instruction)
+        what = "hidden state" if message.ahead else "gradient"
+        other = "next" if message.ahead is (op is Op.SEND) else "previous"
+        return f"{op.value} {what} {'to' if op is Op.SEND else 'from'} the {other} stage"
+    return f"{op.value} {instruction.target}".strip()
+
+
+def _roles(actors: Sequence[Actor]) -> str:
+    """Say what ranks that are alike are: a stage of a pipeline, or of several."""
+    roles = [role for actor in actors for role in actor.roles]
+    if not roles:
+        return "holds state"
+    stages = sorted({role.stage for role in roles})
+    pipelines = sorted({role.pipeline for role in roles})
+    named = "pipeline " + str(pipelines[0]) if len(pipelines) == 1 else f"{len(pipelines)} pipelines"
+    return f"{named}, stage {stages[0]}" if len(stages) == 1 else f"{named}, several stages"
+
+
+def _critical(step: Step) -> CriticalStep:
+    stream = RULES[step.op].stream.value
+    return CriticalStep(step.begin_s, step.end_s, step.kind, step.what, step.ranks, stream)
+
+
+# What is more than a page can hold.
+
+
+def _fewer(lanes: Sequence[Lane], seconds: float) -> tuple[list[Lane], str]:
+    """Return lanes of few enough bars, and what was done for that."""
+    if _count(lanes) <= MOST_BARS:
+        return list(lanes), ""
+    merged = _merged(lanes, _micro_batches)
+    if _count(merged) <= MOST_BARS:
+        return merged, "Blocks that a rank computes one after another for one micro-batch are one bar."
+    tick = seconds * FINEST
+    while _count(merged) > MOST_BARS and tick < 2 * seconds:  # beyond that, each stream is one bar
+        merged = _merged(merged, partial(_ticks, tick=tick))
+        tick *= 2
+    return merged, f"Bars that are nearer than {tick / 2 / seconds:.2%} of the iteration are merged into one."
+
+
+def _count(lanes: Sequence[Lane]) -> int:
+    return sum(len(bars) for lane in lanes for bars in lane.bars)
+
+
+def _merged(lanes: Sequence[Lane], merge: Merge) -> list[Lane]:
+    return [Lane(lane.ranks, lane.what, tuple(tuple(merge(bars)) for bars in lane.bars)) for lane in lanes]
+
+
+def _micro_batches(bars: Sequence[Bar]) -> Iterator[Bar]:
+    """Merge what follows without a pause: blocks of one micro-batch, or buckets that are pulled in a row."""
+    for (kind, micro_batch), group in groupby(bars, lambda bar: (bar.kind, bar.micro_batch)):
+        run: list[Bar] = []
+        for bar in group:
+            if run and bar.begin > run[-1].end + 1e-3 * (bar.end - bar.begin):
+                yield _one(run, kind, micro_batch)
+                run = []
+            run.append(bar)
+        yield _one(run, kind, micro_batch)
+
+
+def _ticks(bars: Sequence[Bar], tick: float) -> Iterator[Bar]:
+    """Merge bars within a tick of each other, also of several kinds: the bar has the kind that took longest."""
+    run: list[Bar] = []
+    for bar in bars:
+        if run and bar.end - run[0].begin > tick:
+            yield _within_a_tick(run)
+            run = []
+        run.append(bar)
+    if run:
+        yield _within_a_tick(run)
+
+
+def _within_a_tick(run: Sequence[Bar]) -> Bar:
+    seconds: dict[str, float] = {}
+    for bar in run:
+        seconds[bar.kind] = seconds.get(bar.kind, 0.0) + bar.end - bar.begin
+    return _one(run, max(seconds, key=lambda kind: seconds[kind]), -1 if len(run) > 1 else run[0].micro_batch)
+
+
+def _one(run: Sequence[Bar], kind: str, micro_batch: int) -> Bar:
+    if len(run) == 1:
+        return run[0]
+    return Bar(run[0].begin, run[-1].end, kind, f"{run[0].name} … {run[-1].name}", micro_batch)

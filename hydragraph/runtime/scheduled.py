@@ -1,0 +1,46 @@
+"""What the kernel says of a thread: how long it ran, and how long it wanted to run while others had its core.
+
+A device that is slow and a core that is shared look alike by the clock, but not by these two: where ranks share cores
+with one another and with whatever else runs, the wall clock of one iteration says little about the device.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from contextlib import suppress
+
+_PATH = "/proc/thread-self/schedstat"  # Linux: nanoseconds run, nanoseconds queued, times chosen
+
+
+class Scheduled:
+    """Reads the times of the thread that calls it."""
+
+    def __init__(self) -> None:
+        self._thread = 0
+        self._file = -1
+
+    def __call__(self) -> tuple[float, float]:
+        """Return seconds run and seconds queued, ever; zeros where the system does not say."""
+        if threading.get_ident() != self._thread:
+            self._open()
+        if self._file < 0:
+            return 0.0, 0.0
+        ran, queued, _ = os.pread(self._file, 64, 0).split()
+        return int(ran) / 1e9, int(queued) / 1e9
+
+    def _open(self) -> None:
+        self.__del__()
+        self._thread = threading.get_ident()
+        with suppress(OSError):
+            self._file = os.open(_PATH, os.O_RDONLY | os.O_CLOEXEC)
+
+    def __del__(self) -> None:
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+
+def unknown() -> tuple[float, float]:
+    """Return zeros: of a GPU, whose work the host only queues, the host's thread says nothing."""
+    return 0.0, 0.0

@@ -1,0 +1,97 @@
+"""What a config asks for that cannot be: told before data is touched, which may take hours to prepare."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from hydragraph.data.mini_batches import MiniBatches
+from hydragraph.frontend.huggingface import positions as positions_of
+from hydragraph.runtime.state import check_elementwise
+from hydragraph.spec.strategy import Strategy
+from hydragraph.train.config import TrainConfig
+from hydragraph.train.model import directory_of, skeleton
+from hydragraph.train.optimizer import optimizer_factory
+
+
+def check_settings(config: TrainConfig, ranks: int) -> None:
+    """Check what needs no data: the model's class and sizes, its strategies, the optimizer.
+
+    Args:
+        config: of the run.
+        ranks: that it runs on.
+
+    Raises:
+        ValueError: naming the field.
+    """
+    _check_optimizer(config)
+    if config.model.directory is not None:
+        directory_of(config.model)  # before a tokenizer is looked for in it
+    model = skeleton(config.model, config.data.vocab_size)
+    if not config.automatic:
+        read_strategies(config.strategies, model, ranks)
+    positions = positions_of(model)
+    if positions is not None and positions[0] < config.data.max_length:
+        raise ValueError(
+            f"data.max_length is {config.data.max_length}, and the model has {positions[0]} positions "
+            f"({positions[1]}): lower data.max_length, or build a model with more"
+        )
+
+
+def _check_optimizer(config: TrainConfig) -> None:
+    """Make the optimizer for one matrix: what it refuses, and what would be wrong on flat shards, shows at once."""
+    model = nn.Module()
+    weight = nn.Parameter(torch.ones(2, 2))
+    model.register_parameter("weight", weight)
+    factory = optimizer_factory(config.optimizer, model)
+    try:
+        check_elementwise(factory([("weight", weight)]))
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"optimizer {config.optimizer.name}: {error}") from error
+
+
+def read_strategies(texts: Sequence[str], model: nn.Module, ranks: int) -> tuple[Strategy, ...]:
+    """Read strategies for a model and check them against it and the number of ranks.
+
+    Raises:
+        ValueError: naming the entry.
+    """
+    config: Any = model.config
+    layers = config.num_hidden_layers
+    heads = getattr(config, "num_attention_heads", None)
+    strategies: list[Strategy] = []
+    for i, text in enumerate(texts):
+        try:
+            strategy = Strategy.read(text, layers)
+            strategy.check(layers, ranks, (heads,) if isinstance(heads, int) else ())
+        except (ValueError, OSError) as error:
+            raise ValueError(f"strategies[{i}]: {error}") from None
+        strategies.append(strategy)
+    return tuple(strategies)
+
+
+def remarks(
+    config: TrainConfig, model: nn.Module, strategies: Sequence[Strategy], ranks: int, batches: MiniBatches
+) -> Iterator[str]:
+    """Yield what a run can do, but somebody may not have meant, a sentence each."""
+    tokens = int(batches.chunks.lengths.sum())
+    if config.data.tokens_per_step > tokens:
+        passes = config.data.tokens_per_step / tokens
+        yield (
+            f"data.tokens_per_step is {config.data.tokens_per_step:,}, and all the data has {tokens:,} tokens: "
+            f"each step passes over it {passes:.1f} times"
+        )
+    rates = {m.p for m in model.modules() if isinstance(m, nn.Dropout) and m.p}
+    if rates and not model.training:
+        said = " and ".join(f"{rate:g}" for rate in sorted(rates))
+        yield f"the model's config asks for dropout of {said}, which is left out: hydragraph trains without dropout"
+    for i, strategy in enumerate(strategies):
+        same = strategies.index(strategy)
+        if same < i:
+            yield f"strategies[{i}] is the same as strategies[{same}]"
+        idle = sorted(set(range(ranks)) - set(strategy.devices))
+        if idle:
+            yield f"strategies[{i}]: {'rank' if len(idle) == 1 else 'ranks'} {', '.join(map(str, idle))} would be idle"

@@ -1,0 +1,206 @@
+"""What the controller decides, with a planner and ranks that the tests drive; and real ranks that switch at once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+import hydragraph as hg
+from hydragraph.cost.costs import Costs
+from hydragraph.elastic.controller import Controller, Replanning, Thrift
+from hydragraph.elastic.estimate import Change
+from hydragraph.elastic.replanning import Question, Replanned
+from hydragraph.planner.policy import Policy
+from hydragraph.runtime.trace import Exposed, RankTimes
+from hydragraph.spec.assignment import Assignment
+from hydragraph.spec.health import Health
+from hydragraph.spec.strategy import Strategy
+from tests.elastic.test_replanning import CLUSTER, LAYERS, PROFILE, PROGRAM, RUNNING, request
+from tests.models import llama, sequences
+
+OTHER = hg.Strategy.parse("<[0]x1,[2]x3> + <[3]x4>", layers=LAYERS)
+STEPS = 100
+ASSIGNED = Assignment((((0,),), ()), (100,))
+
+
+@dataclass(frozen=True)
+class Step:
+    """As the controller reads it."""
+
+    step: int
+    seconds: float
+    chosen: Strategy = RUNNING
+    planning_s: float = 0.0
+    preparing_s: float = 0.0
+    assignment: Assignment = ASSIGNED
+    ranks: tuple[RankTimes, ...] = tuple(RankTimes(1.0, Exposed(), (1.0,)) for _ in range(4))
+
+
+class Given:
+    """A monitor that says what the test says."""
+
+    def __init__(self) -> None:
+        self.health = Health()
+        self.changes: tuple[Change, ...] = ()
+
+    def observe(self, *_: object) -> tuple[Change, ...]:
+        changes, self.changes = self.changes, ()
+        return changes
+
+    def baseline(self, *_: object) -> None:
+        raise AssertionError("nobody has probed")
+
+    def becomes(self, rank: int, rate: float) -> None:
+        self.changes = (Change(rank, self.health.rate(rank), rate),)
+        self.health = Health({rank: rate})
+
+
+class Answering:
+    """A planner that answers one step later."""
+
+    def __init__(self, before_s: float = 4.0, after_s: float = 2.0, refused: str = "") -> None:
+        self.asked: list[Question] = []
+        self._waiting = 0
+        self._answer = Replanned((RUNNING, OTHER), request(RUNNING, OTHER), 1, before_s, after_s, 0.5, refused)
+
+    @property
+    def busy(self) -> bool:
+        return self._waiting > 0
+
+    def ask(self, question: Question) -> None:
+        self.asked.append(question)
+        self._waiting = 2
+
+    def answer(self) -> Replanned | None:
+        self._waiting -= 1
+        return None if self._waiting else self._answer
+
+    def start(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+def controlled(planner: Answering, switched: list[Replanned] | None, **thrift: Any) -> tuple[Controller, Given]:
+    monitor: Any = Given()
+    given = Replanning(
+        Costs(PROFILE, CLUSTER),
+        (RUNNING,),
+        request(RUNNING),
+        Policy(),
+        planner,
+        None if switched is None else switched.append,
+        STEPS,
+        Thrift(**thrift),
+    )
+    return Controller(monitor, given), monitor
+
+
+def run(controller: Controller, monitor: Given, slow_at: dict[int, float], steps: int) -> list[Any]:
+    events: list[Any] = []
+    for step in range(1, steps + 1):
+        if step in slow_at:
+            monitor.becomes(1, slow_at[step])
+        report: Any = Step(step, 8.0 if monitor.health.rates else 3.0)
+        events += controller.stepped(report)
+    return events
+
+
+def test_a_straggler_leads_to_a_switch_with_its_reason() -> None:
+    planner = Answering()
+    switched: list[Replanned] = []
+    controller, monitor = controlled(planner, switched)
+    events = run(controller, monitor, {10: 2.57}, 14)
+    assert [event.event for event in events] == ["straggler", "switch"]
+    assert planner.asked[0].health == Health({1: 2.57})
+    assert len(switched) == 1
+    decision = events[1]
+    assert decision.done
+    assert decision.ranks == (1,)
+    assert decision.after_s == pytest.approx(decision.before_s / 2), "steps as measured, by the ratio that plans say"
+    assert str(OTHER) in decision.why
+    assert "no state moves" in decision.why
+
+
+def test_a_dry_run_decides_and_does_nothing() -> None:
+    controller, monitor = controlled(Answering(), None)
+    events = run(controller, monitor, {10: 2.57}, 14)
+    assert [(event.event, event.done) for event in events] == [("straggler", True), ("switch", False)]
+    assert events[1].why.startswith("dry run")
+
+
+@pytest.mark.parametrize(
+    ("planner", "why"),
+    [
+        (Answering(4.0, 3.9), "less"),  # too little
+        (Answering(4.0, 2.0, "no strategy fits the ranks there are"), "no strategy fits"),
+    ],
+)
+def test_what_does_not_pay_is_told_and_not_done(planner: Answering, why: str) -> None:
+    switched: list[Replanned] = []
+    controller, monitor = controlled(planner, switched)
+    events = run(controller, monitor, {10: 2.57}, 14)
+    assert [(event.event, event.done) for event in events] == [("straggler", True), ("replan", False)]
+    assert why in events[1].why
+    assert events[1].why.startswith("stays")
+    assert not switched
+
+
+def test_a_switch_that_pays_back_too_late_is_not_made() -> None:
+    switched: list[Replanned] = []
+    controller, monitor = controlled(Answering(), switched, cost_s=1000.0)
+    run(controller, monitor, {10: 2.57}, 14)
+    assert not switched
+
+
+def test_after_a_switch_nothing_is_asked_for_a_while_and_then_a_repaired_device_comes_back() -> None:
+    planner = Answering()
+    switched: list[Replanned] = []
+    controller, monitor = controlled(planner, switched, cooldown=6)
+    events = run(controller, monitor, {10: 2.57, 13: 1.0}, 30)
+    assert [event.event for event in events] == ["straggler", "switch", "recovered", "switch"]
+    asked = [each.health for each in planner.asked]
+    assert asked == [Health({1: 2.57}), Health()]
+    assert events[3].step - events[1].step >= 6
+    assert planner.asked[1].running == (OTHER,)
+    assert planner.asked[1].first == (RUNNING,)
+
+
+# Real ranks.
+
+
+def trained(model: Any, program: Any, switch_at: int | None) -> list[tuple[float, str]]:
+    exe = hg.compile(
+        model,
+        RUNNING,
+        lambda named: torch.optim.SGD(named, lr=1e-2),
+        device="cpu",
+        program=program,
+        check="off",
+        profile=PROFILE,
+        policy=Policy(workers=0),
+    )
+    seen = []
+    for step in range(4):
+        if step == switch_at and exe.rank == 0:
+            exe.choose_from([OTHER], request(OTHER))
+        report = exe.step(sequences([60, 33, 20, 41, 17], seed=step))
+        assert len(report.ranks) == 4
+        seen.append((report.loss, report.strategy))
+    exe.close()
+    return seen
+
+
+def test_all_ranks_switch_at_once_and_losses_stay_the_same() -> None:
+    model = llama(layers=LAYERS)
+    as_ever = hg.launch(trained, 4, model, PROGRAM, None)
+    switching = hg.launch(trained, 4, model, PROGRAM, 2)
+    assert all(each == switching[0] for each in switching)
+    assert [name for _, name in switching[0][:2]] == [str(RUNNING)] * 2
+    assert [name for _, name in switching[0][2:]] == [str(OTHER)] * 2
+    for (one, _), (other, _) in zip(as_ever[0], switching[0], strict=True):
+        assert other == pytest.approx(one, rel=1e-5)

@@ -1,0 +1,99 @@
+"""Another plan for ranks of which some are slow: what it gains, that it is found in another process, and refusals."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import pytest
+
+import hydragraph as hg
+from hydragraph.cost.costs import Costs
+from hydragraph.cost.datasheet import datasheet
+from hydragraph.elastic.replanning import Question, Replanned, Replanner, replan
+from hydragraph.planner.policy import Policy
+from hydragraph.planner.request import PlanRequest
+from hydragraph.spec.cluster import Cluster, Device, Interconnect
+from hydragraph.spec.health import Health
+from hydragraph.spec.home import Home
+from tests.models import llama
+
+LAYERS = 4
+RUNNING = hg.Strategy.parse("<tp1,pp2> + <tp1,pp2>", layers=LAYERS)
+PROGRAM = hg.capture(llama(layers=LAYERS), check="off")
+CLUSTER = Cluster.homogeneous(4, device=Device(1e9, int(8e9), 1e10), within_node=Interconnect(2e9, 1e-6))
+PROFILE = datasheet(PROGRAM, CLUSTER)
+LENGTHS = ((200, 90, 120, 60, 300, 80, 75, 110), (256, 90, 100, 60, 210, 80, 85, 120))
+
+
+def request(*strategies: hg.Strategy) -> PlanRequest:
+    costs = Costs(PROFILE, CLUSTER)
+    return PlanRequest(tuple(map(costs.pipelines, strategies)), tuple(map(costs.fixed, strategies)))
+
+
+def question(health: Health) -> Question:
+    return Question(PROFILE, CLUSTER, Home(), health, LENGTHS, (RUNNING,), (RUNNING,), request(RUNNING), Policy(), None)
+
+
+def test_a_plan_for_a_straggler_takes_less_than_going_on() -> None:
+    health = Health({1: 5.42})
+    found = replan(question(health))
+    assert found.refused == ""
+    assert found.request is not None
+    well = replan(question(Health()))
+    assert found.before_s > 2 * well.before_s, "its slow stage holds everybody up"
+    assert found.after_s < 0.6 * found.before_s
+    # No plan is better than the share of the devices' power that is left; this one is not far from it.
+    ideal = well.after_s * 4 / (3 + 1 / 5.42)
+    assert ideal * 0.85 <= found.after_s <= ideal * 1.6
+    assert RUNNING in found.strategies
+
+
+def test_a_strategy_that_names_a_lost_rank_cannot_go_on() -> None:
+    found = replan(question(Health({1: float("inf")})))
+    assert found.before_s == float("inf")
+    assert found.strategies
+    assert all(1 not in s.devices for s in found.strategies)
+
+
+def test_another_process_gives_the_same_answer_and_ends() -> None:
+    asked = question(Health({1: 5.42}))
+    planner = Replanner()
+    try:
+        planner.ask(asked)
+        assert planner.busy
+        answer: Replanned | None = None
+        until = time.monotonic() + 300
+        while answer is None and time.monotonic() < until:
+            answer = planner.answer()
+            time.sleep(0.02)
+        assert answer is not None
+        assert not planner.busy
+        assert replace(answer, took_s=0.0) == replace(replan(asked), took_s=0.0)
+    finally:
+        planner.close()
+
+
+def test_a_process_that_died_is_a_refusal_and_the_next_question_starts_another() -> None:
+    planner = Replanner()
+    try:
+        planner.start()
+        assert planner._process is not None
+        planner._process.kill()
+        planner._process.wait()
+        planner.ask(question(Health()))
+        assert planner._thread is not None
+        planner._thread.join()
+        answer = planner.answer()
+        assert answer is not None
+        assert answer.refused.startswith("the process that plans has ended")
+        planner.start()
+        assert planner._process.poll() is None if planner._process else False
+    finally:
+        planner.close()
+
+
+@pytest.mark.parametrize("rates", [{}, {0: 2.57}])
+def test_equal_questions_have_equal_answers(rates: dict[int, float]) -> None:
+    first, second = (replace(replan(question(Health(rates))), took_s=0.0) for _ in range(2))
+    assert first == second
