@@ -245,4 +245,4 @@ def test_worlds_shrink_and_grow_under_any_home(prepared: Ready, smooth: list[lis
     assert found[1][0] == smooth[2][5:]
     assert [moved.step for moved in found[3][1]] == [1, 2, 3, 4, 5, 6, 7]
     assert [moved.restored for moved in found[3][1]] == [None] * 6 + [7]
-    assert found[1][1][0].received > 0
+    assert found[3][1][0].received > 0
