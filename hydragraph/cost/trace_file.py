@@ -120,7 +120,8 @@ def _short(instruction: Instruction) -> str:
             return f"send {instruction.reads[0]} to rank {instruction.peer}"
         case Op.RECEIVE:
             return f"receive {instruction.writes[0]} from rank {instruction.peer}"
-    return op.value
+        case _:
+            return str(op.value)
 
 
 def _category(event: Event, instruction: Instruction | None) -> str:

@@ -57,8 +57,10 @@ def write_plan_picture(example: Example, path: Path) -> None:
 def _ticks(least: int, most: int, rows: int) -> list[float]:
     """Return lengths from one to the other, evenly apart on a logarithmic scale, as many as fit beside so many rows."""
     count = min(2 + rows // 2, 7)
-    inner = np.geomspace(least, most, count)[1:-1] if most > least else []
-    return [least, *(float(f"{length:.2g}") for length in inner), *([most] if most > least else [])]
+    if most == least:
+        return [least]
+    inner = np.geomspace(least, most, count)[1:-1]
+    return [least, *(float(f"{length:.2g}") for length in inner), most]
 
 
 def _draw_pipeline(axes: Any, example: Example, row: int, shades: Any) -> None:
