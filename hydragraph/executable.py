@@ -38,6 +38,7 @@ from hydragraph.passes.limits import limits_of
 from hydragraph.planner.request import PlanRequest
 from hydragraph.runtime.checkpoint import store
 from hydragraph.runtime.failure.agreement import together
+from hydragraph.runtime.failure.board import PROGRESS_S
 from hydragraph.runtime.failure.watch import CLOSED, agreed
 from hydragraph.runtime.groups import Groups
 from hydragraph.runtime.launch import World
@@ -129,7 +130,8 @@ class Executable:
     """A model compiled for a strategy, ready to train; made by `compile`, on every rank alike.
 
     Attributes:
-        program, strategies: what it was made of.
+        program, strategies: what it was made of, and what steps choose from now.
+        given, wanted_home, device: the strategies and the home that it was compiled with, and what it computes on.
         spans: set it to a list and every following step adds the times of its instructions (`runtime.trace`).
         watched: set it on all ranks, and those that a step leaves idle probe their device now and then.
         stopping: set it on any rank, to a number above 0, and the next `step` does nothing and raises `Stopped` on all.
@@ -175,6 +177,10 @@ class Executable:
         )
         self._optimizer = optimizer
         self._planning = plans
+        self.given = given
+        self.wanted_home = home or Home()
+        self.device = world.device
+        self.progress_s = PROGRESS_S
         self._buffers = {name: buffer.to(world.device) for name, buffer in buffers.items()}
         seed = torch.initial_seed()
         self._start: Callable[[], Iterable[Mapping[str, Tensor]]] | None = None
@@ -507,6 +513,21 @@ class Executable:
     def ranks(self) -> int:
         """How many processes there are."""
         return self.world.ranks
+
+    @property
+    def steps(self) -> int:
+        """How many steps the state has had."""
+        return self._steps
+
+    @property
+    def planning(self) -> Planning:
+        """What choosing strategies goes by."""
+        return self._planning
+
+    @property
+    def profile(self) -> Profile | Costs | None:
+        """What strategies cost; None: nothing was measured."""
+        return self._planning.profile
 
     @property
     def world(self) -> World:
