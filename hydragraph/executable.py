@@ -42,6 +42,7 @@ from hydragraph.runtime.failure.board import PROGRESS_S
 from hydragraph.runtime.failure.watch import CLOSED, agreed
 from hydragraph.runtime.groups import Groups
 from hydragraph.runtime.launch import World
+from hydragraph.runtime.meeting.member import CALLED, here
 from hydragraph.runtime.probe import MOST_S, Probe
 from hydragraph.runtime.standing import Held, Meeting, Place, Progress, ProgressLog, Standing, meet
 from hydragraph.runtime.state import HomeState, OptimizerFactory
@@ -669,7 +670,7 @@ class Executable:
         # A refusal is compared like a mini-batch: ranks that all refuse the same go on alike.
         call = repr(refused) if refused is not None else repr((str(strategy), mode))
         mark = digest(call, batch)
-        ranks = self._session.compare(mark, self.stopping if mode == "train" else 0)
+        ranks = self._session.compare(mark, self._asked() if mode == "train" else 0)
         if ranks.unsaved:
             try:
                 self._session.saver.wait()
@@ -691,6 +692,11 @@ class Executable:
             raise agreed(Stopped(ranks.stopping))
         assert batch is not None
         return batch, strategy
+
+    def _asked(self) -> int:
+        """Return by what this rank asks that the next step is not begun: to stop, or to meet other ranks first."""
+        member = here()
+        return max(self.stopping, CALLED if member is not None and member.called else 0)
 
     def _work(self, batch: MiniBatch, strategy: Strategy | None) -> AssignedBatch:
         """Assign a mini-batch that all ranks have, and pack this rank's part of it."""

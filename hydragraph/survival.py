@@ -24,7 +24,7 @@ from hydragraph.executable import Executable
 from hydragraph.passes.check_strategy import check_strategy
 from hydragraph.planner.refitting import refit
 from hydragraph.runtime.launch import World, join
-from hydragraph.runtime.meeting.member import Dismissed, Member, here
+from hydragraph.runtime.meeting.member import CALLED, Dismissed, Member, here
 from hydragraph.runtime.meeting.place import Peer
 from hydragraph.runtime.meeting.protocol import Generation
 from hydragraph.spec.home import Home
@@ -73,7 +73,7 @@ def survive(exe: Executable, failure: BaseException | None = None, restore: str 
         ValueError: a part of the state is lost, and `restore` is not given.
     """
     member = here()
-    if member is None or (isinstance(failure, Stopped) and not member.called):
+    if member is None or (isinstance(failure, Stopped) and failure.reason < CALLED):
         raise failure or ValueError("survive: give launch elastic=hg.Elastic(), and call this where a step raises")
     began = time.monotonic()
     reasons: list[str] = []
