@@ -14,7 +14,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -100,14 +100,9 @@ def join(device: torch.device | str | None = None) -> World:
         ValueError: hydragraph does not compute on the device, or this machine has none.
         RankFailure: another rank failed meanwhile.
     """
-    device = _device(device)
+    alone = apart(device)
+    device, backend, local_rank = alone.device, alone.backend, alone.local_rank
     launched = {"RANK", "WORLD_SIZE"} <= os.environ.keys()
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    if device.type == "cuda":
-        gpus = torch.cuda.device_count()
-        device = torch.device("cuda", local_rank % gpus if device.index is None else device.index)
-        torch.cuda.set_device(device)
-    backend = _backend(device)
     if not dist.is_initialized() and launched:
         # Objects (hashes, host names) travel as CPU tensors, also where weights do not.
         kind = "cpu:gloo,cuda:nccl" if backend == "nccl" else "gloo"
@@ -115,7 +110,7 @@ def join(device: torch.device | str | None = None) -> World:
         ranks = int(os.environ["WORLD_SIZE"])
         meet(kind, _store_of_launcher(rank, ranks), rank, ranks)
     if not dist.is_initialized():
-        return World(0, 1, 0, device, backend)
+        return replace(alone, local_rank=0)
     rank = dist.get_rank()
     ranks = dist.get_world_size()
     group = dist.group.WORLD
@@ -123,6 +118,20 @@ def join(device: torch.device | str | None = None) -> World:
     watch = watch_of(group, group.get_group_store, rank, ranks)
     node = f"{socket.gethostname()} {os.environ.get('GROUP_RANK', '')}"  # torchrun may start two on one host
     return World(rank, ranks, local_rank, device, backend, watch, node)
+
+
+def apart(device: torch.device | str | None = None) -> World:
+    """Return a world of this process alone, on the device that it would have among the ranks of its host.
+
+    Args, Raises: as of `join`.
+    """
+    device = _device(device)
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    if device.type == "cuda":
+        gpus = torch.cuda.device_count()
+        device = torch.device("cuda", local_rank % gpus if device.index is None else device.index)
+        torch.cuda.set_device(device)
+    return World(0, 1, local_rank, device, _backend(device))
 
 
 def _device(asked: torch.device | str | None) -> torch.device:
