@@ -13,7 +13,7 @@ The ranks meet again in the same processes (`runtime.meeting`), the state moves 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -38,23 +38,27 @@ class Survived:
     Attributes:
         generation: which set of ranks this is, counted from 1.
         step: the last one that the state has had; training goes on with the next.
-        lost, joined: processes that the ranks before had and these have not, and the other way round.
+        lost, left, joined: ranks that failed and that were asked to end, in their numbers before, and those that came, in
+            their numbers now.
         peers: the processes, by rank.
         strategies: what steps choose from now on.
         restored: the step of the checkpoint that was read; None: no state was lost.
         seconds: from this rank's failure to the state's arrival.
         why: what happened, in words.
+        ending: why these ranks are only to save and end; "": they go on.
     """
 
     generation: int
     step: int
-    lost: tuple[Peer, ...]
-    joined: tuple[Peer, ...]
+    lost: tuple[int, ...]
+    left: tuple[int, ...]
+    joined: tuple[int, ...]
     peers: tuple[Peer, ...]
     strategies: tuple[Strategy, ...]
     restored: int | None
     seconds: float
     why: str
+    ending: str = ""
 
 
 def survive(exe: Executable, failure: BaseException | None = None, restore: str | Path | None = None) -> Survived:
@@ -72,22 +76,33 @@ def survive(exe: Executable, failure: BaseException | None = None, restore: str 
         RankFailure, Stopped: the failure itself, where ranks were not started to survive it.
         ValueError: a part of the state is lost, and `restore` is not given.
     """
+    survived = meet_again(exe, failure, lambda: None if restore is None else Path(restore))
+    if survived.ending:
+        raise TooFewRanks(f"{survived.ending}: {survived.why}")
+    return survived
+
+
+def meet_again(exe: Executable, failure: BaseException | None, newest: Callable[[], Path | None]) -> Survived:
+    """Do what `survive` does, but return also where too few ranks are left.
+
+    Args:
+        exe, failure: as of `survive`.
+        newest: returns the checkpoint to go back to where state is lost; the first rank's answer counts.
+    """
     member = here()
     if member is None or (isinstance(failure, Stopped) and failure.reason < CALLED):
         raise failure or ValueError("survive: give launch elastic=hg.Elastic(), and call this where a step raises")
     began = time.monotonic()
     reasons: list[str] = []
-    lost: dict[int, Peer] = {}
-    joined: dict[int, Peer] = {}
+    before = member.generation.members
+    left: list[int] = []
     while True:
         if isinstance(failure, RankFailure):
             reasons.append(str(failure).partition("; restart all ranks")[0])
         exe.leave()
         generation = member.meet(failure)
-        lost |= {m: member.peer(m) for m in generation.lost}
-        joined |= {m: member.peer(m) for m in generation.joined if m not in lost}
         try:
-            survived = _move(exe, member, generation, restore)
+            survived = _move(exe, member, generation, newest)
         except RankFailure as again:
             failure = again
             continue
@@ -97,19 +112,25 @@ def survive(exe: Executable, failure: BaseException | None = None, restore: str 
         if member.number in generation.leaving:
             member.leave()
             raise Dismissed("handed over its state, as it was asked to end")
+        left += generation.leaving
         reasons += [f"rank {generation.members.index(m)} was asked to end" for m in generation.leaving]
         failure = None  # the others meet once more, without those that have handed over their state
     exe.stopping = 0
-    why = "; ".join(dict.fromkeys(reasons)) or "ranks came" * bool(joined) or "ranks were called together"
-    gone = tuple(peer for m, peer in lost.items() if m not in generation.members)
-    there = tuple(peer for m, peer in joined.items() if m in generation.members)
-    survived = replace(survived, lost=gone, joined=there, seconds=time.monotonic() - began, why=why)
-    if generation.ending:
-        raise TooFewRanks(f"{generation.ending}: {why}")
-    return survived
+    now = generation.members
+    joined = tuple(rank for rank, m in enumerate(now) if m not in before)
+    came = "ranks came" if joined else "ranks were called together"
+    return replace(
+        survived,
+        lost=tuple(rank for rank, m in enumerate(before) if m not in now and m not in left),
+        left=tuple(rank for rank, m in enumerate(before) if m in left),
+        joined=joined,
+        seconds=time.monotonic() - began,
+        why="; ".join(dict.fromkeys(reasons)) or came,
+        ending=generation.ending,
+    )
 
 
-def _move(exe: Executable, member: Member, generation: Generation, restore: str | Path | None) -> Survived:
+def _move(exe: Executable, member: Member, generation: Generation, newest: Callable[[], Path | None]) -> Survived:
     """Bring the state to a generation's ranks."""
     world = join(exe.device)
     world.watch.progress_s = exe.progress_s
@@ -120,8 +141,10 @@ def _move(exe: Executable, member: Member, generation: Generation, restore: str 
     profile = exe.profile
     if isinstance(profile, Costs) and profile.ranks != world.ranks:
         profile = profile.profile  # its cluster has other ranks
+    with world.calling("meet"):
+        restore = world.gather(newest() if world.rank == 0 else None)[0]
     moved = exe.move(world, home, generation.before, restore, strategies, profile)
-    return Survived(generation.number, moved.step, (), (), peers, exe.strategies, moved.restored, 0.0, "")
+    return Survived(generation.number, moved.step, (), (), (), peers, exe.strategies, moved.restored, 0.0, "")
 
 
 def strategies_for(exe: Executable, world: World, home: Home) -> tuple[Strategy, ...]:

@@ -27,6 +27,7 @@ _SCALARS = (
         "planning_hidden_s",
         "expected_s",
         "peak_memory_bytes",
+        "mfu",
     ),
 )
 
@@ -53,6 +54,8 @@ class Metrics:
         planning_s, planning_hidden_s: seconds of planning that the step waited for, and that it did not.
         expected_s: seconds of computing that its plan expected; 0 without a profile.
         peak_memory_bytes: of rank 0's process so far; of its GPU where it has one.
+        mfu: model FLOPs utilisation: the model's operations on these lengths, without what is recomputed, over the
+            seconds and the peak of all GPUs; None where that peak is not known.
     """
 
     step: int
@@ -74,6 +77,7 @@ class Metrics:
     planning_hidden_s: float = 0.0
     expected_s: float = 0.0
     peak_memory_bytes: int = 0
+    mfu: float | None = None
 
 
 def read_metrics(path: Path) -> list[Metrics]:
