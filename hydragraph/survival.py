@@ -38,8 +38,8 @@ class Survived:
     Attributes:
         generation: which set of ranks this is, counted from 1.
         step: the last one that the state has had; training goes on with the next.
-        lost, left, joined: ranks that failed and that were asked to end, in their numbers before, and those that came, in
-            their numbers now.
+        lost, left: ranks that failed, and that were asked to end, in their numbers before.
+        joined: ranks that came, in their numbers now.
         peers: the processes, by rank.
         strategies: what steps choose from now on.
         restored: the step of the checkpoint that was read; None: no state was lost.

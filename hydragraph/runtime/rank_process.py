@@ -176,7 +176,9 @@ def _tell(connection: Connection, outcome: Returned | Raised | Left) -> None:
     if not isinstance(outcome, Returned):
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(int(isinstance(outcome, Raised)))  # at once, so that peers see the connections close; dropping communicators could block
+        os._exit(
+            int(isinstance(outcome, Raised))
+        )  # at once, so that peers see the connections close; dropping communicators could block
     with contextlib.suppress(OSError, KeyboardInterrupt):
         connection.poll(None)  # a rank that left now could break those that are still connecting
 

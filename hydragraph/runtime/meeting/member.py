@@ -7,7 +7,8 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from types import FrameType
 
@@ -65,6 +66,11 @@ class Member:
     def called(self) -> bool:
         """Whether it is to meet the others between two iterations."""
         return self._orders.call > self.generation.number or (self.leaving and self.generation.number > 0)
+
+    @property
+    def told_to_stop(self) -> bool:
+        """Whether the launcher was asked to stop the work."""
+        return self._orders.stop
 
     @property
     def rank(self) -> int:
@@ -202,3 +208,27 @@ def here() -> Member | None:
 def be(member: Member) -> None:
     """Make this process a member."""
     _Here.member = member
+
+
+def elastic() -> bool:
+    """Say whether this process goes on when other ranks are lost."""
+    return _Here.member is not None
+
+
+def comes_late() -> bool:
+    """Say whether this process has been started beside ranks that are at work already, and has not joined them yet."""
+    return _Here.member is not None and not _Here.member.generation.number
+
+
+class Told:
+    """Requests to stop that reach a member: those of its launcher; a signal of its own only makes it leave."""
+
+    @property
+    def signal(self) -> int:
+        """The signal that the launcher has got; 0: none."""
+        return int(signal.SIGTERM) if _Here.member is not None and _Here.member.told_to_stop else 0
+
+    @contextmanager
+    def working(self) -> Iterator[None]:
+        """Have requests noted only, inside, as always."""
+        yield

@@ -23,6 +23,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+ALL_LEAVE = "every rank was asked to leave"
+
 
 @dataclass(frozen=True)
 class Said:
@@ -181,7 +183,7 @@ def _meet(record: Record, there: Mapping[int, Said], rules: Rules, coming: int) 
     ending = ""
     if stay < rules.least:
         few = f"{stay} {'rank is' if stay == 1 else 'ranks are'} left, and min_ranks is {rules.least}"
-        ending = "every rank was asked to leave" if leaving and not stay else few
+        ending = ALL_LEAVE if leaving and not stay else few
     number = max(orders.proposal.number, orders.confirmed) + 1
     holds, before = _held(members, there, record.formed)
     proposed = Generation(

@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import multiprocessing.connection
 import os
+import signal
+import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -66,10 +68,22 @@ def run_members(
     supervisor = Supervisor(started, store, ranks, elastic)
     try:
         with (relay or Relay()).to([supervisor]):
-            supervisor.run(timeout)
+            before = _on_return(supervisor.refill)
+            try:
+                supervisor.run(timeout)
+            finally:
+                before()
         return supervisor.results()
     finally:
         dismiss(supervisor.crew)
+
+
+def _on_return(refill: Callable[[], None]) -> Callable[[], None]:
+    """Call a function at SIGUSR1, by which a machine tells that devices are back; return what ends that."""
+    if threading.current_thread() is not threading.main_thread():
+        return lambda: None
+    before = signal.signal(signal.SIGUSR1, lambda *_: refill())
+    return lambda: signal.signal(signal.SIGUSR1, before) and None
 
 
 class Supervisor:
@@ -85,7 +99,9 @@ class Supervisor:
         crew: all processes that live or have told an outcome.
     """
 
-    def __init__(self, started: Callable[[int, int, bool], RankHandle], store: Any, ranks: int, elastic: Elastic) -> None:
+    def __init__(
+        self, started: Callable[[int, int, bool], RankHandle], store: Any, ranks: int, elastic: Elastic
+    ) -> None:
         self._started = started
         self._store = store
         self._place = Place(store)
@@ -101,6 +117,8 @@ class Supervisor:
         self._lost: list[RankHandle] = []
         self._fatal_at: float | None = None
         self._stop = False
+        self._back = False
+        self._empty: set[int] = set()  # seats of those that were asked to leave
         self._stops = Stops()
         self.crew: list[RankHandle] = []
         self._next = 0
@@ -126,6 +144,10 @@ class Supervisor:
     def terminate(self) -> None:
         """Pass a request to stop on to all members: the work is stopped, not handed over (see `Relay`)."""
         self._stop = True  # a signal's handler calls this
+
+    def refill(self) -> None:
+        """Start processes in the seats of those that were asked to leave: their devices are back."""
+        self._back = True
 
     def results(self) -> list[bytes]:
         """Return what the members of the last generation returned, by rank; raise what ended the work instead."""
@@ -174,6 +196,7 @@ class Supervisor:
         outcome = member.outcome
         if isinstance(outcome, Returned | Left):
             if isinstance(outcome, Left):
+                self._empty.add(self._seats[member.rank])
                 self._forget(member)
             return
         assert outcome is not None
@@ -220,6 +243,10 @@ class Supervisor:
         """Start processes in seats whose time has come."""
         if self._record.orders.over or not self._record.orders.confirmed:
             return
+        if self._back:
+            self._waiting |= dict.fromkeys(self._empty, time.monotonic())
+            self._empty.clear()
+            self._back = False
         for seat, when in list(self._waiting.items()):
             if time.monotonic() >= when:
                 del self._waiting[seat]
@@ -251,4 +278,3 @@ def _told(before: Orders, after: Orders) -> None:
         _LOG.info("generation %d: processes %s, without %s", generation.number, generation.members, generation.lost)
     if after.over and not before.over:
         _LOG.info("nobody meets any more: %s", after.over)
-
