@@ -19,7 +19,6 @@ from rich.text import Text
 from hydragraph.commands.options import Config, Debug, LogLevel, Set
 from hydragraph.commands.process import launched, leads, may_be_restarted, on_ranks, quieten, restarted, running_s
 from hydragraph.errors import RankFailure
-from hydragraph.runtime.meeting.member import Told, elastic
 from hydragraph.runtime.stopping import Interrupted, Overdue, Relay, Requests, Stopping
 from hydragraph.spec.elastic import Elastic
 from hydragraph.train.config import TrainConfig
@@ -158,6 +157,7 @@ def train_rank(
 ) -> RunOutcome:
     """Train on this rank; without `stopping` it is one of a launcher, which passes requests to stop on to it."""
     from hydragraph import api
+    from hydragraph.runtime.meeting.member import Told, elastic
     from hydragraph.train.loop import train
     from hydragraph.train.screen import Screen
 

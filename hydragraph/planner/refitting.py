@@ -41,15 +41,20 @@ def _first(model: Strategy, ranks: int, layers: int, fits: Fits) -> Strategy:
 
 
 def _shapes(model: Strategy, ranks: int, layers: int) -> Iterator[Strategy]:
-    """Yield strategies on the first ranks, those that use most first, then those with most pipelines."""
+    """Yield strategies on the first ranks: of the degrees there were, if few ranks are left over, else of any.
+
+    Those that use most ranks come first, then those with most pipelines.
+    """
     stages = [stage for pipeline in model.pipelines for stage in pipeline.stages]
     degrees = list(dict.fromkeys(stage.tp for stage in stages))
     smallest = min(sum(stage.tp for stage in pipeline.stages) for pipeline in model.pipelines)
     like = stages[0]
-    for used in range(ranks, 0, -1):
+    few = -(-2 * ranks // 3)
+    nearly_all = [(used, degrees) for used in range(ranks, few - 1, -1)]
+    for used, known in [*nearly_all, *((used, [1, 2, 4, 8]) for used in range(ranks, 0, -1))]:
         for count in range(max(1, used // smallest), 0, -1):
             sizes = [used // count + (i < used % count) for i in range(count)]
-            for degree in [*degrees, *sorted({1, 2, 4, 8} - set(degrees))]:
+            for degree in known:
                 cut = [_depth(size, degree, layers) for size in sizes]
                 if all(cut):
                     yield _built(sizes, degree, layers, like, model.schedule)

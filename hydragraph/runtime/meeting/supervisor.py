@@ -83,7 +83,11 @@ def _on_return(refill: Callable[[], None]) -> Callable[[], None]:
     if threading.current_thread() is not threading.main_thread():
         return lambda: None
     before = signal.signal(signal.SIGUSR1, lambda *_: refill())
-    return lambda: signal.signal(signal.SIGUSR1, before) and None
+
+    def end() -> None:
+        signal.signal(signal.SIGUSR1, before)
+
+    return end
 
 
 class Supervisor:
@@ -155,7 +159,9 @@ class Supervisor:
         order = [*self._record.current, *sorted(told)]
         if told and self._fatal_at is None:
             return [told[member].value for member in dict.fromkeys(order) if member in told]
-        raise_failure([*self._lost, *self.crew], last_fault(self._store), None)
+        # What ended the work is an error of its own, where there is one, and not the ranks that were lost before.
+        at_fault = [m for m in self.crew if isinstance(m.outcome, Raised)] if self._fatal_at else []
+        raise_failure(at_fault or self._lost, last_fault(self._store), None)
         left = [member.outcome.why for member in self.crew if isinstance(member.outcome, Left)]
         raise RankFailure(0, "", f"no rank is left: {left[0] if left else self._record.orders.over or 'all were lost'}")
 

@@ -14,7 +14,7 @@ from tests.thorough import thorough
 
 @dataclass(frozen=True)
 class Member:
-    """A member as the world sees it: what it has said, the generation it works in (None: it waits), whether it lives."""
+    """A member: what it has said, the generation it works in (None: it waits), whether it lives."""
 
     said: Said
     at: int | None = None
