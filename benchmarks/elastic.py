@@ -1,7 +1,7 @@
 """What it costs to lose ranks: python benchmarks/elastic.py [pause] [kills] [monitor]
 
-pause     8 local ranks, one of them killed: from the kill to the end of the next step, and how long ranks took to meet and
-          to move the state, with two copies and from disk; the others' processes are the same
+pause     8 local ranks, one of them killed: the time between two steps, and how long ranks took to meet and to move
+          state, with two copies and from disk
 kills     `hydragraph chaos` with 100 kills in one run: survived, with the same curve, and no process left behind
 monitor   CPU seconds of a step with `elastic.monitor` and without, alternately
 """
@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -29,7 +30,7 @@ from hydragraph.train.config import TrainConfig
 from hydragraph.train.metrics import read_metrics
 
 RANKS = 8
-WORDS = "the quick brown fox jumps over the lazy dog while many uneven devices train one model together".split()
+WORDS = ("the", "quick", "brown", "fox", "jumps", "over", "many", "lazy", "uneven", "devices", "that", "train")
 
 
 def config_in(folder: Path, **changed: Any) -> TrainConfig:
@@ -81,13 +82,13 @@ def pause(table: Table) -> None:
             done = chaos.run(config, strikes, stepped)
             took = [event.seconds for event in done.events if event.event == "resumed"]
             times = sorted(seen.values())
-            gaps = [after - before for before, after in zip(times, times[1:], strict=False)]
+            gaps = [after - before for before, after in pairwise(times)]
             usual, longest = median(gaps), max(gaps)
             whole = "yes" if done.code == 0 and len(done.metrics) == config.steps else f"no: {done.said}"
             table.add_row(
                 f"pause, {name}",
-                f"{longest:.2f} s between two steps (usually {usual:.2f}), {took[0] if took else float('nan'):.2f} s of it "
-                f"to meet and to move; finished: {whole}",
+                f"{longest:.2f} s between two steps (usually {usual:.2f}), {took[0] if took else float('nan'):.2f} s of"
+                f" it to meet and to move; finished: {whole}",
                 "2 s" if every == 0 else "5 s",
             )
 
