@@ -112,6 +112,7 @@ def compile(
             (it needs a profile and lengths).
         optimizer: called once on every rank with one (name, 1-D fp32 tensor) pair per parameter in model order, the
             tensor having 0 elements where this rank owns nothing; returns a torch.optim optimizer. None: no training.
+            Where it makes groups it is called again with tensors of whole shapes, to see that it makes the same.
         max_grad_norm: clip gradients to this global norm.
         dtype: what the model computes in; master weights and optimizer state are fp32.
         device: "cpu" or "cuda"; default: a GPU where there is one.
