@@ -175,8 +175,8 @@ def rank_memory(
         strategy: on ranks below `ranks`.
         micro_batches: for each pipeline, those that it runs.
         compiled: gives a block's graphs, as `runtime.variants.Variants.get` does.
-        messages: count what messages need too, as if all were under way until they must have arrived; False: what
-            the strategy itself needs.
+        messages: count what pull and push need too, as if all were under way until they must have arrived; False:
+            what the strategy itself needs.
         home: who owns state; None: equal shares of all ranks. Without nodes, each rank counts as one.
 
     Raises:
@@ -185,6 +185,11 @@ def rank_memory(
     blocks = CompiledBlocks(program, compiled)
     owners = HomeLayouts(home or Home(), ranks)
     return Walk(blocks, strategy, micro_batches, rank, ranks, messages=messages, home_of=owners.of).peak()
+
+
+def batch_bytes(own: int, every: int) -> int:
+    """Return the bytes of a mini-batch on a rank: its own tokens' ids, positions and labels, shifted labels of all."""
+    return INTEGER_BYTES * (3 * own + every)
 
 
 def exchange_name(op: Op, bucket: str) -> str:
@@ -262,10 +267,8 @@ class Walk:
         """Return the largest sum, the instruction in which it is reached, and the sum after each instruction."""
         at_home = self.at_home()
         home_bytes = at_home.state + at_home.shard
-        own = sum(
-            m.tokens for m in self._batches.values()
-        )  # ids, positions and labels; of all others the shifted labels
-        self._alive.add("batch", "activations", INTEGER_BYTES * (3 * own + self._everyones))
+        own = sum(m.tokens for m in self._batches.values())
+        self._alive.add("batch", "activations", batch_bytes(own, self._everyones))
         best = at_home
         most = -1
         at = -1
@@ -305,9 +308,9 @@ class Walk:
             self._alive.drop(*instruction.reads)
 
     def _send(self, instruction: Instruction) -> None:
-        if self._messages:  # the message keeps what it sends until the program frees it
-            (message,) = instruction.writes
-            self._alive.add(message, "messages", 0, *instruction.reads)
+        # The message keeps what it sends until the program frees it.
+        (message,) = instruction.writes
+        self._alive.add(message, "messages", 0, *instruction.reads)
 
     def _fly(self, message: str, size: int, *shared: str) -> None:
         """Keep what a message needs until it has arrived, at the commit at the latest."""
