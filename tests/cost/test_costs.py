@@ -400,7 +400,7 @@ def test_another_runtime_is_priced_by_hand() -> None:
 
 
 def test_the_norm_of_gradients_is_a_part_of_the_commit() -> None:
-    """The rank that owns most holds everybody up: 3/4 of the elements here, at 2 ns each, and twice that where slow."""
+    """The rank that owns most holds everybody up: 3/4 of the elements here, at 2 ns each, and twice all where slow."""
     where = cluster(2)
     usual = costs(4, where)
     normed = replace(usual.profile, norm_s=2e-9)
@@ -409,6 +409,6 @@ def test_the_norm_of_gradients_is_a_part_of_the_commit() -> None:
     shares = hg.Home(shares=[3, 1])
     for health, times in ((None, 1), (hg.Health({0: 2.0}), 2)):
         found = Costs(normed, where, health, home=shares)
-        expected = 5e-5 + times * 2e-9 * found.owned(0)
+        expected = times * (5e-5 + 2e-9 * found.owned(0))
         assert found.work(strategy, assignment).commit_s() == pytest.approx(expected)
     assert usual.work(strategy, assignment).commit_s() == pytest.approx(5e-5)

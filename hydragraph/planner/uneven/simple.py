@@ -6,6 +6,7 @@ that a search that is cut short has something to return.
 
 Example: nodes of 2 and 2 ranks, 6 layers. Degree 1, two stages: <[0]x3,[1]x3> + <[2]x3,[3]x3>, and with the stages
 across the nodes <[0]x3,[2]x3> + <[1]x3,[3]x3>; if ranks 2 and 3 are twice as fast, <[0]x2,[2]x4> + <[1]x2,[3]x4>, too.
+The quickest group by itself, <[2]x6>, is the best plan of a model that is too small for its traffic.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ class _Laid:
     seconds: float
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Groups:
     """Tensor-parallel groups of one degree, in node order: their ranks, sites, rates, and memory beside the state."""
 
@@ -83,20 +84,31 @@ def simple(
     """
     tokens = sequences * length
     every = {degree: g for degree in _degrees(costs) if (g := _groups(costs, degree, tokens, safety)) is not None}
-    found: dict[tuple[int, int, bool, bool], tuple[_Laid, int]] = {}
+    found: dict[tuple[_Groups, int, bool, bool], tuple[_Laid, int]] = {}
+    alone: dict[int, _Groups] = {}
     for together in sizes:
         prices = Prices(costs, [length] * together, reach)
         for degree, groups in every.items():
-            for key, laid in _priced(prices, groups, degree, -(-sequences // together)):
-                if (degree, *key) not in found or laid.seconds < found[degree, *key][0].seconds:
-                    found[degree, *key] = laid, together
+            one = alone.setdefault(degree, _quickest(prices, groups, degree))
+            for of in (groups, one) if len(groups.ranks) > 1 else (groups,):
+                for key, laid in _priced(prices, of, degree, -(-sequences // together)):
+                    if (of, *key) not in found or laid.seconds < found[of, *key][0].seconds:
+                        found[of, *key] = laid, together
     plans = []
-    for by_speed in (False, True):
-        best = sorted((each for each in found.items() if each[0][3] == by_speed), key=lambda each: each[1][0].seconds)
-        for (degree, depth, by_stage, _), (laid, together) in best[:KEPT]:
-            order = _order(len(every[degree].ranks), depth, by_stage)
-            plans.append(Simple(_strategy(every[degree], order, laid), together, laid.seconds))
+    rows = [[each for each in found.items() if each[0][0] in every.values() and each[0][3] == s] for s in (False, True)]
+    for each in (*rows, [each for each in found.items() if each[0][0] not in every.values()]):
+        best = sorted(each, key=lambda one: one[1][0].seconds)
+        for (groups, depth, by_stage, _), (laid, together) in best[:KEPT]:
+            order = _order(len(groups.ranks), depth, by_stage)
+            plans.append(Simple(_strategy(groups, order, laid), together, laid.seconds))
     return sorted(plans, key=lambda plan: plan.seconds)
+
+
+def _quickest(prices: Prices, groups: _Groups, degree: int) -> _Groups:
+    """Return the quickest group by itself."""
+    layer_s = [min((o.layer_s for o in prices.options(site, degree)), default=math.inf) for site in groups.sites]
+    g = int(np.argmin(groups.rates * np.array(layer_s)))
+    return _Groups(groups.ranks[g : g + 1], groups.sites[g : g + 1], groups.rates[g : g + 1], groups.free[g : g + 1])
 
 
 def _strategy(groups: _Groups, order: NDArray[np.int64], laid: _Laid) -> Strategy:
