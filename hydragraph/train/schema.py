@@ -1,4 +1,4 @@
-"""The config as a JSON schema, for editors, and as a page of reference: both from the dataclasses and their docstrings."""
+"""The config as a JSON schema, for editors, and as a page of reference: both from the dataclasses."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def _present(hint: Any) -> Any:
     """Return a type without its None."""
     if get_origin(hint) in (Union, types.UnionType):
         rest = [a for a in get_args(hint) if a is not type(None)]
-        return rest[0] if len(rest) == 1 else Union[tuple(rest)]
+        return rest[0] if len(rest) == 1 else Union[tuple(rest)]  # noqa: UP007 - of a list
     return hint
 
 
