@@ -11,6 +11,7 @@ from dataclasses import MISSING, Field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
+from hydragraph.data.documents import FORMATS, OVERLONG, TRAIN_ON
 from hydragraph.spec.home import Home
 from hydragraph.train import config as settings
 from hydragraph.train.config import TrainConfig
@@ -19,7 +20,12 @@ SCHEMA = Path(__file__).with_name("config.schema.json")  # shipped with the pack
 
 # Fields that hold one of a few texts, by class and name.
 _CHOICES: dict[tuple[str, str], tuple[str, ...]] = {
+    ("DataConfig", "format"): FORMATS,
+    ("DataConfig", "overlong"): OVERLONG,
+    ("DataConfig", "train_on"): TRAIN_ON,
+    ("MixedConfig", "format"): FORMATS,
     ("ScheduleConfig", "decay"): settings.DECAYS,
+    ("SourceConfig", "format"): FORMATS,
     ("TrainConfig", "dtype"): settings.DTYPES,
     ("TrainConfig", "backend"): settings.BACKENDS,
     ("TrainConfig", "check"): settings.CHECKS,
@@ -32,11 +38,13 @@ _ENTRY = re.compile(r"^    ([a-z_0-9]+(?:, [a-z_0-9]+)*): (.*)$")
 
 def field_docs(cls: type) -> dict[str, str]:
     """Return what a dataclass's docstring says of each field, in one line."""
-    doc = inspect.getdoc(cls) or ""
-    parts = _SECTION.split(doc)
+    inherited: dict[str, str] = {}
+    for base in reversed(cls.__bases__):
+        inherited.update(field_docs(base) if is_dataclass(base) else {})
+    parts = _SECTION.split(inspect.cleandoc(cls.__doc__ or ""))
     at = next((i for i, part in enumerate(parts) if part in ("Attributes", "Args")), None)
     if at is None:
-        return {}
+        return inherited
     said: dict[str, list[str]] = {}
     current: list[str] = []
     for line in parts[at + 1].splitlines():
@@ -46,7 +54,7 @@ def field_docs(cls: type) -> dict[str, str]:
             said.update(dict.fromkeys(entry[1].split(", "), current))
         elif line.strip():
             current.append(line.strip())
-    return {name: " ".join(lines) for name, lines in said.items()}
+    return {**inherited, **{name: " ".join(lines) for name, lines in said.items()}}
 
 
 def json_schema() -> dict[str, Any]:

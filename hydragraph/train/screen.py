@@ -13,7 +13,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from hydragraph.train.metrics import Metrics
+from hydragraph.train.metrics import Metrics, perplexity
 
 _LINES = 20  # about so many lines for a whole run where there is no terminal
 
@@ -66,12 +66,13 @@ class Screen:
         """Show a step's numbers."""
         numbers = f"loss {metrics.loss:.4f}  {metrics.tokens_per_s:,.0f} tokens/s  {metrics.strategy}"
         self._update(metrics.step, numbers)
-        heldout_text = "" if metrics.eval_loss is None else f"  held out {metrics.eval_loss:.4f}"
+        evaluated = evaluation_text(metrics)
+        ending = f"  {evaluated}" if evaluated else ""
         regular = metrics.step in (1, self._steps) or metrics.step % max(self._steps // _LINES, 1) == 0
-        if not self._console.is_terminal and (regular or heldout_text):
-            self._print(f"step {metrics.step}/{self._steps}  {numbers}{heldout_text}")
-        elif heldout_text:
-            self._print(f"step {metrics.step}: held-out loss {metrics.eval_loss:.4f}")
+        if not self._console.is_terminal and (regular or evaluated):
+            self._print(f"step {metrics.step}/{self._steps}  {numbers}{ending}")
+        elif evaluated:
+            self._print(f"step {metrics.step}: {evaluated}")
 
     def note(self, sentence: str) -> None:
         """Show a sentence."""
@@ -90,3 +91,10 @@ class Screen:
     def _print(self, text: str) -> None:
         # Strategies hold square brackets, which rich would take for its markup.
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def evaluation_text(metrics: Metrics) -> str:
+    """Return the losses of a step's evaluation, set by set, such as "held out 2.1034 (perplexity 8.194)"; "": none."""
+    losses = metrics.eval_losses or ({} if metrics.eval_loss is None else {"heldout": metrics.eval_loss})
+    named = {("held out" if name == "heldout" else name): loss for name, loss in losses.items()}
+    return ", ".join(f"{name} {loss:.4f} (perplexity {perplexity(loss):.4g})" for name, loss in named.items())

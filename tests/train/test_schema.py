@@ -76,6 +76,18 @@ def test_the_schema_refuses_what_the_config_refuses(place: str, value: object, t
         jsonschema.validate(json.loads(json.dumps(data)), json_schema())
 
 
+def _place(data: dict[str, Any], path: str) -> dict[str, Any]:
+    """Return the section at a path, such as data.mixture[], made if missing."""
+    at: Any = data
+    for name in path.split(".") if path else ():
+        if name.endswith("[]"):
+            at.pop("paths", None)
+            at = at.setdefault(name[:-2], [{"paths": ["texts"]}])[0]
+        else:
+            at = at.setdefault(name, {"paths": ["texts"]} if name == "NAME" else {})
+    return at
+
+
 def test_choices_are_those_that_the_config_takes(tmp_path: Path) -> None:
     """Each listed text is accepted there, and the refusal of another one lists them."""
     classes = {cls.__name__: (path, cls) for path, cls in _sections("", TrainConfig)}
@@ -83,7 +95,7 @@ def test_choices_are_those_that_the_config_takes(tmp_path: Path) -> None:
         path, _ = classes[name]
         for choice in (*choices, "no such choice"):
             data = settings(tmp_path)
-            at = data.setdefault(path, {}) if path else data
+            at = _place(data, path)
             at[field] = choice
             if choice in choices:
                 from_record(TrainConfig, data)

@@ -30,10 +30,10 @@ def test_a_log_gets_a_line_now_and_then() -> None:
     assert lines[1] == f"step 1/100  loss 2.0000  1,234 tokens/s  {STRATEGY}"
     assert lines[-1] == "a [note]"
     assert [line.split()[1] for line in lines[1:-1]] == [f"{i}/100" for i in (1, 5, 7, *range(10, 101, 5))]
-    assert lines[3].endswith("held out 1.5000")
+    assert lines[3].endswith("held out 1.5000 (perplexity 4.482)")
 
 
 def test_a_terminal_gets_a_bar() -> None:
     shown = show(terminal=True)
-    for piece in ("100/100", "loss 2.0000", "1,234 tokens/s", STRATEGY, "held-out loss 1.5000", "a [note]"):
+    for piece in ("100/100", "loss 2.0000", "1,234 tokens/s", STRATEGY, "held out 1.5000", "a [note]"):
         assert piece in shown
