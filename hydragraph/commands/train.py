@@ -129,6 +129,7 @@ def _train(
         try:
             if relay is None:
                 return train_rank(config, begin, step, trace, stopping)
+            _print(f"starting {config.ranks} ranks on this machine: each imports PyTorch and transformers first")
             return on_ranks(config.ranks, train_rank, config, begin, step, trace, relay=relay)
         except (ValueError, OSError, ImportError, FloatingPointError):
             raise  # it would fail again

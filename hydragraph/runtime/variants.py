@@ -17,6 +17,7 @@ from torch import Tensor
 from hydragraph.ir.layout import GradientKind
 from hydragraph.ir.parameter import Parameter
 from hydragraph.ir.program import Block, Program, Template
+from hydragraph.log import doing
 from hydragraph.passes.differentiate import Variant, start_of
 from hydragraph.passes.graph_passes import VariantSpec, make_variant, passes_for
 from hydragraph.passes.place import place
@@ -137,6 +138,7 @@ class Variants:
         )
 
     def _made(self, spec: VariantSpec) -> Variant:
+        doing(f"compiling the model's blocks for {_form(spec.part)}")
         began = time.perf_counter()
         found = self._looked_up(spec)
         variant = self._compile(spec, found)

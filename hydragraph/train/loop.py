@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from hydragraph.cost.costs import Costs
 from hydragraph.cost.datasheet import datasheet
+from hydragraph.cost.flops import peak_flops_per_s, step_flops
 from hydragraph.cost.profile import Profile
 from hydragraph.cost.trace_file import TracedStep
 from hydragraph.data.mini_batches import Drawn
@@ -172,6 +173,7 @@ class _Run:
     watcher: Watcher | None  # on rank 0 only, as is the log
     log: MetricsLog | None
     controller: Controller | None  # on rank 0, where ranks are watched
+    peak_flops_per_s: float | None = None  # of all ranks together, where each one's is known
     traced: list[TracedStep] = field(default_factory=list)
 
 
@@ -298,7 +300,7 @@ def _session(
         executor.watched = config.elastic.on
         controller = _controller(config, world, executor) if config.elastic.on and leader is not None else None
         turns = () if config.plan.choose else strategies
-        run = _Run(config, world, folder, executor, turns, evaluation, leader, log, controller)
+        run = _Run(config, world, folder, executor, turns, evaluation, leader, log, controller, _peak(config, world))
         if leader is not None:
             if executor.decision:
                 leader.note(executor.decision)
@@ -506,12 +508,28 @@ def _train_step(run: _Run, step: int, sequences: list[Drawn]) -> None:
         planning_hidden_s=report.planning_hidden_s,
         expected_s=report.expected_s,
         peak_memory_bytes=peak_memory(run.world.device),
+        mfu=_mfu(run, sequences, report),
     )
     run.log.write(metrics)
     run.watcher.stepped(metrics)
     for event in run.controller.stepped(report) if run.controller is not None else ():
         append_event(run.folder.happenings, event)
         run.watcher.note(str(event))
+
+
+def _peak(config: TrainConfig, world: World) -> float | None:
+    """Return the FLOP/s that the GPUs of all ranks together reach at most; None where one's datasheet is not known."""
+    name = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else ""
+    peaks = world.gather(peak_flops_per_s(name, getattr(torch, config.dtype)))
+    known = [peak for peak in peaks if peak is not None]
+    return sum(known) if len(known) == len(peaks) else None
+
+
+def _mfu(run: _Run, sequences: Sequence[Drawn], report: StepResult) -> float | None:
+    if run.peak_flops_per_s is None:
+        return None
+    flops = step_flops(run.executor.program, [len(sequence) for sequence in sequences])
+    return flops / report.seconds / run.peak_flops_per_s
 
 
 def _evaluate(run: _Run, strategy: Strategy | None) -> dict[str, float]:

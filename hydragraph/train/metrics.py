@@ -29,6 +29,7 @@ _SCALARS = (
         "planning_hidden_s",
         "expected_s",
         "peak_memory_bytes",
+        "mfu",
     ),
 )
 
@@ -57,6 +58,8 @@ class Metrics:
         expected_s: seconds of computing that its plan expected; 0 without a profile.
         peak_memory_bytes: of rank 0's process so far; of its GPU where it has one.
         eval_losses: of every set by its name: "heldout", and those of `data.evaluation`.
+        mfu: model FLOPs utilisation: the model's operations on these lengths, without what is recomputed, over the
+            seconds and the peak of all GPUs; None where that peak is not known.
     """
 
     step: int
@@ -78,6 +81,7 @@ class Metrics:
     planning_hidden_s: float = 0.0
     expected_s: float = 0.0
     peak_memory_bytes: int = 0
+    mfu: float | None = None
     eval_losses: Mapping[str, float] = field(default_factory=dict)
 
     @property
