@@ -55,7 +55,7 @@ docs: $(STAMP)  ## build the documentation into site/, strictly
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 newcomer: $(STAMP)  ## follow README and getting started in a fresh environment without extras (minutes, 2 GB)
-	$(BIN)/python -m tests.newcomer
+	HYDRAGRAPH_TORCH=$(TORCH) $(BIN)/python -m pytest -m thorough -s tests/test_newcomer.py
 
 matrix: $(STAMP)  ## run the core with every PyTorch that is supported, an environment each; README gets the table
 	$(BIN)/python -m tests.matrix

@@ -72,9 +72,13 @@ def home_and_here() -> None:
     for owner in range(4):
         at = 2 * owner + 0.7
         axes.annotate("", (at, 1.8), (at, 0.4), arrowprops={"arrowstyle": "->", "color": MOVE, "lw": 1.6})
-        axes.annotate("", (at + 0.6, 0.4), (at + 0.6, 1.8), arrowprops={"arrowstyle": "->", "color": "#c0504d", "lw": 1.6})
+        axes.annotate(
+            "", (at + 0.6, 0.4), (at + 0.6, 1.8), arrowprops={"arrowstyle": "->", "color": "#c0504d", "lw": 1.6}
+        )
     axes.text(0.55, 1.1, "pull", ha="right", va="center", fontsize=9, color=MOVE)
-    axes.text(1.45, 1.1, "push: gradients, summed by owners", va="center", fontsize=9, color="#c0504d", backgroundcolor="w")
+    axes.text(
+        1.45, 1.1, "push: gradients, summed by owners", va="center", fontsize=9, color="#c0504d", backgroundcolor="w"
+    )
     axes.set_xlim(-2.5, 8.05)
     axes.set_ylim(3.7, -0.9)
     axes.text(0, -0.65, "layer 0, its elements from left to right", fontsize=9)
@@ -113,7 +117,9 @@ def accumulation() -> None:
         axes.annotate("", (5.6, 0.55), (4.85, row), arrowprops={"arrowstyle": "->", "color": "#c0504d", "lw": 1.5})
     bar(axes, 0.55, 5.65, 1.5, SUM, "sum / targets")
     bar(axes, 0.55, 7.15, 0.85, MOVE, "update")
-    axes.text(6.8, 1.15, "one loss: sum over all targets,\ndivided by how many there are", ha="center", va="top", fontsize=8)
+    axes.text(
+        6.8, 1.15, "one loss: sum over all targets,\ndivided by how many there are", ha="center", va="top", fontsize=8
+    )
     axes.set_xlim(-1.0, 8.05)
     axes.set_ylim(1.9, -0.5)
     save(drawn, "concept_accumulation")
