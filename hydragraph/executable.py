@@ -161,7 +161,6 @@ class Executable:
         self._model_tensors = tensor_names(model)
         self._fields = own_fields(program)
         self._limits = limits_of(program)
-        self._names = pretrained.Names.of(model, self._model_tensors)
         self._shell = Shell.of(model)
         self._adapted = is_peft(model)
         self._several = "cu_seqlens" in program.templates[program.blocks[-1].template].inputs
@@ -204,7 +203,8 @@ class Executable:
         self._watch = world.watch
         self.strategies: tuple[Strategy, ...] = ()
         if not joining:
-            self.strategies = candidates_of(given, program, world.ranks, plans.profile, plans.lengths, home)
+            known = self._variants.strategies
+            self.strategies = candidates_of(given, program, world.ranks, plans.profile, plans.lengths, home, known)
             self._held = self._begin_session(world, home or Home(), fill)
             self._choose()
 
@@ -377,7 +377,8 @@ class Executable:
                 where="load_pretrained",
                 remedy="load the base model with from_pretrained, or peft's from_pretrained, before you compile it",
             )
-        pretrained.load(Path(path), self.home, self._session.buffers, self._names, self.groups)
+        names = pretrained.Names.of(None if self._shell is None else self._shell.model, self._model_tensors)
+        pretrained.load(Path(path), self.home, self._session.buffers, names, self.groups)
         self._start = None
 
     def close(self) -> None:

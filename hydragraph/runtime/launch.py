@@ -26,6 +26,7 @@ from hydragraph.runtime import fork_server
 from hydragraph.runtime.crew import GUARD, Context, run_crew
 from hydragraph.runtime.failure.newest import watch_of
 from hydragraph.runtime.failure.watch import Watch
+from hydragraph.runtime.forked_server import ensure_forked
 from hydragraph.runtime.generation import generation
 from hydragraph.runtime.preparation import SharedFile, left_of, prepare_for_ranks
 from hydragraph.runtime.rank_process import HOST, meet
@@ -40,13 +41,11 @@ _ARRIVAL = timedelta(minutes=30)  # of all ranks of all machines
 # libraries have threads of their own (macOS), no process may be forked, and each imports for itself.
 START_METHOD = "forkserver" if sys.platform == "linux" else "spawn"
 
-# What ranks import; private modules are what the first capture and the first compilation would.
-_LATER = ["torch._dynamo", "torch._inductor.pattern_matcher"]
+# What ranks import.
 PRELOAD = [
     "hydragraph.runtime.fork_server",
     "tqdm",
     "torch.distributed",
-    *_LATER,
     "hydragraph.runtime.launch",
     "hydragraph.api",
     "__main__",
@@ -215,12 +214,13 @@ def launch(
     if not isinstance(ranks, int) or ranks < 1:
         raise ValueError(f"launch: ranks={ranks}: give a positive number of ranks")
     work = _pickled(function, args)
-    server = _store(HOST, 0)
     context: Context = multiprocessing.get_context(START_METHOD)  # type: ignore[assignment]
-    context.set_forkserver_preload([*PRELOAD, *_models()])
     if START_METHOD == "forkserver":
         with nothing_else_imported():
-            fork_server.ensure_running()
+            if not ensure_forked(PRELOAD):
+                context.set_forkserver_preload([*PRELOAD, *_models()])
+                fork_server.ensure_running()
+    server = _store(HOST, 0)  # it has a thread
     if prepare is None:
         return [pickle.loads(value) for value in run_crew(context, ranks, server.port, work, timeout, relay=relay)]
     began = time.monotonic()
