@@ -75,12 +75,12 @@ class Roads:
     Args:
         cluster: one device per rank, their nodes and links.
         group: which group each rank is in [R].
-        handling: how many times as long as a healthy one each rank takes to begin and end a message [R].
+        handling: how many times as long as a healthy one each rank takes to begin and end a message [R]; None: all are healthy.
     """
 
-    def __init__(self, cluster: Cluster, group: Ints, handling: Floats) -> None:
+    def __init__(self, cluster: Cluster, group: Ints, handling: Floats | None = None) -> None:
         self._cluster = cluster
-        self._handling = handling
+        self._handling = np.ones(len(group)) if handling is None else handling
         self._group = group
         self._groups = int(group.max(initial=-1)) + 1
         nodes = np.array([device.node for device in cluster.devices], dtype=np.int64)
