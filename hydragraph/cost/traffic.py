@@ -75,7 +75,7 @@ class Roads:
     Args:
         cluster: one device per rank, their nodes and links.
         group: which group each rank is in [R].
-        handling: how many times as long as a healthy one each rank takes to begin and end a message [R]; None: all are healthy.
+        handling: how many times as long as a healthy one each rank takes to begin and end a message [R]; default: 1.
     """
 
     def __init__(self, cluster: Cluster, group: Ints, handling: Floats | None = None) -> None:
