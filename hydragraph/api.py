@@ -33,8 +33,9 @@ from hydragraph.passes.check_strategy import check_strategy
 from hydragraph.passes.compiled import choose_backend
 from hydragraph.passes.pipeline import shared_programs
 from hydragraph.planner.policy import Policy
+from hydragraph.planner.request import get_ready
 from hydragraph.runtime.failure.board import PROGRESS_S
-from hydragraph.runtime.launch import World, join
+from hydragraph.runtime.launch import World, apart, join
 from hydragraph.runtime.once import once_per_machine
 from hydragraph.runtime.state import OptimizerFactory, check_factory
 from hydragraph.runtime.variants import Variants
@@ -100,6 +101,7 @@ def compile(
     home: Home | None = None,
     compiled: str | Path | None = None,
     trust: bool = False,
+    joining: bool = False,
 ) -> Executable:
     """Compile a model for training under a strategy that every step may change.
 
@@ -110,9 +112,10 @@ def compile(
         strategy: which devices compute what, as a Strategy or its text ("<tp2,pp1> + 2*<tp1,pp1>"); or several, of
             which every step runs the one that is expected to finish first; or "auto", which proposes them for the data
             (it needs a profile and lengths).
-        optimizer: called once on every rank with one (name, 1-D fp32 tensor) pair per parameter in model order, the
-            tensor having 0 elements where this rank owns nothing; returns a torch.optim optimizer. None: no training.
-            Where it makes groups it is called again with tensors of whole shapes, to see that it makes the same.
+        optimizer: called on every rank with one (name, 1-D fp32 tensor) pair per parameter in model order, the tensor
+            having 0 elements where this rank owns nothing; returns a torch.optim optimizer. Called again where
+            `Executable.move` brings state elsewhere, and, where it makes groups, with tensors of whole shapes, to see
+            that it makes the same. None: no training.
         max_grad_norm: clip gradients to this global norm.
         dtype: what the model computes in; master weights and optimizer state are fp32.
         device: "cpu" or "cuda"; default: a GPU where there is one.
@@ -139,6 +142,8 @@ def compile(
         compiled: a folder of `hydragraph compile`, in place of capturing: nothing is traced, and what was checked when
             it was written is not checked again. What it lacks is compiled here, with a line that says so.
         trust: also load Inductor's code from that folder, which is code: it can do anything that you may.
+        joining: of a process that is to join ranks that train already: it meets nobody now, has no weights, and
+            `Executable.move` brings it in. Give everything else as those ranks did, and the model on the meta device.
 
     Raises:
         TypeError: `model` is no module.
@@ -151,7 +156,7 @@ def compile(
     """
     frontend.check_model(model, "compile")
     check_factory(optimizer)
-    mode, world = mode_of(check), join(device)
+    mode, world = mode_of(check), apart(device) if joining else join(device)
     world.watch.progress_s = progress_s
     subject = partial(CheckedModel, model, loss=loss or token_cross_entropy, blocks=blocks, example=example)
     library = None
@@ -173,7 +178,9 @@ def compile(
                 return made, _compiled_for_all(made, strategy, world, backend)
 
             key = _key(model, strategy, dtype, backend, mode, example, loss, blocks)
-            program, variants = once_per_machine(world, "capture", key, captured)
+            # Rank 0 plans, and captures only where it is alone on its machine.
+            plans = world.rank == 0 and (profile is not None or not isinstance(strategy, Strategy | str))
+            program, variants = once_per_machine(world, "capture", key, captured, get_ready if plans else None)
         else:
             _check_origin(program, model, dtype, given=example is not None or loss is not None)
         planning = Planning(profile, lengths, policy or Policy())
@@ -191,6 +198,7 @@ def compile(
             home,
             library,
             variants,
+            joining,
         )
 
 

@@ -8,7 +8,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -20,6 +20,8 @@ from hydragraph import log
 from hydragraph.ahead.load import Compiled
 from hydragraph.candidates import Choices, Chooser, Planning, candidates_of, request_of, strategy_for
 from hydragraph.check.stages import StageCheck
+from hydragraph.cost.costs import Costs
+from hydragraph.cost.profile import Profile
 from hydragraph.errors import Stopped, Unsupported
 from hydragraph.frontend.adapters import is_peft
 from hydragraph.frontend.initialise import initial_buffers, initial_parameters, is_meta
@@ -27,6 +29,7 @@ from hydragraph.frontend.packed import own_fields
 from hydragraph.ir.outline import Mode
 from hydragraph.ir.program import Program
 from hydragraph.ir.text import instruction_text
+from hydragraph.migration import Moved, Restore, bring, keep, kept
 from hydragraph.mini_batch import AssignedBatch, MiniBatch, digest, packed
 from hydragraph.modes import own_modes
 from hydragraph.passes.check_strategy import check_strategy
@@ -34,11 +37,13 @@ from hydragraph.passes.compiled import choose_backend
 from hydragraph.passes.limits import limits_of
 from hydragraph.planner.request import PlanRequest
 from hydragraph.runtime.checkpoint import store
+from hydragraph.runtime.checkpoint.pieces import Pieces
 from hydragraph.runtime.failure.agreement import together
 from hydragraph.runtime.failure.watch import CLOSED, agreed
 from hydragraph.runtime.groups import Groups
 from hydragraph.runtime.launch import World
 from hydragraph.runtime.probe import MOST_S, Probe
+from hydragraph.runtime.standing import Held, Meeting, Place, Progress, ProgressLog, Standing, meet
 from hydragraph.runtime.state import HomeState, OptimizerFactory
 from hydragraph.runtime.trace import Exposed, RankTimes, Span, mean_exposed
 from hydragraph.runtime.variants import Variants
@@ -146,6 +151,7 @@ class Executable:
         home: Home | None = None,
         library: Compiled | None = None,
         variants: Variants | None = None,
+        joining: bool = False,
     ) -> None:
         plans = planning or Planning()
         backend = choose_backend(backend, world.device)
@@ -155,7 +161,6 @@ class Executable:
         self._model_tensors = tensor_names(model)
         self._fields = own_fields(program)
         self._limits = limits_of(program)
-        self._names = pretrained.Names.of(model, self._model_tensors)
         self._shell = Shell.of(model)
         self._adapted = is_peft(model)
         self._several = "cu_seqlens" in program.templates[program.blocks[-1].template].inputs
@@ -170,7 +175,7 @@ class Executable:
         )
         self._optimizer = optimizer
         self._planning = plans
-        self.strategies = candidates_of(given, program, world.ranks, plans.profile, plans.lengths, home)
+        self._buffers = {name: buffer.to(world.device) for name, buffer in buffers.items()}
         seed = torch.initial_seed()
         self._start: Callable[[], Iterable[Mapping[str, Tensor]]] | None = None
         if is_meta(model):
@@ -184,14 +189,24 @@ class Executable:
                 state.fill(dict(model.named_parameters()))
 
         self._closed = False
-        self._steps = 0
+        self._held: Session | None = None  # what this rank works with
+        self._arriving: Session | None = None  # what a move fills
+        self._arrived = False  # whether it has
+        self._generation = self._generation_ahead = 0
+        self._called: tuple[int, ...] = ()
         self._communications = 0
         self.stopping = 0
         self.watched = False
         self._probe = Probe(world.device)
         self._lasted: float | None = None  # seconds of the last step
         self.spans: list[Span] | None = None
-        self._enter(world, home or Home(), {n: b.to(world.device) for n, b in buffers.items()}, fill)
+        self._watch = world.watch
+        self.strategies: tuple[Strategy, ...] = ()
+        if not joining:
+            known = self._variants.strategies
+            self.strategies = candidates_of(given, program, world.ranks, plans.profile, plans.lengths, home, known)
+            self._held = self._begin_session(world, home or Home(), fill)
+            self._choose()
 
     # What a training script calls.
 
@@ -215,9 +230,7 @@ class Executable:
         """
         if self.optimizer is None:
             raise Unsupported("it was compiled without an optimizer", where="step", remedy="pass optimizer= to compile")
-        report = self._iterate(sequences, strategy, "train")
-        self._steps += 1
-        return report
+        return self._iterate(sequences, strategy, "train")
 
     def announce(self, sequences: Batches) -> None:
         """Tell what a later step will bring, so that it is planned while earlier ones run; any rank may call it.
@@ -324,6 +337,19 @@ class Executable:
         save = self._session.saver.start if asynchronous else store.save
         save(Path(path), self.home, self.optimizer, {"steps": self._steps, "user": extra or {}}, self.groups)
 
+    @_call("keep")
+    def keep(self, pieces: Pieces, extra: dict[str, Any] | None = None) -> None:
+        """Keep a checkpoint in pieces, for `move` to go back to where ranks are lost; all ranks call it.
+
+        Training waits until pieces are in memory and on the node's disk; the store has them a little later.
+
+        Args:
+            pieces: where this rank keeps them; all ranks have the same places.
+            extra: plain data of yours, which `move` returns where it goes back.
+        """
+        self._begin()
+        keep(self._session, pieces, extra or {})
+
     @_call("wait_saved")
     def wait_saved(self) -> None:
         """Return once what an asynchronous `save` is writing is in its place; raise its error, on every rank."""
@@ -335,7 +361,7 @@ class Executable:
         self._session.saver.wait()
         extra = store.load(Path(path), self.home, self.optimizer, self.groups)
         self._start = None
-        self._steps = int(extra["steps"])
+        self._session.log.restored(int(extra["steps"]))
         return dict(extra["user"])
 
     @_call("load_pretrained")
@@ -351,11 +377,15 @@ class Executable:
                 where="load_pretrained",
                 remedy="load the base model with from_pretrained, or peft's from_pretrained, before you compile it",
             )
-        pretrained.load(Path(path), self.home, self._session.buffers, self._names, self.groups)
+        names = pretrained.Names.of(None if self._shell is None else self._shell.model, self._model_tensors)
+        pretrained.load(Path(path), self.home, self._session.buffers, names, self.groups)
         self._start = None
 
     def close(self) -> None:
         """Wait for what is being saved, and drop the communicators; all ranks call it, also after a failure."""
+        if self._held is None:
+            self._closed = True
+            return
         self._closed = True
         try:
             self._chooser.close()
@@ -364,6 +394,121 @@ class Executable:
         finally:
             self._watch.rest(f"{CLOSED} after step {self._steps}")
             self.groups.close()
+
+    # When ranks come and go.
+
+    def leave(self) -> None:
+        """Drop the communicators, which a failure may have broken, and keep the state: before ranks meet anew.
+
+        Alone: no other rank is waited for, unless a save is being written. `move` calls it, too; call it before the
+        process group is destroyed that these communicators belong to.
+        """
+        if self._held is not None:
+            self._chooser.close()
+            try:
+                self._held.saver.close()
+            except Exception as error:
+                _LOG.warning("a save was not completed: %s", error)
+        for session in (self._held, self._arriving):
+            if session is not None:
+                session.groups.close()
+
+    def move(
+        self,
+        world: World,
+        home: Home,
+        before: Sequence[int | None],
+        restore: Restore | None = None,
+        strategy: Choices | None = None,
+        profile: Profile | Costs | None = None,
+    ) -> Moved:
+        """Go on in another world, or under another home, with the state that ranks have; all ranks of it call it.
+
+        After a failure, or between two steps: survivors with the executable that they have, newcomers with one that was
+        compiled with `joining=True`. Weights, the optimizer's state and hyperparameters come from survivors, wherever
+        they live now; a step that some ranks have finished is finished by all (`runtime.standing`). Until everything
+        has arrived on all ranks, every one keeps what it has: if the move fails, meet again and move again.
+
+        Args:
+            world: this process's place from now on; its process group is there. The same as before: only the home is
+                another.
+            home: who owns the state from now on.
+            before: by rank of the new world, its rank in the old one; None: a newcomer, whatever it has. Old ranks that
+                are not named are lost.
+            restore: read where a part of the state is lost with them; then all ranks go back to it. A checkpoint of
+                `save`, or the pieces of `keep`, each of which is read where it is nearest; newcomers give some, too.
+            strategy: what steps choose from now on, as in `compile`; None: what they did, which then must fit the
+                ranks.
+            profile: what strategies cost now; None: as before.
+
+        Raises:
+            ValueError: on all ranks: `before` does not fit, the state is lost, or a strategy or the home does not fit.
+            RankFailure: another rank failed meanwhile; nothing has changed.
+        """
+        if self._closed:
+            raise ValueError("move: this executable is closed; compile again")
+        began = time.perf_counter()
+        self.leave()
+        self._watch = world.watch
+        with own_modes("move"), world.watch.calling("move"):
+            self._called = (*self._called, world.rank)
+            told = world.gather((self._standing(), self.strategies))
+            meeting = meet([standing for standing, _ in told], before)
+            finished = self._agree(meeting)
+            known = told[meeting.leader or 0][1]
+            self._planning = replace(self._planning, profile=profile or self._planning.profile)
+            plans = self._planning
+            self.strategies = candidates_of(
+                known if strategy is None else strategy, self.program, world.ranks, plans.profile, plans.lengths, home
+            )
+            old, counts = self._held, meeting.before[world.rank] is not None
+            log = ProgressLog(Progress(meeting.updates, meeting.norm))
+            session = self._arriving = self._begin_session(world, home, lambda groups, state: None, log)
+            brought = bring(session, old if counts else None, meeting, restore)
+            self._generation_ahead = meeting.generation + 1
+            self._arrived = True
+            session.groups.gather_objects(None)  # everybody has everything: from here on nobody needs anybody
+            self._take()
+            self._choose()
+        step = self._steps
+        seconds = time.perf_counter() - began
+        _LOG.info("moved to rank %d of %d at step %d in %.2f s", world.rank, world.ranks, step, seconds)
+        restored = step if brought.restored else None
+        return Moved(step, finished, restored, brought.extra, brought.received, seconds)
+
+    def _standing(self) -> Standing | None:
+        """Return what this rank has."""
+        if self._held is None:
+            return None
+        self._begin()
+        arrived = self._place(self._arriving, self._generation_ahead) if self._arriving and self._arrived else None
+        return Standing(self._place(self._held, self._generation), arrived, self._called[:-1])
+
+    @staticmethod
+    def _place(session: Session, generation: int) -> Held:
+        world = session.world
+        return Held(Place(generation, world.rank, world.ranks, session.owners.home), session.log.progress)
+
+    def _agree(self, meeting: Meeting) -> bool:
+        """Come to the state that all have agreed on; say whether this rank has finished a step for that."""
+        if self._arrived and meeting.generation == self._generation_ahead:
+            self._take()
+        self._arriving, self._arrived = None, False
+        held = self._held
+        if held is None or meeting.before[self._watch.rank] is None:
+            return False
+        behind = held.log.progress.updates < meeting.updates
+        if behind:
+            _LOG.info("finished step %d, which other ranks had finished", meeting.updates)
+            held.update(meeting.norm, self._max_grad_norm)
+        return behind
+
+    def _take(self) -> None:
+        """Work with what a move has brought from now on."""
+        assert self._arriving is not None, "it has arrived"
+        self._held = kept(self._arriving, self._held)
+        self._generation = self._generation_ahead
+        self._arriving, self._arrived, self._start, self._called = None, False, None, ()
 
     @property
     def strategy(self) -> Strategy:
@@ -407,13 +552,20 @@ class Executable:
 
     # How it is done.
 
-    def _enter(
-        self,
-        world: World,
-        home: Home,
-        buffers: Mapping[str, Tensor],
-        fill: Callable[[Groups, HomeState], None],
-    ) -> None:
+    @property
+    def _session(self) -> Session:
+        if self._held is None:
+            raise ValueError("this executable has joined no ranks yet: call move first")
+        return self._held
+
+    @property
+    def _steps(self) -> int:
+        """Those that the state has had."""
+        return self._session.log.progress.updates
+
+    def _begin_session(
+        self, world: World, home: Home, fill: Callable[[Groups, HomeState], None], log: ProgressLog | None = None
+    ) -> Session:
         """Begin a session in a world, at first or in place of one that has ended; arguments as of `Session.begin`."""
         alike = {
             "version of hydragraph or torch": f"hydragraph {__version__}, torch {torch.__version__}",
@@ -421,11 +573,15 @@ class Executable:
             "compiled folder": self._library.digest if self._library is not None else "",
             "strategies": str(list(map(str, self.strategies))),
         }
-        self._watch = world.watch
-        self._session = Session.begin(self.program, self._variants, buffers, world, home, self._optimizer, fill, alike)
+        variants, buffers, optimizer = self._variants, self._buffers, self._optimizer
+        return Session.begin(self.program, variants, buffers, world, home, optimizer, fill, alike, log)
+
+    def _choose(self) -> None:
+        """Choose from the strategies there are, in the session there is."""
         self._running: tuple[Strategy, tuple[int, ...], Mode] | None = None
         self._agreed: set[tuple[Strategy, Mode]] = set()  # what every rank has prepared
-        self._chooser = Chooser.of(self.strategies, self._session.groups, self._planning, self._session.owners.home)
+        session = self._session
+        self._chooser = Chooser.of(self.strategies, session.groups, self._planning, session.owners.home)
 
     def _begin(self) -> None:
         """Give a model that was built on the meta device its initial weights, unless some were loaded."""
@@ -463,7 +619,7 @@ class Executable:
                 "lower the learning rate or clip gradients (max_grad_norm), and look at this mini-batch"
             )
         return StepReport(
-            step=self._steps + trains,
+            step=self._steps,
             loss=outcome.loss,
             tokens=batch.tokens,
             grad_norm=outcome.grad_norm,

@@ -6,12 +6,16 @@ Lines come from loggers that are named after their modules, below "hydragraph". 
 run, DEBUG what may happen in every step. Nobody hears either unless somebody asks: by `--log-level` on the command
 line, by `show` in a script of one's own, which the ranks of `hydragraph.launch` inherit, or by handlers of one's own,
 to which `RankFilter` gives the rank and the step.
+
+What takes a while besides says so when it begins, by `doing`; whoever shows a run to people hears it by `hearing`.
 """
 
 from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TextIO
 
@@ -41,6 +45,31 @@ def at_rank(rank: int, ranks: int) -> None:
 def at_step(step: int) -> None:
     """Note which step this process is in; the executable does, where one begins."""
     _position.step = step
+
+
+Hearer = Callable[[str, int, int], None]
+_hearers: list[Hearer] = []
+
+
+def doing(what: str, done: int = 0, of: int = 0) -> None:
+    """Tell whoever shows this process's work what it now does; where nobody does, nothing happens.
+
+    Args:
+        what: such as "capturing LlamaForCausalLM".
+        done, of: the part that now begins, from 1, and how many there are; 0: unknown.
+    """
+    for hear in _hearers:
+        hear(what, done, of)
+
+
+@contextmanager
+def hearing(hear: Hearer) -> Iterator[None]:
+    """Have a function called with all that `doing` is told in this process, inside."""
+    _hearers.append(hear)
+    try:
+        yield
+    finally:
+        _hearers.remove(hear)
 
 
 class RankFilter(logging.Filter):

@@ -43,3 +43,9 @@ def own_modes(where: str) -> Iterator[None]:
         if device.type != "cpu":
             modes.enter_context(torch.device("cpu"))
         yield
+
+
+def untouched() -> bool:
+    """Say whether this thread computes as PyTorch begins: under no mode, and with its own default dtype and device."""
+    modes = torch.is_inference_mode_enabled() or not torch.is_grad_enabled() or torch.is_autocast_enabled("cpu")
+    return not modes and torch.get_default_dtype() is torch.float32 and torch.get_default_device().type == "cpu"

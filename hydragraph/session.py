@@ -31,6 +31,7 @@ from hydragraph.runtime.groups import Groups, Role
 from hydragraph.runtime.launch import World
 from hydragraph.runtime.prepared import Preparer
 from hydragraph.runtime.rounded import rounded
+from hydragraph.runtime.standing import ProgressLog
 from hydragraph.runtime.state import HomeState, OptimizerFactory, make_optimizer
 from hydragraph.runtime.trace import Span, Timing
 from hydragraph.runtime.variants import Variants
@@ -51,6 +52,7 @@ class Session:
         owners: where every bucket's state lives.
         home, optimizer: this rank's share of it; no optimizer: nothing is trained.
         preparer, executor: give this rank's programs, and run them.
+        log: how far the state is.
     """
 
     program: Program
@@ -63,6 +65,7 @@ class Session:
     optimizer: torch.optim.Optimizer | None
     preparer: Preparer
     executor: Executor
+    log: ProgressLog
 
     @staticmethod
     def begin(
@@ -74,6 +77,7 @@ class Session:
         optimizer: OptimizerFactory | None,
         fill: Callable[[Groups, HomeState], None],
         alike: Mapping[str, str],
+        log: ProgressLog | None = None,
     ) -> Session:
         """Connect the ranks of a world and give each its share of the state; all of them call it.
 
@@ -84,6 +88,7 @@ class Session:
             optimizer: as `compile` takes it.
             fill: gives the home state its weights, before the optimizer sees them.
             alike: what must be the same on all ranks, as texts by name.
+            log: how far the state is that `fill` gives; None: it is new.
 
         Raises:
             ValueError: on every rank: something differs between ranks, or the home does not fit them.
@@ -91,6 +96,7 @@ class Session:
         """
         world.watch.rest("")
         groups = Groups(world, TIMEOUT, watch=world.watch)
+        log = log or ProgressLog()
         for what, text in {**alike, "home": str(home)}.items():
             agree(groups, what, text)
         home.check(world.ranks, [bucket.name for bucket in program.buckets])
@@ -103,9 +109,9 @@ class Session:
         trained_by = make_optimizer(optimizer, state) if optimizer else None
         preparer = Preparer(program, variants, buffers, state.layouts, world.rank, world.ranks, device=world.device)
         copies = rounded(state, program.dtype, trained_by)
-        executor = Executor(program, state, groups, world.watch, world.device, rounded=copies)
+        executor = Executor(program, state, groups, world.watch, world.device, rounded=copies, log=log)
         saver = Saver(world, TIMEOUT)
-        return Session(program, buffers, world, groups, saver, owners, state, trained_by, preparer, executor)
+        return Session(program, buffers, world, groups, saver, owners, state, trained_by, preparer, executor, log)
 
     def agree(self, what: str, text: str) -> None:
         """Check that a short text is the same on all ranks; all of them call it.
@@ -188,12 +194,14 @@ class Session:
             norm: of all gradients together.
             most: what it may be; None: anything.
         """
+        self.log.updating()
         if most is not None and norm > most:
             for gradient in self.home.gradients.values():
                 gradient.mul_(most / norm)
         assert self.optimizer is not None, "a program that updates was compiled with an optimizer"
         self.home.attach_gradients()
         self.optimizer.step()
+        self.log.updated(norm)
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,7 @@ def write_picture(report: Report, path: Path) -> None:
             at += 1
         ticks.append(at - (len(members) + 1) / 2)
         at += 0.8
+    axes.set_xlim(0, 1.1 * max(bar.value for bar in report.bars) or 1)  # numbers stand behind their bars
     axes.set_yticks(ticks, groups, fontsize="small")
     axes.invert_yaxis()
     axes.set_xlabel(report.unit)

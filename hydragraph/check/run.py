@@ -7,6 +7,7 @@ from collections.abc import Callable
 from hydragraph.check.check import MODES, CheckedModel, check, log, report
 from hydragraph.check.memory import fingerprint, recall, remember
 from hydragraph.errors import Unsupported
+from hydragraph.log import doing
 from hydragraph.runtime.launch import World
 from hydragraph.runtime.variants import Variants
 
@@ -46,6 +47,7 @@ def check_here(subject: CheckedModel, asked: str | bool) -> str:
     if line is not None:
         log.info("%s (in an earlier run)", line)
         return line
+    doing("comparing the captured graphs with the model")
     variants = Variants(subject.program, added=True)
     checked = check(subject, mode, variants)
     _latest[:] = [variants]

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hydragraph.commands.simulate_price import PricedStrategy
+from hydragraph.commands.text import seconds_text
 from hydragraph.cost.simulate import SimulatedSpan
 from hydragraph.ir.instruction import Op, Stream
 
@@ -31,6 +32,7 @@ def write_timelines(priced: Sequence[PricedStrategy], path: Path) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
+    from matplotlib.ticker import EngFormatter
 
     shown = priced[:MOST]
     heights = [0.5 + 0.3 * min(len(priced_strategy.timeline.ranks), TALLEST) for priced_strategy in shown]  # inches
@@ -40,7 +42,8 @@ def write_timelines(priced: Sequence[PricedStrategy], path: Path) -> None:
     longest = max(priced_strategy.seconds for priced_strategy in shown)
     for axes, priced_strategy in zip(panels[:, 0], shown, strict=True):
         _draw(axes, priced_strategy, longest)
-    panels[-1, 0].set_xlabel("seconds")
+    panels[-1, 0].set_xlabel("time")
+    panels[-1, 0].xaxis.set_major_formatter(EngFormatter(unit="s"))
     named = {**{op.value: colour for op, colour in _COMPUTE.items()}, **{s.value: c for s, c in _TRAFFIC.items()}}
     patches = [Patch(color=colour, label=name) for name, colour in named.items()]
     figure.legend(handles=patches, loc="outside lower center", ncols=len(patches), fontsize="small")
@@ -65,7 +68,7 @@ def _draw(axes: Any, priced: PricedStrategy, longest: float) -> None:
     axes.set_ylim(ranks - 0.4, -0.5)
     axes.set_xlim(0, 1.01 * longest)
     busy = priced.busy()
-    title = f"{priced.strategy.name}: {priced.seconds:.4g} s, {priced.tokens_per_s:,.0f} tokens/s"
+    title = f"{priced.strategy.name}: {seconds_text(priced.seconds)}, {priced.tokens_per_s:,.0f} tokens/s"
     axes.set_title(f"{title}, ranks compute {sum(busy) / len(busy):.0%} of the time", fontsize=9, loc="left")
 
 

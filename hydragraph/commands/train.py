@@ -129,6 +129,7 @@ def _train(
         try:
             if relay is None:
                 return train_rank(config, begin, step, trace, stopping)
+            _print(f"starting {config.ranks} ranks on this machine: each imports PyTorch and transformers first")
             return on_ranks(config.ranks, train_rank, config, begin, step, trace, relay=relay)
         except (ValueError, OSError, ImportError, FloatingPointError):
             raise  # it would fail again
@@ -175,7 +176,8 @@ def _print_stop(outcome: RunOutcome, config: TrainConfig) -> None:
     if last is None:
         _print("stopped before the first step: nothing had to be saved")
     else:
-        _print(f"stopped after step {last.step} of {config.steps}, saved in {last.path}: go on with --resume")
+        of = f" of {config.steps}" if config.epochs is None else ""
+        _print(f"stopped after step {last.step}{of}, saved in {last.path}: go on with --resume")
 
 
 def _print_outcome(outcome: RunOutcome) -> None:

@@ -87,9 +87,9 @@ def _kinds(program: Program, ranks: int, degrees: Sequence[int] | None) -> Itera
 
 def _piece(program: Program, block: Block, kind: StageKind, rate: float) -> Piece:
     try:
-        a, b, parameters, frozen = _operations(program, block, kind.tp)
+        a, b, parameters, frozen = operations(program, block, kind.tp)
     except Unsupported:  # this degree does not cut this block; who asks for it is told when it is lowered
-        a, b, parameters, frozen = _operations(program, block, 1)
+        a, b, parameters, frozen = operations(program, block, 1)
         a /= kind.tp
         b /= kind.tp
         parameters //= kind.tp
@@ -107,7 +107,7 @@ def _piece(program: Program, block: Block, kind: StageKind, rate: float) -> Piec
     )
 
 
-def _operations(program: Program, block: Block, tp: int) -> tuple[float, float, int, int]:
+def operations(program: Program, block: Block, tp: int) -> tuple[float, float, int, int]:
     """Return the first rank's operations per token^2 and per token, and its elements of weights, and of frozen ones."""
     graph = program.templates[block.template].graph.graph
     # An embedding is looked up, not multiplied: its weight adds no operations.

@@ -1,4 +1,9 @@
-"""Traces of real and of simulated iterations, in the Trace Event Format, which https://ui.perfetto.dev opens."""
+"""Traces of real and of simulated iterations, in the Trace Event Format, which https://ui.perfetto.dev opens.
+
+A slice has a short name, such as "backward layer.0 [0]" or "send h2.0 to rank 3", and the operation as its category;
+its arguments say the rest, the whole instruction among them. What drops values takes no time worth a slice, and has
+none.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hydragraph.ir.instruction import Stream
+from hydragraph.ir.instruction import Instruction, Op, Stream
+from hydragraph.ir.text import parse_instruction
 from hydragraph.spec.assignment import Assignment
 
 
@@ -74,19 +80,59 @@ def write_events(per_rank: Iterable[Iterable[Event]], path: Path, steps: Sequenc
         for thread, stream in enumerate(streams):
             records.append({"ph": "M", "pid": rank, "tid": thread, "name": "thread_name", "args": {"name": stream}})
         for event in events:
+            instruction = _instruction(event.name)
+            if instruction is not None and instruction.op is Op.FREE:
+                continue
+            arguments = {} if instruction is None else _arguments(instruction) | {"instruction": event.name}
             records.append(
                 {
                     "ph": "X",
                     "pid": rank,
                     "tid": streams.index(event.stream),
-                    "name": event.name,
+                    "name": event.name if instruction is None else _short(instruction),
+                    "cat": _category(event, instruction),
                     "ts": (event.begin - first) * 1e6,  # microseconds
                     "dur": (event.end - event.begin) * 1e6,
-                    "args": {"step": event.step},
+                    "args": {"step": event.step, **arguments},
                 }
             )
     content = {"traceEvents": records, "displayTimeUnit": "ms", "otherData": {"steps": [_record(s) for s in steps]}}
     path.write_text(json.dumps(content), encoding="utf-8")
+
+
+def _instruction(name: str) -> Instruction | None:
+    """Return the instruction that an event is named after; None: it is a wait, or a message under way."""
+    try:
+        return parse_instruction(name, 0)
+    except ValueError:
+        return None
+
+
+def _short(instruction: Instruction) -> str:
+    """Return what fits into a narrow slice: what is done, with which block or value."""
+    op, target = instruction.op, instruction.target
+    match op:
+        case Op.FORWARD | Op.BACKWARD:
+            return f"{op.value} {target} [{instruction.micro_batch}]"
+        case Op.PULL | Op.PUSH:
+            return f"{op.value} {target}"
+        case Op.SEND:
+            return f"send {instruction.reads[0]} to rank {instruction.peer}"
+        case Op.RECEIVE:
+            return f"receive {instruction.writes[0]} from rank {instruction.peer}"
+        case _:
+            return str(op.value)
+
+
+def _category(event: Event, instruction: Instruction | None) -> str:
+    if instruction is not None:
+        return instruction.op.value
+    return "wait" if event.name.startswith("wait ") else event.stream
+
+
+def _arguments(instruction: Instruction) -> dict[str, Any]:
+    named = {"block": instruction.target, "micro_batch": instruction.micro_batch, "peer": instruction.peer}
+    return {name: value for name, value in named.items() if value not in ("", None)}
 
 
 def read_trace(path: Path) -> Trace:
@@ -114,7 +160,8 @@ def _events(records: Iterable[Any]) -> tuple[tuple[Event, ...], ...]:
         if record["ph"] == "X":
             begin = record["ts"] / 1e6
             step = record["args"]["step"]
-            events.append(Event(step, streams[record["tid"]], record["name"], begin, begin + record["dur"] / 1e6))
+            name = record["args"].get("instruction", record["name"])
+            events.append(Event(step, streams[record["tid"]], name, begin, begin + record["dur"] / 1e6))
     return tuple(tuple(events) for _, events in sorted(by_rank.items()))
 
 

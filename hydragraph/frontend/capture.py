@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from hydragraph import log
 from hydragraph.errors import Unsupported
 from hydragraph.frontend import huggingface, modules
 from hydragraph.frontend.adapters import refuse_untried
@@ -81,6 +82,7 @@ def capture(
     _refuse(model, dtype)
     tensor_names = {n for n, _ in [*model.named_parameters(), *model.named_buffers()]}
     fields = fields_of(example, tensor_names, where)
+    log.doing(f"capturing {where}")
     began = time.perf_counter()
     program = with_an_example(lambda sizes: _captured(model, dtype, fields, loss, blocks, sizes))
     seconds = time.perf_counter() - began
@@ -112,7 +114,7 @@ def _captured(
         refuse_state_around(opaque, meta_batch(sizes, fields), where)
     exported, sites = capture_skeleton(copied, layers, outline, call, chosen_loss, sizes, fields)
     pieces = _slice_skeleton(exported, sites, where, tuple(fields), sizes)
-    templates = _capture_layers(sites, keys, pieces.sizes)
+    templates = _capture_layers(sites, keys, pieces.sizes, where)
     _prove_sizes(pieces, templates, where)
     if is_huggingface and any(n.target is torch.ops.aten.arange.default for n in pieces.embed.graph.graph.nodes):
         # In the model's words: that it counts positions itself, and not that some arange counts through a row.
@@ -221,17 +223,21 @@ def _names(signature: Any, fields: Sequence[str]) -> tuple[dict[str, str], dict[
     return parameters, buffers, dict(zip(signature.user_inputs, fields, strict=True))
 
 
-def _capture_layers(sites: Sequence[Site], keys: Mapping[int, str], hints: dict[str, int]) -> dict[str, Template]:
+def _capture_layers(
+    sites: Sequence[Site], keys: Mapping[int, str], hints: dict[str, int], model: str
+) -> dict[str, Template]:
     """Trace each block that computes something else than those before it; return every block's template.
 
     Args:
         keys: id of a block -> what it is built of, but for its index: blocks that share it, are called alike, and
             compute nothing with their index, are equal. Of others it is seen by what they do whether they are.
+        model: what is captured.
     """
     template_of: dict[tuple[str, str], Template] = {}
     templates: dict[str, Template] = {}
     seen: Counter[tuple[str, str]] = Counter()
-    for site in sites:
+    for number, site in enumerate(sites, start=1):
+        log.doing(f"capturing {model}", number, len(sites))
         # Three ways to see that two blocks are one template, cheapest first: built alike, doing alike, equal graphs.
         built = ("built", keys[id(site.module)] + site.called())
         if built not in template_of:

@@ -96,6 +96,43 @@ class Layout:
         """Return the rows of all other ranks: what is left when `ranks` are lost."""
         return self._where(~np.isin(self.rank, list(ranks)))
 
+    def renamed(self, before: Sequence[int | None], nodes: Sequence[int] | None = None) -> Layout:
+        """Return it in the numbers of another world, without the ranks that it does not name.
+
+        Args:
+            before: by new rank, the number that it has here; None: it is none of these ranks.
+            nodes: by new rank, which node it is on; None: not known.
+        """
+        names = {old: new for new, old in enumerate(before) if old is not None}
+        rank = np.array([names.get(old, -1) for old in self.rank.tolist()], np.int64)
+        row = np.flatnonzero(rank >= 0)
+        row = row[np.argsort(rank[row], kind="stable")]
+        lo, hi, at, copy = (column[row] for column in (self.lo, self.hi, self.at, self.copy))
+        places = None if nodes is None else np.array(nodes, np.int64)
+        return Layout(rank[row], lo, hi, at, copy, self.partial[row], self.size, places)
+
+    def within(self, lo: Ints, hi: Ints) -> Layout:
+        """Return what lies in the disjoint intervals [lo, hi): rows are cut, places in local buffers stay as they are.
+
+        The rows of a rank then need not fill its buffer.
+        """
+        low = np.maximum(self.lo[:, None], lo)
+        high = np.minimum(self.hi[:, None], hi)
+        row, which = np.nonzero(low < high)
+        low = low[row, which]
+        high = high[row, which]
+        at = self.at[row] + low - self.lo[row]
+        return Layout(self.rank[row], low, high, at, self.copy[row], self.partial[row], self.size, self.nodes)
+
+    @property
+    def missing(self) -> tuple[Ints, Ints]:
+        """The intervals [lo, hi) of the bucket that no rank holds, ascending, disjoint and not empty."""
+        row = np.argsort(self.lo, kind="stable")
+        end = np.maximum.accumulate(np.concatenate((np.zeros(1, np.int64), self.hi[row])))
+        begin = np.append(self.lo[row], self.size)
+        gap = np.flatnonzero(begin > end)
+        return end[gap], begin[gap]
+
     def _where(self, rows: Bools) -> Layout:
         rank, lo, hi, at, copy = (column[rows] for column in (self.rank, self.lo, self.hi, self.at, self.copy))
         return Layout(rank, lo, hi, at, copy, self.partial[rows], self.size, self.nodes)

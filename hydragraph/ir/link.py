@@ -35,6 +35,8 @@ import numpy as np
 
 from hydragraph.ir.layout import Bools, Ints, Layout
 
+_PIECE, _PIECES = 1024, 64  # elements at least, and how many of a bucket at most, that holders share a transfer by
+
 
 @dataclass(frozen=True, eq=False)
 class Slices:
@@ -103,6 +105,29 @@ def copy(source: Layout, target: Layout, rank: int | None = None) -> Slices:
     """
     pairs = _pairs(source, target, np.zeros_like(source.copy), rank, target.rank)
     return _slices(pairs, _one(pairs, _distance(pairs, source.nodes)), rank)
+
+
+def move(source: Layout, target: Layout, rank: int | None = None) -> Slices:
+    """Link values as `copy` does, but with equal loads: any holder of the same node, else any at all, takes its turn.
+
+    `copy` serves many ranks that need everything all the time, so that the nearest is best for each; here few elements
+    move once, and what one rank alone would send takes longest. Long intervals are sent in parts by several holders.
+
+    Args:
+        source, target: layouts of one bucket, over any ranks; the source knows the nodes of both.
+        rank: return only the slices that this rank sends or receives, at less cost.
+
+    Raises:
+        ValueError: the sizes differ, or no rank of the source holds what the target needs.
+    """
+    pieces = np.arange(0, max(source.size, 1), max(_PIECE, source.size // _PIECES), dtype=np.int64)
+    parts = source.within(pieces, np.append(pieces[1:], source.size))
+    pairs = _pairs(parts, target, np.zeros_like(parts.copy), rank, target.rank)
+    nodes = source.nodes
+    cost = (pairs.src != pairs.dst).astype(np.int64)
+    if nodes is not None:
+        cost += cost * (nodes[pairs.src] != nodes[pairs.dst])
+    return _slices(pairs, _one(pairs, cost), rank)
 
 
 def _distance(pairs: _Pairs, nodes: Ints | None) -> Ints:

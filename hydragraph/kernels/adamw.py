@@ -276,6 +276,11 @@ class AdamW(torch.optim.AdamW):
         """
         self._copies = dict(copies)
 
+    @property
+    def copies(self) -> Mapping[Tensor, Tensor]:
+        """What `copy_to` was given."""
+        return self._copies
+
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """Update every parameter that has a gradient; return what the closure returned, if there is one."""

@@ -28,6 +28,7 @@ from hydragraph.runtime.pending import Finish, Pending
 from hydragraph.runtime.prepared import BoundBlock, Prepared, shard_view
 from hydragraph.runtime.rounded import Rounded
 from hydragraph.runtime.scheduled import Scheduled, unknown
+from hydragraph.runtime.standing import ProgressLog
 from hydragraph.runtime.state import HomeState
 from hydragraph.runtime.streams import DeviceStreams, streams_of
 from hydragraph.runtime.trace import Exposed, RankTimes, Timing
@@ -81,6 +82,7 @@ class Executor:
         device: what this rank computes on.
         streams: that device's queues; default: as the device and the communicators have them.
         rounded: the weights that are pulled, where the optimizer keeps them beside the master weights.
+        log: takes down when all gradients are at home.
 
     Attributes:
         before: called with every instruction before it runs; for injecting failures and for tracing.
@@ -96,6 +98,7 @@ class Executor:
         device: torch.device,
         streams: DeviceStreams | None = None,
         rounded: Rounded | None = None,
+        log: ProgressLog | None = None,
     ) -> None:
         self._program = program
         self._home = home
@@ -104,6 +107,7 @@ class Executor:
         self._device = device
         self.streams = streams or streams_of(device, groups.world.backend, groups.world.ranks)
         self._rounded = rounded
+        self._log = log or ProgressLog()
         self.before: Callable[[Instruction], None] | None = None
         self.probe: Callable[[], float] | None = None
         self._scheduled = Scheduled() if device.type == "cpu" else unknown
@@ -151,6 +155,7 @@ class Executor:
         iteration = _Iteration(prepared, batches, tokens, mine, timing, aux_buffers)
         outcome: IterationOutcome | None = None
         self._after_last_step()
+        self._log.begin()
         for index, instruction in enumerate(prepared.program.instructions):
             self._watch.at(index)
             if self.before is not None:
@@ -422,6 +427,8 @@ class Executor:
                     totals[0] += loss.double()
         if it.pushed:
             totals[1] += sum(square_sum(gradient) for gradient in self._home.counted)
+        # Whoever gets through the commit may update: so all ranks must then be able to, also if one is lost meanwhile.
+        self._log.gathered()
         self._groups.all_reduce(Role.COMMIT, totals)
         self._watch.check()  # an aborted communicator may have let us through
         with self._watch.waiting():  # of a GPU, the numbers come once all ranks have given theirs

@@ -5,6 +5,7 @@ stays in /tmp, and so do the semaphores that libraries make in ranks. And it die
 group, and with it every rank, in the midst of saving.
 
 The server imports this module first (`launch.PRELOAD`), and finds itself to be one by a variable of its environment.
+Where its launcher can be forked, it need not be a new interpreter: `hydragraph.runtime.forked_server`.
 """
 
 from __future__ import annotations
@@ -44,11 +45,16 @@ def _restore(before: Mapping[str, str | None]) -> None:
             os.environ[name] = value
 
 
-def _serve(directory: str) -> None:
-    """Make this process, which is the server, end with its launcher only, and remove its socket then."""
+def outlive_signals() -> None:
+    """Make this process, which is a server, end with its launcher only."""
     for number in _OUTLIVED:
         signal.signal(number, signal.SIG_IGN)
     os.register_at_fork(after_in_child=_as_usual)
+
+
+def _serve(directory: str) -> None:
+    """Make this process, which is the server, end with its launcher only, and remove its socket then."""
+    outlive_signals()
     atexit.register(shutil.rmtree, directory, ignore_errors=True)  # ranks end without it: they call os._exit
 
 

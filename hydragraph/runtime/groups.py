@@ -14,6 +14,7 @@ Traffic is kept apart because a connection is a queue: behind 64 MB of weights, 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import logging
 import time
@@ -330,8 +331,10 @@ class Groups:
             if self._watch is not None and self._watch.broken:
                 # gloo's destructor waits for operations, and some of them may never end: it must not run.
                 ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
-            if dist.is_initialized():
-                dist.destroy_process_group(group)
+            # Ranks that meet anew have dropped all groups with the default one.
+            with contextlib.suppress(ValueError):
+                if dist.is_initialized():
+                    dist.destroy_process_group(group)
 
     def _all(self) -> Iterator[dist.ProcessGroup]:
         yield from self._roles.values()

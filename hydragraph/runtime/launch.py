@@ -14,7 +14,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -26,6 +26,7 @@ from hydragraph.runtime import fork_server
 from hydragraph.runtime.crew import GUARD, Context, run_crew
 from hydragraph.runtime.failure.newest import watch_of
 from hydragraph.runtime.failure.watch import Watch
+from hydragraph.runtime.forked_server import ensure_forked
 from hydragraph.runtime.generation import generation
 from hydragraph.runtime.preparation import SharedFile, left_of, prepare_for_ranks
 from hydragraph.runtime.rank_process import HOST, meet
@@ -40,13 +41,11 @@ _ARRIVAL = timedelta(minutes=30)  # of all ranks of all machines
 # libraries have threads of their own (macOS), no process may be forked, and each imports for itself.
 START_METHOD = "forkserver" if sys.platform == "linux" else "spawn"
 
-# What ranks import; private modules are what the first capture and the first compilation would.
-_LATER = ["torch._dynamo", "torch._inductor.pattern_matcher"]
+# What ranks import.
 PRELOAD = [
     "hydragraph.runtime.fork_server",
     "tqdm",
     "torch.distributed",
-    *_LATER,
     "hydragraph.runtime.launch",
     "hydragraph.api",
     "__main__",
@@ -101,14 +100,9 @@ def join(device: torch.device | str | None = None) -> World:
         ValueError: hydragraph does not compute on the device, or this machine has none.
         RankFailure: another rank failed meanwhile.
     """
-    device = _device(device)
+    alone = apart(device)
+    device, backend, local_rank = alone.device, alone.backend, alone.local_rank
     launched = {"RANK", "WORLD_SIZE"} <= os.environ.keys()
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    if device.type == "cuda":
-        gpus = torch.cuda.device_count()
-        device = torch.device("cuda", local_rank % gpus if device.index is None else device.index)
-        torch.cuda.set_device(device)
-    backend = _backend(device)
     if not dist.is_initialized() and launched:
         # Objects (hashes, host names) travel as CPU tensors, also where weights do not.
         kind = "cpu:gloo,cuda:nccl" if backend == "nccl" else "gloo"
@@ -116,7 +110,7 @@ def join(device: torch.device | str | None = None) -> World:
         ranks = int(os.environ["WORLD_SIZE"])
         meet(kind, _store_of_launcher(rank, ranks), rank, ranks)
     if not dist.is_initialized():
-        return World(0, 1, 0, device, backend)
+        return replace(alone, local_rank=0)
     rank = dist.get_rank()
     ranks = dist.get_world_size()
     group = dist.group.WORLD
@@ -124,6 +118,20 @@ def join(device: torch.device | str | None = None) -> World:
     watch = watch_of(group, group.get_group_store, rank, ranks)
     node = f"{socket.gethostname()} {os.environ.get('GROUP_RANK', '')}"  # torchrun may start two on one host
     return World(rank, ranks, local_rank, device, backend, watch, node)
+
+
+def apart(device: torch.device | str | None = None) -> World:
+    """Return a world of this process alone, on the device that it would have among the ranks of its host.
+
+    Args, Raises: as of `join`.
+    """
+    device = _device(device)
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    if device.type == "cuda":
+        gpus = torch.cuda.device_count()
+        device = torch.device("cuda", local_rank % gpus if device.index is None else device.index)
+        torch.cuda.set_device(device)
+    return World(0, 1, local_rank, device, _backend(device))
 
 
 def _device(asked: torch.device | str | None) -> torch.device:
@@ -206,12 +214,13 @@ def launch(
     if not isinstance(ranks, int) or ranks < 1:
         raise ValueError(f"launch: ranks={ranks}: give a positive number of ranks")
     work = _pickled(function, args)
-    server = _store(HOST, 0)
     context: Context = multiprocessing.get_context(START_METHOD)  # type: ignore[assignment]
-    context.set_forkserver_preload([*PRELOAD, *_models()])
     if START_METHOD == "forkserver":
         with nothing_else_imported():
-            fork_server.ensure_running()
+            if not ensure_forked(PRELOAD):
+                context.set_forkserver_preload([*PRELOAD, *_models()])
+                fork_server.ensure_running()
+    server = _store(HOST, 0)  # it has a thread
     if prepare is None:
         return [pickle.loads(value) for value in run_crew(context, ranks, server.port, work, timeout, relay=relay)]
     began = time.monotonic()

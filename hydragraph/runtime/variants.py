@@ -17,6 +17,7 @@ from torch import Tensor
 from hydragraph.ir.layout import GradientKind
 from hydragraph.ir.parameter import Parameter
 from hydragraph.ir.program import Block, Program, Template
+from hydragraph.log import doing
 from hydragraph.passes.differentiate import Variant, start_of
 from hydragraph.passes.graph_passes import VariantSpec, make_variant, passes_for
 from hydragraph.passes.place import place
@@ -55,6 +56,9 @@ class Variants:
         fused_head: make the head and the loss one operator.
         added: let products add gradients up where they can; not under Inductor, and in fp32 only, as the sums are.
         library: where variants are looked for before they are traced.
+
+    Attributes:
+        strategies: those whose variants `compile` has made, here or where these were made for this process.
     """
 
     def __init__(
@@ -78,6 +82,7 @@ class Variants:
         self._added = added
         self._how = (partitioner, backend, device, fused_head, program.dtype)
         self._known = LRU[Hashable, Variant](capacity)
+        self.strategies: set[Strategy] = set()
         self._kinds: dict[tuple[str, StageKind], Mapping[str, GradientKind]] = {}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -107,6 +112,7 @@ class Variants:
     def compile(self, strategies: Iterable[Strategy]) -> None:
         """Compile what every rank of some strategies runs."""
         for strategy in strategies:
+            self.strategies.add(strategy)
             placement = place(self.program.outline, strategy, [1] * len(strategy.pipelines))
             for rank, stage in placement.stage_of.items():
                 part = stage.part_of(rank)
@@ -137,6 +143,7 @@ class Variants:
         )
 
     def _made(self, spec: VariantSpec) -> Variant:
+        doing(f"compiling the model's blocks for {_form(spec.part)}")
         began = time.perf_counter()
         found = self._looked_up(spec)
         variant = self._compile(spec, found)

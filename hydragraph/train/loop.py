@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -14,8 +14,10 @@ from torch import Tensor, nn
 
 from hydragraph.cost.costs import Costs
 from hydragraph.cost.datasheet import datasheet
+from hydragraph.cost.flops import peak_flops_per_s, step_flops
 from hydragraph.cost.profile import Profile
 from hydragraph.cost.trace_file import TracedStep
+from hydragraph.data.mini_batches import Drawn
 from hydragraph.elastic.controller import Controller, Replanning
 from hydragraph.elastic.estimate import Sensitivity
 from hydragraph.elastic.events import append_event, read_events
@@ -40,7 +42,16 @@ from hydragraph.spec.strategy import Strategy
 from hydragraph.train.ahead import Ahead
 from hydragraph.train.checks import check_settings, read_strategies, remarks
 from hydragraph.train.config import PlanConfig, TrainConfig
-from hydragraph.train.data import Tokens, evaluation_batches, mini_batches, open_tokens, prepare, verify
+from hydragraph.train.data import (
+    Tokens,
+    check_data,
+    evaluation_batches,
+    mini_batches,
+    open_tokens,
+    prepare,
+    steps_of,
+    verify,
+)
 from hydragraph.train.export import export
 from hydragraph.train.folder import Begin, Checkpoint, RunFolder
 from hydragraph.train.metrics import Metrics, MetricsLog, peak_memory, tensorboard_installed
@@ -90,13 +101,13 @@ class Trainable(Protocol):
     def choose_from(self, strategies: Sequence[Strategy], request: PlanRequest, static: int | None = None) -> None:
         """Choose from other strategies from the next step on; rank 0 calls it."""
 
-    def announce(self, sequences: Sequence[Tensor]) -> None:
+    def announce(self, sequences: Sequence[Drawn]) -> None:
         """Tell what a later step will bring."""
 
-    def step(self, sequences: Sequence[Tensor], strategy: Strategy | None = None) -> Any:
+    def step(self, sequences: Sequence[Drawn], strategy: Strategy | None = None) -> Any:
         """Train on one global mini-batch; return a `StepResult`, or raise `Stopped` if any rank has `stopping`."""
 
-    def evaluate(self, sequences: Sequence[Tensor], strategy: Strategy | None = None) -> Any:
+    def evaluate(self, sequences: Sequence[Drawn], strategy: Strategy | None = None) -> Any:
         """Return a `StepResult` without updating anything."""
 
     def full_state_dict(self) -> dict[str, Tensor]:
@@ -158,10 +169,11 @@ class _Run:
     folder: RunFolder
     executor: Trainable
     strategies: tuple[Strategy, ...]  # that steps take in turn; none where the executor chooses
-    heldout: list[list[Tensor]]
+    evaluation: Mapping[str, list[list[Drawn]]]  # the mini-batches of every set, by its name
     watcher: Watcher | None  # on rank 0 only, as is the log
     log: MetricsLog | None
     controller: Controller | None  # on rank 0, where ranks are watched
+    peak_flops_per_s: float | None = None  # of all ranks together, where each one's is known
     traced: list[TracedStep] = field(default_factory=list)
 
 
@@ -240,12 +252,16 @@ def _session(
     """Run a training in a folder that is this run's own; arguments as for `train`."""
     leader = watcher if world.rank == 0 else None
     _together(world, "checking the config", world.local_rank == 0, lambda: check_settings(config, world.ranks))
+    _together(world, "looking into the data", world.local_rank == 0, lambda: check_data(config))
     tokens = shared_tokens(config, world, watcher)
     model = _model(config, tokens)
     strategies = () if config.automatic else read_strategies(config.strategies, model, world.ranks)
     factory = optimizer_factory(config.optimizer, model, world.device)
-    batches = mini_batches(config, tokens.file)
-    heldout = evaluation_batches(config, tokens.file) if config.evaluate_every else []
+    config = replace(config, steps=steps_of(config, mini_batches(config, tokens)), epochs=None)
+    if start.last is not None and start.last.step > config.steps:
+        raise ValueError(f"{start.last.path} is past the last step, {config.steps}: set epochs to more")
+    batches = mini_batches(config, tokens)
+    evaluation = evaluation_batches(config, tokens) if config.evaluate_every else {}
     if leader is not None:
         for sentence in remarks(config, model, strategies, world.ranks, batches):
             leader.note(sentence)
@@ -284,7 +300,7 @@ def _session(
         executor.watched = config.elastic.on
         controller = _controller(config, world, executor) if config.elastic.on and leader is not None else None
         turns = () if config.plan.choose else strategies
-        run = _Run(config, world, folder, executor, turns, heldout, leader, log, controller)
+        run = _Run(config, world, folder, executor, turns, evaluation, leader, log, controller, _peak(config, world))
         if leader is not None:
             if executor.decision:
                 leader.note(executor.decision)
@@ -365,11 +381,11 @@ def _chosen_from(config: TrainConfig, strategies: tuple[Strategy, ...], tokens: 
     if not config.plan.choose:
         return {"strategy": strategies[0]}
     plan = config.plan
-    batches = mini_batches(config, tokens.file)
+    batches = mini_batches(config, tokens)
     return {
         "strategy": "auto" if config.automatic else strategies,
         "profile": _measured(plan),
-        "lengths": [[len(s) for s in next(batches)] for _ in range(plan.sample)],
+        "lengths": [list(batches.skip()) for _ in range(plan.sample)],
         "policy": _policy(config),
     }
 
@@ -425,8 +441,8 @@ def _policy(config: TrainConfig) -> Policy:
 
 def _model(config: TrainConfig, tokens: Tokens) -> nn.Module:
     """Return the model, on the meta device where each rank is to read its own part of the weights."""
-    vocabulary = tokens.file.vocabulary
-    end_of_text = tokens.file.end_of_text
+    vocabulary = tokens.vocabulary
+    end_of_text = tokens.end_of_text
     if config.model.weights is None:
         return build_model(config.model, vocabulary, end_of_text, config.seed)
     model = skeleton(config.model, vocabulary, end_of_text)
@@ -442,16 +458,16 @@ def shared_tokens(config: TrainConfig, world: World, watcher: Watcher) -> Tokens
     """
     watched = watcher.preparing
     reads = world.local_rank == 0
-    _together(world, "preparing the data", reads, lambda: verify(prepare(config, watched), watched))
-    tokens = open_tokens(prepare(config))
-    fingerprints = world.gather(tokens.file.fingerprint)
+    _together(world, "preparing the data", reads, lambda: verify(config, prepare(config, watched), watched))
+    tokens = open_tokens(config, prepare(config))
+    fingerprints = world.gather(tokens.fingerprint)
     if len(set(fingerprints)) > 1:
         different = next(rank for rank, fingerprint in enumerate(fingerprints) if fingerprint != fingerprints[0])
         raise ValueError(f"data: rank {different} read another corpus than rank 0: give every host the same files")
     return tokens
 
 
-def _train_step(run: _Run, step: int, sequences: list[Tensor]) -> None:
+def _train_step(run: _Run, step: int, sequences: list[Drawn]) -> None:
     """Train on one mini-batch, evaluate where it is time, and log both."""
     config = run.config
     strategy = run.strategies[(step - 1) % len(run.strategies)] if run.strategies else None
@@ -468,7 +484,7 @@ def _train_step(run: _Run, step: int, sequences: list[Tensor]) -> None:
         seconds = report.seconds - report.planning_s
         run.traced.append(TracedStep(report.step, report.strategy, report.assignment, seconds))
     evaluate = config.evaluate_every and _due(step, config.evaluate_every, config.steps)
-    eval_loss = _evaluate(run, strategy) if evaluate else None
+    losses = _evaluate(run, strategy) if evaluate else {}
     if run.log is None or run.watcher is None:
         return
     metrics = Metrics(
@@ -482,7 +498,8 @@ def _train_step(run: _Run, step: int, sequences: list[Tensor]) -> None:
         strategy=report.strategy,
         sequences=report.sequences,
         micro_batches=tuple(report.micro_batches),
-        eval_loss=eval_loss,
+        eval_loss=losses.get("heldout", next(iter(losses.values()), None)),
+        eval_losses=losses,
         padding=report.padding,
         exposed_pull_s=report.exposed.pull,
         exposed_push_s=report.exposed.push,
@@ -491,6 +508,7 @@ def _train_step(run: _Run, step: int, sequences: list[Tensor]) -> None:
         planning_hidden_s=report.planning_hidden_s,
         expected_s=report.expected_s,
         peak_memory_bytes=peak_memory(run.world.device),
+        mfu=_mfu(run, sequences, report),
     )
     run.log.write(metrics)
     run.watcher.stepped(metrics)
@@ -499,10 +517,28 @@ def _train_step(run: _Run, step: int, sequences: list[Tensor]) -> None:
         run.watcher.note(str(event))
 
 
-def _evaluate(run: _Run, strategy: Strategy | None) -> float:
-    """Return the mean loss per token over the held-out mini-batches."""
-    reports: list[StepResult] = [run.executor.evaluate(sequences, strategy) for sequences in run.heldout]
-    return sum(r.loss * r.tokens for r in reports) / sum(r.tokens for r in reports)
+def _peak(config: TrainConfig, world: World) -> float | None:
+    """Return the FLOP/s that the GPUs of all ranks together reach at most; None where one's datasheet is not known."""
+    name = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else ""
+    peaks = world.gather(peak_flops_per_s(name, getattr(torch, config.dtype)))
+    known = [peak for peak in peaks if peak is not None]
+    return sum(known) if len(known) == len(peaks) else None
+
+
+def _mfu(run: _Run, sequences: Sequence[Drawn], report: StepResult) -> float | None:
+    if run.peak_flops_per_s is None:
+        return None
+    flops = step_flops(run.executor.program, [len(sequence) for sequence in sequences])
+    return flops / report.seconds / run.peak_flops_per_s
+
+
+def _evaluate(run: _Run, strategy: Strategy | None) -> dict[str, float]:
+    """Return the mean loss per token over the mini-batches of every set."""
+    losses: dict[str, float] = {}
+    for name, batches in run.evaluation.items():
+        reports: list[StepResult] = [run.executor.evaluate(sequences, strategy) for sequences in batches]
+        losses[name] = sum(r.loss * r.tokens for r in reports) / sum(r.tokens for r in reports)
+    return losses
 
 
 def _checkpoint(run: _Run, step: int, position: Mapping[str, Any]) -> None:
@@ -547,7 +583,7 @@ def _finish(run: _Run, model: nn.Module, tokens: Tokens) -> None:
     """Write the final model."""
     state = run.executor.full_state_dict()
     if run.log is not None:
-        export(model, state, tokens.tokenizer, run.folder.model)
+        export(model, state, tokens.directory, run.folder.model)
 
 
 def _open_log(folder: RunFolder, done: int, watcher: Watcher) -> MetricsLog:

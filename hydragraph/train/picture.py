@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from hydragraph.elastic.events import Event
 from hydragraph.train.metrics import Metrics
@@ -47,22 +50,38 @@ def write_picture(metrics: Sequence[Metrics], path: Path, events: Sequence[Event
 
 
 def smoothed(values: Sequence[float], weight: float = 0.8) -> list[float]:
-    """Return the exponential moving average, corrected for its start as in Adam (Kingma & Ba, section 3).
+    """Return weighted means over neighbours, of `weight`^distance, which neither lag behind a curve nor run ahead.
+
+    So many neighbours after a value count as there are before it: where a curve begins steeply, so does its mean. Near
+    the end there are fewer after it, and earlier ones decide.
 
     Args:
         values: to smooth.
-        weight: of the past, in [0, 1).
+        weight: of the next neighbour, in [0, 1).
     """
-    averages: list[float] = []
-    total = 0.0
-    for count, value in enumerate(values, start=1):
-        total = weight * total + (1 - weight) * value
-        averages.append(total / (1 - weight**count))
-    return averages
+    given = np.asarray(values, dtype=np.float64)
+    sums = given.copy()
+    weights = np.ones(len(given))
+    for distance in range(1, _reach(weight, len(given)) + 1):
+        part = weight**distance
+        sums[distance:] += part * given[:-distance]
+        weights[distance:] += part
+        inner = slice(distance, len(given) - distance)  # with as many before them
+        sums[inner] += part * given[2 * distance :]
+        weights[inner] += part
+    return [float(value) for value in sums / weights]
+
+
+def _reach(weight: float, count: int) -> int:
+    """Return how far neighbours count: those beyond have less than a thousandth of the weight."""
+    far = math.ceil(math.log(1e-3) / math.log(weight)) if weight > 0 else 0
+    return min(far, count - 1)
 
 
 def _draw_steps(axes: Any, metrics: Sequence[Metrics]) -> None:
-    for i, strategy in enumerate(sorted({m.strategy for m in metrics})):
+    strategies = sorted({m.strategy for m in metrics})
+    names = [strategy.partition("@")[0] for strategy in strategies]
+    for i, strategy in enumerate(strategies):
         chosen = [m for m in metrics if m.strategy == strategy]
         axes.plot(
             [m.step for m in chosen],
@@ -71,7 +90,8 @@ def _draw_steps(axes: Any, metrics: Sequence[Metrics]) -> None:
             color=f"C{i}",
             alpha=0.6,
             markersize=5,
-            label=strategy,
+            # A fingerprint says nothing to people, unless it is all that tells two strategies apart.
+            label=names[i] if names.count(names[i]) == 1 else strategy,
         )
     axes.plot(
         [m.step for m in metrics], smoothed([m.loss for m in metrics]), color="0.25", linewidth=1.2, label="smoothed"

@@ -29,6 +29,43 @@ def test_events_lie_on_their_ranks_and_streams_from_zero_on(tmp_path: Path) -> N
     ]
 
 
+@pytest.mark.parametrize(
+    ("line", "name", "category", "arguments"),
+    [
+        (
+            "compute  d1.0, G.layer.1 += backward layer.1 [0] (s.layer.1.0, d2.0)  after d2.0",
+            "backward layer.1 [0]",
+            "backward",
+            {"block": "layer.1", "micro_batch": 0},
+        ),
+        ("pull     W.layer.0 = link home -> here", "pull layer.0", "pull", {"block": "layer.0"}),
+        ("push     link G.head -> home  after G.head", "push head", "push", {"block": "head"}),
+        ("p2p      send h2.0 -> rank 3  after h2.0", "send h2.0 to rank 3", "send", {"peer": 3}),
+        ("p2p      h2.0 = receive <- rank 1", "receive h2.0 from rank 1", "receive", {"peer": 1}),
+        ("compute  update", "update", "update", {}),
+    ],
+)
+def test_a_slice_has_a_short_name_and_its_arguments_the_rest(
+    tmp_path: Path, line: str, name: str, category: str, arguments: dict[str, object]
+) -> None:
+    file = tmp_path / "trace.json"
+    steps = (TracedStep(1, "<tp1,pp1>@abc", Assignment((((0,),),), (5,)), 0.25),)
+    given = Event(1, line.split()[0], line, 0.0, 0.5)
+    write_events([[given]], file, steps)
+    (found,) = [e for e in json.loads(file.read_text())["traceEvents"] if e["ph"] == "X"]
+    assert (found["name"], found["cat"]) == (name, category)
+    assert found["args"] == {"step": 1, **arguments, "instruction": line}
+    assert read_trace(file).of(1) == ((given,),)  # as compare reads it
+
+
+def test_waits_are_told_from_work_and_what_drops_values_has_no_slice(tmp_path: Path) -> None:
+    file = tmp_path / "trace.json"
+    events = [Event(1, "compute", name, 0.0, 0.5) for name in ("wait W.head", "compute  free s.layer.0.0")]
+    write_events([events], file)
+    found = [e for e in json.loads(file.read_text())["traceEvents"] if e["ph"] == "X"]
+    assert [(e["name"], e["cat"]) for e in found] == [("wait W.head", "wait")]
+
+
 def test_ranks_that_did_nothing_are_there(tmp_path: Path) -> None:
     file = tmp_path / "trace.json"
     write_events([[], []], file)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from hydragraph.elastic.events import Event
 from hydragraph.train.metrics import Metrics
-from hydragraph.train.picture import smoothed, write_picture
+from hydragraph.train.picture import _draw_steps, smoothed, write_picture
 
 STEP = Metrics(1, 2.5, 0.3, 1e-3, 100, 50.0, 2.0, "<[0,1]x5,[2]x3>@0a", 3, (2, 1))
 
@@ -52,9 +52,28 @@ def test_smoothing_a_constant_changes_nothing() -> None:
     assert smoothed([3.0] * 9) == pytest.approx([3.0] * 9)
 
 
-@given(st.lists(st.floats(-100, 100), min_size=1, max_size=30), st.floats(0, 0.99))
-def test_smoothed_values_are_weighted_means_of_the_past(values: list[float], weight: float) -> None:
-    for end, found in enumerate(smoothed(values, weight), start=1):
-        weights = [weight ** (end - 1 - i) for i in range(end)]
-        mean = sum(w * v for w, v in zip(weights, values, strict=False)) / sum(weights)
+@given(st.lists(st.floats(-100, 100), min_size=1, max_size=30), st.sampled_from([0.0, 0.3, 0.5, 0.8, 0.9]))
+def test_smoothed_values_are_weighted_means_of_neighbours(values: list[float], weight: float) -> None:
+    count = len(values)
+    for at, found in enumerate(smoothed(values, weight)):
+        near = [
+            i for i in range(count) if i <= 2 * at and (i == at or weight ** (abs(i - at) - 1) * (weight > 0) > 1e-3)
+        ]
+        weights = [weight ** abs(i - at) for i in near]
+        mean = sum(w * values[i] for w, i in zip(weights, near, strict=True)) / sum(weights)
         assert found == pytest.approx(mean, abs=1e-6)
+
+
+def test_a_steep_beginning_is_where_the_line_begins() -> None:
+    falling = [10.0 - i for i in range(8)]
+    assert smoothed(falling)[:4] == pytest.approx(falling[:4])
+
+
+def test_a_strategy_is_called_by_its_text_unless_two_have_the_same() -> None:
+    pytest.importorskip("matplotlib")
+    from matplotlib.figure import Figure
+
+    axes = Figure().add_subplot()
+    names = ("<tp1,pp2>@11", "<tp2,pp1>@22", "<tp2,pp1>@33")
+    _draw_steps(axes, [replace(STEP, step=i, strategy=name) for i, name in enumerate(names, start=1)])
+    assert axes.get_legend_handles_labels()[1] == ["<tp1,pp2>", "<tp2,pp1>@22", "<tp2,pp1>@33", "smoothed"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -91,18 +90,18 @@ def allocated(metadata: Metadata, home: HomeState) -> dict[str, dict[str, Tensor
 
 
 def restore(
-    path: Path,
+    what: str,
     home: HomeState,
     optimizer: torch.optim.Optimizer,
     plain: Plain,
     states: Mapping[str, Mapping[str, Tensor]],
 ) -> None:
-    """Put a checkpoint's state into this rank's optimizer.
+    """Put the state of a checkpoint, or of other ranks, into this rank's optimizer.
 
     Args:
-        path: of the checkpoint, for the error.
+        what: has been read or received, for the error.
         home, optimizer: this rank's; the optimizer is changed in place.
-        plain: what the checkpoint holds once for all ranks: groups, hyperparameters, scalars.
+        plain: what there is once for all ranks: groups, hyperparameters, scalars.
         states: the others: parameter -> state -> this rank's part, 1-D.
 
     Raises:
@@ -112,7 +111,7 @@ def restore(
     if [sorted(names) for names in groups] != [sorted(names) for names in plain.groups]:
         moved = _places(groups).items() ^ _places(plain.groups).items()
         raise ValueError(
-            f"checkpoint {path}: its optimizer has {len(plain.groups)} parameter groups, this one {len(groups)}, which"
+            f"{what}: its optimizer has {len(plain.groups)} parameter groups, this one {len(groups)}, which"
             f" differ in {sorted({name for name, _ in moved})[:3]}: build the optimizer with those it was saved with"
         )
     stepped = {name for name in home.pieces if states.get(name) or plain.scalars.get(name)}

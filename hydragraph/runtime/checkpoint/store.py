@@ -203,7 +203,9 @@ def load(path: PathLike, home: HomeState, optimizer: torch.optim.Optimizer | Non
     _run(dcp_load, groups, what, state_dict=contents, storage_reader=reader, planner=ShardedLoad())
     entry = decoded(cast(bytes, contents[_ENTRY]))
     if optimizer is not None:
-        together(groups, what, lambda: restore(path, home, optimizer, Plain(**entry["optimizer"]), states))
+        together(
+            groups, what, lambda: restore(f"checkpoint {path}", home, optimizer, Plain(**entry["optimizer"]), states)
+        )
     extra: dict[str, Any] = entry["extra"]
     return extra
 
