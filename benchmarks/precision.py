@@ -23,12 +23,11 @@ from pathlib import Path
 import torch
 from rich.console import Console
 from rich.table import Table
-from torch import Tensor
 
 import hydragraph as hg
-from hydragraph.data.token_file import TokenFile
+from hydragraph.data.mini_batches import Drawn
 from hydragraph.train.config import TrainConfig
-from hydragraph.train.data import mini_batches, open_tokens, prepare
+from hydragraph.train.data import Tokens, mini_batches, open_tokens, prepare
 from hydragraph.train.model import build_model
 from hydragraph.train.optimizer import learning_rate, optimizer_factory
 
@@ -74,12 +73,12 @@ def configured(sizes: Sizes, steps: int, device: str) -> TrainConfig:
     return TrainConfig.load(DEMO, [f"{name}={value}" for name, value in changes.items()])
 
 
-def train_both(config: TrainConfig, file: TokenFile, progress: Callable[[int], None]) -> tuple[Curve, Curve]:
+def train_both(config: TrainConfig, tokens: Tokens, progress: Callable[[int], None]) -> tuple[Curve, Curve]:
     """Train in fp32 and in bf16, a step of each in turn, on the run's own mini-batches and learning rates."""
-    sides = [_compiled(config, file, dtype) for dtype in (torch.float32, torch.bfloat16)]
+    sides = [_compiled(config, tokens, dtype) for dtype in (torch.float32, torch.bfloat16)]
     losses: tuple[list[float], ...] = ([], [])
     seconds = [0.0, 0.0]
-    for number, batch in enumerate(islice(mini_batches(config, file), config.steps), start=1):
+    for number, batch in enumerate(islice(mini_batches(config, tokens), config.steps), start=1):
         for side, exe in enumerate(sides):
             began = time.process_time()
             losses[side].append(
@@ -93,14 +92,14 @@ def train_both(config: TrainConfig, file: TokenFile, progress: Callable[[int], N
     return plain, rounded
 
 
-def _compiled(config: TrainConfig, file: TokenFile, dtype: torch.dtype) -> hg.Executable:
-    model = build_model(config.model, file.vocabulary, file.end_of_text, config.seed)
+def _compiled(config: TrainConfig, tokens: Tokens, dtype: torch.dtype) -> hg.Executable:
+    model = build_model(config.model, tokens.vocabulary, tokens.end_of_text, config.seed)
     strategy = hg.Strategy.parse(config.strategies[0], model.config.num_hidden_layers)  # type: ignore[union-attr, arg-type]
     factory = optimizer_factory(config.optimizer, model)
     return hg.compile(model, strategy, factory, config.max_grad_norm, dtype, config.device, check="off")
 
 
-def _step(exe: hg.Executable, batch: Sequence[Tensor], lr: float) -> float:
+def _step(exe: hg.Executable, batch: Sequence[Drawn], lr: float) -> float:
     assert exe.optimizer is not None
     for group in exe.optimizer.param_groups:
         group["lr"] = lr
@@ -146,9 +145,9 @@ def main() -> None:
     console, usual = Console(width=120), DEVICE_SIZES[chosen.device]
     sizes = Sizes(chosen.hidden or usual.hidden, chosen.layers or usual.layers, chosen.tokens or usual.tokens)
     config = configured(sizes, chosen.steps, chosen.device)
-    file = open_tokens(prepare(config)).file
+    tokens = open_tokens(config, prepare(config))
     with console.status("training") as status:
-        plain, rounded = train_both(config, file, lambda step: status.update(f"step {step} of {config.steps}"))
+        plain, rounded = train_both(config, tokens, lambda step: status.update(f"step {step} of {config.steps}"))
     where = f"hidden {sizes.hidden}, {sizes.layers} layers, {sizes.tokens} tokens, {config.device}"
     console.print(table(where, plain, rounded))
     largest = max(differences(plain, rounded), key=abs)

@@ -33,6 +33,7 @@ from hydragraph.passes.check_strategy import check_strategy
 from hydragraph.passes.compiled import choose_backend
 from hydragraph.passes.pipeline import shared_programs
 from hydragraph.planner.policy import Policy
+from hydragraph.planner.request import get_ready
 from hydragraph.runtime.failure.board import PROGRESS_S
 from hydragraph.runtime.launch import World, apart, join
 from hydragraph.runtime.meeting.member import here
@@ -115,7 +116,8 @@ def compile(
             (it needs a profile and lengths).
         optimizer: called on every rank with one (name, 1-D fp32 tensor) pair per parameter in model order, the tensor
             having 0 elements where this rank owns nothing; returns a torch.optim optimizer. Called again where
-            `Executable.move` brings state elsewhere. None: no training.
+            `Executable.move` brings state elsewhere, and, where it makes groups, with tensors of whole shapes, to see
+            that it makes the same. None: no training.
         max_grad_norm: clip gradients to this global norm.
         dtype: what the model computes in; master weights and optimizer state are fp32.
         device: "cpu" or "cuda"; default: a GPU where there is one.
@@ -181,7 +183,9 @@ def compile(
                 return made, _compiled_for_all(made, strategy, world, backend)
 
             key = _key(model, strategy, dtype, backend, mode, example, loss, blocks)
-            program, variants = once_per_machine(world, "capture", key, captured)
+            # Rank 0 plans, and captures only where it is alone on its machine.
+            plans = world.rank == 0 and (profile is not None or not isinstance(strategy, Strategy | str))
+            program, variants = once_per_machine(world, "capture", key, captured, get_ready if plans else None)
         else:
             _check_origin(program, model, dtype, given=example is not None or loss is not None)
         planning = Planning(profile, lengths, policy or Policy())

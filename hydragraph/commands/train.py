@@ -186,7 +186,8 @@ def _print_stop(outcome: RunOutcome, config: TrainConfig) -> None:
     if last is None:
         _print("stopped before the first step: nothing had to be saved")
     else:
-        _print(f"stopped after step {last.step} of {config.steps}, saved in {last.path}: go on with --resume")
+        of = f" of {config.steps}" if config.epochs is None else ""
+        _print(f"stopped after step {last.step}{of}, saved in {last.path}: go on with --resume")
 
 
 def _print_outcome(outcome: RunOutcome) -> None:

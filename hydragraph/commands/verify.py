@@ -54,12 +54,12 @@ def verify_rank(config: TrainConfig) -> list[Row]:
     with Screen(Console(stderr=True)) as screen:
         world = join("cpu")
         tokens = shared_tokens(config, world, screen)
-        model = build_model(config.model, tokens.file.vocabulary, tokens.file.end_of_text, config.seed)
+        model = build_model(config.model, tokens.vocabulary, tokens.end_of_text, config.seed)
         strategies = read_strategies(config.strategies, model, world.ranks)
         factory = optimizer_factory(config.optimizer, model)
         # No check: what follows compares more.
         executor = api.compile(model, strategies[0], optimizer=factory, device="cpu", check="off", home=config.home)
-        rows = verify(model, executor, strategies, next(mini_batches(config, tokens.file)), world.rank)
+        rows = verify(model, executor, strategies, next(mini_batches(config, tokens)), world.rank)
         executor.close()
         return rows
 

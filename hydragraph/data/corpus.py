@@ -1,4 +1,4 @@
-"""Documents from files and directories of text, .jsonl and Parquet, always in the same order."""
+"""Documents from files and directories of text, .jsonl, Parquet and Arrow, always in the same order."""
 
 from __future__ import annotations
 
@@ -7,9 +7,13 @@ import json
 import logging
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
+
+from hydragraph.data import tables
+from hydragraph.data.documents import PLAIN, Document, Fields, Format, texts_of
 
 
 @dataclass
@@ -42,7 +46,8 @@ def files(paths: Sequence[Path], suffixes: tuple[str, ...] | None = None) -> lis
 
     Args:
         paths: files, taken whatever their suffix, and directories. Inside a directory, hidden entries and
-            `__pycache__` are skipped, and links to directories are not followed.
+            `__pycache__` are skipped, and links to directories are not followed; of one that `datasets` saved, its
+            Arrow files are taken.
         suffixes: which files of a directory to take, such as `(".py", ".md")`; None: all.
 
     Raises:
@@ -68,32 +73,80 @@ def files(paths: Sequence[Path], suffixes: tuple[str, ...] | None = None) -> lis
     return [Path(path) for path in reached]
 
 
+@dataclass(frozen=True)
+class Placed:
+    """A document, or None for one that is empty, and where it is: "chat.jsonl:3", "table.parquet: row 7"."""
+
+    place: str
+    document: Document | None
+
+
 def documents(
     paths: Sequence[Path],
     suffixes: tuple[str, ...] | None = None,
-    text_field: str = "text",
+    fields: Fields = PLAIN,
     report: CorpusReport | None = None,
-) -> Iterator[str]:
-    """Yield every document of a corpus: a .jsonl line, a Parquet row, or any other file as a whole.
+) -> Iterator[Document]:
+    """Yield every document of a corpus: a .jsonl line, a row of a table, or any other file as a whole.
 
     Texts keep their line ends; a leading byte-order mark is dropped. Documents without text and undecodable ones are
     left out, counted in `report`, and logged in one sentence at the end (a warning where any was undecodable).
 
     Args:
         paths, suffixes: as for `files`.
-        text_field: the field of a .jsonl object, or the column of a Parquet table, that holds the text.
+        fields: which fields of a .jsonl object, or columns of a table, hold what.
         report: filled in while documents are drawn; None: only logged.
 
     Raises:
-        ValueError: as for `files`, at once; while drawing: a line or table without that field, or a broken file.
-        ImportError: a .parquet file, and pyarrow is not installed.
+        ValueError: as for `files`, at once; while drawing: a line or table without a field, or a broken file.
+        ImportError: a table, and pyarrow is not installed.
     """
-    return _draw(files(paths, suffixes), text_field, CorpusReport() if report is None else report)
+    return (placed.document for placed in placed_documents(paths, suffixes, fields, report) if placed.document)
 
 
-def fingerprint(paths: Sequence[Path], suffixes: tuple[str, ...] | None = None, text_field: str = "text") -> str:
+def texts(
+    paths: Sequence[Path],
+    suffixes: tuple[str, ...] | None = None,
+    fields: Fields = PLAIN,
+    report: CorpusReport | None = None,
+) -> Iterator[str]:
+    """Yield what is written in the documents, such as a tokenizer is trained on; as for `documents`."""
+    return chain.from_iterable(map(texts_of, documents(paths, suffixes, fields, report)))
+
+
+def placed_documents(
+    paths: Sequence[Path],
+    suffixes: tuple[str, ...] | None = None,
+    fields: Fields = PLAIN,
+    report: CorpusReport | None = None,
+) -> Iterator[Placed]:
+    """Yield what `documents` does, each with its place."""
+    return _draw(files(paths, suffixes), fields, CorpusReport() if report is None else report)
+
+
+def formats(paths: Sequence[Path], suffixes: tuple[str, ...] | None = None, fields: Fields = PLAIN) -> set[Format]:
+    """Return what the files of a corpus hold, by the first record of each.
+
+    Raises:
+        ValueError: a first record cannot be used; it names the file and the line.
+        OSError: a file cannot be read.
+    """
+    found: set[Format] = set()
+    for path in files(paths, suffixes):
+        suffix = path.suffix.lower()
+        if suffix in tables.SUFFIXES:
+            found.add(_table_format(path, fields))
+        elif suffix == ".jsonl":
+            next(_read_jsonl(path, fields, CorpusReport(), found), None)
+        else:
+            with path.open("rb"):  # that it may be read is found here
+                found.add("text")
+    return found
+
+
+def fingerprint(paths: Sequence[Path], suffixes: tuple[str, ...] | None = None, fields: Fields = PLAIN) -> str:
     """Hash a corpus's files by absolute path, size and modification time (ns), for caching: 64 hexadecimal digits."""
-    digest = hashlib.sha256(json.dumps(["corpus", 1, text_field]).encode())
+    digest = hashlib.sha256(json.dumps(["corpus", 2, asdict(fields)]).encode())
     for path in files(paths, suffixes):
         stat = path.stat()
         digest.update(os.fsencode(path) + f"\0{stat.st_size}\0{stat.st_mtime_ns}\0".encode())
@@ -108,6 +161,11 @@ def _walk(root: Path, suffixes: tuple[str, ...] | None) -> Iterator[Path]:
     if not root.is_dir():
         raise ValueError(f"corpus path {root} is not a file or directory: correct the path")
     for folder, folders, names in os.walk(root, onerror=_raise):
+        saved = tables.saved_files(Path(folder))
+        if saved is not None:
+            folders.clear()
+            yield from saved
+            continue
         folders[:] = sorted(name for name in folders if not name.startswith(".") and name != "__pycache__")
         for name in sorted(names):
             path = Path(folder, name)
@@ -122,30 +180,30 @@ def _raise(error: OSError) -> None:
     raise error
 
 
-def _draw(paths: list[Path], text_field: str, report: CorpusReport) -> Iterator[str]:
+def _draw(paths: list[Path], fields: Fields, report: CorpusReport) -> Iterator[Placed]:
     """Yield the documents of the files, counting what is left out, and log the count at the end."""
     for path in paths:
-        for text in _read(path, text_field, report):
-            if text:
+        for placed in _read(path, fields, report):
+            if placed.document:
                 report.documents += 1
-                yield text
+                yield placed
             else:
                 report.empty += 1
     level = logging.WARNING if report.undecodable else logging.INFO
     logging.getLogger(__name__).log(level, "%s", report.sentence())
 
 
-def _read(path: Path, text_field: str, report: CorpusReport) -> Iterator[str | None]:
-    """Yield the texts of one file; None where a text is null."""
+def _read(path: Path, fields: Fields, report: CorpusReport) -> Iterator[Placed]:
+    """Yield the documents of one file."""
     suffix = path.suffix.lower()
     if suffix == ".jsonl":
-        return _read_jsonl(path, text_field, report)
-    if suffix == ".parquet":
-        return _read_parquet(path, text_field, report)
+        return _read_jsonl(path, fields, report)
+    if suffix in tables.SUFFIXES:
+        return _read_table(path, fields, report)
     return _read_text(path, report)
 
 
-def _read_text(path: Path, report: CorpusReport) -> Iterator[str]:
+def _read_text(path: Path, report: CorpusReport) -> Iterator[Placed]:
     """Yield a whole file as one text."""
     try:
         # From bytes: reading in text mode would rewrite line ends.
@@ -153,84 +211,68 @@ def _read_text(path: Path, report: CorpusReport) -> Iterator[str]:
     except UnicodeDecodeError:
         report.undecodable.append(str(path))
         return
-    yield text
+    yield Placed(str(path), text)
 
 
-def _read_jsonl(path: Path, text_field: str, report: CorpusReport) -> Iterator[str | None]:
-    """Yield one text per line that is not blank."""
+def _read_jsonl(
+    path: Path, fields: Fields, report: CorpusReport, formats: set[Format] | None = None
+) -> Iterator[Placed]:
+    """Yield one document per line that is not blank; `formats` is told what they hold."""
+    format: Format | None = None
     with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if not line.strip():
                 continue
             place = f"{path}:{number}"
             try:
-                text = _parse(line.decode("utf-8-sig" if number == 1 else "utf-8"), text_field, place)
-                (text or "").encode()  # a lone \ud800 escape is legal JSON, but not Unicode text
+                text = line.decode("utf-8-sig" if number == 1 else "utf-8")
+                record = _parse(text, fields, place)
+                if "\\ud" in text or "\\uD" in text:  # a lone \ud800 escape is legal JSON, but not Unicode text
+                    json.dumps(record, ensure_ascii=False).encode()
             except UnicodeError:
                 report.undecodable.append(place)
                 continue
-            yield text
+            if format is None:
+                format = _format_of(record, fields, place)
+                if formats is not None:
+                    formats.add(format)
+            yield Placed(place, fields.document(record, format, place))
 
 
-def _parse(line: str, text_field: str, place: str) -> str | None:
-    """Return the text of one .jsonl line."""
+def _format_of(record: dict[str, Any], fields: Fields, place: str) -> Format:
+    """Return what the records of a file hold, by its first."""
+    if fields.format == "text":
+        return "text"  # whose absence is told with the fields that are texts
+    return fields.format_of(record, place)
+
+
+def _parse(line: str, fields: Fields, place: str) -> dict[str, Any]:
+    """Return the record of one .jsonl line."""
     try:
         record = json.loads(line)
     except json.JSONDecodeError as error:
         raise ValueError(f"{place}: not JSON ({error}): write one JSON object per line") from error
+    except RecursionError as error:
+        raise ValueError(f"{place}: nested too deeply to be read: write one flat JSON object per line") from error
     if not isinstance(record, dict):
-        raise ValueError(f"{place}: a {type(record).__name__}, not an object: write {{{json.dumps(text_field)}: ...}}")
-    if text_field not in record:
-        texts = sorted(name for name, value in record.items() if isinstance(value, str))
-        if texts:
-            raise ValueError(f"{place}: no field {text_field!r}: set text_field to one of {texts}")
-        for name in record:
-            _text(record[name], name, place)  # says what it is instead
-        raise ValueError(f"{place}: no field {text_field!r}, nor any other: write {{{json.dumps(text_field)}: ...}}")
-    return _text(record[text_field], text_field, place)
+        raise ValueError(f"{place}: a {type(record).__name__}, not an object: write {{{json.dumps(fields.text)}: ...}}")
+    return record
 
 
-def _read_parquet(path: Path, text_field: str, report: CorpusReport) -> Iterator[str | None]:
-    """Yield one text per row, a few thousand rows in memory at a time."""
-    pyarrow, parquet = _pyarrow(path)
-    try:
-        with parquet.ParquetFile(path) as table:
-            columns = table.schema_arrow.names
-            if text_field not in columns:
-                raise ValueError(f"{path}: no column {text_field!r}: set text_field to one of {columns}")
-            row = 0
-            for batch in table.iter_batches(batch_size=4096, columns=[text_field]):
-                for scalar in batch.column(0):
-                    row += 1
-                    place = f"{path}: row {row}"
-                    try:
-                        text = _text(scalar.as_py(), text_field, place)
-                    except UnicodeDecodeError:
-                        report.undecodable.append(place)
-                        continue
-                    yield text
-    except (pyarrow.ArrowException, OSError) as error:
-        raise ValueError(f"{path}: not a readable Parquet file ({error}): write or download it again") from error
+def _table_format(path: Path, fields: Fields) -> Format:
+    names = tables.columns(path)
+    format = fields.format_of(names, str(path), "column")
+    if format == "text" and fields.text not in names:
+        raise ValueError(f"{path}: no column {fields.text!r}: set text_field to one of {names}")
+    return format
 
 
-def _pyarrow(path: Path) -> tuple[Any, Any]:
-    """Import pyarrow, which only Parquet needs."""
-    try:
-        import pyarrow
-        from pyarrow import parquet
-    except ImportError as error:
-        raise ImportError(f"{path}: reading Parquet needs pyarrow: pip install 'hydragraph[train]'") from error
-    return pyarrow, parquet
-
-
-def _text(value: object, text_field: str, place: str) -> str | None:
-    """Check that a record's field is text or null."""
-    if value is None or isinstance(value, str):
-        return value
-    chat = isinstance(value, list) and any(isinstance(turn, dict) and "role" in turn for turn in value)
-    if chat:
-        raise ValueError(
-            f"{place}: {text_field!r} is a conversation, which is not read as such: write each as one text "
-            "(tokenizer.apply_chat_template(messages, tokenize=False)) and set text_field to that field"
-        )
-    raise ValueError(f"{place}: {text_field!r} is a {type(value).__name__}, not text: set text_field to a text field")
+def _read_table(path: Path, fields: Fields, report: CorpusReport) -> Iterator[Placed]:
+    """Yield one document per row, a few thousand rows in memory at a time."""
+    format = _table_format(path, fields)
+    for number, row in enumerate(tables.rows(path, fields.names), start=1):
+        place = f"{path}: row {number}"
+        if row is None:
+            report.undecodable.append(place)
+            continue
+        yield Placed(place, fields.document(row, format, place))

@@ -14,6 +14,7 @@ from hydragraph.data.token_file import TokenFile
 
 Split = Literal["train", "heldout"]
 _Indices = npt.NDArray[np.int64]
+IGNORED = -100  # PyTorch's ignore_index: a token with this label is no target
 _SPLIT_STREAM = 0
 _EPOCH_STREAM = 1
 
@@ -96,7 +97,11 @@ def split_documents(count: int, split: Split, heldout: float, split_seed: int = 
     return np.sort(order[count - heldout_count :] if split == "heldout" else order[: count - heldout_count])
 
 
-class MiniBatches(Iterator[list[Tensor]]):
+# One sequence: its token ids, or those with labels, -100 where a token is no target.
+Drawn = Tensor | dict[str, Tensor]
+
+
+class MiniBatches(Iterator[list[Drawn]]):
     """Endless mini-batches: every chunk exactly once per epoch, in an order drawn from (seed, epoch).
 
     A mini-batch takes chunks in that order until the next one would exceed the budget, across the end of an epoch where
@@ -111,6 +116,7 @@ class MiniBatches(Iterator[list[Tensor]]):
         heldout: fraction of documents held out of "train"; of a corpus of one document, of its pieces.
         split_seed: which documents those are; apart from `seed`, so that a rerun with another order never trains on
             what an earlier run validated on.
+        overlong: "cut" documents of more than `max_length` tokens, or "drop" them.
 
     Attributes:
         chunks: what one epoch draws.
@@ -129,15 +135,19 @@ class MiniBatches(Iterator[list[Tensor]]):
         split: Split = "train",
         heldout: float = 0.0,
         split_seed: int = 0,
+        overlong: str = "cut",
     ) -> None:
         _check_settings(tokens, max_length, seed, split, split_seed)
         if len(file) == 1 and heldout:
             self.chunks = split_pieces(cut(file.lengths, np.zeros(1, np.int64), max_length), split, heldout)
         else:
             documents = split_documents(len(file), split, heldout, split_seed)
-            self.chunks = cut(file.lengths, documents, max_length)
+            if overlong == "drop":
+                documents = documents[file.lengths[documents] <= max_length]
+            self.chunks = _with_targets(file, cut(file.lengths, documents, max_length))
         if not len(self.chunks):
-            raise ValueError(f"{file.path}: no {split} document has two tokens: give a corpus with longer texts")
+            short = f" of at most {max_length}" if overlong == "drop" else ""
+            raise ValueError(f"{file.path}: no {split} document has two tokens{short}: give a corpus with longer texts")
         self.lengths: tuple[int, ...] = ()
         self._file = file
         self._settings: dict[str, int | float | str] = {
@@ -148,23 +158,23 @@ class MiniBatches(Iterator[list[Tensor]]):
             "split": split,
             "heldout": heldout,
             "split_seed": split_seed,
+            "overlong": overlong,
         }
         self._budget = tokens
         self._seed = seed
         self._epoch = self._position = 0
         self._order = self._epoch_order(0)
 
-    def __next__(self) -> list[Tensor]:
-        """Return the next mini-batch: int64 [length] per sequence."""
-        chosen: list[int] = []
-        room = self._budget
-        while (length := int(self.chunks.lengths[self._order[self._position]])) <= room:
-            chosen.append(int(self._order[self._position]))
-            room -= length
-            self._advance()
-        return self._read(chosen)
+    def __next__(self) -> list[Drawn]:
+        """Return the next mini-batch: int64 [length] per sequence, with labels where not every token is a target."""
+        return [self.read(chunk) for chunk in self._fill()]
 
-    def single_pass(self) -> Iterator[list[Tensor]]:
+    def skip(self) -> tuple[int, ...]:
+        """Pass over the next mini-batch without reading it, and return the lengths of its sequences."""
+        self._fill()
+        return self.lengths
+
+    def single_pass(self) -> Iterator[list[Drawn]]:
         """Yield every chunk once, in file order, by the same budget; the endless stream does not move.
 
         For validation: each call yields the same mini-batches, of which the last may be small.
@@ -173,12 +183,41 @@ class MiniBatches(Iterator[list[Tensor]]):
         room = self._budget
         for chunk, length in enumerate(self.chunks.lengths.tolist()):
             if length > room:
-                yield self._sequences(chosen)
+                yield [self.read(chunk) for chunk in chosen]
                 chosen = []
                 room = self._budget
             chosen.append(chunk)
             room -= length
-        yield self._sequences(chosen)
+        yield [self.read(chunk) for chunk in chosen]
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of one epoch."""
+        return int(self.chunks.lengths.sum())
+
+    @property
+    def next_length(self) -> int:
+        """Tokens of the chunk that `take` takes next."""
+        return int(self.chunks.lengths[self._order[self._position]])
+
+    def take(self) -> int:
+        """Step over the next chunk, into the next epoch after the last one, and return it for `read`."""
+        chunk = int(self._order[self._position])
+        self._position += 1
+        if self._position == len(self.chunks):
+            self._epoch += 1
+            self._position = 0
+            self._order = self._epoch_order(self._epoch)
+        return chunk
+
+    def read(self, chunk: int) -> Drawn:
+        """Copy a chunk out of the file."""
+        document, start = int(self.chunks.documents[chunk]), int(self.chunks.starts[chunk])
+        stop = start + int(self.chunks.lengths[chunk])
+        ids = self._file.slice(document, start, stop)
+        if not self._file.targeted:
+            return ids
+        return {"input_ids": ids, "labels": ids.where(self._file.targets(document, start, stop), IGNORED)}
 
     @property
     def epoch(self) -> int:
@@ -196,7 +235,7 @@ class MiniBatches(Iterator[list[Tensor]]):
             ValueError: the state is incomplete, or of another file or other settings; the message names both.
         """
         for name, mine in self._settings.items():
-            theirs = state.get(name)
+            theirs = state.get(name, "cut" if name == "overlong" else None)  # which earlier versions always did
             if theirs != mine:
                 raise ValueError(
                     f"mini-batch state: {name} is {theirs!r}, but this stream's is {mine!r}: "
@@ -219,29 +258,27 @@ class MiniBatches(Iterator[list[Tensor]]):
         self._position = position
         self.lengths = ()
 
-    def _advance(self) -> None:
-        """Step to the next chunk, into the next epoch after the last one."""
-        self._position += 1
-        if self._position == len(self.chunks):
-            self._epoch += 1
-            self._position = 0
-            self._order = self._epoch_order(self._epoch)
+    def _fill(self) -> list[int]:
+        """Take the chunks of the next mini-batch, and note their lengths."""
+        chosen: list[int] = []
+        lengths: list[int] = []
+        room = self._budget
+        while (length := self.next_length) <= room:
+            chosen.append(self.take())
+            lengths.append(length)
+            room -= length
+        self.lengths = tuple(lengths)
+        return chosen
 
     def _epoch_order(self, epoch: int) -> _Indices:
         """Return the permutation of chunks of one epoch."""
         return _shuffle(len(self.chunks), _EPOCH_STREAM, self._seed, epoch)
 
-    def _read(self, chosen: list[int]) -> list[Tensor]:
-        """Read a mini-batch's chunks and note their lengths."""
-        sequences = self._sequences(chosen)
-        self.lengths = tuple(len(sequence) for sequence in sequences)
-        return sequences
 
-    def _sequences(self, chosen: list[int]) -> list[Tensor]:
-        """Copy chunks out of the file."""
-        chunks = self.chunks
-        pieces = ((int(chunks.documents[i]), int(chunks.starts[i]), int(chunks.lengths[i])) for i in chosen)
-        return [self._file.slice(document, start, start + length) for document, start, length in pieces]
+def _with_targets(file: TokenFile, chunks: Chunks) -> Chunks:
+    """Leave out pieces without a target, such as those of a long prompt."""
+    kept = file.counts(chunks.documents, chunks.starts, chunks.lengths) > 0
+    return Chunks(chunks.documents[kept], chunks.starts[kept], chunks.lengths[kept])
 
 
 def _check_settings(tokens: int, max_length: int, seed: int, split: str, split_seed: int) -> None:

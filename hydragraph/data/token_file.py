@@ -3,7 +3,8 @@
 Little-endian, in this order:
 
     header     128 bytes: the fields of `_Header`, their hash, zeros
-    tokens     uint16 where the vocabulary fits, else uint32; every document ends with the end-of-text token
+    tokens     uint16 where the vocabulary fits, else uint32; in a file with targets the highest bit of a token says
+               that it is none, which leaves 15 or 31 bits for its id
     padding    zeros up to a multiple of 8 bytes
     offsets    int64, one more than documents: document i is tokens[offsets[i] : offsets[i + 1]]
 
@@ -17,10 +18,10 @@ import os
 import struct
 import uuid
 from array import array
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -28,12 +29,14 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from hydragraph.data.tokenizer import end_of_text_token
+from hydragraph.data.tokenizer import end_of_text_token, id_of
+
+T = TypeVar("T")
 
 _MAGIC = b"HGTOKENS"
-_VERSION = 1
+_VERSION = 2
 _HEADER_BYTES = 128
-_FIELDS = struct.Struct("<8sIIQQII32s")
+_FIELDS = struct.Struct("<8sIIQQIII32s")
 # Documents are encoded in parallel, so a batch needs many; both bounds keep its memory small.
 _BATCH_DOCUMENTS = 1024
 _BATCH_CHARACTERS = 1 << 22
@@ -48,7 +51,8 @@ class _Header:
         item_bytes: of one token: 2 or 4.
         documents, tokens: counts; the end-of-text tokens are included.
         vocabulary: the tokenizer's highest id + 1.
-        end_of_text: the id that ends every document.
+        end_of_text: the id that ends every text.
+        targeted: 1 where tokens say whether they are targets, else 0.
         digest: sha256 of all bytes after the header.
     """
 
@@ -57,6 +61,7 @@ class _Header:
     tokens: int
     vocabulary: int
     end_of_text: int
+    targeted: int
     digest: bytes
 
     @property
@@ -79,6 +84,7 @@ class _Header:
             self.tokens,
             self.vocabulary,
             self.end_of_text,
+            self.targeted,
             self.digest,
         )
         return (fields + hashlib.sha256(fields).digest()).ljust(_HEADER_BYTES, b"\0")
@@ -92,7 +98,8 @@ class TokenFile:
         path: the file.
         lengths: tokens of each document, int64 [documents], the end-of-text token included.
         vocabulary: every token is below it: the least vocabulary that a model of this file needs.
-        end_of_text: the id that ends every document.
+        end_of_text: the id that ends every text.
+        targeted: whether only some tokens are targets (see `targets`); if not, all are.
         fingerprint: a hash of the content, 64 hexadecimal digits.
     """
 
@@ -100,6 +107,7 @@ class TokenFile:
     lengths: npt.NDArray[np.int64]
     vocabulary: int
     end_of_text: int
+    targeted: bool
     fingerprint: str
     _tokens: npt.NDArray[np.unsignedinteger]
     _offsets: npt.NDArray[np.int64]
@@ -119,7 +127,8 @@ class TokenFile:
         if offsets[0] != 0 or offsets[-1] != header.tokens or (lengths < 1).any():
             raise ValueError(_corrupt(path, "its document offsets do not cover its tokens"))
         lengths.flags.writeable = False
-        return cls(path, lengths, header.vocabulary, header.end_of_text, header.digest.hex(), tokens, offsets)
+        known = (header.vocabulary, header.end_of_text, bool(header.targeted), header.digest.hex())
+        return cls(path, lengths, *known, tokens, offsets)
 
     def verify(self, progress: Callable[[int], None] | None = None) -> None:
         """Read the whole file, a part at a time, and compare its checksum.
@@ -164,11 +173,39 @@ class TokenFile:
 
     def slice(self, document: int, start: int, stop: int) -> Tensor:
         """Return a copy of tokens [start, stop) of one document, reading no others: int64 [stop - start]."""
+        return torch.from_numpy((self._part(document, start, stop) & self._ids).astype(np.int64))
+
+    def targets(self, document: int, start: int, stop: int) -> Tensor:
+        """Return which tokens [start, stop) of one document are targets: bool [stop - start]."""
+        return torch.from_numpy(self._part(document, start, stop) <= self._ids)
+
+    def counts(
+        self, documents: npt.NDArray[np.int64], starts: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]
+    ) -> npt.NDArray[np.int64]:
+        """Return how many targets each of some pieces of documents predicts: those behind its first token."""
+        if not self.targeted:
+            return lengths - 1
+        first = self._offsets[documents] + starts
+        before = np.zeros((2, len(first)), np.int64)
+        for at in range(0, len(self._tokens), _READ_BYTES):  # a part at a time: the file may exceed memory
+            found = np.flatnonzero(self._tokens[at : at + _READ_BYTES] <= self._ids) + at
+            before[0] += np.searchsorted(found, first + 1)
+            before[1] += np.searchsorted(found, first + lengths)
+        counts: npt.NDArray[np.int64] = before[1] - before[0]
+        return counts
+
+    @property
+    def _ids(self) -> int:
+        """The bits of a token that are its id."""
+        bits = 8 * self._tokens.itemsize - self.targeted
+        return (1 << bits) - 1
+
+    def _part(self, document: int, start: int, stop: int) -> npt.NDArray[np.unsignedinteger]:
         if not 0 <= start <= stop <= self.lengths[document]:
             length = self.lengths[document]
             raise IndexError(f"{self.path}: tokens [{start}, {stop}) of document {document}, which has {length}")
         first = int(self._offsets[document])
-        return torch.from_numpy(self._tokens[first + start : first + stop].astype(np.int64))
+        return self._tokens[first + start : first + stop]
 
     def _documents_in(self, read: int) -> int:
         """Return how many documents end within the first bytes after the header."""
@@ -180,6 +217,19 @@ class TokenFile:
         return TokenFile.open, (self.path,)
 
 
+@dataclass(frozen=True, eq=False)
+class Encoded:
+    """A document as tokens.
+
+    Attributes:
+        ids: of the tokens.
+        targets: which of them are targets, of the same length; None: all.
+    """
+
+    ids: Sequence[int]
+    targets: Sequence[bool] | None = None
+
+
 def write_tokens(
     path: Path,
     documents: Iterable[str],
@@ -187,7 +237,7 @@ def write_tokens(
     progress: Callable[[int, int], None] | None = None,
     end_of_text: str | None = None,
 ) -> TokenFile:
-    """Encode documents, end each with the end-of-text token, and write them to a token file.
+    """Encode texts, end each with the end-of-text token, and write them to a token file.
 
     The file appears under its name only when it is complete, replacing any older one. No other token is added around a
     document; a special token spelled out in a text becomes that token, as everywhere in Hugging Face.
@@ -204,16 +254,39 @@ def write_tokens(
     """
     if tokenizer.truncation is not None or tokenizer.padding is not None:
         raise ValueError("the tokenizer truncates or pads: call no_truncation() and no_padding() on it first")
-    ids = tokenizer.get_vocab(with_added_tokens=True)
-    end = ids[end_of_text_token(tokenizer, end_of_text)]
-    vocabulary = max(ids.values()) + 1  # not the count of ids: published tokenizers have gaps
+    end = id_of(tokenizer, end_of_text_token(tokenizer, end_of_text))
+    encoded = encode_texts(documents, tokenizer, end)
+    return write_encoded(path, encoded, vocabulary_of(tokenizer), end, False, progress)
+
+
+def vocabulary_of(tokenizer: Tokenizer) -> int:
+    """Return the least vocabulary that holds all of a tokenizer's ids, which in published ones have gaps."""
+    return max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+
+
+def write_encoded(
+    path: Path,
+    batches: Iterable[Sequence[Encoded]],
+    vocabulary: int,
+    end: int,
+    targeted: bool,
+    progress: Callable[[int, int], None] | None = None,
+) -> TokenFile:
+    """Write documents that are tokens already; arguments and errors as for `write_tokens`.
+
+    Args:
+        batches: of documents.
+        vocabulary: every token is below it.
+        end: the id that ends texts.
+        targeted: whether any document may have tokens that are no targets.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     # In the same directory, so that the rename is atomic; unique, so that two writers never share it.
     partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}.partial")
     try:
         with partial.open("xb") as file:
             file.write(bytes(_HEADER_BYTES))
-            header = _write_payload(file, _encode(documents, tokenizer, end), vocabulary, end, progress)
+            header = _write_payload(file, batches, vocabulary, end, targeted, progress)
             if not header.documents:
                 raise ValueError("the corpus holds no text: look into data.paths, data.suffixes and data.text_field")
             file.seek(0)
@@ -226,10 +299,10 @@ def write_tokens(
     return TokenFile.open(path)
 
 
-def _encode(documents: Iterable[str], tokenizer: Tokenizer, end: int) -> Iterator[list[list[int]]]:
-    """Yield the ids of a batch of documents at a time, each document ended by `end`."""
+def encode_texts(documents: Iterable[str], tokenizer: Tokenizer, end: int) -> Iterator[list[Encoded]]:
+    """Yield a batch of texts at a time as tokens, each text ended by `end`."""
     done = 0
-    for batch in _batches(documents):
+    for batch in batched(documents, len):
         try:
             encodings = tokenizer.encode_batch_fast(batch, add_special_tokens=False)
         except TypeError as error:  # the bindings name neither the document nor the cause
@@ -238,16 +311,16 @@ def _encode(documents: Iterable[str], tokenizer: Tokenizer, end: int) -> Iterato
                 "str): read them with corpus.documents, which leaves such documents out"
             ) from error
         done += len(batch)
-        yield [[*encoding.ids, end] for encoding in encodings]
+        yield [Encoded([*encoding.ids, end]) for encoding in encodings]
 
 
-def _batches(documents: Iterable[str]) -> Iterator[list[str]]:
+def batched(documents: Iterable[T], characters_of: Callable[[T], int]) -> Iterator[list[T]]:
     """Group documents up to a count or a number of characters, whichever comes first."""
-    batch: list[str] = []
+    batch: list[T] = []
     characters = 0
     for document in documents:
         batch.append(document)
-        characters += len(document)
+        characters += characters_of(document)
         if len(batch) == _BATCH_DOCUMENTS or characters >= _BATCH_CHARACTERS:
             yield batch
             batch = []
@@ -258,13 +331,15 @@ def _batches(documents: Iterable[str]) -> Iterator[list[str]]:
 
 def _write_payload(
     file: BinaryIO,
-    batches: Iterable[list[list[int]]],
+    batches: Iterable[Sequence[Encoded]],
     vocabulary: int,
     end: int,
+    targeted: bool,
     progress: Callable[[int, int], None] | None,
 ) -> _Header:
     """Write tokens, padding and offsets at the file's position, and return the header that describes them."""
-    item_bytes = 2 if vocabulary <= 1 << 16 else 4
+    item_bytes = 2 if vocabulary <= 1 << (16 - targeted) else 4
+    no_target = 1 << (8 * item_bytes - 1)
     digest = hashlib.sha256()
     offsets = array("q", [0])
 
@@ -273,14 +348,17 @@ def _write_payload(
         file.write(data)
 
     for batch in batches:
-        for ids in batch:
-            offsets.append(offsets[-1] + len(ids))
-        write(np.fromiter((i for ids in batch for i in ids), f"<u{item_bytes}").tobytes())
+        for document in batch:
+            offsets.append(offsets[-1] + len(document.ids))
+            items = np.asarray(document.ids, f"<u{item_bytes}")
+            if document.targets is not None:
+                items = items | np.where(document.targets, 0, no_target).astype(items.dtype)
+            write(items.tobytes())
         if progress is not None:
             progress(len(offsets) - 1, offsets[-1])
     write(bytes(-offsets[-1] * item_bytes % 8))
     write(np.asarray(offsets, dtype="<i8").tobytes())
-    return _Header(item_bytes, len(offsets) - 1, offsets[-1], vocabulary, end, digest.digest())
+    return _Header(item_bytes, len(offsets) - 1, offsets[-1], vocabulary, end, int(targeted), digest.digest())
 
 
 def _read_header(path: Path) -> _Header:

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 END_OF_TEXT = "<|endoftext|>"
+
+# What Hugging Face keeps a tokenizer in; the first is enough.
+FILES = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja"),
+    *("vocab.json", "merges.txt", "vocab.txt", "tokenizer.model"),
+)
 
 # What published tokenizers call it: GPT-2 and Qwen, Llama 3, Gemma, Llama 2 and T5, BERT. "</s>" comes late, because a
 # vocabulary may also hold it as the HTML tag that it is.
@@ -84,15 +92,75 @@ def save(tokenizer: Tokenizer, directory: Path, end_of_text: str | None = None) 
     (directory / "tokenizer_config.json").write_text(text + "\n", encoding="utf-8")
 
 
-def end_of_text_token(tokenizer: Tokenizer, token: str | None = None) -> str:
-    """Return the token that ends a document: `token`, or the first well-known one that the tokenizer has.
+def copy(source: Path, directory: Path) -> None:
+    """Copy a tokenizer.json, and what Hugging Face keeps beside it, from one directory to another."""
+    directory.mkdir(parents=True, exist_ok=True)
+    for path in files(source):
+        shutil.copyfile(path, directory / path.name)
+
+
+def files(directory: Path) -> list[Path]:
+    """Return the files of a tokenizer that a directory holds."""
+    return [path for name in FILES if (path := directory / name).is_file()]
+
+
+def end_of_text_token(tokenizer: Tokenizer, token: str | None = None, declared: str | None = None) -> str:
+    """Return the token that ends a document: `token`, or `declared`, or the first well-known one that there is.
+
+    Args:
+        tokenizer: any.
+        token: it alone will do.
+        declared: what its configuration calls the end.
 
     Raises:
         ValueError: the tokenizer lacks `token`, or has no well-known one.
     """
-    candidates = _KNOWN_ENDS if token is None else (token,)
+    known = _KNOWN_ENDS if declared is None else (declared, *_KNOWN_ENDS)
+    candidates = known if token is None else (token,)
     for candidate in candidates:
         if tokenizer.token_to_id(candidate) is not None:
             return candidate
     named = " or ".join(candidates)
     raise ValueError(f"the tokenizer has no end-of-text token {named}: pass end_of_text, one of its special tokens")
+
+
+def id_of(tokenizer: Tokenizer, token: str) -> int:
+    """Return the id of a token that there is."""
+    found = tokenizer.token_to_id(token)
+    assert found is not None, f"{token} was found in the vocabulary"
+    return int(found)
+
+
+def special_tokens(directory: Path) -> dict[str, str]:
+    """Return the special tokens that a directory's configuration declares, by names such as "eos_token"."""
+    found: dict[str, str] = {}
+    for name in ("special_tokens_map.json", "tokenizer_config.json"):
+        for key, value in _configuration(directory / name).items():
+            text = value.get("content") if isinstance(value, dict) else value
+            if key.endswith("_token") and isinstance(text, str):
+                found[key] = text
+    return found
+
+
+def chat_template(directory: Path) -> str | None:
+    """Return the chat template in a tokenizer's directory; the one called "default" of several; None: it has none."""
+    file = directory / "chat_template.jinja"
+    if file.is_file():
+        return file.read_text(encoding="utf-8")
+    found = _configuration(directory / "tokenizer_config.json").get("chat_template")
+    if isinstance(found, list):
+        found = {entry.get("name"): entry.get("template") for entry in found}.get("default")
+    return found if isinstance(found, str) else None
+
+
+def _configuration(path: Path) -> dict[str, Any]:
+    """Read one of the JSON files beside a tokenizer.json; {} where it is missing."""
+    if not path.is_file():
+        return {}
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path}: not JSON ({error}): give one saved by Hugging Face") from error
+    if not isinstance(data, dict):
+        raise ValueError(f"{path}: a {type(data).__name__}, not an object: give one saved by Hugging Face")
+    return data

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, get_args, get_origin, get_type_hints
+from types import UnionType
+from typing import TYPE_CHECKING, Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import yaml
 
@@ -76,6 +77,9 @@ def from_record(cls: type[Record], data: object, path: str = "", name: str = "")
 
 def _from_value(hint: Any, value: object, path: str) -> object:
     """Build what a field's type says; scalars are left to the dataclass, which checks them anyway."""
+    if get_origin(hint) in (Union, UnionType) and value is not None:
+        records = [part for part in get_args(hint) if is_dataclass(part)]
+        hint = records[0] if len(records) == 1 else hint  # a section that may be left out
     if is_dataclass(hint) and isinstance(hint, type):
         if isinstance(value, str) and hasattr(hint, "parse"):  # it can also be written as a text
             found: object = hint.parse(value)

@@ -6,13 +6,13 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from torch import Tensor
+from hydragraph.data.mini_batches import Drawn
 
 
 class Source(Protocol):
     """Endless mini-batches that know their position."""
 
-    def __next__(self) -> list[Tensor]:
+    def __next__(self) -> list[Drawn]:
         """Return the next mini-batch."""
 
     def state_dict(self) -> dict[str, Any]:
@@ -26,14 +26,14 @@ class Ahead:
         position: of the source behind the mini-batch returned last: where a resumed run must go on.
     """
 
-    def __init__(self, source: Source, count: int, announce: Callable[[Sequence[Tensor]], None]) -> None:
+    def __init__(self, source: Source, count: int, announce: Callable[[Sequence[Drawn]], None]) -> None:
         self._source = source
         self._count = count
         self._announce = announce
-        self._waiting: deque[tuple[list[Tensor], dict[str, Any]]] = deque()
+        self._waiting: deque[tuple[list[Drawn], dict[str, Any]]] = deque()
         self.position = dict(source.state_dict())
 
-    def take(self, last: bool = False) -> list[Tensor]:
+    def take(self, last: bool = False) -> list[Drawn]:
         """Return the next mini-batch; `last`: nothing behind it will be needed."""
         upcoming = 1 if last or not self._count else 1 + self._count
         while len(self._waiting) < upcoming:

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from hydragraph.data.mini_batches import MiniBatches
+from hydragraph.data.mixture import Mixture
 from hydragraph.frontend.huggingface import positions as positions_of
 from hydragraph.runtime.state import check_elementwise
 from hydragraph.spec.strategy import Strategy
@@ -74,10 +75,10 @@ def read_strategies(texts: Sequence[str], model: nn.Module, ranks: int) -> tuple
 
 
 def remarks(
-    config: TrainConfig, model: nn.Module, strategies: Sequence[Strategy], ranks: int, batches: MiniBatches
+    config: TrainConfig, model: nn.Module, strategies: Sequence[Strategy], ranks: int, batches: MiniBatches | Mixture
 ) -> Iterator[str]:
     """Yield what a run can do, but somebody may not have meant, a sentence each."""
-    tokens = int(batches.chunks.lengths.sum())
+    tokens = batches.tokens
     if config.data.tokens_per_step > tokens:
         passes = config.data.tokens_per_step / tokens
         yield (

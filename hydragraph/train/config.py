@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import math
+import string
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from hydragraph.data.documents import FORMATS, OVERLONG, TRAIN_ON, Fields
 from hydragraph.spec.home import EQUAL, Home
 from hydragraph.spec.record import flow_yaml, from_record, load_record, to_record
 from hydragraph.train.whole import write_whole
@@ -19,6 +21,7 @@ DECAYS = ("cosine", "linear", "constant")
 DTYPES = ("float32", "bfloat16")
 BACKENDS = ("inductor", "eager")
 CHECKS = ("auto", "full", "off")
+_NAME_LETTERS = frozenset(string.ascii_letters + string.digits + "-_")
 
 
 def _check_text(name: str, value: object, optional: bool = False) -> None:
@@ -107,42 +110,137 @@ class ModelConfig:
 
 
 @dataclass(frozen=True)
-class DataConfig:
-    """What to train on, and how it becomes mini-batches.
+class SourceConfig:
+    """A corpus: where it is, and how its records are read.
 
     Attributes:
-        paths: files and directories of text, .jsonl or Parquet; "python-stdlib" is this Python's standard library.
+        paths: files and directories of text, .jsonl, Parquet or Arrow, also those that `datasets` saved;
+            "python-stdlib" is this Python's standard library.
         suffixes: which files of a directory to take; None: all.
-        text_field: the field of a .jsonl object, or the column of a Parquet table, that holds the text.
-        tokenizer: a tokenizer.json or a directory with one; None: that of `model.path` or `model.weights`, or else a
-            new byte-level BPE.
-        vocab_size: of a new tokenizer.
-        tokens_per_step: the budget of one mini-batch.
-        max_length: longer documents are cut into sequences of this many tokens.
-        heldout: fraction of the documents kept for evaluation.
-        cache: where tokenizers and token files are kept, by a key of the corpus; None: in the run folder.
+        format: what .jsonl objects and rows of tables hold: "text", "chat" (messages) or "completion" (a prompt and
+            what follows it); "auto" looks at the first of each file.
+        text_field: the field of a .jsonl object, or the column of a table, that holds the text.
+        messages_field: that holds a conversation, a list of {role, content}.
+        tools_field: that holds the tools on offer in a conversation, if any.
+        prompt_field: that holds a prompt, whose tokens are no targets.
+        completion_field: that holds what follows the prompt.
     """
 
-    paths: tuple[str, ...]
+    paths: tuple[str, ...] = ()
     suffixes: tuple[str, ...] | None = None
+    format: str = "auto"
     text_field: str = "text"
-    tokenizer: str | None = None
-    vocab_size: int = 8192
-    tokens_per_step: int = 4096
-    max_length: int = 512
-    heldout: float = 0.01
-    cache: str | None = None
+    messages_field: str = "messages"
+    tools_field: str = "tools"
+    prompt_field: str = "prompt"
+    completion_field: str = "completion"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "paths", _texts("paths", self.paths))
         if self.suffixes is not None:
             object.__setattr__(self, "suffixes", _texts("suffixes", self.suffixes))
-        _check_text("text_field", self.text_field)
-        _check_text("tokenizer", self.tokenizer, optional=True)
-        _check_text("cache", self.cache, optional=True)
+        _check_choice("format", self.format, FORMATS)
+        for name in ("text_field", "messages_field", "tools_field", "prompt_field", "completion_field"):
+            _check_text(name, getattr(self, name))
+
+    @property
+    def fields(self) -> Fields:
+        """Which fields of a record hold what."""
+        return Fields(
+            self.format,
+            self.text_field,
+            self.messages_field,
+            self.tools_field,
+            self.prompt_field,
+            self.completion_field,
+        )
+
+
+@dataclass(frozen=True)
+class MixedConfig(SourceConfig):
+    """A corpus of a mixture.
+
+    Attributes:
+        weight: of its tokens among all that are trained on, in any unit.
+    """
+
+    weight: float = 1.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_number("weight", self.weight)
+        if not self.weight:
+            raise ValueError("weight is 0: leave the corpus out, or give it a weight above 0")
+
+
+@dataclass(frozen=True)
+class DataConfig(SourceConfig):
+    """What to train on, and how it becomes mini-batches.
+
+    Attributes:
+        mixture: several corpora, each with a weight, instead of `paths` and the fields that go with them.
+        evaluation: corpora to evaluate on, by name; with any, nothing is held out of the others by default.
+        tokenizer: a tokenizer.json or a directory with one; None: that of `model.path` or `model.weights`, or else a
+            new byte-level BPE.
+        vocab_size: of a new tokenizer.
+        chat_template: the file of a Jinja template for conversations, or "chatml"; None: the tokenizer's own.
+        train_on: which tokens of a conversation count: "assistant", all that the assistant says; "last", what it says
+            last; "all", everything. Of a prompt and its completion, the completion does.
+        tokens_per_step: the budget of one mini-batch.
+        max_length: tokens of the longest sequence.
+        overlong: "cut" longer documents into sequences, "drop" them, or "refuse" to train.
+        heldout: fraction of the documents kept for evaluation; None: 0.01, or 0 where there is `evaluation`.
+        cache: where tokenizers and token files are kept, by a key of the corpus; None: in the run folder.
+    """
+
+    mixture: tuple[MixedConfig, ...] = ()
+    evaluation: Mapping[str, SourceConfig] = field(default_factory=dict)
+    tokenizer: str | None = None
+    vocab_size: int = 8192
+    chat_template: str | None = None
+    train_on: str = "assistant"
+    tokens_per_step: int = 4096
+    max_length: int = 512
+    overlong: str = "cut"
+    heldout: float | None = None
+    cache: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.mixture:
+            if self.paths:
+                raise ValueError("give paths, or a mixture of several corpora, each with paths of its own")
+        else:
+            super().__post_init__()
+        for name, value in self.evaluation.items():
+            if not name or not set(name) <= _NAME_LETTERS:
+                raise ValueError(f"evaluation: the name {name!r}: use letters, digits, - and _")
+            if not isinstance(value, SourceConfig):
+                raise ValueError(f"evaluation.{name} is {value!r}: give it paths")
+        for name in ("tokenizer", "cache", "chat_template"):
+            _check_text(name, getattr(self, name), optional=True)
+        _check_choice("train_on", self.train_on, TRAIN_ON)
+        _check_choice("overlong", self.overlong, OVERLONG)
         for name, least in (("vocab_size", 1), ("tokens_per_step", 2), ("max_length", 2)):
             _check_whole(name, getattr(self, name), least)
-        _check_fraction("heldout", self.heldout)
+        if self.heldout is not None:
+            _check_fraction("heldout", self.heldout)
+
+    @property
+    def held_out(self) -> float:
+        """The fraction of the documents kept for evaluation."""
+        if self.heldout is None:
+            return 0.0 if self.evaluation else 0.01
+        return self.heldout
+
+    @property
+    def sources(self) -> tuple[SourceConfig, ...]:
+        """The corpora to train on."""
+        return self.mixture or (self,)
+
+    @property
+    def weights(self) -> tuple[float, ...]:
+        """The weight of each of them."""
+        return tuple(source.weight for source in self.mixture) or (1.0,)
 
 
 @dataclass(frozen=True)
@@ -326,7 +424,8 @@ class TrainConfig:
             them in turn, or the best for each (`plan.choose`); "auto" alone proposes them (`plan.profile`).
         home: which rank owns how much of the weights and the optimizer's state: a text such as "3,3,1,0 copies=2", or
             {shares: [3, 3, 1, 0], copies: 2}; default: equal shares.
-        steps: how many mini-batches to train on.
+        steps: how many mini-batches to train on; 0: as many as `epochs` says.
+        epochs: instead, how many times to pass over all tokens of the data.
         ranks: local processes to start, where no launcher such as torchrun has started any.
         max_grad_norm: gradients with a larger global norm are scaled down to it; None: never.
         dtype: what the model computes in; weights and optimizer state are float32 in any case.
@@ -338,8 +437,9 @@ class TrainConfig:
         compiled: a folder that `hydragraph compile` wrote for this config: the run starts from it, and traces nothing.
         trust: load Inductor's code from that folder too, which is code: it may do anything that you may.
         seed: of a new model's weights and of the order of the data.
-        evaluate_every: steps between evaluations on the held-out documents, which also end the run; 0: never.
-        evaluate_batches: how many mini-batches of `data.tokens_per_step` an evaluation reads.
+        evaluate_every: steps between evaluations, which also end the run, on the held-out documents and on
+            `data.evaluation`; 0: never.
+        evaluate_batches: how many mini-batches of `data.tokens_per_step` an evaluation reads of each.
         checkpoint_every: steps between checkpoints, one of which also ends the run; 0: only that one.
         keep: how many of the latest checkpoints stay.
         grace_s: seconds that a run which is asked to stop (SIGTERM, Ctrl-C) has to finish its step and save; then it
@@ -351,7 +451,8 @@ class TrainConfig:
     model: ModelConfig
     data: DataConfig
     strategies: tuple[str, ...]
-    steps: int
+    steps: int = 0
+    epochs: float | None = None
     ranks: int = 1
     home: Home = EQUAL
     optimizer: OptimizerConfig = OptimizerConfig()
@@ -377,7 +478,15 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "strategies", _strategies(self.strategies))
-        for name in ("steps", "ranks", "evaluate_batches", "keep"):
+        if self.epochs is None:
+            if self.steps == 0 and not isinstance(self.steps, bool):
+                raise ValueError("steps is 0: give a whole number of at least 1, or epochs")
+            _check_whole("steps", self.steps, 1)
+        else:
+            _check_number("epochs", self.epochs)
+            if not self.epochs or self.steps:
+                raise ValueError(f"epochs is {self.epochs!r}, steps is {self.steps!r}: give one of them, above 0")
+        for name in ("ranks", "evaluate_batches", "keep"):
             _check_whole(name, getattr(self, name), 1)
         for name in ("seed", "evaluate_every", "checkpoint_every"):
             _check_whole(name, getattr(self, name), 0)
@@ -415,8 +524,8 @@ class TrainConfig:
                 "elastic.replan needs plan: {choose: true, profile: profile.json} (a file that hydragraph profile "
                 "writes): plans are priced by it"
             )
-        if self.evaluate_every and not self.data.heldout:
-            raise ValueError("evaluate_every needs held-out documents: set data.heldout above 0")
+        if self.evaluate_every and not self.data.held_out and not self.data.evaluation:
+            raise ValueError("evaluate_every needs held-out documents: set data.heldout above 0, or data.evaluation")
 
     @property
     def automatic(self) -> bool:

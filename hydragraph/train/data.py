@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
+import os
 import shutil
 import sysconfig
-import uuid
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 
 from tokenizers import Tokenizer
-from torch import Tensor
 
 from hydragraph.data import corpus, tokenizer
-from hydragraph.data.mini_batches import MiniBatches, Split
-from hydragraph.data.token_file import TokenFile, write_tokens
-from hydragraph.train.config import DataConfig, TrainConfig
+from hydragraph.data.chat import CHATML, CHATML_TOKENS, Encoder, Template
+from hydragraph.data.mini_batches import Drawn, MiniBatches, Split
+from hydragraph.data.mixture import Mixture
+from hydragraph.data.parts import Parts
+from hydragraph.data.token_file import TokenFile, vocabulary_of, write_encoded
+from hydragraph.train.config import DataConfig, SourceConfig, TrainConfig
 
 STDLIB = "python-stdlib"
-_TOKENS = "tokens.bin"
+_TOKENS = "tokens"
+_TOKENIZER = "tokenizer.json"
 # Packages of others, and the tests, which are as large as everything else and hold files that are broken on purpose.
 _NOT_STDLIB = ("site-packages", "dist-packages", "test", "tests", "idle_test", "lib2to3")
 
@@ -30,14 +35,62 @@ Progress = Callable[[str, int], None]
 
 @dataclass(frozen=True, eq=False)
 class Tokens:
-    """A prepared corpus: its tokenizer and its token file."""
+    """A prepared corpus.
 
+    Attributes:
+        directory: with the tokenizer's files, and the token files.
+        tokenizer: of all of them.
+        files: of the corpora to train on.
+        evaluation: of those to evaluate on, by name.
+    """
+
+    directory: Path
     tokenizer: Tokenizer
-    file: TokenFile
+    files: tuple[TokenFile, ...]
+    evaluation: Mapping[str, TokenFile]
+
+    @property
+    def vocabulary(self) -> int:
+        """The least vocabulary that a model needs."""
+        return self.files[0].vocabulary
+
+    @property
+    def end_of_text(self) -> int:
+        """The id that ends a text."""
+        return self.files[0].end_of_text
+
+    @property
+    def fingerprint(self) -> str:
+        """A hash of all tokens."""
+        return " ".join(file.fingerprint for file in (*self.files, *self.evaluation.values()))
+
+
+def check_data(config: TrainConfig) -> None:
+    """Look at every file's first record and the tokenizer, which takes no time beside reading all.
+
+    Raises:
+        ValueError: a file, its first record or the tokenizer cannot be used, or a chat template is missing.
+        OSError: a file cannot be read.
+    """
+    data = config.data
+    holds: set[str] = set()
+    for source in (*data.sources, *data.evaluation.values()):
+        holds |= corpus.formats(_paths(source), source.suffixes, source.fields)
+    existing = _known_tokenizer(config)
+    if existing is not None:
+        tokenizer.load(existing)
+    template = _template_text(config, existing, "chat" in holds)
+    if "chat" in holds and template is None:
+        raise ValueError(
+            f"{existing} has no chat template, which conversations need: set data.chat_template to chatml, or to the "
+            "file of a template"
+        )
 
 
 def prepare(config: TrainConfig, progress: Progress | None = None) -> Path:
-    """Make the tokenizer and the token file of a run unless they are cached, and return their directory.
+    """Make the tokenizer and the token files of a run unless they are cached, and return their directory.
+
+    What is done stays when it is interrupted, and the next call goes on from there.
 
     Args:
         config: of the run.
@@ -48,65 +101,214 @@ def prepare(config: TrainConfig, progress: Progress | None = None) -> Path:
     """
     data = config.data
     existing = _known_tokenizer(config)
-    paths, suffixes = _paths(data)
-    directory = _cache(config) / _key(data, paths, suffixes, existing)
-    if _is_whole(directory):
+    names = _token_files(data)
+    directory = _cache(config) / _key(config, existing)
+    if _is_whole(directory, names):
         return directory
-    report = progress or (lambda what, done: None)
     directory.parent.mkdir(parents=True, exist_ok=True)
-    partial = directory.with_name(f".{directory.name}.{uuid.uuid4().hex}.partial")
-    try:
-        if existing is None:
-            texts = corpus.documents(paths, suffixes, data.text_field)
-            encoder = tokenizer.train_bpe(_counted(texts, "training a tokenizer", report), data.vocab_size)
-        else:
-            encoder = tokenizer.load(existing)
-        tokenizer.save(encoder, partial)
-        texts = corpus.documents(paths, suffixes, data.text_field)
-        write_tokens(partial / _TOKENS, texts, encoder, lambda done, _: report("writing the token file", done))
-        # The directory appears when it is complete; where another run was faster, its own is as good.
-        if not _is_whole(directory):
-            shutil.rmtree(directory, ignore_errors=True)  # where somebody deleted a damaged token file
-            partial.rename(directory)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+    partial = directory.with_name(f".{directory.name}.partial")
+    with _alone(partial):
+        if _is_whole(directory, names):  # made meanwhile
+            return directory
+        check_data(config)
+        try:
+            _make(config, existing, partial, progress or (lambda what, done: None))
+        except ValueError:  # which is the data's, and will be another's once it is mended
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
+        shutil.rmtree(directory, ignore_errors=True)  # where somebody deleted a damaged token file
+        partial.rename(directory)
     return directory
 
 
-def open_tokens(directory: Path) -> Tokens:
+def _make(config: TrainConfig, existing: Path | None, partial: Path, progress: Progress) -> None:
+    """Write tokenizer and token files to a directory, or what is missing there."""
+    if not (partial / _TOKENIZER).is_file():
+        made = partial / "tokenizer"
+        shutil.rmtree(made, ignore_errors=True)
+        _make_tokenizer(config, existing, made, progress)
+        for file in sorted(made.iterdir(), key=lambda file: file.name == _TOKENIZER):  # which comes last
+            file.replace(partial / file.name)
+        made.rmdir()
+    encoder = _encoder(config, partial)
+    for name, source in _token_files(config.data).items():
+        if (partial / name).is_file():
+            continue
+        what = "writing the token file" if name == f"{_TOKENS}.bin" else f"writing {name}"
+        placed = corpus.placed_documents(_paths(source), source.suffixes, source.fields)
+        parts = Parts(partial / f"{name}.parts")
+        batches = parts.encoded(placed, encoder, lambda done, what=what: progress(what, done))  # type: ignore[misc]
+        for _ in batches:
+            pass
+        vocabulary = vocabulary_of(encoder.tokenizer)
+        write_encoded(partial / name, parts.read(), vocabulary, encoder.end, parts.targeted)
+        parts.remove()
+
+
+def _make_tokenizer(config: TrainConfig, existing: Path | None, directory: Path, progress: Progress) -> None:
+    """Write a run's tokenizer as a directory that transformers reads."""
+    data = config.data
+    template = data.chat_template
+    if existing is not None:
+        encoder = tokenizer.load(existing)
+        if (existing.parent / "tokenizer_config.json").is_file():
+            tokenizer.copy(existing.parent, directory)
+            encoder.save(str(directory / _TOKENIZER))  # without truncation and padding
+        else:
+            tokenizer.save(encoder, directory)
+    else:
+        chats = any("chat" in corpus.formats(_paths(s), s.suffixes, s.fields) for s in data.sources)
+        special = (tokenizer.END_OF_TEXT, *(CHATML_TOKENS if chats else ()))
+        texts = chain.from_iterable(corpus.texts(_paths(s), s.suffixes, s.fields) for s in data.sources)
+        encoder = tokenizer.train_bpe(_counted(texts, "training a tokenizer", progress), data.vocab_size, special)
+        tokenizer.save(encoder, directory)
+        template = template or ("chatml" if chats else None)
+    if template is not None:
+        (directory / "chat_template.jinja").write_text(_read_template(template), encoding="utf-8")
+
+
+def _encoder(config: TrainConfig, directory: Path) -> Encoder:
+    """Return what turns documents into tokens, with the tokenizer of a prepared directory."""
+    encoder = tokenizer.load(directory)
+    special = tokenizer.special_tokens(directory)
+    end = tokenizer.id_of(encoder, tokenizer.end_of_text_token(encoder, declared=special.get("eos_token")))
+    text = tokenizer.chat_template(directory)
+    template = None if text is None else Template(text, special, config.data.train_on)
+    return Encoder(encoder, end, template)
+
+
+def _template_text(config: TrainConfig, existing: Path | None, chats: bool) -> str | None:
+    """Return the chat template that a run uses, if any."""
+    if config.data.chat_template is not None:
+        return _read_template(config.data.chat_template)
+    if existing is None:
+        return CHATML if chats else None
+    return tokenizer.chat_template(existing.parent)
+
+
+def _read_template(name: str) -> str:
+    if name == "chatml":
+        return CHATML
+    path = Path(name)
+    if not path.is_file():
+        raise ValueError(f"data.chat_template: there is no file {path}: name one with a Jinja template, or chatml")
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"data.chat_template: {path} is not UTF-8 text ({error}): name a Jinja template") from error
+
+
+def open_tokens(config: TrainConfig, directory: Path) -> Tokens:
     """Open what `prepare` made."""
-    return Tokens(tokenizer.load(directory), TokenFile.open(directory / _TOKENS))
+    files = {name: TokenFile.open(directory / name) for name in _token_files(config.data)}
+    evaluation = {name: files.pop(f"evaluation-{name}.bin") for name in config.data.evaluation}
+    return Tokens(directory, tokenizer.load(directory), tuple(files.values()), evaluation)
 
 
-def verify(directory: Path, progress: Progress | None = None) -> None:
+def verify(config: TrainConfig, directory: Path, progress: Progress | None = None) -> None:
     """Read all that `prepare` made, to notice what a disk or a copy has changed since; once per run and host is enough.
 
     Without it a changed token would train the model on another text, and nothing would tell.
 
     Args:
+        config: of the run.
         directory: that `prepare` returned.
         progress: as for `prepare`.
 
     Raises:
-        ValueError: the token file is not what was written; once it is deleted, `prepare` makes it anew.
+        ValueError: a token file is not what was written; once it is deleted, `prepare` makes it anew.
     """
     report = progress or (lambda what, done: None)
-    TokenFile.open(directory / _TOKENS).verify(lambda done: report("checking the token file", done))
+    for name in _token_files(config.data):
+        TokenFile.open(directory / name).verify(lambda done: report("checking the token file", done))
 
 
-def _is_whole(directory: Path) -> bool:
-    return (directory / _TOKENS).is_file()
+def _token_files(data: DataConfig) -> dict[str, SourceConfig]:
+    """Return the corpora of a run by the names of their token files."""
+    single = len(data.sources) == 1
+    train = {f"{_TOKENS}.bin" if single else f"{_TOKENS}-{i}.bin": source for i, source in enumerate(data.sources)}
+    return {**train, **{f"evaluation-{name}.bin": source for name, source in data.evaluation.items()}}
 
 
-def mini_batches(config: TrainConfig, file: TokenFile, split: Split = "train") -> MiniBatches:
-    """Return the endless stream of a run's training or held-out mini-batches."""
+def _is_whole(directory: Path, names: Iterable[str]) -> bool:
+    return all((directory / name).is_file() for name in names)
+
+
+@contextmanager
+def _alone(partial: Path) -> Iterator[None]:
+    """Keep other processes from preparing the same, for as long as this one lives at most; make the directory."""
+    while True:
+        partial.mkdir(parents=True, exist_ok=True)
+        lock = os.open(partial, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            # Another one may have finished while this one waited, and the directory is elsewhere now.
+            if partial.exists() and os.path.samestat(os.fstat(lock), partial.stat()):
+                yield
+                return
+        finally:
+            os.close(lock)
+
+
+def mini_batches(config: TrainConfig, tokens: Tokens) -> MiniBatches | Mixture:
+    """Return the endless stream of a run's training mini-batches.
+
+    Raises:
+        ValueError: a document is longer than `data.max_length`, and that is to be refused; there is nothing to draw.
+    """
+    members = [_stream(config, i, file, "train") for i, file in enumerate(tokens.files)]
+    return members[0] if len(members) == 1 else Mixture(members, config.data.weights, config.data.tokens_per_step)
+
+
+def _stream(config: TrainConfig, i: int, file: TokenFile, split: Split) -> MiniBatches:
     data = config.data
-    return MiniBatches(file, data.tokens_per_step, data.max_length, config.seed, split, data.heldout)
+    if data.overlong == "refuse":
+        _refuse_overlong(data, data.sources[i], file)
+    overlong = "drop" if data.overlong == "drop" else "cut"
+    return MiniBatches(file, data.tokens_per_step, data.max_length, config.seed, split, data.held_out, 0, overlong)
 
 
-def evaluation_batches(config: TrainConfig, file: TokenFile) -> list[list[Tensor]]:
-    """Return the held-out mini-batches that every evaluation of a run reads."""
-    return list(islice(mini_batches(config, file, "heldout").single_pass(), config.evaluate_batches))
+def _refuse_overlong(data: DataConfig, source: SourceConfig, file: TokenFile) -> None:
+    """Name the first document that is longer than the context."""
+    longer = (file.lengths > data.max_length).nonzero()[0]
+    if len(longer):
+        first = int(longer[0])
+        placed = next(islice(corpus.placed_documents(_paths(source), source.suffixes, source.fields), first, None))
+        raise ValueError(
+            f"{placed.place}: {file.lengths[first]} tokens, and data.max_length is {data.max_length} "
+            f"({len(longer)} of {len(file)} documents are longer): raise it, or set data.overlong to cut or drop"
+        )
+
+
+def evaluation_batches(config: TrainConfig, tokens: Tokens) -> dict[str, list[list[Drawn]]]:
+    """Return the mini-batches that every evaluation of a run reads, by the name of their set."""
+    data = config.data
+    streams: dict[str, list[MiniBatches]] = {}
+    if data.held_out:
+        streams["heldout"] = [_stream(config, i, file, "heldout") for i, file in enumerate(tokens.files)]
+    overlong = "drop" if data.overlong == "drop" else "cut"
+    for name, file in tokens.evaluation.items():
+        if data.overlong == "refuse":
+            _refuse_overlong(data, data.evaluation[name], file)
+        streams[name] = [MiniBatches(file, data.tokens_per_step, data.max_length, overlong=overlong)]
+    found = {name: chain.from_iterable(one.single_pass() for one in several) for name, several in streams.items()}
+    return {name: list(islice(batches, config.evaluate_batches)) for name, batches in found.items()}
+
+
+def steps_of(config: TrainConfig, batches: MiniBatches | Mixture) -> int:
+    """Return how many mini-batches a run trains on: `steps`, or those that pass over its data `epochs` times.
+
+    Args:
+        batches: of the run, from the beginning; a stream of its own, which is used up.
+    """
+    if config.epochs is None:
+        return config.steps
+    steps = 0
+    left = config.epochs * batches.tokens
+    while left > 0:
+        left -= sum(batches.skip())
+        steps += 1
+    return steps
 
 
 def stdlib_files(root: Path | None = None) -> list[Path]:
@@ -123,12 +325,12 @@ def stdlib_files(root: Path | None = None) -> list[Path]:
     return [path for path in paths if not set(path.relative_to(folder).parts) & set(_NOT_STDLIB)]
 
 
-def _paths(data: DataConfig) -> tuple[list[Path], tuple[str, ...] | None]:
-    """Return the corpus's paths, the special name replaced by its files."""
+def _paths(source: SourceConfig) -> list[Path]:
+    """Return a corpus's paths, the special name replaced by its files."""
     paths: list[Path] = []
-    for name in data.paths:
+    for name in source.paths:
         paths += stdlib_files() if name == STDLIB else [Path(name)]
-    return paths, data.suffixes
+    return paths
 
 
 def _known_tokenizer(config: TrainConfig) -> Path | None:
@@ -137,14 +339,14 @@ def _known_tokenizer(config: TrainConfig) -> Path | None:
         path = Path(config.data.tokenizer)
     elif config.model.directory is not None:
         path = Path(config.model.directory)
-        if not (path / "tokenizer.json").is_file():
+        if not (path / _TOKENIZER).is_file():
             where = "model.path" if config.model.path is not None else "model.weights"
             raise ValueError(
                 f"{where} {path} holds no tokenizer.json: set data.tokenizer to one, or to a directory with one"
             )
     else:
         return None
-    file = path / "tokenizer.json" if path.is_dir() else path
+    file = path / _TOKENIZER if path.is_dir() else path
     if not file.is_file():
         raise ValueError(f"data.tokenizer: there is no {file}: name a tokenizer.json or a directory with one")
     return file
@@ -154,10 +356,19 @@ def _cache(config: TrainConfig) -> Path:
     return Path(config.data.cache) if config.data.cache is not None else Path(config.output) / "data"
 
 
-def _key(data: DataConfig, paths: list[Path], suffixes: tuple[str, ...] | None, existing: Path | None) -> str:
+def _key(config: TrainConfig, existing: Path | None) -> str:
     """Return 16 hexadecimal digits over all that the cached files depend on."""
-    how = f"vocab_size {data.vocab_size}" if existing is None else hashlib.sha256(existing.read_bytes()).hexdigest()
-    content = json.dumps([corpus.fingerprint(paths, suffixes, data.text_field), how])
+    data = config.data
+    how: list[str] = [f"vocab_size {data.vocab_size}"]
+    if existing is not None:
+        used = dict.fromkeys([existing, *tokenizer.files(existing.parent)])
+        how = [f"{path.name} {hashlib.sha256(path.read_bytes()).hexdigest()}" for path in used]
+    template = "" if data.chat_template is None else _read_template(data.chat_template)
+    corpora = [
+        [name, corpus.fingerprint(_paths(source), source.suffixes, source.fields)]
+        for name, source in _token_files(data).items()
+    ]
+    content = json.dumps([corpora, how, template, data.train_on])
     return hashlib.sha256(content.encode()).hexdigest()[:16]
 
 

@@ -6,20 +6,19 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Tokenizer
 from torch import Tensor
 
 from hydragraph.data import tokenizer
 from hydragraph.runtime.checkpoint.disk import file_errors
 
 
-def export(model: Any, state: Mapping[str, Tensor], encoder: Tokenizer, directory: Path) -> None:
+def export(model: Any, state: Mapping[str, Tensor], tokens: Path, directory: Path) -> None:
     """Write config, weights (safetensors) and tokenizer.
 
     Args:
         model: the Hugging Face model, on the CPU or without weights; it gets these.
         state: every key of its `state_dict`.
-        encoder: the tokenizer.
+        tokens: a directory with the tokenizer.
         directory: made if missing.
 
     Raises:
@@ -30,4 +29,4 @@ def export(model: Any, state: Mapping[str, Tensor], encoder: Tokenizer, director
     directory.mkdir(parents=True, exist_ok=True)
     with file_errors(directory, directory):  # safetensors has errors of its own
         model.save_pretrained(str(directory))
-        tokenizer.save(encoder, directory)
+        tokenizer.copy(tokens, directory)

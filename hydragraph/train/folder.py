@@ -114,7 +114,7 @@ class RunFolder:
         last = self._chosen(step) if how == "resume" else None
         if how == "resume" and last is None:
             raise ValueError(f"output {self.path} holds no complete checkpoint to resume from: use --overwrite")
-        if last is not None and last.step > config.steps:
+        if last is not None and config.epochs is None and last.step > config.steps:
             raise ValueError(f"{last.path} is past the last step: set steps to {last.step} or more")
         return last
 

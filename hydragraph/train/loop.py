@@ -18,7 +18,8 @@ from hydragraph.cost.datasheet import datasheet
 from hydragraph.cost.flops import peak_flops_per_s, step_flops
 from hydragraph.cost.profile import Profile
 from hydragraph.cost.trace_file import TracedStep
-from hydragraph.data.mini_batches import MiniBatches
+from hydragraph.data.mini_batches import Drawn, MiniBatches
+from hydragraph.data.mixture import Mixture
 from hydragraph.elastic.controller import Controller, Replanning
 from hydragraph.elastic.estimate import Sensitivity
 from hydragraph.elastic.events import Event, append_event, read_events
@@ -46,7 +47,16 @@ from hydragraph.survival import Survived, meet_again
 from hydragraph.train.ahead import Ahead
 from hydragraph.train.checks import check_settings, read_strategies, remarks
 from hydragraph.train.config import PlanConfig, TrainConfig
-from hydragraph.train.data import Tokens, evaluation_batches, mini_batches, open_tokens, prepare, verify
+from hydragraph.train.data import (
+    Tokens,
+    check_data,
+    evaluation_batches,
+    mini_batches,
+    open_tokens,
+    prepare,
+    steps_of,
+    verify,
+)
 from hydragraph.train.export import export
 from hydragraph.train.folder import Begin, Checkpoint, RunFolder
 from hydragraph.train.metrics import Metrics, MetricsLog, peak_memory, tensorboard_installed
@@ -98,13 +108,13 @@ class Trainable(Protocol):
     def choose_from(self, strategies: Sequence[Strategy], request: PlanRequest, static: int | None = None) -> None:
         """Choose from other strategies from the next step on; rank 0 calls it."""
 
-    def announce(self, sequences: Sequence[Tensor]) -> None:
+    def announce(self, sequences: Sequence[Drawn]) -> None:
         """Tell what a later step will bring."""
 
-    def step(self, sequences: Sequence[Tensor], strategy: Strategy | None = None) -> Any:
+    def step(self, sequences: Sequence[Drawn], strategy: Strategy | None = None) -> Any:
         """Train on one global mini-batch; return a `StepResult`, or raise `Stopped` if any rank has `stopping`."""
 
-    def evaluate(self, sequences: Sequence[Tensor], strategy: Strategy | None = None) -> Any:
+    def evaluate(self, sequences: Sequence[Drawn], strategy: Strategy | None = None) -> Any:
         """Return a `StepResult` without updating anything."""
 
     def full_state_dict(self) -> dict[str, Tensor]:
@@ -170,7 +180,7 @@ class _Run:
     folder: RunFolder
     executor: Trainable
     strategies: tuple[Strategy, ...]  # that steps take in turn; none where the executor chooses
-    heldout: list[list[Tensor]]
+    evaluation: Mapping[str, list[list[Drawn]]]  # the mini-batches of every set, by its name
     watcher: Watcher | None  # on rank 0 only, as is the log
     log: MetricsLog | None
     controller: Controller | None  # on rank 0, where ranks are watched
@@ -193,8 +203,8 @@ class _Course:
     """
 
     watcher: Watcher
-    batches: MiniBatches
-    anew: Callable[[], MiniBatches]
+    batches: MiniBatches | Mixture
+    anew: Callable[[], MiniBatches | Mixture]
     coming: Ahead
     done: int
     saved: int
@@ -281,12 +291,16 @@ def _session(
     """Run a training in a folder that is this run's own, which `owned` lets go of; other arguments as for `train`."""
     leader = watcher if world.rank == 0 else None
     _together(world, "checking the config", world.local_rank == 0, lambda: check_settings(config, world.ranks))
+    _together(world, "looking into the data", world.local_rank == 0, lambda: check_data(config))
     tokens = shared_tokens(config, world, watcher)
     model = _model(config, tokens)
     strategies = () if config.automatic else read_strategies(config.strategies, model, world.ranks)
-    anew = partial(mini_batches, config, tokens.file)
+    config = replace(config, steps=steps_of(config, mini_batches(config, tokens)), epochs=None)
+    if start.last is not None and start.last.step > config.steps:
+        raise ValueError(f"{start.last.path} is past the last step, {config.steps}: set epochs to more")
+    anew = partial(mini_batches, config, tokens)
     batches = anew()
-    heldout = evaluation_batches(config, tokens.file) if config.evaluate_every else []
+    evaluation = evaluation_batches(config, tokens) if config.evaluate_every else {}
     if leader is not None:
         for sentence in remarks(config, model, strategies, world.ranks, batches):
             leader.note(sentence)
@@ -312,7 +326,7 @@ def _session(
         executor.watched = config.elastic.on
         controller = _controller(config, world, executor) if config.elastic.on and leader is not None else None
         turns = () if config.plan.choose else strategies
-        run = _Run(config, world, folder, executor, turns, heldout, leader, log, controller, _peak(config, world))
+        run = _Run(config, world, folder, executor, turns, evaluation, leader, log, controller, _peak(config, world))
         if leader is not None:
             if executor.decision:
                 leader.note(executor.decision)
@@ -362,21 +376,22 @@ def _join_run(
 ) -> RunOutcome:
     """Get ready alone, beside ranks that train already; then join them between two steps."""
     tokens = open_tokens(prepare(config))
-    model = skeleton(config.model, tokens.file.vocabulary, tokens.file.end_of_text)
+    model = skeleton(config.model, tokens.vocabulary, tokens.end_of_text)
     strategies = () if config.automatic else read_strategies(config.strategies, model, config.ranks)
-    anew = partial(mini_batches, config, tokens.file)
+    anew = partial(mini_batches, config, tokens)
     batches = anew()
-    heldout = evaluation_batches(config, tokens.file) if config.evaluate_every else []
+    config = replace(config, steps=steps_of(config, batches), epochs=None)
+    evaluation = evaluation_batches(config, tokens) if config.evaluate_every else {}
     executor = _compiled(config, compile, model, strategies, tokens, world, joining=True)
     executor.watched = config.elastic.on
     turns = () if config.plan.choose else strategies
-    run = _Run(config, world, folder, executor, turns, heldout, None, None, None, None)
+    run = _Run(config, world, folder, executor, turns, evaluation, None, None, None, None)
     course = _Course(watcher, batches, anew, _ahead(run, batches), -1, -1, {})
     with ExitStack() as owned, stopping.working(), _naming_the_checkpoint(folder):
         return _follow(run, course, stopping, owned, model, tokens)
 
 
-def _ahead(run: _Run, batches: MiniBatches) -> Ahead:
+def _ahead(run: _Run, batches: MiniBatches | Mixture) -> Ahead:
     """Read mini-batches as far ahead as they are planned."""
     plan = run.config.plan
     return Ahead(batches, plan.ahead if plan.choose else 0, run.executor.announce)
@@ -594,11 +609,11 @@ def _chosen_from(config: TrainConfig, strategies: tuple[Strategy, ...], tokens: 
     if not config.plan.choose:
         return {"strategy": strategies[0]}
     plan = config.plan
-    batches = mini_batches(config, tokens.file)
+    batches = mini_batches(config, tokens)
     return {
         "strategy": "auto" if config.automatic else strategies,
         "profile": _measured(plan),
-        "lengths": [[len(s) for s in next(batches)] for _ in range(plan.sample)],
+        "lengths": [list(batches.skip()) for _ in range(plan.sample)],
         "policy": _policy(config),
     }
 
@@ -654,8 +669,8 @@ def _policy(config: TrainConfig) -> Policy:
 
 def _model(config: TrainConfig, tokens: Tokens) -> nn.Module:
     """Return the model, on the meta device where each rank is to read its own part of the weights."""
-    vocabulary = tokens.file.vocabulary
-    end_of_text = tokens.file.end_of_text
+    vocabulary = tokens.vocabulary
+    end_of_text = tokens.end_of_text
     if config.model.weights is None:
         return build_model(config.model, vocabulary, end_of_text, config.seed)
     model = skeleton(config.model, vocabulary, end_of_text)
@@ -671,16 +686,16 @@ def shared_tokens(config: TrainConfig, world: World, watcher: Watcher) -> Tokens
     """
     watched = watcher.preparing
     reads = world.local_rank == 0
-    _together(world, "preparing the data", reads, lambda: verify(prepare(config, watched), watched))
-    tokens = open_tokens(prepare(config))
-    fingerprints = world.gather(tokens.file.fingerprint)
+    _together(world, "preparing the data", reads, lambda: verify(config, prepare(config, watched), watched))
+    tokens = open_tokens(config, prepare(config))
+    fingerprints = world.gather(tokens.fingerprint)
     if len(set(fingerprints)) > 1:
         different = next(rank for rank, fingerprint in enumerate(fingerprints) if fingerprint != fingerprints[0])
         raise ValueError(f"data: rank {different} read another corpus than rank 0: give every host the same files")
     return tokens
 
 
-def _train_step(run: _Run, course: _Course, step: int, sequences: list[Tensor]) -> None:
+def _train_step(run: _Run, course: _Course, step: int, sequences: list[Drawn]) -> None:
     """Train on one mini-batch, evaluate where it is time, and log both."""
     config = run.config
     strategy = run.strategies[(step - 1) % len(run.strategies)] if run.strategies else None
@@ -709,7 +724,7 @@ def _log_step(run: _Run, step: int, report: StepResult) -> None:
     config = run.config
     strategy = run.strategies[(step - 1) % len(run.strategies)] if run.strategies else None
     evaluate = config.evaluate_every and _due(step, config.evaluate_every, config.steps)
-    eval_loss = _evaluate(run, strategy) if evaluate else None
+    losses = _evaluate(run, strategy) if evaluate else {}
     if run.log is None or run.watcher is None:
         return
     metrics = Metrics(
@@ -723,7 +738,8 @@ def _log_step(run: _Run, step: int, report: StepResult) -> None:
         strategy=report.strategy,
         sequences=report.sequences,
         micro_batches=tuple(report.micro_batches),
-        eval_loss=eval_loss,
+        eval_loss=losses.get("heldout", next(iter(losses.values()), None)),
+        eval_losses=losses,
         padding=report.padding,
         exposed_pull_s=report.exposed.pull,
         exposed_push_s=report.exposed.push,
@@ -756,10 +772,13 @@ def _mfu(run: _Run, report: StepResult) -> float | None:
     return flops / report.seconds / run.peak_flops_per_s
 
 
-def _evaluate(run: _Run, strategy: Strategy | None) -> float:
-    """Return the mean loss per token over the held-out mini-batches."""
-    reports: list[StepResult] = [run.executor.evaluate(sequences, strategy) for sequences in run.heldout]
-    return sum(r.loss * r.tokens for r in reports) / sum(r.tokens for r in reports)
+def _evaluate(run: _Run, strategy: Strategy | None) -> dict[str, float]:
+    """Return the mean loss per token over the mini-batches of every set."""
+    losses: dict[str, float] = {}
+    for name, batches in run.evaluation.items():
+        reports: list[StepResult] = [run.executor.evaluate(sequences, strategy) for sequences in batches]
+        losses[name] = sum(r.loss * r.tokens for r in reports) / sum(r.tokens for r in reports)
+    return losses
 
 
 def _checkpoint(run: _Run, course: _Course) -> None:
@@ -807,7 +826,7 @@ def _finish(run: _Run, model: nn.Module, tokens: Tokens) -> None:
     """Write the final model."""
     state = run.executor.full_state_dict()
     if run.log is not None:
-        export(model, state, tokens.tokenizer, run.folder.model)
+        export(model, state, tokens.directory, run.folder.model)
 
 
 def _open_log(folder: RunFolder, done: int, watcher: Watcher) -> MetricsLog:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import resource
 import sys
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -47,13 +49,15 @@ class Metrics:
         strategy: the one in use.
         sequences: in the mini-batch.
         micro_batches: of each pipeline.
-        eval_loss: on the held-out documents after the update; None where this step did not evaluate.
+        eval_loss: on the held-out documents after the update, or where there are none on the first set of
+            `data.evaluation`; None where this step did not evaluate.
         padding: tokens added to micro-batches.
         exposed_pull_s, exposed_push_s, exposed_p2p_s: seconds that ranks waited, on average, for weights, for gradients
             and for activations.
         planning_s, planning_hidden_s: seconds of planning that the step waited for, and that it did not.
         expected_s: seconds of computing that its plan expected; 0 without a profile.
         peak_memory_bytes: of rank 0's process so far; of its GPU where it has one.
+        eval_losses: of every set by its name: "heldout", and those of `data.evaluation`.
         mfu: model FLOPs utilisation: the model's operations on these lengths, without what is recomputed, over the
             seconds and the peak of all GPUs; None where that peak is not known.
     """
@@ -78,6 +82,17 @@ class Metrics:
     expected_s: float = 0.0
     peak_memory_bytes: int = 0
     mfu: float | None = None
+    eval_losses: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def eval_perplexity(self) -> float | None:
+        """The perplexity that belongs to `eval_loss`."""
+        return None if self.eval_loss is None else perplexity(self.eval_loss)
+
+
+def perplexity(loss: float) -> float:
+    """Return e to the power of a mean loss per token, infinite where that is beyond floating point."""
+    return math.exp(loss) if loss < 700 else math.inf
 
 
 def read_metrics(path: Path) -> list[Metrics]:
@@ -143,6 +158,9 @@ class MetricsLog:
             value = getattr(metrics, name)
             if value is not None:
                 self._events.add_scalar(name, value, metrics.step)
+        for name, loss in metrics.eval_losses.items():
+            self._events.add_scalar(f"eval/{name}", loss, metrics.step)
+            self._events.add_scalar(f"perplexity/{name}", perplexity(loss), metrics.step)
 
 
 def peak_memory(device: torch.device) -> int:

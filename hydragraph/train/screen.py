@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TaskID, TextColumn
 
 from hydragraph.log import hearing
-from hydragraph.train.metrics import Metrics
+from hydragraph.train.metrics import Metrics, perplexity
 
 # Seconds between lines where there is no terminal: often at first, when people look whether it goes well.
 _OFTEN_S, _SELDOM_S, _SETTLED_S = 10.0, 60.0, 600.0
@@ -77,13 +77,14 @@ class Screen:
         numbers = "  ".join(filter(None, (*_numbers(metrics), self._left(metrics.step, now), _strategy(metrics))))
         self._describe("training")
         self._update(metrics.step, numbers)
-        heldout_text = "" if metrics.eval_loss is None else f"  held out {metrics.eval_loss:.4f}"
+        evaluated = evaluation_text(metrics)
+        ending = f"  {evaluated}" if evaluated else ""
         regular = metrics.step in (1, self._steps) or self._is_time(now)
-        if not self._console.is_terminal and (regular or heldout_text):
+        if not self._console.is_terminal and (regular or evaluated):
             self._printed = now
-            self._print(f"step {metrics.step}/{self._steps}  {numbers}{heldout_text}")
-        elif heldout_text:
-            self._print(f"step {metrics.step}: held-out loss {metrics.eval_loss:.4f}")
+            self._print(f"step {metrics.step}/{self._steps}  {numbers}{ending}")
+        elif evaluated:
+            self._print(f"step {metrics.step}: {evaluated}")
 
     def note(self, sentence: str) -> None:
         """Show a sentence."""
@@ -129,6 +130,13 @@ class Screen:
     def _print(self, text: str) -> None:
         # Strategies hold square brackets, which rich would take for its markup.
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def evaluation_text(metrics: Metrics) -> str:
+    """Return the losses of a step's evaluation, set by set, such as "held out 2.1034 (perplexity 8.194)"; "": none."""
+    losses = metrics.eval_losses or ({} if metrics.eval_loss is None else {"heldout": metrics.eval_loss})
+    named = {("held out" if name == "heldout" else name): loss for name, loss in losses.items()}
+    return ", ".join(f"{name} {loss:.4f} (perplexity {perplexity(loss):.4g})" for name, loss in named.items())
 
 
 def duration_text(seconds: float) -> str:

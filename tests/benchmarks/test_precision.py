@@ -16,7 +16,7 @@ from tests.train.plain import settings
 def test_three_steps_of_both_sides(tmp_path: Path) -> None:
     config = from_record(TrainConfig, {**settings(tmp_path), "steps": 3, "strategies": ["<tp1,pp1>"], "ranks": 1})
     told: list[int] = []
-    plain, rounded = train_both(config, open_tokens(prepare(config)).file, told.append)
+    plain, rounded = train_both(config, open_tokens(config, prepare(config)), told.append)
     assert told == [1, 2, 3]
     assert len(plain.losses) == len(rounded.losses) == 3
     assert all(a != b for a, b in zip(plain.losses, rounded.losses, strict=True)), (

@@ -18,8 +18,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hydragraph.data.mini_batches import MiniBatches, Split, cut, split_documents
-from hydragraph.data.token_file import TokenFile, write_tokens
+from hydragraph.data.mini_batches import Drawn, MiniBatches, Split, cut, split_documents
+from hydragraph.data.token_file import Encoded, TokenFile, write_encoded, write_tokens
 from hydragraph.data.tokenizer import train_bpe
 
 BYTES = train_bpe(["x"], 257)  # one token per byte
@@ -42,8 +42,8 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> TokenFile:
     return write_tokens(tmp_path_factory.mktemp("data") / "json.tokens", texts, train_bpe(texts, 500))
 
 
-def plain(batch: list[Tensor]) -> list[list[int]]:
-    return [sequence.tolist() for sequence in batch]
+def plain(batch: list[Drawn]) -> list[list[int]]:
+    return [sequence.tolist() for sequence in batch if isinstance(sequence, Tensor)]
 
 
 def take(batches: MiniBatches, count: int) -> Stream:
@@ -250,3 +250,58 @@ def test_sequences_are_the_documents_themselves(file: TokenFile) -> None:
     drawn = Counter(tuple(s) for batch in batches.single_pass() for s in plain(batch))
     assert drawn == Counter(tuple(tokens.tolist()) for tokens in file if len(tokens) >= 2)
     assert all(s.dtype == torch.int64 and s.dim() == 1 for s in next(batches))
+
+
+def targeted(folder: Path, documents: list[tuple[list[int], list[bool]]]) -> TokenFile:
+    encoded = [[Encoded(ids, targets)] for ids, targets in documents]
+    return write_encoded(folder / "targeted", encoded, 40_000, 1, True)
+
+
+def test_tokens_that_are_no_targets_have_no_label(tmp_path: Path) -> None:
+    file = targeted(tmp_path, [([7, 39_999, 8], [False, True, False]), ([5, 6], [True, True])])
+    assert file.targeted
+    assert file.path.stat().st_size == 128 + 24 + 3 * 8, "ids of 16 bits leave no room for the mark"
+    drawn = [sequence for batch in MiniBatches(file, 8, 8).single_pass() for sequence in batch]
+    found = [{name: value.tolist() for name, value in one.items()} for one in drawn if isinstance(one, dict)]
+    assert found == [
+        {"input_ids": [7, 39_999, 8], "labels": [-100, 39_999, -100]},
+        {"input_ids": [5, 6], "labels": [5, 6]},
+    ]
+
+
+masks = st.lists(st.lists(st.booleans(), min_size=1, max_size=30), min_size=1, max_size=8)
+
+
+@given(masks, st.integers(2, 9))
+def test_pieces_without_a_target_are_left_out(targets: list[list[bool]], max_length: int) -> None:
+    expected = [
+        (document, start)
+        for document, mask in enumerate(targets)
+        for start in range(0, len(mask), max_length)
+        if any(mask[start + 1 : start + max_length])  # the first token of a piece is predicted by none
+    ]
+    with tempfile.TemporaryDirectory() as folder:
+        file = targeted(Path(folder), [([2] * len(mask), mask) for mask in targets])
+        if not expected:
+            with pytest.raises(ValueError, match="no train document has two tokens"):
+                MiniBatches(file, 9, max_length)
+            return
+        chunks = MiniBatches(file, 9, max_length).chunks
+    assert list(zip(chunks.documents.tolist(), chunks.starts.tolist(), strict=True)) == expected
+
+
+def test_documents_that_are_too_long_are_cut_or_dropped() -> None:
+    with token_file([3, 9, 4, 5]) as file:
+        assert MiniBatches(file, 8, 4, overlong="drop").chunks.documents.tolist() == [0, 2]
+        assert MiniBatches(file, 8, 4).chunks.documents.tolist() == [0, 1, 1, 2, 3]
+        with pytest.raises(ValueError, match=r"no train document has two tokens of at most 2: give"):
+            MiniBatches(file, 8, 2, overlong="drop")
+        with pytest.raises(ValueError, match="overlong is 'cut', but this stream's is 'drop'"):
+            MiniBatches(file, 8, 4, overlong="drop").load_state_dict(MiniBatches(file, 8, 4).state_dict())
+
+
+def test_skipping_is_drawing_without_reading(file: TokenFile) -> None:
+    one, two = MiniBatches(file, 512, 128), MiniBatches(file, 512, 128)
+    for _ in range(4):
+        assert one.skip() == tuple(map(len, next(two)))
+        assert one.state_dict() == two.state_dict()

@@ -14,11 +14,11 @@ import torch
 from tokenizers import Tokenizer, models
 
 from hydragraph.data import token_file
-from hydragraph.data.corpus import documents
+from hydragraph.data.corpus import texts
 from hydragraph.data.token_file import TokenFile, write_tokens
 from hydragraph.data.tokenizer import train_bpe
 
-SOURCES = list(documents([Path(json.__file__).parent], suffixes=(".py",)))
+SOURCES = list(texts([Path(json.__file__).parent], suffixes=(".py",)))
 TOKENIZER = train_bpe(SOURCES, 600)
 END = TOKENIZER.token_to_id("<|endoftext|>")
 

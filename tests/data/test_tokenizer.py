@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from hydragraph.data.corpus import documents
+from hydragraph.data.corpus import texts
 from hydragraph.data.tokenizer import END_OF_TEXT, end_of_text_token, load, save, train_bpe
 
-SOURCES = list(documents([Path(json.__file__).parent], suffixes=(".py",)))
+SOURCES = list(texts([Path(json.__file__).parent], suffixes=(".py",)))
 TOKENIZER = train_bpe(SOURCES, 600)
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from hydragraph.data.mini_batches import Drawn
 from hydragraph.train.ahead import Ahead
 
 
@@ -15,7 +17,7 @@ class Counting:
     def __init__(self, start: int = 0) -> None:
         self.at = start
 
-    def __next__(self) -> list[Tensor]:
+    def __next__(self) -> list[Drawn]:
         self.at += 1
         return [torch.tensor([self.at])]
 
@@ -23,14 +25,20 @@ class Counting:
         return {"at": self.at}
 
 
+def number(batch: Sequence[Drawn]) -> int:
+    (drawn,) = batch
+    assert isinstance(drawn, Tensor)
+    return int(drawn)
+
+
 @pytest.mark.parametrize("count", [0, 1, 3])
 def test_mini_batches_and_positions_are_those_without_it(count: int) -> None:
     source, announced = Counting(), []
-    coming = Ahead(source, count, lambda batch: announced.append(int(batch[0])))
+    coming = Ahead(source, count, lambda batch: announced.append(number(batch)))
     assert coming.position == {"at": 0}
     for step in range(1, 6):
         last = step + count > 5
-        assert int(coming.take(last)[0]) == step
+        assert number(coming.take(last)) == step
         assert coming.position == {"at": step}
         assert announced == list(range(1, min(step + count, 5) + 1)) if count else not announced
     assert source.at == 5  # nothing is read that no step needs

@@ -104,7 +104,7 @@ def test_a_missing_gpu_is_told() -> None:
         (
             "chat.jsonl",
             '{"messages": [{"role": "user", "content": "hi"}]}',
-            "'messages' is a conversation",
+            r"chat.jsonl:1: no message of the assistant",
         ),
         ("numbers.jsonl", '{"ids": [1, 2]}', "'ids' is a list, not text"),
     ],

@@ -2,16 +2,31 @@
 
 from __future__ import annotations
 
+import json
 import re
+from functools import partialmethod
 from pathlib import Path
+from typing import Any
 
 import pytest
-import torch
+from torch import Tensor
 
-from hydragraph.data import tokenizer
+from hydragraph.data import token_file, tokenizer
+from hydragraph.data.mini_batches import MiniBatches
+from hydragraph.data.mixture import Mixture
+from hydragraph.data.parts import Parts
 from hydragraph.spec.record import from_record
 from hydragraph.train.config import TrainConfig
-from hydragraph.train.data import evaluation_batches, mini_batches, open_tokens, prepare, stdlib_files, verify
+from hydragraph.train.data import (
+    check_data,
+    evaluation_batches,
+    mini_batches,
+    open_tokens,
+    prepare,
+    stdlib_files,
+    steps_of,
+    verify,
+)
 from tests.train.plain import settings
 
 
@@ -34,23 +49,23 @@ def test_prepares_once_and_again_when_the_corpus_changes(tmp_path: Path) -> None
     (tmp_path / "texts" / "new.txt").write_text("something else")
     second = prepare(run)
     assert second != first
-    assert len(open_tokens(second).file) == 13
+    assert len(open_tokens(run, second).files[0]) == 13
     assert sorted(p.name for p in first.parent.iterdir()) == sorted([first.name, second.name]), "nothing partial"
 
 
 def test_a_byte_that_has_changed_since_is_found_and_deleting_the_file_makes_it_anew(tmp_path: Path) -> None:
     run = config(tmp_path)
     directory, seen = prepare(run), list[tuple[str, int]]()
-    verify(directory, lambda what, done: seen.append((what, done)))
+    verify(run, directory, lambda what, done: seen.append((what, done)))
     assert seen[-1] == ("checking the token file", 12)
     file = directory / "tokens.bin"
     written = bytearray(file.read_bytes())
     file.write_bytes(written[:200] + bytes([written[200] ^ 1]) + written[201:])
     assert prepare(run) == directory
     with pytest.raises(ValueError, match=rf"token file {re.escape(str(file))} is .* corrupt: .*; delete it and rerun"):
-        verify(directory)
+        verify(run, directory)
     file.unlink()
-    verify(prepare(run))
+    verify(run, prepare(run))
     assert file.read_bytes() == written
 
 
@@ -65,9 +80,9 @@ def test_uses_a_given_tokenizer_and_cache(tmp_path: Path) -> None:
     run = config(tmp_path, tokenizer=str(tmp_path / "given"), cache=str(tmp_path / "cache"))
     directory = prepare(run)
     assert directory.parent == tmp_path / "cache"
-    tokens = open_tokens(directory)
+    tokens = open_tokens(run, directory)
     assert tokens.tokenizer.get_vocab() == tokenizer.load(tmp_path / "given").get_vocab()
-    assert tokens.file.vocabulary == tokens.tokenizer.get_vocab_size()
+    assert tokens.vocabulary == tokens.tokenizer.get_vocab_size()
 
 
 def test_names_the_tokenizer_that_is_missing(tmp_path: Path) -> None:
@@ -77,15 +92,19 @@ def test_names_the_tokenizer_that_is_missing(tmp_path: Path) -> None:
 
 def test_trains_on_other_documents_than_it_evaluates_on(tmp_path: Path) -> None:
     run = config(tmp_path)
-    file = open_tokens(prepare(run)).file
-    train, held = mini_batches(run, file), mini_batches(run, file, "heldout")
-    assert not set(train.chunks.documents) & set(held.chunks.documents)
-    batches = evaluation_batches(run, file)
+    tokens = open_tokens(run, prepare(run))
+    stream, held = mini_batches(run, tokens), evaluation_batches(run, tokens)
+    assert isinstance(stream, MiniBatches)
+    batches = held["heldout"]
+    kept = len(set(stream.chunks.documents.tolist()))
+    assert 0 < kept < 12
+    every = MiniBatches(tokens.files[0], run.data.tokens_per_step, run.data.max_length)
+    assert stream.tokens + sum(len(s) for batch in batches for s in batch) == every.tokens
     assert 0 < len(batches) <= run.evaluate_batches
-    again = evaluation_batches(run, file)
-    assert all(
-        torch.equal(a, b) for one, two in zip(batches, again, strict=True) for a, b in zip(one, two, strict=True)
-    )
+    again = evaluation_batches(run, tokens)["heldout"]
+    assert [[s.tolist() for s in batch if isinstance(s, Tensor)] for batch in batches] == [
+        [s.tolist() for s in batch if isinstance(s, Tensor)] for batch in again
+    ]
 
 
 def test_the_standard_library_has_neither_tests_nor_packages(tmp_path: Path) -> None:
@@ -108,3 +127,120 @@ def test_finds_this_pythons_standard_library() -> None:
     found = {path.name for path in stdlib_files()}
     assert {"dataclasses.py", "argparse.py"} <= found
     assert "torch" not in {part for path in stdlib_files() for part in path.parts}
+
+
+CHAT = [
+    [
+        {"role": "user", "content": f"what is {i} and {i}"},
+        {"role": "assistant", "content": f"it is {2 * i}"},
+        {"role": "user", "content": "sure"},
+        {"role": "assistant", "content": "yes"},
+    ]
+    for i in range(40)
+]
+
+
+def chat_file(folder: Path, name: str = "chat.jsonl", count: int = 40) -> str:
+    path = folder / name
+    path.write_text("".join(json.dumps({"messages": turns}) + "\n" for turns in CHAT[:count]))
+    return str(path)
+
+
+def test_a_new_tokenizer_for_conversations_brings_chatml(tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    run = config(tmp_path, paths=[chat_file(tmp_path)], vocab_size=320, max_length=96)
+    directory = prepare(run)
+    theirs = AutoTokenizer.from_pretrained(directory)
+    file = open_tokens(run, directory).files[0]
+    wanted: Any = theirs.apply_chat_template(CHAT[3], return_dict=True, return_assistant_tokens_mask=True)
+    assert file[3].tolist() == wanted["input_ids"]
+    assert file.targets(3, 0, len(file[3])).int().tolist() == wanted["assistant_masks"]
+
+
+def test_a_tokenizer_keeps_its_configuration_and_may_lack_a_template(tmp_path: Path) -> None:
+    given = tmp_path / "given"
+    tokenizer.save(tokenizer.train_bpe(["a b c user assistant"], 300, ("<|endoftext|>", "<end>")), given)
+    settings = {"tokenizer": str(given), "paths": [chat_file(tmp_path)], "max_length": 96}
+    with pytest.raises(ValueError, match=r"has no chat template, .* set data.chat_template to chatml"):
+        check_data(config(tmp_path, **settings))
+    (given / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<end>", "extra": 1}))
+    directory = prepare(config(tmp_path, **settings, chat_template="chatml"))
+    assert json.loads((directory / "tokenizer_config.json").read_text())["extra"] == 1
+    assert "generation" in (directory / "chat_template.jinja").read_text()
+    run = config(tmp_path, tokenizer=str(given))
+    assert open_tokens(run, prepare(run)).end_of_text == 1, "the end that the configuration declares"
+    (tmp_path / "template.jinja").write_text("{% for m in messages %}{{ m.content }}<end>{% endfor %}")
+    ours = prepare(config(tmp_path, **settings, chat_template=str(tmp_path / "template.jinja")))
+    assert ours != directory
+    with pytest.raises(ValueError, match=r"data.chat_template: there is no file .*nowhere"):
+        check_data(config(tmp_path, **settings, chat_template="nowhere"))
+
+
+def test_mixtures_and_evaluation_sets_have_files_of_their_own(tmp_path: Path) -> None:
+    chats = chat_file(tmp_path)
+    (tmp_path / "pairs.jsonl").write_text('{"prompt": "what", "completion": " it"}\n' * 9)
+    texts = settings(tmp_path)["data"]["paths"]
+    mixture = [{"paths": texts, "weight": 3}, {"paths": [chats]}]
+    sets = {"pairs": {"paths": [str(tmp_path / "pairs.jsonl")]}}
+    run = config(tmp_path, paths=[], mixture=mixture, evaluation=sets, vocab_size=320, heldout=None)
+    directory = prepare(run)
+    assert {path.name for path in directory.glob("*.bin")} == {"tokens-0.bin", "tokens-1.bin", "evaluation-pairs.bin"}
+    tokens = open_tokens(run, directory)
+    stream = mini_batches(run, tokens)
+    assert isinstance(stream, Mixture)
+    for _ in range(30):
+        next(stream)
+    text, chat = stream.state_dict()["drawn"]
+    assert text / chat == pytest.approx(3, rel=0.1)
+    (pairs,) = evaluation_batches(run, tokens)["pairs"]
+    assert len(pairs) == 9
+    assert set(evaluation_batches(run, tokens)) == {"pairs"}, "nothing is held out beside sets of their own"
+    verify(run, directory)
+
+
+def test_epochs_are_as_many_steps_as_their_tokens_take(tmp_path: Path) -> None:
+    record = settings(tmp_path)
+    record.pop("steps")
+    run = from_record(TrainConfig, {**record, "epochs": 2.5})
+    tokens = open_tokens(run, prepare(run))
+    stream, drawn = mini_batches(run, tokens), list[int]()
+    steps = steps_of(run, mini_batches(run, tokens))
+    for _ in range(steps):
+        drawn.append(sum(stream.skip()))
+    assert sum(drawn[:-1]) < 2.5 * stream.tokens <= sum(drawn)
+    assert steps_of(config(tmp_path), stream) == 6
+
+
+def test_documents_that_are_too_long_are_refused_by_place(tmp_path: Path) -> None:
+    path = chat_file(tmp_path)
+    lines = Path(path).read_text().splitlines()
+    lines[4] = json.dumps(
+        {"messages": [*CHAT[4][:3], {"role": "assistant", "content": " ".join(str(i * 7919) for i in range(60))}]}
+    )
+    Path(path).write_text("\n".join(lines))
+    run = config(tmp_path, paths=[path], vocab_size=320, max_length=90, overlong="refuse")
+    tokens = open_tokens(run, prepare(run))
+    with pytest.raises(ValueError, match=r"chat.jsonl:5: \d+ tokens, and data.max_length is 90 \(1 of 40 documents"):
+        mini_batches(run, tokens)
+    dropped = mini_batches(config(tmp_path, paths=[path], vocab_size=320, max_length=90, overlong="drop"), tokens)
+    assert isinstance(dropped, MiniBatches)
+    assert 4 not in dropped.chunks.documents
+
+
+def test_a_preparation_that_is_interrupted_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = config(tmp_path, paths=[chat_file(tmp_path)], vocab_size=320)
+    monkeypatch.setattr(token_file, "_BATCH_DOCUMENTS", 8)
+    monkeypatch.setattr(Parts, "__init__", partialmethod(Parts.__init__, every_s=0.0))
+
+    def interrupt(what: str, done: int) -> None:
+        if what == "writing the token file" and done >= 24:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        prepare(run, interrupt)
+    seen: list[tuple[str, int]] = []
+    directory = prepare(run, lambda what, done: seen.append((what, done)))
+    assert seen[0] == ("writing the token file", 24), "neither the tokenizer nor what was encoded is made again"
+    assert len(open_tokens(run, directory).files[0]) == 40
+    assert [path.name for path in directory.parent.iterdir()] == [directory.name]

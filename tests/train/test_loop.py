@@ -37,7 +37,7 @@ def test_a_run_leaves_everything_in_its_folder(tmp_path: Path) -> None:
     outcome = train(config(tmp_path), "new", compile_plain, watched)
     names = {path.name for path in (tmp_path / "run").iterdir()}
     written = {"config.yaml", "data", "metrics.jsonl", "tensorboard", "loss.png", "checkpoints", "model"}
-    assert names == written | {"owner.json"}
+    assert names == written | {"owner.json", "ranks.json"}
     history = read_metrics(tmp_path / "run" / "metrics.jsonl")
     assert history == list(outcome.history) == watched.steps
     assert [m.step for m in history] == [1, 2, 3, 4, 5, 6]
@@ -97,7 +97,7 @@ def test_transformers_loads_the_final_model(tmp_path: Path) -> None:
     outcome = train(config(tmp_path), "new", compile_plain, Watched())
     run = config(tmp_path)
     model: Any = AutoModelForCausalLM.from_pretrained(outcome.folder.model)
-    batches = evaluation_batches(run, open_tokens(prepare(run)).file)
+    batches = evaluation_batches(run, open_tokens(run, prepare(run)))["heldout"]
     total = tokens = 0.0
     for ids in (ids for batch in batches for ids in batch):
         total += model(input_ids=ids[None], labels=ids[None]).loss.item() * (len(ids) - 1)

@@ -40,7 +40,7 @@ def test_a_log_gets_a_line_when_something_begins_and_then_by_time() -> None:
     assert lines[:3] == ["capturing LlamaForCausalLM", "training a tokenizer", "training a tokenizer: 12,000 documents"]
     assert lines[3] == f"step 1/100  loss 2.0000  1,234 tokens/s  {STRATEGY}"
     assert lines[4] == f"step 6/100  loss 2.0000  1,234 tokens/s  3 min left  {STRATEGY}"
-    assert lines[5].endswith("held out 1.5000")
+    assert lines[5].endswith("held out 1.5000 (perplexity 4.482)")
     assert lines[-1] == "a [note]"
     # Every ten seconds of two-second steps, begun anew by an evaluation; and the last.
     assert [int(line.split()[1].split("/")[0]) for line in lines[3:-1]] == [1, 6, 7, *range(12, 100, 5), 100]
@@ -60,7 +60,7 @@ def test_a_terminal_gets_a_bar() -> None:
         "loss 2.0000",
         "1,234 tokens/s",
         STRATEGY,
-        "held-out loss 1.5000",
+        "held out 1.5000",
         "a [note]",
     ):
         assert piece in shown

@@ -1,0 +1,92 @@
+"""Mini-batches from several corpora by weight, a pure function of what each of them is and how much was drawn."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
+from typing import Any
+
+from hydragraph.data.mini_batches import Drawn, MiniBatches
+
+
+class Mixture(Iterator[list[Drawn]]):
+    """Endless mini-batches in which each corpus has its part of the tokens; it is used as `MiniBatches` is.
+
+    The next sequence comes from the corpus that is furthest behind its part of all tokens drawn so far, so that after
+    any number of them every part is right to within a sequence. Each corpus goes through epochs of its own.
+
+    Args:
+        members: of each corpus; their budgets do not matter.
+        weights: of their tokens, above 0, in any unit.
+        tokens: the budget of one mini-batch, never exceeded.
+
+    Attributes:
+        lengths: of the sequences in the last mini-batch; empty before the first.
+    """
+
+    def __init__(self, members: Sequence[MiniBatches], weights: Sequence[float], tokens: int) -> None:
+        if len(members) != len(weights) or not members or min(weights) <= 0:
+            raise ValueError(f"weights {list(weights)} of {len(members)} corpora: give one above 0 for each")
+        self.members = tuple(members)
+        self.lengths: tuple[int, ...] = ()
+        self._weights = tuple(map(float, weights))
+        self._drawn = [0] * len(members)
+        self._budget = tokens
+
+    def __next__(self) -> list[Drawn]:
+        """Return the next mini-batch; its sequences as of `MiniBatches`."""
+        return [self.members[i].read(chunk) for i, chunk in self._fill()]
+
+    def skip(self) -> tuple[int, ...]:
+        """Pass over the next mini-batch without reading it, and return the lengths of its sequences."""
+        self._fill()
+        return self.lengths
+
+    def single_pass(self) -> Iterator[list[Drawn]]:
+        """Yield every chunk of every corpus once, one corpus after the other; the endless stream does not move."""
+        return chain.from_iterable(member.single_pass() for member in self.members)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of one pass over all corpora."""
+        return sum(member.tokens for member in self.members)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return where the next mini-batch starts, with the settings that this position is relative to."""
+        states = [member.state_dict() for member in self.members]
+        return {"weights": list(self._weights), "drawn": list(self._drawn), "members": states}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue where `state` was taken, without replaying what came before.
+
+        Raises:
+            ValueError: the state is of other corpora, weights or settings.
+        """
+        weights, drawn, states = (state.get(name) for name in ("weights", "drawn", "members"))
+        if weights != list(self._weights):
+            raise ValueError(
+                f"mini-batch state: the weights of the mixture are {weights}, but this stream's are "
+                f"{list(self._weights)}: resume with the same mixture, or start a new run"
+            )
+        if not isinstance(states, list) or not isinstance(drawn, list) or not len(states) == len(drawn) == len(weights):
+            raise ValueError("mini-batch state: it is not of a mixture: load what state_dict() returned")
+        for member, own in zip(self.members, states, strict=True):
+            member.load_state_dict(own)
+        self._drawn = [int(count) for count in drawn]
+        self.lengths = ()
+
+    def _fill(self) -> list[tuple[int, int]]:
+        """Take the next mini-batch: which corpus, and which of its chunks."""
+        chosen: list[tuple[int, int]] = []
+        lengths: list[int] = []
+        room = self._budget
+        while True:
+            i = min(range(len(self.members)), key=lambda i: (self._drawn[i] / self._weights[i], i))
+            length = self.members[i].next_length
+            if length > room:
+                self.lengths = tuple(lengths)
+                return chosen
+            chosen.append((i, self.members[i].take()))
+            lengths.append(length)
+            self._drawn[i] += length
+            room -= length

@@ -1,0 +1,124 @@
+"""Encoded documents on disk, part by part, so that a long preparation goes on where it was interrupted."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+
+from hydragraph.data.chat import Encoder
+from hydragraph.data.corpus import Placed
+from hydragraph.data.documents import Document, characters_of
+from hydragraph.data.token_file import Encoded, batched, encode_texts
+
+_EVERY_S = 20.0  # of work that an interruption may cost
+
+
+class Parts:
+    """The documents of one corpus that are encoded already.
+
+    Args:
+        directory: made if missing; each file in it is complete.
+        every_s: seconds of encoding that one file holds at least.
+    """
+
+    def __init__(self, directory: Path, every_s: float = _EVERY_S) -> None:
+        self._directory = directory
+        self._every_s = every_s
+        directory.mkdir(parents=True, exist_ok=True)
+        for unfinished in directory.glob("*.partial"):
+            unfinished.unlink()
+
+    def encoded(
+        self, documents: Iterable[Placed], encoder: Encoder, progress: Callable[[int], None] | None = None
+    ) -> Iterator[int]:
+        """Encode the documents that are missing; yield how many are done, after each part.
+
+        Args:
+            documents: of the whole corpus, always the same ones in the same order.
+            encoder: what makes tokens of them.
+            progress: called now and then with how many are done.
+        """
+        done = sum(self._count(path) for path in self._files)
+        since = time.monotonic()
+        waiting: list[Encoded] = []
+        for batch in _batches(islice(documents, done, None), encoder):
+            waiting += batch
+            if progress is not None:
+                progress(done + len(waiting))
+            if time.monotonic() - since >= self._every_s:
+                done = self._write(waiting, done)
+                yield done
+                waiting = []
+                since = time.monotonic()
+        if waiting:
+            yield self._write(waiting, done)
+
+    def read(self) -> Iterator[list[Encoded]]:
+        """Yield the documents of each part."""
+        for path in self._files:
+            with np.load(path) as part:
+                ids, lengths, targets = part["ids"], part["lengths"], part["targets"]
+            ends = np.cumsum(lengths)
+            masked = bool(len(targets))
+            yield [
+                Encoded(ids[end - n : end], targets[end - n : end] if masked else None)
+                for end, n in zip(ends.tolist(), lengths.tolist(), strict=True)
+            ]
+
+    @property
+    def targeted(self) -> bool:
+        """Whether some token of some document is no target."""
+        for path in self._files:
+            with np.load(path) as part:
+                if len(part["targets"]) and not part["targets"].all():
+                    return True
+        return False
+
+    def remove(self) -> None:
+        """Remove all parts."""
+        shutil.rmtree(self._directory)
+
+    @property
+    def _files(self) -> list[Path]:
+        return sorted(self._directory.glob("*.npz"))
+
+    def _count(self, path: Path) -> int:
+        with np.load(path) as part:
+            return len(part["lengths"])
+
+    def _write(self, documents: list[Encoded], before: int) -> int:
+        """Write a part; return how many documents there are with it."""
+        lengths = np.array([len(document.ids) for document in documents], np.int64)
+        ids = np.concatenate([np.asarray(document.ids, np.uint32) for document in documents])
+        masked = any(document.targets is not None for document in documents)
+        every = [d.targets if d.targets is not None else [True] * len(d.ids) for d in documents] if masked else []
+        targets = np.concatenate([np.asarray(one, np.bool_) for one in every]) if masked else np.zeros(0, np.bool_)
+        path = self._directory / f"{before:012d}.npz"
+        partial = path.with_suffix(".partial")
+        with partial.open("wb") as file:
+            np.savez(file, ids=ids, lengths=lengths, targets=targets)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+        return before + len(documents)
+
+
+def _batches(documents: Iterable[Placed], encoder: Encoder) -> Iterator[list[Encoded]]:
+    """Yield documents as tokens, texts a batch at a time in parallel."""
+    for batch in batched(documents, lambda placed: characters_of(_present(placed))):
+        texts = [placed.document for placed in batch if isinstance(placed.document, str)]
+        if len(texts) == len(batch):
+            yield from encode_texts(texts, encoder.tokenizer, encoder.end)
+        else:
+            yield [encoder.encode(_present(placed), placed.place) for placed in batch]
+
+
+def _present(placed: Placed) -> Document:
+    assert placed.document is not None, "corpora leave out empty documents"
+    return placed.document

@@ -1,0 +1,99 @@
+"""Rows of Parquet and Arrow files, which need pyarrow, and the files of a directory that `datasets` saved."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+SUFFIXES = (".parquet", ".arrow")
+_ROWS = 4096  # in memory at a time
+
+
+Row = Mapping[str, Any]
+
+
+def columns(path: Path) -> list[str]:
+    """Return the names of a table's columns.
+
+    Raises:
+        ValueError: it cannot be read as a table.
+        ImportError: pyarrow is not installed.
+    """
+    with _table(path) as (names, _):
+        return names
+
+
+def rows(path: Path, wanted: Collection[str]) -> Iterator[Row | None]:
+    """Yield a table's rows, of the wanted columns only, None for one that is not UTF-8; raises what `columns` does."""
+    with _table(path) as (names, batches):
+        chosen = [name for name in names if name in wanted]
+        for batch in batches(chosen):
+            arrays = [batch.column(batch.schema.get_field_index(name)) for name in chosen]
+            for i in range(batch.num_rows):
+                try:
+                    row = {name: array[i].as_py() for name, array in zip(chosen, arrays, strict=True)}
+                except UnicodeDecodeError:
+                    yield None
+                    continue
+                yield row
+
+
+def saved_files(folder: Path) -> list[Path] | None:
+    """Return the Arrow files of a directory that `Dataset.save_to_disk` wrote, in order; None where it is none.
+
+    Raises:
+        ValueError: it holds several splits, or is damaged.
+    """
+    splits = folder / "dataset_dict.json"
+    if splits.is_file():
+        names = _json(splits).get("splits", [])
+        named = " or ".join(str(folder / name) for name in names)
+        raise ValueError(f"{folder} holds the splits {', '.join(names)} of a dataset: name one, such as {named}")
+    state = folder / "state.json"
+    if not state.is_file() or not (folder / "dataset_info.json").is_file():
+        return None
+    found = [folder / part["filename"] for part in _json(state).get("_data_files", [])]
+    missing = [str(path) for path in found if not path.is_file()]
+    if missing or not found:
+        raise ValueError(f"{state} names {', '.join(missing) or 'no file'}, which is not there: save the dataset again")
+    return found
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path}: not JSON ({error}): save the dataset again") from error
+    if not isinstance(data, dict):
+        raise ValueError(f"{path}: a {type(data).__name__}, not an object: save the dataset again")
+    return data
+
+
+@contextmanager
+def _table(path: Path) -> Iterator[tuple[list[str], Any]]:
+    """Open a table: its columns' names, and a function from some of them to batches of rows."""
+    kind = "Parquet" if path.suffix.lower() == ".parquet" else "Arrow"
+    try:
+        import pyarrow
+        from pyarrow import ipc, parquet
+    except ImportError as error:
+        raise ImportError(f"{path}: reading {kind} needs pyarrow: pip install 'hydragraph[train]'") from error
+    try:
+        if kind == "Parquet":
+            with parquet.ParquetFile(path) as table:
+                names = list(table.schema_arrow.names)
+                yield names, lambda chosen: table.iter_batches(batch_size=_ROWS, columns=chosen)
+            return
+        with pyarrow.memory_map(str(path)) as source:
+            try:
+                reader = ipc.open_stream(source)  # as `datasets` writes
+                batches = reader
+            except pyarrow.ArrowInvalid:
+                reader = ipc.open_file(source)
+                batches = (reader.get_batch(i) for i in range(reader.num_record_batches))
+            yield list(reader.schema.names), lambda _: batches
+    except (pyarrow.ArrowException, OSError) as error:
+        raise ValueError(f"{path}: not a readable {kind} file ({error}): write or download it again") from error

@@ -1,0 +1,222 @@
+"""The config as a JSON schema, for editors, and as a page of reference: both from the dataclasses."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+import types
+from collections.abc import Iterator, Mapping
+from dataclasses import MISSING, Field, fields, is_dataclass
+from pathlib import Path
+from typing import Any, Union, get_args, get_origin, get_type_hints
+
+from hydragraph.data.documents import FORMATS, OVERLONG, TRAIN_ON
+from hydragraph.spec.home import Home
+from hydragraph.train import config as settings
+from hydragraph.train.config import TrainConfig
+
+SCHEMA = Path(__file__).with_name("config.schema.json")  # shipped with the package
+
+# Fields that hold one of a few texts, by class and name.
+_CHOICES: dict[tuple[str, str], tuple[str, ...]] = {
+    ("DataConfig", "format"): FORMATS,
+    ("DataConfig", "overlong"): OVERLONG,
+    ("DataConfig", "train_on"): TRAIN_ON,
+    ("MixedConfig", "format"): FORMATS,
+    ("ScheduleConfig", "decay"): settings.DECAYS,
+    ("SourceConfig", "format"): FORMATS,
+    ("TrainConfig", "dtype"): settings.DTYPES,
+    ("TrainConfig", "backend"): settings.BACKENDS,
+    ("TrainConfig", "check"): settings.CHECKS,
+}
+_SCALARS: dict[type, str] = {str: "string", bool: "boolean", int: "integer", float: "number"}
+_ANY = {"type": ["string", "number", "boolean", "object", "array", "null"]}
+_SECTION = re.compile(r"^(Args|Attributes|Raises|Returns):$", re.MULTILINE)
+_ENTRY = re.compile(r"^    ([a-z_0-9]+(?:, [a-z_0-9]+)*): (.*)$")
+
+
+def field_docs(cls: type) -> dict[str, str]:
+    """Return what a dataclass's docstring says of each field, in one line."""
+    inherited: dict[str, str] = {}
+    for base in reversed(cls.__bases__):
+        inherited.update(field_docs(base) if is_dataclass(base) else {})
+    parts = _SECTION.split(inspect.cleandoc(cls.__doc__ or ""))
+    at = next((i for i, part in enumerate(parts) if part in ("Attributes", "Args")), None)
+    if at is None:
+        return inherited
+    said: dict[str, list[str]] = {}
+    current: list[str] = []
+    for line in parts[at + 1].splitlines():
+        entry = _ENTRY.match(line)
+        if entry is not None:
+            current = [entry[2]]
+            said.update(dict.fromkeys(entry[1].split(", "), current))
+        elif line.strip():
+            current.append(line.strip())
+    return {**inherited, **{name: " ".join(lines) for name, lines in said.items()}}
+
+
+def json_schema() -> dict[str, Any]:
+    """Return the JSON schema (draft 7, which editors know) of a run's YAML file."""
+    definitions: dict[str, Any] = {}
+    root = _object(TrainConfig, definitions)
+    return {
+        "$schema": "http://json-schema.org/draft-07/schema#",
+        "title": "hydragraph train",
+        **root,
+        "definitions": definitions,
+    }
+
+
+def schema_text() -> str:
+    """Return the schema as the text of the shipped file."""
+    return json.dumps(json_schema(), indent=1) + "\n"
+
+
+def reference() -> str:
+    """Return every field of the config as a page of Markdown."""
+    lines = [
+        "# The config of a run",
+        "",
+        "Every field of the YAML file that `hydragraph train`, `check`, `verify` and `compile` read; `hydragraph init` "
+        "writes one. `--set section.field=value` replaces a field, and a run keeps the resolved file as `config.yaml`. "
+        "This page is made from the dataclasses in `hydragraph/train/config.py`; so is the JSON schema "
+        "`hydragraph/train/config.schema.json`, with which editors complete and check "
+        "(`# yaml-language-server: $schema=...` in the first line).",
+    ]
+    for path, cls in _sections("", TrainConfig):
+        lines += ["", f"## {f'`{path}`' if path else 'The file'}", "", _summary(cls), ""]
+        lines += ["| field | type | default | |", "|---|---|---|---|"]
+        docs = field_docs(cls)
+        hints = get_type_hints(cls)
+        for field in fields(cls):
+            kind = _type_text(cls, field.name, hints[field.name])
+            said = _said(hints[field.name], docs.get(field.name, "")).replace("|", "\\|")
+            lines.append(f"| `{field.name}` | {kind} | {_default_text(field)} | {said} |")
+    return "\n".join(lines) + "\n"
+
+
+def _sections(path: str, cls: type) -> Iterator[tuple[str, type]]:
+    """Yield the dataclasses of a config with the paths at which they stand, the whole first."""
+    yield path, cls
+    hints = get_type_hints(cls)
+    for field in fields(cls):  # type: ignore[arg-type]
+        if (inner := _record_in(hints[field.name])) is not None and inner is not Home:
+            form = get_origin(_present(hints[field.name]))
+            suffix = "[]" if form is tuple else ".NAME" if form is Mapping else ""
+            yield from _sections(f"{path}.{field.name}{suffix}".lstrip("."), inner)
+
+
+def _said(hint: Any, doc: str) -> str:
+    """Return what is said of a field: of a section by its own name, what its class says of itself."""
+    inner = _record_in(hint)
+    return _summary(inner) if inner is not None and doc.startswith("see their classes") else doc
+
+
+def _summary(cls: type) -> str:
+    return (inspect.getdoc(cls) or "").split("\n\n")[0].replace("\n", " ")
+
+
+def _present(hint: Any) -> Any:
+    """Return a type without its None."""
+    if get_origin(hint) in (Union, types.UnionType):
+        rest = [a for a in get_args(hint) if a is not type(None)]
+        return rest[0] if len(rest) == 1 else Union[tuple(rest)]  # noqa: UP007 - of a list
+    return hint
+
+
+def _record_in(hint: Any) -> type | None:
+    """Return the dataclass that a field is, or holds by index or name."""
+    hint = _present(hint)
+    if get_origin(hint) is tuple:
+        hint = get_args(hint)[0]
+    elif get_origin(hint) is Mapping:
+        hint = get_args(hint)[1]
+    return hint if isinstance(hint, type) and is_dataclass(hint) else None
+
+
+def _object(cls: type, definitions: dict[str, Any]) -> dict[str, Any]:
+    docs = field_docs(cls)
+    hints = get_type_hints(cls)
+    own = fields(cls)  # type: ignore[arg-type]
+    properties: dict[str, Any] = {}
+    for field in own:
+        said = _value(cls, field.name, hints[field.name], definitions)
+        said = {**said, "description": _said(hints[field.name], docs.get(field.name, ""))}
+        properties[field.name] = said
+    required = [f.name for f in own if f.default is MISSING and f.default_factory is MISSING]
+    found: dict[str, Any] = {"type": "object", "additionalProperties": False, "properties": properties}
+    return {**found, "required": required} if required else found
+
+
+def _value(cls: type, name: str, hint: Any, definitions: dict[str, Any]) -> dict[str, Any]:
+    """Return the schema of one field."""
+    if (cls, name) == (TrainConfig, "strategies"):
+        one = {"type": ["string", "object"]}
+        return {"anyOf": [one, {"type": "array", "items": one, "minItems": 1}]}
+    optional = hint is not _present(hint)
+    if (choices := _CHOICES.get((cls.__name__, name))) is not None:
+        off = [False] if "off" in choices else []  # as YAML reads it
+        return {"enum": [*choices, *off, *([None] if optional else [])]}
+    found = _type(_present(hint), definitions)
+    if not optional:
+        return found
+    if isinstance(found.get("type"), str):
+        return {**found, "type": [found["type"], "null"]}
+    return {"anyOf": [found, {"type": "null"}]}
+
+
+def _type(hint: Any, definitions: dict[str, Any]) -> dict[str, Any]:
+    if hint in _SCALARS:
+        return {"type": _SCALARS[hint]}
+    if get_origin(hint) in (Union, types.UnionType):
+        return {"anyOf": [_type(part, definitions) for part in get_args(hint)]}
+    if get_origin(hint) is tuple:
+        return {"type": "array", "items": _type(get_args(hint)[0], definitions)}
+    if get_origin(hint) is Mapping:
+        return {"type": "object", "additionalProperties": _type(get_args(hint)[1], definitions)}
+    if isinstance(hint, type) and is_dataclass(hint):
+        if hint.__name__ not in definitions:
+            definitions[hint.__name__] = {}  # before its fields, one of which may hold it
+            definitions[hint.__name__] = _object(hint, definitions)
+        place = {"$ref": f"#/definitions/{hint.__name__}"}
+        return {"anyOf": [{"type": "string"}, place]} if hasattr(hint, "parse") else place
+    return dict(_ANY)
+
+
+def _type_text(cls: type, name: str, hint: Any) -> str:
+    if (cls, name) == (TrainConfig, "strategies"):
+        return "text, YAML, or a list of them"
+    if (choices := _CHOICES.get((cls.__name__, name))) is not None:
+        return " or ".join(f'"{choice}"' for choice in choices)
+    return _words(_present(hint))
+
+
+def _words(hint: Any) -> str:
+    """Return a type in words."""
+    words = {str: "text", bool: "true or false", int: "whole number", float: "number"}
+    if hint in words:
+        return words[hint]
+    if get_origin(hint) in (Union, types.UnionType):
+        return " or ".join(map(_words, get_args(hint)))
+    if get_origin(hint) is tuple:
+        return f"list of {_words(get_args(hint)[0])}"
+    if get_origin(hint) is Mapping:
+        inner = get_args(hint)[1]
+        return "mapping" if inner is Any else f"mapping of names to {_words(inner)}"
+    if isinstance(hint, type) and is_dataclass(hint):
+        return "text or mapping" if hasattr(hint, "parse") else "mapping"
+    return "anything"
+
+
+def _default_text(field: Field[Any]) -> str:
+    if field.default is MISSING:
+        return "required" if field.default_factory is MISSING else ""
+    if field.default is None:
+        return "none"
+    if is_dataclass(field.default):
+        return ""
+    if isinstance(field.default, tuple):
+        return f"`{json.dumps(list(field.default))}`"
+    return f"`{json.dumps(field.default)}`"

@@ -1,0 +1,82 @@
+"""Records become texts, pairs and conversations, or are told in a sentence with their place."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from hydragraph.data.documents import PLAIN, Completion, Conversation, Fields
+
+HI = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
+
+
+def test_the_fields_say_what_a_record_holds() -> None:
+    assert PLAIN.format_of(["text", "id"], "f:1") == "text"
+    assert PLAIN.format_of(["messages", "prompt"], "f:1") == "chat"
+    assert PLAIN.format_of(["prompt", "completion"], "f:1") == "completion"
+    assert Fields(prompt="question", completion="answer").format_of(["question", "answer"], "f:1") == "completion"
+    assert Fields(format="chat").format_of(["text", "messages"], "f:1") == "chat"
+    with pytest.raises(ValueError, match=r"f:1: it could be text or chat by its fields .*: set format"):
+        PLAIN.format_of(["text", "messages"], "f:1")
+    with pytest.raises(ValueError, match=r"f:1: no field 'messages': set messages_field to one of \['chat'\]"):
+        Fields(format="chat").format_of(["chat"], "f:1")
+
+
+def test_conversations_are_written_as_templates_read_them() -> None:
+    said = [
+        {"from": "human", "value": "hi"},
+        {"from": "gpt", "value": [{"type": "text", "text": "h"}, {"type": "text", "text": "o"}], "weight": None},
+    ]
+    document = Fields(messages="conversations").document({"conversations": said}, "chat", "f:1")
+    assert document == Conversation(({"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}))
+    pair = {"prompt": HI[:1], "completion": HI[1:]}
+    assert PLAIN.document(pair, "completion", "f:1") == Conversation(tuple(HI))
+    assert PLAIN.document({"prompt": "a", "completion": "b"}, "completion", "f:1") == Completion("a", "b")
+    written = PLAIN.document({"messages": '[{"role": "user", "content": "hi"}]', "tools": "[]"}, "chat", "f:1")
+    assert written == Conversation(({"role": "user", "content": "hi"},))
+
+
+CALL = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}
+
+
+@pytest.mark.parametrize(
+    ("messages", "sentence"),
+    [
+        ([], "f:3: 'messages' is empty: give a list of messages"),
+        (None, "f:3: 'messages' is a NoneType"),
+        ("hi", "f:3: 'messages' is a text that is not JSON"),
+        (7, "f:3: 'messages' is a int"),
+        (["hi"], r"f:3: messages\[0\] is a str: give a mapping with role and content"),
+        ([{"content": "hi"}], r"f:3: messages\[0\] has no role \(it has \['content'\]\)"),
+        ([{"role": "", "content": "hi"}], r"f:3: messages\[0\] has no role"),
+        ([*HI, {"role": "user"}], r"f:3: messages\[2\]: a message of user without content"),
+        ([{"role": "user", "content": 7}], r"f:3: messages\[0\]: its content is a int: give a text"),
+        ([{"role": "user", "content": [{"type": "image", "url": "x"}]}], "a part of image: only text is read"),
+        ([CALL], r"f:3: messages\[0\]: the arguments of f are not JSON"),
+        ([{"role": "assistant", "tool_calls": [{}]}], "a call has no function with a name"),
+        ([{"role": "assistant", "tool_calls": "f()"}], "tool_calls is a str"),
+    ],
+)
+def test_a_malformed_conversation_is_told(messages: Any, sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        PLAIN.document({"messages": messages}, "chat", "f:3")
+
+
+@pytest.mark.parametrize(
+    ("record", "format", "sentence"),
+    [
+        ({"text": "a"}, "chat", r"f:3: no field 'messages', which others .*\['text'\]: keep records of one kind"),
+        ({"messages": HI}, "text", "f:3: 'messages' is a conversation: set messages_field to 'messages'"),
+        ({"conversations": HI}, "text", "set messages_field to 'conversations'"),
+        ({"prompt": "a"}, "completion", "f:3: no field 'completion'"),
+        ({"prompt": "a", "completion": ""}, "completion", "'completion' is empty, so there is nothing to learn"),
+        ({"prompt": "a", "completion": HI}, "completion", "give two texts, or two lists"),
+        ({"messages": HI, "tools": "x"}, "chat", "'tools' is a text that is not JSON"),
+        ({"messages": HI, "tools": {"a": 1}}, "chat", "'tools' is no list of tools"),
+        ({}, "text", "nor any other: write"),
+    ],
+)
+def test_a_record_of_another_kind_is_told(record: dict[str, Any], format: Any, sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        PLAIN.document(record, format, "f:3")
