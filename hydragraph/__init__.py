@@ -15,6 +15,8 @@ __all__, __getattr__, __dir__ = attributes(
         "Executable": "hydragraph.executable",
         "Health": "hydragraph.spec.health",
         "Home": "hydragraph.spec.home",
+        "Moved": "hydragraph.migration",
+        "Pieces": "hydragraph.runtime.checkpoint.pieces",
         "Pipeline": "hydragraph.spec.strategy",
         "Plan": "hydragraph.planner.uneven.planning",
         "Policy": "hydragraph.planner.policy",

@@ -18,10 +18,12 @@ from hydragraph.ir.program import Program as Program
 from hydragraph.kernels.adamw import AdamW as AdamW
 from hydragraph.kernels.attention_backends import attention_backend as attention_backend
 from hydragraph.kernels.varlen_attention import varlen_attention as varlen_attention
+from hydragraph.migration import Moved as Moved
 from hydragraph.planner.policy import Policy as Policy
 from hydragraph.planner.uneven.planning import Plan as Plan
 from hydragraph.planner.uneven.planning import plan as plan
 from hydragraph.planner.workload import Workload as Workload
+from hydragraph.runtime.checkpoint.pieces import Pieces as Pieces
 from hydragraph.runtime.launch import launch as launch
 from hydragraph.spec.assignment import Assignment as Assignment
 from hydragraph.spec.cluster import Cluster as Cluster

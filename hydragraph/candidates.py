@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -176,6 +176,7 @@ def candidates_of(
     profile: Profile | Costs | None,
     batches: Sequence[Sequence[int]] | None,
     home: Home | None = None,
+    passed: Collection[Strategy] = (),
 ) -> tuple[Strategy, ...]:
     """Return the strategies to choose from, each checked.
 
@@ -183,6 +184,7 @@ def candidates_of(
         given: one, several, or "auto": proposed for the data. A text is read for the model's layers.
         batches: sequence lengths of sample mini-batches; "auto" needs them.
         home: where state lives, by which "auto" judges what fits; None: in equal shares.
+        passed: strategies that another rank of this run has checked for the same program.
 
     Raises:
         Unsupported: "auto" lacks a profile or sample, the costs are of other ranks, or what was given is no strategy.
@@ -219,7 +221,8 @@ def candidates_of(
             remedy='pass a Strategy, a text such as "<tp2,pp1> + 2*<tp1,pp1>", a list of them, or "auto"',
         )
     for strategy in found:
-        check_strategy(program, strategy, ranks)
+        if strategy not in passed:
+            check_strategy(program, strategy, ranks)
     return found
 
 

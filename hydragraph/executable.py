@@ -29,7 +29,7 @@ from hydragraph.frontend.packed import own_fields
 from hydragraph.ir.outline import Mode
 from hydragraph.ir.program import Program
 from hydragraph.ir.text import instruction_text
-from hydragraph.migration import Moved, bring, kept
+from hydragraph.migration import Moved, Restore, bring, keep, kept
 from hydragraph.mini_batch import AssignedBatch, MiniBatch, digest, packed
 from hydragraph.modes import own_modes
 from hydragraph.passes.check_strategy import check_strategy
@@ -37,6 +37,7 @@ from hydragraph.passes.compiled import choose_backend
 from hydragraph.passes.limits import limits_of
 from hydragraph.planner.request import PlanRequest
 from hydragraph.runtime.checkpoint import store
+from hydragraph.runtime.checkpoint.pieces import Pieces
 from hydragraph.runtime.failure.agreement import together
 from hydragraph.runtime.failure.watch import CLOSED, agreed
 from hydragraph.runtime.groups import Groups
@@ -160,7 +161,6 @@ class Executable:
         self._model_tensors = tensor_names(model)
         self._fields = own_fields(program)
         self._limits = limits_of(program)
-        self._names = pretrained.Names.of(model, self._model_tensors)
         self._shell = Shell.of(model)
         self._adapted = is_peft(model)
         self._several = "cu_seqlens" in program.templates[program.blocks[-1].template].inputs
@@ -203,7 +203,8 @@ class Executable:
         self._watch = world.watch
         self.strategies: tuple[Strategy, ...] = ()
         if not joining:
-            self.strategies = candidates_of(given, program, world.ranks, plans.profile, plans.lengths, home)
+            known = self._variants.strategies
+            self.strategies = candidates_of(given, program, world.ranks, plans.profile, plans.lengths, home, known)
             self._held = self._begin_session(world, home or Home(), fill)
             self._choose()
 
@@ -336,6 +337,19 @@ class Executable:
         save = self._session.saver.start if asynchronous else store.save
         save(Path(path), self.home, self.optimizer, {"steps": self._steps, "user": extra or {}}, self.groups)
 
+    @_call("keep")
+    def keep(self, pieces: Pieces, extra: dict[str, Any] | None = None) -> None:
+        """Keep a checkpoint in pieces, for `move` to go back to where ranks are lost; all ranks call it.
+
+        Training waits until pieces are in memory and on the node's disk; the store has them a little later.
+
+        Args:
+            pieces: where this rank keeps them; all ranks have the same places.
+            extra: plain data of yours, which `move` returns where it goes back.
+        """
+        self._begin()
+        keep(self._session, pieces, extra or {})
+
     @_call("wait_saved")
     def wait_saved(self) -> None:
         """Return once what an asynchronous `save` is writing is in its place; raise its error, on every rank."""
@@ -363,7 +377,8 @@ class Executable:
                 where="load_pretrained",
                 remedy="load the base model with from_pretrained, or peft's from_pretrained, before you compile it",
             )
-        pretrained.load(Path(path), self.home, self._session.buffers, self._names, self.groups)
+        names = pretrained.Names.of(None if self._shell is None else self._shell.model, self._model_tensors)
+        pretrained.load(Path(path), self.home, self._session.buffers, names, self.groups)
         self._start = None
 
     def close(self) -> None:
@@ -403,7 +418,7 @@ class Executable:
         world: World,
         home: Home,
         before: Sequence[int | None],
-        restore: str | Path | None = None,
+        restore: Restore | None = None,
         strategy: Choices | None = None,
         profile: Profile | Costs | None = None,
     ) -> Moved:
@@ -420,7 +435,8 @@ class Executable:
             home: who owns the state from now on.
             before: by rank of the new world, its rank in the old one; None: a newcomer, whatever it has. Old ranks that
                 are not named are lost.
-            restore: a checkpoint, read where a part of the state is lost with them: then all ranks go back to it.
+            restore: read where a part of the state is lost with them; then all ranks go back to it. A checkpoint of
+                `save`, or the pieces of `keep`, each of which is read where it is nearest; newcomers give some, too.
             strategy: what steps choose from now on, as in `compile`; None: what they did, which then must fit the
                 ranks.
             profile: what strategies cost now; None: as before.
@@ -457,7 +473,8 @@ class Executable:
         step = self._steps
         seconds = time.perf_counter() - began
         _LOG.info("moved to rank %d of %d at step %d in %.2f s", world.rank, world.ranks, step, seconds)
-        return Moved(step, finished, step if brought.restored else None, brought.received, seconds)
+        restored = step if brought.restored else None
+        return Moved(step, finished, restored, brought.extra, brought.received, seconds)
 
     def _standing(self) -> Standing | None:
         """Return what this rank has."""

@@ -81,7 +81,8 @@ def smooth(prepared: Ready) -> list[list[float]]:
         ([WIDE] * LONG, [1e-2] * LONG),
         ([WIDE] * 3 + [NARROW] * 2, [1e-2] * 5),
         ([*TEXTS, WIDE], RATES),
-        ([*TEXTS, NARROW], RATES),
+        ([*TEXTS, NARROW, NARROW], [*RATES, RATES[-1]]),
+        ([*TEXTS, NARROW, "<[0,1]x2>"], [*RATES, RATES[-1]]),
     ]
     return hg.launch(plainly, RANKS, prepared, runs, timeout=LIMIT)[0]
 
@@ -235,14 +236,23 @@ def through_worlds(prepared: Ready, folder: Path) -> tuple[list[float], list[Mov
             exe.move(world, hg.Home(), [0, 1, 2], strategy=parsed(NARROW))
         moves.append(exe.move(world, hg.Home(), [0, 1, 2], folder / "saved", strategy=parsed(NARROW)))
         losses += train(exe, [7])
+        pieces = hg.Pieces(disk=folder / "pieces")
+        exe.keep(pieces, {"seen": exe.rank // 3})
+        losses += train(exe, [8])
+        exe.leave()
+        world = regroup(10, [0, 3])
+        if world is not None:
+            moves.append(exe.move(world, hg.Home(), [1, 0], pieces, strategy=parsed("<[0,1]x2>")))
+            losses += train(exe, [8])
     return losses, moves
 
 
 def test_worlds_shrink_and_grow_under_any_home(prepared: Ready, smooth: list[list[float]], tmp_path: Path) -> None:
     found = hg.launch(through_worlds, RANKS, prepared, tmp_path, timeout=LIMIT)
     assert found[0][0] == found[3][0]
-    assert found[3][0] == [*smooth[2], smooth[3][-1]]
+    assert found[3][0] == [*smooth[2], *smooth[3][-2:], smooth[4][-1]]
     assert found[1][0] == smooth[2][5:]
-    assert [moved.step for moved in found[3][1]] == [1, 2, 3, 4, 5, 6, 7]
-    assert [moved.restored for moved in found[3][1]] == [None] * 6 + [7]
+    assert [moved.step for moved in found[3][1]] == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert [moved.restored for moved in found[3][1]] == [None] * 6 + [7, 8]
+    assert found[0][1][-1].extra == {"seen": 0}
     assert found[3][1][0].received > 0

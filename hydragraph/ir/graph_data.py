@@ -23,7 +23,7 @@ from torch import Tensor, fx
 
 from hydragraph.ir.placeholders import communicate
 from hydragraph.private.operators import full_name, is_operator
-from hydragraph.private.values import SYMBOLIC, Decoder, Encoder, storage_of, storages
+from hydragraph.private.values import SYMBOLIC, Decoder, Encoder, Form, form_in, storage_of, storages
 
 # Functions of Python's that graphs call, by the names that data has for them.
 PYTHON: Mapping[str, Callable[..., Any]] = {
@@ -61,6 +61,15 @@ def decode(data: Mapping[str, Any]) -> list[fx.GraphModule]:
     """
     values = Decoder(data["hints"])
     return [_graph(nodes, values) for nodes in data["graphs"]]
+
+
+def form_of(node: Any) -> Form | None:
+    """Return the form of a node's value, which is not rebuilt for it; None if that is no tensor, or not known."""
+    if isinstance(node, fx.Node) and "val" not in node.meta and "form" in node.meta:
+        form: Form | None = node.meta["form"]
+        return form
+    value = value_of(node)
+    return Form(value.dtype, tuple(value.shape)) if isinstance(value, Tensor) else None
 
 
 def value_of(node: Any) -> Any:
@@ -159,6 +168,7 @@ def _graph(nodes: list[Any], values: Decoder) -> fx.GraphModule:
         if value is not None:
             node.meta["later"] = lambda value=value: values.value(value)
             node.meta["storages"] = storages(value)
+            node.meta["form"] = form_in(value)
     return fx.GraphModule(constants, graph)
 
 

@@ -46,6 +46,7 @@ from hydragraph.spec.stage_kind import StagePart
 
 COLLECTIVES = "collectives"
 RECOMPUTE = "recompute"
+_GRAPHS = ("forward", "backward")
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,11 +79,21 @@ class Variant:
     added: tuple[str, ...] = ()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "forward": None, "backward": encode(self.forward, self.backward)}
+        data = vars(self)["_data"] if "_data" in vars(self) else encode(self.forward, self.backward)
+        fields = {name: value for name, value in vars(self).items() if name != "_data"}
+        return {**fields, "forward": None, "backward": data}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        forward, backward = decode(state["backward"])
-        vars(self).update(state, forward=forward, backward=backward)
+        # Of what ranks share, each runs a part: graphs are made when somebody asks for them.
+        vars(self).update(
+            {name: value for name, value in state.items() if name not in _GRAPHS}, _data=state["backward"]
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in _GRAPHS or "_data" not in vars(self):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        vars(self).update(zip(_GRAPHS, decode(vars(self).pop("_data")), strict=True))
+        return vars(self)[name]
 
 
 def saved_names(count: int) -> tuple[str, ...]:

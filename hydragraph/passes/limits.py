@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from hydragraph.ir.graph_data import value_of
+from hydragraph.ir.graph_data import form_of
 from hydragraph.ir.placeholders import communicate
 from hydragraph.ir.program import Block, Program
 from hydragraph.passes.node import operands
@@ -92,8 +92,7 @@ def _lookups(
     placeholders = [n for n in graph.graph.nodes if n.op == "placeholder"]
     tensor_names = dict(zip(placeholders, (*block.parameters, *block.buffers), strict=False))
     for node, name in zip(placeholders[len(tensor_names) :], template.inputs, strict=True):
-        value = value_of(node)
-        if name in known_inputs and isinstance(value, torch.Tensor) and not value.is_floating_point():
+        if name in known_inputs and (form := form_of(node)) is not None and form.integral:
             fields[node] = known_inputs[name]
     for node in graph.graph.nodes:
         if node.op == "call_function":
@@ -106,8 +105,8 @@ def _lookups(
 def _shifted(node: fx.Node, fields: Mapping[fx.Node, Shifted]) -> Shifted | None:
     first, *rest = operands(node) or (None,)
     shifted = fields.get(first) if isinstance(first, fx.Node) else None
-    value = value_of(node)
-    if shifted is None or not isinstance(value, torch.Tensor) or value.is_floating_point():
+    form = form_of(node)
+    if shifted is None or form is None or not form.integral:
         return None
     if node.target in _SAME:
         return shifted
@@ -131,7 +130,7 @@ def _limits(node: fx.Node, fields: Mapping[fx.Node, Shifted], tensor_names: Mapp
             yield from _rows(arguments[0], dim, index, fields, tensor_names, backwards=True)
     elif node.target in _LOSSES and arguments[1] in fields:
         name, added = fields[arguments[1]]
-        sizes = value_of(arguments[0]).shape
+        sizes = _sizes(arguments[0])
         classes = sizes[1] if len(sizes) > 1 else sizes[0]
         ignored = arguments[4] if len(arguments) > 4 else IGNORED
         if isinstance(classes, int) and added == 0:
@@ -149,9 +148,15 @@ def _rows(
     """Yield the limit of a lookup by a field in a table of constant size."""
     if not isinstance(index, fx.Node) or index not in fields:
         return
-    sizes = value_of(table).shape
+    sizes = _sizes(table)
     rows = sizes[dim % len(sizes)] if len(sizes) else None
     if isinstance(rows, int):
         name, added = fields[index]
         low = -rows if backwards else 0
         yield Limit(name, low - added, rows - added, tensor_names.get(table, f"a table of {rows} rows"))
+
+
+def _sizes(node: fx.Node) -> tuple[Any, ...]:
+    form = form_of(node)
+    assert form is not None, "operators that look up take tensors"
+    return form.sizes

@@ -79,3 +79,12 @@ def answer(request: PlanRequest, lengths: tuple[int, ...]) -> Answer:
     except Exception as error:
         return Answer(None, error, time.perf_counter() - began)
     return Answer(choice, None, time.perf_counter() - began)
+
+
+def get_ready() -> None:
+    """Load what planning needs, so that the first plan need not; where nothing is cached, numba compiles it.
+
+    It plans a few sequences for two unlike pipelines, which goes through the whole search.
+    """
+    pipelines = tuple(PipelineCost(1e-9, 1e-6, 1e-4, stages, 64, 8, stages) for stages in (2, 1))
+    answer(PlanRequest((pipelines, pipelines[:1]), (0.0, 0.0)), (9, 17, 3, 20))

@@ -9,7 +9,7 @@ import ast
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import sympy
 import torch
@@ -125,6 +125,29 @@ def size_of(size: object, hints: Sequence[int]) -> int:
     if isinstance(size, bool) or not isinstance(size, int) or abs(size) > LARGEST_SIZE:
         raise ValueError(f"{size!r} is no size")
     return size
+
+
+class Form(NamedTuple):
+    """What a tensor looks like.
+
+    Attributes:
+        sizes: of its dimensions: numbers where they are fixed, anything else where they are not.
+    """
+
+    dtype: torch.dtype
+    sizes: tuple[Any, ...]
+
+    @property
+    def integral(self) -> bool:
+        """Whether it holds whole numbers, or truth values."""
+        return not (self.dtype.is_floating_point or self.dtype.is_complex)
+
+
+def form_in(data: Data) -> Form | None:
+    """Return the form of a value that is one tensor, read from its data; None of any other."""
+    if not isinstance(data, list) or data[0] != "tensor":
+        return None
+    return Form(getattr(torch, data[1]), tuple(data[3]))
 
 
 def storages(data: Data) -> list[int]:

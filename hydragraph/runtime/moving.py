@@ -87,6 +87,16 @@ class OwnedState:
         return column
 
 
+def named(columns: Columns) -> dict[str, dict[str, str]]:
+    """Return the same with dtypes by name, as plain data."""
+    return {name: {c: str(d).removeprefix("torch.") for c, d in each.items()} for name, each in columns.items()}
+
+
+def dtypes(kinds: Mapping[str, str]) -> dict[str, torch.dtype]:
+    """Read one parameter's columns as `named` gives them."""
+    return {column: getattr(torch, name) for column, name in kinds.items()}
+
+
 def agreed_columns(ranks: Sequence[Columns]) -> Columns:
     """Join what ranks say of the parameters that they own a part of.
 

@@ -1,6 +1,7 @@
 """What one rank of each machine makes, and its other ranks read: a captured model, whatever launcher started them.
 
-    1. all ranks tell where they run and what they would make; of those that agree, the lowest makes it
+    1. all ranks tell where they run and what they would make; of those that agree, the highest makes it: the lowest of
+       all plans, which it can get ready for meanwhile
     2. it writes the result into a folder that only its user may enter, and tells where, with the file's hash
     3. the others read it; when all have, the folder goes
 
@@ -59,7 +60,9 @@ class Offer:
             return SharedFile(file.fileno()).read()
 
 
-def once_per_machine(world: World, what: str, key: str, make: Callable[[], T]) -> T:
+def once_per_machine(
+    world: World, what: str, key: str, make: Callable[[], T], meanwhile: Callable[[], object] | None = None
+) -> T:
     """Return what a function makes, called by one rank of each machine; all ranks call this.
 
     Args:
@@ -68,6 +71,7 @@ def once_per_machine(world: World, what: str, key: str, make: Callable[[], T]) -
         key: what the result depends on; ranks of one machine whose keys differ make their own.
         make: called on the ranks that make it. Its result can be pickled, as what `launch`'s `prepare` returns; where
             it cannot, every rank makes its own.
+        meanwhile: called on a rank that waits for it.
 
     Raises:
         Any error that `make` raised on one rank, on every rank: an `Unsupported` as it was, else a RuntimeError with
@@ -80,24 +84,26 @@ def once_per_machine(world: World, what: str, key: str, make: Callable[[], T]) -
     error: Exception | None = None
     offer: Offer | None = None
     with ExitStack() as owned:
-        if world.rank == fellows[0]:
+        if world.rank == fellows[-1]:
             try:
                 made.append(make())
                 offer = owned.enter_context(_offered(made[0], what)) if len(fellows) > 1 else None
             except Exception as raised:
                 error = raised
+        elif meanwhile is not None:
+            meanwhile()
         outcomes = world.gather((offer, _sendable(error, world.rank, what)))
         if error is not None:
             raise agreed(error)
         for _, failure in outcomes:
             if failure is not None:
                 raise agreed(failure)
-        theirs, _ = outcomes[fellows[0]]
+        theirs, _ = outcomes[fellows[-1]]
         if not made and theirs is not None:
             try:
                 made.append(theirs.read())  # type: ignore[arg-type]
             except (OSError, ValueError) as refused:
-                _LOG.warning("%s: what rank %d made cannot be read (%s): making it again", what, fellows[0], refused)
+                _LOG.warning("%s: what rank %d made cannot be read (%s): making it again", what, fellows[-1], refused)
         world.gather(None)  # nobody reads any more
     return made[0] if made else make()
 

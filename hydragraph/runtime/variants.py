@@ -56,6 +56,9 @@ class Variants:
         fused_head: make the head and the loss one operator.
         added: let products add gradients up where they can; not under Inductor, and in fp32 only, as the sums are.
         library: where variants are looked for before they are traced.
+
+    Attributes:
+        strategies: those whose variants `compile` has made, here or where these were made for this process.
     """
 
     def __init__(
@@ -79,6 +82,7 @@ class Variants:
         self._added = added
         self._how = (partitioner, backend, device, fused_head, program.dtype)
         self._known = LRU[Hashable, Variant](capacity)
+        self.strategies: set[Strategy] = set()
         self._kinds: dict[tuple[str, StageKind], Mapping[str, GradientKind]] = {}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -108,6 +112,7 @@ class Variants:
     def compile(self, strategies: Iterable[Strategy]) -> None:
         """Compile what every rank of some strategies runs."""
         for strategy in strategies:
+            self.strategies.add(strategy)
             placement = place(self.program.outline, strategy, [1] * len(strategy.pipelines))
             for rank, stage in placement.stage_of.items():
                 part = stage.part_of(rank)

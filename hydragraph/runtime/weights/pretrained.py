@@ -53,9 +53,9 @@ class Names:
     family: Family
 
     @staticmethod
-    def of(model: nn.Module, sources: Mapping[str, str]) -> Names:
-        """Take what is needed from a model, which may be on the meta device."""
-        if not is_huggingface(model) or is_peft(model):
+    def of(model: nn.Module | None, sources: Mapping[str, str]) -> Names:
+        """Take what is needed from a model, which may be on the meta device; None: from nothing but the keys."""
+        if model is None or not is_huggingface(model) or is_peft(model):
             return Names(sources, (), None, None, Family())
         from transformers.conversion_mapping import get_model_conversion_mapping
 
