@@ -75,8 +75,6 @@ ELSEWHERE = {
     "planner/problem.py": ("planner/test_dispatching.py", "a mini-batch as arrays"),
     "planner/request.py": ("planner/test_service.py", "what planning processes are sent"),
     "planner/uneven/explaining.py": ("planner/uneven/test_planning.py", "what a plan says of itself"),
-    "planner/uneven/prices.py": ("planner/uneven/test_groups.py", "what groups take, and degrees"),
-    "planner/uneven/searching.py": ("planner/uneven/test_planning.py", "plans against every strategy there is"),
     "planner/uneven/settle.py": ("planner/uneven/test_planning.py", "memory, owners and seconds of plans"),
     "planner/worker.py": ("planner/test_service.py", "worker processes, and their deaths"),
     "private/tracing.py": ("passes/test_sizes.py", "symbolic sizes; every capture traces"),
