@@ -5,12 +5,15 @@ from __future__ import annotations
 import functools
 import pickle
 import threading
+from collections.abc import Mapping
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, fx
 
 import hydragraph.kernels.varlen_attention  # noqa: F401  registers the operator that templates hold
+from hydragraph.ir.graph_data import decode
 from hydragraph.ir.layout import GradientKind
 from hydragraph.ir.parameter import Parameter
 from hydragraph.ir.program import Template
@@ -42,9 +45,8 @@ def test_threads_that_ask_at_once_get_the_same_graphs(monkeypatch: pytest.Monkey
     variant: Variant = pickle.loads(pickle.dumps(compiled(StagePart(StageKind(1), 0))))
     backwards: list[object] = []
     other = threading.Thread(target=lambda: backwards.append(variant.backward))
-    decode = module.decode
 
-    def slow(data: object) -> object:
+    def slow(data: Mapping[str, Any]) -> object:
         other.start()
         other.join(0.1)  # in which it has come to the same place
         return decode(data)
