@@ -70,6 +70,10 @@ class OwnedPart:
             at += hi - lo
 
 
+# What a group of an optimizer's has besides options.
+_OF_GROUPS = ("params", "param_names")
+
+
 @dataclass(frozen=True, eq=False)
 class HomeState:
     """One rank's master weights and gradients.
@@ -235,4 +239,38 @@ def make_optimizer(factory: OptimizerFactory, state: HomeState) -> torch.optim.O
             where=f"optimizer {type(optimizer).__name__}",
             remedy="build it from the (name, tensor) pairs that the factory receives",
         )
+    if len(optimizer.param_groups) > 1 or len(optimized) < len(named):
+        _refuse_other_groups(factory, state, optimizer)
     return optimizer
+
+
+def _refuse_other_groups(factory: OptimizerFactory, state: HomeState, optimizer: torch.optim.Optimizer) -> None:
+    """Refuse groups that go by the shapes of what is flat here: `p.dim() >= 2` is true of no shard.
+
+    The factory is called again, with tensors of whole shapes whose elements are one, so that they take no memory.
+
+    Raises:
+        Unsupported: naming a parameter for which it then chooses other options, or that it then trains or not.
+    """
+    named = [(name, p) for name, p in state.named() if p.numel()]
+    whole = [(n, nn.Parameter(p.new_zeros(()).expand(state.pieces[n].parameter.shape))) for n, p in named]
+    try:
+        of_whole = _options(factory(whole), whole)
+    except Exception:  # it asks for what only its shards have
+        return
+    of_shards = _options(optimizer, named)
+    for name, shard in named:
+        if of_shards.get(name) != of_whole.get(name):
+            raise Unsupported(
+                f"it groups {name!r} otherwise where it has its whole shape {list(state.pieces[name].parameter.shape)} "
+                f"than as the shard of shape {list(shard.shape)} that this rank holds",
+                where=f"optimizer {type(optimizer).__name__}",
+                remedy="group by names: {name for name, p in model.named_parameters() if p.dim() >= 2}",
+            )
+
+
+def _options(optimizer: torch.optim.Optimizer, named: Sequence[tuple[str, Tensor]]) -> dict[str, dict[str, Any]]:
+    """Return, by name, the options of each parameter that an optimizer holds."""
+    names = {id(p): name for name, p in named}
+    kinds = [({k: v for k, v in group.items() if k not in _OF_GROUPS}, group) for group in optimizer.param_groups]
+    return {names[id(p)]: options for options, group in kinds for p in group["params"] if id(p) in names}
