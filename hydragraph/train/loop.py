@@ -386,8 +386,12 @@ def _join_run(
     stopping: Requests,
 ) -> RunOutcome:
     """Get ready alone, beside ranks that train already; then join them between two steps."""
-    tokens = open_tokens(prepare(config))
-    model = skeleton(config.model, tokens.vocabulary, tokens.end_of_text)
+    tokens = open_tokens(config, prepare(config))
+    model = (
+        skeleton(config.model, tokens.vocabulary, tokens.end_of_text)
+        if config.adapter is None
+        else _model(config, tokens)
+    )
     strategies = () if config.automatic else read_strategies(config.strategies, model, config.ranks)
     anew = partial(mini_batches, config, tokens)
     batches = anew()
