@@ -98,13 +98,29 @@ class HomeState:
 
     @staticmethod
     def allocate(
-        program: Program, layouts: Mapping[str, Layout], rank: int, device: torch.device | None = None
+        program: Program,
+        layouts: Mapping[str, Layout],
+        rank: int,
+        device: torch.device | None = None,
+        old: HomeState | None = None,
     ) -> HomeState:
-        """Return the uninitialised home state of one rank, under home layouts by bucket (`ir.home.HomeLayouts`)."""
-        sizes = {name: layout.local_size(rank) for name, layout in layouts.items()}
+        """Return the uninitialised home state of one rank, under home layouts by bucket (`ir.home.HomeLayouts`).
+
+        Args:
+            program: of which model.
+            layouts: who owns what.
+            rank: whose state it is.
+            device: where.
+            old: the rank's state until now: where it has the very same layout of a bucket, its tensors are shared.
+        """
+        shared = {name for name, layout in layouts.items() if old is not None and old.layouts.get(name) is layout}
+        sizes = {name: layout.local_size(rank) for name, layout in layouts.items() if name not in shared}
         weights = {n: torch.empty(s, dtype=torch.float32, device=device) for n, s in sizes.items()}
         learning = {b.name for b in program.buckets if b.learns}
         gradients = {n: torch.zeros(s, dtype=torch.float32, device=device) for n, s in sizes.items() if n in learning}
+        if old is not None:
+            weights |= {name: shard for name, shard in old.weights.items() if name in shared}
+            gradients |= {name: shard for name, shard in old.gradients.items() if name in shared}
         owned = {b.name: _owned(b, layouts[b.name], rank) for b in program.buckets}
         by_name = {p.parameter.name: p for pieces in owned.values() for p in pieces}
         pieces = {name: by_name[name] for name in program.parameters}
