@@ -114,7 +114,8 @@ def compile(
             (it needs a profile and lengths).
         optimizer: called on every rank with one (name, 1-D fp32 tensor) pair per parameter in model order, the tensor
             having 0 elements where this rank owns nothing; returns a torch.optim optimizer. Called again where
-            `Executable.move` brings state elsewhere. None: no training.
+            `Executable.move` brings state elsewhere, and, where it makes groups, with tensors of whole shapes, to see
+            that it makes the same. None: no training.
         max_grad_norm: clip gradients to this global norm.
         dtype: what the model computes in; master weights and optimizer state are fp32.
         device: "cpu" or "cuda"; default: a GPU where there is one.

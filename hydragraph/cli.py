@@ -19,7 +19,20 @@ import typer
 
 from hydragraph import log
 from hydragraph.bench.command import bench_app
-from hydragraph.commands import check, compare, compile, plan, profile, report, show, simulate, train, verify
+from hydragraph.commands import (
+    check,
+    compare,
+    compile,
+    export,
+    init,
+    plan,
+    profile,
+    report,
+    show,
+    simulate,
+    train,
+    verify,
+)
 from hydragraph.commands.process import launched
 from hydragraph.errors import RankFailure
 from hydragraph.version import __version__
@@ -38,6 +51,8 @@ _VERBS: tuple[tuple[str, Callable[..., None], str | None], ...] = (
     ("report", report.report_command, report.EXAMPLE),
     ("profile", profile.profile_command, profile.EXAMPLE),
     ("plan", plan.plan_command, plan.EXAMPLE),
+    ("export", export.export_command, export.EXAMPLE),
+    ("init", init.init_command, init.EXAMPLE),
 )
 
 

@@ -409,9 +409,9 @@ class Executable:
                 self._held.saver.close()
             except Exception as error:
                 _LOG.warning("a save was not completed: %s", error)
-        for session in (self._held, self._arriving):
-            if session is not None:
-                session.groups.close()
+        sessions = (self._held, self._arriving)
+        for groups in {id(session.groups): session.groups for session in sessions if session is not None}.values():
+            groups.close()
 
     def move(
         self,
@@ -448,7 +448,13 @@ class Executable:
         if self._closed:
             raise ValueError("move: this executable is closed; compile again")
         began = time.perf_counter()
-        self.leave()
+        stays = self._held is not None and world is self._held.world and not world.watch.broken
+        stays = stays and list(before) == list(range(world.ranks))
+        chosen = stays and strategy is None and profile is None
+        if not stays:
+            self.leave()
+        elif not chosen:
+            self._chooser.close()
         self._watch = world.watch
         with own_modes("move"), world.watch.calling("move"):
             self._called = (*self._called, world.rank)
@@ -463,13 +469,14 @@ class Executable:
             )
             old, counts = self._held, meeting.before[world.rank] is not None
             log = ProgressLog(Progress(meeting.updates, meeting.norm))
-            session = self._arriving = self._begin_session(world, home, lambda groups, state: None, log)
+            ending = self._held if stays else None
+            session = self._arriving = self._begin_session(world, home, lambda groups, state: None, log, ending)
             brought = bring(session, old if counts else None, meeting, restore)
             self._generation_ahead = meeting.generation + 1
             self._arrived = True
             session.groups.gather_objects(None)  # everybody has everything: from here on nobody needs anybody
             self._take()
-            self._choose()
+            self._choose(chosen)
         step = self._steps
         seconds = time.perf_counter() - began
         _LOG.info("moved to rank %d of %d at step %d in %.2f s", world.rank, world.ranks, step, seconds)
@@ -564,7 +571,12 @@ class Executable:
         return self._session.log.progress.updates
 
     def _begin_session(
-        self, world: World, home: Home, fill: Callable[[Groups, HomeState], None], log: ProgressLog | None = None
+        self,
+        world: World,
+        home: Home,
+        fill: Callable[[Groups, HomeState], None],
+        log: ProgressLog | None = None,
+        ending: Session | None = None,
     ) -> Session:
         """Begin a session in a world, at first or in place of one that has ended; arguments as of `Session.begin`."""
         alike = {
@@ -574,14 +586,15 @@ class Executable:
             "strategies": str(list(map(str, self.strategies))),
         }
         variants, buffers, optimizer = self._variants, self._buffers, self._optimizer
-        return Session.begin(self.program, variants, buffers, world, home, optimizer, fill, alike, log)
+        return Session.begin(self.program, variants, buffers, world, home, optimizer, fill, alike, log, ending)
 
-    def _choose(self) -> None:
-        """Choose from the strategies there are, in the session there is."""
+    def _choose(self, as_before: bool = False) -> None:
+        """Choose from the strategies there are, in the session there is, or by what chose before."""
         self._running: tuple[Strategy, tuple[int, ...], Mode] | None = None
         self._agreed: set[tuple[Strategy, Mode]] = set()  # what every rank has prepared
         session = self._session
-        self._chooser = Chooser.of(self.strategies, session.groups, self._planning, session.owners.home)
+        if not as_before:
+            self._chooser = Chooser.of(self.strategies, session.groups, self._planning, session.owners.home)
 
     def _begin(self) -> None:
         """Give a model that was built on the meta device its initial weights, unless some were loaded."""

@@ -105,10 +105,16 @@ def bring(session: Session, old: Session | None, meeting: Meeting, restore: Rest
     nodes = [hosts.index(host) for host in hosts]
     there = HomeLayouts(meeting.home, meeting.ranks).by_name(session.program.buckets)
     source = {name: layout.renamed(meeting.before, nodes) for name, layout in there.items()}
-    route = Route(session.program.buckets, source, session.home.layouts, agreed_columns(columns))
+    stays = {
+        b.name for b in session.program.buckets if own and own.home.layouts[b.name] is session.home.layouts[b.name]
+    }
+    moving = [bucket for bucket in session.program.buckets if bucket.name not in stays]
+    names = {parameter.name for bucket in moving for parameter in bucket.parameters}
+    kinds = {name: kinds for name, kinds in agreed_columns(columns).items() if name in names}
+    route = Route(moving, source, session.home.layouts, kinds)
     if route.lost:
         return _read(session, route, restore)
-    arriving = OwnedState.empty(session.home, route.columns)
+    arriving = OwnedState.empty(session.home, route.columns, own)
     received = carry(route, own, arriving, groups)
     if session.optimizer is not None:
         assert meeting.leader is not None, "nothing is lost, so somebody has it"

@@ -33,6 +33,7 @@ ELSEWHERE = {
     "commands/compile_data.py": ("commands/test_show_folder.py", "what a folder knows of a model"),
     "commands/compile_files.py": ("commands/test_compile.py", "the folder that the verb writes"),
     "commands/compile_result.py": ("commands/test_compile.py", "what is compiled, and proven"),
+    "commands/export.py": ("test_finetuning.py", "runs of adapters, and of all weights, exported"),
     "commands/plan_devices.py": ("commands/test_plan.py", "--cluster"),
     "commands/process.py": ("commands/test_train.py", "ranks of a launcher, and restarts"),
     "commands/show_diff.py": ("commands/test_show_folder.py", "--diff"),

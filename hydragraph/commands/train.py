@@ -72,7 +72,7 @@ def train_command(
     if trust:
         settings = replace(settings, trust=True)
     begin: Begin = "resume" if resume or resume_from else "overwrite" if overwrite else "new"
-    step = None if resume_from is None else _step(resume_from)
+    step = None if resume_from is None else read_step(resume_from, "--resume-from")
     relay = None if launched() or settings.ranks == 1 else Relay()
     overdue = partial(_overdue, settings)
     stopping = Stopping(settings.grace_s, relay=relay, overdue=overdue)
@@ -93,11 +93,11 @@ def train_command(
         _print_outcome(outcome)
 
 
-def _step(text: str) -> int:
+def read_step(text: str, option: str) -> int:
     """Read "step-40", as checkpoints are called, or "40"."""
     number = text.removeprefix("step-")
     if not number.isdecimal():
-        raise ValueError(f"--resume-from {text!r}: give a checkpoint of the run by its step, such as step-40")
+        raise ValueError(f"{option} {text!r}: give a checkpoint of the run by its step, such as step-40")
     return int(number)
 
 

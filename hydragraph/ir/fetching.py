@@ -145,9 +145,8 @@ def fetch_plan(holdings: Holdings, nodes: Sequence[int], needed: Mapping[str, La
 
 def _cells(layout: Layout, pieces: Sequence[Piece]) -> Iterator[tuple[int, int]]:
     """Yield the intervals of a bucket within which needs and pieces are the same."""
-    marks = [edge for piece in pieces for edge in (piece.lo, piece.hi)]
-    ends = np.unique(np.concatenate((layout.lo, layout.hi, np.array(marks, np.int64)))).tolist()
-    yield from pairwise(ends)
+    marks = {edge for piece in pieces for edge in (piece.lo, piece.hi)}
+    yield from pairwise(sorted(marks.union(layout.lo.tolist(), layout.hi.tolist())))
 
 
 def _fetches(

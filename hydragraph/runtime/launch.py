@@ -14,7 +14,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -100,8 +100,8 @@ def join(device: torch.device | str | None = None) -> World:
         ValueError: hydragraph does not compute on the device, or this machine has none.
         RankFailure: another rank failed meanwhile.
     """
-    alone = apart(device)
-    device, backend, local_rank = alone.device, alone.backend, alone.local_rank
+    device, local_rank = _of_this_rank(device)
+    backend = _backend(device)
     launched = {"RANK", "WORLD_SIZE"} <= os.environ.keys()
     if not dist.is_initialized() and launched:
         # Objects (hashes, host names) travel as CPU tensors, also where weights do not.
@@ -110,7 +110,7 @@ def join(device: torch.device | str | None = None) -> World:
         ranks = int(os.environ["WORLD_SIZE"])
         meet(kind, _store_of_launcher(rank, ranks), rank, ranks)
     if not dist.is_initialized():
-        return replace(alone, local_rank=0)
+        return World(0, 1, 0, device, backend)
     rank = dist.get_rank()
     ranks = dist.get_world_size()
     group = dist.group.WORLD
@@ -125,13 +125,19 @@ def apart(device: torch.device | str | None = None) -> World:
 
     Args, Raises: as of `join`.
     """
-    device = _device(device)
+    device, local_rank = _of_this_rank(device)
+    return World(0, 1, local_rank, device, _backend(device))
+
+
+def _of_this_rank(asked: torch.device | str | None) -> tuple[torch.device, int]:
+    """Return what this process computes on, and which of the ranks of its host it is."""
+    device = _device(asked)
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     if device.type == "cuda":
         gpus = torch.cuda.device_count()
         device = torch.device("cuda", local_rank % gpus if device.index is None else device.index)
         torch.cuda.set_device(device)
-    return World(0, 1, local_rank, device, _backend(device))
+    return device, local_rank
 
 
 def _device(asked: torch.device | str | None) -> torch.device:

@@ -110,6 +110,52 @@ class ModelConfig:
 
 
 @dataclass(frozen=True)
+class LoraConfig:
+    """Low-rank adapters by `peft`: thin matrices that are trained beside the model's own, which are frozen.
+
+    Attributes:
+        r: their rank.
+        alpha: what they compute is scaled by alpha / r.
+        targets: the layers that get them, by the last part of their names; "all-linear": all but the head; None: what
+            peft chooses for the architecture.
+        rslora: scale by alpha / sqrt(r) instead.
+        dora: also train the magnitudes of the rows of the weights.
+        modules_to_save: layers that are trained whole, and saved with the adapters.
+    """
+
+    r: int = 16
+    alpha: float = 32.0
+    targets: tuple[str, ...] | str | None = None
+    rslora: bool = False
+    dora: bool = False
+    modules_to_save: tuple[str, ...] | None = None
+
+    def __post_init__(self) -> None:
+        _check_whole("r", self.r, 1)
+        _check_number("alpha", self.alpha)
+        if isinstance(self.targets, str):
+            _check_text("targets", self.targets)
+        elif self.targets is not None:
+            object.__setattr__(self, "targets", _texts("targets", self.targets))
+        if self.modules_to_save is not None:
+            object.__setattr__(self, "modules_to_save", _texts("modules_to_save", self.modules_to_save))
+        for name in ("rslora", "dora"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} is {getattr(self, name)!r}: give true or false")
+
+
+@dataclass(frozen=True)
+class AdapterConfig:
+    """What is trained instead of the model's own weights.
+
+    Attributes:
+        lora: low-rank adapters.
+    """
+
+    lora: LoraConfig = LoraConfig()
+
+
+@dataclass(frozen=True)
 class SourceConfig:
     """A corpus: where it is, and how its records are read.
 
@@ -209,6 +255,7 @@ class DataConfig(SourceConfig):
         if self.mixture:
             if self.paths:
                 raise ValueError("give paths, or a mixture of several corpora, each with paths of its own")
+            object.__setattr__(self, "paths", ())
         else:
             super().__post_init__()
         for name, value in self.evaluation.items():
@@ -398,6 +445,9 @@ class TrainConfig:
 
     Attributes:
         model, data, optimizer, schedule, checkpoint, plan, elastic: see their classes.
+        adapter: train adapters only, and write them as `peft` does; None: train all weights.
+        callbacks: objects, or classes, as "module:name", that have any of on_step(metrics), on_evaluate(metrics) and
+            on_checkpoint(step, path): called on rank 0. "wandb" logs to Weights & Biases.
         strategies: texts such as "<tp2,pp1> + <tp1,pp2>", paths of YAML files, or such YAML written out; steps take
             them in turn, or the best for each (`plan.choose`); "auto" alone proposes them (`plan.profile`).
         home: which rank owns how much of the weights and the optimizer's state: a text such as "3,3,1,0 copies=2", or
@@ -437,6 +487,8 @@ class TrainConfig:
     schedule: ScheduleConfig = ScheduleConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     plan: PlanConfig = PlanConfig()
+    adapter: AdapterConfig | None = None
+    callbacks: tuple[str, ...] = ()
     elastic: ElasticConfig = ElasticConfig()
     max_grad_norm: float | None = 1.0
     dtype: str = "float32"
@@ -483,6 +535,14 @@ class TrainConfig:
         if not isinstance(self.trust, bool):
             raise ValueError(f"trust is {self.trust!r}: give true or false")
         _check_text("output", self.output)
+        if self.callbacks:
+            object.__setattr__(self, "callbacks", _texts("callbacks", self.callbacks))
+        else:
+            object.__setattr__(self, "callbacks", ())
+        if self.adapter is not None and self.model.weights is not None:
+            raise ValueError(
+                "adapter: adapters need the model in memory: name its directory with model.path, not model.weights"
+            )
         if self.data.max_length > self.data.tokens_per_step:
             raise ValueError(
                 f"data.max_length is {self.data.max_length}, but data.tokens_per_step is only "

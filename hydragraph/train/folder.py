@@ -86,6 +86,11 @@ class RunFolder:
         return self.path / "model"
 
     @property
+    def tokenizer(self) -> Path:
+        """The tokenizer, as transformers reads it."""
+        return self.path / "tokenizer"
+
+    @property
     def checkpoints(self) -> Path:
         """The directory of all checkpoints."""
         return self.path / "checkpoints"
@@ -204,6 +209,15 @@ class RunFolder:
             return ""  # of another version, say
         return ", ".join(differences(before, config))
 
+    def chosen(self, step: int | None) -> Checkpoint:
+        """Return the checkpoint after a step, or the latest; a ValueError says which there are."""
+        found = self._chosen(step)
+        if found is None:
+            raise ValueError(
+                f"{self.path} holds no complete checkpoint: name the output folder of a run that saved one"
+            )
+        return found
+
     def _all(self) -> list[Checkpoint]:
         return [Checkpoint(path, step) for step, path in complete(self.checkpoints)]
 
@@ -227,7 +241,7 @@ class RunFolder:
 
     def _clear(self) -> None:
         """Remove an earlier run, but neither cached data nor files that no run has written."""
-        for path in (self.checkpoints, self.events, self.model):
+        for path in (self.checkpoints, self.events, self.model, self.tokenizer):
             shutil.rmtree(path, ignore_errors=True)
         for path in (self.metrics, self.happenings, self.picture, self.trace, self.corrections, self.config):
             path.unlink(missing_ok=True)

@@ -17,7 +17,8 @@ from hydragraph.cost.datasheet import datasheet
 from hydragraph.cost.flops import peak_flops_per_s, step_flops
 from hydragraph.cost.profile import Profile
 from hydragraph.cost.trace_file import TracedStep
-from hydragraph.data.mini_batches import Drawn
+from hydragraph.data import tokenizer
+from hydragraph.data.mini_batches import Drawn, length_of
 from hydragraph.elastic.controller import Controller, Replanning
 from hydragraph.elastic.estimate import Sensitivity
 from hydragraph.elastic.events import append_event, read_events
@@ -40,6 +41,7 @@ from hydragraph.spec.default_cluster import default_cluster
 from hydragraph.spec.health import Health
 from hydragraph.spec.strategy import Strategy
 from hydragraph.train.ahead import Ahead
+from hydragraph.train.callbacks import Callbacks
 from hydragraph.train.checks import check_settings, read_strategies, remarks
 from hydragraph.train.config import PlanConfig, TrainConfig
 from hydragraph.train.data import (
@@ -55,7 +57,7 @@ from hydragraph.train.data import (
 from hydragraph.train.export import export
 from hydragraph.train.folder import Begin, Checkpoint, RunFolder
 from hydragraph.train.metrics import Metrics, MetricsLog, peak_memory, tensorboard_installed
-from hydragraph.train.model import build_model, check_vocabulary, skeleton
+from hydragraph.train.model import adapted, build_model, check_vocabulary, skeleton
 from hydragraph.train.optimizer import learning_rate, optimizer_factory
 from hydragraph.train.picture import matplotlib_installed, write_picture
 
@@ -174,6 +176,8 @@ class _Run:
     log: MetricsLog | None
     controller: Controller | None  # on rank 0, where ranks are watched
     peak_flops_per_s: float | None = None  # of all ranks together, where each one's is known
+    callbacks: Callbacks = field(default_factory=Callbacks)  # none but on rank 0
+    saving: list[tuple[int, Path]] = field(default_factory=list)  # beside training
     traced: list[TracedStep] = field(default_factory=list)
 
 
@@ -287,6 +291,8 @@ def _session(
         # Once nothing else can be refused, because this may remove an earlier run.
         begin = partial(folder.begin, config, start.begin, start.step)
         last = _together(world, "beginning the run's folder", world.rank == 0, begin)[0]
+        if leader is not None:
+            tokenizer.copy(tokens.directory, folder.tokenizer)
         done = 0
         if last is not None:
             last, extra = _load(world, folder, executor, last, start.step is None, leader)
@@ -300,8 +306,13 @@ def _session(
         executor.watched = config.elastic.on
         controller = _controller(config, world, executor) if config.elastic.on and leader is not None else None
         turns = () if config.plan.choose else strategies
-        run = _Run(config, world, folder, executor, turns, evaluation, leader, log, controller, _peak(config, world))
+        callbacks = Callbacks.load(config.callbacks if leader is not None else ())
+        run = _Run(
+            config, world, folder, executor, turns, evaluation, leader, log, controller, _peak(config, world), callbacks
+        )
         if leader is not None:
+            stack.callback(callbacks.call, "on_end")
+            callbacks.call("on_start", config)
             if executor.decision:
                 leader.note(executor.decision)
             leader.started(done, config.steps)
@@ -444,7 +455,7 @@ def _model(config: TrainConfig, tokens: Tokens) -> nn.Module:
     vocabulary = tokens.vocabulary
     end_of_text = tokens.end_of_text
     if config.model.weights is None:
-        return build_model(config.model, vocabulary, end_of_text, config.seed)
+        return adapted(build_model(config.model, vocabulary, end_of_text, config.seed), config.adapter, config.seed)
     model = skeleton(config.model, vocabulary, end_of_text)
     check_vocabulary(config.model, model, vocabulary)
     return model
@@ -512,6 +523,9 @@ def _train_step(run: _Run, step: int, sequences: list[Drawn]) -> None:
     )
     run.log.write(metrics)
     run.watcher.stepped(metrics)
+    run.callbacks.call("on_step", metrics)
+    if losses:
+        run.callbacks.call("on_evaluate", metrics)
     for event in run.controller.stepped(report) if run.controller is not None else ():
         append_event(run.folder.happenings, event)
         run.watcher.note(str(event))
@@ -528,7 +542,7 @@ def _peak(config: TrainConfig, world: World) -> float | None:
 def _mfu(run: _Run, sequences: Sequence[Drawn], report: StepResult) -> float | None:
     if run.peak_flops_per_s is None:
         return None
-    flops = step_flops(run.executor.program, [len(sequence) for sequence in sequences])
+    flops = step_flops(run.executor.program, [length_of(sequence) for sequence in sequences])
     return flops / report.seconds / run.peak_flops_per_s
 
 
@@ -548,8 +562,10 @@ def _checkpoint(run: _Run, step: int, position: Mapping[str, Any]) -> None:
     if run.config.checkpoint.asynchronous:
         _settle_checkpoints(run)
         run.executor.save(place, extra, asynchronous=True)
+        run.saving.append((step, place))
     else:
         run.executor.save(place, extra)
+        run.callbacks.call("on_checkpoint", step, place)
         _prune(run)
     if run.log is not None and matplotlib_installed():
         write_picture(run.log.history, run.folder.picture, read_events(run.folder.happenings))
@@ -558,6 +574,8 @@ def _checkpoint(run: _Run, step: int, position: Mapping[str, Any]) -> None:
 def _settle_checkpoints(run: _Run) -> None:
     """Wait for what is being saved, and drop what it makes too old; never while something is being saved."""
     run.executor.wait_saved()
+    while run.saving:
+        run.callbacks.call("on_checkpoint", *run.saving.pop())
     _prune(run)
 
 

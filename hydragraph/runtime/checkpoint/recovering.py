@@ -1,6 +1,6 @@
 """Read a checkpoint in pieces from wherever its parts are, each from the nearest place, all places at the same time.
 
-What a rank reads for itself alone is read by threads, one per kind of place. Meanwhile all ranks exchange what some
+What a rank reads for itself alone is read by threads, a few per kind of place. Meanwhile all ranks exchange what some
 read for others, in windows of bounded size. A recovery takes as long as the slowest place, not as long as all together.
 """
 
@@ -11,6 +11,8 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -28,6 +30,7 @@ from hydragraph.runtime.state import HomeState
 _LOG = logging.getLogger(__name__)
 
 _WHAT = "read checkpoint pieces"
+_READERS = 4  # threads per kind of place: while one puts in place what it has read, others read
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,17 +89,24 @@ def recover(
     mine = [fetch for fetch in plan if fetch.receivers == (fetch.reader,)]
     shared = [fetch for fetch in plan if fetch.receivers != (fetch.reader,)]
     rank = groups.world.rank
-    with ThreadPoolExecutor(len(Tier), thread_name_prefix="hydragraph-read") as threads:
+    with ThreadPoolExecutor(len(Tier) * _READERS, thread_name_prefix="hydragraph-read") as threads:
+        own = {tier: [fetch for fetch in mine if fetch.reader == rank and fetch.tier is tier] for tier in Tier}
         jobs: list[Future[None]] = [
-            threads.submit(reading.keep, [f for f in mine if f.reader == rank and f.tier is tier]) for tier in Tier
+            threads.submit(reading.keep, own[tier][first::_READERS]) for tier in Tier for first in range(_READERS)
         ]
-        received = sum(_exchange(reading, window, groups) for window in _windows(reading, shared, chunk))
+        received = 0
+        windows = [*_windows(reading, shared, chunk), []]
+        ahead = _begin(reading, windows[0], rank, threads)
+        for window, following in pairwise(windows):
+            data = together_own(groups, _WHAT, partial(_results, ahead))
+            ahead = _begin(reading, following, rank, threads)  # while this one travels
+            received += _exchange(reading, window, data, groups)
         together(groups, _WHAT, lambda: [job.result() for job in jobs] and None)
     sizes = {tier: sum(reading.bytes_of(f) for f in plan if f.reader == rank and f.tier is tier) for tier in Tier}
     seconds = time.perf_counter() - began
     told = ", ".join(f"{size / 1e6:.1f} MB of {tier.name.lower()}" for tier, size in sizes.items())
     _LOG.info(
-        "read the pieces of step %d in %.2f s: %s, and %.1f MB of other ranks", step, seconds, told, received / 1e6
+        "read pieces of step %d in %.2f s: %s; %.1f MB came from other ranks", step, seconds, told, received / 1e6
     )
     return Recovered(step, state, common, sizes, received)
 
@@ -214,14 +224,22 @@ def _windows(reading: _Reading, fetches: Sequence[Fetch], chunk: int) -> Iterato
         yield window
 
 
-def _exchange(reading: _Reading, window: Sequence[Fetch], groups: Groups) -> int:
-    """Read what others need and receive what they read; return the bytes that came."""
+def _results(jobs: Mapping[Fetch, Future[Tensor]]) -> dict[Fetch, Tensor]:
+    """Wait for what is being read."""
+    return {fetch: job.result() for fetch, job in jobs.items()}
+
+
+def _begin(
+    reading: _Reading, window: Sequence[Fetch], rank: int, threads: ThreadPoolExecutor
+) -> dict[Fetch, Future[Tensor]]:
+    """Begin to read what one rank reads for others."""
+    return {fetch: threads.submit(reading.read, fetch) for fetch in window if fetch.reader == rank}
+
+
+def _exchange(reading: _Reading, window: Sequence[Fetch], data: Mapping[Fetch, Tensor], groups: Groups) -> int:
+    """Send what others need and receive what they have read; return the bytes that came."""
     rank, ranks, device = groups.world.rank, groups.world.ranks, groups.world.device
 
-    def read() -> dict[Fetch, Tensor]:
-        return {fetch: reading.read(fetch) for fetch in window if fetch.reader == rank}
-
-    data = together_own(groups, _WHAT, read)
     leaving = [
         [data[f] for f in window if f.reader == rank and peer in f.receivers and peer != rank] for peer in range(ranks)
     ]
