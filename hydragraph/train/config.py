@@ -255,6 +255,7 @@ class DataConfig(SourceConfig):
         if self.mixture:
             if self.paths:
                 raise ValueError("give paths, or a mixture of several corpora, each with paths of its own")
+            object.__setattr__(self, "paths", ())
         else:
             super().__post_init__()
         for name, value in self.evaluation.items():
