@@ -77,6 +77,11 @@ def train_command(
     relay = None if launched() or settings.ranks == 1 else Relay()
     overdue = partial(_overdue, settings)
     stopping = Stopping(settings.grace_s, relay=relay, overdue=overdue)
+    if settings.elastic.survives and launched() and leads():
+        _print(
+            "elastic: a launcher such as torchrun has started these ranks, and ends them all when one is lost; to go on "
+            "without it, start hydragraph train by itself on one machine"
+        )
     try:
         with stopping:
             outcome = _train(settings, begin, step, trace, max_restarts, stopping, relay)

@@ -8,6 +8,7 @@ import gc
 import multiprocessing
 import os
 import pickle
+import resource
 import signal
 import socket
 import sys
@@ -121,6 +122,7 @@ def run_member(
     _end_with_launcher()
     try:
         _take(seat)
+        _allow_many_files()
         member = Member(number, lambda: _client(seat), late, grace_s)
         member.listen_to_signals()
         Place(_client(seat)).introduce(Peer(number, seat.rank, os.getpid(), socket.gethostname()))
@@ -143,6 +145,13 @@ def run_member(
         outcome = raised(error)
         _tell_the_others(error)
     _tell(connection, outcome)
+
+
+def _allow_many_files() -> None:
+    """Allow as many open files as this process may have: connections that broke are closed a little later."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def _client(seat: Seat) -> Any:

@@ -470,8 +470,7 @@ def _go_on(run: _Run, course: _Course, failure: BaseException | None, owned: Exi
         _write_ranks(run)
         if run.watcher is not None:
             for event in _events_of(survived, before, world.ranks, lost_to):
-                append_event(folder.happenings, event)
-                run.watcher.note(str(event))
+                _tell(run, event)
         if not survived.ending and _unsaved(run, course):
             _checkpoint(run, course)
     return run, survived.ending
@@ -773,7 +772,15 @@ def _log_step(run: _Run, step: int, report: StepResult) -> None:
     if losses:
         run.callbacks.call("on_evaluate", metrics)
     for event in run.controller.stepped(report) if run.controller is not None else ():
-        append_event(run.folder.happenings, event)
+        _tell(run, event)
+
+
+def _tell(run: _Run, event: Event) -> None:
+    """Write down what happened, on the rank that leads, wherever it is looked for."""
+    append_event(run.folder.happenings, event)
+    if run.log is not None:
+        run.log.mark(event)
+    if run.watcher is not None:
         run.watcher.note(str(event))
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from hydragraph.elastic.events import Event
 from hydragraph.runtime.checkpoint.disk import file_errors
 from hydragraph.train.whole import write_whole
 
@@ -161,6 +162,11 @@ class MetricsLog:
         for name, loss in metrics.eval_losses.items():
             self._events.add_scalar(f"eval/{name}", loss, metrics.step)
             self._events.add_scalar(f"perplexity/{name}", perplexity(loss), metrics.step)
+
+    def mark(self, event: Event) -> None:
+        """Show in TensorBoard what happened to ranks, as a text at its step."""
+        if self._events is not None:
+            self._events.add_text(f"ranks/{event.event}", event.why, event.step)
 
 
 def peak_memory(device: torch.device) -> int:

@@ -13,7 +13,14 @@ import numpy as np
 from hydragraph.elastic.events import Event
 from hydragraph.train.metrics import Metrics
 
-_MARKS = {"straggler": "C3", "recovered": "C2", "switch": "C0"}
+_MARKS = {
+    "straggler": "C3",
+    "recovered": "C2",
+    "switch": "C0",
+    "fault": "black",
+    "leave": "C5",
+    "join": "C4",
+}
 
 
 def matplotlib_installed() -> bool:
@@ -27,7 +34,7 @@ def write_picture(metrics: Sequence[Metrics], path: Path, events: Sequence[Event
     Args:
         metrics: of all steps so far, at least one.
         path: of the file.
-        events: marked as lines where ranks became slow or well, and where the strategy was changed for it.
+        events: marked as lines where ranks became slow or well, were lost, left or came, and strategies were switched.
     """
     # Not pyplot: the object interface needs no display and leaves the user's backend alone.
     from matplotlib.backends.backend_agg import FigureCanvasAgg

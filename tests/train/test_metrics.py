@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hydragraph.elastic.events import Event
 from hydragraph.train.metrics import Metrics, MetricsLog, read_metrics
 
 STEP = Metrics(1, 2.5, 0.3, 1e-3, 100, 50.0, 2.0, "<tp1,pp1>@0a", 3, (2, 1))
@@ -63,6 +64,17 @@ def test_tensorboard_shows_each_step_once_after_resuming(tmp_path: Path) -> None
     assert [step for step, _ in losses] == [1, 2, 3, 4, 5, 6, 7]
     assert [value for _, value in losses] == pytest.approx([1 / step for step, _ in losses])
     assert [e.step for e in events.Scalars("eval_loss")] == [1, 3, 5, 7]
+
+
+def test_tensorboard_shows_what_happened_to_ranks(tmp_path: Path) -> None:
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    with MetricsLog(tmp_path / "m", tmp_path / "events", after=0) as log:
+        log.mark(Event(3, "fault", (1,), 0.0, "rank 1 failed"))
+    events = accumulator.EventAccumulator(str(tmp_path / "events"))
+    events.Reload()
+    (tag,) = events.Tags()["tensors"]
+    assert tag.startswith("ranks/fault")
+    assert [(e.step, e.tensor_proto.string_val[0]) for e in events.Tensors(tag)] == [(3, b"rank 1 failed")]
 
 
 def test_what_ended_a_run_is_told_though_its_events_cannot_be_closed(tmp_path: Path) -> None:

@@ -38,6 +38,8 @@ def test_what_happened_to_ranks_is_marked(tmp_path: Path) -> None:
         Event(9, "straggler", (1,), 0.0, ""),
         Event(11, "switch", (1,), 0.0, ""),
         Event(20, "recovered", (1,), 0.0, ""),
+        Event(22, "fault", (1,), 0.0, ""),
+        Event(25, "join", (1,), 0.0, ""),
     ]
     dry = [replace(event, done=False) for event in events]
     pictures = []
