@@ -79,7 +79,7 @@ def train_command(
     stopping = Stopping(settings.grace_s, relay=relay, overdue=overdue)
     if settings.elastic.survives and launched() and leads():
         _print(
-            "elastic: a launcher such as torchrun has started these ranks, and ends them all when one is lost; to go on "
+            "elastic: a launcher such as torchrun has started these ranks, and ends all when one is lost; to go on "
             "without it, start hydragraph train by itself on one machine"
         )
     try:
