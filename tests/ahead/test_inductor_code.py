@@ -73,14 +73,14 @@ def test_ranks_find_code_that_they_may_trust_and_train_to_the_same_bits(tmp_path
     write(tmp_path, ranks=2, strategies=["<[0,1]x2>"], backend="inductor", check="off", steps=2, data=data)
     hydragraph(tmp_path, "there", "compile", "config.yaml", "--output", "out", "--trust")
     losses = []
-    for cache, more, hits in (
+    for cache, more, found in (
         ("trusting", ["--compiled", "out", "--trust"], True),
         ("wary", ["--compiled", "out"], False),
         ("alone", [], False),
     ):
         said = hydragraph(tmp_path, cache, "train", "config.yaml", *more)
-        assert ("fx graph cache hit" in said) == hits
-        assert ("fx graph cache miss" in said) != hits
+        assert ("fx graph cache miss" in said) != found  # where it is not found, one rank may find what another made
+        assert "fx graph cache hit" in said or not found
         (tmp_path / "run").rename(tmp_path / f"run-{cache}")
         lines = (tmp_path / f"run-{cache}" / "metrics.jsonl").read_text().splitlines()
         losses.append([json.loads(line).get("loss") for line in lines])
