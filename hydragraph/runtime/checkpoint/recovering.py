@@ -12,7 +12,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -30,6 +29,7 @@ from hydragraph.runtime.state import HomeState
 _LOG = logging.getLogger(__name__)
 
 _WHAT = "read checkpoint pieces"
+_AHEAD = 3  # windows that are read before they travel: not each has as much from every disk
 _READERS = 4  # threads per kind of place: while one puts in place what it has read, others read
 
 
@@ -62,7 +62,7 @@ def recover(
         buckets: of the model.
         home: what this rank is to own; its weights are filled.
         groups: of all ranks.
-        chunk: bytes that are exchanged at a time.
+        chunk: bytes, of all ranks, that are read and exchanged for others at a time.
 
     Raises:
         ValueError: on all ranks: there is none, or what the newest lacks.
@@ -95,11 +95,12 @@ def recover(
             threads.submit(reading.keep, own[tier][first::_READERS]) for tier in Tier for first in range(_READERS)
         ]
         received = 0
-        windows = [*_windows(reading, shared, chunk), []]
-        ahead = _begin(reading, windows[0], rank, threads)
-        for window, following in pairwise(windows):
-            data = together_own(groups, _WHAT, partial(_results, ahead))
-            ahead = _begin(reading, following, rank, threads)  # while this one travels
+        windows = [*_windows(reading, shared, chunk // (_AHEAD + 1))]
+        begun = [_begin(reading, window, rank, threads) for window in windows[:_AHEAD]]
+        for number, window in enumerate(windows):
+            data = together_own(groups, _WHAT, partial(_results, begun.pop(0)))
+            if number + _AHEAD < len(windows):  # is read while this one travels
+                begun.append(_begin(reading, windows[number + _AHEAD], rank, threads))
             received += _exchange(reading, window, data, groups)
         together(groups, _WHAT, lambda: [job.result() for job in jobs] and None)
     sizes = {tier: sum(reading.bytes_of(f) for f in plan if f.reader == rank and f.tier is tier) for tier in Tier}
