@@ -9,7 +9,7 @@ PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint plans tests thorough matrix clean
+.PHONY: help setup demo test lint plans tests thorough docs newcomer matrix clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "make %-8s %s\n", $$1, $$2}'
@@ -50,9 +50,16 @@ thorough: plans  ## every test, larger samples, and two thousand drawn modules (
 	$(BIN)/python -m tests.chaos --count 100
 	$(BIN)/python -m tests.right --count 1000
 
+docs: $(STAMP)  ## build the documentation into site/, strictly
+	@$(BIN)/python -c "import mkdocs, mkdocstrings, material" 2>/dev/null || $(PIP) install ".[docs]"
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+newcomer: $(STAMP)  ## follow README and getting started in a fresh environment without extras (minutes, 2 GB)
+	HYDRAGRAPH_TORCH=$(TORCH) $(BIN)/python -m pytest -m thorough -s tests/test_newcomer.py
+
 matrix: $(STAMP)  ## run the core with every PyTorch that is supported, an environment each; README gets the table
 	$(BIN)/python -m tests.matrix
 
 clean:  ## remove .venv, runs and caches
-	rm -rf .venv runs .pytest_cache .mypy_cache .ruff_cache .hypothesis build *.egg-info
+	rm -rf .venv runs site .pytest_cache .mypy_cache .ruff_cache .hypothesis build *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -19,7 +19,21 @@ import typer
 
 from hydragraph import log
 from hydragraph.bench.command import bench_app
-from hydragraph.commands import check, compare, compile, plan, profile, report, show, simulate, train, verify
+from hydragraph.commands import (
+    chaos,
+    check,
+    compare,
+    compile,
+    export,
+    init,
+    plan,
+    profile,
+    report,
+    show,
+    simulate,
+    train,
+    verify,
+)
 from hydragraph.commands.process import launched
 from hydragraph.errors import RankFailure
 from hydragraph.version import __version__
@@ -29,6 +43,7 @@ _MISTAKE, _FAILED = 2, 1
 
 _VERBS: tuple[tuple[str, Callable[..., None], str | None], ...] = (
     ("train", train.train_command, None),
+    ("chaos", chaos.chaos_command, None),
     ("check", check.check_command, check.EXAMPLE),
     ("verify", verify.verify_command, None),
     ("show", show.show_command, show.EXAMPLE),
@@ -38,6 +53,8 @@ _VERBS: tuple[tuple[str, Callable[..., None], str | None], ...] = (
     ("report", report.report_command, report.EXAMPLE),
     ("profile", profile.profile_command, profile.EXAMPLE),
     ("plan", plan.plan_command, plan.EXAMPLE),
+    ("export", export.export_command, export.EXAMPLE),
+    ("init", init.init_command, init.EXAMPLE),
 )
 
 

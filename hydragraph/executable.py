@@ -29,7 +29,7 @@ from hydragraph.frontend.packed import own_fields
 from hydragraph.ir.outline import Mode
 from hydragraph.ir.program import Program
 from hydragraph.ir.text import instruction_text
-from hydragraph.migration import Moved, bring, kept
+from hydragraph.migration import Moved, Restore, bring, keep, kept
 from hydragraph.mini_batch import AssignedBatch, MiniBatch, digest, packed
 from hydragraph.modes import own_modes
 from hydragraph.passes.check_strategy import check_strategy
@@ -37,10 +37,13 @@ from hydragraph.passes.compiled import choose_backend
 from hydragraph.passes.limits import limits_of
 from hydragraph.planner.request import PlanRequest
 from hydragraph.runtime.checkpoint import store
+from hydragraph.runtime.checkpoint.pieces import Pieces
 from hydragraph.runtime.failure.agreement import together
+from hydragraph.runtime.failure.board import PROGRESS_S
 from hydragraph.runtime.failure.watch import CLOSED, agreed
 from hydragraph.runtime.groups import Groups
 from hydragraph.runtime.launch import World
+from hydragraph.runtime.meeting.member import CALLED, here
 from hydragraph.runtime.probe import MOST_S, Probe
 from hydragraph.runtime.standing import Held, Meeting, Place, Progress, ProgressLog, Standing, meet
 from hydragraph.runtime.state import HomeState, OptimizerFactory
@@ -129,7 +132,8 @@ class Executable:
     """A model compiled for a strategy, ready to train; made by `compile`, on every rank alike.
 
     Attributes:
-        program, strategies: what it was made of.
+        program, strategies: what it was made of, and what steps choose from now.
+        given, wanted_home, device: the strategies and the home that it was compiled with, and what it computes on.
         spans: set it to a list and every following step adds the times of its instructions (`runtime.trace`).
         watched: set it on all ranks, and those that a step leaves idle probe their device now and then.
         stopping: set it on any rank, to a number above 0, and the next `step` does nothing and raises `Stopped` on all.
@@ -174,6 +178,10 @@ class Executable:
         )
         self._optimizer = optimizer
         self._planning = plans
+        self.given = given
+        self.wanted_home = home or Home()
+        self.device = world.device
+        self.progress_s = PROGRESS_S
         self._buffers = {name: buffer.to(world.device) for name, buffer in buffers.items()}
         seed = torch.initial_seed()
         self._start: Callable[[], Iterable[Mapping[str, Tensor]]] | None = None
@@ -336,6 +344,19 @@ class Executable:
         save = self._session.saver.start if asynchronous else store.save
         save(Path(path), self.home, self.optimizer, {"steps": self._steps, "user": extra or {}}, self.groups)
 
+    @_call("keep")
+    def keep(self, pieces: Pieces, extra: dict[str, Any] | None = None) -> None:
+        """Keep a checkpoint in pieces, for `move` to go back to where ranks are lost; all ranks call it.
+
+        Training waits until pieces are in memory and on the node's disk; the store has them a little later.
+
+        Args:
+            pieces: where this rank keeps them; all ranks have the same places.
+            extra: plain data of yours, which `move` returns where it goes back.
+        """
+        self._begin()
+        keep(self._session, pieces, extra or {})
+
     @_call("wait_saved")
     def wait_saved(self) -> None:
         """Return once what an asynchronous `save` is writing is in its place; raise its error, on every rank."""
@@ -395,16 +416,16 @@ class Executable:
                 self._held.saver.close()
             except Exception as error:
                 _LOG.warning("a save was not completed: %s", error)
-        for session in (self._held, self._arriving):
-            if session is not None:
-                session.groups.close()
+        sessions = (self._held, self._arriving)
+        for groups in {id(session.groups): session.groups for session in sessions if session is not None}.values():
+            groups.close()
 
     def move(
         self,
         world: World,
         home: Home,
         before: Sequence[int | None],
-        restore: str | Path | None = None,
+        restore: Restore | None = None,
         strategy: Choices | None = None,
         profile: Profile | Costs | None = None,
     ) -> Moved:
@@ -421,7 +442,8 @@ class Executable:
             home: who owns the state from now on.
             before: by rank of the new world, its rank in the old one; None: a newcomer, whatever it has. Old ranks that
                 are not named are lost.
-            restore: a checkpoint, read where a part of the state is lost with them: then all ranks go back to it.
+            restore: read where a part of the state is lost with them; then all ranks go back to it. A checkpoint of
+                `save`, or the pieces of `keep`, each of which is read where it is nearest; newcomers give some, too.
             strategy: what steps choose from now on, as in `compile`; None: what they did, which then must fit the
                 ranks.
             profile: what strategies cost now; None: as before.
@@ -433,7 +455,13 @@ class Executable:
         if self._closed:
             raise ValueError("move: this executable is closed; compile again")
         began = time.perf_counter()
-        self.leave()
+        stays = self._held is not None and world is self._held.world and not world.watch.broken
+        stays = stays and list(before) == list(range(world.ranks))
+        chosen = stays and strategy is None and profile is None
+        if not stays:
+            self.leave()
+        elif not chosen:
+            self._chooser.close()
         self._watch = world.watch
         with own_modes("move"), world.watch.calling("move"):
             self._called = (*self._called, world.rank)
@@ -448,17 +476,19 @@ class Executable:
             )
             old, counts = self._held, meeting.before[world.rank] is not None
             log = ProgressLog(Progress(meeting.updates, meeting.norm))
-            session = self._arriving = self._begin_session(world, home, lambda groups, state: None, log)
+            ending = self._held if stays else None
+            session = self._arriving = self._begin_session(world, home, lambda groups, state: None, log, ending)
             brought = bring(session, old if counts else None, meeting, restore)
             self._generation_ahead = meeting.generation + 1
             self._arrived = True
             session.groups.gather_objects(None)  # everybody has everything: from here on nobody needs anybody
             self._take()
-            self._choose()
+            self._choose(chosen)
         step = self._steps
         seconds = time.perf_counter() - began
         _LOG.info("moved to rank %d of %d at step %d in %.2f s", world.rank, world.ranks, step, seconds)
-        return Moved(step, finished, step if brought.restored else None, brought.received, seconds)
+        restored = step if brought.restored else None
+        return Moved(step, finished, restored, brought.extra, brought.received, seconds)
 
     def _standing(self) -> Standing | None:
         """Return what this rank has."""
@@ -510,6 +540,21 @@ class Executable:
         return self.world.ranks
 
     @property
+    def steps(self) -> int:
+        """How many steps the state has had."""
+        return self._steps
+
+    @property
+    def planning(self) -> Planning:
+        """What choosing strategies goes by."""
+        return self._planning
+
+    @property
+    def profile(self) -> Profile | Costs | None:
+        """What strategies cost; None: nothing was measured."""
+        return self._planning.profile
+
+    @property
     def world(self) -> World:
         """This process's place among the ranks."""
         return self._session.world
@@ -548,7 +593,12 @@ class Executable:
         return self._session.log.progress.updates
 
     def _begin_session(
-        self, world: World, home: Home, fill: Callable[[Groups, HomeState], None], log: ProgressLog | None = None
+        self,
+        world: World,
+        home: Home,
+        fill: Callable[[Groups, HomeState], None],
+        log: ProgressLog | None = None,
+        ending: Session | None = None,
     ) -> Session:
         """Begin a session in a world, at first or in place of one that has ended; arguments as of `Session.begin`."""
         alike = {
@@ -558,14 +608,15 @@ class Executable:
             "strategies": str(list(map(str, self.strategies))),
         }
         variants, buffers, optimizer = self._variants, self._buffers, self._optimizer
-        return Session.begin(self.program, variants, buffers, world, home, optimizer, fill, alike, log)
+        return Session.begin(self.program, variants, buffers, world, home, optimizer, fill, alike, log, ending)
 
-    def _choose(self) -> None:
-        """Choose from the strategies there are, in the session there is."""
+    def _choose(self, as_before: bool = False) -> None:
+        """Choose from the strategies there are, in the session there is, or by what chose before."""
         self._running: tuple[Strategy, tuple[int, ...], Mode] | None = None
         self._agreed: set[tuple[Strategy, Mode]] = set()  # what every rank has prepared
         session = self._session
-        self._chooser = Chooser.of(self.strategies, session.groups, self._planning, session.owners.home)
+        if not as_before:
+            self._chooser = Chooser.of(self.strategies, session.groups, self._planning, session.owners.home)
 
     def _begin(self) -> None:
         """Give a model that was built on the meta device its initial weights, unless some were loaded."""
@@ -649,7 +700,7 @@ class Executable:
         # A refusal is compared like a mini-batch: ranks that all refuse the same go on alike.
         call = repr(refused) if refused is not None else repr((str(strategy), mode))
         mark = digest(call, batch)
-        ranks = self._session.compare(mark, self.stopping if mode == "train" else 0)
+        ranks = self._session.compare(mark, self._asked() if mode == "train" else 0)
         if ranks.unsaved:
             try:
                 self._session.saver.wait()
@@ -671,6 +722,11 @@ class Executable:
             raise agreed(Stopped(ranks.stopping))
         assert batch is not None
         return batch, strategy
+
+    def _asked(self) -> int:
+        """Return by what this rank asks that the next step is not begun: to stop, or to meet other ranks first."""
+        member = here()
+        return max(self.stopping, CALLED if member is not None and member.called else 0)
 
     def _work(self, batch: MiniBatch, strategy: Strategy | None) -> AssignedBatch:
         """Assign a mini-batch that all ranks have, and pack this rank's part of it."""

@@ -14,12 +14,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
 
 from hydragraph.ir.home import HomeLayouts
-from hydragraph.ir.layout import whole
+from hydragraph.ir.layout import Layout, whole
 from hydragraph.ir.outline import Mode
 from hydragraph.ir.program import Program
 from hydragraph.mini_batch import AssignedBatch
@@ -78,6 +79,7 @@ class Session:
         fill: Callable[[Groups, HomeState], None],
         alike: Mapping[str, str],
         log: ProgressLog | None = None,
+        ending: Session | None = None,
     ) -> Session:
         """Connect the ranks of a world and give each its share of the state; all of them call it.
 
@@ -89,13 +91,15 @@ class Session:
             fill: gives the home state its weights, before the optimizer sees them.
             alike: what must be the same on all ranks, as texts by name.
             log: how far the state is that `fill` gives; None: it is new.
+            ending: of the same world, whose place it will take: communicators go on, and so does the state of buckets
+                that live where they did.
 
         Raises:
             ValueError: on every rank: something differs between ranks, or the home does not fit them.
             Unsupported: the optimizer cannot work on shards.
         """
         world.watch.rest("")
-        groups = Groups(world, TIMEOUT, watch=world.watch)
+        groups = ending.groups if ending else Groups(world, TIMEOUT, watch=world.watch)
         log = log or ProgressLog()
         for what, text in {**alike, "home": str(home)}.items():
             agree(groups, what, text)
@@ -104,13 +108,17 @@ class Session:
             nodes = groups.gather_objects(world.node)
             home = home.on([nodes.index(node) for node in nodes])
         owners = HomeLayouts(home, world.ranks)
-        state = HomeState.allocate(program, owners.by_name(program.buckets), world.rank, world.device)
+        layouts = owners.by_name(program.buckets)
+        if ending:
+            layouts = {name: _same(ending.home.layouts[name], layout) for name, layout in layouts.items()}
+        old = ending.home if ending else None
+        state = HomeState.allocate(program, layouts, world.rank, world.device, old)
         fill(groups, state)
         trained_by = make_optimizer(optimizer, state) if optimizer else None
         preparer = Preparer(program, variants, buffers, state.layouts, world.rank, world.ranks, device=world.device)
         copies = rounded(state, program.dtype, trained_by)
         executor = Executor(program, state, groups, world.watch, world.device, rounded=copies, log=log)
-        saver = Saver(world, TIMEOUT)
+        saver = ending.saver if ending else Saver(world, TIMEOUT)
         return Session(program, buffers, world, groups, saver, owners, state, trained_by, preparer, executor, log)
 
     def agree(self, what: str, text: str) -> None:
@@ -217,6 +225,12 @@ class RanksCompared:
     same: bool
     unsaved: bool
     stopping: int
+
+
+def _same(old: Layout, new: Layout) -> Layout:
+    """Return the old layout where the new one says the same."""
+    columns = ((old.rank, new.rank), (old.lo, new.lo), (old.hi, new.hi), (old.copy, new.copy))
+    return old if all(np.array_equal(before, after) for before, after in columns) else new
 
 
 def agree(groups: Groups, what: str, text: str) -> None:

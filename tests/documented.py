@@ -97,6 +97,8 @@ def follow(page: str, directory: Path, python: str = sys.executable, timeout_s: 
         AssertionError: a block failed; what it printed is shown.
     """
     environment = {**os.environ, "PATH": f"{Path(python).parent}{os.pathsep}{os.environ['PATH']}"}
+    if python != sys.executable:
+        environment.pop("PYTHONPATH", None)  # another environment has its own hydragraph
     printed = ""
     for number, (kind, text, place) in enumerate(_steps(blocks(page))):
         if kind == "file":

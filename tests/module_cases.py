@@ -76,7 +76,7 @@ class Block(nn.Module):
 
 @_habit
 def _scaled_by_a_buffer(block: Block, x: Tensor) -> Tensor:
-    return x * block.scale
+    return x * block.scale.to(x.dtype)
 
 
 @_habit
@@ -124,6 +124,25 @@ def _weight_used_twice(block: Block, x: Tensor) -> Tensor:
 @_habit
 def _in_place(block: Block, x: Tensor) -> Tensor:
     return x.clone().mul_(block.gain).add_(0.1)
+
+
+@_habit
+def _in_place_beside_no_grad(block: Block, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        size = x.norm(dim=-1, keepdim=True).add_(1)
+    return x.clone().mul_(block.gain).add_(0.1) / size
+
+
+@_habit
+def _view_written(block: Block, x: Tensor) -> Tensor:
+    y = x.clone()
+    y[..., : WIDTH // 2] *= block.gain[: WIDTH // 2]
+    return y
+
+
+@_habit
+def _straight_through(block: Block, x: Tensor) -> Tensor:
+    return x + (x.round() - x).detach()
 
 
 @_habit
@@ -184,6 +203,29 @@ def _products_of_tokens(block: Block, x: Tensor) -> Tensor:
 @_habit
 def _reversed_gradient(block: Block, x: Tensor) -> Tensor:
     return Reversed.apply(x)
+
+
+@_habit
+def _written_through_detach(block: Block, x: Tensor) -> Tensor:
+    y = x * block.gain
+    y.detach().mul_(1.5)
+    return y * y
+
+
+@_habit
+def _written_without_gradient(block: Block, x: Tensor) -> Tensor:
+    y = x * block.gain
+    with torch.no_grad():
+        y.clamp_(-1, 1)
+    return y * y
+
+
+@_habit
+def _autocast_switched_on(block: Block, x: Tensor) -> Tensor:
+    torch.set_autocast_enabled("cpu", True)
+    x = x + block.down(block.up(x))
+    torch.set_autocast_enabled("cpu", False)
+    return x
 
 
 @_habit

@@ -62,7 +62,7 @@ def test_yaml_is_what_hydragraph_reads(block: Block, tmp_path: Path) -> None:
     path.write_text(block.text)
     if "pipelines" in content:
         Strategy.load(str(path))
-    elif "nodes" in content or "types" in content:
+    elif {"nodes", "types", "devices"} & content.keys():
         Cluster.load(path)
     else:
         from_record(TrainConfig, {**LEAST, **content})
@@ -113,3 +113,18 @@ def test_links_lead_somewhere(page: str) -> None:
 @pytest.mark.parametrize("page", [page for page in RUNNING if page != "README.md"])
 def test_a_page_can_be_followed(page: str, tmp_path: Path) -> None:
     follow(page, tmp_path)
+
+
+def test_every_page_is_in_the_sites_navigation() -> None:
+    text = (ROOT / "mkdocs.yml").read_text()
+    missing = [page for page in PAGES if page.startswith("docs/") and f" {page.removeprefix('docs/')}\n" not in text]
+    assert not missing, f"name {', '.join(missing)} in mkdocs.yml"
+
+
+def test_troubleshooting_quotes_what_errors_say() -> None:
+    """Each heading below a part of the page is found in the source, so that a search for an error's text finds it."""
+    code = "".join(p.read_text() for p in (ROOT / "hydragraph").rglob("*.py"))
+    joined = re.sub(r"\"\s*\n\s*f?\"", "", code)  # a sentence over several lines
+    quoted = re.findall(r"^### (.+)$", (ROOT / "docs/troubleshooting.md").read_text(), re.MULTILINE)
+    assert len(quoted) > 15
+    assert not [text for text in quoted if text not in joined]

@@ -26,10 +26,10 @@ def captured(config: TrainConfig) -> tuple[nn.Module, Program, Variants]:
     from hydragraph.frontend.capture import capture
     from hydragraph.passes.compiled import choose_backend
     from hydragraph.runtime.variants import Variants
-    from hydragraph.train.model import skeleton
+    from hydragraph.train.model import adapted, skeleton
 
     quieten()
-    model = skeleton(config.model, config.data.vocab_size)
+    model = adapted(skeleton(config.model, config.data.vocab_size), config.adapter, config.seed)
     program = capture(model, dtype=getattr(torch, config.dtype))
     inductor = choose_backend(config.backend, torch.device(config.device or "cpu")) == "inductor"
     return model, program, Variants(program, fused_head=inductor, added=not inductor)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -185,28 +186,8 @@ def plan_command(
                 "equal devices need all of --profile, --lengths, --devices and --context; devices that differ need "
                 "--cluster, and --model or --profile"
             )
-        if len(profile) > 1:
-            raise ValueError(
-                "--profile: give one, or --cluster with the file that says which types of devices there are"
-            )
-        from hydragraph.cost.corrections import corrected
-        from hydragraph.planner.explain import explain as explained  # needs numba and scipy, which others do without
-        from hydragraph.planner.explain_text import to_record, to_text
-        from hydragraph.train.plan_input import read_candidates, read_corrections, read_lengths, read_profile
-        from hydragraph.train.plan_picture import write_plan_picture
-
-        own = read_candidates(strategies or ())
-        constants = read_profile(profile[0])
-        known = read_corrections(corrections)
-        if known is not None:
-            constants = corrected(constants, known)
-        data = read_lengths(lengths)
-        found = explained(
-            constants, data, devices, context, tokens or TOKENS, strategies=own, iterations=iterations, seed=seed
-        )
-        print(json.dumps(to_record(found), indent=1) if as_json else to_text(found, explain), end="\n" * as_json)
-        if picture is not None:
-            write_plan_picture(found.example, picture)
+        draw = _Draw(lengths, context, tokens or TOKENS, iterations, seed)
+        _plan_equal(profile, devices, draw, strategies or (), corrections, picture, explain, as_json)
         return
     _refuse(equal, "is for equal devices: leave it out; --cluster says which there are, and all rivals are told")
     work = Work(sequences, length, lengths, tokens, context, iterations, seed)
@@ -228,6 +209,56 @@ def plan_command(
         report=report,
     )
     plan_devices(asked, as_json)
+
+
+@dataclass(frozen=True)
+class _Draw:
+    """How sample mini-batches are drawn: a file of lengths, the longest and all tokens of one, how many, and a seed."""
+
+    lengths: Path
+    context: int
+    tokens: int
+    iterations: int
+    seed: int
+
+
+def _plan_equal(
+    profiles: Sequence[str],
+    devices: int,
+    draw: _Draw,
+    strategies: Sequence[str],
+    corrections: Path | None,
+    picture: Path | None,
+    everything: bool,
+    as_json: bool,
+) -> None:
+    """Plan sample mini-batches on equal devices with every candidate, and print what each takes."""
+    from hydragraph.cost.corrections import corrected
+    from hydragraph.planner.explain import explain  # needs numba and scipy, which others do without
+    from hydragraph.planner.explain_text import to_record, to_text
+    from hydragraph.train.plan_input import read_candidates, read_corrections, read_lengths, read_profile
+    from hydragraph.train.plan_picture import write_plan_picture
+
+    if len(profiles) > 1:
+        raise ValueError("--profile: give one, or --cluster with the file that says which types of devices there are")
+    own = read_candidates(strategies)
+    constants = read_profile(profiles[0])
+    known = read_corrections(corrections)
+    if known is not None:
+        constants = corrected(constants, known)
+    found = explain(
+        constants,
+        read_lengths(draw.lengths),
+        devices,
+        draw.context,
+        draw.tokens,
+        strategies=own,
+        iterations=draw.iterations,
+        seed=draw.seed,
+    )
+    print(json.dumps(to_record(found), indent=1) if as_json else to_text(found, everything), end="\n" * as_json)
+    if picture is not None:
+        write_plan_picture(found.example, picture)
 
 
 def _refuse(given: Mapping[str, object], why: str) -> None:

@@ -45,7 +45,7 @@ def verify_rank(config: TrainConfig) -> list[Row]:
     from hydragraph.train.checks import read_strategies
     from hydragraph.train.data import mini_batches
     from hydragraph.train.loop import shared_tokens
-    from hydragraph.train.model import build_model
+    from hydragraph.train.model import adapted, build_model
     from hydragraph.train.optimizer import optimizer_factory
     from hydragraph.train.screen import Screen
     from hydragraph.verify import verify
@@ -55,6 +55,7 @@ def verify_rank(config: TrainConfig) -> list[Row]:
         world = join("cpu")
         tokens = shared_tokens(config, world, screen)
         model = build_model(config.model, tokens.vocabulary, tokens.end_of_text, config.seed)
+        model = adapted(model, config.adapter, config.seed)
         strategies = read_strategies(config.strategies, model, world.ranks)
         factory = optimizer_factory(config.optimizer, model)
         # No check: what follows compares more.

@@ -2,7 +2,8 @@
 
     profile   what blocks take and hold, by type of device         -> `pipeline`, `work`, `memory`
     cluster   which rank is of which type, and the links            -> messages, tensor-parallel sums, pull and push
-    health    how much slower a rank is                             -> every computation of its stage
+    health    how much slower a rank is                             -> all it does: every computation of its stage, its
+                                                                       part of a message (latency), commit and update
 
 A strategy's seconds are those of its slowest pipeline (`PipelineCost.seconds`, the exact recurrence) and what pulling
 weights, pushing gradients, agreeing and updating add (`fixed`). The simulator goes by the same `work`.
@@ -49,7 +50,7 @@ from hydragraph.ir.outline import Outline
 from hydragraph.ir.parameter import Bucket
 from hydragraph.passes.place import Placement, place
 from hydragraph.spec.assignment import Assignment
-from hydragraph.spec.cluster import Cluster
+from hydragraph.spec.cluster import Cluster, Interconnect
 from hydragraph.spec.health import Health
 from hydragraph.spec.home import Home
 from hydragraph.spec.stage_kind import StageKind, StagePart
@@ -266,7 +267,7 @@ class Costs:
         # A ring is as slow as its slowest link; which one that is may depend on the size, so a typical message decides.
         around = zip(stage.devices, (*stage.devices[1:], stage.devices[0]), strict=True)
         part = self.sizes.hidden_bytes * 2048 / stage.tp
-        link = max((self.cluster.link(a, b) for a, b in around), key=lambda each: each.seconds(part))
+        link = max((self.link(a, b) for a, b in around), key=lambda each: each.seconds(part))
         one, two = (Ring(stage.tp, n, self.sizes.hidden_bytes, link) for n in times)
         return one, two
 
@@ -275,7 +276,7 @@ class Costs:
         receivers = other.devices
         turns = -(-len(receivers) // len(senders))
         pairs = list(zip(senders, receivers, strict=False))
-        link = max((self.cluster.link(a, b) for a, b in pairs), key=lambda each: each.seconds(1 << 20))
+        link = max((self.link(a, b) for a, b in pairs), key=lambda each: each.seconds(1 << 20))
         uses: dict[object, int] = {}
         # Ranks that share a network card share its bandwidth.
         for a, b in pairs:
@@ -286,7 +287,7 @@ class Costs:
         gathering = None
         if self.stack.parts and other.tp > 1:
             around = zip(receivers, (*receivers[1:], receivers[0]), strict=True)
-            slowest = max((self.cluster.link(a, b) for a, b in around), key=lambda each: each.seconds(1 << 20))
+            slowest = max((self.link(a, b) for a, b in around), key=lambda each: each.seconds(1 << 20))
             gathering = other.tp, slowest
         return Hop(
             link,
@@ -413,6 +414,10 @@ class Costs:
                 f"rank {rank} is lost", where="costs", remedy="give a strategy that does not name it, or another health"
             )
         return rate
+
+    def link(self, a: int, b: int) -> Interconnect:
+        """Return the link between two ranks of a stage or of neighbouring ones; a slow rank adds to its latency."""
+        return self.cluster.link(a, b).handled(max(self.rate(a), self.rate(b)))
 
     def piece_profile(self, rank: int) -> Profile:
         """Return what was measured on a rank's type of device."""
@@ -745,8 +750,13 @@ class CostedWork:
     def commit_s(self) -> float:
         """See `Priced`."""
         costs = self._costs
-        agreeing = max(costs.piece_profile(rank).commit_s for rank in range(costs.ranks))
+        agreeing = max(self.handling(rank) * costs.piece_profile(rank).commit_s for rank in range(costs.ranks))
         return agreeing + max(self._norm_s(rank) for rank in range(costs.ranks))
+
+    def handling(self, rank: int) -> float:
+        """See `Priced`; a lost rank takes part in nothing, or is taken for healthy."""
+        rate = self._costs.health.rate(rank)
+        return rate if math.isfinite(rate) else 1.0
 
     def _norm_s(self, rank: int) -> float:
         norm = self._costs.piece_profile(rank).norm_s
@@ -771,7 +781,8 @@ class CostedWork:
                         seconds |= {(op, block, rank, m): each for rank in stage.ranks}
         seconds |= {(Op.UPDATE, "", rank): self.update_s(rank) for rank in range(self._costs.ranks)}
         pulls, pushes = ({n: dict(self.moved(op, n).pairs) for n in self._holders} for op in (Op.PULL, Op.PUSH))
-        return Work(seconds, pulls, pushes, {}, self.commit_s())
+        rates = {rank: self.handling(rank) for rank in range(self._costs.ranks)}
+        return Work(seconds, pulls, pushes, {}, self.commit_s(), rates)
 
 
 class ProfileBlocks:

@@ -74,7 +74,8 @@ class Engine:
         for a, actor in enumerate(actors):
             group[list(actor.ranks)] = a
         # A transfer is priced for all ranks of an actor together: the slowest of them counts.
-        self._roads = Roads(cluster, group)
+        handling = np.array([work.handling(rank) for rank in range(len(cluster.devices))])
+        self._roads = Roads(cluster, group, handling)
         self._flows = Flows()
         self._group = group.tolist()
         self._passages: dict[Transfers, Passage] = {}

@@ -15,7 +15,7 @@ from typing import Protocol
 
 from hydragraph.cost.alive import Alive
 from hydragraph.cost.footprint import Footprint, MicroBatch, footprint, made_bytes, token_bytes
-from hydragraph.cost.messages import GRADIENT_BYTES, WEIGHT_BYTES, MessageBytes, pulled, pushed
+from hydragraph.cost.messages import GRADIENT_BYTES, WEIGHT_BYTES, MessageBytes, pulled, pulled_bytes, pushed
 from hydragraph.ir.home import HomeLayouts
 from hydragraph.ir.instruction import Instruction, Op
 from hydragraph.ir.layout import GradientKind, Layout, propagation
@@ -136,6 +136,9 @@ class CompiledBlocks:
         self._compiled = compiled
         self._blocks = {b.name: b for b in program.blocks}
         self._known: dict[tuple[object, MicroBatch], Footprint] = {}
+        # Asked for again and again while a program is walked: which of the graphs it is takes longer to find out.
+        self._variants: dict[tuple[str, StagePart], Variant] = {}
+        self._aux_bytes: dict[MicroBatch, int] = {}
         self.outline = program.outline
         self.buckets = program.buckets
         self.itemsize = program.dtype.itemsize
@@ -143,7 +146,7 @@ class CompiledBlocks:
 
     def footprint(self, block: str, part: StagePart, batch: MicroBatch) -> Footprint:
         """See `Blocks`."""
-        variant = self._compiled(self._blocks[block], part)
+        variant = self._variant(block, part)
         key = (variant, batch)
         if key not in self._known:
             self._known[key] = footprint(variant, part, batch)
@@ -151,11 +154,19 @@ class CompiledBlocks:
 
     def adds(self, block: str, part: StagePart) -> bool:
         """See `Blocks`."""
-        return bool(self._compiled(self._blocks[block], part).added)
+        return bool(self._variant(block, part).added)
+
+    def _variant(self, block: str, part: StagePart) -> Variant:
+        key = (block, part)
+        if key not in self._variants:
+            self._variants[key] = self._compiled(self._blocks[block], part)
+        return self._variants[key]
 
     def aux_bytes(self, batch: MicroBatch) -> int:
         """See `Blocks`."""
-        return made_bytes(self._program.templates[self._program.aux.template].graph, batch)
+        if batch not in self._aux_bytes:
+            self._aux_bytes[batch] = made_bytes(self._program.templates[self._program.aux.template].graph, batch)
+        return self._aux_bytes[batch]
 
 
 def rank_memory(
@@ -175,8 +186,8 @@ def rank_memory(
         strategy: on ranks below `ranks`.
         micro_batches: for each pipeline, those that it runs.
         compiled: gives a block's graphs, as `runtime.variants.Variants.get` does.
-        messages: count what messages need too, as if all were under way until they must have arrived; False: what
-            the strategy itself needs.
+        messages: count what pull and push need too, as if all were under way until they must have arrived; False:
+            what the strategy itself needs.
         home: who owns state; None: equal shares of all ranks. Without nodes, each rank counts as one.
 
     Raises:
@@ -185,6 +196,11 @@ def rank_memory(
     blocks = CompiledBlocks(program, compiled)
     owners = HomeLayouts(home or Home(), ranks)
     return Walk(blocks, strategy, micro_batches, rank, ranks, messages=messages, home_of=owners.of).peak()
+
+
+def batch_bytes(own: int, every: int) -> int:
+    """Return the bytes of a mini-batch on a rank: its own tokens' ids, positions and labels, shifted labels of all."""
+    return INTEGER_BYTES * (3 * own + every)
 
 
 def exchange_name(op: Op, bucket: str) -> str:
@@ -243,6 +259,7 @@ class Walk:
         self._everyones = sum(m.tokens for pipeline in micro_batches for m in pipeline)
         self._buckets = {b.name: b for b in blocks.buckets}
         self._known_layouts: dict[object, tuple[Layout, Layout]] = {}
+        self._layouts_of: dict[str, tuple[Layout, Layout]] = {}
         self._known_links: dict[tuple[Op, int], MessageBytes] = {}
         self._in_flight: list[str] = []
         self._alive = Alive()
@@ -262,10 +279,8 @@ class Walk:
         """Return the largest sum, the instruction in which it is reached, and the sum after each instruction."""
         at_home = self.at_home()
         home_bytes = at_home.state + at_home.shard
-        own = sum(
-            m.tokens for m in self._batches.values()
-        )  # ids, positions and labels; of all others the shifted labels
-        self._alive.add("batch", "activations", INTEGER_BYTES * (3 * own + self._everyones))
+        own = sum(m.tokens for m in self._batches.values())
+        self._alive.add("batch", "activations", batch_bytes(own, self._everyones))
         best = at_home
         most = -1
         at = -1
@@ -305,9 +320,9 @@ class Walk:
             self._alive.drop(*instruction.reads)
 
     def _send(self, instruction: Instruction) -> None:
-        if self._messages:  # the message keeps what it sends until the program frees it
-            (message,) = instruction.writes
-            self._alive.add(message, "messages", 0, *instruction.reads)
+        # The message keeps what it sends until the program frees it.
+        (message,) = instruction.writes
+        self._alive.add(message, "messages", 0, *instruction.reads)
 
     def _fly(self, message: str, size: int, *shared: str) -> None:
         """Keep what a message needs until it has arrived, at the commit at the latest."""
@@ -320,6 +335,10 @@ class Walk:
     def _pull(self, bucket: str, held: bool) -> None:
         layouts = self._layouts(bucket)
         key = (Op.PULL, id(layouts))
+        if not self._messages:  # what is sent and received beside the weights takes longer to find out
+            self._known_links[key] = MessageBytes(
+                0, pulled_bytes(layouts[1], self._rank, self._ranks, self._model.itemsize)
+            )
         if key not in self._known_links:
             self._known_links[key] = pulled(*layouts, self._rank, self._ranks, self._model.itemsize)
         link = self._known_links[key]
@@ -328,6 +347,9 @@ class Walk:
             self._alive.add(weights(bucket), "weights", link.incoming)
 
     def _push(self, bucket: str) -> None:
+        if not self._messages:
+            self._alive.drop(gradients(bucket))
+            return
         layouts = self._layouts(bucket)
         key = (Op.PUSH, id(layouts))
         if key not in self._known_links:
@@ -340,13 +362,16 @@ class Walk:
 
     def _layouts(self, name: str) -> tuple[Layout, Layout]:
         """Return a bucket's home layout, and that of the stages which use it; equal buckets get the same objects."""
+        if name in self._layouts_of:
+            return self._layouts_of[name]
         bucket = self._buckets[name]
         owners = self._home_of(bucket)
         key = (bucket.form, self._holders[name], id(owners))
         if key not in self._known_layouts:
             kinds = {p.name: GradientKind.REPLICA for p in bucket.parameters}  # sizes do not depend on them
             self._known_layouts[key] = owners, propagation(bucket, self._holders[name], kinds)
-        return self._known_layouts[key]
+        self._layouts_of[name] = self._known_layouts[key]
+        return self._layouts_of[name]
 
     # Activations.
 

@@ -27,9 +27,9 @@ def pulled(owners: Layout, users: Layout, rank: int, ranks: int, itemsize: int) 
         rank, ranks: whose part.
         itemsize: bytes of an element as it travels.
     """
+    incoming = pulled_bytes(users, rank, ranks, itemsize)
     if ranks == 1 and itemsize == WEIGHT_BYTES:
-        return MessageBytes(0, 0)  # the home shard itself
-    incoming = users.local_size(rank) * itemsize
+        return MessageBytes(0, incoming)
     shard = owners.local_size(rank)
     if is_all_gather(owners, users) and len(owners.ranks) == ranks > 1:
         return MessageBytes(0 if itemsize == WEIGHT_BYTES else shard * itemsize, incoming)
@@ -39,6 +39,13 @@ def pulled(owners: Layout, users: Layout, rank: int, ranks: int, itemsize: int) 
     staged = not _in_order(receives.dst_at, receives.hi - receives.lo, users.local_size(rank))
     copied = (0 if as_it_is else sends.elements) + (receives.elements if staged else 0)
     return MessageBytes(copied * itemsize, incoming)
+
+
+def pulled_bytes(users: Layout, rank: int, ranks: int, itemsize: int) -> int:
+    """Return what of a bucket's weights a rank then holds; arguments as for `pulled`."""
+    if ranks == 1 and itemsize == WEIGHT_BYTES:
+        return 0  # the home shard itself
+    return users.local_size(rank) * itemsize
 
 
 def pushed(owners: Layout, users: Layout, rank: int, ranks: int) -> MessageBytes:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -104,7 +105,11 @@ class ModelSizes:
         )
 
     def buckets(self) -> tuple[Bucket, ...]:
-        """Return the buckets as links are made from."""
+        """Return the buckets as links are made from; the same objects on every call."""
+        return self._buckets
+
+    @cached_property
+    def _buckets(self) -> tuple[Bucket, ...]:
         from hydragraph.ir.parameter import Bucket, Parameter, ShardRule
 
         buckets = []

@@ -3,6 +3,9 @@
 A rank's messages in, and its messages out, each go one after another, both directions at once. Ranks that share a
 network card share its bandwidth: whatever crosses nodes through it cannot take less than all its bytes over the card's
 bandwidth. Everything is per *group* of ranks that act as one, such as a stage's: the slowest of them counts.
+
+A slow rank begins and ends its messages slowly: its rate scales their latency, and the slower end counts. What carries
+the bytes is the card, which is as quick as ever.
 """
 
 from __future__ import annotations
@@ -72,10 +75,12 @@ class Roads:
     Args:
         cluster: one device per rank, their nodes and links.
         group: which group each rank is in [R].
+        handling: how many times as long as a healthy one each rank takes to begin and end a message [R]; default: 1.
     """
 
-    def __init__(self, cluster: Cluster, group: Ints) -> None:
+    def __init__(self, cluster: Cluster, group: Ints, handling: Floats | None = None) -> None:
         self._cluster = cluster
+        self._handling = np.ones(len(group)) if handling is None else handling
         self._group = group
         self._groups = int(group.max(initial=-1)) + 1
         nodes = np.array([device.node for device in cluster.devices], dtype=np.int64)
@@ -118,7 +123,7 @@ class Roads:
                 speed = np.full(int(at.sum()), link.bytes_per_s)
             moving[at] = size[at] / speed
             filling[at] = size[at] / max(link.bytes_per_s, float(speed.max(initial=0.0)))
-            alone[at] = link.latency_s + moving[at]
+            alone[at] = link.latency_s * np.maximum(self._handling[src[at]], self._handling[dst[at]]) + moving[at]
         return alone, moving, filling
 
     def _link(self, a: int, b: int, across: bool) -> Interconnect:
@@ -197,7 +202,7 @@ class Roads:
         ways = []
         groups = self._groups
         for a, b in pairs:
-            link = self._cluster.link(a, b)
+            link = self._cluster.link(a, b).handled(max(self._handling[a], self._handling[b]))
             ports = (int(self._group[a]), groups + int(self._group[b]))
             cards: tuple[int, ...] = ()
             if self._node[a] != self._node[b]:

@@ -46,6 +46,10 @@ class Priced(Protocol):
         """Return what agreeing takes once all ranks are there."""
         ...
 
+    def handling(self, rank: int) -> float:
+        """Return how many times as long as a healthy rank one takes to begin and end a message: links' latency."""
+        ...
+
 
 @dataclass(frozen=True)
 class Work:
@@ -57,6 +61,7 @@ class Work:
         pull_bytes, push_bytes: bucket -> (sending rank, receiving rank) -> bytes; local movements are left out.
         activation_bytes: pipeline -> bytes of one micro-batch's hidden state.
         commit: seconds.
+        rates: how many times as long a rank takes to begin and end a message; 1 where it is absent.
     """
 
     seconds: Mapping[tuple[Op, str, int] | tuple[Op, str, int, int], float]
@@ -64,6 +69,7 @@ class Work:
     push_bytes: Mapping[str, Mapping[Pair, float]] = field(default_factory=dict)
     activation_bytes: Mapping[int, float] = field(default_factory=dict)
     commit: float = 0.0
+    rates: Mapping[int, float] = field(default_factory=dict)
 
     def computing(self, op: Op, block: str, ranks: Sequence[int], micro_batches: Sequence[int]) -> Sequence[float]:
         """See `Priced`."""
@@ -90,6 +96,10 @@ class Work:
     def commit_s(self) -> float:
         """See `Priced`."""
         return self.commit
+
+    def handling(self, rank: int) -> float:
+        """See `Priced`."""
+        return self.rates.get(rank, 1.0)
 
 
 Part = Literal["computing", "pull", "push", "messages", "ending"]
@@ -123,3 +133,7 @@ class Without:
     def commit_s(self) -> float:
         """See `Priced`."""
         return 0.0 if "ending" in self._parts else self._work.commit_s()
+
+    def handling(self, rank: int) -> float:
+        """See `Priced`."""
+        return self._work.handling(rank)

@@ -101,6 +101,11 @@ def split_documents(count: int, split: Split, heldout: float, split_seed: int = 
 Drawn = Tensor | dict[str, Tensor]
 
 
+def length_of(drawn: Drawn) -> int:
+    """Return the tokens of a sequence."""
+    return len(drawn["input_ids"] if isinstance(drawn, dict) else drawn)
+
+
 class MiniBatches(Iterator[list[Drawn]]):
     """Endless mini-batches: every chunk exactly once per epoch, in an order drawn from (seed, epoch).
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from hydragraph.errors import Unsupported
 from hydragraph.frontend.skeleton import Site
 from hydragraph.frontend.structure import LAYER_INDEX
-from hydragraph.frontend.unseen import watched
+from hydragraph.frontend.unseen import refuse_own_backward, watched
 from hydragraph.private.tracing import meta_as_cpu, symbol_name
 from hydragraph.private.trees import TorchDispatchMode
 
@@ -93,6 +93,7 @@ def refuse_state_around(opaque: AbstractContextManager[nn.Module], batch: Mappin
                 notes.append(None if noted.unknown else [*noted.lines, noted.text(result)])
     except Exception:  # what needs values cannot run on shapes; what else is wrong, the trace finds
         return
+    refuse_own_backward(result, where)
     _refuse_difference(notes[0], notes[1], where)
 
 
@@ -123,6 +124,7 @@ def _noted(site: Site, hints: dict[str, int]) -> list[str] | None:
         raise
     except Exception:  # what needs values cannot run on shapes
         return None
+    refuse_own_backward(result, site.name)
     return None if notes.unknown else [*notes.lines, notes.text(result)]
 
 

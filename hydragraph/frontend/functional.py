@@ -5,15 +5,21 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import ExportGraphSignature
 
 from hydragraph.errors import Unsupported
 from hydragraph.frontend.unseen import watched
-from hydragraph.passes.clean import AUTOCAST, GRAD_MODE, clean, region
+from hydragraph.passes.clean import AUTOCAST, GRAD_MODE, clean, inline_regions, region
 from hydragraph.private.operators import arguments_of, has_tag
 from hydragraph.private.tracing import meta_as_cpu, writes
+from hydragraph.private.trees import tree_leaves
+
+# What PyTorch's messages have in common where a tensor that is not on the meta device meets those of a traced model.
+_TWO_DEVICES = ("device", "meta", "cpu")
+# The most attributes that an error names.
+_NAMED = 4
 
 
 def export(module: nn.Module, arguments: tuple[Any, ...], dynamic: tuple[Any, ...], where: str) -> ExportedProgram:
@@ -28,11 +34,32 @@ def export(module: nn.Module, arguments: tuple[Any, ...], dynamic: tuple[Any, ..
     except Unsupported:
         raise
     except Exception as error:  # a model's own code may raise anything
+        if all(part in str(error) for part in _TWO_DEVICES):
+            raise Unsupported(
+                f"it computes with a tensor that is no parameter or buffer{_of_attributes(module)}, on the CPU alone",
+                where=where,
+                remedy="register it (register_buffer, nn.ModuleList), or make it in forward with device=x.device",
+            ) from error
         raise Unsupported(
             f"torch.export cannot trace it with T tokens in N sequences ({_reason(error)})",
             where=where,
             remedy="make the forward free of Python decisions on tensor values and token counts; the cause is above",
         ) from error
+
+
+def _of_attributes(module: nn.Module) -> str:
+    """Name the attributes of a module's parts that hold plain tensors or listed modules, if there are any."""
+    names = [
+        f"{prefix}.{name}".removeprefix(".").removeprefix("model.").removeprefix("block.")
+        for prefix, child in module.named_modules()
+        for name, value in vars(child).items()
+        if name not in ("_parameters", "_buffers", "_modules") and _holds_tensors(value)
+    ]
+    return f" ({', '.join(names[:_NAMED])})" if names else ""
+
+
+def _holds_tensors(value: object) -> bool:
+    return any(isinstance(leaf, Tensor | nn.Module) for leaf in tree_leaves(value))
 
 
 def _reason(error: Exception) -> str:
@@ -46,23 +73,44 @@ def functional_graph(exported: ExportedProgram, where: str) -> tuple[fx.GraphMod
     """Return the cleaned graph and the signature of its placeholders.
 
     A graph that writes in place is functionalized by `run_decompositions`, which takes seconds and forgets where
-    gradients were switched off; so it is used only for graphs that need it and switch nothing off.
+    gradients were switched off; so it is used only for graphs that need it, with such regions inlined.
 
     Raises:
-        Unsupported: the graph does both, or draws random numbers.
+        Unsupported: the graph writes where autograd does not see it, or draws random numbers.
     """
-    nodes = _nodes(exported.graph_module)
     _refuse_changes(exported, where)
-    if not any(writes(n) for n in nodes):
-        return _steady(clean(exported.graph_module), where), exported.graph_signature
-    if any(GRAD_MODE in str(n.target) for n in nodes):
-        raise Unsupported(
-            "operators that write in place, beside a torch.no_grad() region",
-            where=where,
-            remedy="replace the in-place operators (x.add_(y) -> x = x + y)",
-        )
-    exported = exported.run_decompositions({})
+    if any(writes(n) for n in _nodes(exported.graph_module)):
+        _refuse_unseen_writes(exported.graph_module, where)
+        inline_regions(exported.graph_module)
+        exported.graph_module.recompile()
+        exported = exported.run_decompositions({})
     return _steady(clean(exported.graph_module), where), exported.graph_signature
+
+
+def _refuse_unseen_writes(graph: fx.GraphModule, where: str) -> None:
+    """Refuse what is written through `x.detach()`, or under no_grad to a value from outside: x's gradient ignores it.
+
+    A functional graph would have the gradient of what was written.
+    """
+    for node in graph.graph.nodes:
+        if GRAD_MODE not in str(node.target):
+            continue
+        body, _ = region(graph, node)
+        outside = {n: n.name for n in body.graph.nodes if n.op == "placeholder"}
+        if _changed(body, outside):
+            raise _unseen_write("under torch.no_grad() into a value from outside", where)
+        _refuse_unseen_writes(body, where)
+    detached = {n: n.name for n in graph.graph.nodes if n.target is torch.ops.aten.detach.default}
+    if _changed(graph, detached):
+        raise _unseen_write("through .detach()", where)
+
+
+def _unseen_write(how: str, where: str) -> Unsupported:
+    return Unsupported(
+        f"it writes in place {how}, whose gradient does not know of it",
+        where=where,
+        remedy="write into a copy (x.detach().clone()), or out of place",
+    )
 
 
 def _refuse_changes(exported: ExportedProgram, where: str) -> None:

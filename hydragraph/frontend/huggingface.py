@@ -99,6 +99,26 @@ def _refuse_options(options: Mapping[str, Any], where: str) -> None:
             )
 
 
+def _refuse_own_attention(model: nn.Module) -> None:
+    """Refuse attention that a user registered with transformers: ours would stand in its place."""
+    from transformers import AttentionInterface
+
+    known = AttentionInterface()
+    configs = (getattr(module, "config", None) for module in model.modules())
+    for chosen in dict.fromkeys(getattr(config, "_attn_implementation", None) for config in configs):
+        if (
+            not isinstance(chosen, str) or "/" in chosen or chosen not in known
+        ):  # kernels of the hub are plain attention
+            continue
+        module = getattr(known[chosen], "__module__", "")
+        if module.partition(".")[0] not in ("transformers", "hydragraph"):
+            raise Unsupported(
+                f"its attention is {chosen!r} of {module or 'its own'}, which packed attention would replace",
+                where=type(model).__name__,
+                remedy="train with plain attention: model.set_attn_implementation('sdpa')",
+            )
+
+
 def is_huggingface(model: nn.Module) -> bool:
     """Say whether a model is one of transformers', without importing transformers for those that are not."""
     classes = type(base_model(model)).__mro__
@@ -220,6 +240,8 @@ def refuse_unsupported(model: nn.Module) -> None:
             where=f"{type(model).__name__}.config.output_router_logits",
             remedy="set output_router_logits=False to train on the token loss alone",
         )
+    if is_huggingface(model):
+        _refuse_own_attention(model)
     if any(getattr(m, "gradient_checkpointing", False) for m in model.modules()):
         raise Unsupported(
             "the model's own gradient checkpointing",

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.nn.parameter import is_lazy
 
 from hydragraph.errors import Unsupported
 from hydragraph.ir.graph_data import value_of
@@ -39,7 +40,14 @@ CONSTANT = frozenset(
 
 
 def refuse_other_dtypes(model: nn.Module) -> None:
-    """Raise Unsupported for a parameter that is no floating-point tensor: master weights are fp32."""
+    """Raise Unsupported for parameters that are no floating-point tensors, as master weights are, or have no shape."""
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if is_lazy(tensor):
+            raise Unsupported(
+                "a tensor that waits for a first input to have a shape",
+                where=name,
+                remedy="call the model once before, or build its layers with their sizes (nn.Linear for nn.LazyLinear)",
+            )
     for name, parameter in model.named_parameters():
         if type(parameter) is nn.Parameter and parameter.numel() == 0:
             raise Unsupported("a parameter without elements", where=name, remedy="remove it from the model")

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from hydragraph.private.operators import PACKETS
 
@@ -74,6 +75,8 @@ class _Reader:
         if isinstance(value, nn.Module):
             own = {k: v for k, v in vars(value).items() if k not in _TENSORS and k not in self._left_out}
             return f"{self.text(type(value))} {self._items(own)} {[self._items(vars(value)[k]) for k in _TENSORS]}"
+        if is_lazy(value):
+            return f"{kind} without a shape"
         if isinstance(value, Tensor):
             return f"{kind} {list(value.shape)} {value.dtype} {value.requires_grad}"
         if isinstance(value, dict):

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-from torch import nn
+from torch import Tensor, nn
 
 from hydragraph.errors import Unsupported
 from hydragraph.private.modules import BATCH_NORMS
@@ -19,6 +19,8 @@ from hydragraph.private.unseen import (
     is_wrapper,
     memory_of,
     noticing,
+    own_backward_of,
+    own_backward_refused,
     own_functions_of,
     shares_elements_with_itself,
 )
@@ -116,6 +118,14 @@ def _hook(kind: str, hook: Any, where: str) -> Unsupported:
         remedy="remove it (keep the handle that registering returned, and call its remove()), or write what it does "
         "into forward",
     )
+
+
+def refuse_own_backward(result: Tensor, where: str) -> None:
+    """Raise Unsupported where a result was computed with a torch.autograd.Function of the model's own."""
+    name = own_backward_of(result)
+    if name is not None:
+        what, remedy = own_backward_refused(name)
+        raise Unsupported(what, where=where, remedy=remedy)
 
 
 @contextlib.contextmanager

@@ -42,7 +42,7 @@ def clean(graph: fx.GraphModule, device: str = "cpu") -> fx.GraphModule:
     """
     # Regions first: what is in them must be cleaned as well.
     result = fx.GraphModule(graph, _copy(graph))
-    _inline_regions(result)
+    inline_regions(result)
     for node in list(result.graph.nodes):
         if node.target in ASSERTIONS:
             result.graph.erase_node(node)
@@ -130,13 +130,13 @@ def region(module: fx.GraphModule, node: fx.Node) -> tuple[fx.GraphModule, list[
     return getattr(module, body.target), arguments
 
 
-def _inline_regions(module: fx.GraphModule) -> None:
+def inline_regions(module: fx.GraphModule) -> None:
     """Inline `with torch.no_grad():` regions, whose results are detached, and those where autocast is off."""
     for node in list(module.graph.nodes):
         if GRAD_MODE not in str(node.target) and AUTOCAST not in str(node.target):
             continue
         body, arguments = region(module, node)
-        _inline_regions(body)
+        inline_regions(body)
         # The first operand of such a region is the mode that it sets: False for no_grad, whose results are constants.
         detaches = GRAD_MODE in str(node.target) and not operands(node)[0]
         inputs = [n for n in body.graph.nodes if n.op == "placeholder"]

@@ -16,6 +16,7 @@ no saved value: it is in `needs` by its own name, so that no micro-batch in flig
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -47,6 +48,7 @@ from hydragraph.spec.stage_kind import StagePart
 COLLECTIVES = "collectives"
 RECOMPUTE = "recompute"
 _GRAPHS = ("forward", "backward")
+_DECODING = threading.RLock()
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,10 +92,14 @@ class Variant:
         )
 
     def __getattr__(self, name: str) -> Any:
-        if name not in _GRAPHS or "_data" not in vars(self):
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        vars(self).update(zip(_GRAPHS, decode(vars(self).pop("_data")), strict=True))
-        return vars(self)[name]
+        if name in _GRAPHS:
+            with _DECODING:  # the check runs the ranks of a stage as threads, which ask for the same graphs at once
+                if "_data" in vars(self):
+                    vars(self).update(zip(_GRAPHS, decode(vars(self)["_data"]), strict=True))
+                    del vars(self)["_data"]
+            if name in vars(self):
+                return vars(self)[name]
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
 
 def saved_names(count: int) -> tuple[str, ...]:

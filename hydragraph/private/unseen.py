@@ -70,11 +70,7 @@ def noticing(refuse: Callable[[str, str], Exception]) -> Iterator[None]:
         if torch.is_grad_enabled() and floats and kind.__module__ == "torch.utils.checkpoint":
             raise refuse("reentrant checkpointing", "pass use_reentrant=False, or let the strategy recompute")
         if torch.is_grad_enabled() and floats and not kind.__module__.startswith("torch."):
-            raise refuse(
-                f"torch.autograd.Function {kind.__qualname__}, whose backward is not traced",
-                "write its forward with operators that have this gradient (x + (y - x).detach() has the value of y and "
-                "the gradient of x), or register it with torch.library.custom_op and register_autograd",
-            )
+            raise refuse(*own_backward_refused(kind.__qualname__))
         return apply.__get__(None, kind)(*arguments, **keywords)
 
     def hook(*_: Any, **__: Any) -> Any:
@@ -86,6 +82,13 @@ def noticing(refuse: Callable[[str, str], Exception]) -> Iterator[None]:
         if region._enabled:
             raise refuse("a torch.autocast region", "cast by hand (x.to(dtype)), or pass dtype= alone")
         return enter(region)
+
+    switch = torch.set_autocast_enabled
+
+    def switched(*arguments: Any, **keywords: Any) -> Any:
+        if any(value is True for value in [*arguments, *keywords.values()]):
+            raise refuse("torch.set_autocast_enabled", "cast by hand (x.to(dtype)), or pass dtype= alone")
+        return switch(*arguments, **keywords)
 
     enter_hooks = saved_tensors_hooks.__enter__
 
@@ -112,6 +115,7 @@ def noticing(refuse: Callable[[str, str], Exception]) -> Iterator[None]:
 
     with (
         mock.patch.object(torch.autocast, "__enter__", entered),
+        mock.patch.object(torch, "set_autocast_enabled", switched),
         mock.patch.object(saved_tensors_hooks, "__enter__", entered_hooks),
         mock.patch.object(torch.inference_mode, "__enter__", entered_inference),
         mock.patch.object(Tensor, "grad_fn", property(node_of), create=True),
@@ -120,6 +124,37 @@ def noticing(refuse: Callable[[str, str], Exception]) -> Iterator[None]:
         mock.patch.object(Tensor, "register_post_accumulate_grad_hook", hook),
     ):
         yield
+
+
+def own_backward_refused(name: str) -> tuple[str, str]:
+    """Say what is wrong with a torch.autograd.Function of the model's own, and how to do without it."""
+    return (
+        f"torch.autograd.Function {name}, whose backward is not traced",
+        "write its forward with operators that have this gradient (x + (y - x).detach() has the value of y and the "
+        "gradient of x)",
+    )
+
+
+def own_backward_of(result: Tensor) -> str | None:
+    """Return a torch.autograd.Function of the model's own with which a result was computed, however it was called."""
+    pending, seen = [result.grad_fn], set()
+    while pending:
+        node = pending.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        kind = getattr(type(node), "_forward_cls", None)
+        if kind is not None and not _is_of_torch(kind):
+            return str(kind.__qualname__)
+        pending += [before for before, _ in node.next_functions]
+    return None
+
+
+def _is_of_torch(kind: type) -> bool:
+    """Say whether a Function is one of PyTorch's modules, or made by torch.library of a registered gradient."""
+    place = kind.__module__
+    found = getattr(sys.modules.get(place), kind.__name__, None) is kind
+    return place.startswith("torch.") and (found or place.startswith("torch._library"))
 
 
 class _HookedNode:

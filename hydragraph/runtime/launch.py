@@ -14,8 +14,9 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -28,10 +29,12 @@ from hydragraph.runtime.failure.newest import watch_of
 from hydragraph.runtime.failure.watch import Watch
 from hydragraph.runtime.forked_server import ensure_forked
 from hydragraph.runtime.generation import generation
+from hydragraph.runtime.meeting.member import meet
 from hydragraph.runtime.preparation import SharedFile, left_of, prepare_for_ranks
-from hydragraph.runtime.rank_process import HOST, meet
+from hydragraph.runtime.rank_process import HOST
 from hydragraph.runtime.sent import nothing_else_imported, sent
 from hydragraph.runtime.stopping import Relay
+from hydragraph.spec.elastic import Elastic
 
 T = TypeVar("T")
 
@@ -100,8 +103,8 @@ def join(device: torch.device | str | None = None) -> World:
         ValueError: hydragraph does not compute on the device, or this machine has none.
         RankFailure: another rank failed meanwhile.
     """
-    alone = apart(device)
-    device, backend, local_rank = alone.device, alone.backend, alone.local_rank
+    device, local_rank = _of_this_rank(device)
+    backend = _backend(device)
     launched = {"RANK", "WORLD_SIZE"} <= os.environ.keys()
     if not dist.is_initialized() and launched:
         # Objects (hashes, host names) travel as CPU tensors, also where weights do not.
@@ -110,7 +113,7 @@ def join(device: torch.device | str | None = None) -> World:
         ranks = int(os.environ["WORLD_SIZE"])
         meet(kind, _store_of_launcher(rank, ranks), rank, ranks)
     if not dist.is_initialized():
-        return replace(alone, local_rank=0)
+        return World(0, 1, 0, device, backend)
     rank = dist.get_rank()
     ranks = dist.get_world_size()
     group = dist.group.WORLD
@@ -125,13 +128,19 @@ def apart(device: torch.device | str | None = None) -> World:
 
     Args, Raises: as of `join`.
     """
-    device = _device(device)
+    device, local_rank = _of_this_rank(device)
+    return World(0, 1, local_rank, device, _backend(device))
+
+
+def _of_this_rank(asked: torch.device | str | None) -> tuple[torch.device, int]:
+    """Return what this process computes on, and which of the ranks of its host it is."""
+    device = _device(asked)
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     if device.type == "cuda":
         gpus = torch.cuda.device_count()
         device = torch.device("cuda", local_rank % gpus if device.index is None else device.index)
         torch.cuda.set_device(device)
-    return World(0, 1, local_rank, device, _backend(device))
+    return device, local_rank
 
 
 def _device(asked: torch.device | str | None) -> torch.device:
@@ -180,6 +189,7 @@ def launch(
     timeout: timedelta | None = None,
     prepare: Callable[[], object] | None = None,
     relay: Relay | None = None,
+    elastic: Elastic | None = None,
 ) -> list[T]:
     """Runs `function(*args)` on ranks that are processes of this host, joined over gloo on the CPU.
 
@@ -196,9 +206,11 @@ def launch(
             model, its program and what `precompile` gave, and ranks call `compile` with that program. It travels as
             one file that each rank maps: weights are in memory once, until a rank changes its own.
         relay: told of the ranks' processes while they run, so that a signal to this one can be passed on.
+        elastic: go on when ranks are lost, and let others take their places: the function calls `hydragraph.survive`
+            where a step raises. None: the loss of a rank ends all.
 
     Returns:
-        What each rank returned, by rank.
+        What each rank returned, by rank; with `elastic`, of the ranks that there were at the end.
 
     Raises:
         ValueError: the function, an argument or what `prepare` returned cannot be pickled, or `ranks` is not positive.
@@ -221,14 +233,21 @@ def launch(
                 context.set_forkserver_preload([*PRELOAD, *_models()])
                 fork_server.ensure_running()
     server = _store(HOST, 0)  # it has a thread
+    run = run_crew if elastic is None else partial(_run_members, elastic)
     if prepare is None:
-        return [pickle.loads(value) for value in run_crew(context, ranks, server.port, work, timeout, relay=relay)]
+        return [pickle.loads(value) for value in run(context, ranks, server.port, work, timeout, None, relay)]
     began = time.monotonic()
     with tempfile.TemporaryFile() as file:
         shared = SharedFile(file.fileno())
         prepare_for_ranks(context, _pickled(prepare, ()), shared, timeout)
-        outcomes = run_crew(context, ranks, server.port, work, left_of(timeout, began), shared, relay)
+        outcomes = run(context, ranks, server.port, work, left_of(timeout, began), shared, relay)
         return [pickle.loads(value) for value in outcomes]
+
+
+def _run_members(elastic: Elastic, *args: Any) -> list[bytes]:
+    from hydragraph.runtime.meeting.supervisor import run_members
+
+    return run_members(elastic, *args)
 
 
 def _models() -> list[str]:

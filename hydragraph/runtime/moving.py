@@ -4,7 +4,7 @@ A bucket's two home layouts are linked (`ir.link.move`); whatever has a value pe
 moves is cut into windows of the whole state, each of which every rank enters with one message per peer:
 
     bucket a         bucket b   bucket c      the state of the model, in the order of buckets
-    |  window 0  | window 1 | window 2 |      at most CHUNK bytes each, so no rank sends or receives more at a time
+    |  window 0  | window 1 | window 2 |      at most CHUNK bytes each: no rank receives more at a time
 
 The old state stays as it is until the new one is whole. What no rank has is left out: `Route.lost` says where.
 """
@@ -54,11 +54,17 @@ class OwnedState:
         return OwnedState(home, {name: optimizer.state.get(p, {}) for name, p in home.parameters.items()})
 
     @staticmethod
-    def empty(home: HomeState, columns: Columns) -> OwnedState:
-        """Make room for what arrives: of one bucket and state side by side, as the weights are."""
+    def empty(home: HomeState, columns: Columns, kept: OwnedState | None = None) -> OwnedState:
+        """Make room for what arrives: of one bucket and state side by side, as the weights are.
+
+        Args:
+            home: its weights, uninitialised.
+            columns: what parameters have per element.
+            kept: has those that this does not name, and they stay as they are.
+        """
         kinds = {(home.pieces[name].bucket, *each) for name, those in columns.items() for each in those.items()}
         room = {
-            (bucket, state): torch.zeros(len(home.weights[bucket]), dtype=dtype, device=home.weights[bucket].device)
+            (bucket, state): torch.empty(len(home.weights[bucket]), dtype=dtype, device=home.weights[bucket].device)
             for bucket, state, dtype in kinds
             if state != _WEIGHT
         }
@@ -66,7 +72,9 @@ class OwnedState:
             name: {s: piece.of({piece.bucket: room[piece.bucket, s]}) for s in columns.get(name, ()) if s != _WEIGHT}
             for name, piece in home.pieces.items()
         }
-        return OwnedState(home, states)
+        stay = kept.states.items() if kept is not None else ()
+        tensors = {n: {s: t for s, t in each.items() if isinstance(t, Tensor) and t.dim()} for n, each in stay}
+        return OwnedState(home, {**states, **{name: each for name, each in tensors.items() if name not in columns}})
 
     @property
     def columns(self) -> dict[str, dict[str, torch.dtype]]:
@@ -85,6 +93,16 @@ class OwnedState:
             return self.home.parameters[parameter].detach()
         column: Tensor = self.states[parameter][state]
         return column
+
+
+def named(columns: Columns) -> dict[str, dict[str, str]]:
+    """Return the same with dtypes by name, as plain data."""
+    return {name: {c: str(d).removeprefix("torch.") for c, d in each.items()} for name, each in columns.items()}
+
+
+def dtypes(kinds: Mapping[str, str]) -> dict[str, torch.dtype]:
+    """Read one parameter's columns as `named` gives them."""
+    return {column: getattr(torch, name) for column, name in kinds.items()}
 
 
 def agreed_columns(ranks: Sequence[Columns]) -> Columns:

@@ -70,6 +70,10 @@ class OwnedPart:
             at += hi - lo
 
 
+# What a group of an optimizer's has besides options.
+_OF_GROUPS = ("params", "param_names")
+
+
 @dataclass(frozen=True, eq=False)
 class HomeState:
     """One rank's master weights and gradients.
@@ -94,13 +98,29 @@ class HomeState:
 
     @staticmethod
     def allocate(
-        program: Program, layouts: Mapping[str, Layout], rank: int, device: torch.device | None = None
+        program: Program,
+        layouts: Mapping[str, Layout],
+        rank: int,
+        device: torch.device | None = None,
+        old: HomeState | None = None,
     ) -> HomeState:
-        """Return the uninitialised home state of one rank, under home layouts by bucket (`ir.home.HomeLayouts`)."""
-        sizes = {name: layout.local_size(rank) for name, layout in layouts.items()}
+        """Return the uninitialised home state of one rank, under home layouts by bucket (`ir.home.HomeLayouts`).
+
+        Args:
+            program: of which model.
+            layouts: who owns what.
+            rank: whose state it is.
+            device: where.
+            old: the rank's state until now: where it has the very same layout of a bucket, its tensors are shared.
+        """
+        shared = {name for name, layout in layouts.items() if old is not None and old.layouts.get(name) is layout}
+        sizes = {name: layout.local_size(rank) for name, layout in layouts.items() if name not in shared}
         weights = {n: torch.empty(s, dtype=torch.float32, device=device) for n, s in sizes.items()}
         learning = {b.name for b in program.buckets if b.learns}
         gradients = {n: torch.zeros(s, dtype=torch.float32, device=device) for n, s in sizes.items() if n in learning}
+        if old is not None:
+            weights |= {name: shard for name, shard in old.weights.items() if name in shared}
+            gradients |= {name: shard for name, shard in old.gradients.items() if name in shared}
         owned = {b.name: _owned(b, layouts[b.name], rank) for b in program.buckets}
         by_name = {p.parameter.name: p for pieces in owned.values() for p in pieces}
         pieces = {name: by_name[name] for name in program.parameters}
@@ -219,4 +239,38 @@ def make_optimizer(factory: OptimizerFactory, state: HomeState) -> torch.optim.O
             where=f"optimizer {type(optimizer).__name__}",
             remedy="build it from the (name, tensor) pairs that the factory receives",
         )
+    if len(optimizer.param_groups) > 1 or len(optimized) < len(named):
+        _refuse_other_groups(factory, state, optimizer)
     return optimizer
+
+
+def _refuse_other_groups(factory: OptimizerFactory, state: HomeState, optimizer: torch.optim.Optimizer) -> None:
+    """Refuse groups that go by the shapes of what is flat here: `p.dim() >= 2` is true of no shard.
+
+    The factory is called again, with tensors of whole shapes whose elements are one, so that they take no memory.
+
+    Raises:
+        Unsupported: naming a parameter for which it then chooses other options, or that it then trains or not.
+    """
+    named = [(name, p) for name, p in state.named() if p.numel()]
+    whole = [(n, nn.Parameter(p.new_zeros(()).expand(state.pieces[n].parameter.shape))) for n, p in named]
+    try:
+        of_whole = _options(factory(whole), whole)
+    except Exception:  # it asks for what only its shards have
+        return
+    of_shards = _options(optimizer, named)
+    for name, shard in named:
+        if of_shards.get(name) != of_whole.get(name):
+            raise Unsupported(
+                f"it groups {name!r} otherwise where it has its whole shape {list(state.pieces[name].parameter.shape)} "
+                f"than as the shard of shape {list(shard.shape)} that this rank holds",
+                where=f"optimizer {type(optimizer).__name__}",
+                remedy="group by names: {name for name, p in model.named_parameters() if p.dim() >= 2}",
+            )
+
+
+def _options(optimizer: torch.optim.Optimizer, named: Sequence[tuple[str, Tensor]]) -> dict[str, dict[str, Any]]:
+    """Return, by name, the options of each parameter that an optimizer holds."""
+    names = {id(p): name for name, p in named}
+    kinds = [({k: v for k, v in group.items() if k not in _OF_GROUPS}, group) for group in optimizer.param_groups]
+    return {names[id(p)]: options for options, group in kinds for p in group["params"] if id(p) in names}

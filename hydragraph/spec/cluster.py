@@ -67,6 +67,10 @@ class Interconnect:
         """Return what one message of so many bytes takes; one of 0 bytes takes the latency."""
         return self.latency_s + size / self.bandwidth(size)
 
+    def handled(self, rate: float) -> Interconnect:
+        """Return the link of ranks of which the slower takes so many times as long to begin and end a message."""
+        return self if rate == 1 else replace(self, latency_s=rate * self.latency_s)
+
     def times(self, factor: float) -> Interconnect:
         """Return a link with this many times the bandwidth."""
         points = tuple((size, speed * factor) for size, speed in self.points)

@@ -102,6 +102,8 @@ def to_record(value: Any) -> Any:
     if is_dataclass(value):
         own = ((field, getattr(value, field.name)) for field in fields(value))
         return {field.name: to_record(entry) for field, entry in own if entry != field.default}
+    if isinstance(value, Mapping):
+        return {name: to_record(entry) for name, entry in value.items()}
     return [to_record(entry) for entry in value] if isinstance(value, tuple) else value
 
 

@@ -13,8 +13,9 @@ from hydragraph.data.mixture import Mixture
 from hydragraph.frontend.huggingface import positions as positions_of
 from hydragraph.runtime.state import check_elementwise
 from hydragraph.spec.strategy import Strategy
+from hydragraph.train.callbacks import load_callback
 from hydragraph.train.config import TrainConfig
-from hydragraph.train.model import directory_of, skeleton
+from hydragraph.train.model import adapted, directory_of, skeleton
 from hydragraph.train.optimizer import optimizer_factory
 
 
@@ -31,7 +32,9 @@ def check_settings(config: TrainConfig, ranks: int) -> None:
     _check_optimizer(config)
     if config.model.directory is not None:
         directory_of(config.model)  # before a tokenizer is looked for in it
-    model = skeleton(config.model, config.data.vocab_size)
+    model = adapted(skeleton(config.model, config.data.vocab_size), config.adapter, config.seed)
+    for name in config.callbacks:
+        load_callback(name)
     if not config.automatic:
         read_strategies(config.strategies, model, ranks)
     positions = positions_of(model)

@@ -6,7 +6,7 @@ import json
 import math
 import string
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +110,52 @@ class ModelConfig:
 
 
 @dataclass(frozen=True)
+class LoraConfig:
+    """Low-rank adapters by `peft`: thin matrices that are trained beside the model's own, which are frozen.
+
+    Attributes:
+        r: their rank.
+        alpha: what they compute is scaled by alpha / r.
+        targets: the layers that get them, by the last part of their names; "all-linear": all but the head; None: what
+            peft chooses for the architecture.
+        rslora: scale by alpha / sqrt(r) instead.
+        dora: also train the magnitudes of the rows of the weights.
+        modules_to_save: layers that are trained whole, and saved with the adapters.
+    """
+
+    r: int = 16
+    alpha: float = 32.0
+    targets: tuple[str, ...] | str | None = None
+    rslora: bool = False
+    dora: bool = False
+    modules_to_save: tuple[str, ...] | None = None
+
+    def __post_init__(self) -> None:
+        _check_whole("r", self.r, 1)
+        _check_number("alpha", self.alpha)
+        if isinstance(self.targets, str):
+            _check_text("targets", self.targets)
+        elif self.targets is not None:
+            object.__setattr__(self, "targets", _texts("targets", self.targets))
+        if self.modules_to_save is not None:
+            object.__setattr__(self, "modules_to_save", _texts("modules_to_save", self.modules_to_save))
+        for name in ("rslora", "dora"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} is {getattr(self, name)!r}: give true or false")
+
+
+@dataclass(frozen=True)
+class AdapterConfig:
+    """What is trained instead of the model's own weights.
+
+    Attributes:
+        lora: low-rank adapters.
+    """
+
+    lora: LoraConfig = LoraConfig()
+
+
+@dataclass(frozen=True)
 class SourceConfig:
     """A corpus: where it is, and how its records are read.
 
@@ -209,6 +255,7 @@ class DataConfig(SourceConfig):
         if self.mixture:
             if self.paths:
                 raise ValueError("give paths, or a mixture of several corpora, each with paths of its own")
+            object.__setattr__(self, "paths", ())
         else:
             super().__post_init__()
         for name, value in self.evaluation.items():
@@ -359,9 +406,17 @@ class PlanConfig:
 
 @dataclass(frozen=True)
 class ElasticConfig:
-    """What a run does about ranks that are slower than others.
+    """What a run does about ranks that are lost, come, or are slower than others.
+
+    With any of `copies: 2`, `spares` or `min_ranks` the loss of a rank does not end the run: those that are left go on
+    in the same processes.
 
     Attributes:
+        copies: 2: every part of the state has a second owner, so that a lost rank loses nothing but the step under way;
+            1: all go back to the newest checkpoint then.
+        spares: processes that wait, ready, for a rank to be lost.
+        min_ranks: with fewer the run saves and ends; null: 1, where another key asks to go on at all.
+        rejoin: start a process in the place of a lost one; it joins between two steps.
         monitor: watch how long every rank takes, and write to `events.jsonl` which are slow, how much and since when.
         replan: plan again where that changes, beside training, and switch to the new plan where it pays; needs `plan`
             with `choose` and a profile, and implies `monitor`.
@@ -369,6 +424,10 @@ class ElasticConfig:
         enter, leave: a straggler takes at least `enter` times as long as its peers; healthy again, at most `leave`.
     """
 
+    copies: int = 1
+    spares: int = 0
+    min_ranks: int | None = None
+    rejoin: bool = True
     monitor: bool = False
     replan: bool = False
     dry_run: bool = False
@@ -376,7 +435,12 @@ class ElasticConfig:
     leave: float = 1.1
 
     def __post_init__(self) -> None:
-        for name in ("monitor", "replan", "dry_run"):
+        if self.copies not in (1, 2) or isinstance(self.copies, bool):
+            raise ValueError(f"copies is {self.copies!r}: use 1, or 2 for a second owner of everything")
+        _check_whole("spares", self.spares, 0)
+        if self.min_ranks is not None:
+            _check_whole("min_ranks", self.min_ranks, 1)
+        for name in ("rejoin", "monitor", "replan", "dry_run"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} is {getattr(self, name)!r}: give true or false")
         for name in ("enter", "leave"):
@@ -385,6 +449,11 @@ class ElasticConfig:
             raise ValueError(f"enter is {self.enter}, leave is {self.leave}: give 1 < leave < enter")
         if self.dry_run and not self.replan:
             raise ValueError("dry_run is about replan: set replan, too, or leave it out")
+
+    @property
+    def survives(self) -> bool:
+        """Whether the run goes on when ranks are lost."""
+        return self.copies > 1 or self.spares > 0 or self.min_ranks is not None
 
     @property
     def on(self) -> bool:
@@ -398,6 +467,9 @@ class TrainConfig:
 
     Attributes:
         model, data, optimizer, schedule, checkpoint, plan, elastic: see their classes.
+        adapter: train adapters only, and write them as `peft` does; None: train all weights.
+        callbacks: objects, or classes, as "module:name", that have any of on_step(metrics), on_evaluate(metrics) and
+            on_checkpoint(step, path): called on rank 0. "wandb" logs to Weights & Biases.
         strategies: texts such as "<tp2,pp1> + <tp1,pp2>", paths of YAML files, or such YAML written out; steps take
             them in turn, or the best for each (`plan.choose`); "auto" alone proposes them (`plan.profile`).
         home: which rank owns how much of the weights and the optimizer's state: a text such as "3,3,1,0 copies=2", or
@@ -437,6 +509,8 @@ class TrainConfig:
     schedule: ScheduleConfig = ScheduleConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     plan: PlanConfig = PlanConfig()
+    adapter: AdapterConfig | None = None
+    callbacks: tuple[str, ...] = ()
     elastic: ElasticConfig = ElasticConfig()
     max_grad_norm: float | None = 1.0
     dtype: str = "float32"
@@ -483,6 +557,18 @@ class TrainConfig:
         if not isinstance(self.trust, bool):
             raise ValueError(f"trust is {self.trust!r}: give true or false")
         _check_text("output", self.output)
+        if self.elastic.copies > self.home.copies:
+            object.__setattr__(self, "home", replace(self.home, copies=self.elastic.copies))
+        if self.elastic.min_ranks is not None and self.elastic.min_ranks > self.ranks > 1:
+            raise ValueError(f"elastic.min_ranks is {self.elastic.min_ranks}, and ranks {self.ranks}: give fewer")
+        if self.callbacks:
+            object.__setattr__(self, "callbacks", _texts("callbacks", self.callbacks))
+        else:
+            object.__setattr__(self, "callbacks", ())
+        if self.adapter is not None and self.model.weights is not None:
+            raise ValueError(
+                "adapter: adapters need the model in memory: name its directory with model.path, not model.weights"
+            )
         if self.data.max_length > self.data.tokens_per_step:
             raise ValueError(
                 f"data.max_length is {self.data.max_length}, but data.tokens_per_step is only "

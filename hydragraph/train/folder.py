@@ -66,6 +66,11 @@ class RunFolder:
         return self.path / "events.jsonl"
 
     @property
+    def ranks(self) -> Path:
+        """The processes of the run, by rank."""
+        return self.path / "ranks.json"
+
+    @property
     def picture(self) -> Path:
         """The loss curve."""
         return self.path / "loss.png"
@@ -84,6 +89,11 @@ class RunFolder:
     def model(self) -> Path:
         """The final model, as transformers reads it."""
         return self.path / "model"
+
+    @property
+    def tokenizer(self) -> Path:
+        """The tokenizer, as transformers reads it."""
+        return self.path / "tokenizer"
 
     @property
     def checkpoints(self) -> Path:
@@ -131,8 +141,11 @@ class RunFolder:
         return last
 
     @contextmanager
-    def owned(self) -> Iterator[None]:
+    def owned(self, patience_s: float = 0.0) -> Iterator[None]:
         """Keep other runs out, for as long as this process lives at most.
+
+        Args:
+            patience_s: for the process that has it to end, where this one takes over from it.
 
         Raises:
             ValueError: another run is under way in the folder; it names its host and process.
@@ -142,6 +155,9 @@ class RunFolder:
             self.path, os.O_RDONLY | os.O_DIRECTORY
         )  # the folder itself, which a refused run leaves as it was
         try:
+            deadline = time.monotonic() + patience_s
+            while not _locked(lock) and time.monotonic() < deadline:
+                time.sleep(0.05)
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -204,6 +220,15 @@ class RunFolder:
             return ""  # of another version, say
         return ", ".join(differences(before, config))
 
+    def chosen(self, step: int | None) -> Checkpoint:
+        """Return the checkpoint after a step, or the latest; a ValueError says which there are."""
+        found = self._chosen(step)
+        if found is None:
+            raise ValueError(
+                f"{self.path} holds no complete checkpoint: name the output folder of a run that saved one"
+            )
+        return found
+
     def _all(self) -> list[Checkpoint]:
         return [Checkpoint(path, step) for step, path in complete(self.checkpoints)]
 
@@ -227,10 +252,26 @@ class RunFolder:
 
     def _clear(self) -> None:
         """Remove an earlier run, but neither cached data nor files that no run has written."""
-        for path in (self.checkpoints, self.events, self.model):
+        for path in (self.checkpoints, self.events, self.model, self.tokenizer):
             shutil.rmtree(path, ignore_errors=True)
-        for path in (self.metrics, self.happenings, self.picture, self.trace, self.corrections, self.config):
+        for path in (
+            self.metrics,
+            self.happenings,
+            self.ranks,
+            self.picture,
+            self.trace,
+            self.corrections,
+            self.config,
+        ):
             path.unlink(missing_ok=True)
+
+
+def _locked(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def _read(path: Path) -> dict[str, Any]:

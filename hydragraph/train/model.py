@@ -13,9 +13,45 @@ from typing import Any
 import torch
 from torch import nn
 
-from hydragraph.train.config import ModelConfig
+from hydragraph.train.config import AdapterConfig, ModelConfig
 
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+def adapted(model: nn.Module, adapter: AdapterConfig | None, seed: int) -> nn.Module:
+    """Return a model with the adapters that a config asks for, the same in every process; without any, itself.
+
+    Raises:
+        ValueError: a target that the model does not have, say.
+        ImportError: peft is not installed.
+    """
+    if adapter is None:
+        return model
+    try:
+        import peft
+    except ImportError as error:
+        raise ImportError("adapter.lora needs peft: pip install 'hydragraph[lora]'") from error
+    lora = adapter.lora
+    targets = list(lora.targets) if isinstance(lora.targets, tuple) else lora.targets
+    settings = peft.LoraConfig(
+        task_type="CAUSAL_LM",
+        r=lora.r,
+        lora_alpha=lora.alpha,  # type: ignore[arg-type, unused-ignore]  # which peft only divides
+        target_modules=targets,
+        use_rslora=lora.rslora,
+        use_dora=lora.dora,
+        modules_to_save=list(lora.modules_to_save) if lora.modules_to_save else None,
+    )
+    try:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            found: nn.Module = peft.get_peft_model(model, settings)  # type: ignore[arg-type]
+    except ValueError as error:
+        linear = sorted({n.rpartition(".")[2] for n, m in model.named_modules() if isinstance(m, nn.Linear)})
+        raise ValueError(
+            f"adapter.lora.targets is {targets}: {error}; set it to some of {linear}, or to all-linear"
+        ) from error
+    return found
 
 
 def build_model(config: ModelConfig, vocabulary: int, end_of_text: int, seed: int) -> nn.Module:

@@ -189,6 +189,20 @@ def test_ranks_of_one_pipeline_may_be_of_different_types() -> None:
     assert two.seconds([100])[0] > one.seconds([100])[0] * 2.5 / 3
 
 
+def test_a_rate_scales_all_that_its_rank_does() -> None:
+    """Latencies, computation, commit and update alone: with rate 3 on every rank, everything takes 3 times as long."""
+    late = replace(cluster(2), nodes=tuple(replace(n, inner=Interconnect(1e300, 0.01)) for n in cluster(2).nodes))
+    assignment = assigned([[700], [700]])
+    for text in ("<tp1,pp2>", "<[0,1]x4>", "<[0]x4>"):
+        strategy = Strategy.parse(text, 4)
+        healthy = costs(4, late).simulate(strategy, assignment).seconds
+        slow = costs(4, late, hg.Health({0: 3.0, 1: 3.0})).simulate(strategy, assignment).seconds
+        assert slow == pytest.approx(3 * healthy)
+    # The slower end of a message counts, and a rank without layers takes part in pull, push and commit.
+    one = costs(4, late, hg.Health({1: 3.0})).simulate(Strategy.parse("<[0]x4>", 4), assignment).seconds
+    assert healthy * 1.1 < one < slow
+
+
 def test_a_straggler_slows_its_whole_stage() -> None:
     strategy = Strategy.parse("<tp2,pp1>", 4)
     healthy = costs(4, cluster(2))
@@ -386,7 +400,7 @@ def test_another_runtime_is_priced_by_hand() -> None:
 
 
 def test_the_norm_of_gradients_is_a_part_of_the_commit() -> None:
-    """The rank that owns most holds everybody up: 3/4 of the elements here, at 2 ns each, and twice that where slow."""
+    """The rank that owns most holds everybody up: 3/4 of the elements here, at 2 ns each, and twice all where slow."""
     where = cluster(2)
     usual = costs(4, where)
     normed = replace(usual.profile, norm_s=2e-9)
@@ -395,6 +409,6 @@ def test_the_norm_of_gradients_is_a_part_of_the_commit() -> None:
     shares = hg.Home(shares=[3, 1])
     for health, times in ((None, 1), (hg.Health({0: 2.0}), 2)):
         found = Costs(normed, where, health, home=shares)
-        expected = 5e-5 + times * 2e-9 * found.owned(0)
+        expected = times * (5e-5 + 2e-9 * found.owned(0))
         assert found.work(strategy, assignment).commit_s() == pytest.approx(expected)
     assert usual.work(strategy, assignment).commit_s() == pytest.approx(5e-5)

@@ -1,7 +1,8 @@
-"""Functional graphs: what writes in place is rewritten, what runs without gradient stays without, both is refused."""
+"""Functional graphs: what writes in place is rewritten, what has no gradient has none; hidden writes are refused."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
 import pytest
@@ -9,7 +10,9 @@ import torch
 from torch import Tensor, fx, nn
 
 from hydragraph.errors import Unsupported
+from hydragraph.frontend.capture import capture
 from hydragraph.frontend.functional import functional_graph
+from tests.own_models import Own
 
 
 class Scaled(nn.Module):
@@ -51,12 +54,33 @@ def in_place_inside_a_region(weight: Tensor, x: Tensor) -> Tensor:
     return weight * scale
 
 
+def through_detach(weight: Tensor, x: Tensor) -> Tensor:
+    y = weight * x
+    y.detach()[:2].mul_(2)
+    return y * weight
+
+
+def without_gradient_from_outside(weight: Tensor, x: Tensor) -> Tensor:
+    y = weight * x
+    with torch.no_grad():
+        y.view(-1).clamp_(-1, 1)
+    return y * weight
+
+
+def in_place_of_a_detached_copy(weight: Tensor, x: Tensor) -> Tensor:
+    y = weight * x
+    return y * y.detach().clone().mul_(2)
+
+
+IN_PLACE_AND_WITHOUT_GRADIENT = [in_place_beside_a_region, in_place_inside_a_region, in_place_of_a_detached_copy]
+
+
 def functional(function: Callable[[Tensor, Tensor], Tensor]) -> fx.GraphModule:
     exported = torch.export.export(Scaled(function), (torch.ones(3),), strict=False)
     return functional_graph(exported, "Scaled")[0]
 
 
-@pytest.mark.parametrize("function", [plain, partly_without_gradient, in_place])
+@pytest.mark.parametrize("function", [plain, partly_without_gradient, in_place, *IN_PLACE_AND_WITHOUT_GRADIENT])
 def test_values_and_gradients_are_the_models(function: Callable[[Tensor, Tensor], Tensor]) -> None:
     graph, model, x = functional(function), Scaled(function), torch.tensor([1.0, 2.0, -0.5])
     expected, found = model(x), graph(model.weight, x)[0]
@@ -74,7 +98,35 @@ def test_no_operator_writes() -> None:
     assert not any(target._schema.is_mutable for target in targets)
 
 
-@pytest.mark.parametrize("function", [in_place_beside_a_region, in_place_inside_a_region])
-def test_writing_beside_a_region_without_gradient_is_refused(function: Callable[[Tensor, Tensor], Tensor]) -> None:
-    with pytest.raises(Unsupported, match=r"^Scaled: operators that write in place, beside a torch.no_grad\(\) region"):
+@pytest.mark.parametrize(
+    ("function", "how"),
+    [
+        (through_detach, "through .detach"),
+        (without_gradient_from_outside, r"under torch.no_grad\(\) into a value from"),
+    ],
+)
+def test_writing_where_a_gradient_does_not_know_of_it_is_refused(
+    function: Callable[[Tensor, Tensor], Tensor], how: str
+) -> None:
+    with pytest.raises(Unsupported, match=rf"^Scaled: it writes in place {how}.*; write into a copy"):
         functional(function)
+
+
+@pytest.mark.parametrize(
+    ("held", "named"), [(torch.ones(32), " (table)"), ([nn.Linear(32, 32)], " (table)"), (None, "")]
+)
+def test_tensors_that_are_no_part_of_the_model_are_refused_by_the_name_of_their_attribute(
+    held: object, named: str
+) -> None:
+    model, beside = Own(layers=2), torch.ones(32)
+    block = model.stack[1]
+    block.table = held  # type: ignore[assignment]
+    old = block.forward
+
+    def forward(x: Tensor, cu_seqlens: Tensor) -> Tensor:
+        table = block.table[0].bias if isinstance(held, list) else beside if held is None else block.table
+        return old(x, cu_seqlens) * table
+
+    block.forward = forward  # type: ignore[method-assign]
+    with pytest.raises(Unsupported, match=rf"no parameter or buffer{re.escape(named)}, on the CPU alone; register it"):
+        capture(model, blocks="stack")

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import MixtralConfig, MixtralForCausalLM
+from transformers import AttentionInterface, MixtralConfig, MixtralForCausalLM
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from hydragraph.errors import Unsupported
 from hydragraph.frontend.huggingface import (
@@ -126,3 +127,16 @@ def test_the_auxiliary_router_loss_is_refused() -> None:
         model = MixtralForCausalLM(config)
     with pytest.raises(Unsupported, match=r"router loss.*output_router_logits=False"):
         refuse_unsupported(model)
+
+
+def test_attention_that_a_user_registered_is_refused() -> None:
+    def louder(*given: Any, **options: Any) -> Any:
+        return sdpa_attention_forward(*given, **options | {"scaling": 2.0})
+
+    AttentionInterface.register("louder", louder)
+    model = llama(layers=1)
+    model.config._attn_implementation = "louder"
+    with pytest.raises(Unsupported, match=r"LlamaForCausalLM: its attention is 'louder' of tests.frontend"):
+        refuse_unsupported(model)
+    model.set_attn_implementation("sdpa")
+    refuse_unsupported(model)

@@ -92,3 +92,13 @@ def test_parameters_that_are_no_floats_are_refused(dtype: torch.dtype) -> None:
     model.model.layers[1].code = nn.Parameter(torch.zeros(3).to(dtype), requires_grad=False)  # type: ignore[union-attr, index]
     with pytest.raises(hg.Unsupported, match=r"model\.layers\.1\.code: a parameter of"):
         hg.capture(model)
+
+
+@pytest.mark.parametrize("lazy", [nn.LazyLinear(8), nn.LazyBatchNorm1d(affine=False)])
+def test_what_has_no_shape_yet_is_refused(lazy: nn.Module) -> None:
+    model = Own(layers=1)
+    model.norm = lazy  # type: ignore[assignment]
+    with pytest.raises(
+        hg.Unsupported, match=r"norm\.\w+: a tensor that waits for a first input.*; call the model once"
+    ):
+        hg.compile(model, hg.Strategy.parse("<tp1,pp1>", 1), None, device="cpu")

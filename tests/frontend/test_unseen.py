@@ -34,6 +34,16 @@ class Reversed(torch.autograd.Function):
         return -gradients[0]
 
 
+# Bound before anything is traced, so that no other `Function.apply` is called.
+REVERSED = Reversed.apply
+
+
+class Disguised(Reversed):
+    """The same, from a module that calls itself one of PyTorch's."""
+
+    __module__ = "torch.disguised"
+
+
 class Doing(Layer):
     """A block that also does what a test wants."""
 
@@ -135,6 +145,14 @@ def cast(block: Any, x: Tensor) -> Tensor:
         return x + block.down(block.up(x))
 
 
+def cast_by_a_switch(block: Any, x: Tensor) -> Tensor:
+    torch.set_autocast_enabled("cpu", True)
+    try:
+        return x + block.down(block.up(x))
+    finally:
+        torch.set_autocast_enabled("cpu", False)
+
+
 def counted(block: Any, x: Tensor) -> Tensor:
     block.count = getattr(block, "count", 0) + 1
     return x * block.count
@@ -179,12 +197,15 @@ def inferred(block: Any, x: Tensor) -> Tensor:
         (inferred, r"layer.0: a torch.inference_mode\(\) region"),
         (lambda b, x: F.batch_norm(x, None, None, training=True), r"layer.0: batch norm takes its statistics over"),
         (lambda b, x: Reversed.apply(x), r"layer.0: torch.autograd.Function Reversed, whose backward is not traced"),
+        (lambda b, x: REVERSED(x), r"layer.0: torch.autograd.Function Reversed, whose backward is not traced"),
+        (lambda b, x: Disguised.apply(x), r"layer.0: torch.autograd.Function Disguised, whose backward is not traced"),
         (hooked, r"layer.0: a gradient hook on a tensor"),
         (added, r"layer.0: forward changes 'seen'"),
         (added_without_gradient, r"layer.0: forward changes 'seen'"),
         (assigned, r"layer.0: forward changes 'seen'"),
         (counted, r"layer.0: forward changes 'count' from \w+ to \d"),
         (cast, r"layer.0: a torch.autocast region"),
+        (cast_by_a_switch, r"layer.0: torch.set_autocast_enabled; cast by hand"),
         (lambda b, x: checkpoint(b.norm2, x, use_reentrant=True), r"layer.0: reentrant checkpointing; pass use_reent"),
         (lambda b, x: x * random.random(), r"draws random numbers of Python or NumPy"),
     ],

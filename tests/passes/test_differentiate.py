@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import functools
+import pickle
+import threading
+from collections.abc import Mapping
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, fx
 
 import hydragraph.kernels.varlen_attention  # noqa: F401  registers the operator that templates hold
+from hydragraph.ir.graph_data import decode
 from hydragraph.ir.layout import GradientKind
 from hydragraph.ir.parameter import Parameter
 from hydragraph.ir.program import Template
+from hydragraph.passes import differentiate as module
 from hydragraph.passes.differentiate import Variant, differentiate
 from hydragraph.passes.shard import shard
 from hydragraph.spec.stage_kind import StageKind, StagePart
@@ -32,6 +38,23 @@ def test_golden_texts() -> None:
     variant = differentiate(template, sharded, parameters, part, torch.float32)
     check_golden("llama_forward_tp2_rank0", variant.forward)
     check_golden("llama_backward_tp2_rank0", variant.backward)
+
+
+def test_threads_that_ask_at_once_get_the_same_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the ranks of a stage do, which the check runs as threads; graphs are decoded when they are first asked for."""
+    variant: Variant = pickle.loads(pickle.dumps(compiled(StagePart(StageKind(1), 0))))
+    backwards: list[object] = []
+    other = threading.Thread(target=lambda: backwards.append(variant.backward))
+
+    def slow(data: Mapping[str, Any]) -> object:
+        other.start()
+        other.join(0.1)  # in which it has come to the same place
+        return decode(data)
+
+    monkeypatch.setattr(module, "decode", slow)
+    assert isinstance(variant.forward, fx.GraphModule)
+    other.join()
+    assert backwards == [variant.backward]
 
 
 def inputs(graph: fx.GraphModule) -> list[fx.Node]:

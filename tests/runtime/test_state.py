@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import cast
+from functools import partial
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -11,11 +12,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hydragraph.errors import Unsupported
+from hydragraph.ir.home import HomeLayouts
 from hydragraph.ir.layout import Layout, home
 from hydragraph.ir.program import Program
 from hydragraph.runtime.sharded import sharded_weights
-from hydragraph.runtime.state import HomeState
-from tests.runtime.homes import MODEL, tensors
+from hydragraph.runtime.state import HomeState, make_optimizer
+from hydragraph.spec.home import EQUAL
+from tests.runtime.homes import MODEL, Named, tensors
 
 
 def states(layouts: dict[str, Layout], ranks: int) -> list[HomeState]:
@@ -88,3 +92,32 @@ def test_parameters_that_learn_have_their_part_of_the_gradients() -> None:
     gradient = owner.parameters["layer.0.norm"].grad
     assert gradient is not None
     assert gradient.tolist() == pytest.approx([2.0] * 7)
+
+
+def by_dimension(named: Named, matrices: float) -> torch.optim.Optimizer:
+    decayed: dict[str, Any] = {"params": [p for _, p in named if p.dim() >= 2], "weight_decay": matrices}
+    return torch.optim.SGD([decayed, {"params": [p for _, p in named if p.dim() < 2]}], lr=0.1)
+
+
+def by_name(named: Named) -> torch.optim.Optimizer:
+    first: dict[str, Any] = {"params": [named[0][1]], "weight_decay": 0.5}
+    return torch.optim.SGD([first, {"params": [p for _, p in named[1:]]}], lr=0.1)
+
+
+def matrices_alone(named: Named) -> torch.optim.Optimizer:
+    return torch.optim.SGD([p for _, p in named if p.dim() >= 2] or [named[0][1]], lr=0.1)
+
+
+def of_those_with_elements(named: Named) -> torch.optim.Optimizer:
+    return torch.optim.SGD([p for _, p in named if p.numel()], lr=0.1)
+
+
+def test_groups_that_go_by_shapes_are_refused_as_shards_are_flat() -> None:
+    (state,) = states(HomeLayouts(EQUAL, 1).by_name(MODEL.buckets), 1)
+    for factory in (partial(by_dimension, matrices=0.5), matrices_alone):
+        with pytest.raises(
+            Unsupported, match=r"optimizer SGD: it groups '\w.*' otherwise where it has its whole shape"
+        ):
+            make_optimizer(factory, state)
+    for right in (by_name, of_those_with_elements, partial(by_dimension, matrices=0.0)):
+        assert make_optimizer(right, state).param_groups

@@ -27,6 +27,7 @@ and what follows adds at least 4 to the sum: 3 * 4 + 4 + 4 = 20 reaches 14, so i
 
 from __future__ import annotations
 
+import time
 from itertools import permutations
 from typing import NamedTuple
 
@@ -550,7 +551,13 @@ class Optimum(NamedTuple):
 
 
 def optimum(
-    problem: Problem, mixed_tp: bool, *, smallest: int = 1, fewest: int = 1, known: Optimum | None = None
+    problem: Problem,
+    mixed_tp: bool,
+    *,
+    smallest: int = 1,
+    fewest: int = 1,
+    known: Optimum | None = None,
+    until: float | None = None,
 ) -> Optimum | None:
     """Return the plan of least cost; None: nothing fits.
 
@@ -560,6 +567,7 @@ def optimum(
         smallest: the least ranks of a stage; all powers of two from there on are looked at.
         fewest: the least number of stages.
         known: a plan that is already known: it is returned where there is no better one.
+        until: after this time (of `time.monotonic`) the best plan so far is returned.
     """
     tables = problem.tables
     best = known
@@ -570,6 +578,8 @@ def optimum(
         kinds = problem.kinds(types)
         places = problem.places(types)
         for batches in _divisors(problem.batch):
+            if best is not None and _late(until):
+                break
             options = Options(*options_of(tables, kinds, places, batches, sizes, mixed_tp, problem.max_tp))
             caps = np.full(1, np.inf)
             sums, least, chosen, ends = bounds_of(tables, options, caps)
@@ -581,11 +591,15 @@ def optimum(
             cases.append(_Case(_bound(problem, batches, sums, least), types, batches, options, sums, least))
     labels = 0 if known is None else known.labels
     for case in sorted(cases, key=lambda case: case.bound):
-        if best is not None and case.bound >= best.cost * (1.0 - _ROUNDING):
+        if best is not None and (_late(until) or case.bound >= best.cost * (1.0 - _ROUNDING)):
             break
         best, looked_at = _solved(problem, case, best, fewest)
         labels += looked_at
     return None if best is None else best._replace(labels=labels)
+
+
+def _late(until: float | None) -> bool:
+    return until is not None and time.monotonic() > until
 
 
 def _solved(problem: Problem, case: _Case, best: Optimum | None, fewest: int) -> tuple[Optimum | None, int]:

@@ -88,11 +88,15 @@ def search(
     return walked(problem, MEMORY if order == "memory" else NAIVE, mixed_tp is None or mixed_tp)
 
 
-def exact(problem: Problem, mixed_tp: bool, groups: str) -> Found:
-    """Return the plan of least cost; see `search`."""
+def exact(problem: Problem, mixed_tp: bool, groups: str, until: float | None = None) -> Found:
+    """Return the plan of least cost; see `search`.
+
+    Args:
+        until: after this time (of `time.monotonic`) the best plan so far is returned, for `groups` "all".
+    """
     best: Optimum | None = None
     if groups == "all":
-        best = optimum(problem, mixed_tp)
+        best = optimum(problem, mixed_tp, until=until)
     else:
         # S stages of at least ranks // S ranks: for each size, the plans of so many stages that it is large enough.
         ranks = problem.cluster.devices

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import heapq
 import math
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -90,7 +91,9 @@ def text_of(pipelines: Sequence[Pipeline]) -> str:
     return " + ".join(f"<{stages}>" for stages in every)
 
 
-def staged(costs: Costs, sequences: int, length: int, order: Order = "memory") -> list[Staged]:
+def staged(
+    costs: Costs, sequences: int, length: int, order: Order = "memory", until: float | None = None
+) -> list[Staged]:
     """Return plans for an iteration of equal sequences on all devices that are not lost, the quickest first.
 
     Args:
@@ -98,6 +101,7 @@ def staged(costs: Costs, sequences: int, length: int, order: Order = "memory") -
         sequences: of an iteration.
         length: tokens of each.
         order: how to search; see `metis.search`.
+        until: after this time (of `time.monotonic`) what was found so far is returned, which may be nothing.
 
     Raises:
         Unsupported: no plan was found that fits, or devices are of too many types or rates.
@@ -105,14 +109,19 @@ def staged(costs: Costs, sequences: int, length: int, order: Order = "memory") -
     devices = Devices(costs)
     plans: dict[tuple[Pipeline, ...], Staged] = {}
     laid: dict[object, Staged] = {}  # searches with other numbers of micro-batches in flight often find the same
+    late = lambda: until is not None and time.monotonic() > until  # noqa: E731
     for recompute in (False, True):
+        if late():
+            break
         layers = _layers(costs, devices, sequences, length, recompute)
         if {kind for kind, _, _ in layers} != set(devices.cluster.counts):
             continue  # some type of device was not measured so
         for flying in _flying(costs.outline.layers):
+            if late():
+                break
             profile = _profile(costs, layers, length, flying)
             largest = max(tp for _, tp, _ in layers)
-            found = _found(Problem(profile, devices.cluster, sequences, largest, per_rank=True), order)
+            found = _found(Problem(profile, devices.cluster, sequences, largest, per_rank=True), order, until)
             if found is None:
                 continue  # nothing fits with so many micro-batches in flight; with fewer something may
             key = (found.types, found.groups, found.degrees, found.layers, found.batches, recompute)
@@ -121,7 +130,7 @@ def staged(costs: Costs, sequences: int, length: int, order: Order = "memory") -
             plan = laid[key]
             if _fits(costs, plan, flying):
                 plans.setdefault(plan.pipelines, plan)
-    if not plans:
+    if not plans and not late():
         raise Unsupported(
             f"no stages of 1, 2, 4, ... ranks on {devices.cluster.devices} devices hold the model's "
             f"{costs.outline.layers} layers for {sequences} sequences of {length} tokens",
@@ -190,10 +199,10 @@ def _flying(layers: int) -> Iterator[int]:
         flying *= 2
 
 
-def _found(problem: Problem, order: Order) -> Found | None:
+def _found(problem: Problem, order: Order, until: float | None) -> Found | None:
     try:
         if order == "exact":
-            return exact(problem, mixed_tp=False, groups="all")
+            return exact(problem, mixed_tp=False, groups="all", until=until)
         return walked(problem, MEMORY if order == "memory" else NAIVE, mixed_tp=False)
     except ValueError:
         return None

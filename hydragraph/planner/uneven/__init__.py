@@ -5,9 +5,15 @@ groups.py      nodes -> tensor-parallel groups, slow devices in small ones (Mall
 layers.py      the layers of one pipeline over its stages (Malleus' layer ILP, AutoHet's equation 4), exactly
 sharing.py     micro-batches over pipelines (Malleus' data ILP), exactly
 pipelines.py   groups -> pipelines, improved by exchanges
+searching.py   candidates of one way of searching: degrees, groups, numbers of pipelines, micro-batch sizes
+simple.py      equal pipelines in node order, which no plan may lose to
+exchange.py    when an iteration ends, pull and push included, without a simulation
+finalists.py   from many candidates to the few that are looked at exactly
 settle.py      a candidate -> a strategy with its assignment, home, exact seconds and memory
 shares.py      who owns how much of the state
 bound.py       seconds that no plan beats
 power.py       AutoHet's own formulation of grouping (equation 3), exactly, and by SCIP
+lacking.py     where nothing fits: how much is lacking, and what would help
+explaining.py  a plan in words
 planning.py    `plan`: candidates of a method, the best of them, and why the others lost
 """

@@ -73,10 +73,10 @@ def _ending(costs: Costs) -> float:
     update = 0.0
     for rank in range(costs.ranks):
         profile = costs.piece_profile(rank)
-        commit = max(commit, profile.commit_s)
         rate = costs.health.rate(rank)
         if math.isfinite(rate):
             owned = fraction_of(costs.home, rank, costs.ranks) * learning
+            commit = max(commit, rate * profile.commit_s)
             norm = max(norm, rate * profile.norm_s * owned)
             each = profile.update or (0.0, 0.0)
             update = max(update, rate * (each[0] + each[1] * owned))
@@ -91,7 +91,7 @@ def _passing(costs: Costs, strategy: Strategy, assignment: Assignment) -> tuple[
         group[list(stage)] = number
     idle = np.flatnonzero(group < 0)
     group[idle] = int(group.max(initial=-1)) + 1 + np.arange(len(idle))
-    roads = Roads(costs.cluster, group)
+    roads = Roads(costs.cluster, group, np.array([work.handling(rank) for rank in range(costs.ranks)]))
     # Equal buckets of blocks between which no pipeline is cut have the same transfers.
     cuts = sorted({end for p in strategy.pipelines for _, end in _spans(costs, p)})
     users = dict(costs.outline.buckets)

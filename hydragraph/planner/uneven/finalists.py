@@ -103,33 +103,48 @@ def proposals(
     return sorted(found.values(), key=lambda each: each.expected_s)
 
 
-def finalists(costs: Costs, found: Sequence[Proposal], near: float, until: float | None) -> Finalists:
+def finalists(
+    costs: Costs,
+    found: Sequence[Proposal],
+    near: float,
+    until: float | None,
+    known: dict[Strategy, Settled | Shortage] | None = None,
+) -> Finalists:
     """Look at the most promising proposals exactly.
 
     Args:
         found: see `proposals`.
         near: what is within this part of the best is settled, too.
         until: after this time (of `time.monotonic`) nothing more is looked at than one plan that fits.
+        known: strategies that were looked at before; those that are looked at here are added.
     """
+    known = {} if known is None else known
     began = time.monotonic()
     estimates = _estimated(costs, found, near, until)
     each_s = (time.monotonic() - began) / max(1, len(estimates))
-    passed = [each for each in found if each.strategy not in {one.strategy for one in estimates}]
+    # Without an estimate they are looked at only while nothing fits.
+    others = [each for each in found if each.strategy not in {one.strategy for one in estimates}]
+    passed: list[Proposal] = []
     settled: list[Settled] = []
     short: list[Shortage] = []
-    for proposal in sorted(estimates, key=lambda each: each.expected_s):
+    for proposal in [*sorted(estimates, key=lambda each: each.expected_s), *others]:
         best = min((one.seconds for one in settled), default=math.inf)
-        worth = proposal.expected_s < best * (1 + (near or -SAVES))
+        worth = proposal not in others and proposal.expected_s < best * (1 + (near or -SAVES))
         enough = len(settled) >= (SETTLED if near else _simulations(costs))
         if settled and (_late(until, 0.0) or not worth or enough):
             passed.append(proposal)
             continue
-        one = settle(costs, proposal.strategy, proposal.assignment, proposal.origin, proposal.expected_s)
+        able = len(settled) < _simulations(costs) and not _late(until, SIMULATION * each_s)
+        one = known.get(proposal.strategy)
+        if one is None:
+            one = settle(costs, proposal.strategy, proposal.assignment, proposal.origin, proposal.expected_s)
+        if isinstance(one, Settled) and able and not one.simulated:
+            one = simulated(costs, one)
+        known[proposal.strategy] = one
         if isinstance(one, Shortage):
             short.append(one)
-            continue
-        able = len(settled) < _simulations(costs) and not _late(until, SIMULATION * each_s)
-        settled.append(simulated(costs, one) if able else one)
+        else:
+            settled.append(one)
     passed.sort(key=lambda each: each.expected_s)
     return Finalists(tuple(settled), tuple(passed), tuple(short))
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import heapq
 import math
+import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -122,6 +123,10 @@ class Bench:
         options = [option for every in self._options for option in every]
         return self.layers * min(option.state_bytes + option.kept_bytes for option in options)
 
+    def holds(self, form: int) -> bool:
+        """Whether a group of a form has memory for a layer, somewhere in a pipeline."""
+        return max(self._row(form, False, False, 1)[2], default=0) > 0
+
     def lay(self, multiset: Multiset, count: int) -> Laid:
         """Return a multiset as a pipeline of about so many micro-batches."""
         key = (multiset, min(count, 4 * len(multiset)))
@@ -129,6 +134,9 @@ class Bench:
             slow_first = tuple(sorted(multiset, key=lambda i: (self.speed[i], -self._memory[i], i)))
             large_first = tuple(sorted(multiset, key=lambda i: (-self._memory[i], self.speed[i], i)))
             laid = [self._order(order, count) for order in dict.fromkeys((slow_first, large_first))]
+            if not any(each.order for each in laid):
+                # Large first and last blocks: the two with most memory at the ends.
+                laid.append(self._order((*large_first[:1], *large_first[2:], *large_first[1:2]), count))
             self._laid[key] = min(laid, key=lambda each: each.first_s + (count - 1) * each.each_s)
         return self._laid[key]
 
@@ -267,8 +275,12 @@ class Bench:
         ends = [len(every) * (p + 1) // number for p in range(number)]
         return Counter(tuple(sorted(every[a:b])) for a, b in zip([0, *ends], ends, strict=False))
 
-    def improved(self, start: Mapping[Multiset, int], idle: Multiset = ()) -> Partition:
-        """Exchange groups between pipelines, or move one, as long as that gains anything."""
+    def improved(self, start: Mapping[Multiset, int], idle: Multiset = (), until: float | None = None) -> Partition:
+        """Exchange groups between pipelines, or move one, as long as that gains anything.
+
+        Args:
+            until: no longer than to this time (of `time.monotonic`).
+        """
         now = dict(start)
         resting = idle
         best = self.price(now)
@@ -285,7 +297,8 @@ class Bench:
                     best = seconds
                     gained = True
                     break
-                if left <= 0:
+                if left <= 0 or (until is not None and time.monotonic() > until):
+                    left = 0
                     break
         return Partition(tuple(sorted(now.items())), resting, best)
 

@@ -22,8 +22,9 @@ from hydragraph.ir.link import copy
 from hydragraph.planner.metis.staging import Staged, staged
 from hydragraph.planner.uneven.bound import bound as bound_of
 from hydragraph.planner.uneven.explaining import Rival, explanation
-from hydragraph.planner.uneven.finalists import Proposal, finalists, proposals
-from hydragraph.planner.uneven.prices import state_bytes
+from hydragraph.planner.uneven.finalists import Finalists, Proposal, finalists, proposals
+from hydragraph.planner.uneven.lacking import nothing_fits
+from hydragraph.planner.uneven.prices import SAFETY
 from hydragraph.planner.uneven.searching import MIXED, PUBLISHED, STRAGGLER, TOGETHER, Way, search, sizes_of
 from hydragraph.planner.uneven.settle import Candidate, Settled, Shortage, settle_varying, simulated, strategies_of
 from hydragraph.planner.uneven.simple import Simple, simple
@@ -41,6 +42,8 @@ WAYS: dict[str, tuple[Way, ...]] = {
     "auto": (TOGETHER, MIXED, STRAGGLER),
 }
 
+# Parts of devices' memory that the search plans with, one after the other while all that it finds is too large.
+SAFETIES = (SAFETY, 0.88, 0.7)
 # Candidates of each way that are looked at exactly, unlike one another, and of each shape at most.
 SETTLED = 6
 ALIKE = 1
@@ -173,37 +176,27 @@ def _plan(
     began = time.monotonic()
     _check_copies(costs)
     until = None if deadline_s is None else began + deadline_s
-    typical = workload.typical
-    candidates = [
-        candidate
-        for way in ways
-        for reach in _reaches(workload)
-        for candidate in _unlike(search(costs, typical.sequences, typical.length, way, reach=reach, until=until))
-    ]
-    # Among more ranks its search takes long, so there it has to be asked for.
-    searched = method == "search" or (method == "auto" and until is None and costs.ranks <= FEW)
-    stages = _staged(costs, typical, method) if searched else []
-    # What was published has no such candidates.
-    plain = [] if PUBLISHED in ways else _simple(costs, workload)
-    if workload.lengths:
-        settled, short = _varying(costs, workload, _origins(candidates, stages, plain), until)
-        passed: Sequence[Proposal] = ()
-    else:
-        found = proposals(costs, workload.batches[0], candidates, stages, plain)
-        last = finalists(costs, found, NEAR if running is not None else 0.0, until)
-        settled = list(last.settled)
-        passed = last.passed
-        short = list(last.short)
+    near = NEAR if running is not None else 0.0
+    looked = Finalists((), (), ())
+    # The search's lines are near the exact walk: where that finds everything too large, it searches with less memory.
+    short: list[Shortage] = []
+    for safety in SAFETIES:
+        looked = _looked_at(costs, workload, method, ways, near, until, safety)
+        short += looked.short
+        if looked.settled or not looked.short:
+            break
+    settled = looked.settled
+    passed = looked.passed
     # Where lengths vary, a strategy that does not take the longest sequence can still be a candidate for others.
     able = [each for each in settled if math.isfinite(each.seconds)]
     if not able:
-        raise _nothing_fits(costs, workload, short)
+        raise nothing_fits(costs, workload, short)
     before = running.strategy if isinstance(running, Plan) else running
     home_before = running.home if isinstance(running, Plan) else costs.home
     moved = {each.strategy: moved_bytes(costs, home_before, each.home) for each in settled}
     best = min(each.seconds for each in able)
-    near = [each for each in able if each.seconds <= best * (1 + NEAR if running is not None else 1)]
-    chosen = min(near, key=lambda each: (moved[each.strategy], each.strategy != before, each.seconds))
+    equal = [each for each in able if each.seconds <= best * (1 + near)]
+    chosen = min(equal, key=lambda each: (moved[each.strategy], each.strategy != before, each.seconds))
     if not chosen.simulated and until is None and not workload.lengths:
         chosen = simulated(costs, chosen)
     rivals = _rivals(chosen, settled, passed, short)
@@ -226,6 +219,48 @@ def _plan(
         chosen.simulated,
         took,
         text,
+    )
+
+
+def _looked_at(
+    costs: Costs,
+    workload: Workload,
+    method: Method,
+    ways: Sequence[Way],
+    near: float,
+    until: float | None,
+    safety: float,
+) -> Finalists:
+    """Search by every way, and look at what each of them finds as if it were alone: so all ways are never worse."""
+    typical = workload.typical
+    reaches = _reaches(workload)
+    every: list[tuple[list[Candidate], list[Staged]]] = []
+    for way in ways:
+        candidates: list[Candidate] = []
+        for reach in reaches:
+            candidates += _unlike(
+                search(costs, typical.sequences, typical.length, way, reach=reach, until=until, safety=safety)
+            )
+        every.append((candidates, []))
+    # Among more ranks its search takes long, so there it has to be asked for.
+    if method == "search" or (method == "auto" and until is None and costs.ranks <= FEW):
+        every.append(([], _staged(costs, typical, method, until)))
+    # What was published has no such candidates.
+    plain = [] if PUBLISHED in ways else _simple(costs, workload, safety)
+    if workload.lengths:
+        origins = _origins([c for found, _ in every for c in found], [s for _, found in every for s in found], plain)
+        settled, short = _varying(costs, workload, origins, until)
+        return Finalists(tuple(settled), (), tuple(short))
+    known: dict[Strategy, Settled | Shortage] = {}
+    passed: dict[Strategy, Proposal] = {}
+    for candidates, stages in every:
+        found = proposals(costs, workload.batches[0], candidates, stages, plain)
+        for each in finalists(costs, found, near, until, known).passed:
+            passed.setdefault(each.strategy, each)
+    return Finalists(
+        tuple(each for each in known.values() if isinstance(each, Settled)),
+        tuple(sorted((p for s, p in passed.items() if s not in known), key=lambda each: each.expected_s)),
+        tuple(each for each in known.values() if isinstance(each, Shortage)),
     )
 
 
@@ -260,10 +295,10 @@ def _unlike(candidates: Sequence[Candidate]) -> list[Candidate]:
     return found[:SETTLED]
 
 
-def _staged(costs: Costs, typical: Workload, method: Method) -> list[Staged]:
+def _staged(costs: Costs, typical: Workload, method: Method, until: float | None) -> list[Staged]:
     """Return what Metis's search finds: stages of all devices, whose data parallelism may change."""
     try:
-        found = staged(costs, typical.sequences, typical.length, "exact")
+        found = staged(costs, typical.sequences, typical.length, "exact", until)
     except Unsupported:
         # Its space has no plan that fits, or it does not know so many kinds of devices; other ways may.
         if method == "search":
@@ -288,10 +323,10 @@ def _varying(
     return settled, short
 
 
-def _simple(costs: Costs, workload: Workload) -> list[Simple]:
+def _simple(costs: Costs, workload: Workload, safety: float) -> list[Simple]:
     typical = workload.typical
     sizes, _ = sizes_of(costs, typical.sequences, typical.length)
-    return simple(costs, typical.sequences, typical.length, sizes, _reaches(workload)[0])
+    return simple(costs, typical.sequences, typical.length, sizes, _reaches(workload)[0], safety)
 
 
 def _origins(candidates: Sequence[Candidate], stages: Sequence[Staged], plain: Sequence[Simple]) -> dict[Strategy, str]:
@@ -353,24 +388,3 @@ def moved_bytes(costs: Costs, before: Home, after: Home) -> int:
             known[bucket.size] = int((there.hi - there.lo).sum())
         total += MOVED_BYTES * known[bucket.size]
     return total
-
-
-def _nothing_fits(costs: Costs, workload: Workload, short: Sequence[Shortage]) -> Unsupported:
-    where = f"plan of {costs.ranks} devices for {workload}"
-    if not short:
-        total = costs.home.copies * state_bytes(costs)
-        room = sum(costs.memory_of(r) for r in range(costs.ranks) if math.isfinite(costs.health.rate(r)))
-        return Unsupported(
-            "nothing fits: no pipeline of these devices holds the model, whose state alone takes "
-            f"{total / 1e9:.3g} GB of their {room / 1e9:.3g} GB, beside weights, gradients and activations of stages",
-            where=where,
-            remedy="allow recomputation and higher tensor-parallel degrees (a measured profile needs them measured: "
-            "hydragraph profile --recompute), shorten the sequences, or add devices",
-        )
-    nearest = min(short, key=lambda each: each.bytes)
-    return Unsupported(
-        f"nothing fits: the nearest, {nearest.strategy.name}: {nearest}",
-        where=where,
-        remedy=f"give that rank {nearest.bytes / 1e9:.3g} GB more, measure recomputation (hydragraph profile "
-        "--recompute), shorten the sequences, or add devices, which share the state",
-    )

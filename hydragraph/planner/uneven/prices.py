@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from hydragraph.cost.costs import Costs
 from hydragraph.cost.footprint import MicroBatch
+from hydragraph.cost.memory import batch_bytes
 from hydragraph.cost.messages import GRADIENT_BYTES, WEIGHT_BYTES
 from hydragraph.spec.cluster import Interconnect
 from hydragraph.spec.health import Health
@@ -180,8 +181,11 @@ def state_bytes(costs: Costs) -> float:
     return float((costs.state_bytes + GRADIENT_BYTES) * learning + WEIGHT_BYTES * frozen)
 
 
-def reserves(costs: Costs) -> dict[int, float]:
-    """Return bytes of the state on every rank that is not lost, if it were shared in proportion to memory."""
+def reserves(costs: Costs, tokens: int) -> dict[int, float]:
+    """Return bytes that every rank that is not lost holds in any case.
+
+    These are its part of the state, if it were shared in proportion to memory, and a mini-batch of so many tokens.
+    """
     usable = {r: costs.memory_of(r) for r in range(costs.ranks) if math.isfinite(costs.health.rate(r))}
     part = costs.home.copies * state_bytes(costs) / sum(usable.values())
-    return {rank: part * memory for rank, memory in usable.items()}
+    return {rank: part * memory + batch_bytes(tokens, tokens) for rank, memory in usable.items()}

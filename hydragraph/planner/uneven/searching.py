@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from hydragraph.cost.costs import Costs
@@ -61,6 +61,7 @@ def search(
     reach: int = 0,
     ranks: Sequence[int] | None = None,
     until: float | None = None,
+    safety: float = SAFETY,
 ) -> list[Candidate]:
     """Return candidates for an iteration of equal sequences, the most promising first.
 
@@ -68,6 +69,7 @@ def search(
         reach: tokens of the longest micro-batch that every pipeline must be able to hold; default: its own.
         ranks: to use; default: all.
         until: by this time (of `time.monotonic`) what was found so far is returned.
+        safety: the part of a device's memory that may be planned with.
 
     Raises:
         Unsupported: no device is left.
@@ -75,7 +77,8 @@ def search(
     nodes = nodes_of(costs, ranks)
     if not nodes:
         raise Unsupported("all devices are lost", where="plan", remedy="give a health in which some rank still runs")
-    reserve = reserves(costs)
+    reserve = reserves(costs, sequences * length)
+    free = {rank: safety * costs.memory_of(rank) - held for rank, held in reserve.items()}
     best = math.inf
     # Of partitions that are much alike the best is kept: what is settled later should differ.
     found: dict[object, Candidate] = {}
@@ -85,14 +88,18 @@ def search(
         lengths = [length] * together
         prices = Prices(costs, lengths, reach)
         micro_batches = -(-sequences // together)
+        if found and _late(until):
+            break
         for groups in groupings(costs, prices, nodes, split=way.split, symmetric=way.symmetric):
-            bench = _bench(costs, prices, groups, micro_batches, reserve)
+            if found and _late(until):
+                break
+            bench = _bench(costs, prices, groups, micro_batches, free)
             counts = {bench.forms.index(form): n for form, n in forms_of(groups).items()}
             # All groups busy all the time is a bound on what this grouping can give.
             if micro_batches * bench.layers / sum(bench.speed[i] * n for i, n in counts.items()) > WITHIN * best:
                 continue
             for partition in _published(bench, counts) if way.published else _partitions(bench, counts):
-                if until is not None and time.monotonic() > until and found:
+                if found and _late(until):
                     break
                 if partition.seconds > WITHIN * best or not math.isfinite(partition.seconds):
                     continue
@@ -105,20 +112,72 @@ def search(
             break
     first = sorted(found.values(), key=lambda candidate: candidate.seconds)[:KEPT]
     gaining = [] if way.published else first[:IMPROVED]
-    better = [_improved(candidate) for candidate in gaining if until is None or time.monotonic() < until]
+    better = [_improved(candidate, until) for candidate in gaining if not _late(until)]
     return sorted([*better, *first], key=lambda candidate: candidate.seconds)
 
 
+def fits(costs: Costs, sequences: int, length: int, safety: float = SAFETY) -> bool:
+    """Whether the search finds any pipelines for sequences one by one that memory suffices for.
+
+    Args:
+        safety: the part of a device's memory that may be planned with; above 1 for more memory than there is.
+    """
+    nodes = nodes_of(costs)
+    free = {rank: safety * costs.memory_of(rank) - held for rank, held in reserves(costs, sequences * length).items()}
+    prices = Prices(costs, [length])
+    for groups in groupings(costs, prices, nodes, split=False):
+        bench = _bench(costs, prices, groups, sequences, free)
+        counts = {bench.forms.index(form): n for form, n in forms_of(groups).items()}
+        if any(math.isfinite(partition.seconds) for partition in _partitions(bench, counts)):
+            return True
+    return False
+
+
 def _partitions(bench: Bench, counts: dict[int, int]) -> Iterator[Partition]:
-    """Yield partitions of all groups, and of those that are not slow, the slow ones idle."""
-    healthy = min(form.rate for form in bench.forms)
-    slow = {i for i in counts if bench.forms[i].rate > SLOW * healthy}
-    for left_out in [set[int](), slow] if slow and len(slow) < len(counts) else [set[int]()]:
-        used = {i: n for i, n in counts.items() if i not in left_out}
-        idle = tuple(i for i in sorted(left_out) for _ in range(counts[i]))
+    """Yield partitions of all groups, and of those that are not slow, the others idle.
+
+    Where none of them fits, pipelines of the groups with most memory alone are yielded.
+    """
+    fits = False
+    for used, idle in _uses(bench, counts):
         for number in numbers(sum(used.values()), bench.micro_batches, bench.layers):
             for start in bench.starts(used, number):
-                yield Partition(tuple(sorted(start.items())), idle, bench.price(start))
+                seconds = bench.price(start)
+                fits = fits or math.isfinite(seconds)
+                yield Partition(tuple(sorted(start.items())), idle, seconds)
+    if not fits:
+        yield from _largest(bench, counts)
+
+
+def _uses(bench: Bench, counts: dict[int, int]) -> Iterator[tuple[dict[int, int], tuple[int, ...]]]:
+    """Yield which groups there may be work for, and the others: what holds no layer idles, and what finds no place.
+
+    Every pipeline needs a micro-batch and every stage a layer, so few of both leave room for the quickest groups only.
+    """
+    able = {i for i in counts if bench.holds(i)}
+    if not able:
+        return
+    healthy = min(bench.forms[i].rate for i in able)
+    quick = {i for i in able if bench.forms[i].rate <= SLOW * healthy}
+    for kept in (able,) if quick == able else (able, quick):
+        places = bench.micro_batches * bench.layers
+        used: dict[int, int] = {}
+        for form in sorted(kept, key=lambda i: (-bench.speed[i], i)):
+            taken = min(counts[form], places - sum(used.values()))
+            if taken:
+                used[form] = taken
+        idle = tuple(i for i in sorted(counts) for _ in range(counts[i] - used.get(i, 0)))
+        yield used, idle
+
+
+def _largest(bench: Bench, counts: dict[int, int]) -> Iterator[Partition]:
+    """Yield single pipelines of the groups with most memory: one, two, ... of them, as long as none is too small."""
+    every = [i for i in sorted(counts, key=lambda i: (-bench.memory[i], -bench.speed[i], i)) for _ in range(counts[i])]
+    for stages in range(1, min(len(every), bench.layers) + 1):
+        if not bench.holds(every[stages - 1]):
+            return
+        pipeline = tuple(sorted(every[:stages]))
+        yield Partition(((pipeline, 1),), tuple(sorted(every[stages:])), bench.price({pipeline: 1}))
 
 
 def _published(bench: Bench, counts: dict[int, int]) -> Iterator[Partition]:
@@ -137,20 +196,25 @@ def _published(bench: Bench, counts: dict[int, int]) -> Iterator[Partition]:
     yield Partition(tuple(sorted(pipelines.items())), (), bench.price(pipelines))
 
 
-def _improved(candidate: Candidate) -> Candidate:
-    partition = candidate.bench.improved(Counter(dict(candidate.partition.pipelines)), candidate.partition.idle)
+def _late(until: float | None) -> bool:
+    return until is not None and time.monotonic() > until
+
+
+def _improved(candidate: Candidate, until: float | None) -> Candidate:
+    start = Counter(dict(candidate.partition.pipelines))
+    partition = candidate.bench.improved(start, candidate.partition.idle, until)
     return Candidate(candidate.bench, partition, candidate.groups, candidate.together, candidate.origin)
 
 
 def _bench(
-    costs: Costs, prices: Prices, groups: Sequence[Group], micro_batches: int, reserve: dict[int, float]
+    costs: Costs, prices: Prices, groups: Sequence[Group], micro_batches: int, free: Mapping[int, float]
 ) -> Bench:
     forms = list(forms_of(groups))
-    free = {}
+    # The devices of a group may differ in what is left to them, and so may groups of a form; the least counts.
+    least = dict.fromkeys(forms, math.inf)
     for group in groups:
-        # The devices of a group may differ in what is left to them; the least counts.
-        free[group.form] = min(SAFETY * costs.memory_of(rank) - reserve[rank] for rank in group.devices)
-    return Bench(prices, forms, [free[form] for form in forms], micro_batches, alone=costs.ranks == 1)
+        least[group.form] = min(least[group.form], *(free[rank] for rank in group.devices))
+    return Bench(prices, forms, [least[form] for form in forms], micro_batches, alone=costs.ranks == 1)
 
 
 def sizes_of(costs: Costs, sequences: int, length: int) -> tuple[list[int], int]:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from hydragraph.cost.costs import Costs, micro_batches_of
 from hydragraph.cost.footprint import MicroBatch
+from hydragraph.cost.memory import batch_bytes
 from hydragraph.cost.pieces import GRADIENT_BYTES
 from hydragraph.cost.profile import PipelineCost
 from hydragraph.cost.stages import StageCost, stages_end
@@ -327,24 +328,31 @@ def owners(costs: Costs, strategy: Strategy, assignment: Assignment) -> tuple[Ho
 def needs(costs: Costs, strategy: Strategy, assignment: Assignment) -> list[float]:
     """Return the bytes that each rank needs for its stage, beside its share of the state and messages."""
     everything = micro_batches_of(strategy, assignment)
-    found = [0.0] * costs.ranks
+    # Once a pipeline is full, further equal micro-batches change nothing but the tokens that are there.
+    shown = [_largest(b, len(p.stages) + 1) for p, b in zip(strategy.pipelines, everything, strict=True)]
+    every = _tokens(everything)
+    found = [float(batch_bytes(0, every))] * costs.ranks
     if strategy.shares:
-        shown = [_largest(b, len(p.stages) + 1) for p, b in zip(strategy.pipelines, everything, strict=True)]
         for rank in dict.fromkeys(strategy.devices):
-            found[rank] = _walked(costs, strategy, shown, rank)
+            mine = [p for p, pipeline in enumerate(strategy.pipelines) if rank in pipeline.devices]
+            more = _tokens(everything[p] for p in mine) - _tokens(shown[p] for p in mine)
+            found[rank] = _walked(costs, strategy, shown, rank) + batch_bytes(more, every - _tokens(shown))
         return found
     known: dict[object, float] = {}
-    for pipeline, batches in zip(strategy.pipelines, everything, strict=True):
-        # Once a pipeline is full, further equal micro-batches change nothing.
-        mine = _largest(batches, len(pipeline.stages) + 1)
+    for pipeline, batches, few in zip(strategy.pipelines, everything, shown, strict=True):
+        more = batch_bytes(_tokens([batches]) - _tokens([few]), every - _tokens([few]))
         shape = tuple((s.layers, s.kind) for s in pipeline.stages)
         for position, stage in enumerate(pipeline.stages):
             for rank in stage.devices:
-                key = (shape, position, tuple(mine), costs.cluster.type_of(rank))
+                key = (shape, position, tuple(few), costs.cluster.type_of(rank))
                 if key not in known:
-                    known[key] = _walked(costs, Strategy((pipeline,), strategy.schedule), [mine], rank)
-                found[rank] = known[key]
+                    known[key] = _walked(costs, Strategy((pipeline,), strategy.schedule), [few], rank)
+                found[rank] = known[key] + more
     return found
+
+
+def _tokens(batches: Iterable[Sequence[MicroBatch]]) -> int:
+    return sum(m.tokens for each in batches for m in each)
 
 
 def _walked(costs: Costs, strategy: Strategy, batches: Sequence[Sequence[MicroBatch]], rank: int) -> float:

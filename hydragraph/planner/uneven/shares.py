@@ -84,18 +84,30 @@ def home_of(costs: Costs, strategy: Strategy, room: Sequence[float], given: Home
     seconds = np.where(np.isfinite(seconds), seconds, 1.0)
     idle = np.ones(costs.ranks, dtype=np.bool_)
     idle[list(strategy.devices)] = False
-    parts = filled(seconds, np.where(idle, 0.0, able))
-    if parts is None:
-        parts = filled(seconds, able)
-    if parts is None:
-        return None
+    # Idle ranks own something where the others alone have no room, or are all on one node and copies are wanted.
+    for free in (np.where(idle, 0.0, able), able):
+        parts = filled(seconds, free)
+        shares = None if parts is None else _rounded(parts, free)
+        if shares is not None and _apart(costs, given, shares):
+            if float(shares.min()) == float(shares.max()):
+                return Home(copies=given.copies, nodes=given.nodes)
+            return Home(tuple(map(_plain, shares)), copies=given.copies, nodes=given.nodes)
+    return None
+
+
+def _rounded(parts: Floats, room: Floats) -> Floats:
+    """Return shares in few steps; rounding down what is nearly full keeps it within its room."""
     relative = parts / parts.max()
-    # Rounding down what is nearly full keeps it within its room; what it loses, the others own.
-    steps = np.where(parts >= 0.98 * able, np.floor(relative * STEPS), np.round(relative * STEPS))
-    shares = steps / STEPS
-    if float(shares.min()) == float(shares.max()):
-        return Home(copies=given.copies, nodes=given.nodes)
-    return Home(tuple(map(_plain, shares)), copies=given.copies, nodes=given.nodes)
+    steps = np.where(parts >= 0.98 * room, np.floor(relative * STEPS), np.round(relative * STEPS))
+    return np.asarray(steps / STEPS)
+
+
+def _apart(costs: Costs, given: Home, shares: Floats) -> bool:
+    """Whether owners are on as many nodes as there are copies; on one node each rank counts as a node."""
+    nodes = given.nodes or [device.node for device in costs.cluster.devices]
+    if len(set(nodes)) == 1:
+        nodes = range(costs.ranks)
+    return len({node for node, share in zip(nodes, shares, strict=True) if share}) >= given.copies
 
 
 def fraction_of(home: Home, rank: int, ranks: int) -> float:

@@ -1,15 +1,17 @@
-"""Simple plans: pipelines of one depth and one degree in node order, with equal layers; sequences by speed.
+"""Simple plans: pipelines of one depth and one degree in node order, with equal layers or layers by speed.
 
 They are what a person would write down, and what Megatron-LM (equal batches, too) and Whale (batches by speed) make of
 devices that differ. Among the candidates, they make sure that no plan loses to them; and they are there at once, so
 that a search that is cut short has something to return.
 
 Example: nodes of 2 and 2 ranks, 6 layers. Degree 1, two stages: <[0]x3,[1]x3> + <[2]x3,[3]x3>, and with the stages
-across the nodes <[0]x3,[2]x3> + <[1]x3,[3]x3>.
+across the nodes <[0]x3,[2]x3> + <[1]x3,[3]x3>; if ranks 2 and 3 are twice as fast, <[0]x2,[2]x4> + <[1]x2,[3]x4>, too.
+The quickest group by itself, <[2]x6>, is the best plan of a model that is too small for its traffic.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -18,13 +20,14 @@ from numpy.typing import NDArray
 
 from hydragraph.cost.costs import Costs
 from hydragraph.planner.uneven.groups import nodes_of
+from hydragraph.planner.uneven.layers import spread
 from hydragraph.planner.uneven.prices import SAFETY, Prices, Site, reserves
 from hydragraph.planner.uneven.sharing import least_seconds
 from hydragraph.spec.stage_kind import StageKind
 from hydragraph.spec.strategy import Pipeline, Stage, Strategy
 
 Floats = NDArray[np.float64]
-# Of the simple plans, how many are looked at.
+# Of the simple plans with equal layers, and of those with layers by speed, how many are looked at.
 KEPT = 4
 # Of a group's option (`prices.Option`).
 NUMBERS = (
@@ -49,6 +52,15 @@ class Simple:
 
 
 @dataclass(frozen=True)
+class _Laid:
+    """Layers and kinds of the stages of all pipelines, and the seconds of an iteration."""
+
+    layers: tuple[int, ...]
+    kinds: tuple[StageKind, ...]
+    seconds: float
+
+
+@dataclass(frozen=True, eq=False)
 class _Groups:
     """Tensor-parallel groups of one degree, in node order: their ranks, sites, rates, and memory beside the state."""
 
@@ -58,7 +70,9 @@ class _Groups:
     free: Floats
 
 
-def simple(costs: Costs, sequences: int, length: int, sizes: Sequence[int], reach: int = 0) -> list[Simple]:
+def simple(
+    costs: Costs, sequences: int, length: int, sizes: Sequence[int], reach: int = 0, safety: float = SAFETY
+) -> list[Simple]:
     """Return the simple plans that should end first, the most promising first.
 
     Args:
@@ -66,32 +80,48 @@ def simple(costs: Costs, sequences: int, length: int, sizes: Sequence[int], reac
         length: tokens of each.
         sizes: how many of them may make a micro-batch.
         reach: tokens that every micro-batch must be able to have; default: its own.
+        safety: the part of a device's memory that may be planned with.
     """
-    every = {degree: groups for degree in _degrees(costs) if (groups := _groups(costs, degree)) is not None}
-    found: dict[tuple[int, int, bool], tuple[float, int, StageKind]] = {}
+    tokens = sequences * length
+    every = {degree: g for degree in _degrees(costs) if (g := _groups(costs, degree, tokens, safety)) is not None}
+    found: dict[tuple[_Groups, int, bool, bool], tuple[_Laid, int]] = {}
+    alone: dict[int, _Groups] = {}
     for together in sizes:
         prices = Prices(costs, [length] * together, reach)
         for degree, groups in every.items():
-            for depth, by_stage, kind, seconds in _priced(prices, groups, degree, -(-sequences // together)):
-                key = (degree, depth, by_stage)
-                if key not in found or seconds < found[key][0]:
-                    found[key] = (seconds, together, kind)
-    best = sorted(found.items(), key=lambda each: each[1][0])[:KEPT]
+            one = alone.setdefault(degree, _quickest(prices, groups, degree))
+            for of in (groups, one) if len(groups.ranks) > 1 else (groups,):
+                for key, laid in _priced(prices, of, degree, -(-sequences // together)):
+                    if (of, *key) not in found or laid.seconds < found[of, *key][0].seconds:
+                        found[of, *key] = laid, together
     plans = []
-    for (degree, depth, by_stage), (seconds, together, kind) in best:
-        layers = _equal(costs.outline.layers, depth)
-        order = _order(len(every[degree].ranks), depth, by_stage)
-        pipelines = tuple(
-            Pipeline(
-                tuple(
-                    Stage(every[degree].ranks[g], int(n), kind.sequence_parallel, kind.recompute)
-                    for g, n in zip(row, layers, strict=True)
-                )
+    rows = [[each for each in found.items() if each[0][0] in every.values() and each[0][3] == s] for s in (False, True)]
+    for each in (*rows, [each for each in found.items() if each[0][0] not in every.values()]):
+        best = sorted(each, key=lambda one: one[1][0].seconds)
+        for (groups, depth, by_stage, _), (laid, together) in best[:KEPT]:
+            order = _order(len(groups.ranks), depth, by_stage)
+            plans.append(Simple(_strategy(groups, order, laid), together, laid.seconds))
+    return sorted(plans, key=lambda plan: plan.seconds)
+
+
+def _quickest(prices: Prices, groups: _Groups, degree: int) -> _Groups:
+    """Return the quickest group by itself."""
+    layer_s = [min((o.layer_s for o in prices.options(site, degree)), default=math.inf) for site in groups.sites]
+    g = int(np.argmin(groups.rates * np.array(layer_s)))
+    return _Groups(groups.ranks[g : g + 1], groups.sites[g : g + 1], groups.rates[g : g + 1], groups.free[g : g + 1])
+
+
+def _strategy(groups: _Groups, order: NDArray[np.int64], laid: _Laid) -> Strategy:
+    pipelines = (
+        Pipeline(
+            tuple(
+                Stage(groups.ranks[g], n, kind.sequence_parallel, kind.recompute)
+                for g, n, kind in zip(row, laid.layers, laid.kinds, strict=True)
             )
-            for row in order.tolist()
         )
-        plans.append(Simple(Strategy(pipelines), together, seconds))
-    return plans
+        for row in order.tolist()
+    )
+    return Strategy(tuple(pipelines))
 
 
 def _degrees(costs: Costs) -> list[int]:
@@ -100,9 +130,9 @@ def _degrees(costs: Costs) -> list[int]:
     return sorted(tp for tp in set.intersection(*measured) if not any(heads % tp for heads in costs.sizes.heads))
 
 
-def _groups(costs: Costs, degree: int) -> _Groups | None:
+def _groups(costs: Costs, degree: int, tokens: int, safety: float) -> _Groups | None:
     """Return all running devices in groups of a degree; None, where some node's do not come out even."""
-    state = reserves(costs)
+    state = reserves(costs, tokens)
     ranks = []
     sites = []
     for node in nodes_of(costs):
@@ -112,26 +142,86 @@ def _groups(costs: Costs, degree: int) -> _Groups | None:
         ranks += [tuple(devices[i : i + degree]) for i in range(0, len(devices), degree)]
         sites += [node.site] * (len(devices) // degree)
     rates = np.array([max(costs.rate(rank) for rank in group) for group in ranks])
-    free = np.array([min(SAFETY * costs.memory_of(rank) - state[rank] for rank in group) for group in ranks])
+    free = np.array([min(safety * costs.memory_of(rank) - state[rank] for rank in group) for group in ranks])
     return _Groups(tuple(ranks), tuple(sites), rates, free)
 
 
 def _priced(
     prices: Prices, groups: _Groups, degree: int, micro_batches: int
-) -> Iterator[tuple[int, bool, StageKind, float]]:
-    """Yield depth, order, kind of stage and seconds of every way to make equal pipelines of all groups."""
+) -> Iterator[tuple[tuple[int, bool, bool], _Laid]]:
+    """Yield every way to make pipelines of all groups: depth, order, whether layers go by speed, and what comes of it.
+
+    With equal layers, all stages are of the quickest kind that fits.
+    """
     count = len(groups.ranks)
     depths = [d for d in range(1, min(count, prices.layers) + 1) if count % d == 0 and count // d <= micro_batches]
-    kinds = _columns(prices, groups, degree)
+    columns = _columns(prices, groups, degree)
+    if not columns:
+        return
     for depth in depths:
+        equal = np.diff(prices.layers * np.arange(depth + 1) // depth)
         for by_stage in (False, True) if 1 < depth < count else (False,):
-            order = _order(count, depth, by_stage)
-            # The quickest kind of stage that fits.
-            for kind, columns in kinds:
-                seconds = _seconds(prices, groups, columns, order, micro_batches)
-                if seconds is not None:
-                    yield depth, by_stage, kind, seconds
+            rows = _Rows(groups, columns, _order(count, depth, by_stage), micro_batches)
+            for choice in range(len(columns)):
+                if rows.fit(equal, np.full(depth, choice)):
+                    yield (depth, by_stage, False), rows.laid(equal, np.full(depth, choice))
                     break
+            if depth > 1:
+                layers, chosen = rows.balanced(prices.layers)
+                if layers.any() and (layers != equal).any():
+                    yield (depth, by_stage, True), rows.laid(layers, chosen)
+
+
+class _Rows:
+    """Stages of all pipelines by kind of stage: arrays [kinds, pipelines, stages] of seconds and bytes.
+
+    Args:
+        columns: of each kind, its numbers for every group.
+        order: which group is which stage of which pipeline [pipelines, stages].
+        micro_batches: of all pipelines together.
+    """
+
+    def __init__(
+        self,
+        groups: _Groups,
+        columns: Sequence[tuple[StageKind, dict[str, Floats]]],
+        order: NDArray[np.int64],
+        micro_batches: int,
+    ) -> None:
+        width, depth = order.shape
+        of = {name: np.stack([numbers[name][order] for _, numbers in columns]) for name in NUMBERS}
+        first = np.arange(depth) == 0
+        last = np.arange(depth) == depth - 1
+        rate = groups.rates[order]
+        self._kinds = [kind for kind, _ in columns]
+        self._micro_batches = micro_batches
+        self._count = -(-micro_batches // width)
+        self._layer_s = rate * of["layer_s"]
+        self._extra_s = rate * (of["aux_s"] + first * of["first_s"] + last * of["last_s"])
+        # Under 1F1B a stage keeps as many micro-batches as there are stages from it to the end.
+        flying = np.minimum(depth - np.arange(depth), self._count)
+        each = of["state_bytes"] + flying * of["kept_bytes"]
+        own = of["own_bytes"] + first * of["first_bytes"] + last * of["last_bytes"]
+        self._most = np.maximum(0, np.floor((groups.free[order] - own) / np.maximum(each, 1e-9))).min(axis=1)
+
+    def fit(self, layers: NDArray[np.int64], chosen: NDArray[np.int64]) -> bool:
+        """Whether every stage has memory for its layers."""
+        return bool((self._most[chosen, np.arange(len(layers))] >= layers).all())
+
+    def balanced(self, layers: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return layers and kinds by speed, the same for all pipelines: the slowest of them decides; 0: none fit."""
+        most = np.minimum(self._most, layers).astype(np.int64)
+        slowest = (np.ascontiguousarray(rows.max(axis=1).T) for rows in (self._layer_s, self._extra_s))
+        total, _, taken, chosen = spread(layers, self._count, *slowest, np.ascontiguousarray(most.T))
+        return (taken, chosen) if math.isfinite(total) else (np.zeros_like(taken), chosen)
+
+    def laid(self, layers: NDArray[np.int64], chosen: NDArray[np.int64]) -> _Laid:
+        """Return these layers and kinds with the seconds of an iteration, sequences by speed."""
+        stages = np.arange(len(layers))
+        taken = self._extra_s[chosen, :, stages] + layers[:, None] * self._layer_s[chosen, :, stages]
+        alike = np.ones(taken.shape[1], np.int64)
+        seconds = least_seconds(self._micro_batches, taken.sum(axis=0), taken.max(axis=0), alike)
+        return _Laid(tuple(layers.tolist()), tuple(self._kinds[k] for k in chosen.tolist()), float(seconds))
 
 
 def _columns(prices: Prices, groups: _Groups, degree: int) -> list[tuple[StageKind, dict[str, Floats]]]:
@@ -145,32 +235,7 @@ def _columns(prices: Prices, groups: _Groups, degree: int) -> list[tuple[StageKi
     return sorted(found, key=lambda each: (float(each[1]["layer_s"].max()), each[0]))
 
 
-def _seconds(
-    prices: Prices, groups: _Groups, of: dict[str, Floats], order: NDArray[np.int64], micro_batches: int
-) -> float | None:
-    """Return the seconds of an iteration; None, where memory does not suffice."""
-    width, depth = order.shape
-    layers = _equal(prices.layers, depth)
-    first = np.arange(depth) == 0
-    last = np.arange(depth) == depth - 1
-    # Under 1F1B a stage keeps as many micro-batches as there are stages from it to the end.
-    flying = np.minimum(depth - np.arange(depth), -(-micro_batches // width))
-    held = layers * (of["state_bytes"][order] + flying * of["kept_bytes"][order]) + of["own_bytes"][order]
-    held = held + first * of["first_bytes"][order] + last * of["last_bytes"][order]
-    if (held > groups.free[order]).any():
-        return None
-    taken = of["aux_s"][order] + layers * of["layer_s"][order]
-    taken = groups.rates[order] * (taken + first * of["first_s"][order] + last * of["last_s"][order])
-    return float(least_seconds(micro_batches, taken.sum(axis=1), taken.max(axis=1), np.ones(width, np.int64)))
-
-
 def _order(groups: int, depth: int, by_stage: bool) -> NDArray[np.int64]:
     """Return which group is which stage of which pipeline [pipelines, stages]: pipeline after pipeline, or by stage."""
     every = np.arange(groups)
     return every.reshape(depth, -1).T if by_stage else every.reshape(-1, depth)
-
-
-def _equal(layers: int, stages: int) -> NDArray[np.int64]:
-    """Return layers in parts that are as equal as can be."""
-    ends = layers * np.arange(stages + 1) // stages
-    return np.diff(ends)

@@ -1,4 +1,5 @@
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -60,3 +61,24 @@ def test_numbers_leave_no_pipeline_with_more_stages_than_layers() -> None:
     many = numbers(1024, 4096, 80)
     assert many[0] == 13
     assert {16, 32, 64, 512, 1024} <= set(many)
+
+
+def test_a_pipeline_alone_waits_for_no_other() -> None:
+    bench, counts = bench_of({}, 8)
+    assert bench.awaited([bench.lay(tuple(sorted(counts))[:1], 8)]) == [0.0]
+
+
+def test_a_layer_passes_as_slowly_as_in_the_pipeline_where_fewest_links_carry_it() -> None:
+    bench, counts = bench_of({}, 8)
+    form = next(iter(counts))
+    quick = bench.lay((form,), 4)
+    slow = replace(quick, passing_s=10 * quick.passing_s + 1.0)
+    assert bench.awaited([quick, quick]) == [0.0, 0.0]
+    waits, own = bench.awaited([quick, slow])
+    # The whole model is in one stage: a third of the traffic is pulled, for which a third of the seconds hides it.
+    passing = float(slow.passing_s.sum())
+    hidden = [part * quick.stages_s[0] for part in (1 / 3, 2 / 3)]
+    assert waits == pytest.approx(
+        sum(max(0.0, part * passing - h) for part, h in zip((1 / 3, 2 / 3), hidden, strict=True))
+    )
+    assert own == 0.0

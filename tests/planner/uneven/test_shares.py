@@ -61,3 +61,16 @@ def test_idle_ranks_own_what_others_have_no_room_for() -> None:
     assert home is not None
     assert fraction_of(home, 1, 2) >= 0.5
     assert home_of(costs, strategy, [0.2, 0.3], Home()) is None
+
+
+def test_copies_have_owners_on_two_nodes_even_if_one_of_them_idles() -> None:
+    costs = priced.costs(4, priced.mixed())
+    strategy = Strategy.parse("<[0,1]x4>", 4)
+    found = home_of(costs, strategy, [1.0] * 4, Home(copies=2))
+    assert found is not None
+    assert found.shares is None or (any(found.shares[:2]) and any(found.shares[2:]))
+    alone = home_of(costs, strategy, [1.0] * 4, Home())
+    assert alone is not None
+    assert alone.shares == (1, 1, 0, 0)
+    # Where the second node has no room for anything, there is no such home.
+    assert home_of(costs, strategy, [1.0, 1.0, 0.0, 0.0], Home(copies=2)) is None

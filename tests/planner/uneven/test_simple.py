@@ -4,6 +4,7 @@ import hydragraph as hg
 from hydragraph.cost.costs import Costs
 from hydragraph.planner.uneven.settle import share_out
 from hydragraph.planner.uneven.simple import simple
+from hydragraph.spec.cluster import Interconnect
 from tests.cost import priced
 
 
@@ -37,3 +38,12 @@ def test_nodes_that_do_not_come_out_even_have_no_such_degree() -> None:
 def test_what_does_not_fit_is_left_out() -> None:
     costs: Costs = priced.costs(6, priced.cluster(2), elements=10**9)
     assert simple(costs, 8, 700, [1]) == []
+
+
+def test_a_model_too_small_for_its_traffic_stays_on_the_quickest_device() -> None:
+    """Messages take a second each here: whoever shares the state with another rank waits for several of them."""
+    where = priced.cluster(4, 1, outer=Interconnect(1e9, 1.0))
+    costs = priced.costs(2, where, hg.Health({0: 1.5}))
+    found = hg.plan(costs, hg.Workload(sequences=2, length=16), "mixed")
+    assert found.strategy == hg.Strategy.parse("<[1]x2>", 2)
+    assert found.seconds < 1.0

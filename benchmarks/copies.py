@@ -1,0 +1,105 @@
+"""What a second owner of everything costs a step: copies 2 against copies 1, in turns, in the same processes.
+
+    python benchmarks/copies.py                      # 4 ranks; about two minutes
+    python benchmarks/copies.py --tokens 2000 --ranks 2
+
+Gradients travel to two owners instead of one, and both update. The update is the fused one. Homes take turns by
+`Executable.move`, so that both see the same noise; what is said is the median of the turns, of the wall clock and of
+the CPU seconds of all ranks together, since ranks that outnumber cores wait for one another's updates, too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from statistics import median
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import hydragraph as hg
+
+LIMIT = timedelta(minutes=9)
+
+
+@dataclass(frozen=True)
+class Turn:
+    """Seconds of one step on one rank, wall clock and CPU, under one home."""
+
+    copies: int
+    wall: float
+    cpu: float
+
+
+def turns(ranks: int, hidden: int, layers: int, tokens: int, rounds: int) -> list[Turn]:
+    """Train under both homes in turns; the first step under each is not counted."""
+    config = LlamaConfig(
+        hidden_size=hidden,
+        intermediate_size=hidden * 11 // 4,
+        num_hidden_layers=layers,
+        num_attention_heads=8,
+        num_key_value_heads=8,
+        vocab_size=4096,
+    )
+    torch.manual_seed(0)
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config)
+    strategy = hg.Strategy.parse(f"{ranks}*<tp1,pp1>", layers)
+    exe = hg.compile(model, strategy, lambda named: hg.AdamW(named, lr=1e-4), device="cpu", check="off")
+    generator = torch.Generator().manual_seed(1)
+    batch = [torch.randint(0, 4096, (tokens,), generator=generator) for _ in range(ranks)]
+    found = []
+    for turn in range(2 * rounds):
+        copies = 1 + turn % 2
+        exe.move(exe.world, hg.Home(copies=copies), range(ranks))
+        for counted in (False, True):
+            wall, cpu = time.perf_counter(), time.process_time()
+            exe.step(batch)
+            if counted:
+                found.append(Turn(copies, time.perf_counter() - wall, time.process_time() - cpu))
+    exe.close()
+    return found
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--hidden", type=int, default=512)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--tokens", type=int, default=1000, help="of each rank")
+    parser.add_argument("--rounds", type=int, default=8)
+    options = parser.parse_args(arguments)
+    by_rank = hg.launch(
+        turns,
+        options.ranks,
+        options.ranks,
+        options.hidden,
+        options.layers,
+        options.tokens,
+        options.rounds,
+        timeout=LIMIT,
+    )
+    table = Table(title=f"{options.ranks} ranks, {options.tokens} tokens each, hidden {options.hidden}")
+    for name in ("copies", "step s", "CPU s of all ranks"):
+        table.add_column(name, justify="right")
+    walls, cpus = {}, {}
+    for copies in (1, 2):
+        together = [each for each in zip(*by_rank, strict=True) if each[0].copies == copies]
+        walls[copies] = median(max(turn.wall for turn in each) for each in together)
+        cpus[copies] = median(sum(turn.cpu for turn in each) for each in together)
+        table.add_row(str(copies), f"{walls[copies]:.3f}", f"{cpus[copies]:.3f}")
+    console = Console()
+    console.print(table)
+    console.print(
+        f"a second owner costs {walls[2] / walls[1] - 1:+.1%} of a step, {cpus[2] / cpus[1] - 1:+.1%} of its CPU time"
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,46 @@
+"""`hydragraph init`: write a first config for what somebody has, and ask nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from hydragraph.commands.options import Debug, LogLevel
+
+EXAMPLE = (
+    "Example: hydragraph init chats.jsonl models/Qwen2.5-0.5B, or hydragraph init a-folder-of-text; then hydragraph "
+    "check hydragraph.yaml and hydragraph train hydragraph.yaml."
+)
+
+
+def init_command(
+    paths: Annotated[
+        list[Path] | None,
+        typer.Argument(help="Files and folders of text, chat .jsonl, tables; a Hugging Face directory; or both."),
+    ] = None,
+    to: Annotated[Path, typer.Option("--to", help="The file to write.")] = Path("hydragraph.yaml"),
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file.")] = False,
+    log_level: LogLevel = None,
+    debug: Debug = False,
+) -> None:
+    """Write a config with comments, by looking at the data and the model that are named; it asks nothing."""
+    if to.exists() and (to.is_dir() or not overwrite):
+        fix = "name a file with --to" if to.is_dir() else "use --overwrite, or another --to"
+        raise ValueError(f"--to {to} is there already: {fix}")
+    if not to.parent.is_dir():
+        raise ValueError(f"--to {to}: there is no directory {to.parent}: make it first")
+    import torch
+
+    from hydragraph.train.config import TrainConfig
+    from hydragraph.train.starter import look, starter
+    from hydragraph.train.whole import write_whole
+
+    found = look(paths or [])
+    gpus = torch.cuda.device_count()
+    write_whole(to, starter(found, max(gpus, 1), gpus > 0, f"runs/{to.stem}"))
+    TrainConfig.load(to)
+    print(f"{to}: read it, then: hydragraph check {to}, hydragraph train {to}")
+    if not found.data and found.model is not None:
+        print(f"put your data into data.paths of {to} first")

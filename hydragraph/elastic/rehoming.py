@@ -1,0 +1,184 @@
+"""Where the state is to live, by how fast ranks are and what memory they have; and the way there in bounded steps.
+
+Every owner adds up the gradients of its share and updates it after the last push; a step ends with the last owner:
+
+    seconds(shares) = max over ranks r of  rate_r x share_r x U      U: a healthy device's seconds for the whole state
+
+It is least where shares go as 1 / rate, as far as memory allows: what a full rank cannot take, the others share in the
+same proportion. A home is worth moving to where what it gains over the steps to come exceeds what moving costs, which
+is what the rank that receives most waits for.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from hydragraph.ir.home import HomeLayouts
+from hydragraph.ir.link import move
+from hydragraph.ir.parameter import Bucket
+from hydragraph.spec.health import Health
+from hydragraph.spec.home import Home
+
+GAIN = 1.2  # times its cost, that moving must bring
+ROUNDED = 100  # shares are rounded to such parts of the largest, so that noise in rates moves nothing
+
+
+@dataclass(frozen=True)
+class StateCosts:
+    """What having state, updating and moving it costs.
+
+    Attributes:
+        update_s: seconds in which a healthy device would add up gradients of and update the whole state.
+        bytes_per_element: of all that moves: weights and what the optimizer keeps (12 with Adam).
+        bytes_per_s: at which a rank receives.
+        free_bytes: by rank, the memory that there is for state; None: enough.
+    """
+
+    update_s: float
+    bytes_per_element: float
+    bytes_per_s: float
+    free_bytes: Sequence[float] | None = None
+
+
+@dataclass(frozen=True)
+class Rehoming:
+    """A home that pays.
+
+    Attributes:
+        home: where state is to live.
+        before_s, after_s: seconds of a step that its owners take, now and then.
+        moving_s: that moving takes.
+        why: the reason, as a sentence.
+    """
+
+    home: Home
+    before_s: float
+    after_s: float
+    moving_s: float
+    why: str
+
+
+def rehoming(
+    running: Home, ranks: int, buckets: Sequence[Bucket], health: Health, costs: StateCosts, steps: int
+) -> Rehoming | None:
+    """Return a home that pays within so many steps to come; None: state stays. A pure function.
+
+    Args:
+        running: who owns what now, with nodes where it has copies.
+        ranks: how many there are; none of them is lost.
+        buckets: of the model; those with shares of their own lose them.
+        health: how slow ranks are.
+        costs: what state costs.
+        steps: to come.
+
+    Raises:
+        ValueError: a rank is lost, or there is not memory enough for the state anywhere.
+    """
+    if any(rank < ranks for rank in health.lost):
+        raise ValueError(f"rehoming: ranks {list(health.lost)} are lost: move the others to a world without them")
+    shares = best_shares(ranks, health, costs, sum(b.size for b in buckets) * running.copies)
+    home = Home(shares, running.copies, nodes=running.nodes)
+    before, after = (_seconds(each, ranks, buckets, health, costs) for each in (running, home))
+    moving = max(received(running, home, ranks, buckets)) * costs.bytes_per_element / costs.bytes_per_s
+    fits = _fits(running, ranks, buckets, costs)
+    if fits and (before - after) * steps <= GAIN * moving:
+        return None
+    slow = ", ".join(f"rank {rank} {rate:.2f}x" for rank, rate in health.rates.items())
+    cause = f"owners wait for {slow or 'the one with most'}" if fits else "a rank has no memory for what it owns"
+    why = f"{cause}: {before:.4f} s of a step become {after:.4f} s for {moving:.2f} s of moving, {steps} steps to come"
+    return Rehoming(home, before, after, moving, why)
+
+
+def best_shares(ranks: int, health: Health, costs: StateCosts, elements: float) -> tuple[float, ...]:
+    """Return the share of each rank, the largest 1: as its speed, as far as its memory goes.
+
+    Args:
+        ranks, health, costs: as of `rehoming`.
+        elements: of the whole state, all copies together.
+
+    Raises:
+        ValueError: there is not memory enough.
+    """
+    speed = np.array([1 / health.rate(rank) for rank in range(ranks)])
+    room = np.full(ranks, math.inf)
+    if costs.free_bytes is not None:
+        room = np.array(costs.free_bytes, float) / (costs.bytes_per_element * elements)
+    if room.sum() < 1:
+        need = elements * costs.bytes_per_element
+        raise ValueError(
+            f"rehoming: the state takes {need / 1e9:.2f} GB, and ranks have {room.sum() * need / 1e9:.2f} GB in all: "
+            "use more ranks, or fewer copies"
+        )
+    share = np.zeros(ranks)
+    full = room <= 0
+    while not np.isclose(share.sum(), 1):  # each turn fills at least one rank, or ends
+        wanted = np.where(full, share, (1 - share[full].sum()) * speed / speed[~full].sum())
+        over = ~full & (wanted > room)
+        share = np.where(over, room, np.where(full, share, 0 if over.any() else wanted))
+        full |= over
+    if np.isfinite(room).any():  # rounding up could be more than there is room for
+        return tuple((np.floor(share / share.max() * ROUNDED * 100) / (ROUNDED * 100)).tolist())
+    return tuple((np.rint(share / share.max() * ROUNDED) / ROUNDED).tolist())
+
+
+def received(old: Home, new: Home, ranks: int, buckets: Sequence[Bucket]) -> list[int]:
+    """Return the elements that each rank receives from others when state moves, by the links that move it."""
+    before, after = HomeLayouts(old, ranks), HomeLayouts(new, ranks)
+    total = np.zeros(ranks, np.int64)
+    for bucket in buckets:
+        slices = move(before.of(bucket), after.of(bucket)).travelling
+        np.add.at(total, slices.dst, slices.hi - slices.lo)
+    return [int(elements) for elements in total]
+
+
+def stages(old: Home, new: Home, ranks: int, buckets: Sequence[Bucket], elements: int) -> Iterator[Home]:
+    """Yield homes from one to another, of which each moves a few buckets: as many elements at most, or one bucket.
+
+    Each is to be moved to between two steps, so that no step waits for more than its part.
+
+    Args:
+        old, new: of the same copies and nodes; where these differ, the only home is the new one.
+        ranks: how many there are.
+        buckets: of the model, in the order in which they move.
+        elements: that one rank receives at most at a time.
+    """
+    if (old.copies, old.nodes) != (new.copies, new.nodes):
+        yield new
+        return
+    moved: dict[str, Sequence[float]] = {bucket.name: _shares(old, bucket.name, ranks) for bucket in buckets}
+    waiting = np.zeros(ranks, np.int64)
+    ahead = False
+    for bucket in buckets:
+        coming = np.array(received(old, new, ranks, [bucket]))
+        if ahead and (waiting + coming).max() > elements:
+            yield replace(old, shares=None, buckets=dict(moved))
+            waiting, ahead = np.zeros(ranks, np.int64), False
+        moved[bucket.name] = _shares(new, bucket.name, ranks)
+        waiting, ahead = waiting + coming, ahead or bool(coming.any())
+    yield new
+
+
+def _shares(home: Home, bucket: str, ranks: int) -> Sequence[float]:
+    return home.shares_of(bucket) or (1.0,) * ranks
+
+
+def _owned(home: Home, ranks: int, buckets: Sequence[Bucket]) -> list[int]:
+    layouts = HomeLayouts(home, ranks)
+    return [sum(layouts.of(bucket).local_size(rank) for bucket in buckets) for rank in range(ranks)]
+
+
+def _seconds(home: Home, ranks: int, buckets: Sequence[Bucket], health: Health, costs: StateCosts) -> float:
+    whole = sum(bucket.size for bucket in buckets)
+    each = (health.rate(rank) * size for rank, size in enumerate(_owned(home, ranks, buckets)))
+    return max(each) / whole * costs.update_s
+
+
+def _fits(home: Home, ranks: int, buckets: Sequence[Bucket], costs: StateCosts) -> bool:
+    if costs.free_bytes is None:
+        return True
+    sizes = _owned(home, ranks, buckets)
+    return all(size * costs.bytes_per_element <= free for size, free in zip(sizes, costs.free_bytes, strict=True))

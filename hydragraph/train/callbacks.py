@@ -1,0 +1,107 @@
+"""What a run calls on rank 0 as it goes: a user's own objects, or loggers such as Weights & Biases."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from hydragraph.train.config import TrainConfig
+from hydragraph.train.metrics import Metrics, perplexity
+
+EVENTS = ("on_start", "on_step", "on_evaluate", "on_checkpoint", "on_end")
+
+_BUILT_IN = {"wandb": "hydragraph.train.callbacks:WeightsAndBiases"}
+
+
+class Callbacks:
+    """Calls what each of some objects has of `on_start(config)`, `on_step(metrics)`, `on_evaluate(metrics)`,
+    `on_checkpoint(step, path)` and `on_end()`.
+
+    Args:
+        objects: any.
+    """
+
+    def __init__(self, objects: Sequence[object] = ()) -> None:
+        self._objects = tuple(objects)
+
+    @staticmethod
+    def load(names: Sequence[str]) -> Callbacks:
+        """Return the callbacks that a config names; errors as of `load_callback`."""
+        return Callbacks([load_callback(name) for name in names])
+
+    def call(self, event: str, *arguments: object) -> None:
+        """Call a method of all objects that have it.
+
+        Raises:
+            RuntimeError: one of them raises; it is named.
+        """
+        for each in self._objects:
+            method = getattr(each, event, None)
+            if method is None:
+                continue
+            try:
+                method(*arguments)
+            except Exception as error:
+                name = type(each).__name__
+                raise RuntimeError(f"callbacks: {name}.{event} raises {type(error).__name__}: {error}") from error
+
+
+def load_callback(name: str) -> object:
+    """Return the object that "module:name" names, of a class a new one; modules beside the working directory count.
+
+    Raises:
+        ValueError: there is none, or it has none of the methods that are called.
+    """
+    module, colon, attribute = _BUILT_IN.get(name, name).partition(":")
+    if not colon or not module or not attribute:
+        raise ValueError(f"callbacks: {name!r}: write module:name, such as my_callbacks:Printer, or wandb")
+    path = list(sys.path)
+    sys.path.insert(0, str(Path.cwd()))
+    try:
+        found: Any = importlib.import_module(module)
+        for part in attribute.split("."):
+            found = getattr(found, part)
+        found = found() if isinstance(found, type) else found
+    except (ImportError, AttributeError, TypeError) as error:
+        raise ValueError(f"callbacks: {name!r} cannot be loaded ({error}): name an object, or a class") from error
+    finally:
+        sys.path[:] = path
+    if not any(callable(getattr(found, event, None)) for event in EVENTS):
+        raise ValueError(f"callbacks: {name!r} has none of {', '.join(EVENTS)}: give it one of these methods")
+    return found
+
+
+class WeightsAndBiases:
+    """Logs a run's numbers to Weights & Biases; its settings are those of the environment (WANDB_PROJECT, ...)."""
+
+    def __init__(self, wandb: Any = None) -> None:
+        if wandb is None:
+            try:
+                import wandb  # type: ignore[import-not-found, no-redef, unused-ignore]
+            except ImportError as error:
+                raise ImportError("wandb is not installed: pip install wandb") from error
+        self._wandb = wandb
+        self._run: Any = None
+
+    def on_start(self, config: TrainConfig) -> None:
+        """Begin a run there, named as the run's folder; a resumed one goes on."""
+        name = Path(config.output).name
+        self._run = self._wandb.init(name=name, id=name, resume="allow", config=asdict(config))
+
+    def on_step(self, metrics: Metrics) -> None:
+        """Log a step."""
+        numbers = {name: value for name, value in asdict(metrics).items() if isinstance(value, int | float)}
+        self._run.log({**numbers, **_evaluated(metrics.eval_losses)}, step=metrics.step)
+
+    def on_end(self) -> None:
+        """End the run there."""
+        self._run.finish()
+
+
+def _evaluated(losses: Mapping[str, float]) -> dict[str, float]:
+    found = {f"eval/{name}": loss for name, loss in losses.items()}
+    return {**found, **{f"perplexity/{name}": perplexity(loss) for name, loss in losses.items()}}

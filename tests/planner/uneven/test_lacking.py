@@ -1,0 +1,35 @@
+import re
+from dataclasses import replace
+
+import pytest
+
+import hydragraph as hg
+from hydragraph.cost.costs import Costs
+from tests.cost import priced
+
+WORK = hg.Workload(sequences=4, length=2000)
+
+
+def with_memory(size: float) -> Costs:
+    cluster = priced.cluster(2)
+    return priced.costs(6, replace(cluster, devices=tuple(replace(d, memory_bytes=int(size)) for d in cluster.devices)))
+
+
+@pytest.mark.parametrize("size", [1_500_000, 5_000_000])
+def test_what_is_said_to_help_helps(size: int) -> None:
+    with pytest.raises(hg.Unsupported, match="nothing fits") as caught:
+        hg.plan(with_memory(size), WORK)
+    said = str(caught.value)
+    memory = float(re.search(r"with ([\d.]+) times the memory", said).group(1))  # type: ignore[union-attr]
+    assert memory > 1
+    assert hg.plan(with_memory(1.03 * memory * size), WORK).seconds > 0
+    with pytest.raises(hg.Unsupported, match="nothing fits"):
+        hg.plan(with_memory(0.9 * memory * size), WORK)
+    shorter = int(re.search(r"sequences of at most ([\d,]+) tokens", said).group(1).replace(",", ""))  # type: ignore[union-attr]
+    assert hg.plan(with_memory(size), hg.Workload(sequences=4, length=int(0.95 * shorter))).seconds > 0
+
+
+def test_lost_devices_are_no_room() -> None:
+    costs = with_memory(5_000_000).changed(health=hg.Health({1: float("inf")}))
+    with pytest.raises(hg.Unsupported, match=r"of their 0\.005 GB"):
+        hg.plan(costs, WORK)

@@ -1,0 +1,73 @@
+"""Data that newcomers have by mistake: each is told in one sentence, before anything is encoded."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hydragraph.spec.record import from_record
+from hydragraph.train.config import TrainConfig
+from hydragraph.train.data import check_data, prepare
+from tests.train.plain import settings
+
+TURNS = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
+GOOD = json.dumps({"messages": TURNS})
+DEEP = "[" * 100_000
+
+# A file's name, what is in it, other settings of data -> what is said.
+CASES: dict[str, tuple[str, str | bytes, dict[str, Any], str]] = {
+    "an empty file": ("a.txt", "", {}, "the corpus holds no text: look into data.paths"),
+    "an empty jsonl": ("a.jsonl", "\n \n", {}, "the corpus holds no text"),
+    "only bytes": ("a.bin", b"\xff\xfe\x00", {}, "the corpus holds no text"),
+    "a directory that is empty": ("folder/", "", {}, "no corpus file in .*folder.*: name at least one file"),
+    "a suffix without a dot": ("a.txt", "text", {"suffixes": ["txt"]}, "suffix 'txt' does not start with a dot"),
+    "no such file": ("", "", {}, "nowhere is not a file or directory: correct the path"),
+    "not JSON": ("a.jsonl", "{'text': 1}", {}, r"a.jsonl:1: not JSON \(.*\): write one JSON object per line"),
+    "a number": ("a.jsonl", "3", {}, "a.jsonl:1: a int, not an object"),
+    "a deep line": ("a.jsonl", DEEP, {}, "a.jsonl:1: (nested too deeply|not JSON)"),
+    "a later line of another kind": ("a.jsonl", GOOD + '\r\n{"text": "a"}\r\n', {}, "a.jsonl:2: no field 'messages'"),
+    "a later line that is cut": ("a.jsonl", GOOD + "\n" + GOOD[:30], {}, "a.jsonl:2: not JSON"),
+    "no turns": ("a.jsonl", '{"messages": []}', {}, "a.jsonl:1: 'messages' is empty: give a list of messages"),
+    "only a system": (
+        "a.jsonl",
+        json.dumps({"messages": [{"role": "system", "content": "be kind"}]}),
+        {},
+        r"a.jsonl:1: no message of the assistant \(only of system\)",
+    ),
+    "both texts and chats": ("a.jsonl", json.dumps({"text": "a", "messages": TURNS}), {}, "it could be text or chat"),
+    "another format": ("a.jsonl", GOOD, {"format": "completion"}, "no field 'prompt': set prompt_field to one of"),
+    "no parquet": ("a.parquet", "text", {}, "a.parquet: not a readable Parquet file"),
+    "no arrow": ("a.arrow", "text", {}, "a.arrow: not a readable Arrow file"),
+    "a template that is none": ("a.jsonl", GOOD, {"chat_template": "no.jinja"}, "data.chat_template: there is no file"),
+    "a tokenizer that is none": ("a.txt", "text", {"tokenizer": "none.json"}, "data.tokenizer: there is no none.json"),
+    "a tokenizer that is text": (
+        "a.txt",
+        "text",
+        {"tokenizer": "SELF"},
+        "cannot be read .*: give one saved by",
+    ),
+    "a tiny vocabulary": ("a.txt", "text", {"vocab_size": 20}, "vocab_size 20: 256 bytes and the special tokens need"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_is_wrong_with_data_is_a_sentence(case: str, tmp_path: Path) -> None:
+    name, content, changes, sentence = CASES[case]
+    path = tmp_path / (name or "nowhere")
+    if name.endswith("/"):
+        path.mkdir()
+    elif name:
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    record = settings(tmp_path)
+    changes = {key: str(path) if value == "SELF" else value for key, value in changes.items()}
+    record["data"] = {**record["data"], "paths": [str(path)], "vocab_size": 320, **changes}
+    config = from_record(TrainConfig, record)
+    with pytest.raises(ValueError, match=sentence):
+        prepare(config)
+    if "later" not in case and "text" not in sentence and "vocab" not in sentence and "assistant" not in sentence:
+        with pytest.raises(ValueError, match=sentence):
+            check_data(config)
+    assert not list((tmp_path / "run").rglob("*.bin")), "nothing half made is left"

@@ -1,0 +1,114 @@
+"""A run's callbacks: which are called with what, and what is told of those that cannot be."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hydragraph.spec.record import from_record
+from hydragraph.train.callbacks import Callbacks, WeightsAndBiases, load_callback
+from hydragraph.train.config import TrainConfig
+from hydragraph.train.loop import train
+from tests.train.plain import Watched, compile_plain, settings
+
+
+class Remembering:
+    """Remembers what it was called with."""
+
+    seen: list[tuple[str, Any]] = []  # noqa: RUF012 - of all instances
+
+    def on_start(self, config: TrainConfig) -> None:
+        self.seen.append(("start", config.steps))
+
+    def on_step(self, metrics: Any) -> None:
+        self.seen.append(("step", metrics.step))
+
+    def on_evaluate(self, metrics: Any) -> None:
+        self.seen.append(("evaluate", metrics.eval_losses))
+
+    def on_checkpoint(self, step: int, path: Path) -> None:
+        assert path.is_dir(), "it is whole"
+        self.seen.append(("checkpoint", step))
+
+    def on_end(self) -> None:
+        self.seen.append(("end", None))
+
+
+class Failing:
+    def on_step(self, metrics: Any) -> None:
+        raise KeyError("unknown")
+
+
+class Nothing:
+    pass
+
+
+def test_a_run_calls_them(tmp_path: Path) -> None:
+    Remembering.seen.clear()
+    record = {**settings(tmp_path), "callbacks": [f"{__name__}:Remembering"]}
+    train(from_record(TrainConfig, record), "new", compile_plain, Watched())
+    names = [name for name, _ in Remembering.seen]
+    assert (names[0], names[-1]) == ("start", "end")
+    assert [value for name, value in Remembering.seen if name == "step"] == [1, 2, 3, 4, 5, 6]
+    assert [value for name, value in Remembering.seen if name == "checkpoint"] == [2, 4, 6]
+    assert [set(value) for name, value in Remembering.seen if name == "evaluate"] == [{"heldout"}] * 2
+
+
+def test_one_that_raises_is_named(tmp_path: Path) -> None:
+    record = {**settings(tmp_path), "callbacks": [f"{__name__}:Failing"]}
+    with pytest.raises(RuntimeError, match=r"callbacks: Failing.on_step raises KeyError: 'unknown'"):
+        train(from_record(TrainConfig, record), "new", compile_plain, Watched())
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("printer", "callbacks: 'printer': write module:name, such as"),
+        (":x", "write module:name"),
+        ("no_such_module:x", r"'no_such_module:x' cannot be loaded \(No module named"),
+        (f"{__name__}:Missing", "cannot be loaded .*has no attribute 'Missing'"),
+        (f"{__name__}:Nothing", "has none of on_start, on_step, .*: give it one of these methods"),
+    ],
+)
+def test_what_cannot_be_loaded_is_told(name: str, sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        load_callback(name)
+
+
+class FakeRun:
+    def __init__(self) -> None:
+        self.logged: list[tuple[dict[str, Any], int]] = []
+        self.finished = False
+
+    def log(self, numbers: dict[str, Any], step: int) -> None:
+        self.logged.append((numbers, step))
+
+    def finish(self) -> None:
+        self.finished = True
+
+
+class FakeWandb:
+    def __init__(self) -> None:
+        self.run = FakeRun()
+        self.given: dict[str, Any] = {}
+
+    def init(self, **given: Any) -> FakeRun:
+        self.given = given
+        return self.run
+
+
+def test_weights_and_biases_gets_the_numbers(tmp_path: Path) -> None:
+    wandb = FakeWandb()
+    config = from_record(TrainConfig, settings(tmp_path))
+    callbacks = Callbacks([WeightsAndBiases(wandb)])
+    outcome = train(config, "new", compile_plain, Watched())
+    callbacks.call("on_start", config)
+    for metrics in outcome.history:
+        callbacks.call("on_step", metrics)
+    callbacks.call("on_end")
+    assert (wandb.given["name"], wandb.given["config"]["steps"]) == ("run", 6)
+    assert [step for _, step in wandb.run.logged] == [1, 2, 3, 4, 5, 6]
+    assert {"loss", "lr", "eval/heldout", "perplexity/heldout"} <= set(wandb.run.logged[2][0])
+    assert wandb.run.finished
