@@ -11,6 +11,8 @@ from hydragraph.cost.corrections import Corrections as Corrections
 from hydragraph.cost.costs import Costs as Costs
 from hydragraph.cost.profile import Profile as Profile
 from hydragraph.errors import RankFailure as RankFailure
+from hydragraph.errors import Stopped as Stopped
+from hydragraph.errors import TooFewRanks as TooFewRanks
 from hydragraph.errors import Unsupported as Unsupported
 from hydragraph.executable import Executable as Executable
 from hydragraph.executable import StepReport as StepReport
@@ -27,9 +29,12 @@ from hydragraph.runtime.checkpoint.pieces import Pieces as Pieces
 from hydragraph.runtime.launch import launch as launch
 from hydragraph.spec.assignment import Assignment as Assignment
 from hydragraph.spec.cluster import Cluster as Cluster
+from hydragraph.spec.elastic import Elastic as Elastic
 from hydragraph.spec.health import Health as Health
 from hydragraph.spec.home import Home as Home
 from hydragraph.spec.strategy import Pipeline as Pipeline
 from hydragraph.spec.strategy import Stage as Stage
 from hydragraph.spec.strategy import Strategy as Strategy
+from hydragraph.survival import Survived as Survived
+from hydragraph.survival import survive as survive
 from hydragraph.version import __version__ as __version__

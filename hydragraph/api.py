@@ -36,6 +36,7 @@ from hydragraph.planner.policy import Policy
 from hydragraph.planner.request import get_ready
 from hydragraph.runtime.failure.board import PROGRESS_S
 from hydragraph.runtime.launch import World, apart, join
+from hydragraph.runtime.meeting.member import here
 from hydragraph.runtime.once import once_per_machine
 from hydragraph.runtime.state import OptimizerFactory, check_factory
 from hydragraph.runtime.variants import Variants
@@ -43,6 +44,7 @@ from hydragraph.spec.assignment import Assignment
 from hydragraph.spec.cluster import Cluster
 from hydragraph.spec.home import Home
 from hydragraph.spec.strategy import Strategy
+from hydragraph.survival import survive
 
 T = TypeVar("T")
 
@@ -143,7 +145,8 @@ def compile(
             it was written is not checked again. What it lacks is compiled here, with a line that says so.
         trust: also load Inductor's code from that folder, which is code: it can do anything that you may.
         joining: of a process that is to join ranks that train already: it meets nobody now, has no weights, and
-            `Executable.move` brings it in. Give everything else as those ranks did, and the model on the meta device.
+            `Executable.move` brings it in. Give everything else as those ranks did, and the model on the meta device. A
+            process that a launch with `elastic=` starts later joins by itself, unless this is given.
 
     Raises:
         TypeError: `model` is no module.
@@ -156,7 +159,9 @@ def compile(
     """
     frontend.check_model(model, "compile")
     check_factory(optimizer)
-    mode, world = mode_of(check), apart(device) if joining else join(device)
+    member = here()
+    late = member is not None and not member.generation.number
+    mode, world = mode_of(check), apart(device) if joining or late else join(device)
     world.watch.progress_s = progress_s
     subject = partial(CheckedModel, model, loss=loss or token_cross_entropy, blocks=blocks, example=example)
     library = None
@@ -184,7 +189,7 @@ def compile(
         else:
             _check_origin(program, model, dtype, given=example is not None or loss is not None)
         planning = Planning(profile, lengths, policy or Policy())
-        return Executable(
+        executable = Executable(
             model,
             program,
             strategy,
@@ -198,8 +203,14 @@ def compile(
             home,
             library,
             variants,
-            joining,
+            joining or late,
         )
+    executable.progress_s = progress_s
+    if member is not None and not late:
+        member.holds = member.generation.number
+    elif late and not joining:
+        survive(executable)
+    return executable
 
 
 def _compiled_for_all(program: Program, given: Choices, world: World, backend: str | None) -> Variants | None:

@@ -20,6 +20,7 @@ import typer
 from hydragraph import log
 from hydragraph.bench.command import bench_app
 from hydragraph.commands import (
+    chaos,
     check,
     compare,
     compile,
@@ -42,6 +43,7 @@ _MISTAKE, _FAILED = 2, 1
 
 _VERBS: tuple[tuple[str, Callable[..., None], str | None], ...] = (
     ("train", train.train_command, None),
+    ("chaos", chaos.chaos_command, None),
     ("check", check.check_command, check.EXAMPLE),
     ("verify", verify.verify_command, None),
     ("show", show.show_command, show.EXAMPLE),

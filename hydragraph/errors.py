@@ -60,3 +60,14 @@ class Stopped(RuntimeError):  # noqa: N818
 
     def __reduce__(self) -> tuple[type[Stopped], tuple[int]]:
         return Stopped, (self.reason,)
+
+
+class TooFewRanks(RuntimeError):  # noqa: N818
+    """So few ranks are left that training is not to go on; they have the whole state, and can save it."""
+
+    def __init__(self, why: str) -> None:
+        super().__init__(f"{why}; the state is whole: save it, and go on from there with more ranks")
+        self.why = why
+
+    def __reduce__(self) -> tuple[type[TooFewRanks], tuple[str]]:
+        return TooFewRanks, (self.why,)

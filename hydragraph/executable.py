@@ -39,9 +39,11 @@ from hydragraph.planner.request import PlanRequest
 from hydragraph.runtime.checkpoint import store
 from hydragraph.runtime.checkpoint.pieces import Pieces
 from hydragraph.runtime.failure.agreement import together
+from hydragraph.runtime.failure.board import PROGRESS_S
 from hydragraph.runtime.failure.watch import CLOSED, agreed
 from hydragraph.runtime.groups import Groups
 from hydragraph.runtime.launch import World
+from hydragraph.runtime.meeting.member import CALLED, here
 from hydragraph.runtime.probe import MOST_S, Probe
 from hydragraph.runtime.standing import Held, Meeting, Place, Progress, ProgressLog, Standing, meet
 from hydragraph.runtime.state import HomeState, OptimizerFactory
@@ -130,7 +132,8 @@ class Executable:
     """A model compiled for a strategy, ready to train; made by `compile`, on every rank alike.
 
     Attributes:
-        program, strategies: what it was made of.
+        program, strategies: what it was made of, and what steps choose from now.
+        given, wanted_home, device: the strategies and the home that it was compiled with, and what it computes on.
         spans: set it to a list and every following step adds the times of its instructions (`runtime.trace`).
         watched: set it on all ranks, and those that a step leaves idle probe their device now and then.
         stopping: set it on any rank, to a number above 0, and the next `step` does nothing and raises `Stopped` on all.
@@ -175,6 +178,10 @@ class Executable:
         )
         self._optimizer = optimizer
         self._planning = plans
+        self.given = given
+        self.wanted_home = home or Home()
+        self.device = world.device
+        self.progress_s = PROGRESS_S
         self._buffers = {name: buffer.to(world.device) for name, buffer in buffers.items()}
         seed = torch.initial_seed()
         self._start: Callable[[], Iterable[Mapping[str, Tensor]]] | None = None
@@ -533,6 +540,21 @@ class Executable:
         return self.world.ranks
 
     @property
+    def steps(self) -> int:
+        """How many steps the state has had."""
+        return self._steps
+
+    @property
+    def planning(self) -> Planning:
+        """What choosing strategies goes by."""
+        return self._planning
+
+    @property
+    def profile(self) -> Profile | Costs | None:
+        """What strategies cost; None: nothing was measured."""
+        return self._planning.profile
+
+    @property
     def world(self) -> World:
         """This process's place among the ranks."""
         return self._session.world
@@ -678,7 +700,7 @@ class Executable:
         # A refusal is compared like a mini-batch: ranks that all refuse the same go on alike.
         call = repr(refused) if refused is not None else repr((str(strategy), mode))
         mark = digest(call, batch)
-        ranks = self._session.compare(mark, self.stopping if mode == "train" else 0)
+        ranks = self._session.compare(mark, self._asked() if mode == "train" else 0)
         if ranks.unsaved:
             try:
                 self._session.saver.wait()
@@ -700,6 +722,11 @@ class Executable:
             raise agreed(Stopped(ranks.stopping))
         assert batch is not None
         return batch, strategy
+
+    def _asked(self) -> int:
+        """Return by what this rank asks that the next step is not begun: to stop, or to meet other ranks first."""
+        member = here()
+        return max(self.stopping, CALLED if member is not None and member.called else 0)
 
     def _work(self, batch: MiniBatch, strategy: Strategy | None) -> AssignedBatch:
         """Assign a mini-batch that all ranks have, and pack this rank's part of it."""

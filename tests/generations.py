@@ -9,7 +9,8 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from hydragraph.runtime.launch import World, join
-from hydragraph.runtime.rank_process import HOST, meet
+from hydragraph.runtime.meeting.member import meet
+from hydragraph.runtime.rank_process import HOST
 
 
 def regroup(number: int, members: Sequence[int]) -> World | None:

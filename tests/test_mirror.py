@@ -30,6 +30,7 @@ ELSEWHERE = {
     "check/sides.py": ("check/test_check.py", "both sides of a comparison"),
     "check/wide.py": ("check/test_stages.py", "stages in double precision"),
     "commands/captured.py": ("commands/test_check.py", "models that are checked without weights"),
+    "commands/chaos.py": ("test_elastic_run.py", "a run that is struck, beside one that nobody disturbs"),
     "commands/compile_data.py": ("commands/test_show_folder.py", "what a folder knows of a model"),
     "commands/compile_files.py": ("commands/test_compile.py", "the folder that the verb writes"),
     "commands/compile_result.py": ("commands/test_compile.py", "what is compiled, and proven"),
@@ -77,6 +78,7 @@ ELSEWHERE = {
     "planner/uneven/explaining.py": ("planner/uneven/test_planning.py", "what a plan says of itself"),
     "planner/uneven/settle.py": ("planner/uneven/test_planning.py", "memory, owners and seconds of plans"),
     "planner/worker.py": ("planner/test_service.py", "worker processes, and their deaths"),
+    "private/process_groups.py": ("test_survival.py", "groups of ranks of which some are lost"),
     "private/tracing.py": ("passes/test_sizes.py", "symbolic sizes; every capture traces"),
     "private/trees.py": ("frontend/test_capture.py", "nested arguments of blocks"),
     "private/unseen.py": ("frontend/test_unseen.py", "hooks and backwards that no trace sees"),
@@ -89,6 +91,9 @@ ELSEWHERE = {
     "runtime/failure/agreement.py": ("runtime/checkpoint/test_store.py", "an error on one rank is one on all"),
     "runtime/failure/newest.py": ("runtime/test_calls.py", "a new watch after a failure"),
     "runtime/failure/stacks.py": ("runtime/failure/test_watch.py", "what standing ranks write"),
+    "runtime/meeting/member.py": ("test_survival.py", "ranks that meet again, leave and come"),
+    "runtime/meeting/place.py": ("test_survival.py", "what ranks and their supervisor say"),
+    "runtime/meeting/supervisor.py": ("test_survival.py", "processes that are started, watched and replaced"),
     "runtime/message.py": ("runtime/test_groups.py", "messages of every kind"),
     "runtime/pending.py": ("runtime/test_streams.py", "a device that records says what was not waited for"),
     "runtime/rank_process.py": ("runtime/test_launch.py", "ranks from inside"),
@@ -97,6 +102,7 @@ ELSEWHERE = {
     "train/export.py": ("train/test_loop.py", "the final model"),
     "train/plan_input.py": ("commands/test_plan.py", "what the verb is given"),
     "train/plan_picture.py": ("commands/test_plan.py", "--picture"),
+    "train/ranks_file.py": ("test_elastic_run.py", "the processes of a run, by rank"),
 }
 
 STARTED = ("__main__.py", "elastic/worker.py", "planner/worker.py")  # by their names, in processes of their own

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from hydragraph.runtime.stopping import Relay
+from hydragraph.spec.elastic import Elastic
 
 T = TypeVar("T")
 
@@ -49,17 +50,20 @@ def running_s(pid: int) -> float:
         return float(int(days or 0) * 86400 + seconds + 1)
 
 
-def on_ranks(ranks: int, function: Callable[..., T], *args: object, relay: Relay | None = None) -> T:
+def on_ranks(
+    ranks: int, function: Callable[..., T], *args: object, relay: Relay | None = None, elastic: Elastic | None = None
+) -> T:
     """Run a function on the ranks that a launcher has started, or on new local ones; return this or rank 0's result.
 
     Args:
         relay: told of the new ranks' processes.
+        elastic: go on when ranks are lost; None: the loss of one ends all.
     """
     if ranks == 1 or launched():
         return function(*args)
     from hydragraph.runtime.launch import launch
 
-    return launch(function, ranks, *args, relay=relay)[0]
+    return launch(function, ranks, *args, relay=relay, elastic=elastic)[0]
 
 
 def quieten() -> None:

@@ -19,7 +19,8 @@ from rich.text import Text
 from hydragraph.commands.options import Config, Debug, LogLevel, Set
 from hydragraph.commands.process import launched, leads, may_be_restarted, on_ranks, quieten, restarted, running_s
 from hydragraph.errors import RankFailure
-from hydragraph.runtime.stopping import Interrupted, Overdue, Relay, Stopping
+from hydragraph.runtime.stopping import Interrupted, Overdue, Relay, Requests, Stopping
+from hydragraph.spec.elastic import Elastic
 from hydragraph.train.config import TrainConfig
 
 if TYPE_CHECKING:
@@ -130,7 +131,7 @@ def _train(
             if relay is None:
                 return train_rank(config, begin, step, trace, stopping)
             _print(f"starting {config.ranks} ranks on this machine: each imports PyTorch and transformers first")
-            return on_ranks(config.ranks, train_rank, config, begin, step, trace, relay=relay)
+            return on_ranks(config.ranks, train_rank, config, begin, step, trace, relay=relay, elastic=_elastic(config))
         except (ValueError, OSError, ImportError, FloatingPointError):
             raise  # it would fail again
         except Exception as error:
@@ -145,14 +146,23 @@ def _train(
             print(f"hydragraph: {error}; continuing from {where}", file=sys.stderr)
 
 
+def _elastic(config: TrainConfig) -> Elastic | None:
+    """Return how the launch of a run replaces lost ranks; None where their loss ends it."""
+    keys = config.elastic
+    return Elastic(keys.min_ranks or 1, keys.spares, keys.rejoin, config.grace_s) if keys.survives else None
+
+
 def train_rank(
-    config: TrainConfig, begin: Begin, step: int | None, trace: bool, stopping: Stopping | None = None
+    config: TrainConfig, begin: Begin, step: int | None, trace: bool, stopping: Requests | None = None
 ) -> RunOutcome:
     """Train on this rank; without `stopping` it is one of a launcher, which passes requests to stop on to it."""
     from hydragraph import api
+    from hydragraph.runtime.meeting.member import Told, elastic
     from hydragraph.train.loop import train
     from hydragraph.train.screen import Screen
 
+    if stopping is None and elastic():
+        stopping = Told()
     if stopping is None:
         with Stopping(config.grace_s, led=True) as stopping:
             return train_rank(config, begin, step, trace, stopping)

@@ -24,7 +24,7 @@ from hydragraph.runtime.failure.board import Progress
 from hydragraph.runtime.failure.judge import Judge, seen_of
 from hydragraph.runtime.failure.ledger import Fault, announce_death, last_fault
 from hydragraph.runtime.failure.processes import ProcessState, WatchedProcess
-from hydragraph.runtime.rank_process import HOST, Died, Raised, Readable, Returned, Seat, rebuilt, run_rank
+from hydragraph.runtime.rank_process import HOST, Died, Left, Raised, Readable, Returned, Seat, rebuilt, run_rank
 from hydragraph.runtime.sent import nothing_else_imported
 from hydragraph.runtime.stopping import Relay
 
@@ -45,7 +45,7 @@ class RankHandle:
     rank: int
     process: BaseProcess
     connection: Connection
-    outcome: Returned | Raised | Died | None = None
+    outcome: Returned | Raised | Died | Left | None = None
 
 
 def run_crew(
@@ -82,7 +82,7 @@ def run_crew(
         store = dist.TCPStore(HOST, port, None, False, wait_for_workers=False)  # type: ignore[attr-defined]
         with (relay or Relay()).to([member.process for member in crew]):
             _collect(crew, store, timeout)
-        _raise_failure(crew, last_fault(store), timeout)
+        raise_failure(crew, last_fault(store), timeout)
         return [member.outcome.value for member in crew if isinstance(member.outcome, Returned)]
     finally:
         dismiss(crew)
@@ -168,11 +168,11 @@ class Stops:
         return None if accused is None else (accused.rank, accused.error)
 
 
-def outcome_of(member: RankHandle) -> Returned | Raised | Died:
+def outcome_of(member: RankHandle) -> Returned | Raised | Died | Left:
     """Return the outcome of a process that has told it or has ended."""
     try:
         if member.connection.poll():
-            outcome: Returned | Raised = member.connection.recv()
+            outcome: Returned | Raised | Left = member.connection.recv()
             return outcome
     except (EOFError, OSError):
         pass  # it died, perhaps while it was sending
@@ -188,7 +188,7 @@ def outcome_of(member: RankHandle) -> Returned | Raised | Died:
     return Died(when, f"exited with code {code} before it returned")
 
 
-def _raise_failure(crew: Sequence[RankHandle], fault: Fault | None, timeout: timedelta | None) -> None:
+def raise_failure(crew: Sequence[RankHandle], fault: Fault | None, timeout: timedelta | None) -> None:
     """Raises the error of the rank that failed first, if any did."""
     failed = [member for member in crew if isinstance(member.outcome, Raised | Died)]
     missing = [member.rank for member in crew if member.outcome is None]

@@ -15,7 +15,6 @@ Traffic is kept apart because a connection is a queue: behind 64 MB of weights, 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import logging
 import time
 from collections import OrderedDict
@@ -29,6 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hydragraph.private.process_groups import drop
 from hydragraph.runtime.collectives import (
     AnyCollectives,
     Collectives,
@@ -328,13 +328,12 @@ class Groups:
         if self._waiter is not None:
             self._waiter.close()
         for group in groups:
-            if self._watch is not None and self._watch.broken:
-                # gloo's destructor waits for operations, and some of them may never end: it must not run.
-                ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
             # Ranks that meet anew have dropped all groups with the default one.
             with contextlib.suppress(ValueError):
                 if dist.is_initialized():
                     dist.destroy_process_group(group)
+        if self._watch is not None and self._watch.broken:
+            drop(groups)  # gloo's destructor waits for operations, and some of them may never end
 
     def _all(self) -> Iterator[dist.ProcessGroup]:
         yield from self._roles.values()

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -28,10 +29,12 @@ from hydragraph.runtime.failure.newest import watch_of
 from hydragraph.runtime.failure.watch import Watch
 from hydragraph.runtime.forked_server import ensure_forked
 from hydragraph.runtime.generation import generation
+from hydragraph.runtime.meeting.member import meet
 from hydragraph.runtime.preparation import SharedFile, left_of, prepare_for_ranks
-from hydragraph.runtime.rank_process import HOST, meet
+from hydragraph.runtime.rank_process import HOST
 from hydragraph.runtime.sent import nothing_else_imported, sent
 from hydragraph.runtime.stopping import Relay
+from hydragraph.spec.elastic import Elastic
 
 T = TypeVar("T")
 
@@ -186,6 +189,7 @@ def launch(
     timeout: timedelta | None = None,
     prepare: Callable[[], object] | None = None,
     relay: Relay | None = None,
+    elastic: Elastic | None = None,
 ) -> list[T]:
     """Runs `function(*args)` on ranks that are processes of this host, joined over gloo on the CPU.
 
@@ -202,9 +206,11 @@ def launch(
             model, its program and what `precompile` gave, and ranks call `compile` with that program. It travels as
             one file that each rank maps: weights are in memory once, until a rank changes its own.
         relay: told of the ranks' processes while they run, so that a signal to this one can be passed on.
+        elastic: go on when ranks are lost, and let others take their places: the function calls `hydragraph.survive`
+            where a step raises. None: the loss of a rank ends all.
 
     Returns:
-        What each rank returned, by rank.
+        What each rank returned, by rank; with `elastic`, of the ranks that there were at the end.
 
     Raises:
         ValueError: the function, an argument or what `prepare` returned cannot be pickled, or `ranks` is not positive.
@@ -227,14 +233,21 @@ def launch(
                 context.set_forkserver_preload([*PRELOAD, *_models()])
                 fork_server.ensure_running()
     server = _store(HOST, 0)  # it has a thread
+    run = run_crew if elastic is None else partial(_run_members, elastic)
     if prepare is None:
-        return [pickle.loads(value) for value in run_crew(context, ranks, server.port, work, timeout, relay=relay)]
+        return [pickle.loads(value) for value in run(context, ranks, server.port, work, timeout, None, relay)]
     began = time.monotonic()
     with tempfile.TemporaryFile() as file:
         shared = SharedFile(file.fileno())
         prepare_for_ranks(context, _pickled(prepare, ()), shared, timeout)
-        outcomes = run_crew(context, ranks, server.port, work, left_of(timeout, began), shared, relay)
+        outcomes = run(context, ranks, server.port, work, left_of(timeout, began), shared, relay)
         return [pickle.loads(value) for value in outcomes]
+
+
+def _run_members(elastic: Elastic, *args: Any) -> list[bytes]:
+    from hydragraph.runtime.meeting.supervisor import run_members
+
+    return run_members(elastic, *args)
 
 
 def _models() -> list[str]:

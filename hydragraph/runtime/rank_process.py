@@ -22,7 +22,9 @@ import torch
 import torch.distributed as dist
 
 from hydragraph import log
-from hydragraph.runtime.failure.newest import newest_watch, watch_of
+from hydragraph.runtime.failure.newest import newest_watch
+from hydragraph.runtime.meeting.member import Dismissed, Member, be, meet
+from hydragraph.runtime.meeting.place import Peer, Place
 from hydragraph.runtime.sent import sent
 
 HOST = "127.0.0.1"
@@ -44,6 +46,13 @@ class Returned:
     """A pickled result."""
 
     value: bytes
+
+
+@dataclass(frozen=True)
+class Left:
+    """It is no rank any more, and nothing is wrong; `why` in words."""
+
+    why: str
 
 
 @dataclass(frozen=True)
@@ -81,39 +90,97 @@ def run_rank(connection: Connection, seat: Seat, work: bytes, prepared: Readable
     _end_with_launcher()
     try:
         _take(seat)
-        if seat.log_level is not None:
-            log.show(seat.log_level)
-        function, args = pickle.loads(work)
-        if prepared is not None:
-            args = (prepared.read(), *args)
-        gc.freeze()  # nothing imported or read will go: to look for garbage there takes a second, and copies its pages
-        store = dist.TCPStore(HOST, seat.port, None, False, wait_for_workers=False)  # type: ignore[attr-defined]
-        meet("gloo", store, seat.rank, seat.ranks)
+        function, args = _work(seat, work, prepared)
+        meet("gloo", _client(seat), seat.rank, seat.ranks)
         outcome: Returned | Raised = Returned(sent(function(*args)))
-        watch = newest_watch()
-        if watch is not None:
-            watch.close()
+        _close_watch()
     except BaseException as error:  # also an interrupt of the last moment, while the watch closes
         outcome = raised(error)
         _tell_the_others(error)
+    _tell(connection, outcome)
+
+
+def run_member(
+    connection: Connection,
+    seat: Seat,
+    number: int,
+    late: bool,
+    grace_s: float,
+    work: bytes,
+    prepared: Readable | None,
+) -> None:
+    """Live the life of a process that goes on when other ranks are lost.
+
+    Args:
+        seat: that it takes at first.
+        number: of the member that it is.
+        late: whether the others are at work already.
+        grace_s: seconds that it has to hand over its state when it is asked to end.
+        work, prepared: as of `run_rank`.
+    """
+    _end_with_launcher()
+    try:
+        _take(seat)
+        member = Member(number, lambda: _client(seat), late, grace_s)
+        member.listen_to_signals()
+        Place(_client(seat)).introduce(Peer(number, seat.rank, os.getpid(), socket.gethostname()))
+        be(member)
+        function, args = _work(seat, work, prepared)
+        if late:
+            for name in ("RANK", "WORLD_SIZE"):
+                del os.environ[name]
+        else:
+            member.meet()
+        outcome: Returned | Raised | Left = Returned(sent(function(*args)))
+        member.leave(done=True)
+        _close_watch()
+    except Dismissed as end:
+        outcome = Left(str(end))
+        with contextlib.suppress(Exception):
+            member.leave()
+            _close_watch()
+    except BaseException as error:
+        outcome = raised(error)
+        _tell_the_others(error)
+    _tell(connection, outcome)
+
+
+def _client(seat: Seat) -> Any:
+    """Return a new client of the launcher's store."""
+    return dist.TCPStore(HOST, seat.port, None, False, wait_for_workers=False)  # type: ignore[attr-defined]
+
+
+def _work(seat: Seat, work: bytes, prepared: Readable | None) -> tuple[Any, tuple[Any, ...]]:
+    """Return the function that a rank calls, and its arguments."""
+    if seat.log_level is not None:
+        log.show(seat.log_level)
+    function, args = pickle.loads(work)
+    if prepared is not None:
+        args = (prepared.read(), *args)
+    gc.freeze()  # nothing imported or read will go: to look for garbage there takes a second, and copies its pages
+    return function, args
+
+
+def _close_watch() -> None:
+    watch = newest_watch()
+    if watch is not None:
+        watch.close()
+
+
+def _tell(connection: Connection, outcome: Returned | Raised | Left) -> None:
+    """Send an outcome to the launcher, and end with it."""
     # An outcome that an interrupt cut in two would look like the death of this process.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     with contextlib.suppress(OSError):
         connection.send(outcome)
-    if isinstance(outcome, Raised):
+    if not isinstance(outcome, Returned):
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(1)  # at once, so that peers see the connections close; dropping communicators could block
+        os._exit(
+            int(isinstance(outcome, Raised))
+        )  # at once, so that peers see the connections close; dropping communicators could block
     with contextlib.suppress(OSError, KeyboardInterrupt):
         connection.poll(None)  # a rank that left now could break those that are still connecting
-
-
-def meet(backend: str, store: Any, rank: int, ranks: int) -> None:
-    """Make the default process group, watched from the start: a rank that fails meanwhile keeps nobody waiting."""
-    make = lambda: dist.init_process_group(backend, store=store, rank=rank, world_size=ranks)  # noqa: E731
-    watch = watch_of(None, lambda: store, rank, ranks)
-    with watch.calling("join"):
-        watch.call(make)
 
 
 def _tell_the_others(error: BaseException) -> None:
@@ -138,8 +205,13 @@ def _take(seat: Seat) -> None:
     loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
     if loopback is not None:  # else gloo resolves the host's name, which may lead outside or nowhere
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
+    torch.set_num_threads(threads_of(seat.ranks))
+
+
+def threads_of(ranks: int) -> int:
+    """Return how many threads each of this machine's ranks computes with: all share its cores."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    torch.set_num_threads(max(1, cores // seat.ranks))
+    return max(1, cores // ranks)
 
 
 def _end_with_launcher() -> None:

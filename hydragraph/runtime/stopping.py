@@ -18,7 +18,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any, Protocol
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -44,6 +44,17 @@ class Process(Protocol):
 
     def terminate(self) -> None:
         """Send it SIGTERM."""
+
+
+class Requests(Protocol):
+    """Requests to stop, for who works."""
+
+    @property
+    def signal(self) -> int:
+        """The first that came; 0 while none has."""
+
+    def working(self) -> AbstractContextManager[None]:
+        """Have requests noted only, inside: whoever works there looks at `signal`."""
 
 
 class Relay:

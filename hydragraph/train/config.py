@@ -6,7 +6,7 @@ import json
 import math
 import string
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -406,9 +406,17 @@ class PlanConfig:
 
 @dataclass(frozen=True)
 class ElasticConfig:
-    """What a run does about ranks that are slower than others.
+    """What a run does about ranks that are lost, come, or are slower than others.
+
+    With any of `copies: 2`, `spares` or `min_ranks` the loss of a rank does not end the run: those that are left go on
+    in the same processes.
 
     Attributes:
+        copies: 2: every part of the state has a second owner, so that a lost rank loses nothing but the step under way;
+            1: all go back to the newest checkpoint then.
+        spares: processes that wait, ready, for a rank to be lost.
+        min_ranks: with fewer the run saves and ends; null: 1, where another key asks to go on at all.
+        rejoin: start a process in the place of a lost one; it joins between two steps.
         monitor: watch how long every rank takes, and write to `events.jsonl` which are slow, how much and since when.
         replan: plan again where that changes, beside training, and switch to the new plan where it pays; needs `plan`
             with `choose` and a profile, and implies `monitor`.
@@ -416,6 +424,10 @@ class ElasticConfig:
         enter, leave: a straggler takes at least `enter` times as long as its peers; healthy again, at most `leave`.
     """
 
+    copies: int = 1
+    spares: int = 0
+    min_ranks: int | None = None
+    rejoin: bool = True
     monitor: bool = False
     replan: bool = False
     dry_run: bool = False
@@ -423,7 +435,12 @@ class ElasticConfig:
     leave: float = 1.1
 
     def __post_init__(self) -> None:
-        for name in ("monitor", "replan", "dry_run"):
+        if self.copies not in (1, 2) or isinstance(self.copies, bool):
+            raise ValueError(f"copies is {self.copies!r}: use 1, or 2 for a second owner of everything")
+        _check_whole("spares", self.spares, 0)
+        if self.min_ranks is not None:
+            _check_whole("min_ranks", self.min_ranks, 1)
+        for name in ("rejoin", "monitor", "replan", "dry_run"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} is {getattr(self, name)!r}: give true or false")
         for name in ("enter", "leave"):
@@ -432,6 +449,11 @@ class ElasticConfig:
             raise ValueError(f"enter is {self.enter}, leave is {self.leave}: give 1 < leave < enter")
         if self.dry_run and not self.replan:
             raise ValueError("dry_run is about replan: set replan, too, or leave it out")
+
+    @property
+    def survives(self) -> bool:
+        """Whether the run goes on when ranks are lost."""
+        return self.copies > 1 or self.spares > 0 or self.min_ranks is not None
 
     @property
     def on(self) -> bool:
@@ -535,6 +557,10 @@ class TrainConfig:
         if not isinstance(self.trust, bool):
             raise ValueError(f"trust is {self.trust!r}: give true or false")
         _check_text("output", self.output)
+        if self.elastic.copies > self.home.copies:
+            object.__setattr__(self, "home", replace(self.home, copies=self.elastic.copies))
+        if self.elastic.min_ranks is not None and self.elastic.min_ranks > self.ranks > 1:
+            raise ValueError(f"elastic.min_ranks is {self.elastic.min_ranks}, and ranks {self.ranks}: give fewer")
         if self.callbacks:
             object.__setattr__(self, "callbacks", _texts("callbacks", self.callbacks))
         else:

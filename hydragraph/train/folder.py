@@ -66,6 +66,11 @@ class RunFolder:
         return self.path / "events.jsonl"
 
     @property
+    def ranks(self) -> Path:
+        """The processes of the run, by rank."""
+        return self.path / "ranks.json"
+
+    @property
     def picture(self) -> Path:
         """The loss curve."""
         return self.path / "loss.png"
@@ -136,8 +141,11 @@ class RunFolder:
         return last
 
     @contextmanager
-    def owned(self) -> Iterator[None]:
+    def owned(self, patience_s: float = 0.0) -> Iterator[None]:
         """Keep other runs out, for as long as this process lives at most.
+
+        Args:
+            patience_s: for the process that has it to end, where this one takes over from it.
 
         Raises:
             ValueError: another run is under way in the folder; it names its host and process.
@@ -147,6 +155,9 @@ class RunFolder:
             self.path, os.O_RDONLY | os.O_DIRECTORY
         )  # the folder itself, which a refused run leaves as it was
         try:
+            deadline = time.monotonic() + patience_s
+            while not _locked(lock) and time.monotonic() < deadline:
+                time.sleep(0.05)
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -243,8 +254,24 @@ class RunFolder:
         """Remove an earlier run, but neither cached data nor files that no run has written."""
         for path in (self.checkpoints, self.events, self.model, self.tokenizer):
             shutil.rmtree(path, ignore_errors=True)
-        for path in (self.metrics, self.happenings, self.picture, self.trace, self.corrections, self.config):
+        for path in (
+            self.metrics,
+            self.happenings,
+            self.ranks,
+            self.picture,
+            self.trace,
+            self.corrections,
+            self.config,
+        ):
             path.unlink(missing_ok=True)
+
+
+def _locked(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -18,13 +19,14 @@ from hydragraph.cost.flops import peak_flops_per_s, step_flops
 from hydragraph.cost.profile import Profile
 from hydragraph.cost.trace_file import TracedStep
 from hydragraph.data import tokenizer
-from hydragraph.data.mini_batches import Drawn, length_of
+from hydragraph.data.mini_batches import Drawn, MiniBatches
+from hydragraph.data.mixture import Mixture
 from hydragraph.elastic.controller import Controller, Replanning
 from hydragraph.elastic.estimate import Sensitivity
-from hydragraph.elastic.events import append_event, read_events
+from hydragraph.elastic.events import Event, append_event, read_events
 from hydragraph.elastic.monitor import Monitor
 from hydragraph.elastic.replanning import Replanned, Replanner
-from hydragraph.errors import Stopped
+from hydragraph.errors import RankFailure, Stopped, TooFewRanks
 from hydragraph.ir.program import Program
 from hydragraph.planner.policy import Policy
 from hydragraph.planner.request import PlanRequest
@@ -33,13 +35,16 @@ from hydragraph.runtime.checkpoint.manifest import Damaged
 from hydragraph.runtime.checkpoint.sharing import leave_mark, see
 from hydragraph.runtime.failure.agreement import Failure, raise_first
 from hydragraph.runtime.launch import World, join
-from hydragraph.runtime.stopping import Stopping
+from hydragraph.runtime.meeting.member import CALLED, comes_late, elastic
+from hydragraph.runtime.meeting.protocol import ALL_LEAVE
+from hydragraph.runtime.stopping import Requests, Stopping
 from hydragraph.runtime.trace import Exposed, RankTimes, Span, write_trace
 from hydragraph.spec.assignment import Assignment
 from hydragraph.spec.cluster import Cluster
 from hydragraph.spec.default_cluster import default_cluster
 from hydragraph.spec.health import Health
 from hydragraph.spec.strategy import Strategy
+from hydragraph.survival import Survived, meet_again
 from hydragraph.train.ahead import Ahead
 from hydragraph.train.callbacks import Callbacks
 from hydragraph.train.checks import check_settings, read_strategies, remarks
@@ -60,9 +65,11 @@ from hydragraph.train.metrics import Metrics, MetricsLog, peak_memory, tensorboa
 from hydragraph.train.model import adapted, build_model, check_vocabulary, skeleton
 from hydragraph.train.optimizer import learning_rate, optimizer_factory
 from hydragraph.train.picture import matplotlib_installed, write_picture
+from hydragraph.train.ranks_file import ranks_of, write_ranks
 
 T = TypeVar("T")
 
+TAKEOVER_S = 5.0  # for the run's folder to be let go of by a rank that is lost
 TRACED_STEPS = 12  # enough to see several strategies more than once
 
 
@@ -127,6 +134,10 @@ class Trainable(Protocol):
     def load_pretrained(self, path: Path) -> None:
         """Read the weights of a Hugging Face directory, every rank its own."""
 
+    @property
+    def world(self) -> World:
+        """This process's place among the ranks."""
+
     def close(self) -> None:
         """End the communication between the ranks."""
 
@@ -181,6 +192,30 @@ class _Run:
     traced: list[TracedStep] = field(default_factory=list)
 
 
+@dataclass
+class _Course:
+    """How far a run is, on every rank.
+
+    Attributes:
+        watcher: who is told of everything, on whichever rank leads.
+        batches, anew: what mini-batches come from, and what gives them from the first again.
+        coming: those that come next.
+        done: steps that the state has had.
+        saved: the step of the last checkpoint.
+        positions: of `batches` behind the mini-batch of a step, for steps since the checkpoint before the last.
+        last: the last step that this rank has finished, and its report: perhaps nobody has written it down yet.
+    """
+
+    watcher: Watcher
+    batches: MiniBatches | Mixture
+    anew: Callable[[], MiniBatches | Mixture]
+    coming: Ahead
+    done: int
+    saved: int
+    positions: dict[int, Mapping[str, Any]]
+    last: tuple[int, StepResult] | None = None
+
+
 def train(
     config: TrainConfig,
     begin: Begin,
@@ -188,7 +223,7 @@ def train(
     watcher: Watcher,
     trace: bool = False,
     step: int | None = None,
-    stopping: Stopping | None = None,
+    stopping: Requests | None = None,
 ) -> RunOutcome:
     """Run a whole training, on every rank of the launched ones or on this process alone.
 
@@ -208,6 +243,9 @@ def train(
     """
     world = join(config.device)
     folder = RunFolder(Path(config.output))
+    stopping = stopping or Stopping(config.grace_s)
+    if comes_late():
+        return _join_run(config, compile, watcher, world, folder, stopping)
     world.watch.progress_s = config.progress_s
     with world.calling("train"), ExitStack() as owned:
 
@@ -220,7 +258,7 @@ def train(
         last = _together(world, "taking the run's folder", world.rank == 0, own)[0]
         _refuse_apart(world, folder)
         start = _Start(begin, step, last)
-        return _session(config, start, compile, watcher, trace, world, folder, stopping or Stopping(config.grace_s))
+        return _session(config, start, compile, watcher, trace, world, folder, stopping, owned)
 
 
 @dataclass(frozen=True)
@@ -251,38 +289,26 @@ def _session(
     trace: bool,
     world: World,
     folder: RunFolder,
-    stopping: Stopping,
+    stopping: Requests,
+    owned: ExitStack,
 ) -> RunOutcome:
-    """Run a training in a folder that is this run's own; arguments as for `train`."""
+    """Run a training in a folder that is this run's own, which `owned` lets go of; other arguments as for `train`."""
     leader = watcher if world.rank == 0 else None
     _together(world, "checking the config", world.local_rank == 0, lambda: check_settings(config, world.ranks))
     _together(world, "looking into the data", world.local_rank == 0, lambda: check_data(config))
     tokens = shared_tokens(config, world, watcher)
     model = _model(config, tokens)
     strategies = () if config.automatic else read_strategies(config.strategies, model, world.ranks)
-    factory = optimizer_factory(config.optimizer, model, world.device)
     config = replace(config, steps=steps_of(config, mini_batches(config, tokens)), epochs=None)
     if start.last is not None and start.last.step > config.steps:
         raise ValueError(f"{start.last.path} is past the last step, {config.steps}: set epochs to more")
-    batches = mini_batches(config, tokens)
+    anew = partial(mini_batches, config, tokens)
+    batches = anew()
     evaluation = evaluation_batches(config, tokens) if config.evaluate_every else {}
     if leader is not None:
         for sentence in remarks(config, model, strategies, world.ranks, batches):
             leader.note(sentence)
-    executor = compile(
-        model,
-        optimizer=factory,
-        **_chosen_from(config, strategies, tokens),
-        max_grad_norm=config.max_grad_norm,
-        dtype=getattr(torch, config.dtype),
-        device=world.device,
-        backend=config.backend,
-        check=config.check,
-        compiled=config.compiled,
-        trust=config.trust,
-        progress_s=config.progress_s,
-        home=config.home,
-    )
+    executor = _compiled(config, compile, model, strategies, tokens, world)
     if config.model.weights is not None and start.last is None:
         executor.load_pretrained(Path(config.model.weights))
     with ExitStack() as stack:
@@ -316,19 +342,227 @@ def _session(
             if executor.decision:
                 leader.note(executor.decision)
             leader.started(done, config.steps)
-        coming = Ahead(batches, config.plan.ahead if config.plan.choose else 0, executor.announce)
+        course = _Course(watcher, batches, anew, _ahead(run, batches), done, done, {done: dict(batches.state_dict())})
         executor.spans = [] if trace else None
         if controller is not None:
             stack.callback(controller.close)
-        stopped = _steps(run, done, coming, stopping)
-        if executor.spans is not None:
-            _write_trace(run)
-        if config.checkpoint.asynchronous:
-            _settle_checkpoints(run)
-        if not stopped:
-            _finish(run, model, tokens)
-        executor.close()
-        return RunOutcome(folder, tuple(log.history) if log is not None else (), stopped)
+        _write_ranks(run)
+        return _follow(run, course, stopping, owned, model, tokens)
+
+
+def _compiled(
+    config: TrainConfig,
+    compile: Callable[..., Any],
+    model: nn.Module,
+    strategies: tuple[Strategy, ...],
+    tokens: Tokens,
+    world: World,
+    **joining: bool,
+) -> Any:
+    """Return the compiled model of a run; what `compile` takes beside that is for ranks that join."""
+    return compile(
+        model,
+        optimizer=optimizer_factory(config.optimizer, model, world.device),
+        **_chosen_from(config, strategies, tokens),
+        max_grad_norm=config.max_grad_norm,
+        dtype=getattr(torch, config.dtype),
+        device=world.device,
+        backend=config.backend,
+        check=config.check,
+        compiled=config.compiled,
+        trust=config.trust,
+        progress_s=config.progress_s,
+        home=config.home,
+        **joining,
+    )
+
+
+def _join_run(
+    config: TrainConfig,
+    compile: Callable[..., Any],
+    watcher: Watcher,
+    world: World,
+    folder: RunFolder,
+    stopping: Requests,
+) -> RunOutcome:
+    """Get ready alone, beside ranks that train already; then join them between two steps."""
+    tokens = open_tokens(config, prepare(config))
+    model = (
+        skeleton(config.model, tokens.vocabulary, tokens.end_of_text)
+        if config.adapter is None
+        else _model(config, tokens)
+    )
+    strategies = () if config.automatic else read_strategies(config.strategies, model, config.ranks)
+    anew = partial(mini_batches, config, tokens)
+    batches = anew()
+    config = replace(config, steps=steps_of(config, batches), epochs=None)
+    evaluation = evaluation_batches(config, tokens) if config.evaluate_every else {}
+    executor = _compiled(config, compile, model, strategies, tokens, world, joining=True)
+    executor.watched = config.elastic.on
+    turns = () if config.plan.choose else strategies
+    run = _Run(config, world, folder, executor, turns, evaluation, None, None, None, None)
+    course = _Course(watcher, batches, anew, _ahead(run, batches), -1, -1, {})
+    with ExitStack() as owned, stopping.working(), _naming_the_checkpoint(folder):
+        return _follow(run, course, stopping, owned, model, tokens)
+
+
+def _ahead(run: _Run, batches: MiniBatches | Mixture) -> Ahead:
+    """Read mini-batches as far ahead as they are planned."""
+    plan = run.config.plan
+    return Ahead(batches, plan.ahead if plan.choose else 0, run.executor.announce)
+
+
+def _follow(
+    run: _Run, course: _Course, stopping: Requests, owned: ExitStack, model: nn.Module, tokens: Tokens
+) -> RunOutcome:
+    """Train to the end, on these ranks or on those that are left when some are lost and those that join."""
+    failure: RankFailure | Stopped | None = None
+    changed = course.done < 0  # a newcomer
+    while True:
+        try:
+            ending = ""
+            if changed:
+                run, ending = _go_on(run, course, failure, owned)
+                changed = False
+            with run.world.calling("train"):
+                if ending:
+                    return _end_early(run, course, ending)
+                stopped = _steps(run, course, stopping)
+                if run.executor.spans is not None:
+                    _write_trace(run)
+                if run.config.checkpoint.asynchronous:
+                    _settle_checkpoints(run)
+                if not stopped:
+                    _finish(run, model, tokens)
+                if elastic():
+                    run.world.gather(None)  # whoever fails up to here meets the others again, and they end together
+            break
+        except (RankFailure, Stopped) as error:
+            if not elastic():
+                raise
+            failure, changed = error, True
+    run.executor.close()
+    return RunOutcome(run.folder, tuple(run.log.history) if run.log is not None else (), stopped)
+
+
+def _go_on(run: _Run, course: _Course, failure: BaseException | None, owned: ExitStack) -> tuple[_Run, str]:
+    """Meet the ranks that are left and those that have come; return the run on them, and why it is to end, or ""."""
+    config, folder, executor = run.config, run.folder, run.executor
+    if run.controller is not None:
+        run.controller.close()
+    before = run.world.ranks
+
+    def newest() -> Path | None:
+        last = folder.last()
+        return None if last is None else last.path
+
+    survived = meet_again(executor, failure, newest)  # type: ignore[arg-type]  # a Trainable that was compiled
+    world = executor.world
+    turns = () if config.plan.choose else survived.strategies
+    lost_to = course.done if survived.restored is not None else None
+    run = replace(run, world=world, strategies=turns, controller=None, watcher=None)
+    with world.calling("go on"):
+        if world.rank == 0:
+            run = _lead(run, course, survived, owned)
+        course.done = survived.step
+        _find_position(run, course)
+        _write_down(run, course)
+        _write_ranks(run)
+        if run.watcher is not None:
+            for event in _events_of(survived, before, world.ranks, lost_to):
+                append_event(folder.happenings, event)
+                run.watcher.note(str(event))
+        if not survived.ending and _unsaved(run, course):
+            _checkpoint(run, course)
+    return run, survived.ending
+
+
+def _lead(run: _Run, course: _Course, survived: Survived, owned: ExitStack) -> _Run:
+    """Be the rank that writes: take over what a lost one did, or go on with it."""
+    log = run.log
+    if log is None:
+        owned.enter_context(run.folder.owned(patience_s=TAKEOVER_S))
+        run = replace(run, callbacks=Callbacks.load(run.config.callbacks))
+        owned.callback(run.callbacks.call, "on_end")
+    if log is None or survived.restored is not None:
+        if log is not None:
+            log.__exit__(None, None, None)
+        log = owned.enter_context(_open_log(run.folder, survived.step, course.watcher))
+        course.watcher.started(survived.step, run.config.steps)
+    run = replace(run, log=log, watcher=course.watcher)
+    if run.config.elastic.on:
+        run = replace(run, controller=_controller(run.config, run.world, run.executor))
+    return run
+
+
+def _find_position(run: _Run, course: _Course) -> None:
+    """Go back to behind the last mini-batch that counts, which a newcomer is told."""
+    known = run.world.gather(course.positions.get(course.done))
+    position = next((each for each in known if each is not None), None)
+    if position is None:  # all that knew are gone: draw all mini-batches anew
+        course.batches = course.anew()
+        for _ in range(course.done):
+            next(course.batches)
+        position = dict(course.batches.state_dict())
+    course.batches.load_state_dict(dict(position))
+    course.positions = {step: at for step, at in course.positions.items() if step < course.done}
+    course.positions[course.done] = position
+    course.coming = _ahead(run, course.batches)
+
+
+def _write_down(run: _Run, course: _Course) -> None:
+    """Evaluate and log the last step, if the rank that was to has not."""
+    missing = run.log is not None and (run.log.history[-1].step if run.log.history else 0) < course.done
+    mine = course.last if course.last is not None and course.last[0] == course.done else None
+    told = run.world.gather((missing, mine))
+    last = next((each for _, each in told if each is not None), None)
+    if told[0][0] and last is not None:
+        _log_step(run, *last)
+
+
+def _unsaved(run: _Run, course: _Course) -> bool:
+    """Say whether the checkpoint after the last step is due, and not there; on all ranks alike."""
+    last = run.folder.last() if run.world.rank == 0 else None
+    there = run.world.gather(-1 if last is None else last.step)[0]
+    course.saved = max(there, 0)
+    return there < course.done and course.done > 0 and _due(course.done, run.config.checkpoint_every, run.config.steps)
+
+
+def _end_early(run: _Run, course: _Course, ending: str) -> RunOutcome:
+    """Save what is there, and end: with an error, unless all were asked to."""
+    if course.saved < course.done:
+        _checkpoint(run, course)
+    if run.config.checkpoint.asynchronous:
+        _settle_checkpoints(run)
+    run.executor.close()
+    if ending != ALL_LEAVE:
+        raise TooFewRanks(f"{ending}: saved after step {course.done}, in {run.folder.place(course.done)} (--resume)")
+    return RunOutcome(run.folder, tuple(run.log.history) if run.log is not None else (), signal.SIGTERM)
+
+
+def _write_ranks(run: _Run) -> None:
+    """Tell which processes are the ranks; all of them call it."""
+    ranks = ranks_of(run.world)
+    if run.log is not None:
+        write_ranks(run.folder.ranks, ranks)
+
+
+def _events_of(survived: Survived, before: int, ranks: int, undone: int | None) -> Iterator[Event]:
+    """Yield what has happened: who was lost, left and came, and how the others went on."""
+    step = survived.step
+    if survived.lost:
+        yield Event(step, "fault", survived.lost, 0.0, survived.why)
+    if survived.left:
+        yield Event(step, "leave", survived.left, 0.0, f"asked to end; handed over their state: {survived.why}")
+    if survived.joined:
+        yield Event(step, "join", survived.joined, 0.0, f"{before} -> {ranks} ranks")
+    strategies = " or ".join(map(str, survived.strategies))
+    state = "no state was lost"
+    if survived.restored is not None:
+        redone = "" if undone is None else f", {max(0, undone - survived.restored)} steps before"
+        state = f"state was lost, so all went back to the checkpoint after step {survived.restored}{redone}"
+    why = f"{ranks} ranks go on after step {step} with {strategies}; {state}"
+    yield Event(step, "resumed", tuple(range(ranks)), survived.seconds, why)
 
 
 def _load(
@@ -352,26 +586,26 @@ def _load(
             leader.note(f"DAMAGED, and set aside: {reason}; trying {last.path}")
 
 
-def _steps(run: _Run, done: int, coming: Ahead, stopping: Stopping) -> int:
-    """Train after `done` steps, to the end or until a rank is asked to stop; return what asked, or 0."""
+def _steps(run: _Run, course: _Course, stopping: Requests) -> int:
+    """Train to the end or until a rank is asked to stop; return what asked, or 0."""
     config = run.config
     executor = run.executor
-    saved = done
-    for step in range(done + 1, config.steps + 1):
-        if executor.spans is not None and (step == done + 1 + TRACED_STEPS):
+    first = course.done + 1
+    for step in range(first, config.steps + 1):
+        if executor.spans is not None and step == first + TRACED_STEPS:
             _write_trace(run)
-        position = coming.position
-        sequences = coming.take(last=step + config.plan.ahead > config.steps)
+        sequences = course.coming.take(last=step + config.plan.ahead > config.steps)
         executor.stopping = stopping.signal
         try:
-            _train_step(run, step, sequences)
+            _train_step(run, course, step, sequences)
         except Stopped as request:
-            if saved < step - 1:
-                _checkpoint(run, step - 1, position)
+            if request.reason >= CALLED:
+                raise
+            if course.saved < step - 1:
+                _checkpoint(run, course)
             return request.reason
         if _due(step, config.checkpoint_every, config.steps):
-            _checkpoint(run, step, coming.position)
-            saved = step
+            _checkpoint(run, course)
     return 0
 
 
@@ -478,7 +712,7 @@ def shared_tokens(config: TrainConfig, world: World, watcher: Watcher) -> Tokens
     return tokens
 
 
-def _train_step(run: _Run, step: int, sequences: list[Drawn]) -> None:
+def _train_step(run: _Run, course: _Course, step: int, sequences: list[Drawn]) -> None:
     """Train on one mini-batch, evaluate where it is time, and log both."""
     config = run.config
     strategy = run.strategies[(step - 1) % len(run.strategies)] if run.strategies else None
@@ -491,9 +725,21 @@ def _train_step(run: _Run, step: int, sequences: list[Drawn]) -> None:
         if config.checkpoint.asynchronous:
             run.executor.wait_saved()  # all ranks are here, and it may be the last checkpoint
         raise FloatingPointError(f"step {step}: {error}; {run.folder.how_to_go_on}") from None
+    course.last = (step, report)
+    course.done = step
+    course.positions[step] = dict(course.coming.position)
+    if not elastic():
+        course.positions = {step: course.positions[step]}
     if run.executor.spans is not None:
         seconds = report.seconds - report.planning_s
         run.traced.append(TracedStep(report.step, report.strategy, report.assignment, seconds))
+    _log_step(run, step, report)
+
+
+def _log_step(run: _Run, step: int, report: StepResult) -> None:
+    """Evaluate after a step where it is time, and log both."""
+    config = run.config
+    strategy = run.strategies[(step - 1) % len(run.strategies)] if run.strategies else None
     evaluate = config.evaluate_every and _due(step, config.evaluate_every, config.steps)
     losses = _evaluate(run, strategy) if evaluate else {}
     if run.log is None or run.watcher is None:
@@ -502,7 +748,7 @@ def _train_step(run: _Run, step: int, sequences: list[Drawn]) -> None:
         step=step,
         loss=report.loss,
         grad_norm=report.grad_norm,
-        lr=lr,
+        lr=learning_rate(step, config.steps, config.optimizer.lr, config.schedule),
         tokens=report.tokens,
         tokens_per_s=report.tokens / report.seconds,
         seconds=report.seconds,
@@ -519,7 +765,7 @@ def _train_step(run: _Run, step: int, sequences: list[Drawn]) -> None:
         planning_hidden_s=report.planning_hidden_s,
         expected_s=report.expected_s,
         peak_memory_bytes=peak_memory(run.world.device),
-        mfu=_mfu(run, sequences, report),
+        mfu=_mfu(run, report),
     )
     run.log.write(metrics)
     run.watcher.stepped(metrics)
@@ -539,10 +785,10 @@ def _peak(config: TrainConfig, world: World) -> float | None:
     return sum(known) if len(known) == len(peaks) else None
 
 
-def _mfu(run: _Run, sequences: Sequence[Drawn], report: StepResult) -> float | None:
+def _mfu(run: _Run, report: StepResult) -> float | None:
     if run.peak_flops_per_s is None:
         return None
-    flops = step_flops(run.executor.program, [length_of(sequence) for sequence in sequences])
+    flops = step_flops(run.executor.program, [n for n in report.assignment.lengths if n])
     return flops / report.seconds / run.peak_flops_per_s
 
 
@@ -555,10 +801,11 @@ def _evaluate(run: _Run, strategy: Strategy | None) -> dict[str, float]:
     return losses
 
 
-def _checkpoint(run: _Run, step: int, position: Mapping[str, Any]) -> None:
+def _checkpoint(run: _Run, course: _Course) -> None:
     """Save everything that resuming needs, and the picture so far."""
+    step = course.done
     place = run.folder.place(step)
-    extra = {"mini_batches": dict(position)}
+    extra = {"mini_batches": dict(course.positions[step])}
     if run.config.checkpoint.asynchronous:
         _settle_checkpoints(run)
         run.executor.save(place, extra, asynchronous=True)
@@ -567,6 +814,8 @@ def _checkpoint(run: _Run, step: int, position: Mapping[str, Any]) -> None:
         run.executor.save(place, extra)
         run.callbacks.call("on_checkpoint", step, place)
         _prune(run)
+    before, course.saved = course.saved, step
+    course.positions = {number: at for number, at in course.positions.items() if number >= before}
     if run.log is not None and matplotlib_installed():
         write_picture(run.log.history, run.folder.picture, read_events(run.folder.happenings))
 

@@ -37,7 +37,7 @@ def test_a_run_leaves_everything_in_its_folder(tmp_path: Path) -> None:
     outcome = train(config(tmp_path), "new", compile_plain, watched)
     names = {path.name for path in (tmp_path / "run").iterdir()}
     written = {"config.yaml", "data", "metrics.jsonl", "tensorboard", "loss.png", "checkpoints", "model"}
-    assert names == written | {"owner.json", "tokenizer"}
+    assert names == written | {"owner.json", "ranks.json", "tokenizer"}
     history = read_metrics(tmp_path / "run" / "metrics.jsonl")
     assert history == list(outcome.history) == watched.steps
     assert [m.step for m in history] == [1, 2, 3, 4, 5, 6]

@@ -35,10 +35,16 @@ class Fault:
 
 
 class Ledger:
-    """The fault's place in a store: written once, read by everybody. A store that is gone raises RuntimeError."""
+    """The fault's place in a store: written once, read by everybody. A store that is gone raises RuntimeError.
 
-    def __init__(self, store: Store, namespace: str) -> None:
+    Args:
+        store, namespace: where it is, and what its key begins with.
+        generation: which of a launch's ranks, whose deaths the launcher tells.
+    """
+
+    def __init__(self, store: Store, namespace: str, generation: str = "") -> None:
         self._store = store
+        self._deaths = _DEATH + generation
         self._key = f"{namespace}/fault"
 
     def read(self) -> Fault | None:
@@ -51,15 +57,19 @@ class Ledger:
 
     def death(self) -> tuple[int, str] | None:
         """Return the rank that the launcher saw die, and how."""
-        if not self._store.check([_DEATH]):
+        if not self._store.check([self._deaths]):
             return None
-        rank, how = json.loads(self._store.get(_DEATH))
+        rank, how = json.loads(self._store.get(self._deaths))
         return int(rank), str(how)
 
 
-def announce_death(store: Store, rank: int, how: str) -> None:
-    """Tell the watches of a launch that a rank died; only the first death counts, others may follow from it."""
-    store.compare_set(_DEATH, "", json.dumps([rank, how]))
+def announce_death(store: Store, rank: int, how: str, generation: str = "") -> None:
+    """Tell the watches of a launch that a rank died; only the first death counts, others may follow from it.
+
+    Args:
+        generation: of its ranks, the name of those that the rank is one of.
+    """
+    store.compare_set(_DEATH + generation, "", json.dumps([rank, how]))
 
 
 def last_fault(store: Store) -> Fault | None:

@@ -22,7 +22,7 @@ def newest_watch() -> Watch | None:
     return _Newest.watch
 
 
-def watch_of(group: object, store: Callable[[], Store], rank: int, ranks: int) -> Watch:
+def watch_of(group: object, store: Callable[[], Store], rank: int, ranks: int, generation: str = "") -> Watch:
     """Return this process's watch over a process group; a new one where the last has seen a failure or was closed.
 
     Args:
@@ -30,6 +30,7 @@ def watch_of(group: object, store: Callable[[], Store], rank: int, ranks: int) -
             is that one.
         store: returns the store where its ranks meet; called only where a new watch is made.
         rank, ranks: this process's number in the group, from 0, and how many there are.
+        generation: a name for these ranks among all that meet at the store.
     """
     newest = _Newest
     if newest.watch is not None and newest.group is None and newest.watch.ranks == ranks:
@@ -42,7 +43,7 @@ def watch_of(group: object, store: Callable[[], Store], rank: int, ranks: int) -
     # Ranks count alike, as they see the same failures and make the same calls; so they meet under the same number, and
     # not under one where a failed watch has left its keys.
     number = newest.number + 1 if again else 0
-    newest.watch = Watch(store(), rank, ranks, number=number)
+    newest.watch = Watch(store(), rank, ranks, number=number, generation=generation)
     newest.group = group
     newest.number = number
     return newest.watch

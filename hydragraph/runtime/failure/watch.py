@@ -106,13 +106,21 @@ class Watch:
         rank, ranks: which of how many; a process that is alone (ranks=1) needs no thread.
         number: which watch over this store, counted alike by all ranks.
         stopped_s: after how long a stopped process has failed.
+        generation: which of a launch's ranks these are, whose deaths it tells.
 
     Raises:
         RankFailure: the store does not answer.
     """
 
     def __init__(
-        self, store: Store | None, rank: int, ranks: int, *, number: int = 0, stopped_s: float = STOPPED_S
+        self,
+        store: Store | None,
+        rank: int,
+        ranks: int,
+        *,
+        number: int = 0,
+        stopped_s: float = STOPPED_S,
+        generation: str = "",
     ) -> None:
         self.rank = rank
         self.ranks = ranks
@@ -143,15 +151,15 @@ class Watch:
         self._pid = os.getpid()
         if ranks > 1:
             assert store is not None, "ranks that are several have met at a store"
-            self._meet(store, number)
+            self._meet(store, number, generation)
 
-    def _meet(self, store: Store, number: int) -> None:
+    def _meet(self, store: Store, number: int, generation: str) -> None:
         """Find the place that the ranks of this watch share, enter the roll, and start watching."""
         proposed = f"hydragraph/{uuid.uuid4().hex}"
         name = store.compare_set(f"hydragraph/watch/{number}", "", proposed).decode()
         self._host = socket.gethostname()
         client = root(store).clone()  # type: ignore[attr-defined]
-        self._ledger = Ledger(client, name)
+        self._ledger = Ledger(client, name, generation)
         roll = Roll(client, name, machine())
         self._asked_roll = 0.0
 

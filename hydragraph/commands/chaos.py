@@ -1,0 +1,65 @@
+"""`hydragraph chaos`: disturb a training on purpose, and see that it goes on as if nobody had."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from hydragraph.commands.options import Config, Debug, LogLevel, Set
+from hydragraph.train.config import TrainConfig
+
+TOLERANCE = 1e-3  # of a loss: hundreds of AdamW steps whose sums are in other orders
+
+
+def chaos_command(
+    config: Config,
+    kills: Annotated[int, typer.Option(min=0, help="Ranks to kill.")] = 10,
+    slow: Annotated[int, typer.Option(min=0, help="Ranks to slow for a second.")] = 0,
+    joins: Annotated[int, typer.Option(min=0, help="Ranks to ask to leave; others then come in their places.")] = 0,
+    seed: Annotated[int, typer.Option(help="Of the moments and the ranks.")] = 0,
+    keep: Annotated[Path | None, typer.Option(help="Keep the folders of both runs here.")] = None,
+    overrides: Set = None,
+    log_level: LogLevel = None,
+    debug: Debug = False,
+) -> None:
+    """Train twice, once undisturbed and once with ranks killed, slowed and replaced; compare the loss curves."""
+    from hydragraph.train import chaos
+
+    settings = TrainConfig.load(config, overrides or ())
+    if settings.ranks < 2:
+        raise ValueError(f"ranks is {settings.ranks}: chaos needs at least 2, so that some are left")
+    console = Console(stderr=True)
+    with tempfile.TemporaryDirectory(prefix="hydragraph-chaos-") as temporary:
+        folder = Path(temporary) if keep is None else keep
+        folder.mkdir(parents=True, exist_ok=True)
+        peaceful, stormy = chaos.prepared(settings, folder, kills + slow + joins)
+        strikes = chaos.draw(kills, slow, joins, stormy.steps, seed)
+        with console.status("training undisturbed"):
+            undisturbed = chaos.run(peaceful)
+        if undisturbed.code:
+            raise ValueError(f"the run fails also where nobody disturbs it: {undisturbed.said}")
+        with console.status("training disturbed") as status:
+
+            def stepped(step: int, struck: int) -> None:
+                status.update(f"training disturbed: step {step} of {stormy.steps}, {struck} of {len(strikes)} strikes")
+
+            disturbed = chaos.run(stormy, strikes, stepped)
+    table = Table(title=f"{len(disturbed.struck)} of {len(strikes)} strikes, seed {seed}", show_header=False)
+    for name, value in chaos.rows(disturbed, undisturbed):
+        table.add_row(name, value)
+    Console(width=120).print(table)
+    wrong = []
+    if disturbed.code:
+        wrong.append(f"the run ended with {disturbed.code}: {disturbed.said}")
+    if disturbed.difference(undisturbed) > TOLERANCE:
+        wrong.append("its losses are others")
+    if disturbed.left:
+        wrong.append(f"processes {list(disturbed.left)} were left behind")
+    for each in wrong:
+        console.print(f"not as promised: {each}", markup=False, highlight=False, soft_wrap=True)
+    raise typer.Exit(bool(wrong))

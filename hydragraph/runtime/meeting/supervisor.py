@@ -1,0 +1,286 @@
+"""The processes of a launch that goes on when ranks are lost, seen from outside: started, watched, replaced, told."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing.connection
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from hydragraph import log
+from hydragraph.errors import RankFailure
+from hydragraph.runtime.crew import Context, RankHandle, Stops, dismiss, outcome_of, raise_failure, start
+from hydragraph.runtime.failure.ledger import announce_death, last_fault
+from hydragraph.runtime.meeting.place import Peer, Place, prefix
+from hydragraph.runtime.meeting.protocol import Orders, Record, Rules, Said, decide
+from hydragraph.runtime.rank_process import HOST, Died, Left, Raised, Readable, Returned, Seat, rebuilt, run_member
+from hydragraph.runtime.stopping import Relay
+from hydragraph.spec.elastic import Elastic
+
+_LOG = logging.getLogger(__name__)
+
+_LOOK_S = 0.02  # between two looks at what members say
+_GRACE_S = 8.0  # for members to tell their own errors, once one has that would come again
+_REJOIN_S = 0.5  # before a lost process is replaced; twice as long each time that its replacement lives no longer
+_REJOIN_MOST_S = 60.0
+_SHORT_S = 20.0  # a life
+_STARTS = 3  # of processes in one seat that end before they are ready
+
+AGAIN = (ValueError, TypeError, OSError, ImportError, FloatingPointError)  # errors that would come again
+
+
+def run_members(
+    elastic: Elastic,
+    context: Context,
+    ranks: int,
+    port: int,
+    work: bytes,
+    timeout: timedelta | None,
+    prepared: Readable | None = None,
+    relay: Relay | None = None,
+) -> list[bytes]:
+    """Start ranks, and keep as many going as can be, until their work is done; leave none behind.
+
+    Args:
+        elastic: how few may go on, and how the lost are replaced.
+        context, ranks, port, work, timeout, prepared, relay: as of `crew.run_crew`.
+
+    Returns:
+        What the ranks of the last generation returned, pickled, by rank.
+
+    Raises:
+        RankFailure, TimeoutError, any other error: as `launch`.
+    """
+
+    def started(number: int, seat: int, late: bool) -> RankHandle:
+        given = Seat(seat, ranks, port, dict(os.environ), log.shown())
+        return start(context, number, run_member, given, number, late, elastic.grace_s, work, prepared)
+
+    store = dist.TCPStore(HOST, port, None, False, wait_for_workers=False)  # type: ignore[attr-defined]
+    supervisor = Supervisor(started, store, ranks, elastic)
+    try:
+        with (relay or Relay()).to([supervisor]):
+            before = _on_return(supervisor.refill)
+            try:
+                supervisor.run(timeout)
+            finally:
+                before()
+        return supervisor.results()
+    finally:
+        dismiss(supervisor.crew)
+
+
+def _on_return(refill: Callable[[], None]) -> Callable[[], None]:
+    """Call a function at SIGUSR1, by which a machine tells that devices are back; return what ends that."""
+    if threading.current_thread() is not threading.main_thread():
+        return lambda: None
+    before = signal.signal(signal.SIGUSR1, lambda *_: refill())
+
+    def end() -> None:
+        signal.signal(signal.SIGUSR1, before)
+
+    return end
+
+
+class Supervisor:
+    """Starts, watches and replaces the members of one launch.
+
+    Args:
+        started: starts the process of a member: its number, its seat, and whether the others are at work already.
+        store: where members meet.
+        ranks: how many there are to be.
+        elastic: how few may go on, and how the lost are replaced.
+
+    Attributes:
+        crew: all processes that live or have told an outcome.
+    """
+
+    def __init__(
+        self, started: Callable[[int, int, bool], RankHandle], store: Any, ranks: int, elastic: Elastic
+    ) -> None:
+        self._started = started
+        self._store = store
+        self._place = Place(store)
+        self._ranks = ranks
+        self._elastic = elastic
+        self._rules = Rules(ranks, elastic.min_ranks)
+        self._record = Record()
+        self._seats: dict[int, int] = {}  # by member
+        self._born: dict[int, float] = {}
+        self._waiting: dict[int, float] = {}  # seats that are to be taken anew, and when
+        self._short: dict[int, int] = {}  # how many processes in a row have lived a short life, by seat
+        self._unready: dict[int, int] = {}  # how many have ended before they were ready
+        self._lost: list[RankHandle] = []
+        self._fatal_at: float | None = None
+        self._stop = False
+        self._back = False
+        self._empty: set[int] = set()  # seats of those that were asked to leave
+        self._stops = Stops()
+        self.crew: list[RankHandle] = []
+        self._next = 0
+
+    def run(self, timeout: timedelta | None) -> None:
+        """Go on until all have told their outcomes, or nobody can."""
+        deadline = time.monotonic() + timeout.total_seconds() if timeout is not None else float("inf")
+        self._place.order(self._record.orders)
+        for seat in range(self._ranks + self._elastic.spares):
+            self._start(seat, late=seat >= self._ranks)
+        while self._live() and time.monotonic() < min(deadline, self._fatal_at or deadline):
+            if self._finished():
+                return
+            self._hear()
+            if self._fatal_at is None:
+                self._coordinate()
+                self._replace()
+        if self._fatal_at is None and time.monotonic() >= deadline:
+            seconds = timeout.total_seconds() if timeout is not None else 0.0
+            members = [member.rank for member in self._live()]
+            raise TimeoutError(f"launch: processes {members} had not returned after {seconds:g} s")
+
+    def terminate(self) -> None:
+        """Pass a request to stop on to all members: the work is stopped, not handed over (see `Relay`)."""
+        self._stop = True  # a signal's handler calls this
+
+    def refill(self) -> None:
+        """Start processes in the seats of those that were asked to leave: their devices are back."""
+        self._back = True
+
+    def results(self) -> list[bytes]:
+        """Return what the members of the last generation returned, by rank; raise what ended the work instead."""
+        told = {member.rank: member.outcome for member in self.crew if isinstance(member.outcome, Returned)}
+        order = [*self._record.current, *sorted(told)]
+        if told and self._fatal_at is None:
+            return [told[member].value for member in dict.fromkeys(order) if member in told]
+        # What ended the work is an error of its own, where there is one, and not the ranks that were lost before.
+        at_fault = [m for m in self.crew if isinstance(m.outcome, Raised)] if self._fatal_at else []
+        raise_failure(at_fault or self._lost, last_fault(self._store), None)
+        left = [member.outcome.why for member in self.crew if isinstance(member.outcome, Left)]
+        raise RankFailure(0, "", f"no rank is left: {left[0] if left else self._record.orders.over or 'all were lost'}")
+
+    def _start(self, seat: int, late: bool) -> None:
+        number = self._next
+        self._next += 1
+        self._seats[number] = seat
+        self._born[number] = time.monotonic()
+        self._place.say(number, Said(ready=not late))
+        self._place.introduce(Peer(number, seat, 0, ""))
+        self.crew.append(self._started(number, seat, late))
+
+    def _live(self) -> list[RankHandle]:
+        return [member for member in self.crew if member.outcome is None]
+
+    def _finished(self) -> bool:
+        """Say whether all that is left to wait for are members that were never needed."""
+        returned = any(isinstance(member.outcome, Returned) for member in self.crew)
+        current = set(self._record.current)
+        return returned and not any(member.rank in current for member in self._live())
+
+    def _hear(self) -> None:
+        """Wait a moment for outcomes, and take them in."""
+        waiting = self._live()
+        signs: list[Any] = [sign for member in waiting for sign in (member.connection, member.process.sentinel)]
+        ready = set(multiprocessing.connection.wait(signs, _LOOK_S))
+        stopped = self._stops.look(waiting)
+        for member in waiting:
+            if not ready.isdisjoint((member.connection, member.process.sentinel)):
+                member.outcome = outcome_of(member)
+            elif stopped is not None and stopped[0] == member.rank:
+                member.outcome = Died(time.monotonic(), stopped[1])
+            if member.outcome is not None:
+                self._ended(member)
+
+    def _ended(self, member: RankHandle) -> None:
+        """Take in that a process has told its outcome, or has died."""
+        outcome = member.outcome
+        if isinstance(outcome, Returned | Left):
+            if isinstance(outcome, Left):
+                self._empty.add(self._seats[member.rank])
+                self._forget(member)
+            return
+        assert outcome is not None
+        how = outcome.how if isinstance(outcome, Died) else outcome.summary
+        current = self._record.current
+        if member.rank in current:
+            generation = prefix(self._record.orders.confirmed)
+            announce_death(self._store, current.index(member.rank), how, generation)
+        if isinstance(outcome, Raised) and self._would_come_again(member, outcome):
+            self._fatal_at = time.monotonic() + _GRACE_S
+            return
+        _LOG.warning("process %d, in seat %d, is lost: %s", member.rank, self._seats[member.rank], how)
+        self._lost = [*(other for other in self._lost if other.rank != member.rank), member]
+        self._forget(member)
+        self._plan_replacement(member)
+
+    def _would_come_again(self, member: RankHandle, outcome: Raised) -> bool:
+        """Say whether an error is of the work and not of a device: by its kind, or as two members have raised it."""
+        if isinstance(rebuilt(member.rank, outcome), AGAIN):
+            return True
+        same = [o for o in self._lost if isinstance(o.outcome, Raised) and o.outcome.summary == outcome.summary]
+        return bool(same) and "RankFailure" not in outcome.summary
+
+    def _forget(self, member: RankHandle) -> None:
+        self.crew.remove(member)
+        if member.process.is_alive():
+            member.process.kill()
+        member.connection.close()
+        member.process.join()
+
+    def _plan_replacement(self, member: RankHandle) -> None:
+        """Decide when another process takes a lost one's seat."""
+        seat = self._seats[member.rank]
+        ready = member.rank in self._record.current or self._place.said(member.rank).ready
+        self._unready[seat] = 0 if ready else self._unready.get(seat, 0) + 1
+        if not self._elastic.rejoin or self._unready[seat] >= _STARTS:
+            return
+        short = time.monotonic() - self._born[member.rank] < _SHORT_S
+        self._short[seat] = self._short.get(seat, 0) + 1 if short else 0
+        wait_s = min(_REJOIN_MOST_S, _REJOIN_S * 2 ** max(0, self._short[seat] - 1))
+        self._waiting[seat] = time.monotonic() + wait_s
+
+    def _replace(self) -> None:
+        """Start processes in seats whose time has come."""
+        if self._record.orders.over or not self._record.orders.confirmed:
+            return
+        if self._back:
+            self._waiting |= dict.fromkeys(self._empty, time.monotonic())
+            self._empty.clear()
+            self._back = False
+        for seat, when in list(self._waiting.items()):
+            if time.monotonic() >= when:
+                del self._waiting[seat]
+                self._start(seat, late=True)
+
+    def _coordinate(self) -> None:
+        """Look at what members say, and tell what follows."""
+        said = self._said()
+        record = decide(self._record, said, self._rules, coming=len(self._waiting))
+        record = replace(record, orders=replace(record.orders, stop=self._stop))
+        if record.orders == self._record.orders:
+            return
+        before, self._record = self._record.orders, record
+        self._place.order(record.orders)
+        _told(before, record.orders)
+        for member in self._live():
+            if member.rank in record.orders.out and member.rank not in before.out:
+                member.outcome = Died(time.monotonic(), "was given up by the other ranks, and ended")
+                self._ended(member)
+
+    def _said(self) -> Mapping[int, Said]:
+        done = [member for member in self.crew if isinstance(member.outcome, Returned)]
+        return {member.rank: self._place.said(member.rank) for member in [*self._live(), *done]}
+
+
+def _told(before: Orders, after: Orders) -> None:
+    if after.confirmed != before.confirmed:
+        generation = after.proposal
+        _LOG.info("generation %d: processes %s, without %s", generation.number, generation.members, generation.lost)
+    if after.over and not before.over:
+        _LOG.info("nobody meets any more: %s", after.over)

@@ -1,0 +1,33 @@
+"""What a launch does when ranks are lost: go on with those that are left, and with those that come."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Elastic:
+    """How ranks are replaced, and how few may go on.
+
+    Attributes:
+        min_ranks: with fewer the run ends.
+        spares: processes that wait, ready, for a rank to be lost.
+        rejoin: whether a process is started in the place of one that was lost; it joins between two iterations.
+        grace_s: seconds that a rank which is asked to end (SIGTERM) has to hand over its state.
+
+    Raises:
+        ValueError: naming the number that is out of range.
+    """
+
+    min_ranks: int = 1
+    spares: int = 0
+    rejoin: bool = True
+    grace_s: float = 30.0
+
+    def __post_init__(self) -> None:
+        for name, least in (("min_ranks", 1), ("spares", 0)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ValueError(f"{name} is {value!r}: give a whole number of at least {least}")
+        if not self.grace_s > 0:
+            raise ValueError(f"grace_s is {self.grace_s!r}: give seconds above 0")

@@ -1,0 +1,261 @@
+"""A training that is disturbed on purpose: ranks are killed, slowed and taken away at random moments, and it goes on.
+
+Two runs of one config are made, one that nobody disturbs and one that is struck. The strikes are a function of the
+seed, but for the instant within a step; what follows from them is read from the run's own files.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from statistics import median
+from typing import Literal
+
+from hydragraph.elastic.events import Event, read_events
+from hydragraph.train.config import TrainConfig
+from hydragraph.train.folder import RunFolder
+from hydragraph.train.metrics import Metrics, read_metrics
+
+Kind = Literal["kill", "slow", "leave and join"]
+
+STEPS_PER_STRIKE = 5  # on average
+_SLOW_S = 1.0
+_PERIOD_S = 0.1  # of stops of a slowed rank
+_STOPPED = 0.6  # of it
+_LEFT_S = 20.0  # for a rank that is asked to leave
+_END_S = 30.0  # for the last process to end, after the run
+_QUIET_S = 180.0  # without a step: the run hangs
+
+
+@dataclass(frozen=True)
+class Strike:
+    """One disturbance.
+
+    Attributes:
+        kind: what is done to a rank.
+        step: after which step.
+        which: of the ranks there are then, as a fraction of their number.
+        delay_s: after that step was written down.
+    """
+
+    kind: Kind
+    step: int
+    which: float
+    delay_s: float
+
+
+@dataclass(frozen=True)
+class Disturbed:
+    """What became of a run.
+
+    Attributes:
+        code: the exit code of its launcher.
+        seconds: wall time from its first step to its last.
+        metrics, events: what it wrote.
+        struck: the strikes that hit a rank.
+        left: processes of it that were still there at the end.
+        said: its last words.
+    """
+
+    code: int
+    seconds: float
+    metrics: tuple[Metrics, ...]
+    events: tuple[Event, ...] = ()
+    struck: tuple[Strike, ...] = ()
+    left: tuple[int, ...] = ()
+    said: str = ""
+
+    @property
+    def pauses_s(self) -> list[float]:
+        """How long each change of ranks took."""
+        return [event.seconds for event in self.events if event.event == "resumed"]
+
+    @property
+    def goodput(self) -> float:
+        """Tokens of steps that count, by second of wall time."""
+        return sum(m.tokens for m in self.metrics) / self.seconds if self.seconds else 0.0
+
+    def difference(self, other: Disturbed) -> float:
+        """Return the largest relative difference of a step's loss; infinite where they have other steps."""
+        mine = {m.step: m.loss for m in self.metrics}
+        theirs = {m.step: m.loss for m in other.metrics}
+        if mine.keys() != theirs.keys() or not mine:
+            return math.inf
+        return max(abs(mine[step] - theirs[step]) / abs(theirs[step]) for step in mine)
+
+
+def draw(kills: int, slow: int, joins: int, steps: int, seed: int) -> list[Strike]:
+    """Draw strikes over the steps of a run; the last steps are left in peace, so that all of them count."""
+    kinds: list[Kind] = [*["kill"] * kills, *["slow"] * slow, *["leave and join"] * joins]  # type: ignore[list-item]
+    chance = random.Random(seed)
+    chance.shuffle(kinds)
+    at = sorted(chance.randint(2, max(2, steps - 5)) for _ in kinds)
+    return [Strike(kind, step, chance.random(), chance.uniform(0, 0.3)) for kind, step in zip(kinds, at, strict=True)]
+
+
+def prepared(config: TrainConfig, folder: Path, strikes: int) -> tuple[TrainConfig, TrainConfig]:
+    """Return the configs of the run that nobody disturbs and of the other, long enough for so many strikes."""
+    steps = max(config.steps, STEPS_PER_STRIKE * strikes + 10)
+    elastic = config.elastic
+    if not elastic.survives:
+        elastic = replace(elastic, copies=2 if config.ranks > 1 else 1, min_ranks=1)
+    peaceful = replace(elastic, copies=1, spares=0, min_ranks=None)
+    home = replace(config.home, copies=1)
+    undisturbed = replace(config, steps=steps, elastic=peaceful, home=home, output=str(folder / "undisturbed"))
+    return undisturbed, replace(config, steps=steps, elastic=elastic, output=str(folder / "disturbed"))
+
+
+def run(
+    config: TrainConfig, strikes: Sequence[Strike] = (), stepped: Callable[[int, int], None] = lambda step, hit: None
+) -> Disturbed:
+    """Run a training in processes of its own, strike it, and return what became of it.
+
+    Args:
+        config: of the run; its folder is replaced.
+        strikes: in order of their steps.
+        stepped: called now and then with the last step and the strikes so far.
+    """
+    folder = RunFolder(Path(config.output))
+    folder.path.mkdir(parents=True, exist_ok=True)
+    file = folder.path.with_suffix(".yaml")
+    config.save(file)
+    said = folder.path.with_suffix(".log")
+    with said.open("wb") as out:
+        command = [sys.executable, "-m", "hydragraph", "train", str(file), "--overwrite"]
+        launcher = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)
+        striker = _Striker(folder, launcher, list(strikes))
+        try:
+            code = striker.follow(stepped)
+        finally:
+            launcher.kill()
+            launcher.wait()
+    left = _still_there(striker.pids)
+    metrics = tuple(read_metrics(folder.metrics))
+    words = said.read_text(errors="replace").strip().splitlines()[-3:]
+    seconds = striker.last - striker.first + (metrics[0].seconds if metrics else 0.0)
+    return Disturbed(
+        code, seconds, metrics, tuple(read_events(folder.happenings)), tuple(striker.struck), left, "\n".join(words)
+    )
+
+
+@dataclass
+class _Striker:
+    """Follows a run by its files, and strikes its ranks."""
+
+    folder: RunFolder
+    launcher: subprocess.Popen[bytes]
+    coming: list[Strike]
+    struck: list[Strike] = field(default_factory=list)
+    pids: set[int] = field(default_factory=set)
+    first: float = 0.0  # when its first step was seen, and its last
+    last: float = 0.0
+
+    def follow(self, stepped: Callable[[int, int], None]) -> int:
+        """Strike until the run ends, or nothing moves any more; return its exit code."""
+        step = 0
+        began = moved = time.monotonic()
+        while (code := self.launcher.poll()) is None:
+            now = self._step(began)
+            if now != step:
+                step, moved = now, time.monotonic()
+                self.first = self.first or moved
+                self.last = moved
+                stepped(step, len(self.struck))
+            if time.monotonic() - moved > _QUIET_S:
+                return -signal.SIGALRM
+            if self.coming and step >= self.coming[0].step and self._strike(self.coming[0]):
+                self.coming.pop(0)
+            time.sleep(0.02)
+        return code
+
+    def _step(self, began: float) -> int:
+        """Return the last step that was written down."""
+        with suppress(OSError, ValueError, KeyError, IndexError):
+            if self.folder.metrics.stat().st_size and time.monotonic() - began:
+                with self.folder.metrics.open("rb") as file:
+                    file.seek(max(0, file.seek(0, os.SEEK_END) - 4096))
+                    return int(json.loads(file.read().splitlines()[-1])["step"])
+        return 0
+
+    def _ranks(self) -> list[int]:
+        """Return the processes of the ranks there are."""
+        try:
+            pids = [int(each["pid"]) for each in json.loads(self.folder.ranks.read_text())]
+        except (OSError, ValueError, KeyError):
+            return []
+        self.pids.update(pids)
+        return [pid for pid in pids if _lives(pid)]
+
+    def _strike(self, strike: Strike) -> bool:
+        """Strike a rank; False where there is none to spare now."""
+        ranks = self._ranks()
+        if len(ranks) < 2:
+            return False
+        time.sleep(strike.delay_s)
+        target = ranks[int(strike.which * len(ranks))]
+        if strike.kind == "kill":
+            _send(target, signal.SIGKILL)
+        elif strike.kind == "slow":
+            end = time.monotonic() + _SLOW_S
+            while time.monotonic() < end and _lives(target):
+                _send(target, signal.SIGSTOP)
+                time.sleep(_PERIOD_S * _STOPPED)
+                _send(target, signal.SIGCONT)
+                time.sleep(_PERIOD_S * (1 - _STOPPED))
+        else:
+            _send(target, signal.SIGTERM)
+            end = time.monotonic() + _LEFT_S
+            while time.monotonic() < end and _lives(target):
+                time.sleep(0.02)
+            _send(self.launcher.pid, signal.SIGUSR1)  # its device is back
+        self.struck.append(strike)
+        return True
+
+
+def _send(pid: int, which: signal.Signals) -> None:
+    with suppress(ProcessLookupError):
+        os.kill(pid, which)
+
+
+def _lives(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def _still_there(pids: set[int]) -> tuple[int, ...]:
+    """Return which processes do not end in time."""
+    end = time.monotonic() + _END_S
+    while (left := tuple(sorted(filter(_lives, pids)))) and time.monotonic() < end:
+        time.sleep(0.05)
+    return left
+
+
+def rows(disturbed: Disturbed, undisturbed: Disturbed) -> Iterator[tuple[str, str]]:
+    """Yield what a disturbed run came to, beside the one that nobody disturbed: names and values."""
+    pauses = disturbed.pauses_s
+    for kind in dict.fromkeys(strike.kind for strike in disturbed.struck):
+        yield kind, f"{sum(strike.kind == kind for strike in disturbed.struck)} times"
+    if pauses:
+        worst = max(pauses)
+        yield "changes of ranks", f"{len(pauses)}: median {median(pauses):.2f} s, longest {worst:.2f} s"
+    back = [event for event in disturbed.events if event.event == "resumed" and "went back" in event.why]
+    yield "times that state was lost", str(len(back))
+    seconds = f"{disturbed.seconds:.1f} s for {undisturbed.seconds:.1f} s undisturbed"
+    yield "time from the first step to the last", seconds
+    part = disturbed.goodput / undisturbed.goodput if undisturbed.goodput else 0.0
+    yield "goodput", f"{disturbed.goodput:,.0f} tokens/s, {part:.0%} of {undisturbed.goodput:,.0f}"
+    yield "steps", f"{len(disturbed.metrics)} of {len(undisturbed.metrics)}"
+    yield "largest difference of a loss", f"{disturbed.difference(undisturbed):.1e} of it"
+    yield "processes left behind", str(len(disturbed.left))

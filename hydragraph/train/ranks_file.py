@@ -1,0 +1,36 @@
+"""`ranks.json`: the processes of a run, by rank; replaced whole whenever others are its ranks.
+
+[{"rank": 0, "pid": 4711, "host": "node-a", "device": "cuda:0"}, ...]
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from hydragraph.runtime.launch import World
+from hydragraph.train.whole import write_whole
+
+
+@dataclass(frozen=True)
+class RankPlace:
+    """One rank: its process, the host that this is on, and what it computes on."""
+
+    rank: int
+    pid: int
+    host: str
+    device: str
+
+
+def ranks_of(world: World) -> list[RankPlace]:
+    """Return all ranks; all of them call it."""
+    return world.gather(RankPlace(world.rank, os.getpid(), socket.gethostname(), str(world.device)))
+
+
+def write_ranks(path: Path, ranks: Sequence[RankPlace]) -> None:
+    """Replace the file."""
+    write_whole(path, json.dumps([asdict(each) for each in ranks]) + "\n")

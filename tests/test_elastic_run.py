@@ -1,0 +1,105 @@
+"""`hydragraph train` goes on when its ranks are killed, and `hydragraph chaos` shows it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from hydragraph.commands.chaos import TOLERANCE
+from hydragraph.elastic.events import read_events
+from hydragraph.train.metrics import read_metrics
+from hydragraph.train.ranks_file import RankPlace
+from tests.thorough import thorough
+from tests.train.plain import settings
+
+ROOT = Path(__file__).parents[1]
+LIMIT_S = 150.0
+
+
+def written(folder: Path, **changed: Any) -> Path:
+    """Write the config of a tiny run on three ranks."""
+    config = settings(folder) | {
+        "ranks": 3,
+        "strategies": ["<tp1,pp2> + <tp1,pp1>"],
+        "steps": 30,
+        "check": "off",
+        "checkpoint_every": 10,
+        "evaluate_every": 10,
+        "output": str(folder / "run"),
+        "elastic": {"copies": 2},
+    }
+    path = folder / "config.yaml"
+    path.write_text(yaml.safe_dump(config | changed))
+    return path
+
+
+def started(path: Path) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "hydragraph", "train", str(path), "--overwrite"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
+
+
+def ranks(run: Path) -> list[int]:
+    return [RankPlace(**each).pid for each in json.loads((run / "ranks.json").read_text())]
+
+
+def wait_for_step(run: Path, step: int) -> None:
+    end = time.monotonic() + LIMIT_S
+    while time.monotonic() < end:
+        if (run / "metrics.jsonl").is_file() and len(read_metrics(run / "metrics.jsonl")) >= step:
+            return
+        time.sleep(0.02)
+    raise AssertionError(f"step {step} never came")
+
+
+def test_a_run_whose_leader_is_killed_goes_on_in_the_other_processes(tmp_path: Path) -> None:
+    process = started(written(tmp_path, elastic={"copies": 2, "rejoin": False}))
+    run = tmp_path / "run"
+    wait_for_step(run, 4)
+    before = ranks(run)
+    os.kill(before[0], signal.SIGKILL)
+    said, _ = process.communicate(timeout=LIMIT_S)
+    assert process.returncode == 0, said
+    assert ranks(run) == before[1:]
+    assert [metrics.step for metrics in read_metrics(run / "metrics.jsonl")] == list(range(1, 31))
+    events = read_events(run / "events.jsonl")
+    assert [event.event for event in events] == ["fault", "resumed"]
+    assert events[0].ranks == (0,)
+    assert events[1].seconds > 0
+    assert "no state was lost" in events[1].why
+    assert (run / "model" / "config.json").is_file()
+
+
+@thorough
+def test_too_few_ranks_save_and_end_with_a_sentence(tmp_path: Path) -> None:
+    process = started(written(tmp_path, elastic={"copies": 2, "rejoin": False, "min_ranks": 3}))
+    run = tmp_path / "run"
+    wait_for_step(run, 3)
+    os.kill(ranks(run)[1], signal.SIGKILL)
+    said, _ = process.communicate(timeout=LIMIT_S)
+    assert process.returncode == 1
+    found = re.search(r"2 ranks are left, and min_ranks is 3: saved after step (\d+)", " ".join(said.split()))
+    assert found, said
+    assert (run / "checkpoints" / f"step-{int(found[1]):08d}" / "complete.json").is_file()
+
+
+@thorough
+def test_chaos_comes_to_the_same_curve(tmp_path: Path) -> None:
+    path = written(tmp_path)
+    command = [sys.executable, "-m", "hydragraph", "chaos", str(path), "--kills", "3", "--slow", "1", "--joins", "1"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=2 * LIMIT_S, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "processes left behind" in done.stdout
+    worst = re.search(r"largest difference of a loss\W+(\S+) of it", done.stdout)
+    assert worst is not None
+    assert float(worst[1]) <= TOLERANCE

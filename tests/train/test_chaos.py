@@ -1,0 +1,56 @@
+"""Strikes are a function of the seed, and what became of a run is read from its files."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+from hydragraph.elastic.events import Event
+from hydragraph.spec.record import from_record
+from hydragraph.train.chaos import Disturbed, draw, prepared, rows
+from hydragraph.train.config import TrainConfig
+from hydragraph.train.metrics import Metrics
+from tests.train.plain import settings
+
+
+def metrics(step: int, loss: float) -> Metrics:
+    return Metrics(step, loss, 1.0, 1e-3, 100, 1000.0, 0.1, "<tp1,pp1>", 4, (1,))
+
+
+def test_strikes_come_from_the_seed() -> None:
+    strikes = draw(5, 2, 3, 100, seed=1)
+    assert strikes == draw(5, 2, 3, 100, seed=1) != draw(5, 2, 3, 100, seed=2)
+    assert sorted(strike.kind for strike in strikes) == [*["kill"] * 5, *["leave and join"] * 3, *["slow"] * 2]
+    assert [strike.step for strike in strikes] == sorted(strike.step for strike in strikes)
+    assert all(2 <= strike.step <= 95 for strike in strikes)
+
+
+def test_runs_are_long_enough_and_one_survives(tmp_path: Path) -> None:
+    config = TrainConfig.load(written(tmp_path))
+    peaceful, stormy = prepared(config, tmp_path, strikes=50)
+    assert peaceful.steps == stormy.steps == 260
+    assert not peaceful.elastic.survives
+    assert stormy.elastic.survives
+    assert stormy.home.copies == 2
+    assert peaceful.output != stormy.output
+
+
+def written(folder: Path) -> Path:
+    path = folder / "config.yaml"
+    from_record(TrainConfig, settings(folder) | {"ranks": 2, "strategies": ["<tp1,pp2>"]}).save(path)
+    return path
+
+
+def test_what_became_of_a_run() -> None:
+    calm = Disturbed(0, 1.0, (metrics(1, 2.0), metrics(2, 1.0)))
+    event = Event(1, "resumed", (0,), 0.5, "all went back to the checkpoint after step 0")
+    wild = replace(calm, seconds=2.0, metrics=(metrics(1, 2.0), metrics(2, 1.01)), events=(event,), left=(7,))
+    assert calm.difference(calm) == 0
+    assert math.isclose(wild.difference(calm), 0.01, rel_tol=1e-9)
+    assert calm.difference(replace(calm, metrics=calm.metrics[:1])) == math.inf
+    told = dict(rows(wild, calm))
+    assert told["goodput"] == "100 tokens/s, 50% of 200"
+    assert told["changes of ranks"] == "1: median 0.50 s, longest 0.50 s"
+    assert told["times that state was lost"] == "1"
+    assert told["processes left behind"] == "1"
