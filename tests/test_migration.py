@@ -295,3 +295,44 @@ def test_state_moves_a_part_between_every_two_steps(prepared: Ready, smooth: lis
     whole = received(hg.Home(), new, RANKS, prepared.variants.program.buckets)
     frozen = sum(sum(each) for _, _, each in found) / sum(whole)
     assert 4 < frozen < 12, "weights and two moments, of what is frozen weights alone"
+
+
+# Moves that are cut off.
+
+
+def cut_moves(prepared: Ready) -> tuple[list[float], list[tuple[int, str]]]:
+    """One rank fails amid a move, before any has everything; then one misses its end, which the others do not."""
+    exe = compiled(prepared, clip=None)
+    losses, outcomes = train(exe, [0]), []
+    everybody: list[int | None] = [*range(RANKS)]
+    for number, (victim, at) in enumerate([(2, "bring"), (1, "_take")], start=1):
+        exe.leave()
+        world = regroup(2 * number - 1, range(RANKS))
+        assert world is not None
+        with pytest.MonkeyPatch.context() as patch:
+            if world.rank == victim and at == "bring":
+                patch.setattr("hydragraph.executable.bring", lambda *_: stop())
+            elif world.rank == victim:
+                patch.setattr(exe, "_take", stop)
+            try:
+                exe.move(world, hg.Home([1, 2, 3, 4], copies=2), everybody)
+                exe.step(batch(number))  # those who have ended it cannot go on alone
+            except (hg.RankFailure, StruckError) as error:
+                outcomes.append((exe._generation, type(error).__name__))
+        exe.leave()
+        world = regroup(2 * number, range(RANKS))
+        assert world is not None
+        moved = exe.move(world, TWICE, everybody)
+        assert (moved.step, moved.restored) == (number, None)
+        losses += train(exe, [number])
+    exe.close()
+    return losses, outcomes
+
+
+def test_a_move_that_is_cut_off_is_repeated(prepared: Ready, smooth: list[list[float]]) -> None:
+    found = hg.launch(cut_moves, RANKS, prepared, timeout=LIMIT)
+    assert [losses for losses, _ in found] == [smooth[5][:3]] * RANKS
+    first = [outcomes[0] for _, outcomes in found]
+    assert first == [(0, "RankFailure"), (0, "RankFailure"), (0, "StruckError"), (0, "RankFailure")]
+    second = [outcomes[1] for _, outcomes in found]
+    assert second == [(2, "RankFailure"), (1, "StruckError"), (2, "RankFailure"), (2, "RankFailure")]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -130,7 +132,8 @@ def compile_quietly(config: TrainConfig, micro_batches: str, output: Path, trust
         bar.update(
             task, total=compiler.steps([strategy for strategy in parsed if not isinstance(strategy, CompiledStrategy)])
         )
-        compiled = [_compiled(compiler, strategy, micro_batches) for strategy in parsed]
+        with _threads_of_a_rank(config.ranks):
+            compiled = [_compiled(compiler, strategy, micro_batches) for strategy in parsed]
         summary = summarise(program, compiler, compiled, seconds)
         write_folder(output, program, summary, compiler.variants, compiled, owners.home)
         fitting = [each.programs.strategy for each in compiled if each.programs is not None]
@@ -145,6 +148,21 @@ def compile_quietly(config: TrainConfig, micro_batches: str, output: Path, trust
             print("hydragraph: Inductor had no code to write", file=sys.stderr)
         save(output, program, named_variants(compiler.traced, fitting), model_record(model), check, config.ranks)
     return summary
+
+
+@contextmanager
+def _threads_of_a_rank(ranks: int) -> Iterator[None]:
+    """Compute with as many threads as one of so many ranks here: Inductor's code for a CPU is for their number."""
+    import torch
+
+    from hydragraph.runtime.rank_process import threads_of
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads_of(ranks))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _parsed(text: str, layers: int) -> Strategy | CompiledStrategy:

@@ -214,8 +214,13 @@ def _take(seat: Seat) -> None:
     loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
     if loopback is not None:  # else gloo resolves the host's name, which may lead outside or nowhere
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
+    torch.set_num_threads(threads_of(seat.ranks))
+
+
+def threads_of(ranks: int) -> int:
+    """Return how many threads each of this machine's ranks computes with: all share its cores."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    torch.set_num_threads(max(1, cores // seat.ranks))
+    return max(1, cores // ranks)
 
 
 def _end_with_launcher() -> None:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,7 +16,9 @@ from hydragraph.ahead import inductor_code
 from hydragraph.ahead.inductor_code import FILE, write_code
 from hydragraph.ahead.load import load
 from tests.ahead.folders import written
+from tests.commands.tiny import write
 from tests.models import captured
+from tests.thorough import thorough
 
 
 def test_code_is_left_alone_unless_it_is_trusted(
@@ -45,3 +51,37 @@ def test_nothing_is_written_where_nothing_was_compiled(tmp_path: Path, monkeypat
     monkeypatch.setattr(torch.compiler, "save_cache_artifacts", lambda: None)
     assert not write_code(tmp_path)
     assert not (tmp_path / FILE).exists()
+
+
+def hydragraph(folder: Path, cache: str, *arguments: str) -> str:
+    """Run the command line with an Inductor cache of its own; return what Inductor says of that."""
+    done = subprocess.run(
+        [sys.executable, "-m", "hydragraph", *arguments],
+        cwd=folder,
+        env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(folder / cache), "TORCH_LOGS": "+torch._inductor.codecache"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stderr
+
+
+@thorough
+def test_ranks_find_code_that_they_may_trust_and_train_to_the_same_bits(tmp_path: Path) -> None:
+    data = {"paths": [str(tmp_path / "texts")], "vocab_size": 260, "tokens_per_step": 96, "max_length": 32}
+    write(tmp_path, ranks=2, strategies=["<[0,1]x2>"], backend="inductor", check="off", steps=2, data=data)
+    hydragraph(tmp_path, "there", "compile", "config.yaml", "--output", "out", "--trust")
+    losses = []
+    for cache, more, found in (
+        ("trusting", ["--compiled", "out", "--trust"], True),
+        ("wary", ["--compiled", "out"], False),
+        ("alone", [], False),
+    ):
+        said = hydragraph(tmp_path, cache, "train", "config.yaml", *more)
+        assert ("fx graph cache miss" in said) != found  # where it is not found, one rank may find what another made
+        assert "fx graph cache hit" in said or not found
+        (tmp_path / "run").rename(tmp_path / f"run-{cache}")
+        lines = (tmp_path / f"run-{cache}" / "metrics.jsonl").read_text().splitlines()
+        losses.append([json.loads(line).get("loss") for line in lines])
+    assert losses[0] == losses[1] == losses[2]

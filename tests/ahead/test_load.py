@@ -24,9 +24,12 @@ from hydragraph.runtime.variants import Variants
 from hydragraph.spec.stage_kind import StageKind
 from tests.adapted import hand_written_lora
 from tests.ahead.folders import edit, rehash, resign, written
-from tests.models import captured, llama, sequences
+from tests.models import captured, gemma, gpt2, llama, phi3, qwen3, sequences
 
-SWITCHED = ("<[0,1]x2s>", "<[0]x1r,[1]x1>")  # in turn; the last rank of the second has the last stage
+# In turn; the last rank of the second has the last stage, which is no stage of the first.
+SWITCHED = ("<[0,1]x2s>", "<[0]x1r,[1]x1>")
+SWITCHED_DEEPER = ("<[0,1]x3s>", "<[0]x1r,[1]x2>")
+FAMILIES = {"gpt2": lambda: gpt2(layers=2), "phi3": phi3, "qwen3": qwen3, "gemma": gemma}
 
 
 @pytest.fixture(scope="module")
@@ -38,12 +41,20 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def model_of(name: str) -> nn.Module:
-    return hand_written_lora() if name == "lora" else llama(layers=2)
+    if name == "lora":
+        return hand_written_lora()
+    return FAMILIES[name]() if name in FAMILIES else llama(layers=2)
 
 
-def trained(model: nn.Module, folder: Path | None, dtype: torch.dtype, program: hg.Program | None) -> dict[str, Tensor]:
+def switched(name: str) -> tuple[str, ...]:
+    return SWITCHED_DEEPER if name == "lora" else SWITCHED
+
+
+def trained(name: str, folder: Path | None, dtype: torch.dtype, traced: bool) -> dict[str, Tensor]:
     """Train two steps under strategies in turn, and return rank 0's weights."""
-    strategies = [hg.Strategy.parse(text, layers=2) for text in SWITCHED]
+    model = model_of(name)
+    program = frontend.capture(model, dtype) if traced else None
+    strategies = switched(name)
     factory = lambda named: torch.optim.AdamW(named, lr=1e-2)  # noqa: E731
     executable = hg.compile(
         model, strategies[0], factory, dtype=dtype, device="cpu", program=program, compiled=folder, check="off"
@@ -64,13 +75,12 @@ def from_folder(name: str, dtype: torch.dtype, folder: Path) -> dict[str, Tensor
     frontend.capture = _never  # type: ignore[assignment]
     vars(differentiate)["trace_joint"] = _never
     vars(graph_passes)["shard"] = _never
-    return trained(model_of(name), folder, dtype, None)
+    return trained(name, folder, dtype, traced=False)
 
 
 def traced(name: str, dtype: torch.dtype) -> dict[str, Tensor]:
     """On every rank: train from a capture of its own."""
-    model = model_of(name)
-    return trained(model, None, dtype, frontend.capture(model, dtype))
+    return trained(name, None, dtype, traced=True)
 
 
 @pytest.mark.parametrize(
@@ -78,12 +88,12 @@ def traced(name: str, dtype: torch.dtype) -> dict[str, Tensor]:
     [
         ("llama", torch.float32),
         pytest.param("llama", torch.bfloat16, marks=pytest.mark.thorough),
-        pytest.param("lora", torch.float32, marks=pytest.mark.thorough),
+        *(pytest.param(name, torch.float32, marks=pytest.mark.thorough) for name in ("lora", *FAMILIES)),
     ],
 )
 def test_ranks_that_start_from_a_folder_train_the_same_bits(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
     model = model_of(name)
-    written(tmp_path, model, hg.capture(model, dtype=dtype), *SWITCHED, ranks=2)
+    written(tmp_path, model, hg.capture(model, dtype=dtype), *switched(name), ranks=2)
     kept._shared.clear()
     read = hg.launch(from_folder, 2, name, dtype, tmp_path)[0]
     found = hg.launch(traced, 2, name, dtype)[0]
