@@ -22,7 +22,8 @@ from statistics import median
 from typing import Literal
 
 from hydragraph.elastic.events import Event, read_events
-from hydragraph.train.config import TrainConfig
+from hydragraph.spec.home import Home
+from hydragraph.train.config import PlanConfig, TrainConfig
 from hydragraph.train.folder import RunFolder
 from hydragraph.train.metrics import Metrics, read_metrics
 
@@ -92,6 +93,38 @@ class Disturbed:
         if mine.keys() != theirs.keys() or not mine:
             return math.inf
         return max(abs(mine[step] - theirs[step]) / abs(theirs[step]) for step in mine)
+
+
+ROUNDING = 1e-5  # of a loss: what other groupings of sums may come to at once
+MARGIN = 10.0  # times what they come to in a run that nobody disturbs
+
+
+def departure(disturbed: Disturbed, undisturbed: Disturbed, control: Disturbed) -> int | None:
+    """Return the first step whose loss is another than rounding explains; None: there is none.
+
+    Training amplifies rounding, at a high learning rate without bounds: two sums in another order, and a hundred steps
+    later losses differ visibly. So a third run that nobody disturbs, on one rank, says how far that goes up to a step.
+
+    Args:
+        disturbed, undisturbed: the runs that are compared.
+        control: the undisturbed one on other ranks.
+    """
+    theirs = {m.step: m.loss for m in undisturbed.metrics}
+    others = {m.step: m.loss for m in control.metrics}
+    mine = {m.step: m.loss for m in disturbed.metrics}
+    allowed = ROUNDING
+    for step, loss in theirs.items():
+        allowed = max(allowed, MARGIN * abs(others.get(step, loss) - loss) / abs(loss))
+        if step not in mine or not abs(mine[step] - loss) <= allowed * abs(loss):
+            return step
+    return None
+
+
+def alone(config: TrainConfig, folder: Path) -> TrainConfig:
+    """Return the config of the run on one rank."""
+    return replace(
+        config, ranks=1, strategies=("<tp1,pp1>",), plan=PlanConfig(), home=Home(), output=str(folder / "alone")
+    )
 
 
 def draw(kills: int, slow: int, joins: int, steps: int, seed: int) -> list[Strike]:

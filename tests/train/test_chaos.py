@@ -8,7 +8,7 @@ from pathlib import Path
 
 from hydragraph.elastic.events import Event
 from hydragraph.spec.record import from_record
-from hydragraph.train.chaos import Disturbed, draw, prepared, rows
+from hydragraph.train.chaos import Disturbed, alone, departure, draw, prepared, rows
 from hydragraph.train.config import TrainConfig
 from hydragraph.train.metrics import Metrics
 from tests.train.plain import settings
@@ -34,6 +34,7 @@ def test_runs_are_long_enough_and_one_survives(tmp_path: Path) -> None:
     assert stormy.elastic.survives
     assert stormy.home.copies == 2
     assert peaceful.output != stormy.output
+    assert alone(peaceful, tmp_path).ranks == 1
 
 
 def written(folder: Path) -> Path:
@@ -54,3 +55,16 @@ def test_what_became_of_a_run() -> None:
     assert told["changes of ranks"] == "1: median 0.50 s, longest 0.50 s"
     assert told["times that state was lost"] == "1"
     assert told["processes left behind"] == "1"
+
+
+def curve(*losses: float) -> Disturbed:
+    return Disturbed(0, 1.0, tuple(metrics(step, loss) for step, loss in enumerate(losses, start=1)))
+
+
+def test_rounding_may_grow_as_it_does_undisturbed_and_no_further() -> None:
+    plain, control = curve(2.0, 1.0, 1.0), curve(2.0, 1.001, 1.001)
+    assert departure(curve(2.0, 1.005, 1.0), plain, control) is None
+    assert departure(curve(2.0, 1.02, 1.0), plain, control) == 2
+    assert departure(curve(2.001, 1.0, 1.0), plain, control) == 1
+    assert departure(curve(2.0, 1.0), plain, control) == 3
+    assert departure(curve(2.0, math.nan, 1.0), plain, control) == 2
