@@ -1,0 +1,136 @@
+"""Learn from preferences by DPO (Rafailov et al., 2023), on pairs of answers that may lie in different micro-batches.
+
+The loss of a pair, -log sigmoid(beta * margin), needs both answers' log-probabilities at once, and `loss=` sees only
+what one micro-batch holds. Its gradient does not: it is a sum over the tokens of both answers,
+
+    -beta * sigmoid(-beta * margin) * (grad log p(chosen) - grad log p(rejected)),
+
+with a weight for each answer that is a mere number once the margin is known. So a step first reads what the model gives
+each answer today, without gradients, and then trains on tokens with those weights, packed and cut in any way. That is
+exact; it costs a forward pass more, for which answers are read one by one.
+
+python examples/dpo.py, or under torchrun.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import hydragraph as hg
+
+RANKS, VOCABULARY, BETA = 2, 64, 0.5
+
+
+@dataclass(frozen=True, eq=False)
+class Pair:
+    """A prompt, [P] ids, and two answers, [A] ids: one that people preferred to the other."""
+
+    prompt: Tensor
+    chosen: Tensor
+    rejected: Tensor
+
+
+def weighted(outputs: Any, batch: dict[str, Tensor]) -> Tensor:
+    """Sum what answers' tokens cost, each times the weight of its answer; labels are shifted already."""
+    logits = outputs.logits[0].float()  # [T, vocabulary]
+    costs = F.cross_entropy(logits, batch["labels"][0], ignore_index=-100, reduction="none")
+    return (costs * batch["weights"][0]).sum()
+
+
+def sequence(prompt: Tensor, answer: Tensor, weight: float = 1.0) -> dict[str, Tensor]:
+    """Return a prompt, which is no target, with an answer of that weight."""
+    ids = torch.cat([prompt, answer])
+    labels = torch.cat([torch.full_like(prompt, -100), answer])
+    return {"input_ids": ids, "labels": labels, "weights": torch.full((len(ids),), weight)}
+
+
+def log_ratio(exe: hg.Executable, pair: Pair) -> float:
+    """Return log p(chosen) - log p(rejected) under the weights of today, by one evaluation of each answer."""
+    chosen, rejected = (exe.evaluate([sequence(pair.prompt, one)]) for one in (pair.chosen, pair.rejected))
+    return rejected.loss * rejected.tokens - chosen.loss * chosen.tokens  # a report's loss is a mean over targets
+
+
+def preferred(exe: hg.Executable, pairs: Sequence[Pair], reference: Sequence[float]) -> float:
+    """Make one step of DPO; return the mean loss of the pairs before it.
+
+    Args:
+        exe: compiled with the loss `weighted`.
+        pairs: of the mini-batch; every rank passes the same.
+        reference: `log_ratio` of each pair under the model that training began with.
+    """
+    now = [log_ratio(exe, pair) for pair in pairs]
+    margins = BETA * (torch.tensor(now) - torch.tensor(reference))
+    # A step divides by all targets, and DPO's mean is over pairs.
+    targets = sum(len(pair.chosen) + len(pair.rejected) for pair in pairs)
+    weights = (BETA * torch.sigmoid(-margins) * targets / len(pairs)).tolist()
+    exe.step(
+        [
+            sequence(pair.prompt, answer, sign * weight)
+            for pair, weight in zip(pairs, weights, strict=True)
+            for answer, sign in ((pair.chosen, 1.0), (pair.rejected, -1.0))
+        ]
+    )
+    return float(-F.logsigmoid(margins).mean())
+
+
+def tiny() -> LlamaForCausalLM:
+    """Return a model from a seed, the same on every rank."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=VOCABULARY,
+    )
+    return LlamaForCausalLM(config)
+
+
+def drawn(count: int) -> list[Pair]:
+    """Return pairs whose preferred answer is of small ids."""
+    half = VOCABULARY // 2
+    draw = torch.Generator().manual_seed(1)
+
+    def ids(low: int, high: int) -> Tensor:
+        length = int(torch.randint(3, 12, (), generator=draw))
+        return torch.randint(low, high, (length,), generator=draw)
+
+    return [Pair(ids(0, VOCABULARY), ids(0, half), ids(half, VOCABULARY)) for _ in range(count)]
+
+
+def train(steps: int) -> list[float]:
+    """Train and return the loss of every step."""
+    exe = hg.compile(
+        tiny(),
+        "<[0]x1,[1]x1>",
+        lambda named: torch.optim.AdamW(named, lr=3e-3),
+        loss=weighted,
+        example={"weights": torch.ones(1, 8)},
+    )
+    pairs = drawn(4)
+    reference = [log_ratio(exe, pair) for pair in pairs]
+    losses = []
+    for step in range(1, steps + 1):
+        losses.append(preferred(exe, pairs, reference))
+        if exe.rank == 0:
+            print(f"step {step}  loss {losses[-1]:.4f}", flush=True)
+    exe.close()
+    return losses
+
+
+if __name__ == "__main__":
+    count = int(sys.argv[1]) if len(sys.argv) > 1 else 6
+    if "WORLD_SIZE" in os.environ:
+        train(count)
+    else:
+        hg.launch(train, RANKS, count)
