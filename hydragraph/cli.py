@@ -114,7 +114,7 @@ def _sentences(debug: bool, log_level: str | None = None) -> Iterator[None]:
         _complain("stopped", debug)
         raise typer.Exit(130) from None  # 128 + SIGINT, as shells have it
     except (ValueError, OSError, ImportError) as error:
-        _complain(str(error), debug)
+        _complain(_said(error), debug)
         raise typer.Exit(_MISTAKE) from None
     except (FloatingPointError, RankFailure, TimeoutError) as error:
         _complain(str(error), debug)
@@ -125,6 +125,24 @@ def _sentences(debug: bool, log_level: str | None = None) -> Iterator[None]:
     finally:
         if log_level is not None:
             log.show(None)
+
+
+# What is wrong with a path that somebody gave, instead of a number and the system's words.
+_PATHS: dict[type[Exception], str] = {
+    FileNotFoundError: "there is no such file or directory: correct the path",
+    IsADirectoryError: "a directory, where a file is needed: name the file",
+    NotADirectoryError: "below a file, where a directory is needed: correct the path",
+    PermissionError: "may not be used by you: change its permissions, or name another",
+}
+
+
+def _said(error: Exception) -> str:
+    """Return an error in words; where the system itself has refused a path, with a way out."""
+    if isinstance(error, OSError) and error.filename is not None and error.strerror == os.strerror(error.errno or 0):
+        way = _PATHS.get(type(error))
+        if way is not None:
+            return f"{error.filename}: {way}"
+    return str(error)
 
 
 def _complain(sentence: str, debug: bool) -> None:

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 from hydragraph.data import tokenizer
 from hydragraph.data.chat import CHATML
 from tests.commands.tiny import run
+from tests.thorough import thorough
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 WORDS = "what is one two three four five six and it"
@@ -80,6 +81,7 @@ def test_lora_on_chats_from_the_config(tmp_path: Path, base: Path) -> None:
     assert "adapter_config.json" in {path.name for path in kept.iterdir()}
 
 
+@thorough
 def test_all_weights_of_a_bfloat16_directory_on_pairs(tmp_path: Path, base: Path) -> None:
     data = tmp_path / "pairs.jsonl"
     data.write_text((json.dumps({"prompt": "what is one and two", "completion": " it is three"}) + "\n") * 60)
@@ -108,6 +110,7 @@ def test_all_weights_of_a_bfloat16_directory_on_pairs(tmp_path: Path, base: Path
         assert torch.equal(weight.to(torch.bfloat16), again.state_dict()[name]), name
 
 
+@thorough
 def test_pretraining_goes_on_with_a_mixture_and_perplexity_of_each_set(tmp_path: Path, base: Path) -> None:
     for name in ("new", "old"):
         (tmp_path / name).mkdir()

@@ -47,12 +47,24 @@ def read_counts(text: str, pipelines: int) -> list[int]:
     Raises:
         ValueError: these are no numbers, all 0, or not as many as there are pipelines.
     """
-    parts = text.split(",")
-    if not all(part.strip().isdecimal() for part in parts) or len(parts) not in (1, pipelines):
+    counts = check_counts(text)
+    if len(counts) not in (1, pipelines):
         raise ValueError(
             f"--micro-batches {text!r}: give one number, or one for each of the {pipelines} pipelines: 4,2"
         )
-    counts = [int(part) for part in parts] * (pipelines if len(parts) == 1 else 1)
+    return counts * (pipelines if len(counts) == 1 else 1)
+
+
+def check_counts(text: str) -> list[int]:
+    """Read numbers of micro-batches before it is known of how many pipelines they are.
+
+    Raises:
+        ValueError: these are no numbers, or all 0.
+    """
+    parts = text.split(",")
+    if not all(part.strip().isdecimal() for part in parts):
+        raise ValueError(f"--micro-batches {text!r}: give one number, or one for each pipeline: 4,2")
+    counts = [int(part) for part in parts]
     if not any(counts):
         raise ValueError(f"--micro-batches {text!r}: nothing would be computed; give some pipeline at least 1")
     return counts

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from hydragraph.commands.options import Debug, Set, read_counts
+from hydragraph.commands.options import Debug, Set, check_counts, read_counts
 from hydragraph.commands.process import quieten
 from hydragraph.train.config import TrainConfig
 
@@ -73,6 +73,7 @@ def show_command(
     --schedule, --diff.
     """
     chosen = tuple(strategies or ())
+    check_counts(micro_batches)
     looks = parameter is not None or memory or traffic or schedule or diff is not None
     if output is not None and not schedule:
         raise ValueError("--output is for the picture of --schedule: give both")
@@ -133,6 +134,8 @@ def show_command(
             look(Path(folder), chosen)
     elif passes:
         _show_passes(TrainConfig.load(source, overrides or ()), chosen, rank)
+    elif rank is not None and not chosen:
+        raise ValueError(f"--rank {rank}: ranks run a program under a strategy: give --strategy, too")
     else:
         _show(TrainConfig.load(source, overrides or ()), chosen, micro_batches, rank)
 

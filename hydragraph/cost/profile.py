@@ -233,6 +233,8 @@ class Profile:
             text = Path(path).read_text(encoding="utf-8")
         except FileNotFoundError:
             raise FileNotFoundError(f"{path}: there is no such file; write a profile with hydragraph profile") from None
+        except (IsADirectoryError, UnicodeDecodeError):
+            raise ValueError(f"{path}: no profile, which is a JSON file; write one with hydragraph profile") from None
         try:
             data = json.loads(text)
             others = tuple(cls(**profile_record.loaded(record)) for record in data.get("others", ()))

@@ -22,6 +22,8 @@ def load_yaml(path: str | Path) -> object:
     """Read a YAML file; a ValueError names it."""
     try:
         return parse_yaml(Path(path).read_text(encoding="utf-8"))
+    except UnicodeDecodeError:
+        raise ValueError(f"{path}: no text in UTF-8: name a YAML file") from None
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
 

@@ -118,7 +118,8 @@ class RunFolder:
             raise ValueError(f"output {self.path} already holds a run: continue it with --resume, or use --overwrite")
         last = self._chosen(step) if how == "resume" else None
         if how == "resume" and last is None:
-            raise ValueError(f"output {self.path} holds no complete checkpoint to resume from: use --overwrite")
+            way = "use --overwrite" if holds_run else "correct output, or leave --resume out to begin a run"
+            raise ValueError(f"output {self.path} holds no complete checkpoint to resume from: {way}")
         if last is not None and config.epochs is None and last.step > config.steps:
             raise ValueError(f"{last.path} is past the last step: set steps to {last.step} or more")
         return last
