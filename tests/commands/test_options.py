@@ -16,7 +16,7 @@ def test_one_number_is_for_all_pipelines(text: str, pipelines: int, counts: list
 
 @pytest.mark.parametrize("text", ["", "4,", "-1", "1.5", "4,2,1", "many"])
 def test_other_counts_are_refused_with_an_example(text: str) -> None:
-    with pytest.raises(ValueError, match="give one number, or one for each (of the 2 pipelines|pipeline): 4,2"):
+    with pytest.raises(ValueError, match=r"give one number, or one for each (of the 2 pipelines|pipeline): 4,2"):
         read_counts(text, 2)
 
 
