@@ -31,6 +31,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -131,7 +132,9 @@ class LiveBytes(TorchDispatchMode):
         return made
 
     def _add(self, value: object) -> None:
-        if not isinstance(value, Tensor) or isinstance(value, FakeTensor) or value.device.type != "cpu":
+        if not isinstance(value, Tensor) or isinstance(value, FakeTensor) or is_lazy(value):
+            return
+        if value.device.type != "cpu":
             return
         storage = value.untyped_storage()
         key, size = id(storage), storage.nbytes()

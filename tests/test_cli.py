@@ -38,7 +38,7 @@ def test_help_imports_nothing_that_is_slow() -> None:
         (("train", sys.executable), "no text in UTF-8: name a YAML file"),
         (("train", "CONFIG", "--set", "optimizer.lrr=1"), "optimizer: unknown field 'lrr': did you mean 'lr'?"),
         (("train", "CONFIG", "--resume"), "to resume from: correct output, or leave --resume out"),
-        (("train", "CONFIG", "--resume-from", "last"), "--resume-from 'last': give a checkpoint of the run"),
+        (("train", "CONFIG", "--resume-from", "last"), "--resume-from 'last': give a checkpoint of the run by its"),
         (("train", "CONFIG", "--set", "output=CONFIG"), "is no directory: choose another output"),
         (("train", "CONFIG", "--resume", "--overwrite"), "give one of them"),
         (("train", "CONFIG", "--set", 'strategies=["<tp2,pp1>"]'), "strategies[0]: pipeline 0, stage 0: unknown rank"),

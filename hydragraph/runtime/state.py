@@ -252,7 +252,7 @@ def _refuse_other_groups(factory: OptimizerFactory, state: HomeState, optimizer:
     Raises:
         Unsupported: naming a parameter for which it then chooses other options, or that it then trains or not.
     """
-    named = [(name, p) for name, p in state.named() if p.numel()]
+    named = state.named()
     whole = [(n, nn.Parameter(p.new_zeros(()).expand(state.pieces[n].parameter.shape))) for n, p in named]
     try:
         of_whole = _options(factory(whole), whole)
@@ -260,7 +260,7 @@ def _refuse_other_groups(factory: OptimizerFactory, state: HomeState, optimizer:
         return
     of_shards = _options(optimizer, named)
     for name, shard in named:
-        if of_shards.get(name) != of_whole.get(name):
+        if shard.numel() and of_shards.get(name) != of_whole.get(name):
             raise Unsupported(
                 f"it groups {name!r} otherwise where it has its whole shape {list(state.pieces[name].parameter.shape)} "
                 f"than as the shard of shape {list(shard.shape)} that this rank holds",

@@ -104,7 +104,11 @@ def test_the_best_of_all_is_that_of_trying_everything(kinds: tuple[PipelineCost,
 def test_more_effort_is_never_worse(kinds: tuple[PipelineCost, ...], sizes: list[int], seed: int) -> None:
     efforts = [Effort(0, 1.0), Effort(0, 1e-3), Effort(3, 1e-3), Effort(10, 1e-3), Effort(10, 0.0), Effort(40, 0.0)]
     found = [assign_pipelines(kinds, sizes, effort=effort, seed=seed).seconds for effort in efforts]
-    assert found == sorted(found, reverse=True)
+    start = bounded_pipelines(kinds, sizes)
+    if start.given.terms.faithful.all():
+        assert found == sorted(found, reverse=True)
+    elif sizes:  # the search goes by constants, the tables judge its end: no effort ends above where all of it starts
+        assert max(found) <= enveloped(start, seed=seed).seconds
 
 
 @given(pipelines(most=1), pipelines(most=1), st.lists(st.integers(0, 2000), max_size=8), st.integers(1, 3))

@@ -8,7 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from types import FrameType
 
@@ -190,7 +190,9 @@ def meet(backend: str, store: Store, rank: int, ranks: int, generation: str = ""
     """
     make = lambda: dist.init_process_group(backend, store=store, rank=rank, world_size=ranks)  # noqa: E731
     watch = watch_of(None, lambda: store, rank, ranks, generation)
-    with watch.calling("join"), watch.guarding():
+    # Only where ranks go on after a failure they leave the default group, too: elsewhere it stays the user's.
+    cut = watch.guarding() if elastic() else nullcontext()
+    with watch.calling("join"), cut:
         watch.call(make)
 
 
