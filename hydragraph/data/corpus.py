@@ -24,11 +24,20 @@ class CorpusReport:
         documents: how many were yielded.
         empty: how many were left out because they hold no text (an empty file or string, or a null).
         undecodable: the files, lines and rows that were left out because they are not valid UTF-8 text.
+        bytes: of all the corpus's files.
+        read: bytes of them that were read; of a table, once all of it was.
     """
 
     documents: int = 0
     empty: int = 0
     undecodable: list[str] = field(default_factory=list)
+    bytes: int = field(default=0, compare=False)
+    read: int = field(default=0, compare=False)
+
+    @property
+    def part(self) -> float:
+        """How much of the corpus was read, of 1."""
+        return min(self.read / self.bytes, 1.0) if self.bytes else 0.0
 
     def sentence(self) -> str:
         """Return one sentence for people, naming at most three of the undecodable places."""
@@ -182,13 +191,18 @@ def _raise(error: OSError) -> None:
 
 def _draw(paths: list[Path], fields: Fields, report: CorpusReport) -> Iterator[Placed]:
     """Yield the documents of the files, counting what is left out, and log the count at the end."""
-    for path in paths:
+    sizes = [path.stat().st_size for path in paths]
+    report.bytes += sum(sizes)
+    behind = report.read
+    for path, size in zip(paths, sizes, strict=True):
         for placed in _read(path, fields, report):
             if placed.document:
                 report.documents += 1
                 yield placed
             else:
                 report.empty += 1
+        behind += size
+        report.read = behind
     level = logging.WARNING if report.undecodable else logging.INFO
     logging.getLogger(__name__).log(level, "%s", report.sentence())
 
@@ -221,6 +235,7 @@ def _read_jsonl(
     format: Format | None = None
     with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
+            report.read += len(line)
             if not line.strip():
                 continue
             place = f"{path}:{number}"

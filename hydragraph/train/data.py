@@ -30,7 +30,8 @@ _TOKENIZER = "tokenizer.json"
 # Packages of others, and the tests, which are as large as everything else and hold files that are broken on purpose.
 _NOT_STDLIB = ("site-packages", "dist-packages", "test", "tests", "idle_test", "lib2to3")
 
-Progress = Callable[[str, int], None]
+# What is being done, how many documents are done, and what part of all that is, from 0 (nothing, or not known) to 1.
+Progress = Callable[[str, int, float], None]
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,7 +95,7 @@ def prepare(config: TrainConfig, progress: Progress | None = None) -> Path:
 
     Args:
         config: of the run.
-        progress: called with what is being done and how many documents are done.
+        progress: called with what is being done, how many documents are done, and what part of all that is (or 0).
 
     Raises:
         ValueError: the corpus or the tokenizer cannot be used.
@@ -112,7 +113,7 @@ def prepare(config: TrainConfig, progress: Progress | None = None) -> Path:
             return directory
         check_data(config)
         try:
-            _make(config, existing, partial, progress or (lambda what, done: None))
+            _make(config, existing, partial, progress or (lambda what, done, part: None))
         except ValueError:  # which is the data's, and will be another's once it is mended
             shutil.rmtree(partial, ignore_errors=True)
             raise
@@ -135,10 +136,14 @@ def _make(config: TrainConfig, existing: Path | None, partial: Path, progress: P
         if (partial / name).is_file():
             continue
         what = "writing the token file" if name == f"{_TOKENS}.bin" else f"writing {name}"
-        placed = corpus.placed_documents(_paths(source), source.suffixes, source.fields)
+        reading = corpus.CorpusReport()
+        placed = corpus.placed_documents(_paths(source), source.suffixes, source.fields, reading)
         parts = Parts(partial / f"{name}.parts")
-        batches = parts.encoded(placed, encoder, lambda done, what=what: progress(what, done))  # type: ignore[misc]
-        for _ in batches:
+
+        def told(done: int, what: str = what, reading: corpus.CorpusReport = reading) -> None:
+            progress(what, done, reading.part)
+
+        for _ in parts.encoded(placed, encoder, told):
             pass
         vocabulary = vocabulary_of(encoder.tokenizer)
         write_encoded(partial / name, parts.read(), vocabulary, encoder.end, parts.targeted)
@@ -218,9 +223,9 @@ def verify(config: TrainConfig, directory: Path, progress: Progress | None = Non
     Raises:
         ValueError: a token file is not what was written; once it is deleted, `prepare` makes it anew.
     """
-    report = progress or (lambda what, done: None)
+    report = progress or (lambda what, done, part: None)
     for name in _token_files(config.data):
-        TokenFile.open(directory / name).verify(lambda done: report("checking the token file", done))
+        TokenFile.open(directory / name).verify(lambda done: report("checking the token file", done, 0.0))
 
 
 def _token_files(data: DataConfig) -> dict[str, SourceConfig]:
@@ -377,6 +382,6 @@ def _counted(texts: Iterable[str], what: str, progress: Progress) -> Iterator[st
     count = 0
     for count, text in enumerate(texts, start=1):
         if count % 100 == 0:
-            progress(what, count)
+            progress(what, count, 0.0)
         yield text
-    progress(what, count)
+    progress(what, count, 0.0)

@@ -145,8 +145,8 @@ class Trainable(Protocol):
 class Watcher(Protocol):
     """Who is told how a run goes, on rank 0."""
 
-    def preparing(self, what: str, documents: int) -> None:
-        """A corpus is being prepared."""
+    def preparing(self, what: str, documents: int, part: float) -> None:
+        """A corpus is being prepared; so many documents are done, which part of it (0: not known)."""
 
     def started(self, done: int, steps: int) -> None:
         """Training begins after `done` of `steps` steps."""

@@ -14,6 +14,8 @@ from hydragraph.train.metrics import Metrics, perplexity
 
 # Seconds between lines where there is no terminal: often at first, when people look whether it goes well.
 _OFTEN_S, _SELDOM_S, _SETTLED_S = 10.0, 60.0, 600.0
+# Seconds of preparing that tell how long the rest takes.
+_TELLING_S = 5.0
 
 
 class Screen:
@@ -42,6 +44,7 @@ class Screen:
         self._began = clock()
         self._printed = clock()  # when the last line was, where there is no terminal
         self._first: tuple[int, float] | None = None  # the first step of this session, and when it was done
+        self._part = (0.0, clock())  # which part of a preparation was done when this session began with it
         self._hearing = ExitStack()
 
     def __enter__(self) -> Screen:
@@ -60,9 +63,16 @@ class Screen:
         else:
             self._show(what, done, of or None, "")
 
-    def preparing(self, what: str, documents: int) -> None:
-        """Show how many documents are done."""
-        self._show(what, documents, None, "documents")
+    def preparing(self, what: str, documents: int, part: float = 0.0) -> None:
+        """Show how many documents are done, and how long the others take where it is known which part that is."""
+        now = self._clock()
+        if what != self._what:
+            self._part = (part, now)  # what an earlier session has done took this one no time
+        began, since = self._part
+        left = ""
+        if began < part < 1 and now - since >= _TELLING_S:
+            left = f", {duration_text((now - since) * (1 - part) / (part - began))} left"
+        self._show(what, documents, None, f"documents{left}")
 
     def started(self, done: int, steps: int) -> None:
         """Show that training begins."""

@@ -140,6 +140,15 @@ def test_parquet_rows_of_invalid_utf8_are_counted(tmp_path: Path) -> None:
     assert report.undecodable == [f"{tmp_path / 'a.parquet'}: row 2"]
 
 
+def test_a_reading_tells_how_far_it_is_by_bytes(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "ab"}\n' * 10)
+    (tmp_path / "b.txt").write_text("x" * 150)
+    report = CorpusReport()
+    parts = [report.part for _ in documents([tmp_path], report=report)]
+    assert parts == pytest.approx([i / 20 for i in range(1, 11)] + [0.5])
+    assert report.part == 1
+
+
 def test_parquet_without_pyarrow_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(ImportError, match=r"a.parquet: .*pip install 'hydragraph\[train\]'"):

@@ -118,7 +118,7 @@ class Watched:
         self.prepared: set[str] = set()
         self.done = -1
 
-    def preparing(self, what: str, documents: int) -> None:
+    def preparing(self, what: str, documents: int, part: float) -> None:
         self.prepared.add(what)
 
     def started(self, done: int, steps: int) -> None:

@@ -38,13 +38,13 @@ def config(folder: Path, **data: object) -> TrainConfig:
 
 def test_prepares_once_and_again_when_the_corpus_changes(tmp_path: Path) -> None:
     seen: list[tuple[str, int]] = []
-    first = prepare(config(tmp_path), lambda what, done: seen.append((what, done)))
+    first = prepare(config(tmp_path), lambda what, done, part: seen.append((what, done)))
     assert first.parent == tmp_path / "run" / "data"
     assert seen[-1] == ("writing the token file", 12)
     assert ("training a tokenizer", 12) in seen
     seen.clear()
     run = config(tmp_path)
-    assert prepare(run, lambda what, done: seen.append((what, done))) == first
+    assert prepare(run, lambda what, done, part: seen.append((what, done))) == first
     assert not seen, "the cache was used"
     (tmp_path / "texts" / "new.txt").write_text("something else")
     second = prepare(run)
@@ -56,7 +56,7 @@ def test_prepares_once_and_again_when_the_corpus_changes(tmp_path: Path) -> None
 def test_a_byte_that_has_changed_since_is_found_and_deleting_the_file_makes_it_anew(tmp_path: Path) -> None:
     run = config(tmp_path)
     directory, seen = prepare(run), list[tuple[str, int]]()
-    verify(run, directory, lambda what, done: seen.append((what, done)))
+    verify(run, directory, lambda what, done, part: seen.append((what, done)))
     assert seen[-1] == ("checking the token file", 12)
     file = directory / "tokens.bin"
     written = bytearray(file.read_bytes())
@@ -233,14 +233,16 @@ def test_a_preparation_that_is_interrupted_goes_on(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(token_file, "_BATCH_DOCUMENTS", 8)
     monkeypatch.setattr(Parts, "__init__", partialmethod(Parts.__init__, every_s=0.0))
 
-    def interrupt(what: str, done: int) -> None:
-        if what == "writing the token file" and done >= 24:
-            raise KeyboardInterrupt
+    def interrupt(what: str, done: int, part: float) -> None:
+        if what == "writing the token file":
+            assert part == pytest.approx(done / 40, abs=0.1), "by which the time that is left is told"
+            if done >= 24:
+                raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         prepare(run, interrupt)
     seen: list[tuple[str, int]] = []
-    directory = prepare(run, lambda what, done: seen.append((what, done)))
+    directory = prepare(run, lambda what, done, part: seen.append((what, done)))
     assert seen[0] == ("writing the token file", 24), "neither the tokenizer nor what was encoded is made again"
     assert len(open_tokens(run, directory).files[0]) == 40
     assert [path.name for path in directory.parent.iterdir()] == [directory.name]

@@ -46,6 +46,28 @@ def test_a_log_gets_a_line_when_something_begins_and_then_by_time() -> None:
     assert [int(line.split()[1].split("/")[0]) for line in lines[3:-1]] == [1, 6, 7, *range(12, 100, 5), 100]
 
 
+def test_a_preparation_says_how_long_the_rest_takes() -> None:
+    out = StringIO()
+    now = [0.0]
+    with Screen(Console(file=out, force_terminal=False, width=200), lambda: now[0]) as screen:
+        screen.preparing("writing", 1000, 0.5)  # an earlier session has done half
+        for step in range(1, 5):
+            now[0] += 30
+            screen.preparing("writing", 1000 + 200 * step, 0.5 + 0.1 * step)
+        screen.preparing("checking", 10, 0.0)
+        now[0] += 30
+        screen.preparing("checking", 20, 0.0)
+    assert out.getvalue().splitlines() == [
+        "writing",
+        "writing: 1,200 documents, 2 min left",
+        "writing: 1,400 documents, 2 min left",
+        "writing: 1,600 documents, 60 s left",
+        "writing: 1,800 documents, 30 s left",
+        "checking",
+        "checking: 20 documents",
+    ]
+
+
 def test_a_long_run_gets_a_line_a_minute() -> None:
     lines = show(terminal=False, step_s=20.0, steps=60).splitlines()
     steps = [int(line.split()[1].split("/")[0]) for line in lines if line.startswith("step")]
