@@ -13,6 +13,8 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -93,9 +95,16 @@ def _in_sentences(function: Callable[..., None]) -> Callable[..., None]:
     @wraps(function)
     def run(**given: Any) -> None:
         with _sentences(given["debug"], given.get("log_level")):
+            _check_picture(given.get("picture"))
             function(**given)
 
     return run
+
+
+def _check_picture(path: Path | None) -> None:
+    """Find out before all the work whether a picture can be drawn."""
+    if path is not None and find_spec("matplotlib") is None:
+        raise ImportError("--picture needs matplotlib: pip install matplotlib, or leave it out")
 
 
 @contextmanager

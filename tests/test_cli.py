@@ -61,6 +61,17 @@ def test_a_mistake_is_a_sentence(tmp_path: Path, arguments: tuple[str, ...], sen
     assert result.stdout == ""
 
 
+@pytest.mark.parametrize("verb", ["simulate", "plan"])
+def test_a_picture_that_cannot_be_drawn_is_refused_before_the_work(
+    verb: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    config = (write(tmp_path),) if verb == "simulate" else ()
+    result = run(verb, *config, "--picture", tmp_path / "picture.png")
+    assert result.exit_code == 2
+    assert result.stderr == "hydragraph: --picture needs matplotlib: pip install matplotlib, or leave it out\n"
+
+
 def test_tracebacks_come_with_debug(tmp_path: Path) -> None:
     result = run("train", write(tmp_path), "--resume", "--debug")
     assert result.exit_code == 2

@@ -71,6 +71,8 @@ def read_strategies(texts: Sequence[str], model: nn.Module, ranks: int) -> tuple
         try:
             strategy = Strategy.read(text, layers)
             strategy.check(layers, ranks, (heads,) if isinstance(heads, int) else ())
+        except FileNotFoundError:
+            raise ValueError(f"strategies[{i}]: there is no file {text}: correct the path, or give a text") from None
         except (ValueError, OSError) as error:
             raise ValueError(f"strategies[{i}]: {error}") from None
         strategies.append(strategy)

@@ -78,5 +78,5 @@ def read_candidates(texts: Sequence[str]) -> list[list[Scheme]]:
 def _json(path: Path) -> object:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
+    except ValueError as error:
         raise ValueError(f"{path}: no JSON ({error}); write a profile with hydragraph profile") from error

@@ -71,7 +71,7 @@ def test_nothing_is_said_of_what_can_be() -> None:
         ({"optimizer": {"name": "AdamW", "momentum": 0.9}}, 1, "optimizer.momentum: AdamW has no such setting"),
         ({"strategies": ["<tp1,pp3>"]}, 1, r"strategies\[0\].*3 stages for 2 layers"),
         ({"strategies": ["<tp8,pp1>"]}, 8, r"strategies\[0\].*does not divide 4 attention heads"),
-        ({"strategies": ["<tp1,pp1>", "none.yaml"]}, 1, r"strategies\[1\].*none.yaml"),
+        ({"strategies": ["<tp1,pp1>", "none.yaml"]}, 1, r"strategies\[1\]: there is no file none.yaml: correct"),
         ({"strategies": [{"pipelines": [{"stage": []}]}]}, 1, r"strategies\[0\].*stage"),
     ],
 )
