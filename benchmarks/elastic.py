@@ -103,7 +103,8 @@ def kills(table: Table, count: int) -> None:
         disturbed = chaos.run(stormy, chaos.draw(count, 0, 0, stormy.steps, seed=7))
         for name, value in chaos.rows(disturbed, undisturbed):
             table.add_row(f"{count} kills: {name}", value, "")
-        table.add_row(f"{count} kills: exit code", str(disturbed.code), "0")
+        said = f": {disturbed.said}" if disturbed.code else ""
+        table.add_row(f"{count} kills: exit code", f"{disturbed.code}{said}", "0")
 
 
 def monitor(table: Table) -> None:

@@ -231,13 +231,16 @@ class _Striker:
 
     def _strike(self, strike: Strike) -> bool:
         """Strike a rank; False where there is none to spare now."""
-        ranks = self._ranks()
-        if len(ranks) < 2:
+        if len(self._ranks()) < 2:
             return False
         time.sleep(strike.delay_s)
+        ranks = self._ranks()  # another may have been lost meanwhile
+        if len(ranks) < 2:
+            return False
         target = ranks[int(strike.which * len(ranks))]
         if strike.kind == "kill":
             _send(target, signal.SIGKILL)
+            _wait_for(target)  # until then it would count as one to spare
         elif strike.kind == "slow":
             end = time.monotonic() + _SLOW_S
             while time.monotonic() < end and _lives(target):
@@ -247,9 +250,7 @@ class _Striker:
                 time.sleep(_PERIOD_S * (1 - _STOPPED))
         else:
             _send(target, signal.SIGTERM)
-            end = time.monotonic() + _LEFT_S
-            while time.monotonic() < end and _lives(target):
-                time.sleep(0.02)
+            _wait_for(target)
             _send(self.launcher.pid, signal.SIGUSR1)  # its device is back
         self.struck.append(strike)
         return True
@@ -265,6 +266,13 @@ def _lives(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except OSError:
         return False
+
+
+def _wait_for(pid: int) -> None:
+    """Return once a process has ended, or should have."""
+    end = time.monotonic() + _LEFT_S
+    while time.monotonic() < end and _lives(pid):
+        time.sleep(0.02)
 
 
 def _still_there(pids: set[int]) -> tuple[int, ...]:
