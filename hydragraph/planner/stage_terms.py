@@ -143,7 +143,8 @@ def _hop(hop: Hop | None, span: Span) -> Floats:
         return np.zeros(3)
     # Together they are never quicker than one alone, where bandwidth does not depend on the size.
     size = hop.token_bytes * hop.part * max(1, hop.sharing)
-    return np.sum([[0.0, size * _per_byte(link, span), link.latency_s] for link in hop.links], axis=0)
+    per_token = size * sum(_per_byte(link, span) for link in hop.links)
+    return np.array([0.0, per_token, sum(link.latency_s for link in hop.links)])
 
 
 def _faithful(stage: StageCost) -> bool:
