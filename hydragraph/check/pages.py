@@ -9,8 +9,9 @@ from __future__ import annotations
 import ctypes
 import math
 import mmap
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,21 +38,22 @@ def zeros(shape: torch.Size, dtype: torch.dtype) -> Tensor:
 @contextmanager
 def reused() -> Iterator[None]:
     """Keep memory that is freed for what is allocated next, and give all back in the end; glibc only."""
-    set_option, trim = _allocator()
-    for option, value in _KEEPING if set_option else ():
-        set_option(option, value)
+    libc = _glibc()
+    for option, value in _KEEPING if libc else ():
+        libc.mallopt(option, value)
     try:
         yield
     finally:
-        for option, value in _ADAPTED if set_option else ():
-            set_option(option, value)
-        trim(0)
+        for option, value in _ADAPTED if libc else ():
+            libc.mallopt(option, value)
+        if libc:
+            libc.malloc_trim(0)
 
 
-def _allocator() -> tuple[Callable[[int, int], int] | None, Callable[[int], int]]:
-    """Return glibc's `mallopt` and `malloc_trim`; None and a function that does nothing where there is no glibc."""
+def _glibc() -> Any:
+    """Return glibc's functions; None where another library allocates."""
     try:
         libc = ctypes.CDLL("libc.so.6")
-        return libc.mallopt, libc.malloc_trim
-    except (OSError, AttributeError):
-        return None, lambda _: 0
+    except OSError:
+        return None
+    return libc if hasattr(libc, "mallopt") and hasattr(libc, "malloc_trim") else None

@@ -26,7 +26,7 @@ def test_zeros_are_zeros_that_can_be_written(rows: int) -> None:
     assert value.add_(1).sum() == value.numel()
 
 
-@pytest.mark.skipif(pages._allocator()[0] is None, reason="no glibc")
+@pytest.mark.skipif(pages._glibc() is None, reason="no glibc")
 def test_freed_memory_is_used_again_within_and_given_back_afterwards() -> None:
     before = _faults()
     with pages.reused():
@@ -39,7 +39,7 @@ def test_freed_memory_is_used_again_within_and_given_back_afterwards() -> None:
     assert kept - _resident() > LARGE
 
 
-@pytest.mark.skipif(pages._allocator()[0] is None, reason="no glibc")
+@pytest.mark.skipif(pages._glibc() is None, reason="no glibc")
 def test_an_error_within_ends_the_keeping_as_well() -> None:
     kept = 0
 
