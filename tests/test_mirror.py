@@ -25,7 +25,6 @@ ELSEWHERE = {
     "bench/picture.py": ("bench/test_report.py", "a report as a picture"),
     "check/copies.py": ("check/test_check.py", "models are checked with few of their blocks"),
     "check/memory.py": ("check/test_run.py", "what is remembered, and of what nothing is"),
-    "check/pages.py": ("check/test_weights.py", "where large weights lie"),
     "check/sequences.py": ("check/test_lengths.py", "what is drawn, of which lengths"),
     "check/sides.py": ("check/test_check.py", "both sides of a comparison"),
     "check/wide.py": ("check/test_stages.py", "stages in double precision"),

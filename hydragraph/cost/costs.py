@@ -279,9 +279,10 @@ class Costs:
     def _hop(self, stage: Stage, other: Stage) -> Hop:
         senders = stage.devices
         receivers = other.devices
-        turns = -(-len(receivers) // len(senders))
+        # Receiver i hears from sender i modulo their number (passes/pipeline.py), so a rank may send several messages.
         pairs = list(zip(senders, receivers, strict=False))
-        link = max((self.link(a, b) for a, b in pairs), key=lambda each: each.seconds(1 << 20))
+        by_sender = [[self.link(a, b) for b in receivers[i :: len(senders)]] for i, (a, _) in enumerate(pairs)]
+        links = max(by_sender, key=lambda each: sum(link.seconds(1 << 20) for link in each))
         uses: dict[object, int] = {}
         # Ranks that share a network card share its bandwidth.
         for a, b in pairs:
@@ -295,8 +296,7 @@ class Costs:
             slowest = max((self.link(a, b) for a, b in around), key=lambda each: each.seconds(1 << 20))
             gathering = other.tp, slowest
         return Hop(
-            link,
-            turns,
+            tuple(links),
             self.sizes.hidden_bytes,
             max(uses.values()),
             part,
@@ -541,7 +541,8 @@ class Costs:
                     size = 2 * (replicas - 1) / replicas * elements * GRADIENT_BYTES
                     for other in others:  # a ring is as slow as its slowest link
                         hop = self._hop(stage, other)
-                        ring = max(ring, hop.link.latency_s + hop.sharing * size / hop.link.bytes_per_s)
+                        for link in hop.links:
+                            ring = max(ring, link.latency_s + hop.sharing * size / link.bytes_per_s)
                 worst = max(worst, ring + update)
         return worst
 
