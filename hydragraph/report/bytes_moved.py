@@ -52,8 +52,8 @@ def bytes_between(costs: Costs, strategy: Strategy, assignment: Assignment, time
     for op, bucket in exchanged:
         transfers = work.moved(op, bucket)
         np.add.at(moved[MOVED.index(op.value)], (transfers.src, transfers.dst), transfers.size)
-    for (src, dst), sent in work.ring_bytes().items():
-        moved[MOVED.index("tp"), src, dst] += sent
+    for between, sent in work.ring_bytes().items():
+        moved[MOVED.index("tp"), *between] += sent
     return moved
 
 
