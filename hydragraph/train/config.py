@@ -541,7 +541,7 @@ class TrainConfig:
             _check_number("epochs", self.epochs)
             if self.steps:
                 raise ValueError(
-                    f"epochs is {self.epochs!r}, steps is {self.steps!r}: give one of them, and leave the other out or 0"
+                    f"epochs is {self.epochs!r}, steps is {self.steps!r}: give one of them and 0 for the other"
                 )
         for name in ("ranks", "evaluate_batches", "keep"):
             _check_whole(name, getattr(self, name), 1)
