@@ -8,8 +8,9 @@ from typing import NamedTuple
 # What a bar is, in the order of the legend; each has a colour in report.css. Waits are those of a traced run.
 KINDS = ("forward", "backward", "update", "commit", "pull", "push", "p2p", "wait")
 STREAMS = ("compute", "pull", "push", "p2p")
-# The kinds of traffic between ranks.
-MOVED = ("pull", "push", "p2p")
+# What a run waits for, and the kinds of traffic between ranks: also sums within tensor-parallel stages.
+WAITED = ("pull", "push", "p2p")
+MOVED = (*WAITED, "tp")
 
 
 class Bar(NamedTuple):

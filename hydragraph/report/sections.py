@@ -8,7 +8,7 @@ from hydragraph.report import numbers
 from hydragraph.report.charts import Series, line_chart, memory_chart
 from hydragraph.report.courses import MOST_LANES as COURSE_LANES
 from hydragraph.report.courses import course_picture
-from hydragraph.report.facts import KINDS, MOVED, Contender, Course, Diagram, Held, Matrix, Panel, Part, Report
+from hydragraph.report.facts import KINDS, MOVED, WAITED, Contender, Course, Diagram, Held, Matrix, Panel, Part, Report
 from hydragraph.report.markup import Content, Markup, join, section, tag
 from hydragraph.report.ranks import mark_keys, marks_of, ranks_section
 
@@ -20,6 +20,7 @@ _KIND_NAMES = {
     "pull": "pull weights",
     "push": "push gradients",
     "p2p": "between stages",
+    "tp": "sums within stages",
     "wait": "waiting",
 }
 # Rows of the table of strategies that stand open, and steps of the critical path.
@@ -307,8 +308,8 @@ def _traffic(matrices: Sequence[Matrix]) -> Markup:
     totals = matrices[0].totals
     parts = [f"{_KIND_NAMES[kind]} {numbers.size(total)}" for kind, total in zip(MOVED, totals, strict=True)]
     intro = (
-        f"Bytes of an iteration: {', '.join(parts)}. Rows send, columns receive. Sums within tensor-parallel groups "
-        "are part of computation."
+        f"Bytes of an iteration: {', '.join(parts)}. Rows send, columns receive. Sums go round tensor-parallel stages "
+        "as rings; where computation was measured, they are in its seconds, and not here."
     )
     views = [tag("div", tag("h5", f"Between {matrix.title}"), _heat(matrix), _flows(matrix)) for matrix in matrices]
     options = [
@@ -412,7 +413,7 @@ def _training(report: Report) -> Markup:
         Series("seconds of a step", tuple((s.step, s.seconds) for s in steps), "s-ink"),
         *[
             Series(f"waits: {_KIND_NAMES[kind]}", tuple((s.step, s.waited[i]) for s in steps), f"s-{kind}")
-            for i, kind in enumerate(MOVED)
+            for i, kind in enumerate(WAITED)
         ],
     ]
     if any(step.expected for step in steps):
