@@ -40,9 +40,7 @@ def test_without_a_folder_nothing_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_p
 
 
 @pytest.mark.parametrize("how", ["damaged", "not private"])
-def test_what_cannot_be_trusted_or_read_is_made_again(
-    folder: Path, how: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_cannot_be_trusted_or_read_is_made_again(folder: Path, how: str, caplog: pytest.LogCaptureFixture) -> None:
     keep(1, "capture", "key")
     if how == "damaged":
         (folder / "key").write_bytes((folder / "key").read_bytes()[:20])
