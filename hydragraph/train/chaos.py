@@ -1,8 +1,9 @@
 """A training that is disturbed on purpose: ranks are killed, slowed and taken away at random moments, and it goes on.
 
 Two runs of one config are made, one that is struck and one that nobody disturbs. The strikes are a function of the
-seed, but for the instant within a step; what follows from them is read from the run's own files. The first goes on until
-all strikes have hit and some steps in peace have followed; then it is asked to stop, and the second makes as many steps.
+seed, but for the instant within a step; what follows from them is read from the run's own files. The first goes on
+until all strikes have hit and some steps in peace have followed; then it is asked to stop, and the second makes as many
+steps.
 """
 
 from __future__ import annotations
