@@ -335,7 +335,7 @@ def _is_masked_fill(node: fx.Node, dims: Mapping[fx.Node, int]) -> bool:
     """Say whether an operator writes one number wherever a mask of the tokens says so: x[mask] = 0."""
     first, places, value = operands(node)[:3]
     mask = places[0] if len(places) == 1 else None
-    if first not in dims or mask not in dims or value in dims or value_of(value).numel() != 1:
+    if mask is None or first not in dims or mask not in dims or value in dims or value_of(value).numel() != 1:
         return False
     return value_of(mask).dtype is torch.bool and dims[mask] == dims[first]
 
