@@ -360,7 +360,7 @@ def drawn(seed: int) -> tuple[list[PipelineCost], list[int]]:
         parts: tuple[StageCost, ...] = ()
         if random.random() < 0.5:
             rates = random.uniform(0.5, 1, stages)
-            hop = Hop(Interconnect(float(10 ** random.uniform(8, 10)), 1e-4), 1, 8192)
+            hop = Hop((Interconnect(float(10 ** random.uniform(8, 10)), 1e-4),), 8192)
             hops = [hop] * (stages - 1) + [None]
             parts = tuple(
                 StageCost((((r / 3, costs),),), (((2 * r / 3, costs),),), ahead=h, back=h)

@@ -54,7 +54,7 @@ from hydragraph.planner.uneven.groups import nodes_of
 from hydragraph.planner.uneven.layers import spread
 from hydragraph.planner.uneven.planning import Plan
 from hydragraph.planner.uneven.power import Grouping, Kind, most_power, most_power_by_scip
-from hydragraph.planner.uneven.prices import MESSAGES, Option, Prices, site_of
+from hydragraph.planner.uneven.prices import Option, Prices, site_of
 from hydragraph.planner.uneven.settle import Shortage, settle, settle_varying, share_out, simulated
 from hydragraph.planner.workload import Workload
 from hydragraph.runtime.variants import Variants
@@ -237,7 +237,7 @@ def by_megatron_memory(option: Option, layers: int, in_flight: int, ends: tuple[
     """Whether a stage fits whose rank holds all of its parameters' state."""
     first, last = ends
     state = layers * option.state_bytes + first * option.first_bytes + last * option.last_bytes
-    held = MEGATRON_BYTES * state / (1 + MESSAGES) + layers * in_flight * option.kept_bytes + option.own_bytes
+    held = MEGATRON_BYTES * state + layers * in_flight * option.kept_bytes + option.own_bytes
     return held <= limit
 
 
@@ -296,6 +296,7 @@ def balanced_strategies(costs: hg.Costs, length: int, together: int, sequences: 
             depth = len(pipelines[0])
             tp = len(pipelines[0][0])
             count = max(1, sequences // together // len(pipelines))
+            held = prices.held(depth)
             kinds = [option.kind for option in prices.options(site_of(costs, 0), tp)]
             layer = np.zeros((depth, len(kinds)))
             extra = np.zeros((depth, len(kinds)))
@@ -305,7 +306,7 @@ def balanced_strategies(costs: hg.Costs, length: int, together: int, sequences: 
                 last = s == depth - 1
                 for k, kind in enumerate(kinds):
                     rows = [
-                        _row(prices, costs, pipeline[s], kind, first, last, min(depth - s, count), free)
+                        _row(prices, costs, pipeline[s], kind, first, last, min(depth - s, count), free, held)
                         for pipeline in pipelines
                     ]
                     # The slowest and the smallest pipeline decide for all.
@@ -328,13 +329,15 @@ def _row(
     last: bool,
     in_flight: int,
     free: Sequence[float],
+    held: float,
 ) -> tuple[float, float, int]:
     """Return seconds per layer, seconds beside, and the most layers of a stage."""
     options = prices.options(site_of(costs, ranks[0]), kind.tp)
     option = next(each for each in options if each.kind == kind)
     rate = max(costs.rate(rank) for rank in ranks)
-    left = min(free[rank] for rank in ranks) - option.own_bytes - first * option.first_bytes - last * option.last_bytes
-    each = option.state_bytes + in_flight * option.kept_bytes
+    outer = held * (first * option.first_bytes + last * option.last_bytes)
+    left = min(free[rank] for rank in ranks) - option.own_bytes - outer
+    each = held * option.state_bytes + in_flight * option.kept_bytes
     return rate * option.layer_s, rate * (first * option.first_s + last * option.last_s), max(0, int(left / each))
 
 
@@ -607,7 +610,7 @@ def grouped_by_power(costs: hg.Costs, workload: Workload) -> list[tuple[tuple[in
         members.append(list(each.devices))
     # Weights, gradients and state by Megatron-LM's memory, and one micro-batch's activations.
     option = prices.options(nodes_of(costs)[0].site, 1)[0]
-    least = costs.outline.layers * (MEGATRON_BYTES * option.state_bytes / (1 + MESSAGES) + option.kept_bytes)
+    least = costs.outline.layers * (MEGATRON_BYTES * option.state_bytes + option.kept_bytes)
     found = most_power(kinds, workload.sequences, least)
     return [
         tuple(sorted((members[k].pop(0),) for k, n in enumerate(group) for _ in range(n))) for group in found.groups

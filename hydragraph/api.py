@@ -35,6 +35,7 @@ from hydragraph.passes.pipeline import shared_programs
 from hydragraph.planner.policy import Policy
 from hydragraph.planner.request import get_ready
 from hydragraph.runtime.failure.board import PROGRESS_S
+from hydragraph.runtime.kept import kept
 from hydragraph.runtime.launch import World, apart, join
 from hydragraph.runtime.meeting.member import here
 from hydragraph.runtime.once import once_per_machine
@@ -190,7 +191,10 @@ def compile(
             key = _key(model, strategy, dtype, backend, mode, example, loss, blocks)
             # Rank 0 plans, and captures only where it is alone on its machine.
             plans = world.rank == 0 and (profile is not None or not isinstance(strategy, Strategy | str))
-            program, variants = once_per_machine(world, "capture", key, captured, get_ready if plans else None)
+            if joining or late:
+                program, variants = kept("capture", key, captured)
+            else:
+                program, variants = once_per_machine(world, "capture", key, captured, get_ready if plans else None)
         else:
             _check_origin(program, model, dtype, given=example is not None or loss is not None)
         planning = Planning(profile, lengths, policy or Policy())

@@ -177,9 +177,11 @@ class Executable:
         if check != "off" and not world.local_rank:
             self._check = StageCheck(program, buffers, inductor, passed=passed)
         self._library = library
-        self._variants = variants or Variants(
-            program, backend=backend, device=world.device, fused_head=inductor, added=True, library=library
-        )
+        if variants is None:
+            variants = Variants(
+                program, backend=backend, device=world.device, fused_head=inductor, added=True, library=library
+            )
+        self._variants = variants
         self._optimizer = optimizer
         self._planning = plans
         self.given = given

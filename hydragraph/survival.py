@@ -33,7 +33,7 @@ from hydragraph.spec.strategy import Strategy
 
 @dataclass(frozen=True)
 class Survived:
-    """How ranks went on; equal on all but for `seconds`.
+    """How ranks went on; equal on all but for `received` and `seconds`.
 
     Attributes:
         generation: which set of ranks this is, counted from 1.
@@ -43,6 +43,7 @@ class Survived:
         peers: the processes, by rank.
         strategies: what steps choose from now on.
         restored: the step of the checkpoint that was read; None: no state was lost.
+        received: bytes of state that came from other ranks to this one.
         seconds: from this rank's failure to the state's arrival.
         why: what happened, in words.
         ending: why these ranks are only to save and end; "": they go on.
@@ -56,6 +57,7 @@ class Survived:
     peers: tuple[Peer, ...]
     strategies: tuple[Strategy, ...]
     restored: int | None
+    received: int
     seconds: float
     why: str
     ending: str = ""
@@ -96,6 +98,7 @@ def meet_again(exe: Executable, failure: BaseException | None, newest: Callable[
     reasons: list[str] = []
     before = member.generation.members
     left: list[int] = []
+    received = 0
     while True:
         if isinstance(failure, RankFailure):
             reasons.append(str(failure).partition("; restart all ranks")[0])
@@ -107,6 +110,7 @@ def meet_again(exe: Executable, failure: BaseException | None, newest: Callable[
             failure = again
             continue
         member.holds = generation.number
+        received += survived.received
         if not generation.leaving:
             break
         if member.number in generation.leaving:
@@ -124,6 +128,7 @@ def meet_again(exe: Executable, failure: BaseException | None, newest: Callable[
         lost=tuple(rank for rank, m in enumerate(before) if m not in now and m not in left),
         left=tuple(rank for rank, m in enumerate(before) if m in left),
         joined=joined,
+        received=received,
         seconds=time.monotonic() - began,
         why="; ".join(dict.fromkeys(reasons)) or came,
         ending=generation.ending,
@@ -142,7 +147,8 @@ def _move(exe: Executable, member: Member, generation: Generation, newest: Calla
     with world.calling("meet"):
         restore = world.gather(newest() if world.rank == 0 else None)[0]
     moved = exe.move(world, home, generation.before, restore, strategies, profile)
-    return Survived(generation.number, moved.step, (), (), (), peers, exe.strategies, moved.restored, 0.0, "")
+    came = moved.received
+    return Survived(generation.number, moved.step, (), (), (), peers, exe.strategies, moved.restored, came, 0.0, "")
 
 
 def strategies_for(exe: Executable, world: World, home: Home) -> tuple[Strategy, ...]:

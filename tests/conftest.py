@@ -11,9 +11,11 @@ import signal
 import threading
 from multiprocessing import forkserver
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from hypothesis import settings
+from hypothesis.internal.conjecture import providers
 
 from hydragraph.check import run
 from hydragraph.runtime import launch
@@ -30,6 +32,10 @@ for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIG
 settings.register_profile("hydragraph", deadline=None, derandomize="CI" in os.environ, max_examples=40)
 settings.register_profile("thorough", deadline=None, max_examples=1000)
 settings.load_profile("hydragraph")
+if "CI" in os.environ:
+    # Hypothesis also draws the numbers that it reads in whatever of our source happens to be imported by then: an edit,
+    # or another distribution of the tests over workers, would draw other examples.
+    mock.patch.object(providers, "is_local_module_file", create=True, return_value=False).start()
 
 # Ranks are forked from a process that has imported this: what tests import costs each of them nothing.
 _SHARED = ["pytest", "hypothesis", "transformers.models.gpt2.modeling_gpt2", "tests.warm"]

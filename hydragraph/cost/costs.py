@@ -262,11 +262,16 @@ class Costs:
         lowest = self.outline.lowest
         return template in self.profile.blocks[lowest:]
 
+    def _summed(self, stage: Stage, kind: StageKind, span: tuple[int, int]) -> tuple[int, int]:
+        """Return how many hidden states a stage's ranks add up forward, and backward, where curves leave that out."""
+        pieces = self.pieces(self.cluster.type_of(stage.devices[0]), kind)
+        counts = [pieces[t].reduced for t in self.profile.blocks[slice(*span)]]
+        return sum(forward for forward, _ in counts), sum(backward for _, backward in counts)
+
     def _rings(self, stage: Stage, kind: StageKind, span: tuple[int, int]) -> tuple[Ring, Ring] | None:
         if stage.tp == 1:
             return None
-        pieces = self.pieces(self.cluster.type_of(stage.devices[0]), kind)
-        times = [sum(pieces[t].reduced[way] for t in self.profile.blocks[slice(*span)]) for way in (0, 1)]
+        times = self._summed(stage, kind, span)
         if not any(times):
             return None
         # A ring is as slow as its slowest link; which one that is may depend on the size, so a typical message decides.
@@ -279,9 +284,10 @@ class Costs:
     def _hop(self, stage: Stage, other: Stage) -> Hop:
         senders = stage.devices
         receivers = other.devices
-        turns = -(-len(receivers) // len(senders))
+        # Receiver i hears from sender i modulo their number (passes/pipeline.py), so a rank may send several messages.
         pairs = list(zip(senders, receivers, strict=False))
-        link = max((self.link(a, b) for a, b in pairs), key=lambda each: each.seconds(1 << 20))
+        by_sender = [[self.link(a, b) for b in receivers[i :: len(senders)]] for i, (a, _) in enumerate(pairs)]
+        links = max(by_sender, key=lambda each: sum(link.seconds(1 << 20) for link in each))
         uses: dict[object, int] = {}
         # Ranks that share a network card share its bandwidth.
         for a, b in pairs:
@@ -295,8 +301,7 @@ class Costs:
             slowest = max((self.link(a, b) for a, b in around), key=lambda each: each.seconds(1 << 20))
             gathering = other.tp, slowest
         return Hop(
-            link,
-            turns,
+            tuple(links),
             self.sizes.hidden_bytes,
             max(uses.values()),
             part,
@@ -541,7 +546,8 @@ class Costs:
                     size = 2 * (replicas - 1) / replicas * elements * GRADIENT_BYTES
                     for other in others:  # a ring is as slow as its slowest link
                         hop = self._hop(stage, other)
-                        ring = max(ring, hop.link.latency_s + hop.sharing * size / hop.link.bytes_per_s)
+                        for link in hop.links:
+                            ring = max(ring, link.latency_s + hop.sharing * size / link.bytes_per_s)
                 worst = max(worst, ring + update)
         return worst
 
@@ -740,6 +746,25 @@ class CostedWork:
         """See `Priced`."""
         factor = self._costs._transfers[Kind.P2P]
         return factor * self._packed[pipeline][micro_batch] * self._costs.sizes.hidden_bytes
+
+    def ring_bytes(self) -> dict[tuple[int, int], float]:
+        """Return what each rank sends to the next one of its stage in an iteration's tensor-parallel sums.
+
+        A sum by a ring sends 2 (t - 1) / t hidden states from each of t ranks. Measured curves hold these sums, and do
+        not say how many they are: of these, nothing is known here.
+        """
+        costs = self._costs
+        pairs: dict[tuple[int, int], float] = {}
+        for placed in self._placement.stages:
+            t = len(placed.ranks)
+            tokens = sum(self._packed[r.pipeline][i] for r in placed.roles for i in range(len(r.micro_batches)))
+            role = placed.roles[0]
+            stage = self._strategy.pipelines[role.pipeline].stages[role.stage]
+            sums = sum(costs._summed(stage, placed.kind, placed.blocks)) if t > 1 else 0
+            for rank, other in zip(placed.ranks, (*placed.ranks[1:], placed.ranks[0]), strict=True):
+                if sums:
+                    pairs[rank, other] = sums * 2 * (t - 1) / t * tokens * costs.sizes.hidden_bytes
+        return pairs
 
     def update_s(self, rank: int) -> float:
         """See `Priced`."""

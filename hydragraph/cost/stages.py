@@ -40,8 +40,7 @@ class Hop:
     """Messages from one stage to the next, which its ranks send at once.
 
     Attributes:
-        link: the slowest.
-        turns: how many each sends, one after another.
+        links: those of its messages that the slowest rank sends, one after another.
         token_bytes: of one token's hidden state.
         sharing: the most that go through one network card together.
         part: of a hidden state that each message is.
@@ -51,8 +50,7 @@ class Hop:
         staging: over which each receiver fetches room for a hidden state from its host; None: it need not.
     """
 
-    link: Interconnect
-    turns: int
+    links: tuple[Interconnect, ...]
     token_bytes: int
     sharing: int = 1
     part: float = 1.0
@@ -77,9 +75,12 @@ class Hop:
     def seconds(self, tokens: int) -> float:
         """Return the seconds for a micro-batch."""
         size = tokens * self.token_bytes * self.part
-        # Messages through one card move together no faster than the card's full bandwidth.
-        together = self.link.latency_s + self.sharing * size / max(self.link.bytes_per_s, self.link.bandwidth(size))
-        return self.turns * max(self.link.seconds(size), together)
+        total = 0.0
+        for link in self.links:
+            # Messages through one card move together no faster than the card's full bandwidth.
+            together = link.latency_s + self.sharing * size / max(link.bytes_per_s, link.bandwidth(size))
+            total += max(link.seconds(size), together)
+        return total
 
 
 @dataclass(frozen=True)

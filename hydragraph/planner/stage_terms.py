@@ -142,14 +142,15 @@ def _hop(hop: Hop | None, span: Span) -> Floats:
     if hop is None:
         return np.zeros(3)
     # Together they are never quicker than one alone, where bandwidth does not depend on the size.
-    per_token = hop.token_bytes * hop.part * max(1, hop.sharing) * _per_byte(hop.link, span)
-    return hop.turns * np.array([0.0, per_token, hop.link.latency_s])
+    size = hop.token_bytes * hop.part * max(1, hop.sharing)
+    per_token = size * sum(_per_byte(link, span) for link in hop.links)
+    return np.array([0.0, per_token, sum(link.latency_s for link in hop.links)])
 
 
 def _faithful(stage: StageCost) -> bool:
     curves = [curve for parts in (*stage.forward, *stage.backward, *stage.aux) for _, curve in parts]
     hops = [hop for hop in (stage.ahead, stage.back) if hop is not None]
-    links = [each.link for each in (*(stage.rings or ()), *hops)]
+    links = [*(ring.link for ring in stage.rings or ()), *(link for hop in hops for link in hop.links)]
     # Messages that hold up stages are another recurrence, in which nothing ends sooner than in this one.
     return (
         all(isinstance(curve, Constants) for curve in curves)

@@ -15,13 +15,14 @@ import torch
 from torch import Tensor, fx
 from torch.distributed import ReduceOp
 
-from hydragraph.ir.graph_data import value_of
+from hydragraph.ir.graph_data import form_of
 from hydragraph.ir.instruction import Instruction, Op, Stream
 from hydragraph.ir.program import Program
 from hydragraph.ir.text import instruction_text
 from hydragraph.ir.value import Value, ValueKind, aux, gradients, weights
 from hydragraph.kernels import exact
 from hydragraph.passes.differentiate import COLLECTIVES, saved_names
+from hydragraph.private.values import Form
 from hydragraph.runtime.buffers import Buffers
 from hydragraph.runtime.exchange import start_exact_push, start_pull, start_push
 from hydragraph.runtime.failure.watch import Watch, agreed
@@ -544,7 +545,7 @@ def message_tag(value: Value) -> int:
 
 def hidden_size(program: Program) -> int:
     """Return H of the hidden state [1, T, H]."""
-    return int(_output(program.templates[program.blocks[0].template].graph).shape[-1])
+    return int(_output(program.templates[program.blocks[0].template].graph).sizes[-1])
 
 
 def hidden_dtype(program: Program) -> torch.dtype:
@@ -562,5 +563,8 @@ def loss_dtype(program: Program) -> torch.dtype:
     return dtype
 
 
-def _output(graph: fx.GraphModule) -> Any:
-    return value_of(next(n for n in graph.graph.nodes if n.op == "output").args[0][0])
+def _output(graph: fx.GraphModule) -> Form:
+    """Return the form of a graph's first output; its value would cost half a second, symbols and all."""
+    form = form_of(next(n for n in graph.graph.nodes if n.op == "output").args[0][0])
+    assert form is not None
+    return form

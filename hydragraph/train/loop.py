@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -23,7 +24,7 @@ from hydragraph.data.mini_batches import Drawn, MiniBatches
 from hydragraph.data.mixture import Mixture
 from hydragraph.elastic.controller import Controller, Replanning
 from hydragraph.elastic.estimate import Sensitivity
-from hydragraph.elastic.events import Event, append_event, read_events
+from hydragraph.elastic.events import Event, append_event, now, read_events
 from hydragraph.elastic.monitor import Monitor
 from hydragraph.elastic.replanning import Replanned, Replanner
 from hydragraph.errors import RankFailure, Stopped, TooFewRanks
@@ -326,7 +327,9 @@ def _session(
             done = last.step
         if leader is not None and last is not None:
             since = f"; changed since: {changed}" if changed else ""
-            leader.note(f"continuing after step {done} of {config.steps}, from {last.path}{since}")
+            going_on = f"continuing after step {done} of {config.steps}, from {last.path}{since}"
+            append_event(folder.happenings, Event(done, "resumed", tuple(range(world.ranks)), 0.0, going_on))
+            leader.note(going_on)
         stack.enter_context(_naming_the_checkpoint(folder))
         log = stack.enter_context(_open_log(folder, done, leader)) if leader is not None else None
         executor.watched = config.elastic.on
@@ -347,6 +350,8 @@ def _session(
         if controller is not None:
             stack.callback(controller.close)
         _write_ranks(run)
+        if elastic() and last is None:
+            _checkpoint(run, course)  # what all go back to where state is lost before the first that is due
         return _follow(run, course, stopping, owned, model, tokens)
 
 
@@ -469,8 +474,9 @@ def _go_on(run: _Run, course: _Course, failure: BaseException | None, owned: Exi
         _find_position(run, course)
         _write_down(run, course)
         _write_ranks(run)
+        moved = sum(world.gather(survived.received))
         if run.watcher is not None:
-            for event in _events_of(survived, before, world.ranks, lost_to):
+            for event in _events_of(survived, before, world.ranks, lost_to, moved):
                 _tell(run, event)
         if not survived.ending and _unsaved(run, course):
             _checkpoint(run, course)
@@ -547,8 +553,15 @@ def _write_ranks(run: _Run) -> None:
         write_ranks(run.folder.ranks, ranks)
 
 
-def _events_of(survived: Survived, before: int, ranks: int, undone: int | None) -> Iterator[Event]:
-    """Yield what has happened: who was lost, left and came, and how the others went on."""
+def _events_of(survived: Survived, before: int, ranks: int, undone: int | None, moved: int) -> Iterator[Event]:
+    """Yield what has happened: who was lost, left and came, and how the others went on.
+
+    Args:
+        survived: how.
+        before, ranks: how many ranks there were, and are.
+        undone: the last step before, where all went back to a checkpoint.
+        moved: bytes of state between ranks.
+    """
     step = survived.step
     if survived.lost:
         yield Event(step, "fault", survived.lost, 0.0, survived.why)
@@ -557,12 +570,15 @@ def _events_of(survived: Survived, before: int, ranks: int, undone: int | None) 
     if survived.joined:
         yield Event(step, "join", survived.joined, 0.0, f"{before} -> {ranks} ranks")
     strategies = " or ".join(map(str, survived.strategies))
-    state = "no state was lost"
+    state = f"no state was lost, and {moved / 1e6:.3g} MB of it moved"
+    lost = 0
     if survived.restored is not None:
-        redone = "" if undone is None else f", {max(0, undone - survived.restored)} steps before"
+        lost = 0 if undone is None else max(0, undone - survived.restored)
+        redone = "" if undone is None else f", {lost} steps before"
         state = f"state was lost, so all went back to the checkpoint after step {survived.restored}{redone}"
     why = f"{ranks} ranks go on after step {step} with {strategies}; {state}"
-    yield Event(step, "resumed", tuple(range(ranks)), survived.seconds, why)
+    everybody = tuple(range(ranks))
+    yield Event(step, "resumed", everybody, survived.seconds, why, lost_steps=lost, moved_bytes=moved)
 
 
 def _load(
@@ -766,6 +782,7 @@ def _log_step(run: _Run, step: int, report: StepResult) -> None:
         expected_s=report.expected_s,
         peak_memory_bytes=peak_memory(run.world.device),
         mfu=_mfu(run, report),
+        time=now(),
     )
     run.log.write(metrics)
     run.watcher.stepped(metrics)
@@ -811,6 +828,7 @@ def _evaluate(run: _Run, strategy: Strategy | None) -> dict[str, float]:
 
 def _checkpoint(run: _Run, course: _Course) -> None:
     """Save everything that resuming needs, and the picture so far."""
+    began = time.monotonic()
     step = course.done
     place = run.folder.place(step)
     extra = {"mini_batches": dict(course.positions[step])}
@@ -824,7 +842,11 @@ def _checkpoint(run: _Run, course: _Course) -> None:
         _prune(run)
     before, course.saved = course.saved, step
     course.positions = {number: at for number, at in course.positions.items() if number >= before}
-    if run.log is not None and matplotlib_installed():
+    if run.log is not None:
+        why = f"in {place}" + (", beside training" if run.config.checkpoint.asynchronous else "")
+        everybody = tuple(range(run.world.ranks))
+        append_event(run.folder.happenings, Event(step, "saved", everybody, time.monotonic() - began, why))
+    if run.log is not None and run.log.history and matplotlib_installed():
         write_picture(run.log.history, run.folder.picture, read_events(run.folder.happenings))
 
 

@@ -108,6 +108,16 @@ def test_a_planned_iteration_takes_what_is_simulated(drawn: tuple[Strategy, Cost
     assert found.seconds(strategy, plan) - found.fixed(strategy) == pytest.approx(alone)
 
 
+def test_a_rank_that_sends_to_a_slow_one_last_pays_for_it() -> None:
+    """Rank 0 serves ranks 1 and 2 one after another, and only the second of these links is slow."""
+    strategy = Strategy.parse("<[0]x1,[1,2]x1>", 2)
+    found = costs(2, cluster(3, outer=Interconnect(1e9, 1e-5)), hg.Health({2: 5.0}))
+    assignment = assigned([[50], [70]])
+    work = Without(found.work(strategy, assignment), "pull", "push", "ending")
+    simulated = found._timeline(strategy, assignment.counts, work).seconds
+    assert found.pipeline(strategy.pipelines[0]).seconds([[50], [70]]) == pytest.approx(simulated, rel=1e-12)
+
+
 SHARED = [
     "<[0]x2,[2]x2> + <[1]x2,[2]x2>",
     "<[0]x2,[1]x2> + <[0]x2,[2]x2>",

@@ -29,7 +29,7 @@ def config(folder: Path, **changes: object) -> TrainConfig:
 
 
 def curve(history: tuple[Metrics, ...] | list[Metrics]) -> list[Metrics]:
-    return [replace(m, seconds=0.0, tokens_per_s=0.0, peak_memory_bytes=0) for m in history]
+    return [replace(m, seconds=0.0, tokens_per_s=0.0, peak_memory_bytes=0, time="") for m in history]
 
 
 def test_a_run_leaves_everything_in_its_folder(tmp_path: Path) -> None:
@@ -37,7 +37,7 @@ def test_a_run_leaves_everything_in_its_folder(tmp_path: Path) -> None:
     outcome = train(config(tmp_path), "new", compile_plain, watched)
     names = {path.name for path in (tmp_path / "run").iterdir()}
     written = {"config.yaml", "data", "metrics.jsonl", "tensorboard", "loss.png", "checkpoints", "model"}
-    assert names == written | {"owner.json", "ranks.json", "tokenizer"}
+    assert names == written | {"owner.json", "ranks.json", "events.jsonl", "tokenizer"}
     history = read_metrics(tmp_path / "run" / "metrics.jsonl")
     assert history == list(outcome.history) == watched.steps
     assert [m.step for m in history] == [1, 2, 3, 4, 5, 6]

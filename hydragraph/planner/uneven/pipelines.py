@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from hydragraph.planner.uneven.groups import Form
 from hydragraph.planner.uneven.layers import spread
-from hydragraph.planner.uneven.prices import MESSAGES, Option, Prices
+from hydragraph.planner.uneven.prices import Option, Prices
 from hydragraph.planner.uneven.sharing import least_seconds
 from hydragraph.spec.stage_kind import StageKind
 
@@ -121,7 +121,7 @@ class Bench:
     def least_bytes(self) -> float:
         """Bytes of a rank of every stage that a pipeline needs at least: all layers, one micro-batch in flight."""
         options = [option for every in self._options for option in every]
-        return self.layers * min(option.state_bytes + option.kept_bytes for option in options)
+        return self.layers * min(self._prices.held(2) * option.state_bytes + option.kept_bytes for option in options)
 
     def holds(self, form: int) -> bool:
         """Whether a group of a form has memory for a layer, somewhere in a pipeline."""
@@ -203,19 +203,18 @@ class Bench:
         return self._rows[key]
 
     def _cap(self, form: int, option: Option, ends: tuple[bool, bool], in_flight: int) -> int:
-        free = self._memory[form] - option.own_bytes - ends[0] * option.first_bytes - ends[1] * option.last_bytes
-        each = option.state_bytes + in_flight * option.kept_bytes
-        return max(0, math.floor(free / each)) if each > 0 else self.layers
+        held = self._prices.held(1 if all(ends) else 2)
+        outer = held * (ends[0] * option.first_bytes + ends[1] * option.last_bytes)
+        each = held * option.state_bytes + in_flight * option.kept_bytes
+        return max(0, math.floor((self._memory[form] - option.own_bytes - outer) / each)) if each > 0 else self.layers
 
     def _passing(self, form: int, size: float) -> float:
         site = self.forms[form].site
-        # What messages hold beside weights and gradients does not pass twice.
-        moved = size / (1 + MESSAGES)
         if self._alone:
             return 0.0
         # Owners in the node are reached by its inner links, the others through its cards.
         away = 1 - self._prices.within(site)
-        return moved * max(away / (site.outer.bytes_per_s * min(1.0, site.cards)), (1 - away) / site.inner.bytes_per_s)
+        return size * max(away / (site.outer.bytes_per_s * min(1.0, site.cards)), (1 - away) / site.inner.bytes_per_s)
 
     def price(self, pipelines: Mapping[Multiset, int]) -> float:
         """Return the seconds of an iteration of so many pipelines of each multiset."""

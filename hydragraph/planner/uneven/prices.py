@@ -51,10 +51,9 @@ class Option:
         kind: of the stage.
         aux_s: what a stage computes once for every micro-batch, such as rotary tables.
         layer_s, first_s, last_s: forward and backward of one micro-batch, of a layer, the first and the last block.
-        state_bytes, first_bytes, last_bytes: weights, gradients and their messages, of a layer, the first and the last
-            block.
+        state_bytes, first_bytes, last_bytes: weights and gradients, of a layer, the first and the last block.
         kept_bytes: what each micro-batch in flight keeps, per layer.
-        own_bytes: what is there whatever the layers: working memory and messages.
+        own_bytes: what is there whatever the layers: working memory and hidden states.
     """
 
     kind: StageKind
@@ -91,6 +90,14 @@ class Prices:
         """Bytes of the whole state: weights, gradients and moments in fp32."""
         return state_bytes(self.costs)
 
+    def held(self, stages: int) -> float:
+        """Return what weights and gradients hold of a stage of a pipeline of so many, messages included, per byte.
+
+        A stage that has all layers uses all weights itself: it holds messages before and after its activations, never
+        beside most of them. Other stages send and receive for those before and behind them meanwhile.
+        """
+        return 1 + MESSAGES if stages > 1 and self.costs.ranks > 1 else 1.0
+
     def options(self, site: Site, tp: int) -> tuple[Option, ...]:
         """Return how a group of so many ranks may run its layers; none, where that degree was not measured there."""
         key = (site, tp)
@@ -123,7 +130,6 @@ class Prices:
         kept: dict[str, float] = {}
         working = 0.0
         early = 0.0
-        several = 1 + MESSAGES if costs.ranks > 1 else 1.0
         part = StagePart(kind, 0)
         for index, template in enumerate(templates):
             if template in seconds:
@@ -133,7 +139,7 @@ class Prices:
             seconds[template] = sum(both)
             piece = pieces[template]
             learning = piece.parameters - piece.frozen
-            state[template] = (costs.sizes.itemsize * piece.parameters + GRADIENT_BYTES * learning) * several
+            state[template] = costs.sizes.itemsize * piece.parameters + GRADIENT_BYTES * learning
             held = costs.blocks.footprint(costs.outline.blocks[index], part, self._held)
             kept[template] = held.saved + held.output
             working = max(working, held.forward, held.backward + held.gradients)

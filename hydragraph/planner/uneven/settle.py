@@ -32,6 +32,8 @@ from hydragraph.spec.strategy import Pipeline, Stage, Strategy
 
 # Micro-batches that are moved between pipelines at most, beyond the first sharing.
 MOVES = 64
+# Of a device's memory, what a walk with messages may come to: one rank of each kind is walked.
+NEAR_LIMIT = 0.99
 
 
 @dataclass(frozen=True)
@@ -301,14 +303,37 @@ def _priced(costs: Costs, strategy: Strategy) -> Sequence[PipelineCost]:
 def owners(costs: Costs, strategy: Strategy, assignment: Assignment) -> tuple[Home, tuple[int, ...]] | Shortage:
     """Return who owns the state, and what every rank then holds when it holds most.
 
-    An owner also holds messages: weights on their way to every pipeline, and gradients from there.
+    An owner also holds messages: weights on their way to every pipeline, and gradients from there. At first they are
+    taken to be there when activations are most. Where that does not fit, programs are walked with them: stages that
+    use all weights themselves hold them only before and after their activations.
     """
-    limits = [costs.memory_of(rank) for rank in range(costs.ranks)]
     needed = needs(costs, strategy, assignment)
-    total = costs.home.copies * state_bytes(costs)
-    if costs.ranks > 1:
-        elements = sum(bucket.size for bucket in costs.buckets)
-        total += MESSAGES * len(strategy.pipelines) * elements * (costs.sizes.itemsize + GRADIENT_BYTES)
+    guessed = _owners(costs, strategy, needed, _held_by_messages(costs, strategy))
+    if not isinstance(guessed, Shortage):
+        return guessed
+    found = _owners(costs, strategy, needed, 0.0)
+    if isinstance(found, Shortage):
+        return found
+    home, _ = found
+    memory = tuple(round(each) for each in needs(costs.changed(home=home), strategy, assignment, messages=True))
+    fits = all(held <= NEAR_LIMIT * costs.memory_of(rank) for rank, held in enumerate(memory))
+    return (home, memory) if fits else guessed
+
+
+def _held_by_messages(costs: Costs, strategy: Strategy) -> float:
+    """Return about the bytes that all owners hold of messages together."""
+    if costs.ranks == 1:
+        return 0.0
+    elements = sum(bucket.size for bucket in costs.buckets)
+    return MESSAGES * len(strategy.pipelines) * elements * (costs.sizes.itemsize + GRADIENT_BYTES)
+
+
+def _owners(
+    costs: Costs, strategy: Strategy, needed: Sequence[float], messages: float
+) -> tuple[Home, tuple[int, ...]] | Shortage:
+    """Return owners and memory, if so many bytes of messages are held in proportion to what is owned."""
+    limits = [costs.memory_of(rank) for rank in range(costs.ranks)]
+    total = costs.home.copies * state_bytes(costs) + messages
     room = [(limit - need) / total for limit, need in zip(limits, needed, strict=True)]
     tightest = min(strategy.devices, key=lambda rank: limits[rank] - needed[rank])
     if limits[tightest] < needed[tightest]:
@@ -325,8 +350,13 @@ def owners(costs: Costs, strategy: Strategy, assignment: Assignment) -> tuple[Ho
     return home, memory
 
 
-def needs(costs: Costs, strategy: Strategy, assignment: Assignment) -> list[float]:
-    """Return the bytes that each rank needs for its stage, beside its share of the state and messages."""
+def needs(costs: Costs, strategy: Strategy, assignment: Assignment, messages: bool = False) -> list[float]:
+    """Return the bytes that each rank needs for its stage, beside its share of the state and messages.
+
+    Args:
+        messages: with both of them; `costs` then have the plan's home. Ranks of a stage that own as much are taken to
+            hold as much: what differs is which owner's messages come in order.
+    """
     everything = micro_batches_of(strategy, assignment)
     # Once a pipeline is full, further equal micro-batches change nothing but the tokens that are there.
     shown = [_largest(b, len(p.stages) + 1) for p, b in zip(strategy.pipelines, everything, strict=True)]
@@ -336,18 +366,28 @@ def needs(costs: Costs, strategy: Strategy, assignment: Assignment) -> list[floa
         for rank in dict.fromkeys(strategy.devices):
             mine = [p for p, pipeline in enumerate(strategy.pipelines) if rank in pipeline.devices]
             more = _tokens(everything[p] for p in mine) - _tokens(shown[p] for p in mine)
-            found[rank] = _walked(costs, strategy, shown, rank) + batch_bytes(more, every - _tokens(shown))
+            found[rank] = _walked(costs, strategy, shown, rank, messages)
+            found[rank] += batch_bytes(more, every - _tokens(shown))
         return found
     known: dict[object, float] = {}
     for pipeline, batches, few in zip(strategy.pipelines, everything, shown, strict=True):
-        more = batch_bytes(_tokens([batches]) - _tokens([few]), every - _tokens([few]))
+        # Messages go to all pipelines; without them, a pipeline is like another one alone.
+        alone = (strategy, shown) if messages else (Strategy((pipeline,), strategy.schedule), [few])
+        more = batch_bytes(_tokens([batches]) - _tokens([few]), every - _tokens(alone[1]))
         shape = tuple((s.layers, s.kind) for s in pipeline.stages)
         for position, stage in enumerate(pipeline.stages):
             for rank in stage.devices:
-                key = (shape, position, tuple(few), costs.cluster.type_of(rank))
+                owned = fraction_of(costs.home, rank, costs.ranks) if messages else 0.0
+                key = (shape, position, tuple(few), costs.cluster.type_of(rank), owned)
                 if key not in known:
-                    known[key] = _walked(costs, Strategy((pipeline,), strategy.schedule), [few], rank)
+                    known[key] = _walked(costs, *alone, rank, messages)
                 found[rank] = known[key] + more
+    if messages:
+        for rank in set(range(costs.ranks)) - set(strategy.devices):
+            owned = fraction_of(costs.home, rank, costs.ranks)
+            if owned not in known:
+                known[owned] = _walked(costs, strategy, shown, rank, messages)
+            found[rank] = known[owned] + batch_bytes(0, every - _tokens(shown))
     return found
 
 
@@ -355,8 +395,12 @@ def _tokens(batches: Iterable[Sequence[MicroBatch]]) -> int:
     return sum(m.tokens for each in batches for m in each)
 
 
-def _walked(costs: Costs, strategy: Strategy, batches: Sequence[Sequence[MicroBatch]], rank: int) -> float:
-    walk = costs.walk(strategy, batches, rank, messages=False)
+def _walked(
+    costs: Costs, strategy: Strategy, batches: Sequence[Sequence[MicroBatch]], rank: int, messages: bool
+) -> float:
+    walk = costs.walk(strategy, batches, rank, messages=messages)
+    if messages:
+        return float(walk.peak().total)
     at_home = walk.at_home()
     return float(walk.peak().total - at_home.state - at_home.shard)
 

@@ -161,7 +161,7 @@ def _priced(
     for depth in depths:
         equal = np.diff(prices.layers * np.arange(depth + 1) // depth)
         for by_stage in (False, True) if 1 < depth < count else (False,):
-            rows = _Rows(groups, columns, _order(count, depth, by_stage), micro_batches)
+            rows = _Rows(groups, columns, _order(count, depth, by_stage), micro_batches, prices.held(depth))
             for choice in range(len(columns)):
                 if rows.fit(equal, np.full(depth, choice)):
                     yield (depth, by_stage, False), rows.laid(equal, np.full(depth, choice))
@@ -179,6 +179,7 @@ class _Rows:
         columns: of each kind, its numbers for every group.
         order: which group is which stage of which pipeline [pipelines, stages].
         micro_batches: of all pipelines together.
+        held: bytes of a stage per byte of weights and gradients.
     """
 
     def __init__(
@@ -187,6 +188,7 @@ class _Rows:
         columns: Sequence[tuple[StageKind, dict[str, Floats]]],
         order: NDArray[np.int64],
         micro_batches: int,
+        held: float,
     ) -> None:
         width, depth = order.shape
         of = {name: np.stack([numbers[name][order] for _, numbers in columns]) for name in NUMBERS}
@@ -200,8 +202,8 @@ class _Rows:
         self._extra_s = rate * (of["aux_s"] + first * of["first_s"] + last * of["last_s"])
         # Under 1F1B a stage keeps as many micro-batches as there are stages from it to the end.
         flying = np.minimum(depth - np.arange(depth), self._count)
-        each = of["state_bytes"] + flying * of["kept_bytes"]
-        own = of["own_bytes"] + first * of["first_bytes"] + last * of["last_bytes"]
+        each = held * of["state_bytes"] + flying * of["kept_bytes"]
+        own = of["own_bytes"] + held * (first * of["first_bytes"] + last * of["last_bytes"])
         self._most = np.maximum(0, np.floor((groups.free[order] - own) / np.maximum(each, 1e-9))).min(axis=1)
 
     def fit(self, layers: NDArray[np.int64], chosen: NDArray[np.int64]) -> bool:

@@ -16,7 +16,7 @@ from hydragraph.cost.model import ModelSizes
 from hydragraph.cost.pieces import Piece
 from hydragraph.cost.profile import Profile
 from hydragraph.planner.uneven.planning import moved_bytes
-from hydragraph.planner.uneven.settle import share_out
+from hydragraph.planner.uneven.settle import Shortage, owners, share_out
 from hydragraph.spec.cluster import Cluster, DeviceType, Node
 from tests.cost import priced
 from tests.planner.uneven.exhaustive import best_seconds
@@ -132,6 +132,21 @@ def test_devices_that_there_is_no_work_for_are_idle(devices: int, layers: int, s
         plan = hg.plan(costs, hg.Workload(sequences=sequences, length=LENGTH), method)  # type: ignore[arg-type]
         assert len(plan.strategy.devices) <= layers * sequences
         assert plan.seconds <= hg.plan(costs, hg.Workload(sequences=sequences, length=LENGTH)).seconds * 1.01
+
+
+@pytest.mark.parametrize(("memory_bytes", "fits"), [(180_000_000, False), (210_000_000, True), (400_000_000, True)])
+def test_stages_of_all_layers_hold_no_messages_when_activations_are_most(memory_bytes: int, fits: bool) -> None:
+    nodes = (Node("fast", 4, priced.FAST, priced.SLOW, cards=4),)
+    costs = priced.costs(6, Cluster.of({"fast": DeviceType(1e15, memory_bytes, 1e12)}, nodes), elements=1_000_000)
+    strategy = hg.Strategy.parse("4*<tp1,pp1>", 6)
+    assignment, _ = share_out(costs, strategy, [LENGTH] * 16, 1)
+    found = owners(costs, strategy, assignment)
+    assert isinstance(found, Shortage) is not fits
+    if not isinstance(found, Shortage):
+        held = [each.total for each in costs.changed(home=found[0]).memory(strategy, assignment)]
+        assert max(held) <= memory_bytes
+        # With room for all, messages are counted as if they were there in any case, which takes no second walk.
+        assert found[1][0] == pytest.approx(held[0], rel=0.01) or found[1][0] > 1.3 * held[0]
 
 
 def test_devices_too_small_for_a_layer_are_idle() -> None:

@@ -23,5 +23,5 @@ def test_micro_batches_grow_as_long_as_that_gains(sequences: int, together: int)
 
 @pytest.mark.parametrize(("safety", "found"), [(1.0, False), (100.0, True)])
 def test_more_memory_makes_room(safety: float, found: bool) -> None:
-    costs = priced.costs(6, priced.cluster(2), elements=5_000_000)
+    costs = priced.costs(6, priced.cluster(2), elements=8_000_000)
     assert fits(costs, 4, 700, safety) is found
