@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -50,16 +52,24 @@ def check_command(
 ) -> None:
     """Say, strategy by strategy, whether a run fits into memory, what takes most of it, and what a step takes.
 
+    What training would refuse at once is refused here: settings, files that the config names, the model, strategies,
+    the optimizer. Of data that are not here it says so.
+
     Memory is walked through every rank's program with the sizes of its compiled graphs, and what the optimizer keeps;
     what is advised was walked, too. Of a run on GPUs say so where there is none: --set device=cuda. The exit code is 1
     where a strategy does not fit.
     """
     from hydragraph.cost.fit import advice, fit
+    from hydragraph.spec.cluster import Cluster
+    from hydragraph.train.checks import check_settings
 
     if cluster is not None and memory is not None:
         raise ValueError("--cluster says what memory devices have, and so does --memory: give one of them")
     settings = TrainConfig.load(config, overrides or ())
     texts = chosen_strategies(strategies, settings.strategies)
+    ranks = settings.ranks if cluster is None else len(Cluster.load(cluster).devices)
+    check_settings(replace(settings, strategies=texts), ranks)
+    _look_at_data(settings)
     parsed, costs = _costs(settings, texts, cluster, memory, profile, corrections)
     screen = Console(stderr=True)
     fits = []
@@ -80,6 +90,16 @@ def check_command(
         raise typer.Exit(1)
 
 
+def _look_at_data(config: TrainConfig) -> None:
+    """Say what training here would refuse of the data; they may be on another machine, so it is no error."""
+    from hydragraph.train.data import check_data
+
+    try:
+        check_data(config)
+    except (ValueError, OSError) as error:
+        print(f"data: training here would end with: {error}", file=sys.stderr)
+
+
 def _costs(
     config: TrainConfig,
     texts: tuple[str, ...],
@@ -89,8 +109,6 @@ def _costs(
     corrections: Path | None,
 ) -> tuple[tuple[Strategy, ...], Costs]:
     """Return the strategies, and what prices them by the compiled graphs."""
-    from dataclasses import replace
-
     import torch
 
     from hydragraph.commands.captured import captured

@@ -39,6 +39,7 @@ from hydragraph.spec.elastic import Elastic
 
 T = TypeVar("T")
 
+_MOST = 1024  # processes of one host, each of which takes about 0.3 GB
 _ARRIVAL = timedelta(minutes=30)  # of all ranks of all machines
 
 # How processes start. Importing torch takes seconds, forking a process that has imported it 10 ms; but where system
@@ -226,6 +227,11 @@ def launch(
         raise ValueError(f"launch: the function is {function!r}: give one, as in launch(train, {ranks})")
     if not isinstance(ranks, int) or ranks < 1:
         raise ValueError(f"launch: ranks={ranks}: give a positive number of ranks")
+    if ranks > _MOST:
+        raise ValueError(
+            f"launch: ranks={ranks} are so many processes of this host, which nothing would be left of: give at most "
+            f"{_MOST}, or start them on several machines with torchrun"
+        )
     work = _pickled(function, args)
     context: Context = multiprocessing.get_context(START_METHOD)  # type: ignore[assignment]
     if START_METHOD == "forkserver":

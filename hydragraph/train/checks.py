@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from hydragraph.ahead.manifest import read_manifest
 from hydragraph.data.mini_batches import MiniBatches
 from hydragraph.data.mixture import Mixture
 from hydragraph.frontend.huggingface import positions as positions_of
@@ -17,10 +20,11 @@ from hydragraph.train.callbacks import load_callback
 from hydragraph.train.config import TrainConfig
 from hydragraph.train.model import adapted, directory_of, skeleton
 from hydragraph.train.optimizer import optimizer_factory
+from hydragraph.train.plan_input import read_profile
 
 
 def check_settings(config: TrainConfig, ranks: int) -> None:
-    """Check what needs no data: the model's class and sizes, its strategies, the optimizer.
+    """Check what needs no data: device, the model's class and sizes, strategies, optimizer, callbacks, files named.
 
     Args:
         config: of the run.
@@ -28,8 +32,14 @@ def check_settings(config: TrainConfig, ranks: int) -> None:
 
     Raises:
         ValueError: naming the field.
+        OSError: a file that it names cannot be read.
     """
+    _check_device(config.device)
     _check_optimizer(config)
+    if config.plan.profile is not None:
+        read_profile(config.plan.profile)
+    if config.compiled is not None:
+        read_manifest(Path(config.compiled))
     if config.model.directory is not None:
         directory_of(config.model)  # before a tokenizer is looked for in it
     model = adapted(skeleton(config.model, config.data.vocab_size), config.adapter, config.seed)
@@ -43,6 +53,12 @@ def check_settings(config: TrainConfig, ranks: int) -> None:
             f"data.max_length is {config.data.max_length}, and the model has {positions[0]} positions "
             f"({positions[1]}): lower data.max_length, or build a model with more"
         )
+
+
+def _check_device(device: str | None) -> None:
+    """A run for GPUs may be looked at where there is none, so the device need not be here."""
+    if device is not None and not re.fullmatch(r"(cpu|cuda)(:\d+)?", device):
+        raise ValueError(f"device {device!r}: use cpu, or cuda for each rank's GPU")
 
 
 def _check_optimizer(config: TrainConfig) -> None:

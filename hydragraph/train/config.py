@@ -26,7 +26,7 @@ _NAME_LETTERS = frozenset(string.ascii_letters + string.digits + "-_")
 
 
 def _check_text(name: str, value: object, optional: bool = False) -> None:
-    if not (optional and value is None) and not (isinstance(value, str) and value):
+    if not (optional and value is None) and not (isinstance(value, str) and value.strip()):
         raise ValueError(f"{name} is {value!r}: give a text")
 
 
@@ -549,6 +549,8 @@ class TrainConfig:
             _check_whole(name, getattr(self, name), 1)
         for name in ("seed", "evaluate_every", "checkpoint_every"):
             _check_whole(name, getattr(self, name), 0)
+        if self.seed >= 2**63:
+            raise ValueError(f"seed is {self.seed}: give one below 2 to the power of 63")
         if self.max_grad_norm is not None:
             _check_number("max_grad_norm", self.max_grad_norm)
         _check_number("grace_s", self.grace_s, 0.1)
@@ -557,7 +559,7 @@ class TrainConfig:
         if self.backend is not None:
             _check_choice("backend", self.backend, BACKENDS)
         _check_text("device", self.device, optional=True)
-        if not self.check:  # YAML reads `off` as False
+        if self.check is False:  # YAML reads `off` as False
             object.__setattr__(self, "check", "off")
         _check_choice("check", self.check, CHECKS)
         _check_text("compiled", self.compiled, optional=True)
@@ -577,10 +579,10 @@ class TrainConfig:
             object.__setattr__(self, "home", replace(self.home, copies=self.elastic.copies))
         if self.elastic.min_ranks is not None and self.elastic.min_ranks > self.ranks > 1:
             raise ValueError(f"elastic.min_ranks is {self.elastic.min_ranks}, and ranks {self.ranks}: give fewer")
-        if self.callbacks:
-            object.__setattr__(self, "callbacks", _texts("callbacks", self.callbacks))
-        else:
+        if self.callbacks is None or self.callbacks in ((), []):
             object.__setattr__(self, "callbacks", ())
+        else:
+            object.__setattr__(self, "callbacks", _texts("callbacks", self.callbacks))
         if self.adapter is not None and self.model.weights is not None:
             raise ValueError(
                 "adapter: adapters need the model in memory: name its directory with model.path, not model.weights"

@@ -78,7 +78,15 @@ def skeleton(config: ModelConfig, vocabulary: int, end_of_text: int = 0) -> nn.M
     """Return the model on the meta device: shapes without weights; arguments as for `build_model`."""
     with torch.device("meta"):
         if config.architecture is not None:
-            model: nn.Module = _model_class(config.architecture)(model_config(config, vocabulary, end_of_text))
+            settings = model_config(config, vocabulary, end_of_text)
+            try:
+                model: nn.Module = _model_class(config.architecture)(settings)
+            except (RuntimeError, TypeError, ValueError, OverflowError, AttributeError, KeyError) as error:
+                first = str(error).partition("\n")[0]  # PyTorch adds where in C++ it was
+                raise ValueError(
+                    f"model.config: {config.architecture} cannot be built with it and a vocabulary of {vocabulary}: "
+                    f"{type(error).__name__}: {first}"
+                ) from error
         else:
             from transformers import AutoConfig, AutoModelForCausalLM
 

@@ -27,6 +27,16 @@ def test_a_run_that_does_not_fit_says_what_to_change(tmp_path: Path) -> None:
     assert "more ranks" in " ".join(little.stdout.split()) or "more" in little.stdout
 
 
+def test_what_training_would_refuse_is_refused_and_data_that_are_elsewhere_are_named(tmp_path: Path) -> None:
+    refused = run("check", write(tmp_path), "--set", "callbacks=[nowhere:x]")
+    assert refused.exit_code == 2
+    assert "callbacks: 'nowhere:x' cannot be loaded" in refused.stderr
+    elsewhere = run("check", write(tmp_path), "--set", "data.paths=[/nowhere]")
+    assert elsewhere.exit_code == 0, elsewhere.output
+    assert "data: training here would end with: " in elsewhere.stderr
+    assert "/nowhere" in elsewhere.stderr
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [

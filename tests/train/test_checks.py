@@ -72,6 +72,14 @@ def test_nothing_is_said_of_what_can_be() -> None:
         ({"strategies": ["<tp1,pp3>"]}, 1, r"strategies\[0\].*3 stages for 2 layers"),
         ({"strategies": ["<tp8,pp1>"]}, 8, r"strategies\[0\].*does not divide 4 attention heads"),
         ({"strategies": ["<tp1,pp1>", "none.yaml"]}, 1, r"strategies\[1\]: there is no file none.yaml: correct"),
+        ({"device": "mps"}, 1, "device 'mps': use cpu, or cuda"),
+        (
+            {"data__vocab_size": 10**30},
+            1,
+            f"model.config: LlamaForCausalLM cannot be built .* a vocabulary of {10**30}",
+        ),
+        ({"compiled": "nowhere"}, 1, "compiled folder nowhere: it has no manifest.json"),
+        ({"callbacks": ["nowhere:x"]}, 1, "callbacks: 'nowhere:x' cannot be loaded"),
         ({"strategies": [{"pipelines": [{"stage": []}]}]}, 1, r"strategies\[0\].*stage"),
     ],
 )
