@@ -384,6 +384,7 @@ def _compiled(
         trust=config.trust,
         progress_s=config.progress_s,
         home=config.home,
+        deterministic=config.deterministic,
         **joining,
     )
 
