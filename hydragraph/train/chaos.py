@@ -96,7 +96,7 @@ ROUNDING = 1e-5  # of a loss: what other groupings of sums may come to at once
 MARGIN = 10.0  # times what they come to in a run that nobody disturbs
 
 
-def departure(disturbed: Disturbed, undisturbed: Disturbed, control: Disturbed) -> int | None:
+def departure(disturbed: Disturbed, undisturbed: Disturbed, control: Disturbed | None) -> int | None:
     """Return the first step whose loss is another than rounding explains; None: there is none.
 
     Training amplifies rounding, at a high learning rate without bounds: two sums in another order, and a hundred steps
@@ -104,11 +104,13 @@ def departure(disturbed: Disturbed, undisturbed: Disturbed, control: Disturbed) 
 
     Args:
         disturbed, undisturbed: the runs that are compared.
-        control: the undisturbed one on other ranks.
+        control: the undisturbed one on other ranks; None: losses must be equal bit for bit.
     """
     theirs = {m.step: m.loss for m in undisturbed.metrics}
-    others = {m.step: m.loss for m in control.metrics}
     mine = {m.step: m.loss for m in disturbed.metrics}
+    if control is None:
+        return next((step for step, loss in theirs.items() if mine.get(step) != loss), None)
+    others = {m.step: m.loss for m in control.metrics}
     allowed = ROUNDING
     for step, loss in theirs.items():
         allowed = max(allowed, MARGIN * abs(others.get(step, loss) - loss) / abs(loss))

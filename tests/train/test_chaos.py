@@ -84,3 +84,10 @@ def test_rounding_may_grow_as_it_does_undisturbed_and_no_further() -> None:
     assert departure(curve(2.001, 1.0, 1.0), plain, control) == 1
     assert departure(curve(2.0, 1.0), plain, control) == 3
     assert departure(curve(2.0, math.nan, 1.0), plain, control) == 2
+
+
+def test_without_a_control_every_bit_counts() -> None:
+    plain = curve(2.0, 1.0, 1.0)
+    assert departure(curve(2.0, 1.0, 1.0), plain, None) is None
+    assert departure(curve(2.0, math.nextafter(1.0, 2.0), 1.0), plain, None) == 2
+    assert departure(curve(2.0, 1.0), plain, None) == 3
