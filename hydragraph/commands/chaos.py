@@ -27,8 +27,8 @@ def chaos_command(
 ) -> None:
     """Train undisturbed, and again with ranks killed, slowed and replaced; compare the loss curves.
 
-    A third run, on one rank, tells how far rounding alone takes the losses apart; with `deterministic: true` there is
-    none, and losses must be equal bit for bit.
+    With `deterministic: true` they must be the same bit for bit; else a third run, on one rank, tells how far rounding
+    alone takes the losses apart.
     """
     from hydragraph.train import chaos
 
@@ -69,9 +69,8 @@ def chaos_command(
     if disturbed.code:
         wrong.append(f"the run ended with {disturbed.code}: {disturbed.said}")
     if departed is not None:
-        wrong.append(
-            f"from step {departed} on its losses are others, or missing, and not by rounding" * (control is not None)
-        )
+        rounding = "" if control is None else ", and not by rounding"
+        wrong.append(f"from step {departed} on its losses are others, or missing{rounding}")
     if disturbed.left:
         wrong.append(f"processes {list(disturbed.left)} were left behind")
     for each in wrong:
