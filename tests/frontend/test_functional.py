@@ -135,6 +135,8 @@ def test_tensors_that_are_no_part_of_the_model_are_refused_by_the_name_of_their_
 class Kept(nn.Module):
     """Writes into a buffer of its own by out=, as spectral norm does, under no_grad."""
 
+    seen: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("seen", torch.ones(3))
