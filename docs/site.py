@@ -1,10 +1,13 @@
 """What the site takes from outside of docs/: the README is its first page, and these are pages of it, too.
 
+The notebook's page shows its cells as they stand; it is executed in a test, and has no outputs to show.
+
 Links are written as GitHub follows them; here they are made to lead to the site's own pages.
 """
 
 from __future__ import annotations
 
+import json
 import posixpath
 import re
 from pathlib import Path
@@ -15,6 +18,7 @@ from mkdocs.structure.files import File, Files
 ROOT = Path(__file__).parents[1]
 PAGES = {
     "README.md": "index.md",
+    "examples/first_steps.ipynb": "notebook.md",
     "CONTRIBUTING.md": "contributing.md",
     "SECURITY.md": "security.md",
     "CHANGELOG.md": "changelog.md",
@@ -26,8 +30,19 @@ def on_files(files: Files, config: Any) -> Files:
     """Add the pages from outside."""
     for source, page in PAGES.items():
         text = (ROOT / source).read_text(encoding="utf-8")
+        if source.endswith(".ipynb"):
+            text = cells(text)
         files.append(File.generated(config, page, content=site_links(text, source)))
     return files
+
+
+def cells(notebook: str) -> str:
+    """Return a notebook as Markdown: its texts, and its code in blocks."""
+    parts = []
+    for cell in json.loads(notebook)["cells"]:
+        text = "".join(cell["source"])
+        parts.append(f"```python\n{text}\n```" if cell["cell_type"] == "code" else text)
+    return "\n\n".join(parts) + "\n"
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:

@@ -79,7 +79,7 @@ def _app() -> typer.Typer:
     found.callback()(_options)
     for name, function, example in _VERBS:
         found.command(name, epilog=example)(_in_sentences(function))
-    found.add_typer(bench_app(_sentences), name="bench")
+    found.add_typer(bench_app(_in_sentences), name="bench")
     return found
 
 

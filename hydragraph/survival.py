@@ -19,9 +19,9 @@ from pathlib import Path
 
 from hydragraph.candidates import candidates_of, strategy_for
 from hydragraph.cost.costs import Costs
+from hydragraph.cost.profile import Profile
 from hydragraph.errors import RankFailure, Stopped, TooFewRanks, Unsupported
 from hydragraph.executable import Executable
-from hydragraph.passes.check_strategy import check_strategy
 from hydragraph.planner.refitting import refit
 from hydragraph.runtime.launch import World, join
 from hydragraph.runtime.meeting.member import CALLED, Dismissed, Member, here
@@ -33,7 +33,7 @@ from hydragraph.spec.strategy import Strategy
 
 @dataclass(frozen=True)
 class Survived:
-    """How ranks went on; equal on all but for `seconds`.
+    """How ranks went on; equal on all but for `received` and `seconds`.
 
     Attributes:
         generation: which set of ranks this is, counted from 1.
@@ -43,6 +43,7 @@ class Survived:
         peers: the processes, by rank.
         strategies: what steps choose from now on.
         restored: the step of the checkpoint that was read; None: no state was lost.
+        received: bytes of state that came from other ranks to this one.
         seconds: from this rank's failure to the state's arrival.
         why: what happened, in words.
         ending: why these ranks are only to save and end; "": they go on.
@@ -56,6 +57,7 @@ class Survived:
     peers: tuple[Peer, ...]
     strategies: tuple[Strategy, ...]
     restored: int | None
+    received: int
     seconds: float
     why: str
     ending: str = ""
@@ -96,6 +98,7 @@ def meet_again(exe: Executable, failure: BaseException | None, newest: Callable[
     reasons: list[str] = []
     before = member.generation.members
     left: list[int] = []
+    received = 0
     while True:
         if isinstance(failure, RankFailure):
             reasons.append(str(failure).partition("; restart all ranks")[0])
@@ -107,6 +110,7 @@ def meet_again(exe: Executable, failure: BaseException | None, newest: Callable[
             failure = again
             continue
         member.holds = generation.number
+        received += survived.received
         if not generation.leaving:
             break
         if member.number in generation.leaving:
@@ -124,6 +128,7 @@ def meet_again(exe: Executable, failure: BaseException | None, newest: Callable[
         lost=tuple(rank for rank, m in enumerate(before) if m not in now and m not in left),
         left=tuple(rank for rank, m in enumerate(before) if m in left),
         joined=joined,
+        received=received,
         seconds=time.monotonic() - began,
         why="; ".join(dict.fromkeys(reasons)) or came,
         ending=generation.ending,
@@ -138,13 +143,12 @@ def _move(exe: Executable, member: Member, generation: Generation, newest: Calla
     going = [generation.members.index(m) for m in generation.leaving]
     home = home_for(exe.wanted_home, [peer.seat for peer in peers], going)
     strategies = strategies_for(exe, world, home)
-    profile = exe.profile
-    if isinstance(profile, Costs) and profile.ranks != world.ranks:
-        profile = profile.profile  # its cluster has other ranks
+    profile = costs_for(exe.given_profile, [peer.seat for peer in peers], home)
     with world.calling("meet"):
         restore = world.gather(newest() if world.rank == 0 else None)[0]
     moved = exe.move(world, home, generation.before, restore, strategies, profile)
-    return Survived(generation.number, moved.step, (), (), (), peers, exe.strategies, moved.restored, 0.0, "")
+    came = moved.received
+    return Survived(generation.number, moved.step, (), (), (), peers, exe.strategies, moved.restored, came, 0.0, "")
 
 
 def strategies_for(exe: Executable, world: World, home: Home) -> tuple[Strategy, ...]:
@@ -158,12 +162,27 @@ def strategies_for(exe: Executable, world: World, home: Home) -> tuple[Strategy,
 
     def fits(strategy: Strategy) -> bool:
         try:
-            check_strategy(exe.program, strategy, world.ranks)
+            exe.check(strategy, world.ranks)
         except (ValueError, Unsupported):
             return False
         return True
 
     return refit(known, world.ranks, exe.program.layers, fits)
+
+
+def costs_for(given: Profile | Costs | None, seats: Sequence[int], home: Home) -> Profile | Costs | None:
+    """Return what strategies cost among ranks that sit in these seats, each on its seat's device.
+
+    Args:
+        given: for all seats.
+        seats: by rank; where one is none of the cluster's, devices are taken to be alike.
+        home: who owns the state among them.
+    """
+    if not isinstance(given, Costs):
+        return given
+    if any(seat >= given.ranks for seat in seats):
+        return given.profile
+    return given.of_ranks(seats, home)
 
 
 def home_for(wanted: Home, seats: Sequence[int], leaving: Sequence[int] = ()) -> Home:

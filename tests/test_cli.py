@@ -61,13 +61,13 @@ def test_a_mistake_is_a_sentence(tmp_path: Path, arguments: tuple[str, ...], sen
     assert result.stdout == ""
 
 
-@pytest.mark.parametrize("verb", ["simulate", "plan"])
+@pytest.mark.parametrize("verb", ["simulate", "plan", "bench kernels"])
 def test_a_picture_that_cannot_be_drawn_is_refused_before_the_work(
     verb: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     config = (write(tmp_path),) if verb == "simulate" else ()
-    result = run(verb, *config, "--picture", tmp_path / "picture.png")
+    result = run(*verb.split(), *config, "--picture", tmp_path / "picture.png")
     assert result.exit_code == 2
     assert result.stderr == "hydragraph: --picture needs matplotlib: pip install matplotlib, or leave it out\n"
 

@@ -5,18 +5,14 @@ from __future__ import annotations
 import datetime
 import sys
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from enum import Enum
-from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 if TYPE_CHECKING:
     from hydragraph.bench.report import Report
-
-Sentences = Callable[[bool], AbstractContextManager[None]]
 
 
 class Size(str, Enum):  # noqa: UP042  typer reads the values
@@ -190,28 +186,19 @@ _COMMANDS: tuple[tuple[str, Callable[..., None], str], ...] = (
 )
 
 
-def bench_app(sentences: Sentences) -> typer.Typer:
+def bench_app(in_sentences: Callable[[Callable[..., None]], Callable[..., None]]) -> typer.Typer:
     """Return the commands.
 
     Args:
-        sentences: what turns errors into a sentence and an exit code, keeping tracebacks where it is given True.
+        in_sentences: what wraps a command so that its errors become a sentence and an exit code.
     """
     app = typer.Typer(
         help="Measure kernels, links and training steps beside other ways to do the same; small sizes on a CPU.",
         no_args_is_help=True,
     )
     for name, function, example in _COMMANDS:
-        app.command(name, epilog=example)(_in_sentences(function, sentences))
+        app.command(name, epilog=example)(in_sentences(function))
     return app
-
-
-def _in_sentences(function: Callable[..., None], sentences: Sentences) -> Callable[..., None]:
-    @wraps(function)
-    def run(**given: Any) -> None:
-        with sentences(given["debug"]):
-            function(**given)
-
-    return run
 
 
 def _tell(what: str) -> None:

@@ -6,15 +6,16 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
+from hydragraph.check import pages
 from hydragraph.check.compare import DOUBLE, SINGLE, Bound, Comparison, Difference
 from hydragraph.check.copies import Forms, reduced
-from hydragraph.check.lengths import Lengths, lengths_of
+from hydragraph.check.lengths import LARGE, Lengths, lengths_of
 from hydragraph.check.sequences import alone, batches, draw_sequences, ids_of
 from hydragraph.check.sides import add_captured, run_alone
 from hydragraph.check.weights import DrawnWeights
@@ -137,18 +138,19 @@ def check(subject: CheckedModel, mode: str = "auto", variants: Variants | None =
     began = time.perf_counter()
     program = subject.program
     forms = Forms()
-    variants = variants or Variants(program, added=True)
+    variants = Variants(program, added=True) if variants is None else variants  # empty ones are false
     groups = kept_together(subject, mode)
     sizes = [_size(subject, group) for group in groups]
     lengths = lengths_of(subject.model, program, max(sizes))
     done: list[tuple[Difference, Attempt]] = []
     problem = ""
-    for group in groups:
-        difference = _pass(subject, variants, forms, group, lengths)
-        if isinstance(difference, str):
-            problem = problem or difference
-        else:
-            done.append(difference)
+    with pages.reused() if max(sizes) > LARGE else nullcontext():
+        for group in groups:
+            difference = _pass(subject, variants, forms, group, lengths)
+            if isinstance(difference, str):
+                problem = problem or difference
+            else:
+                done.append(difference)
     kept = sum(map(len, groups))
     name = type(subject.model).__name__
     seconds = time.perf_counter() - began

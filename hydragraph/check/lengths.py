@@ -22,10 +22,12 @@ LONGEST = 512
 _WORK = 4e11
 # Lengths where no setting asks for more: unequal, and none a power of two.
 _SHORT = (5, 11, 3)
+# The same for large models, of which every token costs.
+_FEW = (3, 7)
 # Tokens by which a sequence exceeds a setting, so that what lies behind the limit is compared.
 _BEYOND = 3
 # Models of more parameters than this are compared with two sequences, not three.
-_LARGE = 100_000_000
+LARGE = 100_000_000
 
 
 @dataclass(frozen=True)
@@ -56,9 +58,9 @@ def lengths_of(model: nn.Module, program: Program, parameters: int) -> Lengths:
     limits = {(name, value) for name, value in settings if _LIMITS.search(name) and value > 1}
     reached = [value for _, value in limits if value + _BEYOND <= most]
     beyond = sorted((n, v) for n, v in limits if most < v + _BEYOND <= min([v + _BEYOND, *places]))
-    long = min(max([_SHORT[1], *(value + _BEYOND for value in reached)]), most)
-    tokens = (min(_SHORT[0], most), long, min(_SHORT[2], most))
-    return Lengths(tokens[: 2 if parameters > _LARGE else 3], tuple(beyond))
+    first, second, *others = _FEW if parameters > LARGE else _SHORT
+    long = min(max([second, *(value + _BEYOND for value in reached)]), most)
+    return Lengths((min(first, most), long, *(min(n, most) for n in others)), tuple(beyond))
 
 
 def _settings(model: nn.Module) -> Iterator[tuple[str, int]]:

@@ -55,8 +55,9 @@ def report_command(
 ) -> None:
     """Write one HTML file: timelines, memory, traffic, strategies and why the losers lost.
 
-    Of a config, its strategies are simulated; of a plan, its rivals are told; of a run, its losses and speed are shown,
-    and where it was traced, what was predicted beside what was measured. The file needs no network and no other file.
+    Of a config, its strategies are simulated; of a plan, its rivals are told; of a run, its losses, its speed and what
+    happened to its ranks are shown, and where it was traced, what was predicted beside what was measured. The file
+    needs no network and no other file.
     """
     from hydragraph.report.page import write_report
 
@@ -118,6 +119,7 @@ def _of_plan(source: Path) -> Report:
 def _of_run(source: Path, profile: str | None, cluster: Path | None, corrections: Path | None) -> Report:
     from hydragraph.commands.compare import run_costs
     from hydragraph.cost.trace_file import read_trace
+    from hydragraph.elastic.events import read_events
     from hydragraph.report.trained import run_report
     from hydragraph.train.folder import RunFolder
     from hydragraph.train.metrics import read_metrics
@@ -126,14 +128,15 @@ def _of_run(source: Path, profile: str | None, cluster: Path | None, corrections
     metrics = read_metrics(folder.metrics)
     if not metrics or not folder.config.exists():
         raise ValueError(f"{source} holds no steps of a run: name the folder that hydragraph train has written")
+    events = read_events(folder.happenings)
     if not folder.trace.exists():
         _refuse(
             {"--profile": profile, "--cluster": cluster, "--corrections": corrections}, "prices a trace: there is none"
         )
-        return run_report(source.name, metrics, None)
+        return run_report(source.name, metrics, None, events)
     trace = read_trace(folder.trace)
     costs = run_costs(TrainConfig.load(folder.config), len(trace.ranks), profile, cluster, corrections)
-    return run_report(source.name, metrics, (costs, trace))
+    return run_report(source.name, metrics, (costs, trace), events)
 
 
 def _refuse(given: Mapping[str, object], why: str) -> None:

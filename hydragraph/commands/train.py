@@ -9,7 +9,6 @@ import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from statistics import median
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -202,26 +201,31 @@ def _print_outcome(outcome: RunOutcome) -> None:
 
 
 def _print_events(outcome: RunOutcome) -> None:
-    """Print who was slow when, and what was decided, where ranks were watched and anything happened."""
+    """Print who was lost, slow or came when, what was decided, and what it cost, where anything happened."""
     from rich.table import Table
 
     from hydragraph.elastic.events import read_events
+    from hydragraph.train.goodput import account
 
-    events = read_events(outcome.folder.happenings)
+    every = read_events(outcome.folder.happenings)
+    events = [event for event in every if event.event != "saved"]
     if not events:
         return
     table = Table(title="What happened to ranks", show_lines=False)
     for column in ("step", "event", "ranks", "why"):
         table.add_column(column)
     for event in events:
-        table.add_row(str(event.step), event.event, " ".join(map(str, event.ranks)), Text(event.why))
+        table.add_row(str(event.step), event.title, " ".join(map(str, event.ranks)), Text(event.why))
     console = Console(stderr=True)
     console.print(table)
-    seconds = [metrics.seconds for metrics in outcome.history]
-    goodput = sum(metrics.tokens for metrics in outcome.history) / sum(seconds)
+    found = account(outcome.history, every)
+    if found is None:
+        return
+    part = "" if found.goodput is None else f", {found.goodput:.0%} of the undisturbed {found.rate:,.0f}"
     _print(
-        f"goodput: {goodput:,.0f} tokens/s over {sum(seconds):,.1f} s of steps (median {median(seconds):.3g} s, "
-        f"longest {max(seconds):.3g} s); all events are in {outcome.folder.happenings}"
+        f"goodput: {found.tokens_per_s:,.0f} tokens/s over {found.seconds:,.1f} s{part}: {found.paused_s:.3g} s of "
+        f"pauses, {found.lost_s:.3g} s of lost work, {found.slower_s:.3g} s by slower steps; all events are in "
+        f"{outcome.folder.happenings}"
     )
 
 

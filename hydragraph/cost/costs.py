@@ -156,6 +156,11 @@ class Costs:
             corrections=self.corrections,
         )
 
+    def of_ranks(self, ranks: Sequence[int], home: Home) -> Costs:
+        """Return the costs on some of these ranks, which are numbered in this order from now on, under a home."""
+        health = Health({new: self.health.rate(old) for new, old in enumerate(ranks) if self.health.rate(old) > 1})
+        return self.changed(cluster=self.cluster.of_ranks(ranks), health=health, home=home)
+
     # Pipelines.
 
     def pipeline(self, pipeline: Pipeline, schedule: str = "1f1b") -> PipelineCost:
@@ -257,11 +262,16 @@ class Costs:
         lowest = self.outline.lowest
         return template in self.profile.blocks[lowest:]
 
+    def _summed(self, stage: Stage, kind: StageKind, span: tuple[int, int]) -> tuple[int, int]:
+        """Return how many hidden states a stage's ranks add up forward, and backward, where curves leave that out."""
+        pieces = self.pieces(self.cluster.type_of(stage.devices[0]), kind)
+        counts = [pieces[t].reduced for t in self.profile.blocks[slice(*span)]]
+        return sum(forward for forward, _ in counts), sum(backward for _, backward in counts)
+
     def _rings(self, stage: Stage, kind: StageKind, span: tuple[int, int]) -> tuple[Ring, Ring] | None:
         if stage.tp == 1:
             return None
-        pieces = self.pieces(self.cluster.type_of(stage.devices[0]), kind)
-        times = [sum(pieces[t].reduced[way] for t in self.profile.blocks[slice(*span)]) for way in (0, 1)]
+        times = self._summed(stage, kind, span)
         if not any(times):
             return None
         # A ring is as slow as its slowest link; which one that is may depend on the size, so a typical message decides.
@@ -736,6 +746,25 @@ class CostedWork:
         """See `Priced`."""
         factor = self._costs._transfers[Kind.P2P]
         return factor * self._packed[pipeline][micro_batch] * self._costs.sizes.hidden_bytes
+
+    def ring_bytes(self) -> dict[tuple[int, int], float]:
+        """Return what each rank sends to the next one of its stage in an iteration's tensor-parallel sums.
+
+        A sum by a ring sends 2 (t - 1) / t hidden states from each of t ranks. Measured curves hold these sums, and do
+        not say how many they are: of these, nothing is known here.
+        """
+        costs = self._costs
+        pairs: dict[tuple[int, int], float] = {}
+        for placed in self._placement.stages:
+            t = len(placed.ranks)
+            tokens = sum(self._packed[r.pipeline][i] for r in placed.roles for i in range(len(r.micro_batches)))
+            role = placed.roles[0]
+            stage = self._strategy.pipelines[role.pipeline].stages[role.stage]
+            sums = sum(costs._summed(stage, placed.kind, placed.blocks)) if t > 1 else 0
+            for rank, other in zip(placed.ranks, (*placed.ranks[1:], placed.ranks[0]), strict=True):
+                if sums:
+                    pairs[rank, other] = sums * 2 * (t - 1) / t * tokens * costs.sizes.hidden_bytes
+        return pairs
 
     def update_s(self, rank: int) -> float:
         """See `Priced`."""

@@ -21,8 +21,9 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.
 _TENSORS = ("_parameters", "_buffers", "_modules")
 # Attributes that mostly only say where a block stands, so that blocks alike differ in them.
 LAYER_INDEX = ("layer_idx", "layer_id", "layer_number")
-# An attribute of transformers' generation config: a hash that each process seeds anew.
-_OF_THIS_PROCESS = "_original_object_hash"
+# Attributes of transformers': a generation config's hash, which each process seeds anew, and a mark on modules whose
+# weights are there already, which says nothing of the module.
+_BY_THE_WAY = ("_original_object_hash", "_is_hf_initialized")
 # Py_TPFLAGS_HEAPTYPE, the flag of classes that Python code makes.
 _HEAP = 1 << 9
 # After so many values, a structure counts as one of its own: a model may hold a whole data set.
@@ -104,7 +105,7 @@ class _Reader:
         return _identity(value)
 
     def _items(self, value: Any) -> str:
-        return ", ".join(f"{self.text(k)}: {self.text(v)}" for k, v in value.items() if k != _OF_THIS_PROCESS)
+        return ", ".join(f"{self.text(k)}: {self.text(v)}" for k, v in value.items() if k not in _BY_THE_WAY)
 
     def _function(self, function: FunctionType) -> str:
         name = f"{function.__module__}.{function.__qualname__}"

@@ -94,7 +94,7 @@ def storages_of(node: Any) -> list[tuple[int, Tensor]]:
 
 def _node(node: fx.Node, graph: fx.GraphModule, values: Encoder) -> list[Any]:
     kwargs = {name: _argument(value) for name, value in node.kwargs.items()}
-    value = None if node.op == "output" else values.value(value_of(node))
+    value = None if node.op == "output" else values.value(value_of(node), node.meta.get("storages", ()))
     return [node.name, node.op, _target(node, graph), [_argument(a) for a in node.args], kwargs, value]
 
 

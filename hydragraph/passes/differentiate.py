@@ -24,24 +24,20 @@ from typing import Any
 import torch
 from torch import fx
 
-from hydragraph.ir.graph_data import decode, encode, value_of
+from hydragraph.ir.graph_data import decode, encode
 from hydragraph.ir.layout import GradientKind
 from hydragraph.ir.parameter import Parameter
 from hydragraph.ir.program import Template
 from hydragraph.passes.clean import remove_dead_code
 from hydragraph.passes.collectives import IDENTITY, METHODS
+from hydragraph.passes.joint import joint_of
 from hydragraph.passes.shard import ShardedTemplate
-from hydragraph.passes.sizes import prove_sizes
 from hydragraph.private.operators import arguments_of, is_operator
 from hydragraph.private.tracing import (
-    TensorSpec,
     code_when_called,
-    hint_of,
     one_pass,
     partition,
     recompute,
-    symbol_name,
-    trace_joint,
 )
 from hydragraph.spec.stage_kind import StagePart
 
@@ -118,6 +114,7 @@ def differentiate(
     partitioner: str = "min_cut",
     where: str = "template",
     learning: Collection[str] | None = None,
+    fused_head: bool = False,
 ) -> Variant:
     """Trace forward and backward together over fake tensors and cut them apart.
 
@@ -127,6 +124,7 @@ def differentiate(
         where: which block this is, for errors.
         learning: what to compute gradients of: parameter names, and "hidden"; None: of all. Where none of it has any,
             the forward saves nothing, and the backward is empty.
+        fused_head: as `shard` was told.
 
     Raises:
         Unsupported: its graphs would hold for some numbers of tokens only.
@@ -135,10 +133,7 @@ def differentiate(
     names = [*template.parameters, *template.buffers, *template.inputs]
     names += [start_of(table) for table in sharded.vocabulary]
     learns = {*template.parameters, "hidden"} if learning is None else learning
-    specs, results, hints = _specs(template, sharded, parameters, part, dtype, learns)
-    joint, values = trace_joint(sharded.graph, specs, results, hints)
-    prove_sizes(joint, f"{where}, with its gradient")
-    outputs = len(results)
+    joint, values, outputs = joint_of(template, sharded, parameters, part, dtype, learns, fused_head, where)
     # Where nothing learns there is no backward to save for, and the partitioner would find nothing to cut at.
     if partitioner == RECOMPUTE or not any(_outputs(joint)[outputs:]):
         forward, backward = recompute(joint, outputs)
@@ -174,49 +169,6 @@ def differentiate(
 def start_of(table: str) -> str:
     """Return the name of the input that says which row of a parameter is the first that a rank holds (0-d int64)."""
     return f"vocabulary_start.{table}"
-
-
-def _specs(
-    template: Template,
-    sharded: ShardedTemplate,
-    parameters: Mapping[str, Parameter],
-    part: StagePart,
-    dtype: torch.dtype,
-    learning: Collection[str],
-) -> tuple[list[TensorSpec], list[TensorSpec], dict[str, int]]:
-    """Describe the graph's inputs (local shards, then everything else with its symbolic sizes) and its outputs."""
-    # A template's own trace had all tokens. Under sequence parallelism, hidden states have T / tp of them here and
-    # everything else T, so these become two symbols, of which one is `tp` times the other.
-    hints: dict[str, int] = {}
-    shapes = {n: parameters[n].local_shape(part.tp, part.index) for n in template.parameters}
-    specs = [TensorSpec(shape, dtype, name in learning) for name, shape in shapes.items()]
-    nodes = [n for n in template.graph.graph.nodes if n.op == "placeholder"][len(specs) :]
-    ranks = part.tp if part.sequence_parallel else 1
-    for node, name in zip(nodes, [*template.buffers, *template.inputs], strict=True):
-        hidden = name == "hidden"
-        specs.append(_spec(node, hints, ranks, in_part=hidden, differentiable=hidden and name in learning))
-    specs += [TensorSpec((), torch.int64)] * len(sharded.vocabulary)
-    return specs, [_spec(node, hints, ranks, in_part=True) for node in _outputs(template.graph)], hints
-
-
-def _spec(
-    node: fx.Node, hints: dict[str, int], ranks: int, in_part: bool = False, differentiable: bool = False
-) -> TensorSpec:
-    """Describe one value; under sequence parallelism over `ranks` each has its part of the tokens of some values.
-
-    A size's hint is then `ranks` times the traced one, so that it divides.
-    """
-    # "s0" for T; with `ranks` 2, "s0/2" for a rank's part. Their hints, 227 and 454, keep T twice the part.
-    value = value_of(node)
-    sizes = []
-    for size in value.shape:
-        symbol = symbol_name(size)
-        if symbol is not None:
-            hint = hint_of(size)
-            symbol, hint = (f"{symbol}/{ranks}", hint) if in_part and ranks > 1 else (symbol, hint * ranks)
-            hints[symbol] = hint
-        sizes.append(int(size) if symbol is None else symbol)
-    return TensorSpec(tuple(sizes), value.dtype, differentiable)
 
 
 def _outputs(graph: fx.GraphModule) -> list[fx.Node]:

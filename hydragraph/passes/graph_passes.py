@@ -122,7 +122,7 @@ def _differentiate(spec: VariantSpec, graphs: Graphs) -> Graphs:
     assert isinstance(graphs, ShardedTemplate)
     partitioner = RECOMPUTE if spec.part.recompute else spec.partitioner
     arguments = (spec.template, graphs, spec.parameters, spec.part, spec.dtype, partitioner, spec.where)
-    return differentiate(*arguments, spec.learning)
+    return differentiate(*arguments, spec.learning, spec.fused_head)
 
 
 def _accumulate(spec: VariantSpec, graphs: Graphs) -> Graphs:

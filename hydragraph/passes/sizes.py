@@ -107,7 +107,7 @@ def _recalls(number: float, size: int) -> bool:
     if not 0 < abs(number) < _LARGEST or not math.isfinite(number):
         return False
     # A mean divides by n, a variance by n - 1, attention by a root: 1 / sqrt(227) squared and inverted is 227 again.
-    candidates = (abs(number), 1 / abs(number), number**2, number**-2)
+    candidates = (abs(number), 1 / abs(number), number * number, 1 / abs(number) / abs(number))
     return any(_multiple(c, n) for c in candidates if c < _LARGEST for n in (size, size - 1))
 
 

@@ -323,6 +323,8 @@ def _drop_repeats(graph: fx.Graph) -> None:
 
 def _memory(node: fx.Node) -> list[int]:
     """Return a number for the memory of a node's value; none for what is no tensor."""
+    if "storages" in node.meta:  # of a graph that was data, whose tensors were made one by one
+        return list(node.meta["storages"])
     value = node.meta.get("val")
     return [value.untyped_storage()._cdata] if isinstance(value, torch.Tensor) else []
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ast
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -45,14 +45,22 @@ class Encoder:
     _symbols: dict[sympy.Symbol, sympy.Symbol] = field(default_factory=dict)
     _storages: dict[int, int] = field(default_factory=dict)
 
-    def value(self, value: object) -> Data:
-        """Return a node's value as data; None for what no reader of a graph needs (symbolic floats, for one)."""
+    def value(self, value: object, storages: Sequence[int] = ()) -> Data:
+        """Return a node's value as data; None for what no reader of a graph needs (symbolic floats, for one).
+
+        Args:
+            storages: a number for the storage of each tensor, where the tensors do not tell; see `storages`.
+        """
+        return self._data(value, iter(storages))
+
+    def _data(self, value: object, storages: Iterator[int]) -> Data:
         if isinstance(value, Tensor):
-            storage = self._storages.setdefault(storage_of(value), len(self._storages))
+            number = next(storages, None)
+            storage = self._storages.setdefault(storage_of(value) if number is None else number, len(self._storages))
             shape, strides = ([self._size(s) for s in sizes] for sizes in (value.shape, value.stride()))
             return ["tensor", str(value.dtype).removeprefix("torch."), str(value.device), shape, strides, storage]
         if isinstance(value, tuple | list):
-            return ["list", *map(self.value, value)]
+            return ["list", *(self._data(part, storages) for part in value)]
         return self._size(value) if isinstance(value, int | torch.SymInt) and not isinstance(value, bool) else None
 
     def _size(self, size: int | torch.SymInt) -> int | str:

@@ -21,10 +21,7 @@ Floats = NDArray[np.float64]
 
 
 def matrices(costs: Costs, strategy: Strategy, assignment: Assignment, timeline: Timeline) -> tuple[Matrix, ...]:
-    """Return the traffic between ranks, and between nodes where there are several; of many ranks only the latter.
-
-    Sums within tensor-parallel groups are not in it: they are part of computation.
-    """
+    """Return the traffic between ranks, and between nodes where there are several; of many ranks only the latter."""
     moved = bytes_between(costs, strategy, assignment, timeline)
     nodes = [device.node for device in costs.cluster.devices]
     found = []
@@ -38,7 +35,7 @@ def matrices(costs: Costs, strategy: Strategy, assignment: Assignment, timeline:
 
 
 def bytes_between(costs: Costs, strategy: Strategy, assignment: Assignment, timeline: Timeline) -> Floats:
-    """Return the bytes of pulls, pushes and messages between stages [kinds, sending ranks, receiving ranks]."""
+    """Return the bytes of each kind (`MOVED`) [kinds, sending ranks, receiving ranks]."""
     work = costs.work(strategy, assignment)
     moved = np.zeros((len(MOVED), costs.ranks, costs.ranks))
     exchanged: set[tuple[Op, str]] = set()
@@ -55,6 +52,8 @@ def bytes_between(costs: Costs, strategy: Strategy, assignment: Assignment, time
     for op, bucket in exchanged:
         transfers = work.moved(op, bucket)
         np.add.at(moved[MOVED.index(op.value)], (transfers.src, transfers.dst), transfers.size)
+    for between, sent in work.ring_bytes().items():
+        moved[MOVED.index("tp"), *between] += sent
     return moved
 
 

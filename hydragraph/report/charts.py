@@ -41,6 +41,15 @@ class Series:
     dashed: bool = False
 
 
+@dataclass(frozen=True)
+class Mark:
+    """A vertical line through a chart: where, its title, and the class of its colour."""
+
+    x: float
+    title: str
+    style: str
+
+
 def ticks(low: float, high: float, about: int = 5) -> list[float]:
     """Return round numbers from low to high: steps of 1, 2 or 5 times a power of ten.
 
@@ -57,7 +66,13 @@ def ticks(low: float, high: float, about: int = 5) -> list[float]:
 
 
 def line_chart(
-    label: str, series: Sequence[Series], x_name: str, y_name: str, show: Show, zero: bool = False
+    label: str,
+    series: Sequence[Series],
+    x_name: str,
+    y_name: str,
+    show: Show,
+    zero: bool = False,
+    marks: Sequence[Mark] = (),
 ) -> Markup:
     """Return a chart with a legend.
 
@@ -67,6 +82,7 @@ def line_chart(
         x_name, y_name: of the axes.
         show: writes a y.
         zero: let the y axis begin at 0.
+        marks: lines behind the series; those beyond the x axis are left out.
     """
     points = [point for each in series for point in each.points if math.isfinite(point[1])]
     xs = [x for x, _ in points]
@@ -94,6 +110,12 @@ def line_chart(
         place, _ = at(x, low_y)
         drawn.append(tag("text", f"{x:,.0f}", x=f"{place:.1f}", y=HEIGHT - BOTTOM + 17, text_anchor="middle"))
     drawn.append(tag("text", x_name, x=LEFT - 8, y=HEIGHT - BOTTOM + 17, text_anchor="end", class_="axis"))
+    for mark in marks:
+        if low_x <= mark.x <= high_x:
+            place, _ = at(mark.x, low_y)
+            line = tag("path", d=f"M{place:.1f} {TOP}V{HEIGHT - BOTTOM}")
+            head = tag("path", d=f"M{place - 4:.1f} {TOP - 8}h8l-4 7z", class_="head")
+            drawn.append(tag("g", tag("title", mark.title), line, head, class_=f"mark {mark.style}"))
     for each in series:
         drawn.append(_series(each, at, x_name, show))
     picture = tag("svg", *drawn, viewBox=f"0 0 {WIDTH} {HEIGHT}", role="img", aria_label=label, class_="chart")

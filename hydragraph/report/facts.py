@@ -8,8 +8,9 @@ from typing import NamedTuple
 # What a bar is, in the order of the legend; each has a colour in report.css. Waits are those of a traced run.
 KINDS = ("forward", "backward", "update", "commit", "pull", "push", "p2p", "wait")
 STREAMS = ("compute", "pull", "push", "p2p")
-# The kinds of traffic between ranks.
-MOVED = ("pull", "push", "p2p")
+# What a run waits for, and the kinds of traffic between ranks: also sums within tensor-parallel stages.
+WAITED = ("pull", "push", "p2p")
+MOVED = (*WAITED, "tp")
 
 
 class Bar(NamedTuple):
@@ -246,6 +247,49 @@ class TrainedStep:
 
 
 @dataclass(frozen=True)
+class Happening:
+    """Something that happened to ranks, or was decided: see `elastic.events.Event`.
+
+    Attributes:
+        after_s: since the first step that tells its time.
+        step: the last one before it.
+        kind: as events.jsonl calls it.
+        title: what happened, in two words.
+        ranks: to whom.
+        seconds: that it took; 0: not known, or none.
+        lost_steps, moved_bytes: what it cost beside that.
+        done: whether what was decided was done.
+        why: in a sentence.
+    """
+
+    after_s: float
+    step: int
+    kind: str
+    title: str
+    ranks: tuple[int, ...]
+    seconds: float
+    lost_steps: int
+    moved_bytes: int
+    done: bool
+    why: str
+
+
+@dataclass(frozen=True)
+class Happened:
+    """What happened to the ranks of a run, and what it cost.
+
+    Attributes:
+        events: in order of time.
+        counts: (step, ranks from then on).
+        parts: (what, seconds): what the wall time consists of; none where it is not known.
+    """
+
+    events: tuple[Happening, ...]
+    counts: tuple[tuple[int, int], ...] = ()
+    parts: tuple[tuple[str, float], ...] = ()
+
+
+@dataclass(frozen=True)
 class Fact:
     """A number that matters, for the top of the page."""
 
@@ -266,6 +310,7 @@ class Report:
         contenders: strategies, the best first.
         panels: the strategies of which more is known.
         steps: of a run.
+        happened: to its ranks; None: nothing.
         against: predicted beside measured.
         words: a text that explains, line by line.
     """
@@ -277,5 +322,6 @@ class Report:
     contenders: tuple[Contender, ...] = ()
     panels: tuple[Panel, ...] = ()
     steps: tuple[TrainedStep, ...] = ()
+    happened: Happened | None = None
     against: Against | None = None
     words: tuple[str, ...] = ()

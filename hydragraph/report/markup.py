@@ -41,6 +41,11 @@ def join(*content: Content) -> Markup:
     return Markup("".join(map(_text, content)))
 
 
+def section(name: str, title: str, intro: str, *content: Content) -> Markup:
+    """Return a section of a page: its heading, a sentence, and what it holds."""
+    return tag("section", tag("h2", title), tag("p", intro, class_="intro"), *content, id=name)
+
+
 def script_data(record: Any) -> Markup:
     """Return JSON that may stand in a <script> element: nothing in it can end that, or begin a comment."""
     text = json.dumps(record, separators=(",", ":"), ensure_ascii=True, allow_nan=False)

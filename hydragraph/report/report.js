@@ -102,7 +102,7 @@ function tabs(shown) {
 // Traffic: one kind, or all.
 
 function traffic() {
-  const kinds = ["pull", "push", "p2p"];
+  const kinds = ["pull", "push", "p2p", "tp"];
   for (const group of document.querySelectorAll(".choose")) {
     group.hidden = false;
     const buttons = [...group.querySelectorAll("button")];

@@ -8,8 +8,9 @@ from hydragraph.report import numbers
 from hydragraph.report.charts import Series, line_chart, memory_chart
 from hydragraph.report.courses import MOST_LANES as COURSE_LANES
 from hydragraph.report.courses import course_picture
-from hydragraph.report.facts import KINDS, MOVED, Contender, Course, Diagram, Held, Matrix, Panel, Part, Report
-from hydragraph.report.markup import Content, Markup, join, tag
+from hydragraph.report.facts import KINDS, MOVED, WAITED, Contender, Course, Diagram, Held, Matrix, Panel, Part, Report
+from hydragraph.report.markup import Content, Markup, join, section, tag
+from hydragraph.report.ranks import mark_keys, marks_of, ranks_section
 
 _KIND_NAMES = {
     "forward": "forward",
@@ -19,6 +20,7 @@ _KIND_NAMES = {
     "pull": "pull weights",
     "push": "push gradients",
     "p2p": "between stages",
+    "tp": "sums within stages",
     "wait": "waiting",
 }
 # Rows of the table of strategies that stand open, and steps of the critical path.
@@ -32,6 +34,8 @@ def contents(report: Report) -> Markup:
     links = []
     if report.steps:
         links.append(("training", "Training"))
+    if report.happened is not None:
+        links.append(("ranks", "Ranks"))
     if report.contenders:
         links.append(("strategies", "Strategies"))
     if report.panels:
@@ -62,6 +66,8 @@ def sections(report: Report) -> Iterator[Markup]:
     """Yield those that there is something for."""
     if report.steps:
         yield _training(report)
+    if report.happened is not None:
+        yield ranks_section(report.happened)
     if report.contenders:
         yield _strategies(report)
     if report.panels:
@@ -70,11 +76,7 @@ def sections(report: Report) -> Iterator[Markup]:
         yield _against(report)
     if report.words:
         text = tag("pre", "\n".join(report.words))
-        yield _section("words", "In words", "The plan, as it explains itself.", text)
-
-
-def _section(name: str, title: str, intro: str, *content: Content) -> Markup:
-    return tag("section", tag("h2", title), tag("p", intro, class_="intro"), *content, id=name)
+        yield section("words", "In words", "The plan, as it explains itself.", text)
 
 
 # Strategies.
@@ -94,7 +96,7 @@ def _strategies(report: Report) -> Markup:
     intro = "The best first. Shares are of the iteration, on average over ranks."
     if not shares:
         intro = "The best first: what was looked at, and what each lost by."
-    return _section(
+    return section(
         "strategies", "Strategies", f"{intro} {more}".strip(), tag("div", table, class_="scroll", tabindex=0)
     )
 
@@ -306,8 +308,8 @@ def _traffic(matrices: Sequence[Matrix]) -> Markup:
     totals = matrices[0].totals
     parts = [f"{_KIND_NAMES[kind]} {numbers.size(total)}" for kind, total in zip(MOVED, totals, strict=True)]
     intro = (
-        f"Bytes of an iteration: {', '.join(parts)}. Rows send, columns receive. Sums within tensor-parallel groups "
-        "are part of computation."
+        f"Bytes of an iteration: {', '.join(parts)}. Rows send, columns receive. Sums go round tensor-parallel stages "
+        "as rings; where computation was measured, they are in its seconds, and not here."
     )
     views = [tag("div", tag("h5", f"Between {matrix.title}"), _heat(matrix), _flows(matrix)) for matrix in matrices]
     options = [
@@ -397,27 +399,31 @@ def _training(report: Report) -> Markup:
     held_out = tuple((s.step, s.eval_loss) for s in steps if s.eval_loss is not None)
     if held_out:
         losses.append(Series("held out", held_out, "s-held", True, True, True))
-    loss = line_chart("loss over steps", losses, "step", "loss, nats per token", lambda y: f"{y:.3f}")
+    marks = () if report.happened is None else marks_of(report.happened)
+    loss = line_chart("loss over steps", losses, "step", "loss, nats per token", lambda y: f"{y:.3f}", marks=marks)
+    alone = len(names) == 1  # else lines would cross each other, from where a strategy ends to where it comes back
     rates = [
-        Series(name, tuple((s.step, s.tokens_per_s) for s in steps if s.strategy == name), f"s-{i % COLOURS}", True)
+        Series(
+            name, tuple((s.step, s.tokens_per_s) for s in steps if s.strategy == name), f"s-{i % COLOURS}", True, alone
+        )
         for i, name in enumerate(names)
     ]
-    speed = line_chart("tokens per second over steps", rates, "step", "tokens/s", numbers.rate, zero=True)
+    speed = line_chart("tokens per second over steps", rates, "step", "tokens/s", numbers.rate, zero=True, marks=marks)
     waits = [
         Series("seconds of a step", tuple((s.step, s.seconds) for s in steps), "s-ink"),
         *[
             Series(f"waits: {_KIND_NAMES[kind]}", tuple((s.step, s.waited[i]) for s in steps), f"s-{kind}")
-            for i, kind in enumerate(MOVED)
+            for i, kind in enumerate(WAITED)
         ],
     ]
     if any(step.expected for step in steps):
         expected = tuple((s.step, s.expected) for s in steps if s.expected)
         waits.append(Series("computing, as planned", expected, "s-held", dashed=True))
-    where = line_chart("seconds of a step", waits, "step", "seconds of a step", numbers.seconds, zero=True)
+    where = line_chart("seconds of a step", waits, "step", "seconds of a step", numbers.seconds, zero=True, marks=marks)
     memory = Series("rank 0", tuple((s.step, float(s.memory)) for s in steps), "s-0")
     held = line_chart("peak memory", [memory], "step", "most memory so far", numbers.size, zero=True)
-    charts = tag("div", loss, speed, where, held, class_="charts")
-    return _section("training", "Training", "Every step of the run; a colour is a strategy.", charts)
+    charts = tag("div", mark_keys(marks), loss, speed, where, held, class_="charts")
+    return section("training", "Training", "Every step of the run; a colour is a strategy.", charts)
 
 
 def _against(report: Report) -> Markup:
@@ -470,4 +476,4 @@ def _against(report: Report) -> Markup:
         ]
         chart = line_chart("seconds by step", series, "step", "seconds of a step's instructions", numbers.seconds, True)
     intro = f"{found.source}. Most of the difference: {found.sentence}."
-    return _section("against", "Predicted and measured", intro, keys, kinds, chart)
+    return section("against", "Predicted and measured", intro, keys, kinds, chart)

@@ -9,8 +9,10 @@ from statistics import median
 from hydragraph.cost.compare import Comparison, compare
 from hydragraph.cost.costs import Costs
 from hydragraph.cost.trace_file import Trace, TracedStep
+from hydragraph.elastic.events import Event
 from hydragraph.report import numbers
 from hydragraph.report.facts import Against, Compared, ComparedStep, Contender, Fact, Panel, Report, TrainedStep
+from hydragraph.report.happened import cost_facts, happened
 from hydragraph.report.simulated import MOST_PANELS, Simulated, panel
 from hydragraph.report.timelines import measured_course
 from hydragraph.spec.strategy import Strategy
@@ -24,27 +26,32 @@ _UNTRACED = (
 _TRACED = "Timelines are the last traced step of each strategy beside its simulation; memory and traffic are simulated"
 
 
-def run_report(title: str, metrics: Sequence[Metrics], traced: tuple[Costs, Trace] | None) -> Report:
+def run_report(
+    title: str, metrics: Sequence[Metrics], traced: tuple[Costs, Trace] | None, events: Sequence[Event] = ()
+) -> Report:
     """Return the report of a run.
 
     Args:
         title: of the page.
         metrics: of all its steps, at least one.
         traced: its trace, and what prices its model on the ranks it ran on; None: it has none.
+        events: what happened to its ranks.
     """
     names = _names(metrics)
     metrics = [replace(m, strategy=names[m.strategy]) for m in metrics]
     steps = _steps(metrics)
     contenders = _contenders(metrics)
+    told = happened(metrics, events)
+    facts = _facts(metrics) if told is None else (*_facts(metrics), *cost_facts(metrics, events))
     if traced is None:
-        return Report("run", title, (_UNTRACED,), _facts(metrics), contenders, steps=steps)
+        return Report("run", title, (_UNTRACED,), facts, contenders, steps=steps, happened=told)
     costs, trace = traced
     found = compare(costs, trace)
     order = {contender.name: i for i, contender in enumerate(contenders)}
     last = {step.strategy: step for step in trace.steps}  # the last step of a strategy: nothing compiles any more
     chosen = sorted(last.values(), key=lambda step: order.get(names.get(step.strategy, ""), len(order)))
     panels = tuple(_panel(costs, trace, step) for step in chosen[:MOST_PANELS])
-    return Report("run", title, (_TRACED,), _facts(metrics), contenders, panels, steps, against(found))
+    return Report("run", title, (_TRACED,), facts, contenders, panels, steps, told, against(found))
 
 
 def _names(metrics: Sequence[Metrics]) -> dict[str, str]:

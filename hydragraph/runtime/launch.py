@@ -30,6 +30,7 @@ from hydragraph.runtime.failure.watch import Watch
 from hydragraph.runtime.forked_server import ensure_forked
 from hydragraph.runtime.generation import generation
 from hydragraph.runtime.meeting.member import meet
+from hydragraph.runtime.named_imports import classes_named_in
 from hydragraph.runtime.preparation import SharedFile, left_of, prepare_for_ranks
 from hydragraph.runtime.rank_process import HOST
 from hydragraph.runtime.sent import nothing_else_imported, sent
@@ -229,7 +230,7 @@ def launch(
     context: Context = multiprocessing.get_context(START_METHOD)  # type: ignore[assignment]
     if START_METHOD == "forkserver":
         with nothing_else_imported():
-            if not ensure_forked(PRELOAD):
+            if not ensure_forked(PRELOAD, classes_named_in(*filter(None, (function, prepare)))):
                 context.set_forkserver_preload([*PRELOAD, *_models()])
                 fork_server.ensure_running()
     server = _store(HOST, 0)  # it has a thread

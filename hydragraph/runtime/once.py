@@ -13,8 +13,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import os
-import stat
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -24,6 +22,7 @@ from typing import TypeVar
 
 from hydragraph.errors import Unsupported
 from hydragraph.runtime.failure.watch import agreed
+from hydragraph.runtime.kept import check_private, keep
 from hydragraph.runtime.launch import World
 from hydragraph.runtime.preparation import SharedFile
 
@@ -51,9 +50,7 @@ class Offer:
             OSError: the file is not there, or not this user's alone.
             ValueError: it holds something else.
         """
-        folder = Path(self.path).parent.stat()
-        if folder.st_uid != os.getuid() or stat.S_IMODE(folder.st_mode) != stat.S_IRWXU:
-            raise PermissionError(f"{Path(self.path).parent} is not a folder of this user alone")
+        check_private(Path(self.path).parent)
         with open(self.path, "rb") as file:
             if hashlib.file_digest(file, "sha256").hexdigest() != self.digest:
                 raise ValueError(f"{self.path} is not what was written")
@@ -88,6 +85,7 @@ def once_per_machine(
             try:
                 made.append(make())
                 offer = owned.enter_context(_offered(made[0], what)) if len(fellows) > 1 else None
+                keep(made[0], what, key)
             except Exception as raised:
                 error = raised
         elif meanwhile is not None:

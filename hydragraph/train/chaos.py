@@ -1,7 +1,9 @@
 """A training that is disturbed on purpose: ranks are killed, slowed and taken away at random moments, and it goes on.
 
-Two runs of one config are made, one that nobody disturbs and one that is struck. The strikes are a function of the
-seed, but for the instant within a step; what follows from them is read from the run's own files.
+Two runs of one config are made, one that is struck and one that nobody disturbs. The strikes are a function of the
+seed, but for the instant within a step; what follows from them is read from the run's own files. The first goes on
+until all strikes have hit and some steps in peace have followed; then it is asked to stop, and the second makes as many
+steps.
 """
 
 from __future__ import annotations
@@ -25,11 +27,14 @@ from hydragraph.elastic.events import Event, read_events
 from hydragraph.spec.home import Home
 from hydragraph.train.config import PlanConfig, TrainConfig
 from hydragraph.train.folder import RunFolder
+from hydragraph.train.goodput import account
 from hydragraph.train.metrics import Metrics, read_metrics
 
 Kind = Literal["kill", "slow", "leave and join"]
 
 STEPS_PER_STRIKE = 5  # on average
+MOST_STEPS_PER_STRIKE = 60  # a run is so long that all of them hit: replacements take their time on a busy machine
+CALM_STEPS = 10  # after the last strike, so that all of them count
 _SLOW_S = 1.0
 _PERIOD_S = 0.1  # of stops of a slowed rank
 _STOPPED = 0.6  # of it
@@ -61,7 +66,6 @@ class Disturbed:
 
     Attributes:
         code: the exit code of its launcher.
-        seconds: wall time from its first step to its last.
         metrics, events: what it wrote.
         struck: the strikes that hit a rank.
         left: processes of it that were still there at the end.
@@ -69,22 +73,15 @@ class Disturbed:
     """
 
     code: int
-    seconds: float
     metrics: tuple[Metrics, ...]
     events: tuple[Event, ...] = ()
     struck: tuple[Strike, ...] = ()
     left: tuple[int, ...] = ()
     said: str = ""
 
-    @property
-    def pauses_s(self) -> list[float]:
-        """How long each change of ranks took."""
-        return [event.seconds for event in self.events if event.event == "resumed"]
-
-    @property
-    def goodput(self) -> float:
-        """Tokens of steps that count, by second of wall time."""
-        return sum(m.tokens for m in self.metrics) / self.seconds if self.seconds else 0.0
+    def until(self, step: int) -> Disturbed:
+        """Return what became of it up to a step."""
+        return replace(self, metrics=tuple(m for m in self.metrics if m.step <= step))
 
     def difference(self, other: Disturbed) -> float:
         """Return the largest relative difference of a step's loss; infinite where they have other steps."""
@@ -99,20 +96,22 @@ ROUNDING = 1e-5  # of a loss: what other groupings of sums may come to at once
 MARGIN = 10.0  # times what they come to in a run that nobody disturbs
 
 
-def departure(disturbed: Disturbed, undisturbed: Disturbed, control: Disturbed) -> int | None:
+def departure(disturbed: Disturbed, undisturbed: Disturbed, control: Disturbed | None) -> int | None:
     """Return the first step whose loss is another than rounding explains; None: there is none.
+
+    With `deterministic: true` rounding explains nothing, and every bit of every loss must be the same.
 
     Training amplifies rounding, at a high learning rate without bounds: two sums in another order, and a hundred steps
     later losses differ visibly. So a third run that nobody disturbs, on one rank, says how far that goes up to a step.
 
     Args:
         disturbed, undisturbed: the runs that are compared.
-        control: the undisturbed one on other ranks.
+        control: the undisturbed one on other ranks; None: losses must be the same.
     """
     theirs = {m.step: m.loss for m in undisturbed.metrics}
-    others = {m.step: m.loss for m in control.metrics}
+    others = {} if control is None else {m.step: m.loss for m in control.metrics}
     mine = {m.step: m.loss for m in disturbed.metrics}
-    allowed = ROUNDING
+    allowed = 0.0 if control is None else ROUNDING
     for step, loss in theirs.items():
         allowed = max(allowed, MARGIN * abs(others.get(step, loss) - loss) / abs(loss))
         if step not in mine or not abs(mine[step] - loss) <= allowed * abs(loss):
@@ -127,18 +126,18 @@ def alone(config: TrainConfig, folder: Path) -> TrainConfig:
     )
 
 
-def draw(kills: int, slow: int, joins: int, steps: int, seed: int) -> list[Strike]:
-    """Draw strikes over the steps of a run; the last steps are left in peace, so that all of them count."""
+def draw(kills: int, slow: int, joins: int, seed: int) -> list[Strike]:
+    """Draw strikes, one in `STEPS_PER_STRIKE` steps on average, some in the same step."""
     kinds: list[Kind] = [*["kill"] * kills, *["slow"] * slow, *["leave and join"] * joins]  # type: ignore[list-item]
     chance = random.Random(seed)
     chance.shuffle(kinds)
-    at = sorted(chance.randint(2, max(2, steps - 5)) for _ in kinds)
+    at = sorted(chance.randint(2, 2 + STEPS_PER_STRIKE * len(kinds)) for _ in kinds)
     return [Strike(kind, step, chance.random(), chance.uniform(0, 0.3)) for kind, step in zip(kinds, at, strict=True)]
 
 
 def prepared(config: TrainConfig, folder: Path, strikes: int) -> tuple[TrainConfig, TrainConfig]:
     """Return the configs of the run that nobody disturbs and of the other, long enough for so many strikes."""
-    steps = max(config.steps, STEPS_PER_STRIKE * strikes + 10)
+    steps = max(config.steps, MOST_STEPS_PER_STRIKE * strikes + CALM_STEPS)
     elastic = config.elastic
     if not elastic.survives:
         elastic = replace(elastic, copies=2 if config.ranks > 1 else 1, min_ranks=1)
@@ -149,7 +148,10 @@ def prepared(config: TrainConfig, folder: Path, strikes: int) -> tuple[TrainConf
 
 
 def run(
-    config: TrainConfig, strikes: Sequence[Strike] = (), stepped: Callable[[int, int], None] = lambda step, hit: None
+    config: TrainConfig,
+    strikes: Sequence[Strike] = (),
+    stepped: Callable[[int, int], None] = lambda step, hit: None,
+    until: int | None = None,
 ) -> Disturbed:
     """Run a training in processes of its own, strike it, and return what became of it.
 
@@ -157,6 +159,8 @@ def run(
         config: of the run; its folder is replaced.
         strikes: in order of their steps.
         stepped: called now and then with the last step and the strikes so far.
+        until: the step after which it is asked to stop; None: `CALM_STEPS` after the last strike, or never where there
+            are none.
     """
     folder = RunFolder(Path(config.output))
     folder.path.mkdir(parents=True, exist_ok=True)
@@ -166,7 +170,7 @@ def run(
     with said.open("wb") as out:
         command = [sys.executable, "-m", "hydragraph", "train", str(file), "--overwrite"]
         launcher = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)
-        striker = _Striker(folder, launcher, list(strikes))
+        striker = _Striker(folder, launcher, list(strikes), until)
         try:
             code = striker.follow(stepped)
         finally:
@@ -175,10 +179,8 @@ def run(
     left = _still_there(striker.pids)
     metrics = tuple(read_metrics(folder.metrics))
     words = said.read_text(errors="replace").strip().splitlines()[-3:]
-    seconds = striker.last - striker.first + (metrics[0].seconds if metrics else 0.0)
-    return Disturbed(
-        code, seconds, metrics, tuple(read_events(folder.happenings)), tuple(striker.struck), left, "\n".join(words)
-    )
+    events = tuple(read_events(folder.happenings))
+    return Disturbed(code, metrics, events, tuple(striker.struck), left, "\n".join(words))
 
 
 @dataclass
@@ -188,26 +190,29 @@ class _Striker:
     folder: RunFolder
     launcher: subprocess.Popen[bytes]
     coming: list[Strike]
+    until: int | None
     struck: list[Strike] = field(default_factory=list)
     pids: set[int] = field(default_factory=set)
-    first: float = 0.0  # when its first step was seen, and its last
-    last: float = 0.0
 
     def follow(self, stepped: Callable[[int, int], None]) -> int:
         """Strike until the run ends, or nothing moves any more; return its exit code."""
         step = 0
+        asked = False
         began = moved = time.monotonic()
         while (code := self.launcher.poll()) is None:
             now = self._step(began)
             if now != step:
                 step, moved = now, time.monotonic()
-                self.first = self.first or moved
-                self.last = moved
                 stepped(step, len(self.struck))
             if time.monotonic() - moved > _QUIET_S:
                 return -signal.SIGALRM
             if self.coming and step >= self.coming[0].step and self._strike(self.coming[0]):
                 self.coming.pop(0)
+                if not self.coming and self.until is None:
+                    self.until = step + CALM_STEPS
+            if self.until is not None and step >= self.until and not asked:
+                asked = True
+                _send(self.launcher.pid, signal.SIGTERM)
             time.sleep(0.02)
         return code
 
@@ -285,18 +290,23 @@ def _still_there(pids: set[int]) -> tuple[int, ...]:
 
 def rows(disturbed: Disturbed, undisturbed: Disturbed) -> Iterator[tuple[str, str]]:
     """Yield what a disturbed run came to, beside the one that nobody disturbed: names and values."""
-    pauses = disturbed.pauses_s
     for kind in dict.fromkeys(strike.kind for strike in disturbed.struck):
         yield kind, f"{sum(strike.kind == kind for strike in disturbed.struck)} times"
-    if pauses:
-        worst = max(pauses)
-        yield "changes of ranks", f"{len(pauses)}: median {median(pauses):.2f} s, longest {worst:.2f} s"
-    back = [event for event in disturbed.events if event.event == "resumed" and "went back" in event.why]
-    yield "times that state was lost", str(len(back))
-    seconds = f"{disturbed.seconds:.1f} s for {undisturbed.seconds:.1f} s undisturbed"
-    yield "time from the first step to the last", seconds
-    part = disturbed.goodput / undisturbed.goodput if undisturbed.goodput else 0.0
-    yield "goodput", f"{disturbed.goodput:,.0f} tokens/s, {part:.0%} of {undisturbed.goodput:,.0f}"
+    calm = account(undisturbed.metrics)
+    found = account(disturbed.metrics, disturbed.events, None if calm is None else calm.tokens_per_s)
+    if found is not None and calm is not None:
+        if found.pauses:
+            middle, longest = median(found.pauses), max(found.pauses)
+            yield "pauses", f"{len(found.pauses)}: median {middle:.2f} s, longest {longest:.2f} s"
+        back = sum(event.event == "resumed" and "went back" in event.why for event in disturbed.events)
+        yield "times that state was lost", f"{back}; {found.lost_steps} steps were trained again"
+        yield "state that moved", f"{found.moved_bytes / 1e6:,.0f} MB"
+        yield "wall time", f"{found.seconds:.1f} s for {calm.seconds:.1f} s undisturbed"
+        parts = (
+            f"{found.full_s:.1f} s at full speed, {found.paused_s:.1f} s of pauses, {found.lost_s:.1f} s of lost work"
+        )
+        yield "of it", f"{parts}, {found.slower_s:.1f} s by slower steps"
+        yield "goodput", f"{found.tokens_per_s:,.0f} tokens/s, {found.goodput or 0.0:.0%} of {found.rate:,.0f}"
     yield "steps", f"{len(disturbed.metrics)} of {len(undisturbed.metrics)}"
     yield "largest difference of a loss", f"{disturbed.difference(undisturbed):.1e} of it"
     yield "processes left behind", str(len(disturbed.left))

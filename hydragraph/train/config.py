@@ -6,6 +6,7 @@ import json
 import math
 import string
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -475,7 +476,7 @@ class TrainConfig:
         home: which rank owns how much of the weights and the optimizer's state: a text such as "3,3,1,0 copies=2", or
             {shares: [3, 3, 1, 0], copies: 2}; default: equal shares.
         steps: how many mini-batches to train on; 0: as many as `epochs` says.
-        epochs: instead, how many times to pass over all tokens of the data.
+        epochs: instead, how many times to pass over all tokens of the data; 0: as `steps` says.
         ranks: local processes to start, where no launcher such as torchrun has started any.
         max_grad_norm: gradients with a larger global norm are scaled down to it; None: never.
         dtype: what the model computes in; weights and optimizer state are float32 in any case.
@@ -495,6 +496,7 @@ class TrainConfig:
         grace_s: seconds that a run which is asked to stop (SIGTERM, Ctrl-C) has to finish its step and save; then it
             ends all the same.
         progress_s: seconds in which no rank moves on while some wait; then all fail, and say what they were doing.
+        deterministic: the same bits whatever ranks, pipelines and homes there are, also where ranks are lost; slower.
         output: the run folder.
     """
 
@@ -526,18 +528,23 @@ class TrainConfig:
     keep: int = 2
     grace_s: float = 30.0
     progress_s: float = 600.0
+    deterministic: bool = False
     output: str = "runs/train"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "strategies", _strategies(self.strategies))
+        if isinstance(self.epochs, int | float) and self.epochs == 0 and self.epochs is not False:
+            object.__setattr__(self, "epochs", None)  # 0 says, as for steps, that the other one counts
         if self.epochs is None:
             if self.steps == 0 and not isinstance(self.steps, bool):
                 raise ValueError("steps is 0: give a whole number of at least 1, or epochs")
             _check_whole("steps", self.steps, 1)
         else:
             _check_number("epochs", self.epochs)
-            if not self.epochs or self.steps:
-                raise ValueError(f"epochs is {self.epochs!r}, steps is {self.steps!r}: give one of them, above 0")
+            if self.steps:
+                raise ValueError(
+                    f"epochs is {self.epochs!r}, steps is {self.steps!r}: give one of them and 0 for the other"
+                )
         for name in ("ranks", "evaluate_batches", "keep"):
             _check_whole(name, getattr(self, name), 1)
         for name in ("seed", "evaluate_every", "checkpoint_every"):
@@ -556,6 +563,15 @@ class TrainConfig:
         _check_text("compiled", self.compiled, optional=True)
         if not isinstance(self.trust, bool):
             raise ValueError(f"trust is {self.trust!r}: give true or false")
+        if not isinstance(self.deterministic, bool):
+            raise ValueError(f"deterministic is {self.deterministic!r}: give true or false")
+        if self.deterministic and self.backend == "inductor":
+            raise ValueError('deterministic: code by Inductor depends on the sizes it has seen: set backend to "eager"')
+        if self.deterministic and (self.automatic or self.elastic.replan):
+            raise ValueError(
+                "deterministic: strategies must have one tensor-parallel degree, and what is proposed for "
+                "strategies: auto, or by elastic.replan, has several: list strategies, and leave replan out"
+            )
         _check_text("output", self.output)
         if self.elastic.copies > self.home.copies:
             object.__setattr__(self, "home", replace(self.home, copies=self.elastic.copies))
@@ -596,13 +612,12 @@ class TrainConfig:
     def load(cls, path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
         """Read a YAML file; each override, such as "optimizer.lr=1e-3", replaces one of its fields.
 
+        The file is checked as it is, and once more with all overrides.
+
         Raises:
             ValueError: naming the field that is unknown, missing or wrong.
         """
-        config = load_record(cls, path)
-        for text in overrides:
-            config = _override(config, text)
-        return config
+        return _overridden(load_record(cls, path), overrides)
 
     def save(self, path: str | Path) -> None:
         """Write every field, defaults included, as the YAML file that `load` reads back as an equal config."""
@@ -630,24 +645,47 @@ def _short(value: object) -> str:
     return "none" if value is None else json.dumps(value)
 
 
-def _override(config: TrainConfig, text: str) -> TrainConfig:
-    """Return the config with one "section.field=value" applied, its value read as in YAML."""
-    path, equals, value = text.partition("=")
-    keys = path.strip().split(".")
-    if not equals or not all(keys):
-        raise ValueError(f"override {text!r}: write section.field=value, such as optimizer.lr=1e-3")
+def _overridden(config: TrainConfig, texts: Sequence[str]) -> TrainConfig:
+    """Return the config with every "section.field=value" applied, values read as in YAML, and then checked as a whole.
+
+    Together they may pass where one alone does not: `epochs=0` and `steps=3` make a run of steps of one of epochs.
+    """
     data = to_record(config)
+    failures: list[str] = []  # what stands against the config after each override
+    for text in texts:
+        path, equals, value = text.partition("=")
+        keys = path.strip().split(".")
+        if not equals or not all(keys):
+            raise ValueError(f"override {text!r}: write section.field=value, such as optimizer.lr=1e-3")
+        read = _value(text, value)
+        if _put(data, keys, read):
+            # A field of something that an earlier override wrote short, such as a home: its long form has fields.
+            with suppress(ValueError):
+                data = to_record(from_record(TrainConfig, data))
+            if hurdle := _put(data, keys, read):
+                raise ValueError(f"override {text!r}: {hurdle}, which has no fields")
+        try:
+            config = from_record(TrainConfig, data)
+            failures.append("")
+        except ValueError as error:
+            failures.append(str(error))
+    if failures and failures[-1]:
+        guilty = texts[failures.index(failures[-1])]  # the first one after which it was so
+        raise ValueError(f"override {guilty!r}: {failures[-1]}")
+    return config
+
+
+def _put(data: dict[str, Any], keys: Sequence[str], value: object) -> str:
+    """Set data[keys[0]][keys[1]]... to a value; return what is on the way and has no fields, such as "steps is 6"."""
     at = data
     for i, key in enumerate(keys[:-1]):
-        at[key] = dict(at.get(key) or {}) if isinstance(at.get(key), Mapping | None) else at[key]
+        inner = at.get(key)
+        if not isinstance(inner, Mapping | None):
+            return f"{'.'.join(keys[: i + 1])} is {inner!r}"
+        at[key] = dict(inner or {})
         at = at[key]
-        if not isinstance(at, dict):
-            raise ValueError(f"override {text!r}: {'.'.join(keys[: i + 1])} is {at!r}, which has no fields")
-    at[keys[-1]] = _value(text, value)
-    try:
-        return from_record(TrainConfig, data)
-    except ValueError as error:
-        raise ValueError(f"override {text!r}: {error}") from None
+    at[keys[-1]] = value
+    return ""
 
 
 def _value(text: str, value: str) -> object:

@@ -61,6 +61,7 @@ class Metrics:
         eval_losses: of every set by its name: "heldout", and those of `data.evaluation`.
         mfu: model FLOPs utilisation: the model's operations on these lengths, without what is recomputed, over the
             seconds and the peak of all GPUs; None where that peak is not known.
+        time: when it was written down, in UTC; "" in runs of earlier versions.
     """
 
     step: int
@@ -84,6 +85,7 @@ class Metrics:
     peak_memory_bytes: int = 0
     mfu: float | None = None
     eval_losses: Mapping[str, float] = field(default_factory=dict)
+    time: str = ""
 
     @property
     def eval_perplexity(self) -> float | None:
@@ -164,9 +166,18 @@ class MetricsLog:
             self._events.add_scalar(f"perplexity/{name}", perplexity(loss), metrics.step)
 
     def mark(self, event: Event) -> None:
-        """Show in TensorBoard what happened to ranks, as a text at its step."""
-        if self._events is not None:
-            self._events.add_text(f"ranks/{event.event}", event.why, event.step)
+        """Show in TensorBoard what happened to ranks, at its step: as a text, and what is a number as a scalar, too."""
+        if self._events is None:
+            return
+        self._events.add_text(f"ranks/{event.title}", event.why, event.step)
+        if event.event == "resumed":
+            self._events.add_scalar("ranks/count", len(event.ranks), event.step)
+            self._events.add_scalar("ranks/pause_s", event.seconds, event.step)
+            self._events.add_scalar("ranks/lost_steps", event.lost_steps, event.step)
+            self._events.add_scalar("ranks/moved_bytes", event.moved_bytes, event.step)
+        if event.event in ("straggler", "recovered"):
+            for rank in event.ranks:
+                self._events.add_scalar(f"ranks/rate_of_{rank}", event.rates.get(rank, 1.0), event.step)
 
 
 def peak_memory(device: torch.device) -> int:

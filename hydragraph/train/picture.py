@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from hydragraph.elastic.events import Event
+from hydragraph.elastic.events import TITLES, Event, Name
+from hydragraph.train.goodput import account
 from hydragraph.train.metrics import Metrics
 
-_MARKS = {
-    "straggler": "C3",
-    "recovered": "C2",
-    "switch": "C0",
-    "fault": "black",
-    "leave": "C5",
-    "join": "C4",
+# Kinds of events that get a row below the losses, and the sign of each; the rows' names are `events.TITLES`.
+_SIGNS: Mapping[Name, str] = {
+    "fault": "x",
+    "leave": "<",
+    "join": ">",
+    "straggler": "v",
+    "recovered": "^",
+    "switch": "D",
+    "migrate": "s",
 }
+_NAMED = 12  # so many pauses are written out
 
 
 def matplotlib_installed() -> bool:
@@ -34,21 +38,30 @@ def write_picture(metrics: Sequence[Metrics], path: Path, events: Sequence[Event
     Args:
         metrics: of all steps so far, at least one.
         path: of the file.
-        events: marked as lines where ranks became slow or well, were lost, left or came, and strategies were switched.
+        events: marked below the losses, a row for each kind: ranks that were lost, left or came, were slow or fast
+            again, strategies that were switched, state that moved; with the seconds of pauses, and goodput.
     """
     # Not pyplot: the object interface needs no display and leaves the user's backend alone.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(9, 5), layout="constrained")
+    shown = [event for event in events if event.event in _SIGNS and event.done]
+    kinds = [kind for kind in TITLES if any(event.event == kind for event in shown)]
+    pauses = [event for event in events if event.event == "resumed" and event.seconds > 0]
+    rows = len(kinds) + bool(pauses)
+    figure = Figure(figsize=(9, 5 + 0.28 * rows), layout="constrained")
     FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
+    if rows:
+        axes, below = figure.subplots(2, sharex=True, height_ratios=(5, 0.28 * rows + 0.15))
+        _draw_events(axes, below, shown, kinds, pauses)
+        below.set_xlabel("step")
+    else:
+        axes = figure.add_subplot()
+        axes.set_xlabel("step")
     _draw_steps(axes, metrics)
     _draw_evaluations(axes, metrics)
-    _draw_events(axes, events)
-    axes.set_xlabel("step")
     axes.set_ylabel("loss (nats per token)")
-    axes.set_title(f"{len({m.strategy for m in metrics})} strategies, {sum(m.tokens for m in metrics):,} tokens")
+    axes.set_title(_title(metrics, events))
     axes.grid(alpha=0.3)
     axes.legend(fontsize="small")
     partial = path.with_name(f".{path.name}.partial")
@@ -112,10 +125,39 @@ def _draw_evaluations(axes: Any, metrics: Sequence[Metrics]) -> None:
         axes.plot([m.step for m in evaluated], losses, "kD--", markersize=4, linewidth=0.8, label="held out")
 
 
-def _draw_events(axes: Any, events: Sequence[Event]) -> None:
-    told: set[str] = set()
-    for event in events:
-        if event.event in _MARKS and event.done:
-            label = None if event.event in told else event.event
-            told.add(event.event)
-            axes.axvline(event.step, color=_MARKS[event.event], linestyle=":", linewidth=1.2, label=label)
+def _draw_events(axes: Any, below: Any, shown: Sequence[Event], kinds: Sequence[Name], pauses: Sequence[Event]) -> None:
+    """Draw a row of signs for each kind, and one of pauses, with thin lines up through the losses.
+
+    Args:
+        axes, below: of the losses, and of the rows.
+        shown: the events that get signs.
+        kinds: of the rows, from the top.
+        pauses: events that took time.
+    """
+    names = [TITLES[kind] for kind in kinds]
+    for row, kind in enumerate(kinds):
+        steps = [event.step for event in shown if event.event == kind]
+        below.plot(steps, [row] * len(steps), _SIGNS[kind], color="0.15", markersize=6, markerfacecolor="none")
+        for step in set(steps):
+            axes.axvline(step, color="0.5", linestyle=":", linewidth=0.8)
+    if pauses:
+        names.append("pause")
+        longest = max(event.seconds for event in pauses)
+        sizes = [20 + 120 * event.seconds / longest for event in pauses]
+        below.scatter([event.step for event in pauses], [len(kinds)] * len(pauses), sizes, color="0.15", alpha=0.35)
+        for event in sorted(pauses, key=lambda event: -event.seconds)[:_NAMED]:
+            place = (event.step, len(kinds))
+            below.annotate(f" {event.seconds:.2g} s", place, (5, 0), textcoords="offset points", va="center", size=7)
+    below.set_yticks(range(len(names)), names, fontsize="small")
+    below.set_ylim(len(names) - 0.5, -0.5)
+    below.grid(alpha=0.3)
+    below.tick_params(axis="y", length=0)
+
+
+def _title(metrics: Sequence[Metrics], events: Sequence[Event]) -> str:
+    count = len({m.strategy for m in metrics})
+    title = f"{count} strateg{'y' if count == 1 else 'ies'}, {sum(m.tokens for m in metrics):,} tokens"
+    found = account(metrics, events) if events else None
+    if found is None or found.goodput is None:
+        return title
+    return f"{title}; goodput {found.goodput:.0%} of the undisturbed {found.rate:,.0f} tokens/s"

@@ -18,7 +18,7 @@ from hydragraph.ahead.load import load
 from hydragraph.ahead.manifest import Refused
 from hydragraph.ahead.model_record import model_record
 from hydragraph.frontend import capture as frontend
-from hydragraph.passes import differentiate, graph_passes
+from hydragraph.passes import graph_passes, joint
 from hydragraph.runtime import variants as kept
 from hydragraph.runtime.variants import Variants
 from hydragraph.spec.stage_kind import StageKind
@@ -73,7 +73,7 @@ def _never(*_args: object, **_options: object) -> None:
 def from_folder(name: str, dtype: torch.dtype, folder: Path) -> dict[str, Tensor]:
     """On every rank: train from a folder in a process that cannot trace."""
     frontend.capture = _never  # type: ignore[assignment]
-    vars(differentiate)["trace_joint"] = _never
+    vars(joint)["trace_joint"] = _never
     vars(graph_passes)["shard"] = _never
     return trained(name, folder, dtype, traced=False)
 

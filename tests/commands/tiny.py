@@ -26,4 +26,4 @@ def write(folder: Path, **changes: Any) -> Path:
 
 def computed(metrics: dict[str, Any]) -> dict[str, Any]:
     """Leave out what is measured, which no two runs have alike."""
-    return {name: value for name, value in metrics.items() if not name.endswith(("_s", "seconds", "_bytes"))}
+    return {name: value for name, value in metrics.items() if not name.endswith(("_s", "seconds", "_bytes", "time"))}

@@ -107,6 +107,15 @@ def test_an_outline_leaves_out_the_index_of_a_layer() -> None:
     assert outline(layers[0]) != outline(layers[1].eval().train(False))  # type: ignore[arg-type]
 
 
+def test_weights_that_are_there_already_do_not_count() -> None:
+    """A process that joins later builds the model without them, and asks for what the others have captured."""
+    with torch.device("meta"):
+        without = llama(2)
+    one = llama(2)
+    one.model._is_hf_initialized = True
+    assert structure(one) == structure(without)
+
+
 def test_a_structure_is_the_same_in_another_process() -> None:
     """Ranks compare theirs with that of the process that captured; Python seeds hashes of texts anew in each."""
     script = (

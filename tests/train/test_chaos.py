@@ -8,7 +8,17 @@ from pathlib import Path
 
 from hydragraph.elastic.events import Event
 from hydragraph.spec.record import from_record
-from hydragraph.train.chaos import Disturbed, alone, departure, draw, prepared, rows
+from hydragraph.train.chaos import (
+    CALM_STEPS,
+    MOST_STEPS_PER_STRIKE,
+    STEPS_PER_STRIKE,
+    Disturbed,
+    alone,
+    departure,
+    draw,
+    prepared,
+    rows,
+)
 from hydragraph.train.config import TrainConfig
 from hydragraph.train.metrics import Metrics
 from tests.train.plain import settings
@@ -19,17 +29,17 @@ def metrics(step: int, loss: float) -> Metrics:
 
 
 def test_strikes_come_from_the_seed() -> None:
-    strikes = draw(5, 2, 3, 100, seed=1)
-    assert strikes == draw(5, 2, 3, 100, seed=1) != draw(5, 2, 3, 100, seed=2)
+    strikes = draw(5, 2, 3, seed=1)
+    assert strikes == draw(5, 2, 3, seed=1) != draw(5, 2, 3, seed=2)
     assert sorted(strike.kind for strike in strikes) == [*["kill"] * 5, *["leave and join"] * 3, *["slow"] * 2]
     assert [strike.step for strike in strikes] == sorted(strike.step for strike in strikes)
-    assert all(2 <= strike.step <= 95 for strike in strikes)
+    assert all(2 <= strike.step <= 2 + 10 * STEPS_PER_STRIKE for strike in strikes)
 
 
 def test_runs_are_long_enough_and_one_survives(tmp_path: Path) -> None:
     config = TrainConfig.load(written(tmp_path))
     peaceful, stormy = prepared(config, tmp_path, strikes=50)
-    assert peaceful.steps == stormy.steps == 260
+    assert peaceful.steps == stormy.steps == 50 * MOST_STEPS_PER_STRIKE + CALM_STEPS
     assert not peaceful.elastic.survives
     assert stormy.elastic.survives
     assert stormy.home.copies == 2
@@ -44,21 +54,27 @@ def written(folder: Path) -> Path:
 
 
 def test_what_became_of_a_run() -> None:
-    calm = Disturbed(0, 1.0, (metrics(1, 2.0), metrics(2, 1.0)))
-    event = Event(1, "resumed", (0,), 0.5, "all went back to the checkpoint after step 0")
-    wild = replace(calm, seconds=2.0, metrics=(metrics(1, 2.0), metrics(2, 1.01)), events=(event,), left=(7,))
+    def ended(step: int, second: int, loss: float) -> Metrics:
+        return replace(metrics(step, loss), time=f"2026-11-22T20:00:{second:02}.000+00:00")
+
+    calm = Disturbed(0, (ended(1, 0, 3.0), ended(2, 1, 2.0), ended(3, 2, 1.0)))
+    event = Event(1, "resumed", (0,), 0.5, "all went back to the checkpoint after step 0", lost_steps=3)
+    event = replace(event, time="2026-11-22T20:00:01.500+00:00")
+    wild = replace(calm, metrics=(ended(1, 0, 3.0), ended(2, 3, 2.0), ended(3, 4, 1.01)), events=(event,), left=(7,))
     assert calm.difference(calm) == 0
     assert math.isclose(wild.difference(calm), 0.01, rel_tol=1e-9)
+    assert wild.until(2).difference(calm.until(2)) == 0
     assert calm.difference(replace(calm, metrics=calm.metrics[:1])) == math.inf
     told = dict(rows(wild, calm))
-    assert told["goodput"] == "100 tokens/s, 50% of 200"
-    assert told["changes of ranks"] == "1: median 0.50 s, longest 0.50 s"
-    assert told["times that state was lost"] == "1"
+    assert told["goodput"] == "50 tokens/s, 50% of 100"
+    assert told["pauses"] == "1: median 0.50 s, longest 0.50 s"
+    assert told["times that state was lost"] == "1; 3 steps were trained again"
+    assert told["of it"] == ("2.0 s at full speed, 0.5 s of pauses, 1.5 s of lost work, 0.0 s by slower steps")
     assert told["processes left behind"] == "1"
 
 
 def curve(*losses: float) -> Disturbed:
-    return Disturbed(0, 1.0, tuple(metrics(step, loss) for step, loss in enumerate(losses, start=1)))
+    return Disturbed(0, tuple(metrics(step, loss) for step, loss in enumerate(losses, start=1)))
 
 
 def test_rounding_may_grow_as_it_does_undisturbed_and_no_further() -> None:
@@ -68,3 +84,9 @@ def test_rounding_may_grow_as_it_does_undisturbed_and_no_further() -> None:
     assert departure(curve(2.001, 1.0, 1.0), plain, control) == 1
     assert departure(curve(2.0, 1.0), plain, control) == 3
     assert departure(curve(2.0, math.nan, 1.0), plain, control) == 2
+
+
+def test_with_the_same_bits_promised_rounding_explains_nothing() -> None:
+    assert departure(curve(3.0, 2.0, 1.0), curve(3.0, 2.0, 1.0), None) is None
+    assert departure(curve(3.0, 2.0 + 1e-9, 1.0), curve(3.0, 2.0, 1.0), None) == 2
+    assert departure(curve(3.0), curve(3.0, 2.0), None) == 2

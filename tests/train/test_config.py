@@ -95,6 +95,17 @@ def test_overrides_replace_fields_of_every_depth(tmp_path: Path) -> None:
     assert config.strategies == ("<tp1,pp2>",)
 
 
+def test_overrides_are_checked_together_and_the_guilty_one_is_named(tmp_path: Path) -> None:
+    by_epochs = write(tmp_path, {"epochs": 2, "steps": None})
+    for texts in (["steps=3", "epochs=null"], ["epochs=null", "steps=3"], ["steps=3", "epochs=0"]):
+        config = TrainConfig.load(by_epochs, texts)
+        assert (config.steps, config.epochs) == (3, None)
+    with pytest.raises(ValueError, match=r"^override 'optimizer.rate=1': .*unknown field 'rate'"):
+        TrainConfig.load(by_epochs, ["steps=3", "optimizer.rate=1", "epochs=null", "seed=4"])
+    with pytest.raises(ValueError, match=r"^override 'steps=3': "):
+        TrainConfig.load(by_epochs, ["seed=4", "steps=3"])
+
+
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [

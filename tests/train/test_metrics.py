@@ -69,12 +69,22 @@ def test_tensorboard_shows_each_step_once_after_resuming(tmp_path: Path) -> None
 def test_tensorboard_shows_what_happened_to_ranks(tmp_path: Path) -> None:
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     with MetricsLog(tmp_path / "m", tmp_path / "events", after=0) as log:
+        log.mark(Event(2, "straggler", (2,), 0.0, "rank 2 is slow", {2: 2.5}))
         log.mark(Event(3, "fault", (1,), 0.0, "rank 1 failed"))
+        log.mark(Event(3, "resumed", (0, 1), 0.5, "2 ranks go on", lost_steps=4, moved_bytes=1000))
     events = accumulator.EventAccumulator(str(tmp_path / "events"))
     events.Reload()
-    (tag,) = events.Tags()["tensors"]
-    assert tag.startswith("ranks/fault")
-    assert [(e.step, e.tensor_proto.string_val[0]) for e in events.Tensors(tag)] == [(3, b"rank 1 failed")]
+    texts = {tag.removesuffix("/text_summary"): events.Tensors(tag) for tag in events.Tags()["tensors"]}
+    assert texts.keys() == {"ranks/slow rank", "ranks/rank lost", "ranks/went on"}
+    assert [(e.step, e.tensor_proto.string_val[0]) for e in texts["ranks/rank lost"]] == [(3, b"rank 1 failed")]
+    numbers = {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+    assert numbers == {
+        "ranks/rate_of_2": [(2, 2.5)],
+        "ranks/count": [(3, 2)],
+        "ranks/pause_s": [(3, 0.5)],
+        "ranks/lost_steps": [(3, 4)],
+        "ranks/moved_bytes": [(3, 1000)],
+    }
 
 
 def test_what_ended_a_run_is_told_though_its_events_cannot_be_closed(tmp_path: Path) -> None:

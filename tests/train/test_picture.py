@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from hydragraph.elastic.events import Event
 from hydragraph.train.metrics import Metrics
-from hydragraph.train.picture import _draw_steps, smoothed, write_picture
+from hydragraph.train.picture import _draw_events, _draw_steps, smoothed, write_picture
 
 STEP = Metrics(1, 2.5, 0.3, 1e-3, 100, 50.0, 2.0, "<[0,1]x5,[2]x3>@0a", 3, (2, 1))
 
@@ -47,7 +47,21 @@ def test_what_happened_to_ranks_is_marked(tmp_path: Path) -> None:
         write_picture(history, tmp_path / f"{name}.png", marked)
         pictures.append(image.imread(tmp_path / f"{name}.png"))
     assert (pictures[0] == pictures[1]).all(), "what was not done is no mark"
-    assert (pictures[0] != pictures[2]).any()
+    assert pictures[2].shape[0] > pictures[0].shape[0], "there are rows for what happened"
+
+
+def test_each_kind_of_event_has_a_row_with_its_name() -> None:
+    pytest.importorskip("matplotlib")
+    from matplotlib.figure import Figure
+
+    axes, below = Figure().subplots(2)
+    lost = [Event(4, "fault", (1,), 0.0, ""), Event(9, "fault", (0,), 0.0, "")]
+    pauses = [Event(4, "resumed", (0,), 0.5, "")]
+    _draw_events(axes, below, [*lost, Event(6, "join", (1,), 0.0, "")], ["fault", "join"], pauses)
+    assert [label.get_text() for label in below.get_yticklabels()] == ["rank lost", "rank joined", "pause"]
+    assert [list(line.get_xdata()) for line in below.get_lines()] == [[4, 9], [6]]
+    assert [text.get_text() for text in below.texts] == [" 0.5 s"]
+    assert len(axes.get_lines()) == 3
 
 
 def test_smoothing_a_constant_changes_nothing() -> None:

@@ -6,6 +6,7 @@ import logging
 import multiprocessing.connection
 import os
 import signal
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -19,6 +20,7 @@ from hydragraph import log
 from hydragraph.errors import RankFailure
 from hydragraph.runtime.crew import Context, RankHandle, Stops, dismiss, outcome_of, raise_failure, start
 from hydragraph.runtime.failure.ledger import announce_death, last_fault
+from hydragraph.runtime.kept import KEPT
 from hydragraph.runtime.meeting.place import Peer, Place, prefix
 from hydragraph.runtime.meeting.protocol import Orders, Record, Rules, Said, decide
 from hydragraph.runtime.rank_process import HOST, Died, Left, Raised, Readable, Returned, Seat, rebuilt, run_member
@@ -60,8 +62,10 @@ def run_members(
         RankFailure, TimeoutError, any other error: as `launch`.
     """
 
+    kept = tempfile.TemporaryDirectory(prefix="hydragraph-", ignore_cleanup_errors=True)  # of mode 0700
+
     def started(number: int, seat: int, late: bool) -> RankHandle:
-        given = Seat(seat, ranks, port, dict(os.environ), log.shown())
+        given = Seat(seat, ranks, port, {**os.environ, KEPT: kept.name}, log.shown())
         return start(context, number, run_member, given, number, late, elastic.grace_s, work, prepared)
 
     store = dist.TCPStore(HOST, port, None, False, wait_for_workers=False)  # type: ignore[attr-defined]
@@ -76,6 +80,7 @@ def run_members(
         return supervisor.results()
     finally:
         dismiss(supervisor.crew)
+        kept.cleanup()
 
 
 def _on_return(refill: Callable[[], None]) -> Callable[[], None]:
@@ -133,7 +138,7 @@ class Supervisor:
         self._place.order(self._record.orders)
         for seat in range(self._ranks + self._elastic.spares):
             self._start(seat, late=seat >= self._ranks)
-        while self._live() and time.monotonic() < min(deadline, self._fatal_at or deadline):
+        while (self._live() or self._may_come_back()) and time.monotonic() < min(deadline, self._fatal_at or deadline):
             if self._finished():
                 return
             self._hear()
@@ -176,6 +181,11 @@ class Supervisor:
 
     def _live(self) -> list[RankHandle]:
         return [member for member in self.crew if member.outcome is None]
+
+    def _may_come_back(self) -> bool:
+        """Say whether processes are about to be started, though none lives: what was saved is not lost with them."""
+        coming = bool(self._waiting) and self._record.orders.confirmed > 0 and not self._record.orders.over
+        return coming and self._fatal_at is None and not self._stop
 
     def _finished(self) -> bool:
         """Say whether all that is left to wait for are members that were never needed."""

@@ -1,0 +1,285 @@
+"""The joint graph of a sharded template, forward and backward in one: traced once for all degrees where that is proven.
+
+A trace is most of what compiling a block costs, and at tensor-parallel degree 4 it finds what it found at degree 2, but
+for sizes. So a template is traced once with shares that are multiples of one large prime P, and each degree's graph is
+that trace with P replaced by 1 / degree:
+
+    of a Llama with 32 heads of 128        whole      in the trace     tp 2        tp 4
+    weight of the queries, rows            4096       4096 P           2048        1024
+    view(q, [1, -1, heads, 128])           32         32 P             16          8
+    elements of a token's queries          4096       4096 P           2048        1024
+
+A number of the model's own is less than P, and a share is a multiple of it: which is which is read from the number
+(Kronecker's substitution), through whatever sums and products the trace has made of it. Nothing is guessed. What is not
+surely the one or the other, a share that the degree does not divide, and one that becomes 1, which PyTorch treats
+unlike all others, have the degree traced by itself. So has sequence parallelism, whose graphs name the degree. The
+trace's forward must say at a degree what that degree's own says, and what is derived is proven for other numbers of
+tokens (`hydragraph.passes.sizes`), as every trace is.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+import re
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from hydragraph.errors import Unsupported
+from hydragraph.ir.graph_data import decode, encode, value_of
+from hydragraph.ir.parameter import Parameter, ShardRule
+from hydragraph.ir.program import Template
+from hydragraph.passes.node import operands
+from hydragraph.passes.shard import ShardedTemplate, shard
+from hydragraph.passes.sizes import prove_sizes
+from hydragraph.private.tracing import TensorSpec, assumptions, hint_of, symbol_name, trace_joint
+from hydragraph.spec.stage_kind import StageKind, StagePart
+
+_LOG = logging.getLogger(__name__)
+
+SHARE = 268_435_399  # P, a prime: numbers of models are smaller, and P times the elements of a weight fits 64 bits
+_UNBOUNDED = frozenset({2**63 - 1, -(2**63)})  # "to the end" of a slice
+_KEPT = 16  # traces: a model has about three templates
+_WIDE = StagePart(StageKind(2))  # any rank of a stage of more than one
+
+
+class _NotProvenError(Exception):
+    """A number is not surely a share, or not surely none."""
+
+
+@dataclass(frozen=True)
+class _WideRule(ShardRule):
+    """Cuts a parameter into parts that are P times the whole."""
+
+    def units(self, segment: int, tp: int, index: int) -> tuple[int, int]:
+        """Return P times the units of a segment, whoever asks."""
+        return 0, self.segments[segment] * SHARE
+
+
+def joint_of(
+    template: Template,
+    sharded: ShardedTemplate,
+    parameters: Mapping[str, Parameter],
+    part: StagePart,
+    dtype: torch.dtype,
+    learning: Collection[str],
+    fused_head: bool = False,
+    where: str = "template",
+) -> tuple[fx.GraphModule, list[torch.Tensor], int]:
+    """Return the joint graph of a rank, whose sizes are proven, its placeholders' values, and how many outputs it has.
+
+    Args:
+        sharded: what `shard` made of the template for this part, with the same `fused_head`.
+        learning: what to compute gradients of: local parameter names, and "hidden".
+        where: which block this is, for errors.
+
+    Raises:
+        Unsupported: it would hold for some numbers of tokens only.
+    """
+    proven = f"{where}, with its gradient"
+    outputs = len(_outputs(sharded.graph))
+    if part.tp > 1 and not part.sequence_parallel:
+        local = tuple((name, replace(parameter, name=name)) for name, parameter in parameters.items())
+        wide = _wide_trace(template, template.content, local, dtype, frozenset(learning), fused_head)
+        if wide is not None:
+            try:
+                joint = _at(wide, sharded, part.tp)
+                prove_sizes(joint, proven)
+                return joint, _given(joint), outputs
+            except (_NotProvenError, Unsupported) as error:
+                _LOG.debug("%s is traced for tp %d by itself: %s", where, part.tp, error)
+    joint, values = _traced(template, sharded, parameters, part, dtype, learning)
+    prove_sizes(joint, proven)
+    return joint, values, outputs
+
+
+@dataclass(frozen=True)
+class _WideTrace:
+    """A sharded template and its joint graph as data, with shares that are multiples of P."""
+
+    forward: Mapping[str, Any]
+    joint: Mapping[str, Any]
+
+
+@functools.lru_cache(maxsize=_KEPT)
+def _wide_trace(
+    template: Template,
+    content: object,
+    parameters: tuple[tuple[str, Parameter], ...],
+    dtype: torch.dtype,
+    learning: frozenset[str],
+    fused_head: bool,
+) -> _WideTrace | None:
+    """Trace a template with shares of P; None where PyTorch cannot.
+
+    Args:
+        content: the template's; templates of equal text may have been traced with other sizes.
+    """
+    wide = {name: _widened(parameter) for name, parameter in parameters}
+    try:
+        sharded = shard(template, wide, _WIDE, fused_head)
+        joint, values = _traced(template, sharded, wide, _WIDE, dtype, learning)
+        if assumptions(values):  # which a degree's own graph, being data, does not tell
+            return None
+        return _WideTrace(encode(sharded.graph), encode(joint))
+    except Exception as error:
+        # Whatever this is, of sizes that no machine has: the trace of real ones says what is wrong with a model.
+        _LOG.debug("template %s has no trace for all degrees: %s", template.name, error)
+        return None
+
+
+def _widened(parameter: Parameter) -> Parameter:
+    rule = parameter.rule
+    if rule is None:
+        return parameter
+    return replace(parameter, rule=_WideRule(rule.dim, rule.segments, rule.unit, rule.heads))
+
+
+def _at(wide: _WideTrace, sharded: ShardedTemplate, tp: int) -> fx.GraphModule:
+    """Return the joint graph of a degree.
+
+    Raises:
+        _NotProvenError: it has to be traced.
+    """
+    # Inputs are compared as well as calls: of uneven shards some rank's are no whole part of the parameter.
+    own = encode(sharded.graph)["graphs"][0]
+    for narrowed, node in zip(_narrowed(wide.forward["graphs"][0], tp), own, strict=True):
+        if narrowed[1:5] != node[1:5]:
+            raise _NotProvenError(f"{node[2]}{node[3]} is {narrowed[2]}{narrowed[3]} in the trace for all degrees")
+    nodes = list(_narrowed(wide.joint["graphs"][0], tp))
+    (joint,) = decode({"graphs": [nodes], "hints": wide.joint["hints"]})
+    for node in joint.graph.nodes:
+        value_of(node)  # partitioners look for it where PyTorch keeps it
+    return joint
+
+
+def _narrowed(nodes: list[list[Any]], tp: int) -> Iterator[list[Any]]:
+    """Yield the nodes of a graph's data with each share divided by a degree."""
+    known: dict[str, str] = {}  # expressions of sizes that were read before
+    for name, op, target, args, kwargs, value in nodes:
+        arguments, named = (_narrow(given, tp) if op != "output" else given for given in (args, kwargs))
+        yield [name, op, target, arguments, named, _narrow_value(value, tp, known)]
+
+
+def _narrow(argument: Any, tp: int) -> Any:
+    """Divide the shares in a node's arguments."""
+    if isinstance(argument, bool) or argument is None or isinstance(argument, str):
+        return argument
+    if isinstance(argument, int):
+        return _share(argument, tp)
+    if isinstance(argument, float):
+        return _no_share(argument)
+    if isinstance(argument, list):
+        return [_narrow(part, tp) for part in argument]
+    return {kind: content if kind == "node" else _narrow(content, tp) for kind, content in argument.items()}
+
+
+def _narrow_value(value: Any, tp: int, known: dict[str, str]) -> Any:
+    """Divide the shares in what stands for a node's value."""
+    if isinstance(value, list) and value[0] == "list":
+        return ["list", *(_narrow_value(part, tp, known) for part in value[1:])]
+    if isinstance(value, list):
+        kind, dtype, device, shape, strides, storage = value
+        sizes = ([_narrow_size(size, tp, known) for size in dims] for dims in (shape, strides))
+        return [kind, dtype, device, *sizes, storage]
+    return value if value is None else _narrow_size(value, tp, known)
+
+
+def _narrow_size(size: int | str, tp: int, known: dict[str, str]) -> int | str:
+    if isinstance(size, int):
+        return _share(size, tp)
+    if size not in known:
+        # The numbers of an expression, but not those in the names of its symbols.
+        known[size] = re.sub(r"(?<![\w.])\d+", lambda number: str(_share(int(number[0]), tp)), size)
+    return known[size]
+
+
+def _share(number: int, tp: int) -> int:
+    """Return what a number of the trace is at a degree."""
+    if abs(number) < SHARE or number in _UNBOUNDED:
+        return number
+    times, rest = divmod(number, SHARE)
+    if rest or abs(times) >= SHARE or times % tp:
+        raise _NotProvenError(f"{number} is no share of {tp} ranks")
+    if abs(times) == tp:
+        raise _NotProvenError(f"a share of {times} units is one unit")
+    return times // tp
+
+
+def _no_share(number: float) -> float:
+    """Return a number that is no multiple of P, and no inverse or root of one: not computed from a share."""
+    size = abs(number)
+    candidates = (size, 1 / size, size * size, 1 / size / size) if 1e-30 < size < 1e30 else ()
+    for candidate in candidates:
+        times = candidate / SHARE
+        if 0.5 < times < SHARE and math.isclose(times, round(times), rel_tol=1e-12):
+            raise _NotProvenError(f"{number} may have been computed from a share")
+    return number
+
+
+def _traced(
+    template: Template,
+    sharded: ShardedTemplate,
+    parameters: Mapping[str, Parameter],
+    part: StagePart,
+    dtype: torch.dtype,
+    learning: Collection[str],
+) -> tuple[fx.GraphModule, list[torch.Tensor]]:
+    return trace_joint(sharded.graph, *_specs(template, sharded, parameters, part, dtype, learning))
+
+
+def _specs(
+    template: Template,
+    sharded: ShardedTemplate,
+    parameters: Mapping[str, Parameter],
+    part: StagePart,
+    dtype: torch.dtype,
+    learning: Collection[str],
+) -> tuple[list[TensorSpec], list[TensorSpec], dict[str, int]]:
+    """Describe the graph's inputs (local shards, then everything else with its symbolic sizes) and its outputs."""
+    # A template's own trace had all tokens. Under sequence parallelism, hidden states have T / tp of them here and
+    # everything else T, so these become two symbols, of which one is `tp` times the other.
+    hints: dict[str, int] = {}
+    shapes = {n: parameters[n].local_shape(part.tp, part.index) for n in template.parameters}
+    specs = [TensorSpec(shape, dtype, name in learning) for name, shape in shapes.items()]
+    nodes = [n for n in template.graph.graph.nodes if n.op == "placeholder"][len(specs) :]
+    ranks = part.tp if part.sequence_parallel else 1
+    for node, name in zip(nodes, [*template.buffers, *template.inputs], strict=True):
+        hidden = name == "hidden"
+        specs.append(_spec(node, hints, ranks, in_part=hidden, differentiable=hidden and name in learning))
+    specs += [TensorSpec((), torch.int64)] * len(sharded.vocabulary)
+    return specs, [_spec(node, hints, ranks, in_part=True) for node in _outputs(template.graph)], hints
+
+
+def _spec(
+    node: fx.Node, hints: dict[str, int], ranks: int, in_part: bool = False, differentiable: bool = False
+) -> TensorSpec:
+    """Describe one value; under sequence parallelism over `ranks` each has its part of the tokens of some values.
+
+    A size's hint is then `ranks` times the traced one, so that it divides.
+    """
+    # "s0" for T; with `ranks` 2, "s0/2" for a rank's part. Their hints, 227 and 454, keep T twice the part.
+    value = value_of(node)
+    sizes = []
+    for size in value.shape:
+        symbol = symbol_name(size)
+        if symbol is not None:
+            hint = hint_of(size)
+            symbol, hint = (f"{symbol}/{ranks}", hint) if in_part and ranks > 1 else (symbol, hint * ranks)
+            hints[symbol] = hint
+        sizes.append(int(size) if symbol is None else symbol)
+    return TensorSpec(tuple(sizes), value.dtype, differentiable)
+
+
+def _given(graph: fx.GraphModule) -> list[Any]:
+    return [value_of(n) for n in graph.graph.nodes if n.op == "placeholder"]
+
+
+def _outputs(graph: fx.GraphModule) -> list[fx.Node]:
+    nodes: list[fx.Node] = list(operands(next(n for n in graph.graph.nodes if n.op == "output"))[0])
+    return nodes

@@ -1,0 +1,150 @@
+"""Where the wall time of a run went: the training that counts, pauses, work that was lost, and steps that were slower.
+
+The time from the end of the first step to the end of the last is cut at the end of every step that counts. With n
+tokens between two ends and an undisturbed rate of r tokens a second:
+
+    between two ends  =  at full speed (n / r)  +  pauses  +  the rest
+
+Pauses are what `resumed` events took: from a rank's failure until training went on. The rest is lost work where there
+was a pause (steps that were undone, the one under way, the time until somebody noticed), else what the step took more
+than it would have: fewer ranks, or slow ones. Goodput is the part at full speed; of a run that nothing happens to it
+is 1, since the undisturbed rate is that of the steps with all ranks there, none known to be slow, and no pause.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from hydragraph.elastic.events import Event, seconds_of
+from hydragraph.train.metrics import Metrics
+
+
+@dataclass(frozen=True)
+class Account:
+    """Where the wall time of a run went, in seconds that sum up to `seconds`.
+
+    Attributes:
+        seconds: wall time from the end of the first step to the end of the last.
+        tokens: of the steps that count, the first one left out; each step counts once.
+        rate: tokens a second of the steps that nothing disturbed; 0: there was none.
+        full_s: what the tokens take at that rate.
+        paused_s: from failures until training went on.
+        lost_s: work that was done again, and waiting until somebody noticed.
+        slower_s: what steps took more than at full speed; below 0 where they took less.
+        pauses: each one's seconds, in order.
+        lost_steps: steps that were undone.
+        moved_bytes: of state, between ranks.
+    """
+
+    seconds: float
+    tokens: int
+    rate: float
+    full_s: float
+    paused_s: float
+    lost_s: float
+    slower_s: float
+    pauses: tuple[float, ...]
+    lost_steps: int
+    moved_bytes: int
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens that count, by second of wall time."""
+        return self.tokens / self.seconds
+
+    @property
+    def goodput(self) -> float | None:
+        """What part of the undisturbed rate that is; None where the rate is not known."""
+        return self.full_s / self.seconds if self.rate else None
+
+
+@dataclass(frozen=True)
+class _Gap:
+    """The time between the ends of two steps that count."""
+
+    begin: float
+    end: float
+    tokens: int
+    paused_s: float
+    broken: bool
+    whole: bool
+
+    @property
+    def seconds(self) -> float:
+        return self.end - self.begin
+
+
+def account(metrics: Sequence[Metrics], events: Sequence[Event] = (), rate: float | None = None) -> Account | None:
+    """Return where the time of a run went; None where fewer than two steps say when they ended.
+
+    Args:
+        metrics: of the steps that count, in their order.
+        events: of the run.
+        rate: undisturbed, in tokens a second, such as that of another run; None: that of the run itself.
+    """
+    gaps = list(_gaps(metrics, events))
+    seconds = sum(gap.seconds for gap in gaps)
+    if not seconds > 0:
+        return None
+    whole = [gap for gap in gaps if gap.whole]
+    if rate is None:
+        rate = sum(gap.tokens for gap in whole) / sum(gap.seconds for gap in whole) if whole else 0.0
+    full = [gap.tokens / rate if rate else gap.seconds - gap.paused_s for gap in gaps]
+    rest = [gap.seconds - gap.paused_s - each for gap, each in zip(gaps, full, strict=True)]
+    lost_s = sum(each for gap, each in zip(gaps, rest, strict=True) if gap.broken)
+    return Account(
+        seconds,
+        sum(gap.tokens for gap in gaps),
+        rate,
+        sum(full),
+        sum(gap.paused_s for gap in gaps),
+        lost_s,
+        sum(rest) - lost_s,
+        tuple(event.seconds for event in events if event.event == "resumed"),
+        sum(event.lost_steps for event in events),
+        sum(event.moved_bytes for event in events),
+    )
+
+
+def _gaps(metrics: Sequence[Metrics], events: Sequence[Event]) -> Iterator[_Gap]:
+    ends = [(seconds_of(m.time), m.tokens) for m in metrics if m.time]
+    pauses = _joined([(event.at - event.seconds, event.at) for event in events if event.event == "resumed"])
+    for (begin, _), (end, tokens) in pairwise(ends):
+        if not end > begin:
+            continue  # a leader's clock on another machine
+        paused_s = sum(max(0.0, min(end, till) - max(begin, since)) for since, till in pauses)
+        broken = any(since < end and till >= begin for since, till in pauses)
+        yield _Gap(begin, end, tokens, paused_s, broken, not broken and _undisturbed(events, end))
+
+
+def _undisturbed(events: Sequence[Event], until: float) -> bool:
+    """Say whether all ranks are there, and none is known to be slow, as far as events tell until then."""
+    missing = 0
+    slow: set[int] = set()
+    for event in events:
+        if event.at > until:
+            break
+        if event.event in ("fault", "leave"):
+            missing += len(event.ranks)
+        elif event.event == "join":
+            missing = max(0, missing - len(event.ranks))
+        elif event.event == "straggler":
+            slow.update(event.ranks)
+        elif event.event == "recovered":
+            slow.difference_update(event.ranks)
+        elif event.event == "resumed":
+            slow.clear()  # ranks have other numbers, and are watched anew
+    return not missing and not slow
+
+
+def _joined(pauses: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Return the same time as intervals that do not overlap."""
+    found: list[tuple[float, float]] = []
+    for since, till in sorted(pauses):
+        if found and since <= found[-1][1]:
+            found[-1] = (found[-1][0], max(till, found[-1][1]))
+        else:
+            found.append((since, till))
+    return found
