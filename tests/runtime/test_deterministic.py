@@ -16,6 +16,7 @@ import hydragraph as hg
 from hydragraph.ir.instruction import Instruction, Op
 from hydragraph.runtime.deterministic import Deterministic
 from hydragraph.runtime.meeting.member import here
+from hydragraph.runtime.state import ELEMENTWISE
 from tests.models import llama, sequences
 from tests.ready import Ready
 from tests.thorough import thorough
@@ -135,8 +136,31 @@ def test_what_would_have_other_bits_is_refused() -> None:
         rules.check_count(20_000)
     with pytest.raises(hg.Unsupported, match="Inductor"):
         Deterministic.begin(torch.device("cpu"), "inductor")
-    with pytest.raises(hg.Unsupported, match=r"hydragraph\.AdamW"):
-        rules.check_optimizer(torch.optim.Adam([nn.Parameter(torch.ones(3))], fused=True))
+    for fused in (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD):
+        with pytest.raises(hg.Unsupported, match=rf"optimizer {fused.__name__}(?s:.*)hydragraph\.AdamW"):
+            rules.check_optimizer(fused([nn.Parameter(torch.ones(3))], lr=0.1, fused=True))
+
+
+@pytest.mark.parametrize("kind", [*ELEMENTWISE, hg.AdamW], ids=lambda kind: f"{kind.__module__}.{kind.__name__}")
+def test_optimizers_that_are_taken_round_alike_wherever_shards_end(kind: type[torch.optim.Optimizer]) -> None:
+    size = 203  # vectors of 8 and of 16, and some elements more
+    draw = torch.Generator().manual_seed(0)
+    start = torch.randn(size, generator=draw)
+    gradients = [torch.randn(size, generator=draw) * 10.0**-i for i in range(5)]
+
+    def trained(bounds: Sequence[int]) -> Tensor:
+        parts = [nn.Parameter(part.clone()) for part in start.tensor_split(bounds)]
+        optimizer = kind(parts, lr=1e-2)  # type: ignore[call-arg]
+        Deterministic("a device").check_optimizer(optimizer)
+        for gradient in gradients:
+            for part, piece in zip(parts, gradient.tensor_split(bounds), strict=True):
+                part.grad = piece.clone()
+            optimizer.step()
+        return torch.cat([part.detach() for part in parts])
+
+    whole = trained([])
+    for bounds in ([1, 2, 5, 12], [7, 100, 101, 117], list(range(3, size, 11))):
+        assert torch.equal(trained(bounds), whole)
 
 
 def test_a_gradient_too_large_for_exact_sums_updates_nothing() -> None:
