@@ -18,6 +18,7 @@ from hydragraph.runtime.deterministic import Deterministic
 from hydragraph.runtime.meeting.member import here
 from hydragraph.runtime.state import ELEMENTWISE
 from tests.models import llama, sequences
+from tests.own_models import Layer, Own
 from tests.ready import Ready
 from tests.thorough import thorough
 
@@ -89,6 +90,26 @@ def test_stages_of_one_degree_change_no_bit(texts: list[str]) -> None:
     ways = [Way(texts[:1]), Way(texts[1:], hg.Home([0, 2, 1, 1], copies=2))]
     first, *others = hg.launch(train, 4, prepared, ways, timeout=LIMIT)[0]
     assert all(other == first for other in others)
+
+
+class Sideways(Layer):
+    """A layer whose output lies in memory column by column, where nobody sends it."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width, heads=4, kv=2, causal=True)
+        self.turn = nn.Parameter(torch.randn(width, width) * 0.2)
+
+    def forward(self, x: Tensor, cu_seqlens: Tensor) -> Tensor:
+        return (self.turn @ super().forward(x, cu_seqlens).t()).t()
+
+
+def test_where_stages_are_cut_changes_no_bit_of_states_that_lie_otherwise_in_memory() -> None:
+    torch.manual_seed(0)
+    model = Own(layers=2)
+    model.stack = nn.ModuleList([Sideways(32) for _ in range(2)])
+    prepared = Ready.of(model, ["<[0]x2>", "<tp1,pp2>"])
+    whole, cut = hg.launch(train, 2, prepared, [Way(["<[0]x2>"]), Way(["<tp1,pp2>"])], timeout=LIMIT)[0]
+    assert whole == cut
 
 
 def survive(prepared: Ready, struck: bool) -> dict[int, float]:
