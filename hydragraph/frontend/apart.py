@@ -317,18 +317,22 @@ def _keeps(node: fx.Node, with_tokens: list[fx.Node], dims: Mapping[fx.Node, int
 
 
 def _along_keeps(node: fx.Node, with_tokens: list[fx.Node], dims: Mapping[fx.Node, int]) -> bool:
-    arguments = operands(node)
-    target = node.target
-    first = arguments[0]
-    at = _DIM_AT.get(target, 1)
-    named: Any = arguments[at] if len(arguments) > at else node.kwargs.get("dim", _DEFAULT_DIM.get(target))
-    if named is None or len({dims[n] for n in with_tokens}) != 1:
+    axes = axes_of(node)
+    if axes is None or len({dims[n] for n in with_tokens}) != 1:
         return False
-    ndim = len(shape(first))
     if node.target in (aten.tril.default, aten.triu.default):
-        return dims[with_tokens[0]] < ndim - 2
-    axes: list[Any] = [named] if isinstance(named, int) else list(named)
-    return bool(axes) and all(axis % ndim != dims[with_tokens[0]] for axis in axes)
+        return dims[with_tokens[0]] < len(shape(operands(node)[0])) - 2
+    return bool(axes) and dims[with_tokens[0]] not in axes
+
+
+def axes_of(node: fx.Node) -> list[int] | None:
+    """Return the dimensions of its first operand along which an operator works, if it names any."""
+    arguments = operands(node)
+    at = _DIM_AT.get(node.target, 1)
+    named: Any = arguments[at] if len(arguments) > at else node.kwargs.get("dim", _DEFAULT_DIM.get(node.target))
+    if named is None:
+        return None
+    return [axis % len(shape(arguments[0])) for axis in ([named] if isinstance(named, int) else named)]
 
 
 def _is_masked_fill(node: fx.Node, dims: Mapping[fx.Node, int]) -> bool:
