@@ -559,7 +559,7 @@ class TrainConfig:
         if self.backend is not None:
             _check_choice("backend", self.backend, BACKENDS)
         _check_text("device", self.device, optional=True)
-        if self.check is False:  # YAML reads `off` as False
+        if isinstance(self.check, bool) and not self.check:  # YAML reads `off` as False
             object.__setattr__(self, "check", "off")
         _check_choice("check", self.check, CHECKS)
         _check_text("compiled", self.compiled, optional=True)

@@ -76,7 +76,7 @@ def test_nothing_is_said_of_what_can_be() -> None:
         (
             {"data__vocab_size": 10**30},
             1,
-            f"model.config: LlamaForCausalLM cannot be built .* a vocabulary of {10**30}",
+            "LlamaForCausalLM cannot be built .* a vocabulary of 10{30}:",
         ),
         ({"compiled": "nowhere"}, 1, "compiled folder nowhere: it has no manifest.json"),
         ({"callbacks": ["nowhere:x"]}, 1, "callbacks: 'nowhere:x' cannot be loaded"),
