@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# All benchmarks on one GPU, in less than 8 minutes: first whether kernels are right there, then how fast they are.
+# All benchmarks on one GPU, in less than 8 minutes: first whether kernels are right there, then how fast they are; and
+# four ranks on it, one of which is killed.
 #
 #   bash benchmarks/gpu.sh          # writes benchmarks/results/<gpu>_<date>.md
 #   bash benchmarks/gpu.sh --cpu    # the same at small sizes on the CPU, which proves the script, not the targets
@@ -71,12 +72,14 @@ main() {
     bench kernels 120 kernels --device cuda
     bench link-7b 30 link --from '2*<tp2,pp2>' --to '8*<tp1,pp1>' --model 7b
     bench link-measured 30 link --from '<tp2,pp1>' --to '<tp1,pp2>' --model tiny
+    run one-killed 75 "$python" benchmarks/one_gpu.py --device cuda
     bench step $((415 - SECONDS)) step --device cuda
     predicted $((475 - SECONDS)) --device cuda --rounds 3
   else
     bench kernels 240 kernels --device cpu --compiled
     bench link-7b 120 link --from '2*<tp2,pp2>' --to '8*<tp1,pp1>' --model 7b
     bench link-measured 240 link --from '<tp2,pp1>' --to '<tp1,pp2>' --model tiny
+    run one-killed 300 "$python" benchmarks/one_gpu.py --device cpu
     bench step 480 step --device cpu --model tiny --tokens 512 --rounds 3 --compiled
     predicted 600 --rounds 2
   fi

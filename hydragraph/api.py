@@ -105,6 +105,7 @@ def compile(
     compiled: str | Path | None = None,
     trust: bool = False,
     joining: bool = False,
+    deterministic: bool = False,
 ) -> Executable:
     """Compile a model for training under a strategy that every step may change.
 
@@ -148,6 +149,9 @@ def compile(
         joining: of a process that is to join ranks that train already: it meets nobody now, has no weights, and
             `Executable.move` brings it in. Give everything else as those ranks did, and the model on the meta device. A
             process that a launch with `elastic=` starts later joins by itself, unless this is given.
+        deterministic: losses, gradients and weights have the same bits whatever pipelines, micro-batches, ranks and
+            homes there are: sequences are computed one by one, and their gradients added up exactly. Strategies then
+            have one tensor-parallel degree for all stages; see docs/deterministic.md.
 
     Raises:
         TypeError: `model` is no module.
@@ -162,6 +166,7 @@ def compile(
     check_factory(optimizer)
     member = here()
     late = member is not None and not member.generation.number
+    backend = "eager" if deterministic and backend is None else backend
     mode, world = mode_of(check), apart(device) if joining or late else join(device)
     world.watch.progress_s = progress_s
     subject = partial(CheckedModel, model, loss=loss or token_cross_entropy, blocks=blocks, example=example)
@@ -208,6 +213,7 @@ def compile(
             library,
             variants,
             joining or late,
+            deterministic,
         )
     executable.progress_s = progress_s
     if member is not None and not late:

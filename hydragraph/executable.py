@@ -38,6 +38,7 @@ from hydragraph.passes.limits import limits_of
 from hydragraph.planner.request import PlanRequest
 from hydragraph.runtime.checkpoint import store
 from hydragraph.runtime.checkpoint.pieces import Pieces
+from hydragraph.runtime.deterministic import Deterministic
 from hydragraph.runtime.failure.agreement import together
 from hydragraph.runtime.failure.board import PROGRESS_S
 from hydragraph.runtime.failure.watch import CLOSED, agreed
@@ -133,7 +134,8 @@ class Executable:
 
     Attributes:
         program, strategies: what it was made of, and what steps choose from now.
-        given, wanted_home, device: the strategies and the home that it was compiled with, and what it computes on.
+        given, given_profile, wanted_home, device: the strategies, their costs and the home that it was compiled with,
+            and what it computes on.
         spans: set it to a list and every following step adds the times of its instructions (`runtime.trace`).
         watched: set it on all ranks, and those that a step leaves idle probe their device now and then.
         stopping: set it on any rank, to a number above 0, and the next `step` does nothing and raises `Stopped` on all.
@@ -155,10 +157,12 @@ class Executable:
         library: Compiled | None = None,
         variants: Variants | None = None,
         joining: bool = False,
+        deterministic: bool = False,
     ) -> None:
         plans = planning or Planning()
         backend = choose_backend(backend, world.device)
         inductor = backend == "inductor"
+        self._sums = Deterministic.begin(world.device, backend) if deterministic else None
         self.program = program
         self._max_grad_norm = max_grad_norm
         self._model_tensors = tensor_names(model)
@@ -173,12 +177,15 @@ class Executable:
         if check != "off" and not world.local_rank:
             self._check = StageCheck(program, buffers, inductor, passed=passed)
         self._library = library
-        self._variants = variants or Variants(
-            program, backend=backend, device=world.device, fused_head=inductor, added=True, library=library
-        )
+        if variants is None:
+            variants = Variants(
+                program, backend=backend, device=world.device, fused_head=inductor, added=True, library=library
+            )
+        self._variants = variants
         self._optimizer = optimizer
         self._planning = plans
         self.given = given
+        self.given_profile = plans.profile
         self.wanted_home = home or Home()
         self.device = world.device
         self.progress_s = PROGRESS_S
@@ -209,9 +216,13 @@ class Executable:
         self.spans: list[Span] | None = None
         self._watch = world.watch
         self.strategies: tuple[Strategy, ...] = ()
+        if given != "auto":
+            several = [given] if isinstance(given, Strategy | str) else given
+            self._check_sums([strategy_for(each, program) for each in several])
         if not joining:
             known = self._variants.strategies
             self.strategies = candidates_of(given, program, world.ranks, plans.profile, plans.lengths, home, known)
+            self._check_sums(self.strategies)
             self._held = self._begin_session(world, home or Home(), fill)
             self._choose()
 
@@ -267,8 +278,17 @@ class Executable:
                 remedy="call it on rank 0, of what was compiled with a profile or with several strategies",
             )
         for strategy in strategies:
-            check_strategy(self.program, strategy, self.world.ranks)
+            self.check(strategy, self.world.ranks)
         self._chooser.change(tuple(strategies), request, static)
+
+    def check(self, strategy: Strategy, ranks: int) -> None:
+        """Check that a strategy fits the model, so many ranks, and what was asked of sums; on every rank alike.
+
+        Raises:
+            ValueError: it does not; `Unsupported` (a ValueError) where it asks for what cannot be done.
+        """
+        check_strategy(self.program, strategy, ranks)
+        self._check_sums([strategy])
 
     @property
     def request(self) -> PlanRequest:
@@ -474,6 +494,7 @@ class Executable:
             self.strategies = candidates_of(
                 known if strategy is None else strategy, self.program, world.ranks, plans.profile, plans.lengths, home
             )
+            self._check_sums(self.strategies)
             old, counts = self._held, meeting.before[world.rank] is not None
             log = ProgressLog(Progress(meeting.updates, meeting.norm))
             ending = self._held if stays else None
@@ -606,9 +627,25 @@ class Executable:
             "program": self.program.fingerprint,
             "compiled folder": self._library.digest if self._library is not None else "",
             "strategies": str(list(map(str, self.strategies))),
+            "deterministic": "" if self._sums is None else str(self._sums),
         }
         variants, buffers, optimizer = self._variants, self._buffers, self._optimizer
-        return Session.begin(self.program, variants, buffers, world, home, optimizer, fill, alike, log, ending)
+        session = Session.begin(
+            self.program,
+            variants,
+            buffers,
+            world,
+            home,
+            optimizer,
+            fill,
+            alike,
+            log,
+            ending,
+            deterministic=self._sums is not None,
+        )
+        if self._sums is not None and session.optimizer is not None:
+            self._sums.check_optimizer(session.optimizer)
+        return session
 
     def _choose(self, as_before: bool = False) -> None:
         """Choose from the strategies there are, in the session there is, or by what chose before."""
@@ -617,6 +654,11 @@ class Executable:
         session = self._session
         if not as_before:
             self._chooser = Chooser.of(self.strategies, session.groups, self._planning, session.owners.home)
+
+    def _check_sums(self, strategies: Sequence[Strategy]) -> None:
+        """Check that strategies add up alike, where that is asked for; the first that are seen say how."""
+        if self._sums is not None:
+            self._sums.check(strategies)
 
     def _begin(self) -> None:
         """Give a model that was built on the meta device its initial weights, unless some were loaded."""
@@ -693,8 +735,10 @@ class Executable:
         try:
             if given is not None:
                 strategy = strategy_for(given, self.program)
-                check_strategy(self.program, strategy, self.world.ranks)
+                self.check(strategy, self.world.ranks)
             batch = MiniBatch.of(sequences, self.program.causal, self._fields, self._limits)
+            if self._sums is not None:
+                self._sums.check_count(len(batch.sequences))
         except ValueError as error:
             refused = error
         # A refusal is compared like a mini-batch: ranks that all refuse the same go on alike.
@@ -735,7 +779,7 @@ class Executable:
         return packed(
             batch,
             choice.strategy,
-            choice.assignment,
+            choice.assignment if self._sums is None else choice.assignment.one_by_one,
             world.rank,
             world.device,
             self._several,

@@ -113,7 +113,7 @@ def bring(session: Session, old: Session | None, meeting: Meeting, restore: Rest
     kinds = {name: kinds for name, kinds in agreed_columns(columns).items() if name in names}
     route = Route(moving, source, session.home.layouts, kinds)
     if route.lost:
-        return _read(session, route, restore)
+        return _read(session, route, restore, meeting.leader is None)
     arriving = OwnedState.empty(session.home, route.columns, own)
     received = carry(route, own, arriving, groups)
     if session.optimizer is not None:
@@ -125,9 +125,20 @@ def bring(session: Session, old: Session | None, meeting: Meeting, restore: Rest
     return Brought(False, received, {})
 
 
-def _read(session: Session, route: Route, restore: Restore | None) -> Brought:
-    """Read everything: survivors are ahead of a checkpoint, and the parts of a state must be of one step."""
+def _read(session: Session, route: Route, restore: Restore | None, nobody: bool) -> Brought:
+    """Read everything: survivors are ahead of a checkpoint, and the parts of a state must be of one step.
+
+    Args:
+        session, restore: as of `bring`.
+        route: by which something is lost.
+        nobody: whether nobody has any of the state.
+    """
     session.agree("what to restore from", "pieces" if isinstance(restore, Pieces) else str(restore))
+    if restore is None and nobody:
+        raise ValueError(
+            "move: all ranks that had the state are lost, and nothing was saved: start again, or give a checkpoint as "
+            "restore"
+        )
     if restore is None:
         name, intervals = next(iter(route.lost.items()))
         size = next(bucket.size for bucket in route.buckets if bucket.name == name)

@@ -80,6 +80,7 @@ class Session:
         alike: Mapping[str, str],
         log: ProgressLog | None = None,
         ending: Session | None = None,
+        deterministic: bool = False,
     ) -> Session:
         """Connect the ranks of a world and give each its share of the state; all of them call it.
 
@@ -93,6 +94,7 @@ class Session:
             log: how far the state is that `fill` gives; None: it is new.
             ending: of the same world, whose place it will take: communicators go on, and so does the state of buckets
                 that live where they did.
+            deterministic: sums over micro-batches and ranks are exact.
 
         Raises:
             ValueError: on every rank: something differs between ranks, or the home does not fit them.
@@ -117,7 +119,9 @@ class Session:
         trained_by = make_optimizer(optimizer, state) if optimizer else None
         preparer = Preparer(program, variants, buffers, state.layouts, world.rank, world.ranks, device=world.device)
         copies = rounded(state, program.dtype, trained_by)
-        executor = Executor(program, state, groups, world.watch, world.device, rounded=copies, log=log)
+        executor = Executor(
+            program, state, groups, world.watch, world.device, rounded=copies, log=log, deterministic=deterministic
+        )
         saver = ending.saver if ending else Saver(world, TIMEOUT)
         return Session(program, buffers, world, groups, saver, owners, state, trained_by, preparer, executor, log)
 

@@ -19,9 +19,9 @@ from pathlib import Path
 
 from hydragraph.candidates import candidates_of, strategy_for
 from hydragraph.cost.costs import Costs
+from hydragraph.cost.profile import Profile
 from hydragraph.errors import RankFailure, Stopped, TooFewRanks, Unsupported
 from hydragraph.executable import Executable
-from hydragraph.passes.check_strategy import check_strategy
 from hydragraph.planner.refitting import refit
 from hydragraph.runtime.launch import World, join
 from hydragraph.runtime.meeting.member import CALLED, Dismissed, Member, here
@@ -143,9 +143,7 @@ def _move(exe: Executable, member: Member, generation: Generation, newest: Calla
     going = [generation.members.index(m) for m in generation.leaving]
     home = home_for(exe.wanted_home, [peer.seat for peer in peers], going)
     strategies = strategies_for(exe, world, home)
-    profile = exe.profile
-    if isinstance(profile, Costs) and profile.ranks != world.ranks:
-        profile = profile.profile  # its cluster has other ranks
+    profile = costs_for(exe.given_profile, [peer.seat for peer in peers], home)
     with world.calling("meet"):
         restore = world.gather(newest() if world.rank == 0 else None)[0]
     moved = exe.move(world, home, generation.before, restore, strategies, profile)
@@ -164,12 +162,27 @@ def strategies_for(exe: Executable, world: World, home: Home) -> tuple[Strategy,
 
     def fits(strategy: Strategy) -> bool:
         try:
-            check_strategy(exe.program, strategy, world.ranks)
+            exe.check(strategy, world.ranks)
         except (ValueError, Unsupported):
             return False
         return True
 
     return refit(known, world.ranks, exe.program.layers, fits)
+
+
+def costs_for(given: Profile | Costs | None, seats: Sequence[int], home: Home) -> Profile | Costs | None:
+    """Return what strategies cost among ranks that sit in these seats, each on its seat's device.
+
+    Args:
+        given: for all seats.
+        seats: by rank; where one is none of the cluster's, devices are taken to be alike.
+        home: who owns the state among them.
+    """
+    if not isinstance(given, Costs):
+        return given
+    if any(seat >= given.ranks for seat in seats):
+        return given.profile
+    return given.of_ranks(seats, home)
 
 
 def home_for(wanted: Home, seats: Sequence[int], leaving: Sequence[int] = ()) -> Home:

@@ -56,7 +56,6 @@ ELSEWHERE = {
     "elastic/worker.py": ("elastic/test_replanning.py", "the process that plans again"),
     "executable.py": ("test_api.py", "all its calls; test_parity.py and runtime/test_calls.py over ranks"),
     "frontend/adapters.py": ("test_peft.py", "models with adapters"),
-    "frontend/apart.py": ("frontend/test_rows.py", "which operators keep tokens apart"),
     "frontend/described.py": ("ahead/test_model_record.py", "what of a model can be told from another"),
     "frontend/mixing.py": ("frontend/test_capture.py", "what mixes tokens is refused"),
     "frontend/packed.py": ("frontend/test_capture.py", "packed batches and the loss"),

@@ -14,9 +14,11 @@ import torch
 from torch import Tensor, nn
 
 import hydragraph as hg
+from hydragraph.cost.costs import Costs
 from hydragraph.ir.instruction import Instruction, Op
 from hydragraph.runtime.meeting.member import here
-from hydragraph.survival import home_for
+from hydragraph.survival import costs_for, home_for
+from tests.cost.priced import costs, mixed
 from tests.models import llama, sequences
 from tests.ready import Ready
 from tests.thorough import thorough
@@ -206,6 +208,15 @@ def test_too_few_ranks_end_with_a_sentence(prepared: Ready) -> None:
 def test_without_elastic_the_failure_is_raised() -> None:
     with pytest.raises(hg.RankFailure, match="rank 1 failed"):
         hg.survive(None, hg.RankFailure(1, "step", "it was killed"))  # type: ignore[arg-type]
+
+
+def test_devices_of_other_types_stay_what_they_are_where_ranks_are_fewer() -> None:
+    whole = costs(2, mixed())
+    some = costs_for(whole, [2, 1], TWICE)
+    assert isinstance(some, Costs)
+    assert ([some.cluster.type_of(rank) for rank in range(2)], some.home) == (["slow", "fast"], TWICE)
+    assert costs_for(whole, [0, 4], TWICE) is whole.profile
+    assert costs_for(None, [0], TWICE) is None
 
 
 def test_homes_of_other_ranks() -> None:

@@ -138,7 +138,7 @@ def check(subject: CheckedModel, mode: str = "auto", variants: Variants | None =
     began = time.perf_counter()
     program = subject.program
     forms = Forms()
-    variants = variants or Variants(program, added=True)
+    variants = Variants(program, added=True) if variants is None else variants  # empty ones are false
     groups = kept_together(subject, mode)
     sizes = [_size(subject, group) for group in groups]
     lengths = lengths_of(subject.model, program, max(sizes))

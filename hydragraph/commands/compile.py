@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -93,6 +93,24 @@ def compile_command(
         raise typer.Exit(1)
 
 
+def _tokens(config: TrainConfig) -> tuple[int, int]:
+    """Return the vocabulary and the id that ends a text of the model that training will build; say what is a guess."""
+    from hydragraph.train.data import known_vocabulary
+
+    with suppress(ValueError, OSError):  # of data that is elsewhere, which training will say
+        known = known_vocabulary(config)
+        if known is not None:
+            return known
+    if config.model.architecture is not None and "vocab_size" not in (config.model.config or {}):
+        print(
+            f"hydragraph: the model's vocabulary is taken to be data.vocab_size, {config.data.vocab_size}: the "
+            "tokenizer is not learned yet. Where it learns fewer tokens, training refuses the folder: compile again "
+            "then, or set model.config.vocab_size",
+            file=sys.stderr,
+        )
+    return config.data.vocab_size, 0
+
+
 def compile_quietly(config: TrainConfig, micro_batches: str, output: Path, trust: bool = False) -> Summary:
     """Compile and write; print nothing, but show how far that is on a terminal."""
     import torch
@@ -118,7 +136,7 @@ def compile_quietly(config: TrainConfig, micro_batches: str, output: Path, trust
     screen = Console(stderr=True)
     with Progress(console=screen, disable=not screen.is_terminal, transient=True) as bar:
         task = bar.add_task("capturing the model", total=None)
-        model = skeleton(config.model, config.data.vocab_size)
+        model = skeleton(config.model, *_tokens(config))
         began = time.perf_counter()
         program = capture(model, dtype=getattr(torch, config.dtype))
         line = check_here(CheckedModel(model, program), config.check)

@@ -156,6 +156,11 @@ class Costs:
             corrections=self.corrections,
         )
 
+    def of_ranks(self, ranks: Sequence[int], home: Home) -> Costs:
+        """Return the costs on some of these ranks, which are numbered in this order from now on, under a home."""
+        health = Health({new: self.health.rate(old) for new, old in enumerate(ranks) if self.health.rate(old) > 1})
+        return self.changed(cluster=self.cluster.of_ranks(ranks), health=health, home=home)
+
     # Pipelines.
 
     def pipeline(self, pipeline: Pipeline, schedule: str = "1f1b") -> PipelineCost:

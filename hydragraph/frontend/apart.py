@@ -38,12 +38,21 @@ _ALONG = frozenset(
         *(aten.select.int, aten.slice.Tensor, aten.narrow.default, aten.squeeze.dim, aten.cummax.default),
         *(aten.unbind.int, aten.tril.default, aten.triu.default, aten.renorm.default),
         *(aten.slice_scatter.default, aten.repeat_interleave.self_int),
+        *(aten.std_mean.dim, aten.std_mean.correction, aten.var_mean.dim, aten.var_mean.correction),
+        *(aten.mode.default, aten.nansum.default, aten.nanmean.default, aten.nanmedian.dim, aten.logcumsumexp.default),
     }
 )
 # Where an operator names its dimension, if that is not argument 1.
 _DIM_AT: Mapping[Any, int] = {
     aten.norm.ScalarOpt_dim: 2,
     aten.linalg_vector_norm.default: 2,
+    aten.linalg_norm.default: 2,
+    aten.diff.default: 2,
+    aten.select_scatter.default: 2,
+    aten.scatter_reduce.two: 1,
+    aten.kthvalue.default: 2,
+    aten.quantile.scalar: 2,
+    aten.aminmax.default: 1,
     aten.topk.default: 2,
     aten.sort.default: 1,
     aten.argsort.default: 1,
@@ -57,6 +66,7 @@ _DIM_AT: Mapping[Any, int] = {
 }
 _DEFAULT_DIM: Mapping[Any, int] = {
     **dict.fromkeys((aten.topk.default, aten.sort.default, aten.argsort.default, aten.glu.default), -1),
+    **dict.fromkeys((aten.kthvalue.default, aten.mode.default, aten.diff.default), -1),
     **dict.fromkeys((aten.unbind.int, aten.slice.Tensor, aten.slice_scatter.default), 0),
 }
 _MATRICES = frozenset({aten.matmul.default, aten.mm.default, aten.bmm.default})
@@ -69,17 +79,35 @@ _MADE = frozenset(
         aten.empty.memory_format,
     }
 )
+# What takes of its second operand its sizes or dtype, and nothing else.
+_LIKE = frozenset({aten.expand_as.default, aten.view_as.default, aten.reshape_as.default, aten.type_as.default})
 # What moves dimensions: that of size T still holds the same tokens in their order, as no other has that size.
 _MOVES = MOVES | frozenset(
     {
         *(aten.t.default, aten.squeeze.default, aten.squeeze.dims, aten.one_hot.default, aten.repeat.default),
-        *(aten.expand_as.default, aten.movedim.int, aten.type_as.default),
+        *(aten.expand_as.default, aten.movedim.int, aten.movedim.intlist, aten.type_as.default, aten.mT.default),
+        *(aten.swapaxes.default, aten.swapdims.default, aten.adjoint.default, aten.numpy_T.default),
     }
 )
-_RESHAPES = VIEWS | {aten.view_as.default}
+# What works on each row of a first dimension apart, where its operand has so many dimensions.
+_ROWS: Mapping[Any, int] = {
+    aten.group_norm.default: 2,
+    aten.instance_norm.default: 3,
+    aten.mv.default: 2,
+    aten.avg_pool1d.default: 3,
+    aten.conv1d.default: 3,
+    aten.conv1d.padding: 3,
+    aten.conv2d.default: 4,
+    aten.conv2d.padding: 4,
+    aten.avg_pool2d.default: 4,
+    aten.adaptive_avg_pool1d.default: 3,
+    aten.pixel_shuffle.default: 4,
+}
+_RESHAPES = VIEWS | {aten.view_as.default, aten.reshape_as.default}
 # Elementwise operators that PyTorch does not tag as such.
 _ELEMENTWISE = frozenset(
     {
+        *(aten.real.default, aten.imag.default, aten.conj.default, aten._conj.default, aten.resolve_conj.default),
         *(aten.polar.default, aten.complex.default, aten.__or__.Tensor, aten.__and__.Tensor, aten.__xor__.Tensor),
         *(aten.__or__.Scalar, aten.__and__.Scalar, aten.__xor__.Scalar),
     }
@@ -144,10 +172,17 @@ def mixing(graph: fx.GraphModule, tokens: str, given: int = 0, sums: Sums | None
         why = _problem(node, rows, routing, dims, tokens)
         if why is not None:
             return why if isinstance(why, tuple) else (str(node.target), why)
-        with_tokens = [n for n in node.all_input_nodes if n in rows]
-        if node.target not in _MADE and with_tokens:
+        with_tokens = [n for n in _read(node) if n in rows]
+        if with_tokens:
             rows[node] = Rows(0, 1) if node.target is varlen else _result(node, rows, with_tokens[0], dims[0], tokens)
     return None
+
+
+def _read(node: fx.Node) -> list[fx.Node]:
+    """Return the operands of an operator whose elements, and not only their sizes, are read."""
+    if node.target in _MADE:
+        return []
+    return node.all_input_nodes[:1] if node.target in _LIKE else node.all_input_nodes
 
 
 def _classes_apart(node: fx.Node, rows: Mapping[fx.Node, Rows]) -> bool:
@@ -182,7 +217,7 @@ def _problem(
 ) -> str | tuple[str, str] | None:
     """Return what an operator does that may mix tokens; or an operator before it, and what that does."""
     from_sizes = node.target in _MADE
-    with_tokens = [n for n in node.all_input_nodes if n in rows] if not from_sizes else []
+    with_tokens = [n for n in _read(node) if n in rows]
     teller = next((n for n in node.all_input_nodes if routing.tells(n)), None) if not from_sizes else None
     if teller is not None:
         return (str(teller.target), _COUNTS) if teller.target in ARANGES else _ROUTED
@@ -190,7 +225,7 @@ def _problem(
     if scaled and (_is_pointwise(node) or node.target in (aten.full.default, aten.scalar_tensor.default)):
         return "computes with the number of tokens of a packed row"
     # Values that are the same for all tokens stay so. What is as long as the row without being computed from tokens
-    # # counts through it: position 3 of the row is position 0 of the second sequence.
+    # counts through it: position 3 of the row is position 0 of the second sequence.
     if not with_tokens:
         sized = bool(dims) or any(_token_dims(n, tokens) for n in node.all_input_nodes)
         uniform = from_sizes or node.target in _RESHAPES or node.target in _MOVES or _is_pointwise(node)
@@ -237,12 +272,20 @@ def _keeps(node: fx.Node, with_tokens: list[fx.Node], dims: Mapping[fx.Node, int
     if target is aten.broadcast_tensors.default:
         width = len(_first_tensor(node).shape)
         return all(dims[n] + width - len(shape(n)) == dim for n in with_tokens)
+    if target is aten.cosine_similarity.default:
+        width = max(len(shape(n)) for n in arguments[:2])
+        places = {dims[n] + width - len(shape(n)) for n in with_tokens}
+        return len(places) == 1 and (arguments[2] if len(arguments) > 2 else 1) % width not in places
     if target is aten.einsum.default:
         return _einsum_keeps(node, with_tokens, dims, dim)
     if target in (aten.cat.default, aten.stack.default):
         axis = (arguments[1] if len(arguments) > 1 else 0) % ndim
         return axis != dim and len({dims[n] for n in with_tokens}) == 1
-    if target is aten.linear.default:
+    if target in _ROWS:
+        return with_tokens == [first] and dims[first] == 0 and len(shape(first)) >= _ROWS[target]
+    if target is aten.index_put.default:
+        return _is_masked_fill(node, dims)
+    if target in (aten.linear.default, aten.inner.default):
         return with_tokens == [first] and dims[first] < len(shape(first)) - 1
     if target is aten.addmm.default:
         return with_tokens == [arguments[1]] and dims[arguments[1]] == 0
@@ -258,7 +301,7 @@ def _keeps(node: fx.Node, with_tokens: list[fx.Node], dims: Mapping[fx.Node, int
         return with_tokens == [first] and dims[first] < len(shape(first)) - len(arguments[1])
     if target in _MOVES:
         return symbol_name(shape(first)[dims[first]]) == symbol_name(shape(node)[dim])
-    if target in SPLITS:
+    if target in SPLITS or target in (aten.tensor_split.sections, aten.tensor_split.indices):
         return split_dim(node) != dims[with_tokens[0]]
     if target in (aten.constant_pad_nd.default, aten.pad.default):
         padded = {len(shape(first)) - 1 - i // 2 for i, p in enumerate(arguments[1]) if p}
@@ -274,28 +317,46 @@ def _keeps(node: fx.Node, with_tokens: list[fx.Node], dims: Mapping[fx.Node, int
 
 
 def _along_keeps(node: fx.Node, with_tokens: list[fx.Node], dims: Mapping[fx.Node, int]) -> bool:
-    arguments = operands(node)
-    target = node.target
-    first = arguments[0]
-    at = _DIM_AT.get(target, 1)
-    named: Any = arguments[at] if len(arguments) > at else node.kwargs.get("dim", _DEFAULT_DIM.get(target))
-    if named is None or len({dims[n] for n in with_tokens}) != 1:
+    axes = axes_of(node)
+    if axes is None or len({dims[n] for n in with_tokens}) != 1:
         return False
-    ndim = len(shape(first))
     if node.target in (aten.tril.default, aten.triu.default):
-        return dims[with_tokens[0]] < ndim - 2
-    axes: list[Any] = [named] if isinstance(named, int) else list(named)
-    return bool(axes) and all(axis % ndim != dims[with_tokens[0]] for axis in axes)
+        return dims[with_tokens[0]] < len(shape(operands(node)[0])) - 2
+    return bool(axes) and dims[with_tokens[0]] not in axes
+
+
+def axes_of(node: fx.Node) -> list[int] | None:
+    """Return the dimensions of its first operand along which an operator works, if it names any."""
+    arguments = operands(node)
+    at = _DIM_AT.get(node.target, 1)
+    named: Any = arguments[at] if len(arguments) > at else node.kwargs.get("dim", _DEFAULT_DIM.get(node.target))
+    if named is None:
+        return None
+    return [axis % len(shape(arguments[0])) for axis in ([named] if isinstance(named, int) else named)]
+
+
+def _is_masked_fill(node: fx.Node, dims: Mapping[fx.Node, int]) -> bool:
+    """Say whether an operator writes one number wherever a mask of the tokens says so: x[mask] = 0."""
+    first, places, value = operands(node)[:3]
+    mask = places[0] if len(places) == 1 else None
+    if mask is None or first not in dims or mask not in dims or value in dims or value_of(value).numel() != 1:
+        return False
+    return value_of(mask).dtype is torch.bool and dims[mask] == dims[first]
 
 
 def _einsum_keeps(node: fx.Node, with_tokens: list[fx.Node], dims: Mapping[fx.Node, int], dim: int) -> bool:
     """Say whether all tokens go by one letter, and still do so in the result."""
     equation, parts = operands(node)[:2]
     left, arrow, right = equation.replace(" ", "").partition("->")
-    if not arrow or "." in equation:
+    if not arrow:
         return False
-    letters = {terms[dims[part]] for terms, part in zip(left.split(","), parts, strict=True) if part in dims}
-    return len(letters) == 1 and right[dim : dim + 1] in letters
+    terms = left.split(",")
+    # Dimensions that an ellipsis stands for get letters of their own, which are the same from the back.
+    widths = [len(shape(part)) - len(term.replace("...", "")) for term, part in zip(terms, parts, strict=True)]
+    more = [chr(0x100 + i) for i in range(max(widths))]
+    terms = [t.replace("...", "".join(more[len(more) - n :])) for t, n in zip(terms, widths, strict=True)]
+    letters = {term[dims[part]] for term, part in zip(terms, parts, strict=True) if part in dims}
+    return len(letters) == 1 and right.replace("...", "".join(more))[dim : dim + 1] in letters
 
 
 def _product_keeps(a: fx.Node, b: fx.Node, dims: Mapping[fx.Node, int]) -> bool:

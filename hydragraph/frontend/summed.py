@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, fx
 
 from hydragraph.errors import Unsupported
-from hydragraph.frontend.apart import mixing
+from hydragraph.frontend.apart import axes_of, mixing
 from hydragraph.frontend.rows import Rows
 from hydragraph.ir.graph_data import value_of
 from hydragraph.ir.program import Template
@@ -50,6 +50,18 @@ _LINEAR = (
 )
 _ADDED = frozenset({aten.add.Tensor, aten.sub.Tensor, aten.stack.default, aten.cat.default})
 _SCALED = frozenset({aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar, aten.true_divide.Tensor})
+# What has to do with several of the tokens that a mask picks, where it works along them, and is no sum of theirs.
+_TOGETHER = frozenset(
+    {
+        *(aten.softmax.int, aten._softmax.default, aten.log_softmax.int, aten._log_softmax.default, aten.prod.dim_int),
+        *(aten.logsumexp.default, aten.cumsum.default, aten.cumprod.default, aten.logcumsumexp.default),
+        *(aten.sort.default, aten.argsort.default, aten.topk.default, aten.flip.default, aten.roll.default),
+        *(aten.amax.default, aten.amin.default, aten.max.dim, aten.min.dim, aten.median.dim, aten.argmax.default),
+        *(aten.var.correction, aten.var.dim, aten.std.correction, aten.std.dim, aten.linalg_vector_norm.default),
+        *(aten.norm.ScalarOpt_dim, aten.norm.Scalar, aten.max.default, aten.min.default, aten.median.default),
+        *(aten.var.default, aten.std.default, aten.prod.default, aten.diff.default),
+    }
+)
 _CLASSES = frozenset({aten.cross_entropy_loss.default, aten.nll_loss_nd.default, aten.nll_loss.default})
 _SUM = 2
 
@@ -57,20 +69,35 @@ _SUM = 2
 def refuse_unsummed(template: Template, tokens: str, where: str) -> None:
     """Raise Unsupported for a loss that is no sum of what is computed from each token alone.
 
-    One that reads sequences' bounds is a sum over sequences, and one that picks tokens by a mask has sizes that no
-    graph says: these are left to the check by numbers.
+    One that reads sequences' bounds is a sum over sequences. One that picks tokens by a mask has sizes that no graph
+    says: what works along these (a softmax over all that are picked) is refused, the rest is left to the check by
+    numbers, as the former is.
 
     Args:
         tokens: the symbol of the token count.
     """
     nodes = list(template.graph.graph.nodes)
     bounds = [n for n in nodes if n.op == "placeholder" and n.name in ("cu_seqlens", "max_length") and n.users]
-    if bounds or any(is_counted(size) for n in nodes for size in getattr(value_of(n), "shape", ())):
+    if bounds:
+        return
+    if any(is_counted(size) for n in nodes for size in getattr(value_of(n), "shape", ())):
+        together = next(filter(_works_along_tokens, nodes), None)
+        if together is not None:
+            _refuse(f"{together.target} works along the tokens that a mask picks, or along all", where)
         return
     sums = _Sums()
     mixer = mixing(template.graph, tokens, 0, sums.follow)
     if mixer is not None:
         _refuse(f"{mixer[0]} {mixer[1]}", where)
+
+
+def _works_along_tokens(node: fx.Node) -> bool:
+    """Say whether an operator works along a dimension whose size is known only at run time: tokens, picked or all."""
+    first = operands(node)[0] if operands(node) else None
+    if node.target not in _TOGETHER or not isinstance(first, fx.Node):
+        return False
+    axes = axes_of(node)
+    return any(not isinstance(size, int) for d, size in enumerate(shape(first)) if not axes or d in axes)
 
 
 class _Sums:

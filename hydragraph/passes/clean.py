@@ -32,6 +32,29 @@ ASSERTIONS = frozenset(
     {aten._assert_tensor_metadata.default, aten._assert_scalar.default, aten.sym_constrain_range_for_size.default}
 )
 IMPURE = frozenset({"output", "placeholder"})
+# Second names of operators, which take what the first do: passes know the first.
+SYNONYMS = {
+    "absolute": "abs",
+    "divide": "div",
+    "fix": "trunc",
+    "multiply": "mul",
+    "negative": "neg",
+    "subtract": "sub",
+    "greater": "gt",
+    "greater_equal": "ge",
+    "less": "lt",
+    "less_equal": "le",
+    "not_equal": "ne",
+    "arccos": "acos",
+    "arccosh": "acosh",
+    "arcsin": "asin",
+    "arcsinh": "asinh",
+    "arctan": "atan",
+    "arctan2": "atan2",
+    "arctanh": "atanh",
+    "true_divide": "div",
+    "special_expit": "sigmoid",
+}
 
 
 def clean(graph: fx.GraphModule, device: str = "cpu") -> fx.GraphModule:
@@ -44,6 +67,7 @@ def clean(graph: fx.GraphModule, device: str = "cpu") -> fx.GraphModule:
     result = fx.GraphModule(graph, _copy(graph))
     inline_regions(result)
     for node in list(result.graph.nodes):
+        node.target = _first_name(node.target)
         if node.target in ASSERTIONS:
             result.graph.erase_node(node)
         elif node.target in NO_OPS and _is_no_op(node):
@@ -60,6 +84,13 @@ def clean(graph: fx.GraphModule, device: str = "cpu") -> fx.GraphModule:
     remove_dead_code(result.graph)
     result.recompile()
     return result
+
+
+def _first_name(target: Any) -> Any:
+    """Return the operator that another is a second name of, or that itself."""
+    library, _, name = str(target).partition(".")
+    packet, _, overload = name.partition(".")
+    return getattr(getattr(aten, SYNONYMS[packet]), overload) if library == "aten" and packet in SYNONYMS else target
 
 
 def _copy(graph: fx.GraphModule) -> fx.Graph:

@@ -297,7 +297,15 @@ def _type_as(cuts: Cuts, node: fx.Node) -> Cut | None:
     return cuts.of(operands(node)[0])
 
 
+# Elementwise operators that PyTorch does not tag as such. prelu's weight has one number, or one for each feature.
+_UNTAGGED = (
+    *(aten.where.Scalar, aten.where.ScalarSelf, aten.where.ScalarOther, aten.rsub.Tensor, aten.masked_fill.Tensor),
+    *(aten.log_sigmoid.default, aten.hardswish.default, aten.prelu.default, aten.isclose.default, aten.ldexp.Tensor),
+    *(aten.floor_divide.default, aten.floor_divide.Scalar, aten.special_ndtr.default),
+)
+
 RULES: dict[Any, Rule] = {
+    **dict.fromkeys(_UNTAGGED, pointwise),
     aten._to_copy.default: pointwise,
     aten.to.dtype: pointwise,
     aten.to.dtype_layout: pointwise,

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from hydragraph.ir.layout import Layout
 from hydragraph.ir.link import Slices, copy, has_copies, is_all_gather, is_reduce_scatter, reduce
+from hydragraph.kernels.exact import joined
 from hydragraph.kernels.slice_copy import SliceTable, slice_copy
 from hydragraph.runtime.buffers import Buffers
 from hydragraph.runtime.groups import Groups, Role
@@ -191,11 +192,18 @@ def start_push(exchange: Exchange, gradients: Tensor, home: Tensor, groups: Grou
     """Start moving gradients; the returned function waits and sums them into `home`, in order of the source rank.
 
     Args:
-        gradients: this rank's 1-D fp32 contribution, empty where it has none; given back to `buffers` when sent.
-        home: this rank's 1-D fp32 gradient shard, overwritten.
+        gradients: this rank's 1-D contribution, empty where it has none; given back to `buffers` when sent.
+        home: this rank's 1-D gradient shard, overwritten; of the same dtype.
     """
     if exchange.is_identity:
-        return Finish(lambda: home.copy_(gradients) if gradients is not home else home)
+
+        def stay() -> Tensor:
+            if gradients is not home:
+                home.copy_(gradients)
+                buffers.give(gradients)
+            return home
+
+        return Finish(stay)
     if exchange.native and groups.world.backend == "nccl":  # gloo's own is slower: it copies what it is given
         message = groups.reduce_scatter(Role.PUSH, home, gradients)
         return _finisher(message, lambda: home, gradients, groups, buffers)
@@ -206,7 +214,7 @@ def start_push(exchange: Exchange, gradients: Tensor, home: Tensor, groups: Grou
     if exchange.in_order:  # one contribution to every element
         message = groups.all_to_all(Role.PUSH, home, outgoing, exchange.received, exchange.sent)
         return _finisher(message, lambda: home, outgoing, groups, buffers)
-    incoming = buffers.take(sum(exchange.received))
+    incoming = buffers.take(sum(exchange.received), gradients.dtype)
     message = groups.all_to_all(Role.PUSH, incoming, outgoing, exchange.received, exchange.sent)
 
     def add() -> Tensor:
@@ -220,6 +228,29 @@ def start_push(exchange: Exchange, gradients: Tensor, home: Tensor, groups: Grou
         return home
 
     return _finisher(message, add, outgoing, groups, buffers)
+
+
+def start_exact_push(
+    exchange: Exchange, parts: Sequence[Tensor], home: Tensor, groups: Groups, buffers: Buffers
+) -> Finish:
+    """Start moving exact sums (`kernels.exact`), which the returned function adds up, then rounds into `home`.
+
+    Args:
+        parts: this rank's, 1-D fp64, each empty where it has none; given back to `buffers` when sent.
+        home: this rank's 1-D fp32 gradient shard, overwritten.
+    """
+    totals = [buffers.take(len(home), torch.float64) for _ in parts]
+    pushes = [start_push(exchange, part, total, groups, buffers) for part, total in zip(parts, totals, strict=True)]
+
+    def finish() -> Tensor:
+        for push in pushes:
+            push()
+        joined(totals, home)
+        for total in totals:
+            buffers.give(total)
+        return home
+
+    return Finish(finish, pushes[-1].message)  # of one communicator, messages end in the order of their beginning
 
 
 def _gathered(buffer: Tensor, exchange: Exchange, dtype: torch.dtype, buffers: Buffers) -> Tensor:

@@ -6,23 +6,26 @@ only for the values that its `after` names. Nothing communicates after the commi
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.distributed import ReduceOp
 
 from hydragraph.ir.graph_data import form_of
 from hydragraph.ir.instruction import Instruction, Op, Stream
 from hydragraph.ir.program import Program
 from hydragraph.ir.text import instruction_text
 from hydragraph.ir.value import Value, ValueKind, aux, gradients, weights
+from hydragraph.kernels import exact
 from hydragraph.passes.differentiate import COLLECTIVES, saved_names
 from hydragraph.private.values import Form
 from hydragraph.runtime.buffers import Buffers
-from hydragraph.runtime.exchange import start_pull, start_push
-from hydragraph.runtime.failure.watch import Watch
+from hydragraph.runtime.exchange import start_exact_push, start_pull, start_push
+from hydragraph.runtime.failure.watch import Watch, agreed
 from hydragraph.runtime.groups import Groups, Role
 from hydragraph.runtime.message import Message
 from hydragraph.runtime.pending import Finish, Pending
@@ -71,6 +74,8 @@ class _Iteration:
     pushed: bool = False
     views: dict[Value, dict[str, Tensor]] = field(default_factory=dict)  # W.* and G.* -> parameter -> shard
     added: set[str] = field(default_factory=set)  # parameters that have a gradient already
+    sums: dict[Value, list[Tensor]] = field(default_factory=dict)  # G.* -> exact sums, where sums are to be
+    largest: Tensor | None = None  # of what was added to them
 
 
 class Executor:
@@ -84,6 +89,7 @@ class Executor:
         streams: that device's queues; default: as the device and the communicators have them.
         rounded: the weights that are pulled, where the optimizer keeps them beside the master weights.
         log: takes down when all gradients are at home.
+        deterministic: let sums over micro-batches and ranks be exact, so that no order changes them (`kernels.exact`).
 
     Attributes:
         before: called with every instruction before it runs; for injecting failures and for tracing.
@@ -100,7 +106,9 @@ class Executor:
         streams: DeviceStreams | None = None,
         rounded: Rounded | None = None,
         log: ProgressLog | None = None,
+        deterministic: bool = False,
     ) -> None:
+        self._exact = deterministic
         self._program = program
         self._home = home
         self._groups = groups
@@ -312,6 +320,28 @@ class Executor:
             split = 1 if block.enters or not it.prepared.part.sequence_parallel else it.prepared.part.tp
             shape = (1, tokens // split, self._hidden)
             it.values[passed] = torch.zeros(shape, dtype=self._hidden_dtype, device=self._device)
+        if self._exact:
+            self._settle(it)
+
+    def _settle(self, it: _Iteration) -> None:
+        """Add what one backward has written to the exact sums."""
+        for value in [value for value in it.values if value.kind is ValueKind.GRADIENTS]:
+            written = it.values.pop(value)
+            it.views.pop(value, None)
+            sums = self._sums(it, value)
+            for name, (at, length) in it.prepared.shards[value.bucket].items():
+                if name in it.added:
+                    here = slice(at, at + length)
+                    largest = exact.add([part[here] for part in sums], written[here])
+                    it.largest = largest if it.largest is None else torch.maximum(it.largest, largest)
+                    it.added.discard(name)
+            self._buffers.give(written)
+
+    def _sums(self, it: _Iteration, value: Value) -> list[Tensor]:
+        if value not in it.sums:
+            size = it.prepared.pushes[value.bucket].source
+            it.sums[value] = [self._buffers.take(size, torch.float64).zero_() for _ in exact.GRIDS]
+        return it.sums[value]
 
     def _total(self, it: _Iteration, name: str) -> tuple[Tensor, float]:
         """Return where a parameter's gradient is summed, and whether what is there counts: 0.0 the first time."""
@@ -362,6 +392,9 @@ class Executor:
         it.arriving[value] = self._pending(message, tensor)
 
     def _push(self, it: _Iteration, instruction: Instruction) -> None:
+        if self._exact:
+            self._push_exact(it, instruction)
+            return
         name = instruction.target
         value = gradients(name)
         total = it.values.get(value)
@@ -378,14 +411,27 @@ class Executor:
         home = self._home.gradients[name]
         it.values.pop(value, None)  # it is the message's now, which gives its memory back
         it.views.pop(value, None)
+        self._start(it, value, [total], lambda: start_push(exchange, total, home, self._groups, self._buffers))
+
+    def _push_exact(self, it: _Iteration, instruction: Instruction) -> None:
+        value = gradients(instruction.target)
+        home = self._home.gradients[instruction.target]
+        exchange = it.prepared.pushes[instruction.target]
+        none = [home.new_empty(0, dtype=torch.float64) for _ in exact.GRIDS]
+        sums = self._sums(it, value) if value in instruction.reads else none
+        it.sums.pop(value, None)  # they are the message's now, which gives their memory back
+        self._start(it, value, sums, lambda: start_exact_push(exchange, sums, home, self._groups, self._buffers))
+
+    def _start(self, it: _Iteration, value: Value, sent: Sequence[Tensor], push: Callable[[], Finish]) -> None:
+        """Start a push, behind what computes what it sends."""
         self._end_ready(it, Stream.PUSH, it.pushing)
         computed = self.streams.mark()
         with self.streams.on(Stream.PUSH), self._watch.communicating():
             self.streams.wait(computed)
-            self.streams.hold(total)
+            for tensor in sent:
+                self.streams.hold(tensor)
             it.timing.started(value)
-            finish = start_push(exchange, total, home, self._groups, self._buffers)
-            it.pushing[value] = Pending(self.streams, Stream.PUSH, finish)
+            it.pushing[value] = Pending(self.streams, Stream.PUSH, push())
             it.pushed = True
 
     def _end_ready(self, it: _Iteration, stream: Stream, under_way: dict[Value, Pending]) -> None:
@@ -416,27 +462,68 @@ class Executor:
                 self._end(it, stream, under_way, value)
         with self._watch.waiting():
             self.streams.finish()  # times are known then
-        # [loss, square of the norm, then of every rank its times]: each rank adds to its own place.
+        # [the parts of the loss, those of the norm's square, then of every rank its times, in its own place]
         world = self._groups.world
         mine = it.timing.times
         row = [mine.seconds, *astuple(mine.exposed), mine.ran, mine.queued, mine.probe, *mine.own]
-        totals = torch.zeros(2 + len(row) * world.ranks, dtype=torch.float64, device=self._device)
-        totals[2:].view(-1, len(row))[world.rank] = torch.tensor(row, dtype=torch.float64)
-        if it.prepared.part.index == 0:
-            for value, loss in it.values.items():
-                if value.kind is ValueKind.LOSS:
-                    totals[0] += loss.double()
-        if it.pushed:
-            totals[1] += sum(square_sum(gradient) for gradient in self._home.counted)
+        losses = [loss for value, loss in it.values.items() if value.kind is ValueKind.LOSS]
+        losses = losses if it.prepared.part.index == 0 else []
+        add = self._exact_totals if self._exact else self._plain_totals
+        parts, scale = add(it, losses)
+        at = parts.numel()
+        totals = torch.zeros(at + len(row) * world.ranks, dtype=torch.float64, device=self._device)
+        totals[:at] = parts.flatten()
+        totals[at:].view(-1, len(row))[world.rank] = torch.tensor(row, dtype=torch.float64)
         # Whoever gets through the commit may update: so all ranks must then be able to, also if one is lost meanwhile.
         self._log.gathered()
         self._groups.all_reduce(Role.COMMIT, totals)
         self._watch.check()  # an aborted communicator may have let us through
         with self._watch.waiting():  # of a GPU, the numbers come once all ranks have given theirs
-            loss, square, *times = totals.tolist()
-        rows = (times[at : at + len(row)] for at in range(0, len(times), len(row)))
+            loss, square = totals[:at].view(2, -1).sum(1).tolist()
+            square /= scale**2
+            times = totals[at:].tolist()
+        rows = (times[first : first + len(row)] for first in range(0, len(times), len(row)))
         ranks = tuple(RankTimes(each[0], Exposed(*each[1:4]), tuple(each[7:]), *each[4:7]) for each in rows)
         return IterationOutcome(loss / it.tokens, square**0.5, bool(torch.isfinite(totals).all()), ranks)
+
+    def _plain_totals(self, it: _Iteration, losses: Sequence[Tensor]) -> tuple[Tensor, float]:
+        """Return [2, 1]: this rank's part of the loss and of the squared norm, which is scaled by 1."""
+        totals = torch.zeros(2, 1, dtype=torch.float64, device=self._device)
+        for loss in losses:
+            totals[0] += loss.double()
+        if it.pushed:
+            totals[1] += sum(square_sum(gradient) for gradient in self._home.counted)
+        return totals, 1.0
+
+    def _exact_totals(self, it: _Iteration, losses: Sequence[Tensor]) -> tuple[Tensor, float]:
+        """Return [2, 3]: what adds up exactly over the ranks to the loss and to the scaled squared norm; and the scale.
+
+        Raises:
+            FloatingPointError: on all ranks: a gradient is too large for exact sums.
+        """
+        totals = torch.zeros(2, len(exact.SQUARE_GRIDS), dtype=torch.float64, device=self._device)
+        for loss in losses:
+            totals[0, : len(exact.LOSS_GRIDS)] += exact.split(loss, exact.LOSS_GRIDS)
+        if not it.pushed:
+            return totals, 1.0
+        counted = self._home.counted
+        most = torch.stack([exact.largest(counted, self._device), torch.zeros_like(totals[0, 0])])
+        if it.largest is not None:
+            most[1] = it.largest
+        self._groups.all_reduce(Role.COMMIT, most, ReduceOp.MAX)
+        self._watch.check()
+        with self._watch.waiting():
+            of_home, added = most.tolist()
+        if added > exact.LARGEST and math.isfinite(of_home):
+            raise agreed(
+                FloatingPointError(
+                    f"a sequence's gradient has a norm of {added:.4g}, and deterministic sums go to "
+                    f"{exact.LARGEST:.4g}: nothing was updated; lower the learning rate, or train without deterministic"
+                )
+            )
+        scale = exact.scale_of(of_home)
+        totals[1] = exact.squares(counted, scale, self._device)
+        return totals, scale
 
 
 def square_sum(values: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from io import FileIO, TextIOWrapper
 from multiprocessing import connection, forkserver, resource_tracker, spawn, util
@@ -36,6 +36,7 @@ import torch
 
 from hydragraph.modes import untouched
 from hydragraph.runtime.fork_server import outlive_signals
+from hydragraph.runtime.named_imports import import_named
 
 _GPUS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
 _ENDING_S = 0.2  # in which threads that were told to end before a fork do
@@ -46,13 +47,14 @@ _forks: list[int] = []
 _kept: list[object] = []
 
 
-def ensure_forked(preload: Sequence[str]) -> bool:
+def ensure_forked(preload: Sequence[str], classes: Collection[str] = ()) -> bool:
     """Make a fork of this process the server that ranks come from, in place of an earlier fork; False if it cannot be.
 
     Args:
         preload: modules that ranks need, which this process imports.
+        classes: of transformers, which ranks need, and the fork imports (`named_imports`).
     """
-    return _can_fork() and _forked(preload)
+    return _can_fork() and _forked(preload, classes)
 
 
 def _can_fork() -> bool:
@@ -68,7 +70,7 @@ def _can_fork() -> bool:
     return known and alone and free and untouched() and not any(map(os.path.exists, _GPUS))
 
 
-def _forked(preload: Sequence[str]) -> bool:
+def _forked(preload: Sequence[str], classes: Collection[str]) -> bool:
     """Make a fork of this process the server; False, and no fork, where this process has threads.
 
     They are counted once there is a fork, since some end before one (those of OpenBLAS, which numpy starts); until then
@@ -94,7 +96,7 @@ def _forked(preload: Sequence[str]) -> bool:
         go_r, go_w = os.pipe()
         pid = os.fork()
         if pid == 0:
-            _be_server(listener.fileno(), alive_r, go_r, {alive_w, go_w}, begin)
+            _be_server(listener.fileno(), alive_r, go_r, {alive_w, go_w}, begin, classes)
         os.close(alive_r)
         os.close(go_r)
         one = _one_thread()
@@ -134,7 +136,9 @@ def _end_fork(server: Any) -> None:
         os.unlink(server._forkserver_address)
 
 
-def _be_server(listener: int, alive: int, go: int, closed: set[int], begin: Mapping[str, Any]) -> NoReturn:
+def _be_server(
+    listener: int, alive: int, go: int, closed: set[int], begin: Mapping[str, Any], classes: Collection[str]
+) -> NoReturn:
     """Be the server, in a fork of the launcher, and never return.
 
     Args:
@@ -142,6 +146,7 @@ def _be_server(listener: int, alive: int, go: int, closed: set[int], begin: Mapp
         go: where a word comes from once the launcher has found that this process may live.
         closed: descriptors of the launcher's ends.
         begin: what multiprocessing's server is told of the launcher.
+        classes: of transformers, to import.
     """
     directory = util.get_temp_dir()  # type: ignore[attr-defined]
     code = 1
@@ -152,6 +157,8 @@ def _be_server(listener: int, alive: int, go: int, closed: set[int], begin: Mapp
             os._exit(0)
         os.close(go)
         _as_new({listener, alive, resource_tracker._resource_tracker._fd})  # type: ignore[attr-defined]
+        import_named(classes)
+        gc.freeze()  # nothing that is here will go, and to look for garbage would copy its pages
         outlive_signals()
         forkserver._forkserver.__init__()  # type: ignore[misc]
         forkserver.main(listener, alive, ["__main__"], **begin)  # type: ignore[arg-type]
@@ -192,7 +199,6 @@ def _as_new(kept: set[int]) -> None:
     torch.default_generator.set_state(torch.Generator().get_state())
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()
-    gc.freeze()  # nothing that is here will go, and to look for garbage would copy its pages
 
 
 def _forget_files(kept: set[int]) -> None:

@@ -31,6 +31,7 @@ from hydragraph.runtime.forked_server import ensure_forked
 from hydragraph.runtime.generation import generation
 from hydragraph.runtime.meeting.member import meet
 from hydragraph.runtime.meeting.nodes import Nodes
+from hydragraph.runtime.named_imports import classes_named_in
 from hydragraph.runtime.preparation import SharedFile, left_of, prepare_for_ranks
 from hydragraph.runtime.rank_process import HOST
 from hydragraph.runtime.sent import nothing_else_imported, sent
@@ -231,7 +232,7 @@ def launch(
     if not isinstance(ranks, int) or ranks < 1:
         raise ValueError(f"launch: ranks={ranks}: give a positive number of ranks")
     work = _pickled(function, args)
-    context = starting()
+    context = starting(function, prepare)
     server = hosted(HOST if nodes is None else nodes.address, 0)  # it has a thread
     run = run_crew if elastic is None else partial(_run_members, elastic, nodes)
     if prepare is None:
@@ -260,12 +261,16 @@ def follow(nodes: Nodes, say: Callable[[str], None]) -> None:
     Deputy(starting(), nodes, say).run()
 
 
-def starting() -> Context:
-    """Return how processes are started, ready to: before this process has threads."""
+def starting(*functions: Callable[..., object] | None) -> Context:
+    """Return how processes are started, ready to: before this process has threads.
+
+    Args:
+        functions: that these will call.
+    """
     context: Context = multiprocessing.get_context(START_METHOD)  # type: ignore[assignment]
     if START_METHOD == "forkserver":
         with nothing_else_imported():
-            if not ensure_forked(PRELOAD):
+            if not ensure_forked(PRELOAD, classes_named_in(*filter(None, functions))):
                 context.set_forkserver_preload([*PRELOAD, *_models()])
                 fork_server.ensure_running()
     return context

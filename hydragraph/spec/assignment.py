@@ -54,3 +54,9 @@ class Assignment:
     def counts(self) -> tuple[int, ...]:
         """How many micro-batches each pipeline runs."""
         return tuple(len(m) for m in self.micro_batches)
+
+    @property
+    def one_by_one(self) -> Assignment:
+        """The same with one sequence per micro-batch, in the same order."""
+        alone = tuple(tuple((i,) for m in pipeline for i in m) for pipeline in self.micro_batches)
+        return Assignment(alone, self.lengths)

@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby, pairwise
@@ -339,6 +339,13 @@ class Cluster:
         if what == "within_node":
             return replace(self, within_node=link.times(factor))
         return replace(self, between_nodes=link.times(factor))
+
+    def of_ranks(self, ranks: Sequence[int]) -> Cluster:
+        """Return the cluster of some of its devices, given by rank, in that order; types keep their names."""
+        devices = tuple(replace(self._device(rank), type=self.type_of(rank)) for rank in ranks)
+        types = {device.type for device in devices}
+        pairs = tuple(pair for pair in self.pairs if types.issuperset(pair.types))
+        return replace(self, devices=devices, pairs=pairs)
 
     def _device(self, rank: int) -> Device:
         if not 0 <= rank < len(self.devices):

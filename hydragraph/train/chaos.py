@@ -96,20 +96,22 @@ ROUNDING = 1e-5  # of a loss: what other groupings of sums may come to at once
 MARGIN = 10.0  # times what they come to in a run that nobody disturbs
 
 
-def departure(disturbed: Disturbed, undisturbed: Disturbed, control: Disturbed) -> int | None:
+def departure(disturbed: Disturbed, undisturbed: Disturbed, control: Disturbed | None) -> int | None:
     """Return the first step whose loss is another than rounding explains; None: there is none.
+
+    With `deterministic: true` rounding explains nothing, and every bit of every loss must be the same.
 
     Training amplifies rounding, at a high learning rate without bounds: two sums in another order, and a hundred steps
     later losses differ visibly. So a third run that nobody disturbs, on one rank, says how far that goes up to a step.
 
     Args:
         disturbed, undisturbed: the runs that are compared.
-        control: the undisturbed one on other ranks.
+        control: the undisturbed one on other ranks; None: losses must be the same.
     """
     theirs = {m.step: m.loss for m in undisturbed.metrics}
-    others = {m.step: m.loss for m in control.metrics}
+    others = {} if control is None else {m.step: m.loss for m in control.metrics}
     mine = {m.step: m.loss for m in disturbed.metrics}
-    allowed = ROUNDING
+    allowed = 0.0 if control is None else ROUNDING
     for step, loss in theirs.items():
         allowed = max(allowed, MARGIN * abs(others.get(step, loss) - loss) / abs(loss))
         if step not in mine or not abs(mine[step] - loss) <= allowed * abs(loss):

@@ -496,6 +496,7 @@ class TrainConfig:
         grace_s: seconds that a run which is asked to stop (SIGTERM, Ctrl-C) has to finish its step and save; then it
             ends all the same.
         progress_s: seconds in which no rank moves on while some wait; then all fail, and say what they were doing.
+        deterministic: the same bits whatever ranks, pipelines and homes there are, also where ranks are lost; slower.
         output: the run folder.
     """
 
@@ -527,6 +528,7 @@ class TrainConfig:
     keep: int = 2
     grace_s: float = 30.0
     progress_s: float = 600.0
+    deterministic: bool = False
     output: str = "runs/train"
 
     def __post_init__(self) -> None:
@@ -561,6 +563,15 @@ class TrainConfig:
         _check_text("compiled", self.compiled, optional=True)
         if not isinstance(self.trust, bool):
             raise ValueError(f"trust is {self.trust!r}: give true or false")
+        if not isinstance(self.deterministic, bool):
+            raise ValueError(f"deterministic is {self.deterministic!r}: give true or false")
+        if self.deterministic and self.backend == "inductor":
+            raise ValueError('deterministic: code by Inductor depends on the sizes it has seen: set backend to "eager"')
+        if self.deterministic and (self.automatic or self.elastic.replan):
+            raise ValueError(
+                "deterministic: strategies must have one tensor-parallel degree, and what is proposed for "
+                "strategies: auto, or by elastic.replan, has several: list strategies, and leave replan out"
+            )
         _check_text("output", self.output)
         if self.elastic.copies > self.home.copies:
             object.__setattr__(self, "home", replace(self.home, copies=self.elastic.copies))

@@ -210,6 +210,23 @@ def open_tokens(config: TrainConfig, directory: Path) -> Tokens:
     return Tokens(directory, tokenizer.load(directory), tuple(files.values()), evaluation)
 
 
+def known_vocabulary(config: TrainConfig) -> tuple[int, int] | None:
+    """Return the least vocabulary that a run's model needs and the id that ends a text, without preparing anything.
+
+    None where the tokenizer is still to be learned: from fewer words than `data.vocab_size` it learns fewer tokens.
+    """
+    existing = _known_tokenizer(config)
+    directory = _cache(config) / _key(config, existing)
+    if _is_whole(directory, _token_files(config.data)):
+        tokens = open_tokens(config, directory)
+        return tokens.vocabulary, tokens.end_of_text
+    if existing is None:
+        return None
+    encoder = tokenizer.load(existing)
+    declared = tokenizer.special_tokens(existing.parent).get("eos_token")
+    return vocabulary_of(encoder), tokenizer.id_of(encoder, tokenizer.end_of_text_token(encoder, declared=declared))
+
+
 def verify(config: TrainConfig, directory: Path, progress: Progress | None = None) -> None:
     """Read all that `prepare` made, to notice what a disk or a copy has changed since; once per run and host is enough.
 

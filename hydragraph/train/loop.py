@@ -203,8 +203,11 @@ class _Course:
         coming: those that come next.
         done: steps that the state has had.
         saved: the step of the last checkpoint.
+        kept: whether there is a checkpoint; that of before the first step counts.
         positions: of `batches` behind the mini-batch of a step, for steps since the checkpoint before the last.
         last: the last step that this rank has finished, and its report: perhaps nobody has written it down yet.
+        owns: whether the run's folder is this process's own: to take over may fail half way, and is tried again.
+        untold: how ranks met when another was lost before anybody had told of it, with how many there were before.
     """
 
     watcher: Watcher
@@ -215,6 +218,9 @@ class _Course:
     saved: int
     positions: dict[int, Mapping[str, Any]]
     last: tuple[int, StepResult] | None = None
+    owns: bool = False
+    kept: bool = False
+    untold: list[tuple[Survived, int]] = field(default_factory=list)
 
 
 def train(
@@ -345,13 +351,13 @@ def _session(
             if executor.decision:
                 leader.note(executor.decision)
             leader.started(done, config.steps)
-        course = _Course(watcher, batches, anew, _ahead(run, batches), done, done, {done: dict(batches.state_dict())})
+        positions: dict[int, Mapping[str, Any]] = {done: dict(batches.state_dict())}
+        course = _Course(watcher, batches, anew, _ahead(run, batches), done, done, positions, owns=leader is not None)
+        course.kept = last is not None
         executor.spans = [] if trace else None
         if controller is not None:
             stack.callback(controller.close)
         _write_ranks(run)
-        if elastic() and last is None:
-            _checkpoint(run, course)  # what all go back to where state is lost before the first that is due
         return _follow(run, course, stopping, owned, model, tokens)
 
 
@@ -378,6 +384,7 @@ def _compiled(
         trust=config.trust,
         progress_s=config.progress_s,
         home=config.home,
+        deterministic=config.deterministic,
         **joining,
     )
 
@@ -432,6 +439,8 @@ def _follow(
             with run.world.calling("train"):
                 if ending:
                     return _end_early(run, course, ending)
+                if elastic() and not course.done and not course.kept:
+                    _checkpoint(run, course)  # what all go back to where state is lost before the first that is due
                 stopped = _steps(run, course, stopping)
                 if run.executor.spans is not None:
                     _write_trace(run)
@@ -466,6 +475,7 @@ def _go_on(run: _Run, course: _Course, failure: BaseException | None, owned: Exi
     turns = () if config.plan.choose else survived.strategies
     lost_to = course.done if survived.restored is not None else None
     run = replace(run, world=world, strategies=turns, controller=None, watcher=None)
+    course.untold.append((survived, before))
     with world.calling("go on"):
         if world.rank == 0:
             run = _lead(run, course, survived, owned)
@@ -474,8 +484,9 @@ def _go_on(run: _Run, course: _Course, failure: BaseException | None, owned: Exi
         _write_down(run, course)
         _write_ranks(run)
         moved = sum(world.gather(survived.received))
+        told, course.untold = course.untold, []
         if run.watcher is not None:
-            for event in _events_of(survived, before, world.ranks, lost_to, moved):
+            for event in (*_changes_of(told), _resumed(told, world.ranks, lost_to, moved)):
                 _tell(run, event)
         if not survived.ending and _unsaved(run, course):
             _checkpoint(run, course)
@@ -485,8 +496,10 @@ def _go_on(run: _Run, course: _Course, failure: BaseException | None, owned: Exi
 def _lead(run: _Run, course: _Course, survived: Survived, owned: ExitStack) -> _Run:
     """Be the rank that writes: take over what a lost one did, or go on with it."""
     log = run.log
-    if log is None:
+    if not course.owns:
         owned.enter_context(run.folder.owned(patience_s=TAKEOVER_S))
+        course.owns = True
+    if log is None:
         run = replace(run, callbacks=Callbacks.load(run.config.callbacks))
         owned.callback(run.callbacks.call, "on_end")
     if log is None or survived.restored is not None:
@@ -530,6 +543,7 @@ def _unsaved(run: _Run, course: _Course) -> bool:
     last = run.folder.last() if run.world.rank == 0 else None
     there = run.world.gather(-1 if last is None else last.step)[0]
     course.saved = max(there, 0)
+    course.kept = there >= 0
     return there < course.done and course.done > 0 and _due(course.done, run.config.checkpoint_every, run.config.steps)
 
 
@@ -552,22 +566,29 @@ def _write_ranks(run: _Run) -> None:
         write_ranks(run.folder.ranks, ranks)
 
 
-def _events_of(survived: Survived, before: int, ranks: int, undone: int | None, moved: int) -> Iterator[Event]:
-    """Yield what has happened: who was lost, left and came, and how the others went on.
+def _changes_of(told: Sequence[tuple[Survived, int]]) -> Iterator[Event]:
+    """Yield who was lost, left and came; each with how many ranks there were before."""
+    for survived, before in told:
+        step, now = survived.step, len(survived.peers)
+        if survived.lost:
+            yield Event(step, "fault", survived.lost, 0.0, survived.why)
+        if survived.left:
+            yield Event(step, "leave", survived.left, 0.0, f"asked to end; handed over their state: {survived.why}")
+        if survived.joined:
+            yield Event(step, "join", survived.joined, 0.0, f"{before} -> {now} ranks")
+
+
+def _resumed(told: Sequence[tuple[Survived, int]], ranks: int, undone: int | None, moved: int) -> Event:
+    """Return how ranks went on.
 
     Args:
-        survived: how.
-        before, ranks: how many ranks there were, and are.
+        told: how they met, the last time with success.
+        ranks: how many there are.
         undone: the last step before, where all went back to a checkpoint.
         moved: bytes of state between ranks.
     """
+    survived, _ = told[-1]
     step = survived.step
-    if survived.lost:
-        yield Event(step, "fault", survived.lost, 0.0, survived.why)
-    if survived.left:
-        yield Event(step, "leave", survived.left, 0.0, f"asked to end; handed over their state: {survived.why}")
-    if survived.joined:
-        yield Event(step, "join", survived.joined, 0.0, f"{before} -> {ranks} ranks")
     strategies = " or ".join(map(str, survived.strategies))
     state = f"no state was lost, and {moved / 1e6:.3g} MB of it moved"
     lost = 0
@@ -576,8 +597,8 @@ def _events_of(survived: Survived, before: int, ranks: int, undone: int | None, 
         redone = "" if undone is None else f", {lost} steps before"
         state = f"state was lost, so all went back to the checkpoint after step {survived.restored}{redone}"
     why = f"{ranks} ranks go on after step {step} with {strategies}; {state}"
-    everybody = tuple(range(ranks))
-    yield Event(step, "resumed", everybody, survived.seconds, why, lost_steps=lost, moved_bytes=moved)
+    seconds = sum(each.seconds for each, _ in told)
+    return Event(step, "resumed", tuple(range(ranks)), seconds, why, lost_steps=lost, moved_bytes=moved)
 
 
 def _load(
@@ -840,6 +861,7 @@ def _checkpoint(run: _Run, course: _Course) -> None:
         run.callbacks.call("on_checkpoint", step, place)
         _prune(run)
     before, course.saved = course.saved, step
+    course.kept = True
     course.positions = {number: at for number, at in course.positions.items() if number >= before}
     if run.log is not None:
         why = f"in {place}" + (", beside training" if run.config.checkpoint.asynchronous else "")

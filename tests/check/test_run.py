@@ -17,6 +17,9 @@ from hydragraph import api
 from hydragraph.check import memory, run
 from hydragraph.check.check import CheckedModel
 from hydragraph.frontend.capture import capture
+from hydragraph.passes import graph_passes
+from hydragraph.runtime.variants import Variants
+from hydragraph.spec.stage_kind import StagePart
 from tests.models import captured, llama, randomised
 from tests.own_models import Own, weighted
 
@@ -54,6 +57,10 @@ def test_a_folder_that_cannot_be_written_fails_nothing(tmp_path: Path, monkeypat
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     program, model = captured("llama")
     assert run.check_here(CheckedModel(model, program), "full").startswith("checked LlamaForCausalLM")
+    # What was compiled for the check is what a stage of one rank runs.
+    monkeypatch.delattr(graph_passes, "differentiate")
+    for block in program.blocks:
+        assert Variants(program, added=True).get(block, StagePart()).gradients is not None
 
 
 def test_a_fingerprint_tells_apart_what_may_differ() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from typer.testing import Result
 
 import hydragraph as hg
 from hydragraph.commands import compile_result
+from hydragraph.commands.compile import _tokens
 from hydragraph.commands.compile_files import Summary
 from hydragraph.ir.program import Program
 from hydragraph.ir.shared_text import read_programs
@@ -18,6 +20,7 @@ from hydragraph.passes.differentiate import Variant
 from hydragraph.runtime.variants import Variants
 from hydragraph.spec.stage_kind import StagePart
 from hydragraph.train.config import TrainConfig
+from hydragraph.train.data import open_tokens, prepare
 from hydragraph.train.model import skeleton
 from tests.commands.tiny import LOPSIDED, run, write
 
@@ -206,6 +209,19 @@ def test_inductor_compiles_what_can_be_read(tmp_path: Path, monkeypatch: pytest.
     assert Summary.load(out).backend == "inductor"
     # Inductor's runs have no logits, and what is read is what Inductor was given.
     assert "head_loss" in (out / "graphs" / "head.tp1r.forward.py").read_text()
+
+
+def test_a_new_model_has_the_vocabulary_that_was_learned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = TrainConfig.load(write(tmp_path), ["data.vocab_size=20000"])  # more than there are words for
+    model = dict(config.model.config or {})
+    model.pop("vocab_size", None)
+    config = replace(config, model=replace(config.model, config=model))
+    assert _tokens(config) == (20000, 0)
+    assert "compile again then, or set model.config.vocab_size" in capsys.readouterr().err
+    tokens = open_tokens(config, prepare(config))
+    assert _tokens(config) == (tokens.vocabulary, tokens.end_of_text)
+    assert tokens.vocabulary < 20000
+    assert not capsys.readouterr().err
 
 
 def test_help_teaches_with_an_example() -> None:

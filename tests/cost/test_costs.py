@@ -199,6 +199,15 @@ def test_ranks_of_one_pipeline_may_be_of_different_types() -> None:
     assert two.seconds([100])[0] > one.seconds([100])[0] * 2.5 / 3
 
 
+def test_some_of_its_ranks_cost_what_they_did() -> None:
+    whole = costs(4, mixed(INSTANT), hg.Health({3: 2.0}))
+    some = whole.of_ranks([3, 0, 1], hg.Home([0, 1, 1]))
+    assert (some.ranks, some.health, some.home) == (3, hg.Health({0: 2.0}), hg.Home([0, 1, 1]))
+    for new, old in ((0, 3), (1, 0)):
+        there, here = (Strategy((Pipeline((Stage((rank,), 4),)),)).pipelines[0] for rank in (old, new))
+        assert some.stages(here)[0].seconds([100]) == whole.stages(there)[0].seconds([100])
+
+
 def test_a_rate_scales_all_that_its_rank_does() -> None:
     """Latencies, computation, commit and update alone: with rate 3 on every rank, everything takes 3 times as long."""
     late = replace(cluster(2), nodes=tuple(replace(n, inner=Interconnect(1e300, 0.01)) for n in cluster(2).nodes))

@@ -62,6 +62,7 @@ SUMS = {
     "a regression": lambda x, b: F.mse_loss(x[0].sum(-1), b["labels"][0].float(), reduction="sum"),
     "chosen": lambda x, b: -x.log_softmax(-1).gather(-1, b["labels"].clamp(min=0)[..., None]).sum(),
     "by a mask": lambda x, b: F.cross_entropy(x[0][counted(b)[0]], b["labels"][0][counted(b)[0]], reduction="sum"),
+    "a softmax over classes, by a mask": lambda x, b: (x[counted(b)].softmax(-1).amax(-1) * 2).sum(),
     "by the mean of a constant": lambda x, b: each(x, b).sum() / torch.ones(3).mean(),
 }
 
@@ -78,6 +79,12 @@ MIXED = {
     "a constant besides": lambda x, b: each(x, b).sum() + 0.5,
     "less its mean": lambda x, b: (each(x, b) - each(x, b).mean()).pow(2).sum(),
     "a running sum": lambda x, b: each(x, b).cumsum(0).sum(),
+    "a softmax over what a mask picks": lambda x, b: (
+        each(x, b)[counted(b)[0]] * each(x, b)[counted(b)[0]].softmax(0)
+    ).sum(),
+    "a softmax over tokens, of which a mask picks": lambda x, b: (x.softmax(1) * x)[counted(b)].sum(),
+    "the largest that a mask picks": lambda x, b: x[counted(b)].amax(0).sum(),
+    "the norm of what a mask picks": lambda x, b: each(x, b)[counted(b)[0]].norm(),
     "each by the sum of all": lambda x, b: (x * x.sum(1, keepdim=True)).sum(),
 }
 

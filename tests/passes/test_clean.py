@@ -7,19 +7,24 @@ from torch import Tensor, fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import hydragraph.kernels.varlen_attention  # noqa: F401  registers the operator that cuts know
-from hydragraph.passes.clean import clean, remove_dead_code
+from hydragraph.passes.clean import SYNONYMS, clean, remove_dead_code
 
 aten = torch.ops.aten
+
+
+class _Forward(nn.Module):
+    def __init__(self, function: object) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *tensors: Tensor) -> object:
+        return self.function(*tensors)  # type: ignore[operator]
 
 
 def exported(forward: object, *arguments: Tensor) -> fx.GraphModule:
     """Export a function of tensors as capture does."""
 
-    class Module(nn.Module):
-        def forward(self, *tensors: Tensor) -> object:
-            return forward(*tensors)  # type: ignore[operator]
-
-    return torch.export.export(Module(), arguments, strict=False).run_decompositions({}).graph_module
+    return torch.export.export(_Forward(forward), arguments, strict=False).run_decompositions({}).graph_module
 
 
 def targets(graph: fx.GraphModule) -> list[object]:
@@ -115,3 +120,18 @@ def test_copies_into_fresh_values_have_a_derivative() -> None:
     assert cleaned(x)[0].tolist() == [[1, 2, 2, 4], [3, 4, 6, 8]]
     (gradient,) = torch.autograd.grad(cleaned(x)[0].sum(), x)
     assert gradient.tolist() == [[3, 3], [3, 3]]
+
+
+def test_second_names_of_operators_become_the_first_and_compute_the_same() -> None:
+    for second, first in SYNONYMS.items():
+        for overload in getattr(aten, second).overloads():
+            if "out" not in overload and overload != "int":
+                assert getattr(getattr(aten, first), overload)._schema.arguments  # each has its counterpart
+
+    def forward(x: Tensor) -> Tensor:
+        return torch.divide(torch.absolute(x), torch.multiply(x, 3), rounding_mode="floor")
+
+    x = torch.randn(5)
+    cleaned = clean(torch.export.export(_Forward(forward), (x,), strict=False).graph_module)
+    assert targets(cleaned) == [aten.abs.default, aten.mul.Tensor, aten.div.Tensor_mode]
+    assert torch.equal(cleaned(x)[0], forward(x))

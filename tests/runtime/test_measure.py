@@ -43,7 +43,7 @@ def measured_rank(settings: MeasureSettings) -> tuple[Profile, list[str]]:
 
 @pytest.fixture(scope="module")
 def ranks() -> list[tuple[Profile, list[str]]]:
-    return launch(measured_rank, RANKS, SETTINGS, timeout=timedelta(minutes=5))
+    return launch(measured_rank, RANKS, SETTINGS, timeout=timedelta(minutes=15))
 
 
 def test_every_rank_gets_the_same_profile(ranks: list[tuple[Profile, list[str]]], tmp_path: Path) -> None:

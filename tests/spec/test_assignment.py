@@ -29,3 +29,8 @@ def test_even_micro_batches_have_each_sequence_once_and_its_pipelines_tokens(pip
     assert sorted(i for p in assignment.micro_batches for m in p for i in m) == list(range(sum(counts)))
     assert assignment.tokens == tuple(((n,),) * count for count, n in pipelines)
     assert Assignment.even(counts, 3).lengths == (3,) * sum(counts)
+
+
+def test_one_by_one_keeps_pipelines_and_order() -> None:
+    assignment = Assignment((((3, 0), (2,)), (), ((1, 4),)), (5, 6, 7, 8, 9))
+    assert assignment.one_by_one == Assignment((((3,), (0,), (2,)), (), ((1,), (4,))), assignment.lengths)

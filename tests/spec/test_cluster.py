@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hydragraph.spec.cluster import Cluster, Device, DeviceType, Interconnect, Node
+from hydragraph.spec.cluster import Cluster, Device, DeviceType, Interconnect, Node, Pair
 
 FAST, SLOW = Interconnect(450e9, 5e-6), Interconnect(50e9, 1e-5)
 DEVICE = Device(flops_per_s=9.89e14, memory_bytes=80_000_000_000, memory_bytes_per_s=3.35e12)
@@ -205,3 +206,15 @@ def test_errors_of_nodes_name_the_field(old: str, new: str, message: str, tmp_pa
     assert old in NODES
     with pytest.raises(ValueError, match=re.escape(message)):
         nodes(tmp_path, NODES.replace(old, new))
+
+
+def test_some_of_its_devices_keep_their_types_and_links() -> None:
+    types = {name: DeviceType(flops, 10**10, 1e12) for name, flops in (("a", 1e14), ("b", 2e14), ("c", 3e14))}
+    nodes = tuple(Node(name, 2, FAST, SLOW.times(1 + i)) for i, name in enumerate(types))
+    whole = Cluster.of(types, nodes, (Pair(("a", "b"), 1e9, 1e-4), Pair(("b", "c"), 2e9, 1e-4)))
+    kept = [4, 0, 1, 5]
+    some = whole.of_ranks(kept)
+    assert [some.type_of(rank) for rank in range(4)] == ["c", "a", "a", "c"]
+    assert all(some.link(i, j) == whole.link(kept[i], kept[j]) for i in range(4) for j in range(4) if i != j)
+    unnamed = Cluster((replace(DEVICE, flops_per_s=1.0), DEVICE, DEVICE), FAST, SLOW)
+    assert [unnamed.of_ranks([2, 1]).type_of(rank) for rank in range(2)] == ["other 1", "other 1"]

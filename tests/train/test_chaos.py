@@ -84,3 +84,9 @@ def test_rounding_may_grow_as_it_does_undisturbed_and_no_further() -> None:
     assert departure(curve(2.001, 1.0, 1.0), plain, control) == 1
     assert departure(curve(2.0, 1.0), plain, control) == 3
     assert departure(curve(2.0, math.nan, 1.0), plain, control) == 2
+
+
+def test_with_the_same_bits_promised_rounding_explains_nothing() -> None:
+    assert departure(curve(3.0, 2.0, 1.0), curve(3.0, 2.0, 1.0), None) is None
+    assert departure(curve(3.0, 2.0 + 1e-9, 1.0), curve(3.0, 2.0, 1.0), None) == 2
+    assert departure(curve(3.0), curve(3.0, 2.0), None) == 2

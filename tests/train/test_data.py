@@ -20,6 +20,7 @@ from hydragraph.train.config import TrainConfig
 from hydragraph.train.data import (
     check_data,
     evaluation_batches,
+    known_vocabulary,
     mini_batches,
     open_tokens,
     prepare,
@@ -83,6 +84,17 @@ def test_uses_a_given_tokenizer_and_cache(tmp_path: Path) -> None:
     tokens = open_tokens(run, directory)
     assert tokens.tokenizer.get_vocab() == tokenizer.load(tmp_path / "given").get_vocab()
     assert tokens.vocabulary == tokens.tokenizer.get_vocab_size()
+
+
+def test_a_vocabulary_is_known_once_it_is_learned_or_given(tmp_path: Path) -> None:
+    learning = config(tmp_path)
+    assert known_vocabulary(learning) is None
+    prepared = prepare(learning)
+    tokens = open_tokens(learning, prepared)
+    assert known_vocabulary(learning) == (tokens.vocabulary, tokens.end_of_text)
+    given = config(tmp_path, tokenizer=str(prepared), cache=str(tmp_path / "elsewhere"))
+    assert known_vocabulary(given) == (tokens.vocabulary, tokens.end_of_text)
+    assert not (tmp_path / "elsewhere").exists()
 
 
 def test_names_the_tokenizer_that_is_missing(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from hydragraph.cost.costs import Costs
 from hydragraph.runtime.stopping import Stopping
 from hydragraph.spec.record import from_record
+from hydragraph.survival import Survived
 from hydragraph.train import loop
 from hydragraph.train.config import PlanConfig, TrainConfig
 from hydragraph.train.data import evaluation_batches, open_tokens, prepare
-from hydragraph.train.folder import Checkpoint
-from hydragraph.train.loop import train
+from hydragraph.train.folder import Checkpoint, RunFolder
+from hydragraph.train.loop import _changes_of, _Course, _lead, _resumed, _Run, train
 from hydragraph.train.metrics import Metrics, read_metrics
 from tests.cost import priced
 from tests.train.plain import PlainExecutor, Watched, compile_plain, settings
@@ -300,3 +302,31 @@ def test_sequences_are_assigned_by_the_cluster_that_was_planned_with(tmp_path: P
     assert found.rate(1) == 2.57 * found.rate(0)
     assert loop._measured(replace(plan, cluster=None, health=None)) == profile
     assert loop._measured(PlanConfig()) is None
+
+
+def test_a_takeover_that_was_broken_off_is_tried_again(tmp_path: Path) -> None:
+    """Another rank may be lost while this one takes the run's folder over from a lost leader."""
+    folder = RunFolder(tmp_path / "run")
+    nothing: Any = None
+    run = _Run(config(tmp_path), nothing, folder, nothing, (), {}, None, None, None)
+    course = _Course(Watched(), nothing, nothing, nothing, 3, 0, {})
+    survived = Survived(2, 3, (0,), (), (), (), (), None, 0, 0.5, "rank 0 is lost")
+    with ExitStack() as owned:
+        assert _lead(run, course, survived, owned).log is not None
+        again = _lead(run, course, survived, owned)  # what the first call returned is lost with the failure
+        assert again.log is not None
+        with pytest.raises(ValueError, match="belongs to a run that is under way"):
+            folder.refuse_shared()
+    folder.refuse_shared()
+
+
+def test_who_was_lost_is_told_though_the_ranks_met_twice() -> None:
+    first = Survived(2, 3, (0,), (), (), (1, 2), (), None, 0, 0.5, "rank 0 is lost")  # type: ignore[arg-type]
+    second = Survived(3, 3, (1,), (), (1,), (1, 2), (), None, 0, 0.25, "rank 1 is lost")  # type: ignore[arg-type]
+    told = [(first, 3), (second, 2)]
+    assert [(e.event, e.ranks) for e in _changes_of(told)] == [("fault", (0,)), ("fault", (1,)), ("join", (1,))]
+    resumed = _resumed(told, 2, None, 10**6)
+    assert (resumed.seconds, resumed.moved_bytes, resumed.ranks) == (0.75, 10**6, (0, 1))
+    back = _resumed([(replace(second, restored=1), 2)], 2, 3, 0)
+    assert back.lost_steps == 2
+    assert "all went back to the checkpoint after step 1, 2 steps before" in back.why

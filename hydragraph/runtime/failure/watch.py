@@ -78,6 +78,7 @@ UNREACHABLE_S = (
 CLOSED = "close"  # what a rank shows that has closed its executable begins so
 _REMEDY = "restart all ranks and load the last checkpoint"
 _POLL = timedelta(seconds=0.1)  # a poll of the store costs 30-95 us
+_LOOKED_AT = 8  # ranks per poll, on average: of more, all are looked at less often
 _ROLL_S = 1.0  # between two looks at who else has arrived
 _HEAD_START = timedelta(seconds=0.3)  # waits on a closed peer fail within 0.1 s; those messages are the better ones
 _SUSPECT_S = 1.5  # once communication has failed: a process that has been stopped for so long is the reason
@@ -143,6 +144,8 @@ class Watch:
         self._judge = Judge(stopped_s)
         self._stall = Stall()
         self._members: tuple[RollEntry, ...] = ()
+        self._unseen_s = 0.0  # since the ranks of this machine were looked at
+        self._explaining = False
         self._death: tuple[int, str] | None = None
         self._first = False  # of this machine's ranks
         self._sentinel: Sentinel | None = None
@@ -409,6 +412,7 @@ class Watch:
         if self._thread is None:
             return self._failure(Fault(self.rank, self._step, "", _text(cause)))
         deadline = time.monotonic() + _PATIENCE.total_seconds()
+        self._explaining = True
         while self._fault is None and time.monotonic() < deadline:
             accused = self._judge.suspect(_SUSPECT_S)
             if accused is not None and self._death is None:
@@ -486,10 +490,7 @@ class Watch:
 
     def _look(self, elapsed: float) -> None:
         """Look whether there is a fault: one written, or one that is seen from here."""
-        seen = {m.rank: seen_of(m.process, self._board.read(m.rank)) for m in self._members}
-        accused = self._judge.look(elapsed, seen)
-        if accused is None and len(seen) == self.ranks:
-            accused = self._stall.look(elapsed, seen, self.progress_s)
+        accused = self._looked_at_ranks(elapsed)
         self._asker.silent_s += min(elapsed, PAUSE_S)  # of a pause (this process was stopped) little counts
         if self._fault is not None:
             return
@@ -504,6 +505,23 @@ class Watch:
             self._cut_off("has closed the connection: the process that holds it has ended")
         elif self._inside and self._asker.silent_s >= UNREACHABLE_S:
             self._cut_off(f"has not answered for {UNREACHABLE_S:g} s: its host is lost, or the link to it is down")
+
+    def _looked_at_ranks(self, elapsed: float) -> Accusation | None:
+        """Look at the ranks of this machine if it is time to, and return whom that accuses.
+
+        Each rank looks at each other: at every poll, hundreds of ranks would do little else. Of many, one sees all
+        every half a second at the latest, and the first that sees something tells the others.
+        """
+        self._unseen_s += elapsed
+        every = min(PAUSE_S, _POLL.total_seconds() * len(self._members) / _LOOKED_AT)
+        if self._unseen_s < every and not self._explaining:
+            return None
+        unseen, self._unseen_s = self._unseen_s, 0.0
+        seen = {m.rank: seen_of(m.process, self._board.read(m.rank)) for m in self._members}
+        accused = self._judge.look(unseen, seen)
+        if accused is None and len(seen) == self.ranks:
+            accused = self._stall.look(unseen, seen, self.progress_s)
+        return accused
 
     def _cut_off(self, how: str) -> None:
         """Fail by oneself: nobody can be told, and each rank that is cut off finds out alone."""

@@ -167,7 +167,7 @@ class Supervisor:
         self._place.order(self._record.orders)
         for seat in range(self._ranks + self._elastic.spares):
             self._start(seat, late=seat >= self._ranks)
-        while self._live() and time.monotonic() < min(deadline, self._fatal_at or deadline):
+        while (self._live() or self._may_come_back()) and time.monotonic() < min(deadline, self._fatal_at or deadline):
             if self._finished():
                 return
             self._hear()
@@ -217,6 +217,11 @@ class Supervisor:
 
     def _live(self) -> list[RankHandle]:
         return [member for member in self.crew if member.outcome is None]
+
+    def _may_come_back(self) -> bool:
+        """Say whether processes are about to be started, though none lives: what was saved is not lost with them."""
+        coming = bool(self._waiting) and self._record.orders.confirmed > 0 and not self._record.orders.over
+        return coming and self._fatal_at is None and not self._stop
 
     def _finished(self) -> bool:
         """Say whether all that is left to wait for are members that were never needed."""

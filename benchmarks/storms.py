@@ -1,0 +1,464 @@
+"""Odd ways to disturb a run, one after another: python benchmarks/storms.py [NAME ...] [--list]
+
+Each is a small run of three ranks with two copies of the state, disturbed in its own way. It must go on to its end with
+the losses of the undisturbed run, to rounding, or end with a sentence, and leave no process behind. `hydragraph chaos`
+draws such things at random; here are those that chance rarely meets.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.elastic import config_in
+from hydragraph.elastic.events import Event, read_events
+from hydragraph.train.folder import RunFolder
+from hydragraph.train.metrics import read_metrics
+
+STEPS = 30
+RANKS = 3
+LIMIT_S = 300.0  # for one run; a storm that takes longer counts as hanging
+SMALL = {"strategies": ["<tp1,pp2> + <tp1,pp1>"], "ranks": RANKS, "steps": STEPS}
+STAYS = 1e-3  # of a loss: what other groupings of sums come to in so few steps
+
+
+@dataclass
+class Victim:
+    """A run that is disturbed: its folder, its launcher, and all processes that were ever its ranks."""
+
+    folder: RunFolder
+    launcher: subprocess.Popen[bytes]
+    pids: set[int] = field(default_factory=set)
+
+    @property
+    def alive(self) -> bool:
+        """Whether the launcher has not ended."""
+        return self.launcher.poll() is None
+
+    def ranks(self) -> list[int]:
+        """Return the processes of the ranks there are, by rank."""
+        with suppress(OSError, ValueError, KeyError):
+            pids = [int(each["pid"]) for each in json.loads(self.folder.ranks.read_text())]
+            self.pids.update(pids)
+            return [pid for pid in pids if lives(pid)]
+        return []
+
+    def children(self) -> list[int]:
+        """Return the processes that were started for ranks, those that get ready included, the newest last."""
+        found = []
+        for entry in Path("/proc").iterdir():
+            with suppress(OSError, ValueError, IndexError):
+                fields = (entry / "stat").read_text().rpartition(")")[2].split()
+                if self._is_mine(int(entry.name)) and fields[0] not in "ZX":
+                    found.append((int(fields[19]), int(entry.name)))
+        pids = [pid for _, pid in sorted(found)]
+        self.pids.update(pids)
+        return pids
+
+    def _is_mine(self, pid: int) -> bool:
+        """Say whether a process descends from the launcher's fork server."""
+        above = parent(pid)
+        return above is not None and above != self.launcher.pid and parent(above) == self.launcher.pid
+
+    def step(self) -> int:
+        """Return the last step that was written down."""
+        with suppress(OSError, ValueError, KeyError, IndexError):
+            return int(json.loads(self.folder.metrics.read_bytes().splitlines()[-1])["step"])
+        return 0
+
+    def at(self, step: int) -> None:
+        """Return once a step is written down, or the run has ended."""
+        while self.alive and self.step() < step:
+            time.sleep(0.005)
+
+    def until(self, what: Callable[[], object]) -> None:
+        """Return once something is so, or the run has ended."""
+        while self.alive and not what():
+            time.sleep(0.005)
+
+    def kill(self, *which: int, signal_: signal.Signals = signal.SIGKILL) -> None:
+        """Send a signal to ranks, at once."""
+        pids = self.ranks()
+        for rank in which:
+            if rank < len(pids):
+                send(pids[rank], signal_)
+
+    def happened(self, name: str) -> list[Event]:
+        """Return the events of a kind so far."""
+        with suppress(ValueError, OSError):
+            return [event for event in read_events(self.folder.happenings) if event.event == name]
+        return []
+
+    def saving(self) -> bool:
+        """Whether a checkpoint is being written, or about to be."""
+        with suppress(OSError):
+            return any(not (place / "complete.json").exists() for place in self.folder.checkpoints.iterdir())
+        return False
+
+
+Storm = Callable[[Victim], None]
+
+
+def send(pid: int, which: signal.Signals) -> None:
+    """Send a signal, if there is still anybody to get it."""
+    with suppress(ProcessLookupError):
+        os.kill(pid, which)
+
+
+def parent(pid: int) -> int | None:
+    """Return a process's parent."""
+    with suppress(OSError, ValueError, IndexError):
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    return None
+
+
+def lives(pid: int) -> bool:
+    """Say whether a process runs, and is not only waited for."""
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    return False
+
+
+def first_step(run: Victim) -> None:
+    """Kill a rank as soon as ranks are told, before any step is done."""
+    run.until(run.ranks)
+    run.kill(1)
+
+
+def getting_ready(run: Victim) -> None:
+    """Kill a process before there are ranks: while all get ready."""
+    run.until(lambda: len(run.children()) >= RANKS)
+    send(run.children()[1], signal.SIGKILL)
+
+
+def last_step(run: Victim) -> None:
+    """Kill a rank after the last step but one."""
+    run.at(STEPS - 1)
+    run.kill(2)
+
+
+def behind_the_end(run: Victim) -> None:
+    """Kill the leader when the last step is done, while the model is written."""
+    run.at(STEPS)
+    run.kill(0)
+
+
+def two_at_once(run: Victim) -> None:
+    """Kill two of three in the same instant: a part of the state is lost."""
+    run.at(8)
+    run.kill(0, 1)
+
+
+def all_but_the_leader_in_turn(run: Victim) -> None:
+    """Kill the highest rank, and the next 0.1 s later."""
+    run.at(8)
+    run.kill(2)
+    time.sleep(0.1)
+    run.kill(1)
+
+
+def all_at_once(run: Victim) -> None:
+    """Kill all ranks: nobody is left, but the checkpoint."""
+    run.at(8)
+    run.kill(0, 1, 2)
+
+
+def replacement_at_once(run: Victim) -> None:
+    """Kill every replacement as soon as it is born, three times."""
+    run.at(5)
+    run.kill(1)
+    known = set(run.children())
+    for _ in range(3):
+        run.until(lambda: set(run.children()) - known)
+        for pid in set(run.children()) - known:
+            known.add(pid)
+            send(pid, signal.SIGKILL)
+
+
+def replacement_as_it_joins(run: Victim) -> None:
+    """Kill a replacement in the moment in which it is told to be a rank."""
+    run.at(5)
+    run.kill(1)
+    run.until(lambda: run.happened("join"))
+    run.kill(2)
+
+
+def while_they_meet(run: Victim) -> None:
+    """Kill a rank, and a second 0.3 s later, while the others meet."""
+    run.at(8)
+    run.kill(0)
+    time.sleep(0.3)
+    run.kill(1)
+
+
+def evaluation(run: Victim) -> None:
+    """Kill a rank just behind a step that evaluates."""
+    run.at(9)
+    run.until(lambda: run.step() >= 9)
+    time.sleep(0.15)
+    run.kill(1)
+
+
+def checkpoint(run: Victim) -> None:
+    """Kill the leader while a checkpoint is written."""
+    run.at(9)
+    run.until(run.saving)
+    run.kill(0)
+
+
+def checkpoint_follower(run: Victim) -> None:
+    """Kill another rank while a checkpoint is written."""
+    run.at(9)
+    run.until(run.saving)
+    run.kill(2)
+
+
+def while_slow(run: Victim) -> None:
+    """Slow a rank, and kill it then."""
+    run.at(5)
+    pids = run.ranks()
+    for _ in range(15):
+        send(pids[1], signal.SIGSTOP)
+        time.sleep(0.06)
+        send(pids[1], signal.SIGCONT)
+        time.sleep(0.04)
+    send(pids[1], signal.SIGSTOP)
+    send(pids[1], signal.SIGKILL)
+
+
+def another_while_slow(run: Victim) -> None:
+    """Stop one rank, kill another, and let the first go on."""
+    run.at(5)
+    run.kill(0, signal_=signal.SIGSTOP)
+    pids = run.ranks()
+    run.kill(1)
+    time.sleep(1.0)
+    send(pids[0], signal.SIGCONT)
+
+
+def stopped_20_s(run: Victim) -> None:
+    """Stop a rank for 20 s, longer than it is waited for, and let it go on."""
+    run.at(8)
+    pids = run.ranks()
+    send(pids[1], signal.SIGSTOP)
+    time.sleep(20)
+    send(pids[1], signal.SIGCONT)
+
+
+def stopped_3_s(run: Victim) -> None:
+    """Stop a rank for 3 s: slow is not dead."""
+    run.at(8)
+    pids = run.ranks()
+    send(pids[2], signal.SIGSTOP)
+    time.sleep(3)
+    send(pids[2], signal.SIGCONT)
+
+
+def all_stopped(run: Victim) -> None:
+    """Stop all ranks for 8 s: the whole machine slept."""
+    run.at(8)
+    run.kill(0, 1, 2, signal_=signal.SIGSTOP)
+    pids = run.ranks()
+    time.sleep(8)
+    for pid in pids:
+        send(pid, signal.SIGCONT)
+
+
+def sigterm_storm(run: Victim) -> None:
+    """Ask one rank ten times to leave."""
+    run.at(8)
+    for _ in range(10):
+        run.kill(1, signal_=signal.SIGTERM)
+        time.sleep(0.02)
+
+
+def sigterm_to_all(run: Victim) -> None:
+    """Ask all ranks to leave at once: the whole machine is taken away."""
+    run.at(8)
+    run.kill(0, 1, 2, signal_=signal.SIGTERM)
+
+
+def sigterm_then_kill(run: Victim) -> None:
+    """Ask a rank to leave, and kill it while it hands over."""
+    run.at(8)
+    run.kill(1, signal_=signal.SIGTERM)
+    time.sleep(0.2)
+    run.kill(1)
+
+
+def sigterm_one_kill_another(run: Victim) -> None:
+    """Ask one rank to leave while another is killed."""
+    run.at(8)
+    run.kill(0, signal_=signal.SIGTERM)
+    run.kill(2)
+
+
+def back_again_and_again(run: Victim) -> None:
+    """Ask a rank to leave and tell twenty times that its device is back."""
+    run.at(6)
+    run.kill(2, signal_=signal.SIGTERM)
+    for _ in range(20):
+        send(run.launcher.pid, signal.SIGUSR1)
+        time.sleep(0.05)
+
+
+def stop_while_they_meet(run: Victim) -> None:
+    """Kill a rank, and stop the whole run while the others meet."""
+    run.at(8)
+    run.kill(1)
+    time.sleep(0.3)
+    send(run.launcher.pid, signal.SIGTERM)
+
+
+def hang_up(run: Victim) -> None:
+    """Send signals to a rank that should not disturb it (SIGWINCH, SIGURG, SIGCHLD), and one that ends it (SIGSEGV)."""
+    run.at(8)
+    for which in (signal.SIGWINCH, signal.SIGURG, signal.SIGCHLD):
+        run.kill(1, signal_=which)
+    time.sleep(0.3)
+    run.kill(1, signal_=signal.SIGSEGV)
+
+
+def launcher_killed(run: Victim) -> None:
+    """Kill the launcher: its ranks must end."""
+    run.at(8)
+    run.ranks()
+    run.children()
+    send(run.launcher.pid, signal.SIGKILL)
+
+
+# Beside those that are to go on, some must end: with this exit code, and these words on the screen.
+ENDS: Mapping[str, tuple[int, str]] = {
+    "getting_ready": (2, "nothing was saved: start again"),
+    "sigterm_to_all": (0, "stopped after step"),
+    "stop_while_they_meet": (0, "stopped after step"),
+    "launcher_killed": (-9, ""),
+}
+STORMS: tuple[Storm, ...] = (
+    first_step,
+    getting_ready,
+    last_step,
+    behind_the_end,
+    two_at_once,
+    all_but_the_leader_in_turn,
+    all_at_once,
+    replacement_at_once,
+    replacement_as_it_joins,
+    while_they_meet,
+    evaluation,
+    checkpoint,
+    checkpoint_follower,
+    while_slow,
+    another_while_slow,
+    stopped_20_s,
+    stopped_3_s,
+    all_stopped,
+    sigterm_storm,
+    sigterm_to_all,
+    sigterm_then_kill,
+    sigterm_one_kill_another,
+    back_again_and_again,
+    stop_while_they_meet,
+    hang_up,
+    launcher_killed,
+)
+
+
+def losses(folder: RunFolder) -> dict[int, float]:
+    """Return the loss of each step."""
+    return {m.step: m.loss for m in read_metrics(folder.metrics)}
+
+
+def ran(folder: Path, storm: Storm | None) -> tuple[Victim, int | None, str]:
+    """Train, disturbed or not; return the run, its exit code (None: it hung) and what it said."""
+    settings: dict[str, Any] = {**SMALL, "evaluate_every": 10, "checkpoint_every": 10, "elastic": {"copies": 2}}
+    config = config_in(folder, output=str(folder / "run"), **settings)
+    file = folder / "config.yaml"
+    config.save(file)
+    said = folder / "said.log"
+    with said.open("wb") as out:
+        command = [sys.executable, "-m", "hydragraph", "train", str(file), "--overwrite"]
+        launcher = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)
+    run = Victim(RunFolder(folder / "run"), launcher)
+    if storm is not None:
+        threading.Thread(target=storm, args=(run,), daemon=True).start()
+    end = time.monotonic() + LIMIT_S
+    while run.alive and time.monotonic() < end:
+        run.ranks()
+        time.sleep(0.1)
+    code = launcher.poll()
+    launcher.kill()
+    launcher.wait()
+    return run, code, said.read_text(errors="replace")
+
+
+def wrong(name: str, run: Victim, code: int | None, said: str, calm: Mapping[int, float]) -> Iterator[str]:
+    """Yield what is not as it should be."""
+    wanted, words = ENDS.get(name, (0, ""))
+    if code is None:
+        yield f"it hung after step {run.step()}"
+        return
+    if code != wanted:
+        yield f"it ended with {code}: {' '.join(said.split())[-300:]}"
+    elif words not in " ".join(said.split()):
+        yield f"it did not say {words!r}: {' '.join(said.split())[-300:]}"
+    mine = losses(run.folder)
+    if name not in ENDS and mine.keys() != calm.keys():
+        yield f"it has steps {min(mine, default=0)} to {max(mine, default=0)}"
+    far = {step: loss for step, loss in mine.items() if abs(loss - calm[step]) > STAYS * abs(calm[step])}
+    if far:
+        yield f"losses are others at {len(far)} steps, first at {min(far)}"
+    end = time.monotonic() + 20
+    while (left := [pid for pid in run.pids if lives(pid)]) and time.monotonic() < end:
+        time.sleep(0.1)
+    if left:
+        yield f"processes {left} were left behind"
+
+
+def main() -> None:
+    """Run the storms that are named, or all."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", help="of storms; default: all")
+    parser.add_argument("--list", action="store_true", help="name them, and what they do")
+    chosen = parser.parse_args()
+    if chosen.list:
+        for storm in STORMS:
+            print(f"{storm.__name__:28} {storm.__doc__}")
+        return
+    storms = [storm for storm in STORMS if not chosen.names or storm.__name__ in chosen.names]
+    table = Table(title=f"{len(storms)} storms, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}")
+    for column in ("storm", "came to", "seconds"):
+        table.add_column(column)
+    bad = 0
+    with tempfile.TemporaryDirectory() as temporary:
+        calm = losses(ran(Path(temporary) / "calm", None)[0].folder)
+        for storm in storms:
+            began = time.monotonic()
+            run, code, said = ran(Path(temporary) / storm.__name__, storm)
+            found = list(wrong(storm.__name__, run, code, said, calm))
+            bad += bool(found)
+            ended = "goes on" if storm.__name__ not in ENDS else "ends with a sentence"
+            came = "NOT AS PROMISED: " + "; ".join(found) if found else ended
+            table.add_row(storm.__name__, came, f"{time.monotonic() - began:.0f}")
+            print(f"{storm.__name__}: {came}", file=sys.stderr, flush=True)
+    Console(width=140).print(table)
+    raise SystemExit(bool(bad))
+
+
+if __name__ == "__main__":
+    main()

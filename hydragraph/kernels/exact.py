@@ -1,0 +1,100 @@
+"""Sums that no order changes: every number is rounded to multiples of fixed powers of two, and those add up exactly.
+
+    x = high + low + rest        high: a multiple of 2^-24, low: of 2^-62, both by rounding to nearest; rest: dropped
+
+A float64 holds 53 bits. As long as a sum of multiples of 2^-24 stays below 2^29 nothing of it is rounded, so it is the
+same whoever adds in whatever groups, and so is the sum of the low parts. Of a float32 above 2^-38 (4e-12) nothing is
+dropped, of a smaller one less than 2^-62 (2e-19). This is the binned sum of Demmel and Nguyen ("Fast reproducible
+floating-point summation", 2013), with bins that do not depend on the data.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+LARGEST = 2.0**13  # of what is added
+MOST = 2**16  # how many are added: 2^13 x 2^16 is what 53 bits of multiples of 2^-24 hold
+GRIDS = (2.0**-24, 2.0**-62)
+LOSS_GRIDS = (2.0**-16, 2.0**-54)  # of losses, which are sums over tokens: up to 2^37 in all
+SQUARE_GRIDS = (2.0**-19, 2.0**-39, 2.0**-59)  # of numbers up to 1, and up to 2^34 of them
+
+_RUN = 2**15  # elements at a time: so many stay in a core's cache
+_RUN_DEVICE = 2**24
+
+
+def _shift(grid: float) -> float:
+    """Return what rounds to multiples of a power of two where it is added and subtracted again."""
+    return 1.5 * 2.0**52 * grid
+
+
+def add(parts: Sequence[Tensor], values: Tensor) -> Tensor:
+    """Add values to exact sums, in place.
+
+    Args:
+        parts: 1-D float64 of the same length: the sums of the multiples of each of `GRIDS`.
+        values: 1-D float32. Their count per element is at most MOST, counting all ranks.
+
+    Returns:
+        0-d, which no value exceeds (a norm is cheaper than the largest): up to LARGEST, sums are exact.
+    """
+    high, low = parts
+    first, second = map(_shift, GRIDS)
+    run = min(_RUN if values.device.type == "cpu" else _RUN_DEVICE, max(len(values), 1))
+    bound = values.new_zeros(())
+    rest, rounded = torch.empty(2, run, dtype=torch.float64, device=values.device)
+    for at in range(0, len(values), run):
+        here = values[at : at + run]
+        size = len(here)
+        bound = torch.maximum(bound, torch.dot(here, here))
+        rest[:size].copy_(here)
+        torch.add(rest[:size], first, out=rounded[:size]).sub_(first)
+        high[at : at + size].add_(rounded[:size])
+        low[at : at + size].add_(rest[:size].sub_(rounded[:size]).add_(second).sub_(second))
+    return bound.sqrt()
+
+
+def joined(parts: Sequence[Tensor], into: Tensor) -> Tensor:
+    """Write what exact sums come to into a tensor of another dtype, and return it; `parts` are used up."""
+    high, low = parts
+    return into.copy_(high.add_(low))
+
+
+def split(value: Tensor, grids: Sequence[float]) -> Tensor:
+    """Return [len(grids)] float64: the parts of one number (0-d) on some grids, to be added up exactly."""
+    rest, parts = value.double(), []
+    for grid in grids:
+        parts.append((rest + _shift(grid)) - _shift(grid))
+        rest = rest - parts[-1]
+    return torch.stack(parts)
+
+
+def largest(vectors: Sequence[Tensor], device: torch.device) -> Tensor:
+    """Return the largest absolute element of some 1-D tensors, 0-d float64; 0 of none."""
+    found = [torch.stack(torch.aminmax(vector)).abs().amax().double() for vector in vectors if len(vector)]
+    return torch.stack(found).amax() if found else torch.zeros((), dtype=torch.float64, device=device)
+
+
+def scale_of(largest: float) -> float:
+    """Return the power of two that brings numbers of which this is the largest below 1; 1 if it is not finite."""
+    return 2.0 ** -math.frexp(largest)[1] if math.isfinite(largest) else 1.0
+
+
+def squares(vectors: Sequence[Tensor], scale: float, device: torch.device) -> Tensor:
+    """Return [3] float64: the sum of (scale x)^2 on each of SQUARE_GRIDS, of all elements of some 1-D tensors.
+
+    Where `scale` brings the elements below 1, the sums of any parts of them add up to the sums of all, exactly.
+    """
+    total = torch.zeros(len(SQUARE_GRIDS), dtype=torch.float64, device=device)
+    run = _RUN if device.type == "cpu" else _RUN_DEVICE
+    for vector in vectors:
+        for at in range(0, len(vector), run):
+            rest = vector[at : at + run].double().mul_(scale).square_()
+            for i, grid in enumerate(SQUARE_GRIDS):
+                rounded = (rest + _shift(grid)).sub_(_shift(grid))
+                total[i] += rounded.sum()
+                rest -= rounded
+    return total

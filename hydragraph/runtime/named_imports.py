@@ -1,0 +1,88 @@
+"""What ranks will import of transformers, read from their function's code: imported once, before they are forked.
+
+    def train():
+        from transformers import LlamaForCausalLM       each of 32 ranks would import torch's largest user for itself
+
+Only transformers' own classes count. Importing what a user wrote may compute, and other libraries may start threads.
+"""
+
+from __future__ import annotations
+
+import dis
+import functools
+import sys
+import sysconfig
+from collections.abc import Callable, Collection, Iterator
+from contextlib import suppress
+from types import CodeType, FunctionType, ModuleType
+from typing import Any
+
+_LIBRARY = "transformers"
+_INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+
+
+def classes_named_in(*functions: Callable[..., Any]) -> frozenset[str]:
+    """Return the classes of transformers that functions name: in their code, and in that of users' functions they name.
+
+    Some of the names may be no class of transformers at all; `import_named` leaves those alone.
+    """
+    named: set[str] = set()
+    for code in _codes(functions):
+        if any(module.partition(".")[0] == _LIBRARY for module in code.co_names):
+            named |= {name for name in code.co_names if name[:1].isupper()}
+    return frozenset(named)
+
+
+def import_named(classes: Collection[str]) -> None:
+    """Import the modules of transformers' classes; what cannot be imported is left to whoever needs it."""
+    if not classes:
+        return
+    with suppress(Exception):
+        import transformers
+
+        for name in sorted(classes):
+            with suppress(Exception):
+                getattr(transformers, name)  # it imports the module that has the class
+
+
+def _codes(functions: Collection[Callable[..., Any]]) -> Iterator[CodeType]:
+    """Yield the code of functions, of those inside them, and of their own modules' that they name; each once."""
+    pending: list[object] = list(functions)
+    seen: set[int] = set()
+    while pending:
+        found = pending.pop()
+        while isinstance(found, functools.partial):
+            found = found.func
+        found = getattr(found, "__func__", found)  # of a method
+        if not isinstance(found, FunctionType) or id(found.__code__) in seen:
+            continue
+        seen.add(id(found.__code__))
+        for code in _within(found.__code__):
+            yield code
+            names = {i.argval for i in dis.get_instructions(code) if i.opname == "LOAD_GLOBAL"}
+            near = [found.__globals__.get(name) for name in names]
+            for module in (each for each in near if isinstance(each, ModuleType) and _by_users(each)):
+                near += [vars(module).get(name) for name in code.co_names]
+            pending += [each for each in near if _by_users(sys.modules.get(getattr(each, "__module__", None) or ""))]
+        pending += [cell.cell_contents for cell in found.__closure__ or () if _filled(cell)]
+
+
+def _by_users(module: ModuleType | None) -> bool:
+    """Say whether a module is none that was installed: its code is what a run is made of, and not a library's."""
+    path = getattr(module, "__file__", None)
+    if path is None:
+        return module is sys.modules["__main__"]
+    return not any(path.startswith(place) for place in _INSTALLED)
+
+
+def _within(code: CodeType) -> Iterator[CodeType]:
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _within(constant)
+
+
+def _filled(cell: Any) -> bool:
+    with suppress(ValueError):
+        return cell.cell_contents is not None
+    return False

@@ -1,0 +1,152 @@
+"""Deterministic training: the same bits under any pipelines, ranks, homes and losses of ranks; what is refused."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import hydragraph as hg
+from hydragraph.ir.instruction import Instruction, Op
+from hydragraph.runtime.deterministic import Deterministic
+from hydragraph.runtime.meeting.member import here
+from tests.models import llama, sequences
+from tests.ready import Ready
+from tests.thorough import thorough
+
+LIMIT = timedelta(seconds=120)
+STEPS = 3
+ONE = ["<[0]x1,[2]x1> + <[1]x2>", "4*<tp1,pp1>", "<[3]x2>", "<[1]x1r,[2]x1> + <[0]x2>"]
+TWO = ["<[0,1]x2>", "<[2,0]x1,[1,3]x1>", "2*<tp2,pp1>"]
+SPLIT = ["<[0,1]x2s>", "<[2,3]x1s,[1,0]x1sr>", "<[0,1]x2s> + <[3,2]x2s>"]
+
+
+def adamw(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(named, lr=1e-2)  # type: ignore[arg-type]
+
+
+def batch(step: int) -> list[Tensor]:
+    return sequences([20, 7, 33, 1, 12, 5, 40, 11], seed=step)
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to train the same."""
+
+    strategies: Sequence[str]
+    home: hg.Home | None = None
+
+
+@dataclass(frozen=True)
+class Seen:
+    """All that is to be the same; weights on rank 0."""
+
+    losses: list[float]
+    norms: list[float]
+    weights: Mapping[str, Tensor]
+
+    def __eq__(self, other: object) -> bool:
+        assert isinstance(other, Seen)
+        same = (self.losses, self.norms) == (other.losses, other.norms)
+        return same and all(torch.equal(tensor, other.weights[name]) for name, tensor in self.weights.items())
+
+
+def train(prepared: Ready, ways: Sequence[Way]) -> list[Seen]:
+    return [train_one(prepared, way) for way in ways]
+
+
+def train_one(prepared: Ready, way: Way) -> Seen:
+    first = way.strategies[0]
+    exe = prepared.executable(first, adamw, home=way.home, max_grad_norm=0.5, deterministic=True, check="off")
+    reports = [exe.step(batch(i), way.strategies[i % len(way.strategies)]) for i in range(STEPS)]
+    seen = Seen([r.loss for r in reports], [r.grad_norm for r in reports], exe.full_state_dict())
+    exe.close()
+    return seen
+
+
+def test_pipelines_ranks_homes_and_copies_change_no_bit() -> None:
+    prepared = Ready.of(llama(layers=2, tied=True), ONE)
+    ways = [Way(ONE[:1]), Way(ONE[1:]), Way(ONE[3:], hg.Home([3, 1, 0, 2])), Way(ONE[1:2], hg.Home(copies=2))]
+    first, *others = hg.launch(train, 4, prepared, ways, timeout=LIMIT)[0]
+    assert all(other == first for other in others)
+    alone = train(prepared, [Way(["<tp1,pp1>"])])[0]
+    assert alone == first
+    exe = prepared.executable("<tp1,pp1>", adamw, max_grad_norm=0.5, check="off")
+    assert [exe.step(batch(i)).loss for i in range(STEPS)] == pytest.approx(first.losses, rel=1e-5)
+    exe.close()
+
+
+@pytest.mark.parametrize("texts", [TWO, pytest.param(SPLIT, marks=thorough)], ids=["tp2", "sequence parallel"])
+def test_stages_of_one_degree_change_no_bit(texts: list[str]) -> None:
+    prepared = Ready.of(llama(layers=2), texts)
+    ways = [Way(texts[:1]), Way(texts[1:], hg.Home([0, 2, 1, 1], copies=2))]
+    first, *others = hg.launch(train, 4, prepared, ways, timeout=LIMIT)[0]
+    assert all(other == first for other in others)
+
+
+def survive(prepared: Ready, struck: bool) -> dict[int, float]:
+    exe = prepared.executable(ONE[1], adamw, home=hg.Home(copies=2), deterministic=True, check="off")
+    member = here()
+
+    def kill(instruction: Instruction) -> None:
+        if exe.steps == 1 and instruction.op is Op.PUSH:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    if struck and member is not None and member.number == 2:
+        exe._session.executor.before = kill
+    losses = {}
+    while exe.steps < STEPS + 2:
+        try:
+            while struck and exe.steps == STEPS + 1 and exe.ranks < 4:
+                exe.evaluate(batch(0))
+                if (member := here()) is not None and exe.world.gather(member.called)[0]:
+                    raise hg.Stopped(1000)
+            report = exe.step(batch(exe.steps))
+            losses[report.step] = report.loss
+        except (hg.RankFailure, hg.Stopped) as failure:
+            hg.survive(exe, failure)
+    exe.close()
+    return losses
+
+
+def test_a_rank_that_is_killed_and_one_that_comes_change_no_bit() -> None:
+    prepared = Ready.of(llama(layers=2), ONE)
+    smooth = hg.launch(survive, 4, prepared, False, timeout=LIMIT)[0]
+    for losses in hg.launch(survive, 4, prepared, True, timeout=LIMIT, elastic=hg.Elastic()):
+        assert losses == {step: smooth[step] for step in losses}
+
+
+def test_what_would_have_other_bits_is_refused() -> None:
+    rules = Deterministic("a device")
+    rules.check([hg.Strategy.parse("<tp2,pp1>", 2)])
+    with pytest.raises(hg.Unsupported, match="degree 1 where others have tensor-parallel degree 2"):
+        rules.check([hg.Strategy.parse("<tp2,pp1> + <tp1,pp1>", 2)])
+    with pytest.raises(hg.Unsupported, match="with sequence parallelism where others"):
+        rules.check([hg.Strategy.parse("<[0,1]x2s>", 2)])
+    with pytest.raises(hg.Unsupported, match="ascending order"):
+        Deterministic("a device").check([hg.Strategy.parse("<[1,0,2,3]x2>", 2)])
+    with pytest.raises(hg.Unsupported, match="exact for 16384"):
+        rules.check_count(20_000)
+    with pytest.raises(hg.Unsupported, match="Inductor"):
+        Deterministic.begin(torch.device("cpu"), "inductor")
+    with pytest.raises(hg.Unsupported, match=r"hydragraph\.AdamW"):
+        rules.check_optimizer(torch.optim.Adam([nn.Parameter(torch.ones(3))], fused=True))
+
+
+def test_a_gradient_too_large_for_exact_sums_updates_nothing() -> None:
+    prepared = Ready.of(llama(layers=2), [])
+    exe = prepared.executable("<tp1,pp1>", adamw, deterministic=True, check="off")
+    weights = exe.full_state_dict()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("hydragraph.kernels.exact.LARGEST", 1e-9)
+        with pytest.raises(FloatingPointError, match="deterministic sums go to 1e-09"):
+            exe.step(batch(0))
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in exe.full_state_dict().items())
+    exe.step(batch(0))
+    exe.close()
