@@ -147,7 +147,8 @@ def _train(
                 return train_rank(config, begin, step, trace, stopping)
             where = "this machine" if nodes is None else f"{nodes.count} machines"
             _print(f"starting {config.ranks} ranks on {where}: each imports PyTorch and transformers first")
-            given = replace(nodes, again=max(restarts, lost) > 0 and not stopping.signal) if nodes is not None else None
+            again = (Exception,) if restarts else (RankFailure,) if lost else ()
+            given = replace(nodes, again=again) if nodes is not None else None
             work = (config.ranks, train_rank, config, begin, step, trace)
             return on_ranks(*work, relay=relay, elastic=_elastic(config), nodes=given)
         except (ValueError, OSError, ImportError, FloatingPointError):

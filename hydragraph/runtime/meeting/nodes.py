@@ -51,7 +51,7 @@ class Nodes:
         number, count: which, from 0, of how many.
         address, port: where the launcher's store is; machine 0 has that address.
         shared: whether the launcher keeps the store; else machine 0's process does.
-        again: whether the leader tries again where ranks failed.
+        again: errors after which the leader begins anew.
     """
 
     number: int
@@ -59,7 +59,7 @@ class Nodes:
     address: str
     port: int
     shared: bool = False
-    again: bool = False
+    again: tuple[type[Exception], ...] = ()
 
     def of(self, seat: int, ranks: int) -> int:
         """Return the machine of a seat: ranks are dealt in order, evenly; spares beyond them in turn."""

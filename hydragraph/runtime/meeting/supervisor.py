@@ -15,7 +15,7 @@ from datetime import timedelta
 from typing import Any
 
 from hydragraph import log
-from hydragraph.errors import RankFailure
+from hydragraph.errors import RankFailure, TooFewRanks
 from hydragraph.runtime.crew import Context, RankHandle, Stops, dismiss, outcome_of, raise_failure, start
 from hydragraph.runtime.failure.ledger import announce_death, last_fault
 from hydragraph.runtime.kept import KEPT
@@ -94,7 +94,7 @@ def run_members(
                 before()
         return supervisor.results()
     except BaseException as error:
-        again = nodes is not None and nodes.again and isinstance(error, Exception) and not isinstance(error, AGAIN)
+        again = nodes is not None and isinstance(error, nodes.again) and not isinstance(error, (*AGAIN, TooFewRanks))
         over = Over("" if again else f"{type(error).__name__}: {error}", again)
         raise
     finally:
