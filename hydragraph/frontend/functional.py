@@ -114,7 +114,7 @@ def _unseen_write(how: str, where: str) -> Unsupported:
 
 
 def _refuse_changes(exported: ExportedProgram, where: str) -> None:
-    """Refuse a graph that writes into the model's buffers or parameters, and one that computes under autocast."""
+    """Refuse a graph that writes into the model's tensors or what it is given, and one that computes under autocast."""
     signature = exported.graph_signature
     targets = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
     graph = exported.graph_module
@@ -123,6 +123,13 @@ def _refuse_changes(exported: ExportedProgram, where: str) -> None:
     )
     if changed:
         raise changes(changed.removeprefix("model.").removeprefix("block."), where)
+    given = _changed(graph, {n: n.name for n in graph.graph.nodes if n.name in signature.user_inputs})
+    if given:
+        raise Unsupported(
+            f"forward writes in place into what it is given, {given.removeprefix('batch_')!r}",
+            where=where,
+            remedy="write into a copy (.clone()), or out of place",
+        )
     for node in _nodes(graph):
         if AUTOCAST in str(node.target) and node.args[2]:
             raise Unsupported(

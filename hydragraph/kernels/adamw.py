@@ -141,13 +141,15 @@ def fused(shards: Sequence[Shard], settings: AdamWSettings) -> None:
     those before: where a shard ends would show in its bits, and two owners of one weight would come to different ones.
     So the last elements of all shards are updated as parts of one longer vector.
     """
-    tails = [shard.part(shard.weight.numel() // UNIT * UNIT, shard.weight.numel()) for shard in shards]
-    bodies = [shard.part(0, shard.weight.numel() // UNIT * UNIT) for shard in shards]
+    # Of small shards most of the time is Python's: no views are made of those that end evenly.
+    uneven = [shard for shard in shards if shard.weight.numel() % UNIT]
+    bodies = [
+        shard.part(0, shard.weight.numel() // UNIT * UNIT) if shard.weight.numel() % UNIT else shard for shard in shards
+    ]
+    tails = [shard.part(shard.weight.numel() // UNIT * UNIT, shard.weight.numel()) for shard in uneven]
     _fused([body for body in bodies if body.weight.numel()], settings)
     for step in {tail.step for tail in tails}:
-        ends = [tail for tail in tails if tail.step == step and tail.weight.numel()]
-        if not ends:
-            continue
+        ends = [tail for tail in tails if tail.step == step]
         sizes = [tail.weight.numel() for tail in ends]
         columns = zip(*(tail.tensors()[:4] for tail in ends), strict=True)
         joined = [F.pad(torch.cat(column), (0, -sum(sizes) % UNIT)) for column in columns]
@@ -164,13 +166,14 @@ def fused(shards: Sequence[Shard], settings: AdamWSettings) -> None:
 def _fused(shards: Sequence[Shard], settings: AdamWSettings) -> None:
     if not shards:
         return
+    steps = {step: torch.tensor(float(step)) for step in {shard.step for shard in shards}}  # which are only read
     torch.ops.aten._fused_adamw_(
         [shard.weight for shard in shards],
         [shard.gradient for shard in shards],
         [shard.moment for shard in shards],
         [shard.square for shard in shards],
         [],
-        [torch.tensor(float(shard.step)) for shard in shards],
+        [steps[shard.step] for shard in shards],
         lr=settings.lr,
         beta1=settings.betas[0],
         beta2=settings.betas[1],
@@ -351,6 +354,8 @@ def _follows(first: Shard, second: Shard) -> bool:
 
 
 def _join(run: Sequence[Shard]) -> Shard:
+    if len(run) == 1:
+        return run[0]
     size = sum(shard.weight.numel() for shard in run)
     weight, gradient, moment, square, *copy = (x.as_strided((size,), (1,)) for x in run[0].tensors())
     return Shard(weight, gradient, moment, square, copy[0] if copy else None, run[0].step)

@@ -81,11 +81,13 @@ def has_tag(target: object, *tags: torch.Tag) -> bool:
 
 
 def arguments_of(node: fx.Node) -> Iterator[OperatorArgument]:
-    """Yield the positional arguments of a node, with what its operator's schema says of them; none if it calls none."""
+    """Yield the arguments that a node passes, with what its operator's schema says of them; none if it calls none."""
     if isinstance(node.target, torch._ops.OpOverload):
-        for argument, value in zip(node.target._schema.arguments, node.args, strict=False):
-            alias = argument.alias_info
-            yield OperatorArgument(argument.name, value, alias is not None, alias is not None and alias.is_write)
+        for i, argument in enumerate(node.target._schema.arguments):
+            value = node.args[i] if i < len(node.args) else node.kwargs.get(argument.name)
+            if i < len(node.args) or argument.name in node.kwargs:  # out= is one of these
+                alias = argument.alias_info
+                yield OperatorArgument(argument.name, value, alias is not None, alias is not None and alias.is_write)
 
 
 def makes_tensors(target: object, namespace: str = "aten") -> bool:

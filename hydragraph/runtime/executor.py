@@ -244,6 +244,8 @@ class Executor:
         hidden = next((it.values[value] for value in instruction.reads if value.kind is ValueKind.ACTIVATION), None)
         if block.enters and hidden is not None:
             hidden = it.collectives.split(hidden, 1)
+        if self._exact and hidden is not None:
+            hidden = laid_out(hidden)
         extras = it.values.get(aux(micro_batch))
         arguments = [self._argument(name, it, block, shards, hidden, extras, batch) for name in block.variant.inputs]
         out, *kept = block.variant.forward(*arguments)
@@ -296,6 +298,8 @@ class Executor:
             tangent = torch.full((), 1.0 / it.tokens, dtype=loss_dtype(self._program), device=self._device)
         elif block.leaves:
             tangent = it.collectives.split(tangent, 1)
+        if self._exact:
+            tangent = laid_out(tangent)
         operands = dict(zip(saved_names(len(kept)), kept, strict=True))
         operands |= {"tangent": tangent, COLLECTIVES: it.collectives}
         arguments = [operands[n] if n in operands else shards[block.names[n]] for n in block.variant.needs]
@@ -524,6 +528,13 @@ class Executor:
         scale = exact.scale_of(of_home)
         totals[1] = exact.squares(counted, scale, self._device)
         return totals, scale
+
+
+def laid_out(value: Tensor) -> Tensor:
+    """Return a tensor as it lies in memory where another rank sent it: kernels choose how to add by strides too."""
+    if value.is_contiguous() and not value.storage_offset():
+        return value
+    return value.clone(memory_format=torch.contiguous_format)
 
 
 def square_sum(values: Tensor) -> Tensor:

@@ -130,3 +130,37 @@ def test_tensors_that_are_no_part_of_the_model_are_refused_by_the_name_of_their_
     block.forward = forward  # type: ignore[method-assign]
     with pytest.raises(Unsupported, match=rf"no parameter or buffer{re.escape(named)}, on the CPU alone; register it"):
         capture(model, blocks="stack")
+
+
+class Kept(nn.Module):
+    """Writes into a buffer of its own by out=, as spectral norm does, under no_grad."""
+
+    seen: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.ones(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            seen = torch.div(x, 2, out=self.seen)
+        return x * seen.clone()
+
+
+class Clamped(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        x.clamp_(max=1)
+        return x * 2
+
+
+@pytest.mark.parametrize(
+    ("module", "said"),
+    [
+        (Kept(), "changes 'seen', and what it writes would be lost"),
+        (Clamped(), "writes in place into what it is given, 'x'"),
+    ],
+)
+def test_what_is_written_outside_of_the_graph_is_refused_however_it_is_given(module: nn.Module, said: str) -> None:
+    exported = torch.export.export(module, (torch.ones(3),), strict=False)
+    with pytest.raises(Unsupported, match=said):
+        functional_graph(exported, "test")

@@ -16,7 +16,9 @@ import hydragraph as hg
 from hydragraph.ir.instruction import Instruction, Op
 from hydragraph.runtime.deterministic import Deterministic
 from hydragraph.runtime.meeting.member import here
+from hydragraph.runtime.state import ELEMENTWISE
 from tests.models import llama, sequences
+from tests.own_models import Layer, Own
 from tests.ready import Ready
 from tests.thorough import thorough
 
@@ -90,6 +92,26 @@ def test_stages_of_one_degree_change_no_bit(texts: list[str]) -> None:
     assert all(other == first for other in others)
 
 
+class Sideways(Layer):
+    """A layer whose output lies in memory column by column, where nobody sends it."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width, heads=4, kv=2, causal=True)
+        self.turn = nn.Parameter(torch.randn(width, width) * 0.2)
+
+    def forward(self, x: Tensor, cu_seqlens: Tensor) -> Tensor:
+        return (self.turn @ super().forward(x, cu_seqlens).t()).t()
+
+
+def test_where_stages_are_cut_changes_no_bit_of_states_that_lie_otherwise_in_memory() -> None:
+    torch.manual_seed(0)
+    model = Own(layers=2)
+    model.stack = nn.ModuleList([Sideways(32) for _ in range(2)])
+    prepared = Ready.of(model, ["<[0]x2>", "<tp1,pp2>"])
+    whole, cut = hg.launch(train, 2, prepared, [Way(["<[0]x2>"]), Way(["<tp1,pp2>"])], timeout=LIMIT)[0]
+    assert whole == cut
+
+
 def survive(prepared: Ready, struck: bool) -> dict[int, float]:
     exe = prepared.executable(ONE[1], adamw, home=hg.Home(copies=2), deterministic=True, check="off")
     member = here()
@@ -135,8 +157,31 @@ def test_what_would_have_other_bits_is_refused() -> None:
         rules.check_count(20_000)
     with pytest.raises(hg.Unsupported, match="Inductor"):
         Deterministic.begin(torch.device("cpu"), "inductor")
-    with pytest.raises(hg.Unsupported, match=r"hydragraph\.AdamW"):
-        rules.check_optimizer(torch.optim.Adam([nn.Parameter(torch.ones(3))], fused=True))
+    for fused in (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD):
+        with pytest.raises(hg.Unsupported, match=rf"optimizer {fused.__name__}(?s:.*)hydragraph\.AdamW"):
+            rules.check_optimizer(fused([nn.Parameter(torch.ones(3))], lr=0.1, fused=True))
+
+
+@pytest.mark.parametrize("kind", [*ELEMENTWISE, hg.AdamW], ids=lambda kind: f"{kind.__module__}.{kind.__name__}")
+def test_optimizers_that_are_taken_round_alike_wherever_shards_end(kind: type[torch.optim.Optimizer]) -> None:
+    size = 203  # vectors of 8 and of 16, and some elements more
+    draw = torch.Generator().manual_seed(0)
+    start = torch.randn(size, generator=draw)
+    gradients = [torch.randn(size, generator=draw) * 10.0**-i for i in range(5)]
+
+    def trained(bounds: Sequence[int]) -> Tensor:
+        parts = [nn.Parameter(part.clone()) for part in start.tensor_split(bounds)]
+        optimizer = kind(parts, lr=1e-2)  # type: ignore[call-arg]
+        Deterministic("a device").check_optimizer(optimizer)
+        for gradient in gradients:
+            for part, piece in zip(parts, gradient.tensor_split(bounds), strict=True):
+                part.grad = piece.clone()
+            optimizer.step()
+        return torch.cat([part.detach() for part in parts])
+
+    whole = trained([])
+    for bounds in ([1, 2, 5, 12], [7, 100, 101, 117], list(range(3, size, 11))):
+        assert torch.equal(trained(bounds), whole)
 
 
 def test_a_gradient_too_large_for_exact_sums_updates_nothing() -> None:

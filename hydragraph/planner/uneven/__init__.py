@@ -12,6 +12,7 @@ finalists.py   from many candidates to the few that are looked at exactly
 settle.py      a candidate -> a strategy with its assignment, home, exact seconds and memory
 shares.py      who owns how much of the state
 bound.py       seconds that no plan beats
+whole_bound.py seconds that no pipelines of whole layers and whole sequences beat: nearer, and found in minutes
 power.py       AutoHet's own formulation of grouping (equation 3), exactly, and by SCIP
 lacking.py     where nothing fits: how much is lacking, and what would help
 explaining.py  a plan in words

@@ -121,7 +121,7 @@ class Bench:
     def least_bytes(self) -> float:
         """Bytes of a rank of every stage that a pipeline needs at least: all layers, one micro-batch in flight."""
         options = [option for every in self._options for option in every]
-        return self.layers * min(self._prices.held(2) * option.state_bytes + option.kept_bytes for option in options)
+        return self.layers * min(option.state_bytes + option.kept_bytes for option in options)
 
     def holds(self, form: int) -> bool:
         """Whether a group of a form has memory for a layer, somewhere in a pipeline."""
@@ -203,10 +203,17 @@ class Bench:
         return self._rows[key]
 
     def _cap(self, form: int, option: Option, ends: tuple[bool, bool], in_flight: int) -> int:
-        held = self._prices.held(1 if all(ends) else 2)
-        outer = held * (ends[0] * option.first_bytes + ends[1] * option.last_bytes)
-        each = held * option.state_bytes + in_flight * option.kept_bytes
-        return max(0, math.floor((self._memory[form] - option.own_bytes - outer) / each)) if each > 0 else self.layers
+        # As many stages follow as micro-batches are in flight, if all stages have as many layers.
+        behind = 1 - 1 / in_flight
+        ahead = 0.0 if ends[0] else 1 / in_flight
+        outer = ends[0] * option.first_bytes + ends[1] * option.last_bytes
+        most = self.layers
+        lines = zip(self._prices.held(ahead, behind), (in_flight * option.kept_bytes, 0.0), strict=True)
+        for held, kept in lines:
+            each = held * option.state_bytes + kept
+            free = self._memory[form] - option.own_bytes - held * outer
+            most = min(most, max(0, math.floor(free / each))) if each > 0 else most
+        return most
 
     def _passing(self, form: int, size: float) -> float:
         site = self.forms[form].site

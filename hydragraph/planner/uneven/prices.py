@@ -23,9 +23,7 @@ from hydragraph.spec.stage_kind import StageKind, StagePart
 from hydragraph.spec.strategy import Stage
 
 # Of a device's memory: the search's lines are near the exact walk, not above it.
-SAFETY = 0.97
-# Of weights and gradients: what messages of pull and push hold at once, as walks of regular strategies say.
-MESSAGES = 0.7
+SAFETY = 0.99
 
 
 class Site(NamedTuple):
@@ -90,13 +88,21 @@ class Prices:
         """Bytes of the whole state: weights, gradients and moments in fp32."""
         return state_bytes(self.costs)
 
-    def held(self, stages: int) -> float:
-        """Return what weights and gradients hold of a stage of a pipeline of so many, messages included, per byte.
+    def held(self, ahead: float, behind: float) -> tuple[float, float]:
+        """Return bytes per byte of a stage's weights and gradients, with messages, beside activations and at the end.
 
-        A stage that has all layers uses all weights itself: it holds messages before and after its activations, never
-        beside most of them. Other stages send and receive for those before and behind them meanwhile.
+        An owner sends weights to stages that hold other layers than its own, and gets gradients from those behind it
+        while it still computes; at the end it has gradients, its own and those that every pipeline sent. Ranks are
+        taken to own alike.
+
+        Args:
+            ahead, behind: the part of all layers in stages before and behind it.
         """
-        return 1 + MESSAGES if stages > 1 and self.costs.ranks > 1 else 1.0
+        if self.costs.ranks == 1:
+            return 1.0, 1.0
+        pulled = self.costs.sizes.itemsize / (self.costs.sizes.itemsize + GRADIENT_BYTES)
+        sent = pulled * (ahead + behind)
+        return 1 + sent + (1 - pulled) * behind, 2 * (1 - pulled) + sent
 
     def options(self, site: Site, tp: int) -> tuple[Option, ...]:
         """Return how a group of so many ranks may run its layers; none, where that degree was not measured there."""

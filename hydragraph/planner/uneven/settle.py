@@ -23,7 +23,7 @@ from hydragraph.errors import Unsupported
 from hydragraph.planner.assigning import assign_pipelines
 from hydragraph.planner.uneven.groups import Group
 from hydragraph.planner.uneven.pipelines import Bench, Laid, Partition
-from hydragraph.planner.uneven.prices import MESSAGES, state_bytes
+from hydragraph.planner.uneven.prices import state_bytes
 from hydragraph.planner.uneven.shares import fraction_of, home_of
 from hydragraph.planner.uneven.sharing import shares
 from hydragraph.spec.assignment import Assignment
@@ -32,7 +32,7 @@ from hydragraph.spec.strategy import Pipeline, Stage, Strategy
 
 # Micro-batches that are moved between pipelines at most, beyond the first sharing.
 MOVES = 64
-# Of a device's memory, what a walk with messages may come to: one rank of each kind is walked.
+# Of a device's memory, what may be planned to be held: walks with messages seldom hold more than is said here.
 NEAR_LIMIT = 0.99
 
 
@@ -303,60 +303,65 @@ def _priced(costs: Costs, strategy: Strategy) -> Sequence[PipelineCost]:
 def owners(costs: Costs, strategy: Strategy, assignment: Assignment) -> tuple[Home, tuple[int, ...]] | Shortage:
     """Return who owns the state, and what every rank then holds when it holds most.
 
-    An owner also holds messages: weights on their way to every pipeline, and gradients from there. At first they are
-    taken to be there when activations are most. Where that does not fit, programs are walked with them: stages that
-    use all weights themselves hold them only before and after their activations.
+    An owner also holds messages, in proportion to what it owns: see `_messages`.
     """
+    limits = [NEAR_LIMIT * costs.memory_of(rank) for rank in range(costs.ranks)]
     needed = needs(costs, strategy, assignment)
-    guessed = _owners(costs, strategy, needed, _held_by_messages(costs, strategy))
-    if not isinstance(guessed, Shortage):
-        return guessed
-    found = _owners(costs, strategy, needed, 0.0)
-    if isinstance(found, Shortage):
-        return found
-    home, _ = found
-    memory = tuple(round(each) for each in needs(costs.changed(home=home), strategy, assignment, messages=True))
-    fits = all(held <= NEAR_LIMIT * costs.memory_of(rank) for rank, held in enumerate(memory))
-    return (home, memory) if fits else guessed
-
-
-def _held_by_messages(costs: Costs, strategy: Strategy) -> float:
-    """Return about the bytes that all owners hold of messages together."""
-    if costs.ranks == 1:
-        return 0.0
-    elements = sum(bucket.size for bucket in costs.buckets)
-    return MESSAGES * len(strategy.pipelines) * elements * (costs.sizes.itemsize + GRADIENT_BYTES)
-
-
-def _owners(
-    costs: Costs, strategy: Strategy, needed: Sequence[float], messages: float
-) -> tuple[Home, tuple[int, ...]] | Shortage:
-    """Return owners and memory, if so many bytes of messages are held in proportion to what is owned."""
-    limits = [costs.memory_of(rank) for rank in range(costs.ranks)]
-    total = costs.home.copies * state_bytes(costs) + messages
-    room = [(limit - need) / total for limit, need in zip(limits, needed, strict=True)]
+    state = costs.home.copies * state_bytes(costs)
+    lines = [
+        ((need, state + beside), (gradients, state + at_end))
+        for need, (beside, at_end, gradients) in zip(needed, _messages(costs, strategy), strict=True)
+    ]
+    room = [min((limit - held) / per for held, per in two) for limit, two in zip(limits, lines, strict=True)]
     tightest = min(strategy.devices, key=lambda rank: limits[rank] - needed[rank])
     if limits[tightest] < needed[tightest]:
         return Shortage(strategy, tightest, needed[tightest] - limits[tightest])
     home = home_of(costs, strategy, room, costs.home)
     if home is None:
-        free = sum(max(0.0, part) for part in room) * total
-        return Shortage(strategy, tightest, (total - free) / costs.ranks)
+        lacking = 1 - sum(max(0.0, part) for part in room)
+        return Shortage(strategy, tightest, lacking * sum(two[0][1] for two in lines) / costs.ranks**2)
     owned = [fraction_of(home, rank, costs.ranks) / home.copies for rank in range(costs.ranks)]
-    memory = tuple(round(need + part * total) for need, part in zip(needed, owned, strict=True))
+    memory = tuple(round(max(a + part * b for a, b in two)) for part, two in zip(owned, lines, strict=True))
     worst = max(range(costs.ranks), key=lambda rank: memory[rank] / limits[rank])
     if memory[worst] > limits[worst]:
         return Shortage(strategy, worst, memory[worst] - limits[worst])
     return home, memory
 
 
-def needs(costs: Costs, strategy: Strategy, assignment: Assignment, messages: bool = False) -> list[float]:
-    """Return the bytes that each rank needs for its stage, beside its share of the state and messages.
+def _messages(costs: Costs, strategy: Strategy) -> list[tuple[float, float, float]]:
+    """Return what messages of an owner of all the state would hold, while its stage has most activations and at the
+    end, and the stage's gradients, which are then on their way; bytes of every rank.
 
-    Args:
-        messages: with both of them; `costs` then have the plan's home. Ranks of a stage that own as much are taken to
-            hold as much: what differs is which owner's messages come in order.
+    Until the commit nobody knows that weights which it sent to other stages have arrived. Gradients of the stages
+    behind come while a stage computes, from every pipeline.
     """
+    if costs.ranks == 1:
+        return [(0.0, 0.0, 0.0)]
+    blocks = costs.outline.blocks
+    first = {name: min(costs.outline.index[block] for block in users) for name, users in costs.outline.buckets}
+    pulled = np.zeros(len(blocks))
+    pushed = np.zeros(len(blocks))
+    for bucket in costs.buckets:
+        pulled[first[bucket.name]] += costs.sizes.itemsize * bucket.size
+        pushed[first[bucket.name]] += GRADIENT_BYTES * bucket.size * bucket.learns
+    pipelines = len(strategy.pipelines)
+    idle = float(pipelines * (pulled.sum() + pushed.sum()))
+    found = [(idle, idle, 0.0)] * costs.ranks
+    for pipeline in strategy.pipelines:
+        done = 0
+        for stage in pipeline.stages:
+            span = slice(*costs.outline.span(done, done + stage.layers))
+            done += stage.layers
+            sent = pipelines * (pulled.sum() - pulled[span].sum())
+            beside = float(sent + pipelines * pushed[span.stop :].sum())
+            at_end = float(sent + pipelines * pushed.sum())
+            for rank in stage.devices:
+                found[rank] = beside, at_end, float(pushed[span].sum()) / stage.tp
+    return found
+
+
+def needs(costs: Costs, strategy: Strategy, assignment: Assignment) -> list[float]:
+    """Return the bytes that each rank needs for its stage, beside its share of the state and messages."""
     everything = micro_batches_of(strategy, assignment)
     # Once a pipeline is full, further equal micro-batches change nothing but the tokens that are there.
     shown = [_largest(b, len(p.stages) + 1) for p, b in zip(strategy.pipelines, everything, strict=True)]
@@ -366,28 +371,18 @@ def needs(costs: Costs, strategy: Strategy, assignment: Assignment, messages: bo
         for rank in dict.fromkeys(strategy.devices):
             mine = [p for p, pipeline in enumerate(strategy.pipelines) if rank in pipeline.devices]
             more = _tokens(everything[p] for p in mine) - _tokens(shown[p] for p in mine)
-            found[rank] = _walked(costs, strategy, shown, rank, messages)
-            found[rank] += batch_bytes(more, every - _tokens(shown))
+            found[rank] = _walked(costs, strategy, shown, rank) + batch_bytes(more, every - _tokens(shown))
         return found
     known: dict[object, float] = {}
     for pipeline, batches, few in zip(strategy.pipelines, everything, shown, strict=True):
-        # Messages go to all pipelines; without them, a pipeline is like another one alone.
-        alone = (strategy, shown) if messages else (Strategy((pipeline,), strategy.schedule), [few])
-        more = batch_bytes(_tokens([batches]) - _tokens([few]), every - _tokens(alone[1]))
+        more = batch_bytes(_tokens([batches]) - _tokens([few]), every - _tokens([few]))
         shape = tuple((s.layers, s.kind) for s in pipeline.stages)
         for position, stage in enumerate(pipeline.stages):
             for rank in stage.devices:
-                owned = fraction_of(costs.home, rank, costs.ranks) if messages else 0.0
-                key = (shape, position, tuple(few), costs.cluster.type_of(rank), owned)
+                key = (shape, position, tuple(few), costs.cluster.type_of(rank))
                 if key not in known:
-                    known[key] = _walked(costs, *alone, rank, messages)
+                    known[key] = _walked(costs, Strategy((pipeline,), strategy.schedule), [few], rank)
                 found[rank] = known[key] + more
-    if messages:
-        for rank in set(range(costs.ranks)) - set(strategy.devices):
-            owned = fraction_of(costs.home, rank, costs.ranks)
-            if owned not in known:
-                known[owned] = _walked(costs, strategy, shown, rank, messages)
-            found[rank] = known[owned] + batch_bytes(0, every - _tokens(shown))
     return found
 
 
@@ -395,12 +390,8 @@ def _tokens(batches: Iterable[Sequence[MicroBatch]]) -> int:
     return sum(m.tokens for each in batches for m in each)
 
 
-def _walked(
-    costs: Costs, strategy: Strategy, batches: Sequence[Sequence[MicroBatch]], rank: int, messages: bool
-) -> float:
-    walk = costs.walk(strategy, batches, rank, messages=messages)
-    if messages:
-        return float(walk.peak().total)
+def _walked(costs: Costs, strategy: Strategy, batches: Sequence[Sequence[MicroBatch]], rank: int) -> float:
+    walk = costs.walk(strategy, batches, rank, messages=False)
     at_home = walk.at_home()
     return float(walk.peak().total - at_home.state - at_home.shard)
 

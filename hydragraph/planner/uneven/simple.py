@@ -161,7 +161,7 @@ def _priced(
     for depth in depths:
         equal = np.diff(prices.layers * np.arange(depth + 1) // depth)
         for by_stage in (False, True) if 1 < depth < count else (False,):
-            rows = _Rows(groups, columns, _order(count, depth, by_stage), micro_batches, prices.held(depth))
+            rows = _Rows(groups, columns, _order(count, depth, by_stage), micro_batches, prices)
             for choice in range(len(columns)):
                 if rows.fit(equal, np.full(depth, choice)):
                     yield (depth, by_stage, False), rows.laid(equal, np.full(depth, choice))
@@ -179,7 +179,7 @@ class _Rows:
         columns: of each kind, its numbers for every group.
         order: which group is which stage of which pipeline [pipelines, stages].
         micro_batches: of all pipelines together.
-        held: bytes of a stage per byte of weights and gradients.
+        prices: of such micro-batches.
     """
 
     def __init__(
@@ -188,7 +188,7 @@ class _Rows:
         columns: Sequence[tuple[StageKind, dict[str, Floats]]],
         order: NDArray[np.int64],
         micro_batches: int,
-        held: float,
+        prices: Prices,
     ) -> None:
         width, depth = order.shape
         of = {name: np.stack([numbers[name][order] for _, numbers in columns]) for name in NUMBERS}
@@ -202,9 +202,14 @@ class _Rows:
         self._extra_s = rate * (of["aux_s"] + first * of["first_s"] + last * of["last_s"])
         # Under 1F1B a stage keeps as many micro-batches as there are stages from it to the end.
         flying = np.minimum(depth - np.arange(depth), self._count)
-        each = held * of["state_bytes"] + flying * of["kept_bytes"]
-        own = of["own_bytes"] + held * (first * of["first_bytes"] + last * of["last_bytes"])
-        self._most = np.maximum(0, np.floor((groups.free[order] - own) / np.maximum(each, 1e-9))).min(axis=1)
+        behind = 1 - (np.arange(depth) + 1) / depth
+        held = np.array([prices.held(1 - 1 / depth - b, b) for b in behind]).T
+        self._most = np.full(self._layer_s.shape, math.inf)
+        for line, kept in zip(held, (flying, 0), strict=True):
+            each = line * of["state_bytes"] + kept * of["kept_bytes"]
+            own = of["own_bytes"] + line * (first * of["first_bytes"] + last * of["last_bytes"])
+            self._most = np.minimum(self._most, np.floor((groups.free[order] - own) / np.maximum(each, 1e-9)))
+        self._most = np.maximum(0, self._most).min(axis=1)
 
     def fit(self, layers: NDArray[np.int64], chosen: NDArray[np.int64]) -> bool:
         """Whether every stage has memory for its layers."""
