@@ -591,6 +591,11 @@ class Executable:
         return self._session.home
 
     @property
+    def owners(self) -> Home:
+        """Who owns the state now."""
+        return self._session.owners.home
+
+    @property
     def optimizer(self) -> torch.optim.Optimizer | None:
         """The optimizer over this rank's share; None: it was compiled without."""
         return self._session.optimizer

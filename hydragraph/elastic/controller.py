@@ -21,6 +21,7 @@ from typing import Protocol
 from hydragraph.cost.costs import Costs
 from hydragraph.elastic.estimate import NEEDED, Change
 from hydragraph.elastic.events import Event
+from hydragraph.elastic.following import Following
 from hydragraph.elastic.monitor import Monitor
 from hydragraph.elastic.replanning import Question, Replanned
 from hydragraph.planner.policy import Policy
@@ -113,9 +114,13 @@ class Controller:
     Args:
         monitor: knows how fast ranks are.
         replanning: what planning again needs; None: ranks are watched only.
+        following: decides where state lives; None: it stays.
     """
 
-    def __init__(self, monitor: Monitor, replanning: Replanning | None = None) -> None:
+    def __init__(
+        self, monitor: Monitor, replanning: Replanning | None = None, following: Following | None = None
+    ) -> None:
+        self.following = following
         self._monitor = monitor
         self._replanning = replanning
         self._first = True
@@ -140,6 +145,8 @@ class Controller:
         events = [_event_of(change, report.step) for change in changes]
         if self._replanning is not None:
             events += self._replan(self._replanning, report)
+        if self.following is not None:
+            events += self.following.stepped(report.step, self._monitor.health)
         return tuple(events)
 
     def close(self) -> None:

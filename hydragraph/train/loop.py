@@ -25,6 +25,7 @@ from hydragraph.data.mixture import Mixture
 from hydragraph.elastic.controller import Controller, Replanning
 from hydragraph.elastic.estimate import Sensitivity
 from hydragraph.elastic.events import Event, append_event, now, read_events
+from hydragraph.elastic.following import Following, state_costs
 from hydragraph.elastic.monitor import Monitor
 from hydragraph.elastic.replanning import Replanned, Replanner
 from hydragraph.errors import RankFailure, Stopped, TooFewRanks
@@ -44,6 +45,7 @@ from hydragraph.spec.assignment import Assignment
 from hydragraph.spec.cluster import Cluster
 from hydragraph.spec.default_cluster import default_cluster
 from hydragraph.spec.health import Health
+from hydragraph.spec.home import Home
 from hydragraph.spec.strategy import Strategy
 from hydragraph.survival import Survived, meet_again
 from hydragraph.train.ahead import Ahead
@@ -71,6 +73,7 @@ from hydragraph.train.ranks_file import ranks_of, write_ranks
 T = TypeVar("T")
 
 TAKEOVER_S = 5.0  # for the run's folder to be let go of by a rank that is lost
+MOVES = 500  # what the rank that leads gives for `Executable.stopping` to have state moved; above signals' numbers
 TRACED_STEPS = 12  # enough to see several strategies more than once
 
 
@@ -107,9 +110,13 @@ class Trainable(Protocol):
     program: Program
     strategies: tuple[Strategy, ...]
     request: PlanRequest
+    owners: Home
 
     def choose_from(self, strategies: Sequence[Strategy], request: PlanRequest, static: int | None = None) -> None:
         """Choose from other strategies from the next step on; rank 0 calls it."""
+
+    def move(self, world: World, home: Home, before: Sequence[int | None]) -> Any:
+        """Go on under another home; all ranks call it."""
 
     def announce(self, sequences: Sequence[Drawn]) -> None:
         """Tell what a later step will bring."""
@@ -631,9 +638,9 @@ def _steps(run: _Run, course: _Course, stopping: Requests) -> int:
         if executor.spans is not None and step == first + TRACED_STEPS:
             _write_trace(run)
         sequences = course.coming.take(last=step + config.plan.ahead > config.steps)
-        executor.stopping = stopping.signal
         try:
-            _train_step(run, course, step, sequences)
+            while not _trained(run, course, step, sequences, stopping.signal):
+                _rehome(run)
         except Stopped as request:
             if request.reason >= CALLED:
                 raise
@@ -643,6 +650,31 @@ def _steps(run: _Run, course: _Course, stopping: Requests) -> int:
         if _due(step, config.checkpoint_every, config.steps):
             _checkpoint(run, course)
     return 0
+
+
+def _trained(run: _Run, course: _Course, step: int, sequences: list[Drawn], signal: int) -> bool:
+    """Train on a mini-batch, unless the rank that leads has called for state to be moved first, or one is to stop."""
+    following = run.controller.following if run.controller is not None else None
+    moves = following is not None and following.next is not None
+    run.executor.stopping = MOVES if moves else signal
+    try:
+        _train_step(run, course, step, sequences)
+    except Stopped as request:
+        if request.reason != MOVES:
+            raise
+        return False
+    return True
+
+
+def _rehome(run: _Run) -> None:
+    """Move a part of the state to where it is to live; all ranks call it."""
+    following = run.controller.following if run.controller is not None else None
+    home = run.world.gather(None if following is None else following.next)[0]
+    assert home is not None, "the rank that leads has called for it"
+    run.executor.stopping = 0
+    run.executor.move(run.world, home, range(run.world.ranks))
+    if following is not None:
+        following.moved()
 
 
 @contextmanager
@@ -700,6 +732,9 @@ def _controller(config: TrainConfig, world: World, executor: Trainable) -> Contr
         assert answer.request is not None, "an answer that is not refused has a request"
         executor.choose_from(answer.strategies, answer.request, answer.static)
 
+    following = Following(
+        executor.owners, world.ranks, executor.program.buckets, state_costs(costs), config.steps, config.elastic.dry_run
+    )
     return Controller(
         monitor,
         Replanning(
@@ -711,6 +746,7 @@ def _controller(config: TrainConfig, world: World, executor: Trainable) -> Contr
             None if config.elastic.dry_run else switch,
             config.steps,
         ),
+        following if world.ranks > 1 else None,
     )
 
 

@@ -102,7 +102,7 @@ def keeps_every_promise(situation: tuple[Costs, hg.Workload], method: str) -> No
     # Memory, by the exact walk of every rank's program.
     owned = costs.changed(home=plan.home)
     for rank, memory in enumerate(owned.memory(strategy, plan.assignment)):
-        assert memory.total <= costs.memory_of(rank)
+        assert memory.total - memory.messages <= costs.memory_of(rank)
         assert plan.memory[rank] <= plan.limits[rank]
     assert not lost or (plan.home.shares is not None and not any(plan.home.shares[rank] for rank in lost))
     # Seconds are those of a simulation, and nothing beats the bound.

@@ -1,0 +1,166 @@
+"""State follows its ranks' speed: what is decided when, and a run that moves it in parts, to the same losses."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import hydragraph as hg
+from hydragraph.elastic.controller import Controller
+from hydragraph.elastic.events import Event, read_events
+from hydragraph.elastic.following import COOLDOWN, Following, state_costs
+from hydragraph.elastic.rehoming import StateCosts
+from hydragraph.runtime.launch import World
+from hydragraph.spec.health import Health
+from hydragraph.spec.home import Home
+from hydragraph.spec.record import from_record
+from hydragraph.train import loop
+from hydragraph.train.config import TrainConfig
+from hydragraph.train.metrics import read_metrics
+from tests.cost.priced import costs, mixed
+from tests.elastic.test_rehoming import BUCKETS, COSTS
+from tests.thorough import thorough
+from tests.train.plain import PlainExecutor, Watched, compile_plain, settings
+
+SLOW = Health({1: 5.0})
+
+
+def test_a_slow_rank_gives_state_away_in_parts_and_gets_it_back() -> None:
+    following = Following(Home(), 4, BUCKETS, StateCosts(0.4, 12, 20_000), 10_000)
+    assert following.stepped(5, Health()) == ()
+    (event,) = following.stepped(6, SLOW)
+    assert (event.event, event.ranks, event.done, event.rates) == ("migrate", (1,), True, {1: 5.0})
+    assert event.before_s is not None
+    assert event.after_s is not None
+    assert event.after_s < event.before_s
+    assert "parts between steps" in event.why
+    parts = 0
+    while following.next is not None:
+        assert following.stepped(7, Health()) == (), "one thing at a time"
+        following.moved()
+        parts += 1
+    assert parts > 1
+    assert following.home.shares == (1.0, 0.2, 1.0, 1.0)
+    assert following.stepped(6 + COOLDOWN - 1, Health()) == (), "rates are noisy"
+    (back,) = following.stepped(6 + COOLDOWN, Health())
+    assert back.event == "migrate"
+
+
+def test_what_does_not_pay_a_dry_run_and_lost_ranks_move_nothing() -> None:
+    assert Following(Home(), 4, BUCKETS, COSTS, 10).stepped(10, SLOW) == ()
+    assert Following(Home(), 4, BUCKETS, COSTS, 10_000).stepped(1, Health({1: float("inf")})) == ()
+    dry = Following(Home(), 4, BUCKETS, COSTS, 10_000, dry_run=True)
+    (event,) = dry.stepped(1, SLOW)
+    assert not event.done
+    assert event.why.startswith("dry run, not done")
+    assert dry.next is None
+
+
+def test_state_costs_are_the_profiles_and_the_slowest_links() -> None:
+    found = costs(4, mixed())
+    elements = sum(bucket.size for bucket in found.buckets)
+    known = state_costs(found)
+    updates = [found.piece_profile(rank).update for rank in range(4)]
+    assert known.update_s == max(update[1] for update in updates if update is not None) * elements
+    assert known.bytes_per_s == found.cluster.link(0, 2).bytes_per_s
+    assert known.bytes_per_element == found.state_bytes
+
+
+class Judged:
+    """A monitor for which rank 1 is slow from its third step on."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+
+    @property
+    def health(self) -> Health:
+        return SLOW if self.steps > 2 else Health()
+
+    def baseline(self, *_: object) -> None:
+        """As a monitor's, which nobody asks here."""
+
+    def observe(self, *_: object) -> tuple[()]:
+        self.steps += 1
+        return ()
+
+
+def train(config: TrainConfig, follows: bool) -> list[tuple[float, ...]]:
+    homes: list[tuple[float, ...]] = []
+
+    def controller(config: TrainConfig, world: World, executor: Any) -> Controller:
+        buckets = executor.program.buckets
+        cost = StateCosts(1e6, 12, 12 * 4e3)  # parts of 2000 elements
+        following = Following(executor.owners, world.ranks, buckets, cost, config.steps)
+        return Controller(Judged(), None, following if follows else None)  # type: ignore[arg-type]
+
+    class Watching:
+        def __getattr__(self, name: str) -> Any:
+            return lambda *_: None
+
+    def compiled(*args: Any, **named: Any) -> hg.Executable:
+        exe = hg.compile(*args, **named)
+        homes.append(())
+        move = exe.move
+
+        def noted(world: World, home: Home, before: Any) -> Any:
+            homes.append(tuple(home.shares or ()))
+            return move(world, home, before)
+
+        exe.move = noted  # type: ignore[method-assign,assignment]
+        return exe
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "_controller", controller)
+        loop.train(config, "new", compiled, Watching())  # type: ignore[arg-type]
+    return homes
+
+
+class Calling:
+    """A controller that only says where state is to live."""
+
+    def __init__(self, following: Following) -> None:
+        self.following = following
+
+    def stepped(self, report: Any) -> tuple[Event, ...]:
+        return self.following.stepped(report.step, SLOW)
+
+    def close(self) -> None:
+        """Nothing to end."""
+
+
+def test_the_loop_moves_one_part_after_another_and_trains_every_step_once(tmp_path: Path) -> None:
+    following = Following(Home(), 4, BUCKETS, StateCosts(1e6, 12, 20_000), 10_000)
+    moves: list[tuple[int, Home]] = []
+
+    def compiled(*args: Any, **named: Any) -> PlainExecutor:
+        exe = compile_plain(*args, **named)
+        exe.move = lambda world, home, before: moves.append((exe.steps, home))  # type: ignore[attr-defined]
+        return exe
+
+    config = from_record(TrainConfig, settings(tmp_path) | {"steps": 4, "elastic": {"monitor": True}})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "_controller", lambda *_: Calling(following))
+        outcome = loop.train(config, "new", compiled, Watched())
+    assert [metrics.step for metrics in outcome.history] == [1, 2, 3, 4]
+    assert len(moves) > 1
+    assert {steps for steps, _ in moves} == {1}
+    assert moves[-1][1] == following.home
+    assert [event.event for event in read_events(tmp_path / "run" / "events.jsonl")].count("migrate") == 1
+
+
+@thorough
+def test_a_run_whose_state_moves_has_the_bits_of_one_whose_state_stays(tmp_path: Path) -> None:
+    losses = []
+    for follows in (True, False):
+        changed = {"steps": 8, "ranks": 2, "strategies": ["2*<tp1,pp1>"], "check": "off", "deterministic": True}
+        output = tmp_path / str(follows)
+        raw = settings(tmp_path) | changed | {"elastic": {"monitor": True}, "output": str(output)}
+        homes = hg.launch(train, 2, from_record(TrainConfig, raw), follows, timeout=timedelta(seconds=120))
+        assert homes[0] == homes[1]
+        assert (len(homes[0]) > 2) == follows
+        losses.append([metrics.loss for metrics in read_metrics(output / "metrics.jsonl")])
+    assert losses[0] == losses[1]
+    assert len(losses[0]) == 8
