@@ -1,16 +1,20 @@
-"""What it costs to lose ranks: python benchmarks/elastic.py [pause] [kills] [monitor]
+"""What it costs to lose ranks: python benchmarks/elastic.py [pause] [kills] [monitor] [nodes]
 
 pause     8 local ranks, one of them killed: the time between two steps, and how long ranks took to meet and to move
           state, with two copies and from disk
 kills     `hydragraph chaos` with 100 kills in one run of `deterministic: true`: survived, with the same curve bit for
           bit, and no process left behind
+nodes     two machines (network namespaces; needs root), a torchrun on each: one is lost whole, and comes back; then the
+          link between them is cut
 monitor   CPU seconds of a step with `elastic.monitor` and without, alternately
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -29,8 +33,10 @@ from hydragraph.spec.record import from_record
 from hydragraph.train import chaos
 from hydragraph.train.config import TrainConfig
 from hydragraph.train.metrics import read_metrics
+from tests.nodes import TwoNodes, refusal, torchrun
 
 RANKS = 8
+_JOB = "HYDRAGRAPH_BENCHMARK_JOB"  # in the environment of what a node runs for this
 SPARES = 2  # of the run that is killed again and again
 WORDS = ("the", "quick", "brown", "fox", "jumps", "over", "many", "lazy", "uneven", "devices", "that", "train")
 
@@ -139,13 +145,88 @@ def monitor(table: Table) -> None:
     table.add_row("monitor", f"{beside:.4f} s for {without:.4f} s a step: {beside / without - 1:+.1%}", "1 %")
 
 
+def nodes(table: Table) -> None:
+    """Lose one of two machines, have it back, and lose the link to it."""
+    if (why := refusal()) is not None:
+        table.add_row("nodes", f"skipped: {why}", "15 s")
+        return
+    with tempfile.TemporaryDirectory() as temporary, TwoNodes(Path(temporary) / "nodes") as two:
+        folder = Path(temporary)
+        config = config_in(folder, ranks=4, strategies=["2*<tp1,pp2>"], steps=400, elastic={"copies": 2})
+        file = folder / "config.yaml"
+        config.save(file)
+        run = Path(config.output)
+        started = [_node(two, number, file) for number in (0, 1)]
+
+        def follows(step: int) -> float:
+            began = time.monotonic()
+            while _steps(run) < step:
+                if started[0].poll() is not None or time.monotonic() - began > 240:
+                    raise RuntimeError((folder / "0.log").read_text()[-3000:])
+                time.sleep(0.02)
+            return time.monotonic() - began
+
+        def joined(ranks: int) -> float:
+            began = time.monotonic()
+            while len(json.loads((run / "ranks.json").read_text())) != ranks:
+                if time.monotonic() - began > 240:
+                    raise RuntimeError((folder / "0.log").read_text()[-3000:])
+                time.sleep(0.05)
+            return time.monotonic() - began
+
+        follows(5)
+        before = json.loads((run / "ranks.json").read_text())
+        for pid, environment in two[1].processes().items():
+            if _JOB in environment:
+                os.kill(pid, signal.SIGKILL)
+        lost = follows(_steps(run) + 2)
+        same = json.loads((run / "ranks.json").read_text()) == before[:2]
+        started[1] = _node(two, 1, file)
+        back = joined(4)
+        follows(_steps(run) + 3)
+        two.down()
+        cut = follows(_steps(run) + 2)
+        time.sleep(1)
+        alone = len(two[1].ranks())
+        two.up()
+        again = joined(4)
+        last = _steps(run) + 3
+        follows(last)
+        for pid, environment in two[0].processes().items():
+            if _JOB in environment and "RANK" in environment and "TORCHELASTIC_RUN_ID" in environment:
+                os.kill(pid, signal.SIGTERM)
+        codes = [process.wait(120) for process in started]
+        struck = [m.loss for m in read_metrics(run / "metrics.jsonl")]
+        calm = replace(config, steps=len(struck), output=str(folder / "calm"))
+        undisturbed = [m.loss for m in chaos.run(calm).metrics]
+        apart = max(abs(a - b) for a, b in zip(struck, undisturbed, strict=True))
+        table.add_row("a node is killed", f"{lost:.1f} s until a step is done; processes the same: {same}", "15 s")
+        table.add_row("it is back", f"{back:.1f} s until it has joined again", "it rejoins")
+        table.add_row("the link is cut", f"{cut:.1f} s until a step is done; ranks left beyond it: {alone}", "0 left")
+        table.add_row("the link is back", f"{again:.1f} s until that node has joined again", "it rejoins")
+        table.add_row("losses", f"{apart:.1e} from an undisturbed run's, {len(struck)} steps; exit {codes}", "rounding")
+
+
+def _steps(run: Path) -> int:
+    file = run / "metrics.jsonl"
+    return len(read_metrics(file)) if file.is_file() else 0
+
+
+def _node(two: TwoNodes, number: int, config: Path) -> subprocess.Popen[bytes]:
+    """Start a node's torchrun, which starts one supervisor."""
+    command = [*torchrun(two[number], two, 1), "-m", "hydragraph", "train", str(config), "--overwrite"]
+    log = config.parent / f"{number}.log"
+    given = {_JOB: "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[1])}
+    return two[number].start(command, log, **given)
+
+
 def main() -> None:
     """Run the parts that are named, or all."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="*", help="pause, kills, monitor; default: all")
+    parser.add_argument("parts", nargs="*", help="pause, kills, monitor, nodes; default: all")
     parser.add_argument("--count", type=int, default=100, help="kills")
     chosen = parser.parse_args()
-    parts = chosen.parts or ["pause", "kills", "monitor"]
+    parts = chosen.parts or ["pause", "kills", "monitor", "nodes"]
     table = Table(title=f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}")
     for column in ("what", "measured", "target"):
         table.add_column(column)
@@ -155,6 +236,8 @@ def main() -> None:
         kills(table, chosen.count)
     if "monitor" in parts:
         monitor(table)
+    if "nodes" in parts:
+        nodes(table)
     Console(width=140).print(table)
 
 

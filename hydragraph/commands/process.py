@@ -7,10 +7,13 @@ import subprocess
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from hydragraph.runtime.stopping import Relay
 from hydragraph.spec.elastic import Elastic
+
+if TYPE_CHECKING:
+    from hydragraph.runtime.meeting.nodes import Nodes
 
 T = TypeVar("T")
 
@@ -51,19 +54,25 @@ def running_s(pid: int) -> float:
 
 
 def on_ranks(
-    ranks: int, function: Callable[..., T], *args: object, relay: Relay | None = None, elastic: Elastic | None = None
+    ranks: int,
+    function: Callable[..., T],
+    *args: object,
+    relay: Relay | None = None,
+    elastic: Elastic | None = None,
+    nodes: Nodes | None = None,
 ) -> T:
     """Run a function on the ranks that a launcher has started, or on new local ones; return this or rank 0's result.
 
     Args:
         relay: told of the new ranks' processes.
         elastic: go on when ranks are lost; None: the loss of one ends all.
+        nodes: a launcher has started not the ranks, but this process on each of these machines; this is the first.
     """
-    if ranks == 1 or launched():
+    if ranks == 1 or (launched() and nodes is None):
         return function(*args)
     from hydragraph.runtime.launch import launch
 
-    return launch(function, ranks, *args, relay=relay, elastic=elastic)[0]
+    return launch(function, ranks, *args, relay=relay, elastic=elastic, nodes=nodes)[0]
 
 
 def quieten() -> None:

@@ -17,12 +17,15 @@ from rich.text import Text
 
 from hydragraph.commands.options import Config, Debug, LogLevel, Set
 from hydragraph.commands.process import launched, leads, may_be_restarted, on_ranks, quieten, restarted, running_s
-from hydragraph.errors import RankFailure
+from hydragraph.errors import RankFailure, TooFewRanks
 from hydragraph.runtime.stopping import Interrupted, Overdue, Relay, Requests, Stopping
 from hydragraph.spec.elastic import Elastic
 from hydragraph.train.config import TrainConfig
 
+_ALL_LOST = 3  # times that a run which survives begins again when all ranks are lost, or one before the first step
+
 if TYPE_CHECKING:
+    from hydragraph.runtime.meeting.nodes import Nodes
     from hydragraph.train.folder import Begin
     from hydragraph.train.loop import RunOutcome
 
@@ -73,17 +76,23 @@ def train_command(
         settings = replace(settings, trust=True)
     begin: Begin = "resume" if resume or resume_from else "overwrite" if overwrite else "new"
     step = None if resume_from is None else read_step(resume_from, "--resume-from")
-    relay = None if launched() or settings.ranks == 1 else Relay()
+    nodes = _nodes(settings)
+    if nodes is not None and nodes.number:
+        from hydragraph.runtime.launch import follow
+
+        follow(nodes, _print)
+        return
+    relay = None if (launched() and nodes is None) or settings.ranks == 1 else Relay()
     overdue = partial(_overdue, settings)
     stopping = Stopping(settings.grace_s, relay=relay, overdue=overdue)
-    if settings.elastic.survives and launched() and leads():
+    if settings.elastic.survives and launched() and nodes is None and leads():
         _print(
             "elastic: a launcher such as torchrun has started these ranks, and ends all when one is lost; to go on "
-            "without it, start hydragraph train by itself on one machine"
+            "without it, let it start one process per machine (--nproc-per-node 1), which starts the ranks"
         )
     try:
         with stopping:
-            outcome = _train(settings, begin, step, trace, max_restarts, stopping, relay)
+            outcome = _train(settings, begin, step, trace, max_restarts, stopping, relay, nodes)
     except Interrupted as request:
         _print("stopped before training went on: nothing has changed since the last checkpoint")
         raise typer.Exit(_code(request.signal)) from None
@@ -119,6 +128,7 @@ def _train(
     restarts: int,
     stopping: Stopping,
     relay: Relay | None,
+    nodes: Nodes | None = None,
 ) -> RunOutcome:
     """Train on all ranks, again from the last checkpoint where one fails and that may be."""
     from hydragraph.train.folder import RunFolder
@@ -127,27 +137,45 @@ def _train(
     since = time.time()
     if may_be_restarted() and restarted() <= restarts and restarts:
         begin, step = folder.again(begin, since - running_s(os.getppid()), step)
-    elif not launched():
+    elif relay is not None or not launched():
         folder.check(config, begin, step)  # before processes are started
         folder.refuse_shared()
+    lost = _ALL_LOST if config.elastic.survives else 0
     while True:
         try:
             if relay is None:
                 return train_rank(config, begin, step, trace, stopping)
-            _print(f"starting {config.ranks} ranks on this machine: each imports PyTorch and transformers first")
-            return on_ranks(config.ranks, train_rank, config, begin, step, trace, relay=relay, elastic=_elastic(config))
+            where = "this machine" if nodes is None else f"{nodes.count} machines"
+            _print(f"starting {config.ranks} ranks on {where}: each imports PyTorch and transformers first")
+            again = (Exception,) if restarts else (RankFailure,) if lost else ()
+            given = replace(nodes, again=again) if nodes is not None else None
+            work = (config.ranks, train_rank, config, begin, step, trace)
+            return on_ranks(*work, relay=relay, elastic=_elastic(config), nodes=given)
         except (ValueError, OSError, ImportError, FloatingPointError):
             raise  # it would fail again
         except Exception as error:
             if stopping.signal and isinstance(error, RankFailure) and "SIGTERM" in error.error:
                 raise Interrupted(stopping.signal) from None  # we sent it, before that rank had begun to listen
-            if restarts == 0 or launched() or config.ranks == 1 or stopping.signal:
+            left = max(restarts, lost) if isinstance(error, RankFailure) else restarts
+            if left == 0 or relay is None or stopping.signal or isinstance(error, TooFewRanks):
                 raise
-            restarts -= 1
+            restarts, lost = max(0, restarts - 1), max(0, lost - 1)
             begin, step = folder.again(begin, since, step)
             last = folder.last()
             where = "the start" if last is None else str(last.path)
             print(f"hydragraph: {error}; continuing from {where}", file=sys.stderr)
+
+
+def _nodes(config: TrainConfig) -> Nodes | None:
+    """Return this machine among those on each of which a launcher has started one process, to start the ranks there."""
+    if not config.elastic.survives or not launched() or config.ranks == 1:
+        return None
+    from hydragraph.runtime.meeting.nodes import nodes_of
+
+    nodes = nodes_of(os.environ)
+    if nodes is not None and config.ranks < nodes.count:
+        raise ValueError(f"ranks: {config.ranks} are fewer than the {nodes.count} nodes: each node has one at least")
+    return nodes
 
 
 def _elastic(config: TrainConfig) -> Elastic | None:

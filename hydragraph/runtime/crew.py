@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext, SpawnContext
-from multiprocessing.process import BaseProcess
-from typing import Any
+from typing import Any, Protocol
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store  # type: ignore[attr-defined]
@@ -38,12 +37,43 @@ GUARD = 'call launch under `if __name__ == "__main__":`'  # in a script, which r
 Context = ForkServerContext | SpawnContext
 
 
+class Process(Protocol):
+    """A rank's process as its launcher sees it: one of multiprocessing's, or one on another machine."""
+
+    @property
+    def pid(self) -> int | None:
+        """Its id; None where it is not on this machine."""
+
+    @property
+    def exitcode(self) -> int | None:
+        """How it ended; None while it has not."""
+
+    @property
+    def sentinel(self) -> int:
+        """What becomes readable when it has ended."""
+
+    def is_alive(self) -> bool:
+        """Whether it has not ended."""
+
+    def terminate(self) -> None:
+        """Ask it to end."""
+
+    def kill(self) -> None:
+        """End it."""
+
+    def join(self, timeout: float | None = None) -> None:
+        """Wait for its end."""
+
+    def close(self) -> None:
+        """Let go of what is held for it."""
+
+
 @dataclass
 class RankHandle:
     """One rank's process and, once there is one, its outcome."""
 
     rank: int
-    process: BaseProcess
+    process: Process
     connection: Connection
     outcome: Returned | Raised | Died | Left | None = None
 

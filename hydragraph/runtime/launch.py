@@ -30,11 +30,13 @@ from hydragraph.runtime.failure.watch import Watch
 from hydragraph.runtime.forked_server import ensure_forked
 from hydragraph.runtime.generation import generation
 from hydragraph.runtime.meeting.member import meet
+from hydragraph.runtime.meeting.nodes import Nodes
 from hydragraph.runtime.named_imports import classes_named_in
 from hydragraph.runtime.preparation import SharedFile, left_of, prepare_for_ranks
 from hydragraph.runtime.rank_process import HOST
 from hydragraph.runtime.sent import nothing_else_imported, sent
 from hydragraph.runtime.stopping import Relay
+from hydragraph.runtime.stores import client, hosted
 from hydragraph.spec.elastic import Elastic
 
 T = TypeVar("T")
@@ -169,9 +171,9 @@ def _store_of_launcher(rank: int, ranks: int) -> Store:
     port = int(os.environ["MASTER_PORT"])
     shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if rank == 0 and not shared:
-        store = _store(address, port)
+        store = hosted(address, port)
     else:
-        store = dist.TCPStore(address, port, None, False, wait_for_workers=False)  # type: ignore[attr-defined]
+        store = client(address, port)
     joining = dist.PrefixStore("hydragraph/generations", store)  # type: ignore[attr-defined]
     name = generation(joining, rank, ranks, _ARRIVAL) if shared else "first"
     return dist.PrefixStore(f"hydragraph/{name}", store)  # type: ignore[attr-defined, no-any-return]
@@ -192,6 +194,7 @@ def launch(
     prepare: Callable[[], object] | None = None,
     relay: Relay | None = None,
     elastic: Elastic | None = None,
+    nodes: Nodes | None = None,
 ) -> list[T]:
     """Runs `function(*args)` on ranks that are processes of this host, joined over gloo on the CPU.
 
@@ -210,6 +213,8 @@ def launch(
         relay: told of the ranks' processes while they run, so that a signal to this one can be passed on.
         elastic: go on when ranks are lost, and let others take their places: the function calls `hydragraph.survive`
             where a step raises. None: the loss of a rank ends all.
+        nodes: with `elastic`: this machine, the first, among several, on which `follow` is called; `ranks` counts those
+            of all.
 
     Returns:
         What each rank returned, by rank; with `elastic`, of the ranks that there were at the end.
@@ -233,14 +238,9 @@ def launch(
             f"{_MOST}, or start them on several machines with torchrun"
         )
     work = _pickled(function, args)
-    context: Context = multiprocessing.get_context(START_METHOD)  # type: ignore[assignment]
-    if START_METHOD == "forkserver":
-        with nothing_else_imported():
-            if not ensure_forked(PRELOAD, classes_named_in(*filter(None, (function, prepare)))):
-                context.set_forkserver_preload([*PRELOAD, *_models()])
-                fork_server.ensure_running()
-    server = _store(HOST, 0)  # it has a thread
-    run = run_crew if elastic is None else partial(_run_members, elastic)
+    context = starting(function, prepare)
+    server = hosted(HOST if nodes is None else nodes.address, 0)  # it has a thread
+    run = run_crew if elastic is None else partial(_run_members, elastic, nodes)
     if prepare is None:
         return [pickle.loads(value) for value in run(context, ranks, server.port, work, timeout, None, relay)]
     began = time.monotonic()
@@ -251,10 +251,41 @@ def launch(
         return [pickle.loads(value) for value in outcomes]
 
 
-def _run_members(elastic: Elastic, *args: Any) -> list[bytes]:
+def follow(nodes: Nodes, say: Callable[[str], None]) -> None:
+    """Start and watch ranks on this machine for a `launch` on another, until that is over.
+
+    Args:
+        nodes: this machine among all; not the first.
+        say: prints a sentence.
+
+    Raises:
+        RuntimeError: the work has failed.
+        ConnectionError: the first machine is heard no more.
+    """
+    from hydragraph.runtime.meeting.deputy import Deputy
+
+    Deputy(starting(), nodes, say).run()
+
+
+def starting(*functions: Callable[..., object] | None) -> Context:
+    """Return how processes are started, ready to: before this process has threads.
+
+    Args:
+        functions: that these will call.
+    """
+    context: Context = multiprocessing.get_context(START_METHOD)  # type: ignore[assignment]
+    if START_METHOD == "forkserver":
+        with nothing_else_imported():
+            if not ensure_forked(PRELOAD, classes_named_in(*filter(None, functions))):
+                context.set_forkserver_preload([*PRELOAD, *_models()])
+                fork_server.ensure_running()
+    return context
+
+
+def _run_members(elastic: Elastic, nodes: Nodes | None, *args: Any) -> list[bytes]:
     from hydragraph.runtime.meeting.supervisor import run_members
 
-    return run_members(elastic, *args)
+    return run_members(elastic, nodes, *args)
 
 
 def _models() -> list[str]:
@@ -265,24 +296,6 @@ def _models() -> list[str]:
     parts = ("configuration_", "modeling_")
     return sorted(
         name for name in sys.modules if name.startswith("transformers.models.") and any(p in name for p in parts)
-    )
-
-
-def _store(address: str, port: int) -> Any:
-    """Return a store that this process keeps, and that listens at one address; TCPStore by itself listens at all.
-
-    Args:
-        address: a name or address of this host, at which the others find it.
-        port: where to listen; 0: at any port that is free.
-    """
-    try:
-        family, _, _, _, where = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
-        listening = socket.create_server(where[:2], family=family)
-    except OSError:  # the address is one that others know this host by
-        return dist.TCPStore(address, port, None, True, wait_for_workers=False)  # type: ignore[attr-defined]
-    port = listening.getsockname()[1]
-    return dist.TCPStore(  # type: ignore[attr-defined]
-        address, port, None, True, wait_for_workers=False, master_listen_fd=listening.detach()
     )
 
 

@@ -20,26 +20,37 @@ from multiprocessing.connection import Connection
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 
 from hydragraph import log
 from hydragraph.runtime.failure.newest import newest_watch
 from hydragraph.runtime.meeting.member import Dismissed, Member, be, meet
 from hydragraph.runtime.meeting.place import Peer, Place
 from hydragraph.runtime.sent import sent
+from hydragraph.runtime.stores import client
 
 HOST = "127.0.0.1"
 
 
 @dataclass(frozen=True)
 class Seat:
-    """Where one rank belongs: its number, the store's port, the environment to run in, and what its launcher shows."""
+    """Where one rank belongs.
+
+    Attributes:
+        rank, ranks: its number, of how many.
+        port, host: where the store listens.
+        environment: to run in.
+        log_level: what its launcher shows.
+        node, here: of several machines, which one it is on, and how many ranks are there; 0: all are on one.
+    """
 
     rank: int
     ranks: int
     port: int
     environment: dict[str, str]
     log_level: int | None = None
+    host: str = HOST
+    node: int = 0
+    here: int = 0
 
 
 @dataclass(frozen=True)
@@ -125,7 +136,7 @@ def run_member(
         _allow_many_files()
         member = Member(number, lambda: _client(seat), late, grace_s)
         member.listen_to_signals()
-        Place(_client(seat)).introduce(Peer(number, seat.rank, os.getpid(), socket.gethostname()))
+        Place(_client(seat)).introduce(Peer(number, seat.rank, os.getpid(), socket.gethostname(), node=seat.node))
         be(member)
         function, args = _work(seat, work, prepared)
         if late:
@@ -156,7 +167,7 @@ def _allow_many_files() -> None:
 
 def _client(seat: Seat) -> Any:
     """Return a new client of the launcher's store."""
-    return dist.TCPStore(HOST, seat.port, None, False, wait_for_workers=False)  # type: ignore[attr-defined]
+    return client(seat.host, seat.port)
 
 
 def _work(seat: Seat, work: bytes, prepared: Readable | None) -> tuple[Any, tuple[Any, ...]]:
@@ -207,14 +218,20 @@ def _take(seat: Seat) -> None:
         RANK=str(seat.rank),
         WORLD_SIZE=str(seat.ranks),
         LOCAL_RANK=str(seat.rank),
-        LOCAL_WORLD_SIZE=str(seat.ranks),
-        MASTER_ADDR=HOST,
+        LOCAL_WORLD_SIZE=str(seat.here or seat.ranks),
+        MASTER_ADDR=seat.host,
         MASTER_PORT=str(seat.port),
     )
     loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
-    if loopback is not None:  # else gloo resolves the host's name, which may lead outside or nowhere
+    # Else gloo resolves the host's name, which may lead outside or nowhere.
+    if loopback is not None and _is_loopback(seat.host):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
-    torch.set_num_threads(threads_of(seat.ranks))
+    torch.set_num_threads(threads_of(seat.here or seat.ranks))
+
+
+def _is_loopback(host: str) -> bool:
+    """Say whether all ranks are on this machine, as the store's address tells."""
+    return host.startswith("127.") or host in ("localhost", "::1")
 
 
 def threads_of(ranks: int) -> int:

@@ -19,9 +19,9 @@ import torch
 import torch.distributed as dist
 
 from hydragraph.errors import RankFailure, Unsupported
-from hydragraph.runtime import launch as launch_module
 from hydragraph.runtime.failure.newest import newest_watch
 from hydragraph.runtime.launch import join, launch
+from hydragraph.runtime.stores import hosted
 
 ROOT = Path(__file__).parents[2]
 
@@ -222,7 +222,7 @@ def test_ranks_end_with_their_launcher(sign: signal.Signals, how: str, tmp_path:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc/net lists what is listened on")
 def test_the_store_listens_on_this_host_alone() -> None:
-    store = launch_module._store("127.0.0.1", 0)
+    store = hosted("127.0.0.1", 0)
     lines = [x.split() for name in ("tcp", "tcp6") for x in Path(f"/proc/net/{name}").read_text().splitlines()[1:]]
     listening = [fields[1] for fields in lines if fields[3] == "0A" and fields[1].endswith(f":{store.port:04X}")]
     assert listening == [f"0100007F:{store.port:04X}"]

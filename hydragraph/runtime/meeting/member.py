@@ -163,7 +163,10 @@ class Member:
         rank = self.rank
         ranks = len(generation.members)
         alone = {"RANK", "WORLD_SIZE"}  # of one rank there is no process group
-        places = {"RANK": rank, "WORLD_SIZE": ranks, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": ranks}
+        nodes = {member: self._place.peer(member).node for member in generation.members}
+        here = [member for member in generation.members if nodes[member] == nodes[self.number]]
+        local = {"LOCAL_RANK": here.index(self.number), "LOCAL_WORLD_SIZE": len(here)}
+        places = {"RANK": rank, "WORLD_SIZE": ranks, **local}
         for name, value in places.items():
             if ranks == 1 and name in alone:
                 os.environ.pop(name, None)

@@ -21,6 +21,7 @@ class Peer:
         member: its number.
         seat: whose place it takes: the rank that it, or the one it stands in for, had at first.
         pid, host, device: where it runs, and on what it computes; "" until it has said so.
+        node: of several machines, which.
     """
 
     member: int
@@ -28,6 +29,7 @@ class Peer:
     pid: int
     host: str
     device: str = ""
+    node: int = 0
 
 
 class Place:

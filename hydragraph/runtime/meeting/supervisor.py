@@ -14,21 +14,22 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
-import torch.distributed as dist
-
 from hydragraph import log
-from hydragraph.errors import RankFailure
+from hydragraph.errors import RankFailure, TooFewRanks
 from hydragraph.runtime.crew import Context, RankHandle, Stops, dismiss, outcome_of, raise_failure, start
 from hydragraph.runtime.failure.ledger import announce_death, last_fault
 from hydragraph.runtime.kept import KEPT
+from hydragraph.runtime.meeting.nodes import Hub, Nodes, Over, Start
 from hydragraph.runtime.meeting.place import Peer, Place, prefix
 from hydragraph.runtime.meeting.protocol import Orders, Record, Rules, Said, decide
 from hydragraph.runtime.rank_process import HOST, Died, Left, Raised, Readable, Returned, Seat, rebuilt, run_member
 from hydragraph.runtime.stopping import Relay
+from hydragraph.runtime.stores import client
 from hydragraph.spec.elastic import Elastic
 
 _LOG = logging.getLogger(__name__)
 
+_ARRIVAL = timedelta(minutes=30)  # of all machines
 _LOOK_S = 0.02  # between two looks at what members say
 _GRACE_S = 8.0  # for members to tell their own errors, once one has that would come again
 _REJOIN_S = 0.5  # before a lost process is replaced; twice as long each time that its replacement lives no longer
@@ -41,6 +42,7 @@ AGAIN = (ValueError, TypeError, OSError, ImportError, FloatingPointError)  # err
 
 def run_members(
     elastic: Elastic,
+    nodes: Nodes | None,
     context: Context,
     ranks: int,
     port: int,
@@ -53,6 +55,7 @@ def run_members(
 
     Args:
         elastic: how few may go on, and how the lost are replaced.
+        nodes: of several machines, this one: the first. None: all ranks are on this one.
         context, ranks, port, work, timeout, prepared, relay: as of `crew.run_crew`.
 
     Returns:
@@ -65,12 +68,24 @@ def run_members(
     kept = tempfile.TemporaryDirectory(prefix="hydragraph-", ignore_cleanup_errors=True)  # of mode 0700
 
     def started(number: int, seat: int, late: bool) -> RankHandle:
-        given = Seat(seat, ranks, port, {**os.environ, KEPT: kept.name}, log.shown())
+        if nodes is None or hub is None:
+            given = Seat(seat, ranks, port, {**os.environ, KEPT: kept.name}, log.shown())
+            return start(context, number, run_member, given, number, late, elastic.grace_s, work, prepared)
+        node = nodes.of(seat, ranks)
+        given = Seat(seat, ranks, port, {}, None, nodes.address, node, nodes.here(node, ranks))
+        if node:
+            return hub.start(node, Start(number, given, late, elastic.grace_s, work))
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC_")}
+        given = replace(given, environment={**environment, KEPT: kept.name, "GROUP_RANK": "0"}, log_level=log.shown())
         return start(context, number, run_member, given, number, late, elastic.grace_s, work, prepared)
 
-    store = dist.TCPStore(HOST, port, None, False, wait_for_workers=False)  # type: ignore[attr-defined]
-    supervisor = Supervisor(started, store, ranks, elastic)
+    store = client(HOST if nodes is None else nodes.address, port)
+    hub = None if nodes is None else Hub(nodes)
+    supervisor = Supervisor(started, store, ranks, elastic, hub)
+    over = Over()
     try:
+        if hub is not None:
+            hub.gather(_ARRIVAL)
         with (relay or Relay()).to([supervisor]):
             before = _on_return(supervisor.refill)
             try:
@@ -78,8 +93,14 @@ def run_members(
             finally:
                 before()
         return supervisor.results()
+    except BaseException as error:
+        again = nodes is not None and isinstance(error, nodes.again) and not isinstance(error, (*AGAIN, TooFewRanks))
+        over = Over("" if again else f"{type(error).__name__}: {error}", again)
+        raise
     finally:
         dismiss(supervisor.crew)
+        if hub is not None:
+            hub.close(over)
         kept.cleanup()
 
 
@@ -103,16 +124,23 @@ class Supervisor:
         store: where members meet.
         ranks: how many there are to be.
         elastic: how few may go on, and how the lost are replaced.
+        hub: of several machines, the way to the others.
 
     Attributes:
         crew: all processes that live or have told an outcome.
     """
 
     def __init__(
-        self, started: Callable[[int, int, bool], RankHandle], store: Any, ranks: int, elastic: Elastic
+        self,
+        started: Callable[[int, int, bool], RankHandle],
+        store: Any,
+        ranks: int,
+        elastic: Elastic,
+        hub: Hub | None = None,
     ) -> None:
         self._started = started
         self._store = store
+        self._hub = hub
         self._place = Place(store)
         self._ranks = ranks
         self._elastic = elastic
@@ -126,6 +154,7 @@ class Supervisor:
         self._lost: list[RankHandle] = []
         self._fatal_at: float | None = None
         self._stop = False
+        self._told_stop = False
         self._back = False
         self._empty: set[int] = set()  # seats of those that were asked to leave
         self._stops = Stops()
@@ -176,8 +205,15 @@ class Supervisor:
         self._seats[number] = seat
         self._born[number] = time.monotonic()
         self._place.say(number, Said(ready=not late))
-        self._place.introduce(Peer(number, seat, 0, ""))
+        self._place.introduce(Peer(number, seat, 0, "", node=self._node(seat)))
         self.crew.append(self._started(number, seat, late))
+
+    def _node(self, seat: int) -> int:
+        return 0 if self._hub is None else self._hub.nodes.of(seat, self._ranks)
+
+    def _there(self, seat: int) -> bool:
+        """Say whether a process can be started in a seat."""
+        return self._hub is None or self._hub.present(self._node(seat))
 
     def _live(self) -> list[RankHandle]:
         return [member for member in self.crew if member.outcome is None]
@@ -198,7 +234,7 @@ class Supervisor:
         waiting = self._live()
         signs: list[Any] = [sign for member in waiting for sign in (member.connection, member.process.sentinel)]
         ready = set(multiprocessing.connection.wait(signs, _LOOK_S))
-        stopped = self._stops.look(waiting)
+        stopped = self._stops.look([member for member in waiting if member.process.pid])
         for member in waiting:
             if not ready.isdisjoint((member.connection, member.process.sentinel)):
                 member.outcome = outcome_of(member)
@@ -263,15 +299,30 @@ class Supervisor:
             self._waiting |= dict.fromkeys(self._empty, time.monotonic())
             self._empty.clear()
             self._back = False
+        for node in () if self._hub is None else self._hub.arrived():
+            self._welcome(node)
         for seat, when in list(self._waiting.items()):
-            if time.monotonic() >= when:
+            if time.monotonic() >= when and self._there(seat):
                 del self._waiting[seat]
                 self._start(seat, late=True)
+
+    def _welcome(self, node: int) -> None:
+        """Have processes started in the seats of a machine that has come back: its past counts no more."""
+        taken = {self._seats[member.rank] for member in self._live()}
+        seats = {seat for seat in self._seats.values() if self._node(seat) == node} - taken
+        self._waiting |= dict.fromkeys(seats, time.monotonic())
+        self._empty -= seats
+        for seat in seats:
+            self._short.pop(seat, None)
+            self._unready.pop(seat, None)
 
     def _coordinate(self) -> None:
         """Look at what members say, and tell what follows."""
         said = self._said()
-        record = decide(self._record, said, self._rules, coming=len(self._waiting))
+        if self._stop and not self._told_stop and self._hub is not None:
+            self._told_stop = True
+            self._hub.stop()
+        record = decide(self._record, said, self._rules, coming=sum(map(self._there, self._waiting)))
         record = replace(record, orders=replace(record.orders, stop=self._stop))
         if record.orders == self._record.orders:
             return
