@@ -216,7 +216,7 @@ class Executable:
         self.spans: list[Span] | None = None
         self._watch = world.watch
         self.strategies: tuple[Strategy, ...] = ()
-        if given != "auto":
+        if joining and given != "auto":
             several = [given] if isinstance(given, Strategy | str) else given
             self._check_sums([strategy_for(each, program) for each in several])
         if not joining:

@@ -220,7 +220,7 @@ class Supervisor:
 
     def _may_come_back(self) -> bool:
         """Say whether processes are about to be started, though none lives: what was saved is not lost with them."""
-        coming = bool(self._waiting) and self._record.orders.confirmed > 0 and not self._record.orders.over
+        coming = bool(self._waiting) and not self._record.orders.over
         return coming and self._fatal_at is None and not self._stop
 
     def _finished(self) -> bool:
@@ -282,7 +282,8 @@ class Supervisor:
     def _plan_replacement(self, member: RankHandle) -> None:
         """Decide when another process takes a lost one's seat."""
         seat = self._seats[member.rank]
-        ready = member.rank in self._record.current or self._place.said(member.rank).ready
+        begun = self._record.orders.confirmed > 0  # before, all are called ready from the start
+        ready = member.rank in self._record.current or (begun and self._place.said(member.rank).ready)
         self._unready[seat] = 0 if ready else self._unready.get(seat, 0) + 1
         if not self._elastic.rejoin or self._unready[seat] >= _STARTS:
             return
@@ -293,7 +294,7 @@ class Supervisor:
 
     def _replace(self) -> None:
         """Start processes in seats whose time has come."""
-        if self._record.orders.over or not self._record.orders.confirmed:
+        if self._record.orders.over:
             return
         if self._back:
             self._waiting |= dict.fromkeys(self._empty, time.monotonic())
@@ -304,7 +305,7 @@ class Supervisor:
         for seat, when in list(self._waiting.items()):
             if time.monotonic() >= when and self._there(seat):
                 del self._waiting[seat]
-                self._start(seat, late=True)
+                self._start(seat, late=self._record.orders.confirmed > 0 or seat >= self._ranks)
 
     def _welcome(self, node: int) -> None:
         """Have processes started in the seats of a machine that has come back: its past counts no more."""
