@@ -344,7 +344,6 @@ def launcher_killed(run: Victim) -> None:
 
 # Beside those that are to go on, some must end: with this exit code, and these words on the screen.
 ENDS: Mapping[str, tuple[int, str]] = {
-    "getting_ready": (2, "start"),  # again, or so many processes: by how far they had come
     "sigterm_to_all": (0, "stopped after step"),
     "stop_while_they_meet": (0, "stopped after step"),
     "launcher_killed": (-9, ""),

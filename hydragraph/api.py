@@ -217,7 +217,7 @@ def compile(
         )
     executable.progress_s = progress_s
     if member is not None and not late:
-        member.holds = member.generation.number
+        member.hold()
     elif late and not joining:
         survive(executable)
     return executable

@@ -81,6 +81,19 @@ def test_a_run_whose_leader_is_killed_goes_on_in_the_other_processes(tmp_path: P
 
 
 @thorough
+def test_a_process_that_is_killed_while_all_get_ready_is_replaced(tmp_path: Path) -> None:
+    process = started(written(tmp_path))
+    run = tmp_path / "run"
+    end = time.monotonic() + LIMIT_S
+    while not (run / "ranks.json").is_file() and time.monotonic() < end:
+        time.sleep(0.005)
+    os.kill(ranks(run)[1], signal.SIGKILL)
+    said, _ = process.communicate(timeout=LIMIT_S)
+    assert process.returncode == 0, said
+    assert [metrics.step for metrics in read_metrics(run / "metrics.jsonl")] == list(range(1, 31))
+
+
+@thorough
 def test_too_few_ranks_save_and_end_with_a_sentence(tmp_path: Path) -> None:
     process = started(written(tmp_path, elastic={"copies": 2, "rejoin": False, "min_ranks": 3}))
     run = tmp_path / "run"

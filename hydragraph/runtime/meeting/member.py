@@ -107,6 +107,11 @@ class Member:
                 continue
             return generation
 
+    def hold(self) -> None:
+        """Tell that it holds state in the layout of its generation."""
+        self.holds = self.generation.number
+        self._place.say(self.number, replace(self._place.said(self.number), holds=self.holds))
+
     def leave(self, done: bool = False) -> None:
         """Tell that it needs the others no more.
 

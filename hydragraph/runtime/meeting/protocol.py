@@ -167,13 +167,13 @@ def _meet(record: Record, there: Mapping[int, Said], rules: Rules, coming: int) 
     starting = [m for m, one in there.items() if m not in record.current and not one.ready]
     leaving = [m for m in old if there[m].leaving]
     room = max(0, rules.size - (len(old) - len(leaving)))
-    if not orders.confirmed and (starting or coming) and len(new) < rules.size:
-        return record  # nothing has begun that could be held up, and strategies are made for all ranks
     if len(back) < len(old):
         wanted = back or (new and room) or len(old) < len(record.current)
         call = orders.confirmed + 1
         return replace(record, orders=replace(orders, call=call)) if wanted and orders.call < call else record
     members = (*old, *new[:room])
+    if (starting or coming) and len(members) < rules.size and not any(one.holds for one in there.values()):
+        return record  # nobody has begun who could be held up, and strategies are made for all ranks
     stay = len(members) - len(leaving)
     if stay < rules.least and (starting or coming) and not (leaving and not stay):
         return record  # they will come

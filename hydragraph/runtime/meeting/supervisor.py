@@ -156,6 +156,8 @@ class Supervisor:
         self._stop = False
         self._told_stop = False
         self._back = False
+        self._held = False  # whether any rank has ever held state; until then all begin together
+        self._late: set[int] = set()  # members that get ready beside others, and join those that hold state
         self._empty: set[int] = set()  # seats of those that were asked to leave
         self._stops = Stops()
         self.crew: list[RankHandle] = []
@@ -204,6 +206,7 @@ class Supervisor:
         self._next += 1
         self._seats[number] = seat
         self._born[number] = time.monotonic()
+        self._late |= {number} if late else set()
         self._place.say(number, Said(ready=not late))
         self._place.introduce(Peer(number, seat, 0, "", node=self._node(seat)))
         self.crew.append(self._started(number, seat, late))
@@ -282,8 +285,7 @@ class Supervisor:
     def _plan_replacement(self, member: RankHandle) -> None:
         """Decide when another process takes a lost one's seat."""
         seat = self._seats[member.rank]
-        begun = self._record.orders.confirmed > 0  # before, all are called ready from the start
-        ready = member.rank in self._record.current or (begun and self._place.said(member.rank).ready)
+        ready = self._held and (member.rank in self._record.current or self._place.said(member.rank).ready)
         self._unready[seat] = 0 if ready else self._unready.get(seat, 0) + 1
         if not self._elastic.rejoin or self._unready[seat] >= _STARTS:
             return
@@ -305,7 +307,7 @@ class Supervisor:
         for seat, when in list(self._waiting.items()):
             if time.monotonic() >= when and self._there(seat):
                 del self._waiting[seat]
-                self._start(seat, late=self._record.orders.confirmed > 0 or seat >= self._ranks)
+                self._start(seat, late=self._held or seat >= self._ranks)
 
     def _welcome(self, node: int) -> None:
         """Have processes started in the seats of a machine that has come back: its past counts no more."""
@@ -337,7 +339,10 @@ class Supervisor:
 
     def _said(self) -> Mapping[int, Said]:
         done = [member for member in self.crew if isinstance(member.outcome, Returned)]
-        return {member.rank: self._place.said(member.rank) for member in [*self._live(), *done]}
+        said = {member.rank: self._place.said(member.rank) for member in [*self._live(), *done]}
+        self._held = self._held or any(one.holds for one in said.values())
+        # Whoever is to be brought in has nothing to begin with.
+        return said if self._held else {member: one for member, one in said.items() if member not in self._late}
 
 
 def _told(before: Orders, after: Orders) -> None:

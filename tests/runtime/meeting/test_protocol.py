@@ -172,6 +172,21 @@ def ends(world: World) -> bool:
     return any(member.lives and not member.said.left for member in world.members)
 
 
+def test_while_nobody_has_begun_all_are_waited_for() -> None:
+    """Process 1 of three was lost before there was any state: whoever comes in its place is waited for, if anybody does."""
+    rules = Rules(3)
+    met = Record(Orders(Generation(1, (0, 1, 2)), confirmed=1), {0: (), 1: (0, 1, 2)})
+    left = {m: Said(after=1, ready=True) for m in (0, 2)}
+    for record, said in ((Record(), {m: Said(ready=True) for m in (0, 2)}), (met, left)):
+        assert decide(record, said, rules, coming=1) == record
+        assert decide(record, said, rules).orders.proposal.members == (0, 2)
+        whole = decide(record, {**said, 3: Said(ready=True)}, rules).orders.proposal
+        assert whole.members == (0, 2, 3)
+        assert not whole.holds
+    holding = {m: replace(each, holds=1) for m, each in left.items()}
+    assert decide(met, holding, rules, coming=1).orders.proposal.members == (0, 2), "whoever has state goes on without"
+
+
 def test_two_members_and_one_newcomer_with_a_kill_at_any_moment() -> None:
     assert prove(2, 1, 1) > 200
 
