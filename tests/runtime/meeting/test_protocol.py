@@ -173,7 +173,7 @@ def ends(world: World) -> bool:
 
 
 def test_while_nobody_has_begun_all_are_waited_for() -> None:
-    """Process 1 of three was lost before there was any state: whoever comes in its place is waited for, if anybody does."""
+    """Process 1 of three was lost before there was any state: whoever comes in its place is waited for."""
     rules = Rules(3)
     met = Record(Orders(Generation(1, (0, 1, 2)), confirmed=1), {0: (), 1: (0, 1, 2)})
     left = {m: Said(after=1, ready=True) for m in (0, 2)}
