@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -187,24 +188,41 @@ def nodes(table: Table) -> None:
         two.down()
         cut = follows(_steps(run) + 2)
         time.sleep(1)
-        alone = len(two[1].ranks())
+        alone = sum(map(_is_forked, two[1].processes()))
         two.up()
         again = joined(4)
         last = _steps(run) + 3
         follows(last)
-        for pid, environment in two[0].processes().items():
-            if _JOB in environment and "RANK" in environment and "TORCHELASTIC_RUN_ID" in environment:
-                os.kill(pid, signal.SIGTERM)
+        for pid in filter(_is_supervisor, two[0].processes()):
+            os.kill(pid, signal.SIGTERM)
         codes = [process.wait(120) for process in started]
         struck = [m.loss for m in read_metrics(run / "metrics.jsonl")]
-        calm = replace(config, steps=len(struck), output=str(folder / "calm"))
-        undisturbed = [m.loss for m in chaos.run(calm).metrics]
+        # As many steps of the same schedule: a run of fewer would lower its learning rate sooner.
+        calm = chaos.run(replace(config, output=str(folder / "calm")), until=len(struck)).until(len(struck))
+        undisturbed = [m.loss for m in calm.metrics]
         apart = max(abs(a - b) for a, b in zip(struck, undisturbed, strict=True))
         table.add_row("a node is killed", f"{lost:.1f} s until a step is done; processes the same: {same}", "15 s")
         table.add_row("it is back", f"{back:.1f} s until it has joined again", "it rejoins")
         table.add_row("the link is cut", f"{cut:.1f} s until a step is done; ranks left beyond it: {alone}", "0 left")
         table.add_row("the link is back", f"{again:.1f} s until that node has joined again", "it rejoins")
         table.add_row("losses", f"{apart:.1e} from an undisturbed run's, {len(struck)} steps; exit {codes}", "rounding")
+
+
+def _is_supervisor(pid: int) -> bool:
+    """Say whether a process is what torchrun starts on a node."""
+    with suppress(OSError):
+        command = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        return b"hydragraph" in command and b"torch.distributed.run" not in command
+    return False
+
+
+def _is_forked(pid: int) -> bool:
+    """Say whether a process is a rank: its supervisor's fork server has forked it, and it has not ended."""
+    with suppress(OSError, ValueError, IndexError):
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        commands = [Path(f"/proc/{each}/cmdline").read_bytes() for each in (pid, int(fields[1]))]
+        return fields[0] not in "ZX" and all(b"multiprocessing.forkserver" in command for command in commands)
+    return False
 
 
 def _steps(run: Path) -> int:
