@@ -103,7 +103,7 @@ def _from_value(hint: Any, value: object, path: str) -> object:
 
 
 def _example(cls: type[Any]) -> str:
-    """Say how a mapping for a dataclass is written: the fields that it needs, or else its first, such as {name: ...}."""
+    """Say how a mapping for a dataclass is written: the fields that it needs or else its first: {name: ...}."""
     required = [f.name for f in fields(cls) if f.default is MISSING and f.default_factory is MISSING]
     names = required or [field.name for field in fields(cls)][:1]
     return f"{{{', '.join(f'{name}: ...' for name in names)}}}"
