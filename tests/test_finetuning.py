@@ -43,7 +43,7 @@ def train(name: str, folder: Path, *sets: str) -> list[dict[str, Any]]:
 
 
 def alone(*sets: str) -> tuple[str, ...]:
-    """One rank: what several do is tested elsewhere."""
+    """One rank, where the example says two."""
     return ("ranks=1", "strategies=<tp1,pp1>", *sets)
 
 
@@ -61,7 +61,7 @@ def test_lora_on_chats_from_the_config(tmp_path: Path, base: Path) -> None:
         "keep=20",
         "schedule.warmup=1",
     ]
-    history = train("finetune_chat_lora.yaml", tmp_path, *alone(*settings))
+    history = train("finetune_chat_lora.yaml", tmp_path, *settings)  # on two ranks, as the example says
     assert history[-1]["loss"] < history[0]["loss"] - 0.3
     assert history[0]["tokens"] < 192 / 2, "what users say does not count"
     adapters = sorted(path.name for path in (tmp_path / "run" / "model").iterdir())
@@ -89,10 +89,9 @@ def test_all_weights_of_a_bfloat16_directory_on_pairs(tmp_path: Path, base: Path
         f"model.path={base}",
         f'data.paths=["{data}"]',
         "optimizer.lr=1e-2",
-        "dtype=float32",
         "schedule.warmup=1",
     ]
-    history = train("finetune_full.yaml", tmp_path, *alone(*settings))
+    history = train("finetune_full.yaml", tmp_path, *alone(*settings))  # in bfloat16, as the example says
     assert history[-1]["loss"] < history[0]["loss"] - 1
     # The first loss is that of the model itself on the completion alone, told by transformers.
     plain = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
@@ -100,7 +99,7 @@ def test_all_weights_of_a_bfloat16_directory_on_pairs(tmp_path: Path, base: Path
     prompt, answer = encoder("what is one and two")["input_ids"], encoder(" it is three")["input_ids"]
     labels = torch.tensor([[-100] * len(prompt) + [*answer, 0]])
     expected = plain(input_ids=torch.tensor([[*prompt, *answer, 0]]), labels=labels).loss.item()
-    assert history[0]["loss"] == pytest.approx(expected, rel=1e-5)
+    assert history[0]["loss"] == pytest.approx(expected, rel=1e-2), "computed in bfloat16, which has 8 bits"
     to = tmp_path / "bf16"
     assert run("export", tmp_path / "run", "--dtype", "bfloat16", "--to", to).exit_code == 0
     again = AutoModelForCausalLM.from_pretrained(to)

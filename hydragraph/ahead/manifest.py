@@ -168,7 +168,8 @@ def _manifest_of(value: object) -> Manifest:
 
 def _mapping(value: object, where: str) -> Mapping[str, Any]:
     if not isinstance(value, dict):
-        raise Malformed(f"{NAME}: {where}: expected a mapping")
+        example = '{"NAME": ...}, as hydragraph compile writes it'
+        raise Malformed(f"{NAME}: {where}: expected a mapping of names, but it is {value!r:.80}: give {example}")
     return value
 
 

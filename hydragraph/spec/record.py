@@ -59,7 +59,8 @@ def from_record(cls: type[Record], data: object, path: str = "", name: str = "")
     where = path or name or cls.__name__.lower()
     names = [field.name for field in fields(cls)]
     if not isinstance(data, dict):
-        raise ValueError(f"{where}: expected a mapping with {', '.join(names)}, but it is {data!r}")
+        example = _example(cls)
+        raise ValueError(f"{where}: expected a mapping with {', '.join(names)}, but it is {data!r:.80}: give {example}")
     for name in data:
         if name not in names:
             close = get_close_matches(str(name), names, n=1)
@@ -89,7 +90,9 @@ def _from_value(hint: Any, value: object, path: str) -> object:
         return from_record(hint, value, path)
     if get_origin(hint) is Mapping and is_dataclass(item := get_args(hint)[1]) and isinstance(item, type):
         if not isinstance(value, dict):
-            raise ValueError(f"{path}: expected a mapping of names, but it is {value!r}")
+            raise ValueError(
+                f"{path}: expected a mapping of names, but it is {value!r:.80}: give {{NAME: {_example(item)}}}"
+            )
         return {str(key): from_record(item, entry, f"{path}.{key}") for key, entry in value.items()}
     item = get_args(hint)[0] if get_origin(hint) is tuple else None
     if not (is_dataclass(item) and isinstance(item, type)):
@@ -97,6 +100,13 @@ def _from_value(hint: Any, value: object, path: str) -> object:
     if not isinstance(value, list | tuple):
         raise ValueError(f"{path}: expected a list, but it is {value!r}")
     return tuple(from_record(item, entry, f"{path}[{i}]") for i, entry in enumerate(value))
+
+
+def _example(cls: type[Any]) -> str:
+    """Say how a mapping for a dataclass is written: the fields that it needs or else its first: {name: ...}."""
+    required = [f.name for f in fields(cls) if f.default is MISSING and f.default_factory is MISSING]
+    names = required or [field.name for field in fields(cls)][:1]
+    return f"{{{', '.join(f'{name}: ...' for name in names)}}}"
 
 
 def to_record(value: Any) -> Any:

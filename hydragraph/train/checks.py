@@ -106,6 +106,11 @@ def remarks(
             f"data.tokens_per_step is {config.data.tokens_per_step:,}, and all the data has {tokens:,} tokens: "
             f"each step passes over it {passes:.1f} times"
         )
+    elif config.epochs is None and (budget := config.steps * config.data.tokens_per_step) > tokens:
+        yield (
+            f"{config.steps:,} steps of {config.data.tokens_per_step:,} tokens are {budget:,}, and all the data has "
+            f"{tokens:,}: the run passes over it about {budget / tokens:.1f} times"
+        )
     rates = {m.p for m in model.modules() if isinstance(m, nn.Dropout) and m.p}
     if rates and not model.training:
         said = " and ".join(f"{rate:g}" for rate in sorted(rates))

@@ -164,8 +164,16 @@ def _make_tokenizer(config: TrainConfig, existing: Path | None, directory: Path,
     else:
         chats = any("chat" in corpus.formats(_paths(s), s.suffixes, s.fields) for s in data.sources)
         special = (tokenizer.END_OF_TEXT, *(CHATML_TOKENS if chats else ()))
-        texts = chain.from_iterable(corpus.texts(_paths(s), s.suffixes, s.fields) for s in data.sources)
-        encoder = tokenizer.train_bpe(_counted(texts, "training a tokenizer", progress), data.vocab_size, special)
+        readings = [(s, corpus.CorpusReport()) for s in data.sources]
+        texts = chain.from_iterable(corpus.texts(_paths(s), s.suffixes, s.fields, report) for s, report in readings)
+        sizes = sum(path.stat().st_size for s in data.sources for path in corpus.files(_paths(s), s.suffixes))
+        counted = _counted(
+            texts,
+            "training a tokenizer",
+            progress,
+            lambda: min(sum(report.read for _, report in readings) / max(sizes, 1), 1.0),
+        )
+        encoder = tokenizer.train_bpe(counted, data.vocab_size, special)
         tokenizer.save(encoder, directory)
         template = template or ("chatml" if chats else None)
     if template is not None:
@@ -242,7 +250,12 @@ def verify(config: TrainConfig, directory: Path, progress: Progress | None = Non
     """
     report = progress or (lambda what, done, part: None)
     for name in _token_files(config.data):
-        TokenFile.open(directory / name).verify(lambda done: report("checking the token file", done, 0.0))
+        file = TokenFile.open(directory / name)
+
+        def told(done: int, documents: int = len(file)) -> None:
+            report("checking the token file", done, done / max(documents, 1))
+
+        file.verify(told)
 
 
 def _token_files(data: DataConfig) -> dict[str, SourceConfig]:
@@ -394,11 +407,12 @@ def _key(config: TrainConfig, existing: Path | None) -> str:
     return hashlib.sha256(content.encode()).hexdigest()[:16]
 
 
-def _counted(texts: Iterable[str], what: str, progress: Progress) -> Iterator[str]:
-    """Yield texts, reporting every hundredth."""
+def _counted(texts: Iterable[str], what: str, progress: Progress, part: Callable[[], float]) -> Iterator[str]:
+    """Yield texts, reporting every hundredth and which part of all texts is read."""
     count = 0
     for count, text in enumerate(texts, start=1):
         if count % 100 == 0:
-            progress(what, count, 0.0)
+            progress(what, count, part())
         yield text
-    progress(what, count, 0.0)
+    progress(what, count, 1.0)
+    progress("merging what the tokenizer found", 0, 0.0)

@@ -313,6 +313,7 @@ def _session(
     tokens = shared_tokens(config, world, watcher)
     model = _model(config, tokens)
     strategies = () if config.automatic else read_strategies(config.strategies, model, world.ranks)
+    given = config
     config = replace(config, steps=steps_of(config, mini_batches(config, tokens)), epochs=None)
     if start.last is not None and start.last.step > config.steps:
         raise ValueError(f"{start.last.path} is past the last step, {config.steps}: set epochs to more")
@@ -320,7 +321,7 @@ def _session(
     batches = anew()
     evaluation = evaluation_batches(config, tokens) if config.evaluate_every else {}
     if leader is not None:
-        for sentence in remarks(config, model, strategies, world.ranks, batches):
+        for sentence in remarks(given, model, strategies, world.ranks, batches):
             leader.note(sentence)
     executor = _compiled(config, compile, model, strategies, tokens, world)
     if config.model.weights is not None and start.last is None:

@@ -48,15 +48,22 @@ FILES = [NAME, "program.json", "graphs/layer.0.tp1.json", "graphs/head.tp1.json"
 WAYS = ("flip", "cut", "add", "remove", "rename", "empty")
 
 
-def test_a_manifest_without_versions_is_refused(whole: Path, place: Path) -> None:
-    copied = place / "unversioned"
+@pytest.mark.parametrize(
+    ("versions", "why"),
+    [
+        ({}, "does not say with which version of hydragraph"),
+        ([], r'versions: expected a mapping of names, but it is \[\]: give {"NAME": ...}'),
+    ],
+)
+def test_a_manifest_without_versions_is_refused(versions: Any, why: str, whole: Path, tmp_path: Path) -> None:
+    copied = tmp_path / "unversioned"
     shutil.copytree(whole, copied)
 
     def change(signed: Any) -> None:
-        signed["versions"] = {}
+        signed["versions"] = versions
 
     resign(copied, change)
-    with pytest.raises(Refused, match="does not say with which version of hydragraph"):
+    with pytest.raises(Refused, match=why):
         load(copied)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,11 @@ class Tree:
     label: str = "oak"
 
 
+@dataclass(frozen=True)
+class Garden:
+    trees: Mapping[str, Tree]
+
+
 leaves = st.builds(Leaf, st.text(max_size=5), st.floats(0, 1e9))
 trees = st.builds(Tree, leaves, st.lists(leaves, max_size=3).map(tuple), st.sampled_from(["oak", "elm"]))
 
@@ -55,7 +61,8 @@ def test_flow_yaml_is_one_line_however_long() -> None:
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        ([], "tree: expected a mapping with trunk, leaves, label, but it is []"),
+        ([], "tree: expected a mapping with trunk, leaves, label, but it is []: give {trunk: ...}"),
+        ({"trunk": 3}, "trunk: expected a mapping with name, weight, but it is 3: give {name: ...}"),
         ({"trunk": {"name": "a"}, "labell": 1}, "tree: unknown field 'labell': did you mean 'label'?"),
         ({"trunk": {"name": "a"}, "zzz": 1}, "tree: unknown field 'zzz': known fields are trunk, leaves, label"),
         ({}, "tree: missing field 'trunk'"),
@@ -71,6 +78,13 @@ def test_errors_name_the_path(data: Any, message: str, tmp_path: Path) -> None:
     path.write_text(flow_yaml(data))
     with pytest.raises(ValueError, match=re.escape(f"{path}: {message}")):
         load_record(Tree, path)
+
+
+def test_a_mapping_of_names_is_shown_by_an_example() -> None:
+    with pytest.raises(
+        ValueError, match=r"^trees: expected a mapping of names, but it is 3: give {NAME: {trunk: ...}}$"
+    ):
+        from_record(Garden, {"trees": 3})
 
 
 @pytest.mark.parametrize("number", ["1e3", "1E3", "+1.0e3", ".1e+4", "1.e3", "1000"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -138,6 +139,10 @@ def test_what_may_not_be_meant_is_remarked(tmp_path: Path) -> None:
     strategies = read_strategies(settings.strategies, model, 2)
     said = list(remarks(settings, model, strategies, 2, batches))
     assert re.search(r"each step passes over it \d+\.\d times", said[0])
+    small = replace(settings, steps=30, data=replace(settings.data, tokens_per_step=16, max_length=16))
+    budget = next(remarks(small, model, strategies, 2, batches))
+    assert re.fullmatch(r"30 steps of .* and all the data has .*: the run passes over it about [23]\.\d times", budget)
+    assert "passes" not in next(remarks(replace(small, steps=0, epochs=3), model, strategies, 2, batches))
     assert "dropout of 0.1, which is left out" in said[1]
     assert said[2:] == [
         "strategies[0]: rank 1 would be idle",

@@ -42,6 +42,7 @@ def test_any_value_is_taken_or_refused_by_name(path: str, name: str, tmp_path: P
     for value in VALUES:
         sentence, config = outcome(placed(tmp_path, path, name, value))
         assert config is not None or name in sentence or section in sentence, f"{value!r}: {sentence}"
+        assert "\n" not in sentence, f"{value!r} is refused in one line"
         if config is not None:
             config.save(tmp_path / "saved.yaml")
             assert TrainConfig.load(tmp_path / "saved.yaml") == config, f"{value!r} is saved and read back"

@@ -240,6 +240,21 @@ def test_documents_that_are_too_long_are_refused_by_place(tmp_path: Path) -> Non
     assert 4 not in dropped.chunks.documents
 
 
+def test_how_much_is_left_is_known_of_the_tokenizer_of_several_corpora_and_of_checking(tmp_path: Path) -> None:
+    sources = []
+    for name in ("a", "b"):
+        path = tmp_path / f"{name}.jsonl"
+        path.write_text((json.dumps({"text": "one two three"}) + "\n") * 200)
+        sources.append({"paths": [str(path)], "weight": 1})
+    run = config(tmp_path, paths=[], mixture=sources, vocab_size=300)
+    seen: list[tuple[str, int, float]] = []
+    verify(run, prepare(run, lambda *told: seen.append(told)), lambda *told: seen.append(told))
+    learning = [(done, part) for what, done, part in seen if what == "training a tokenizer"]
+    assert [done for done, _ in learning] == [100, 200, 300, 400, 400]
+    assert [part for _, part in learning] == pytest.approx([done / 400 for done, _ in learning], abs=0.01)
+    assert seen[-1] == ("checking the token file", 200, 1.0)
+
+
 def test_a_preparation_that_is_interrupted_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = config(tmp_path, paths=[chat_file(tmp_path)], vocab_size=320)
     monkeypatch.setattr(token_file, "_BATCH_DOCUMENTS", 8)
