@@ -4,8 +4,10 @@ TORCH ?= torch==2.13.0
 
 BIN := .venv/bin
 STAMP := .venv/.complete
-# Bytecode is kept, whatever the environment says: tests start many processes.
-PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+# Tests start many processes: as many run at once as there are cores, up to 4, and bytecode is kept, whatever the
+# environment says.
+WORKERS ?= $(shell $(PYTHON) -c 'import os; print(min(4, max(2, os.cpu_count() or 2)))')
+PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
