@@ -79,7 +79,7 @@ def test_what_a_run_says_is_in_its_page() -> None:
 
 
 def test_benchmarks_find_their_imports_however_they_are_run() -> None:
-    """`python benchmarks/x.py` puts only that folder on the path: one that imports its neighbours says where they are."""
+    """`python benchmarks/x.py` puts only its folder on the path; one that imports its neighbours says where."""
     folder = "sys.path.insert(0, str(Path(__file__).parents[1]))"
     neighbours = re.compile(r"^ *(?:from|import) (?:tests|benchmarks)\b", re.MULTILINE)
     scripts = {p: p.read_text() for p in sorted((ROOT / "benchmarks").glob("*.py"))}
@@ -89,4 +89,5 @@ def test_benchmarks_find_their_imports_however_they_are_run() -> None:
         text = scripts[ROOT / "benchmarks" / name]
         told = text.find(folder)
         inside = text[place] == " "  # in a function that main() calls after it has said so
-        assert told >= 0 and (inside or told < place), f"benchmarks/{name} imports a neighbour before it says where"
+        assert told >= 0, name
+        assert inside or told < place, f"benchmarks/{name} imports a neighbour before it says where"
