@@ -181,7 +181,8 @@ def candidates_of(
     """Return the strategies to choose from, each checked.
 
     Args:
-        given: one, several, or "auto": proposed for the data. A text is read for the model's layers.
+        given: one, several, or "auto": proposed for the data, or planned for devices that differ. A text is read for
+            the model's layers.
         batches: sequence lengths of sample mini-batches; "auto" needs them.
         home: where state lives, by which "auto" judges what fits; None: in equal shares.
         passed: strategies that another rank of this run has checked for the same program.
@@ -206,12 +207,9 @@ def candidates_of(
                 "mini-batches), or a list of strategies",
             )
         if isinstance(profile, Costs):
-            raise Unsupported(
-                'strategy="auto" with costs, whose devices may differ',
-                where="compile",
-                remedy="plan before: plan = hg.plan(costs, workload), and pass plan.strategies and home=plan.home",
-            )
-        found = proposed(program, ranks, profile, batches, home)
+            found = planned_for(program, profile, batches, home)
+        else:
+            found = proposed(program, ranks, profile, batches, home)
     elif isinstance(several, Sequence) and several and all(isinstance(s, Strategy | str) for s in several):
         found = tuple(dict.fromkeys(strategy_for(s, program) for s in several))
     else:
@@ -250,6 +248,33 @@ def proposed(
     return tuple(strategy_of(s, program.layers) for s in best)
 
 
+def planned_for(
+    program: Program, costs: Costs, batches: Sequence[Sequence[int]], home: Home | None = None
+) -> tuple[Strategy, ...]:
+    """Return what `hg.plan` finds for devices that differ and a sample, the best first; state stays in its home.
+
+    Raises:
+        Unsupported: nothing fits these devices, or nothing that does can run this model.
+    """
+    from hydragraph.planner.uneven.planning import plan
+    from hydragraph.planner.workload import Workload
+
+    sample = tuple(lengths for batch in batches[:SAMPLE] if (lengths := tuple(n for n in batch if n)))
+    found = plan(costs.changed(home=home), Workload(lengths=sample)).strategies
+    able = tuple(strategy for strategy in found if _runs(program, strategy, costs.ranks))
+    if not able:
+        check_strategy(program, found[0], costs.ranks)  # which says why not
+    return able
+
+
+def _runs(program: Program, strategy: Strategy, ranks: int) -> bool:
+    try:
+        check_strategy(program, strategy, ranks)
+    except ValueError:
+        return False
+    return True
+
+
 def strategy_of(schemes: Sequence[Scheme], layers: int) -> Strategy:
     """Return pipelines of these schemes on devices 0, 1, ..., layers split evenly."""
     return Strategy.parse(" + ".join(f"<tp{tp},pp{pp}>" for tp, pp in schemes), layers=layers)
@@ -258,11 +283,7 @@ def strategy_of(schemes: Sequence[Scheme], layers: int) -> Strategy:
 def _fits(program: Program, scheme: Scheme) -> bool:
     if scheme[1] > program.layers:
         return False
-    try:
-        check_strategy(program, strategy_of([scheme], program.layers), scheme[0] * scheme[1])
-    except ValueError:
-        return False
-    return True
+    return _runs(program, strategy_of([scheme], program.layers), scheme[0] * scheme[1])
 
 
 def request_of(

@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 from hydragraph import log
+from hydragraph.errors import EndedElsewhere
 from hydragraph.runtime.crew import Context, RankHandle, Stops, dismiss, outcome_of, start
 from hydragraph.runtime.kept import KEPT
 from hydragraph.runtime.meeting.nodes import BEAT_S, Ended, Kill, Leaving, Link, Nodes, Over, Start, Stop, reach
@@ -52,7 +53,7 @@ class Deputy:
             arrival_s, back_s: seconds to wait for the leader at first, and once it is heard no more.
 
         Raises:
-            RuntimeError: the work has failed.
+            EndedElsewhere: the work has failed.
             ConnectionError: the leader is heard no more.
         """
         before = self._listen()
@@ -61,7 +62,7 @@ class Deputy:
             while (link := self._reach(patience_s)) is not None:
                 over = self._serve(link)
                 if over is not None and over.error:
-                    raise RuntimeError(f"the first node has ended the run: {over.error}")
+                    raise EndedElsewhere(f"the first node has ended the run: {over.error}")
                 if over is not None and not over.again:
                     return
                 patience_s = back_s
