@@ -342,7 +342,7 @@ class Elastic:
     def returned(self) -> None:
         """Tell the supervisor of the first machine, as its operator would."""
         for pid, environment in self._nodes[0].processes().items():
-            if _JOB in environment and _is_supervisor(pid):
+            if _JOB in environment and _is_supervisor(pid):  # the ranks that it has forked do not mind
                 os.kill(pid, signal.SIGUSR1)
 
     def over(self) -> bool:
