@@ -79,8 +79,8 @@ class Deputy:
     def _listen(self) -> dict[int, Any]:
         if threading.current_thread() is not threading.main_thread():
             return {}
-        before = {number: signal.signal(number, self._asked) for number in (signal.SIGTERM, signal.SIGINT)}
-        return before | {signal.SIGUSR1: signal.signal(signal.SIGUSR1, self._repaired)}
+        handlers = {signal.SIGTERM: self._asked, signal.SIGINT: self._asked, signal.SIGUSR1: self._repaired}
+        return {number: signal.signal(number, handler) for number, handler in handlers.items()}
 
     def _repaired(self, number: int, frame: object) -> None:
         self._back = True
