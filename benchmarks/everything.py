@@ -367,6 +367,7 @@ class Restarted:
     ) -> None:
         self.name = name
         self._nodes, self._folder, self._command, self._again = nodes, folder, command, again
+        self._program = command[RANKS][:4]  # which neither its own helpers nor those that started it begin with
         self._port = 29600
         self._started: dict[int, subprocess.Popen[bytes]] = {}
         self._start(RANKS, ())
@@ -395,15 +396,18 @@ class Restarted:
         """Return the machine and the process id of every rank."""
         found = {}
         for node in self._nodes:
-            for rank, pid in node.ranks().items():
-                found[rank] = (node.number, pid)
+            for pid, environment in node.processes().items():
+                if _JOB in environment and _words(pid)[: len(self._program)] == self._program:
+                    found[int(environment["RANK"])] = (node.number, pid)
         return found
 
     def lost(self) -> None:
         """End the others at once, and start three from the newest checkpoint."""
-        for _, pid in self.ranks().values():
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        for node in self._nodes:
+            for pid, environment in node.processes().items():
+                if _JOB in environment:
+                    with suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
         self._wait()
         self._start(RANKS - 1, self._again)
 
@@ -456,10 +460,15 @@ def _outside(nodes: TwoNodes) -> dict[tuple[int, int], int]:
 
 def _is_supervisor(pid: int) -> bool:
     """Say whether a process is what torchrun starts on a machine."""
+    words = _words(pid)
+    return "hydragraph" in words and "torch.distributed.run" not in words
+
+
+def _words(pid: int) -> list[str]:
+    """Return the command of a process; nothing where it has gone."""
     with suppress(OSError):
-        command = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-        return b"hydragraph" in command and b"torch.distributed.run" not in command
-    return False
+        return Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")
+    return []
 
 
 def _threads() -> dict[str, str]:

@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from hydragraph.cost.costs import Costs
 from hydragraph.cost.profile import Profile, Scheme
@@ -21,6 +21,7 @@ from hydragraph.planner.quick import assign, rough_costs
 from hydragraph.planner.request import PlanRequest
 from hydragraph.runtime.failure.watch import agreed
 from hydragraph.runtime.groups import Groups
+from hydragraph.runtime.launch import World
 from hydragraph.spec.assignment import Assignment
 from hydragraph.spec.home import Home
 from hydragraph.spec.strategy import Strategy
@@ -221,6 +222,27 @@ def candidates_of(
     for strategy in found:
         if strategy not in passed:
             check_strategy(program, strategy, ranks)
+    return found
+
+
+def candidates_among(world: World, given: Choices, *how: Any) -> tuple[Strategy, ...]:
+    """Return `candidates_of(given, *how)` on every rank of a world; what "auto" finds rank 0 searches for alone.
+
+    Raises:
+        ValueError: as `candidates_of`, on all ranks.
+    """
+    if not (isinstance(given, str) and given == "auto"):
+        return candidates_of(given, *how)
+    found: tuple[Strategy, ...] | ValueError | None = None
+    if world.rank == 0:
+        try:
+            found = candidates_of(given, *how)
+        except ValueError as refused:
+            found = refused
+    found = world.gather(found)[0]
+    if isinstance(found, ValueError):
+        raise found
+    assert found is not None, "rank 0 searches"
     return found
 
 

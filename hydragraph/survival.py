@@ -18,7 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from hydragraph.candidates import candidates_of, strategy_for
+from hydragraph.candidates import candidates_among, strategy_for
 from hydragraph.cost.costs import Costs
 from hydragraph.cost.profile import Profile
 from hydragraph.errors import RankFailure, Stopped, TooFewRanks, Unsupported
@@ -144,8 +144,8 @@ def _move(exe: Executable, member: Member, generation: Generation, newest: Calla
     going = [generation.members.index(m) for m in generation.leaving]
     home = home_for(exe.wanted_home, [peer.seat for peer in peers], going)
     profile = costs_for(exe.given_profile, [peer.seat for peer in peers], home)
-    strategies = strategies_for(exe, world, home, profile)
     with world.calling("meet"):
+        strategies = strategies_for(exe, world, home, profile)
         restore = world.gather(newest() if world.rank == 0 else None)[0]
     moved = exe.move(world, home, generation.before, restore, strategies, profile)
     came = moved.received
@@ -162,7 +162,7 @@ def strategies_for(exe: Executable, world: World, home: Home, profile: Profile |
     """
     given, lengths = exe.given, exe.planning.lengths
     if isinstance(given, str) and given == "auto":
-        return candidates_of("auto", exe.program, world.ranks, profile, lengths, home)
+        return candidates_among(world, "auto", exe.program, world.ranks, profile, lengths, home)
     several = [given] if isinstance(given, Strategy | str) else given
     known = [strategy_for(each, exe.program) for each in several]
 
@@ -175,7 +175,7 @@ def strategies_for(exe: Executable, world: World, home: Home, profile: Profile |
 
     if isinstance(profile, Costs) and lengths and not any(map(fits, known)):
         with suppress(Unsupported):  # by the costs nothing fits; what is like the first one may all the same
-            planned = candidates_of("auto", exe.program, world.ranks, profile, lengths, home)
+            planned = candidates_among(world, "auto", exe.program, world.ranks, profile, lengths, home)
             known = [strategy for strategy in planned if fits(strategy)] or known
     return refit(known, world.ranks, exe.program.layers, fits)
 

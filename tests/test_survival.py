@@ -234,7 +234,7 @@ def test_where_nothing_given_fits_devices_that_differ_are_planned_for() -> None:
         planning=Planning(lengths=lengths),
         check=lambda strategy, ranks: check_strategy(program, strategy, ranks),
     )
-    world: Any = SimpleNamespace(ranks=3)
+    world: Any = SimpleNamespace(ranks=3, rank=0, gather=lambda value: [value])
     best = hg.plan(left, hg.Workload(lengths=lengths)).strategies
     assert strategies_for(exe, world, hg.Home(), left) == best
     exe.given = "auto"
