@@ -78,6 +78,7 @@ TAIL = 1.4  # of the Pareto distribution of lengths
 SHORTEST = 48
 AGREE = 1e-3  # of a loss, over all steps
 HANGS_S = 180.0  # without a step
+BEGINS_S = 2.0  # for processes to be seen
 _JOB = "HYDRAGRAPH_BENCHMARK_JOB"  # in the environment of what a node runs for this
 
 
@@ -373,6 +374,7 @@ class Restarted:
         self._start(RANKS, ())
 
     def _start(self, ranks: int, words: Sequence[str]) -> None:
+        self._begun = time.monotonic()
         self._port += 1
         self._places = [0, 0, 1, 1] if ranks == RANKS else [0, 1, 1]  # the lost device is of the first machine
         for rank, number in enumerate(self._places):
@@ -420,13 +422,18 @@ class Restarted:
         self._start(RANKS, self._again)
 
     def _wait(self) -> None:
+        """Return once all have ended; what started them is stopped where they were, and then never hears of it."""
+        end = time.monotonic() + HANGS_S
+        while not self.over() and time.monotonic() < end:
+            time.sleep(0.02)
         for process in self._started.values():
-            process.wait(60)
+            process.kill()
+            process.wait()
         self._started.clear()
 
     def over(self) -> bool:
         """Say whether it has ended."""
-        return all(process.poll() is not None for process in self._started.values())
+        return time.monotonic() > self._begun + BEGINS_S and not self.ranks()
 
     def said(self) -> str:
         """Return its last words."""

@@ -94,10 +94,15 @@ def test_any_byte_of_any_file_counts(whole: Path, place: Path, data: st.DataObje
         load(copied)
 
 
-def test_a_whole_folder_loads_and_so_it_does_beside_files_that_nobody_reads(folder: Path) -> None:
+@pytest.mark.parametrize("more", ["notes.txt", "graphs/notes.txt", "strategies/link"])
+def test_a_whole_folder_loads_and_one_that_holds_more_does_not(folder: Path, more: str) -> None:
     assert load(folder).manifest.text() == (folder / NAME).read_text()
-    (folder / "notes.txt").write_text("of mine")
-    load(folder)
+    if more.endswith("link"):
+        (folder / more).symlink_to(folder / "graphs")
+    else:
+        (folder / more).write_text("of mine")
+    with pytest.raises(Refused, match=f"it holds {more}, which {NAME} does not name; remove it"):
+        load(folder)
 
 
 @pytest.mark.parametrize(
