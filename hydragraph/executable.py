@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from hydragraph import log
 from hydragraph.ahead.load import Compiled
-from hydragraph.candidates import Choices, Chooser, Planning, candidates_of, request_of, strategy_for
+from hydragraph.candidates import Choices, Chooser, Planning, candidates_among, candidates_of, request_of, strategy_for
 from hydragraph.check.stages import StageCheck
 from hydragraph.cost.costs import Costs
 from hydragraph.cost.profile import Profile
@@ -235,7 +235,8 @@ class Executable:
             self._check_sums([strategy_for(each, program) for each in several])
         if not joining:
             known = self._variants.strategies
-            self.strategies = candidates_of(given, program, world.ranks, plans.profile, plans.lengths, home, known)
+            how = (program, world.ranks, plans.profile, plans.lengths, home, known)
+            self.strategies = candidates_among(world, given, *how)
             self._check_sums(self.strategies)
             self._held = self._begin_session(world, home or Home(), fill)
             self._choose()
