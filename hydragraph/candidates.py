@@ -247,8 +247,16 @@ def candidates_among(world: World, given: Choices, *how: Any) -> tuple[Strategy,
 
 
 def strategy_for(given: Strategy | str, program: Program) -> Strategy:
-    """Return a strategy, read for the program's layers if it is a text."""
-    return Strategy.parse(given, program.layers) if isinstance(given, str) else given
+    """Return a strategy, read for the program's layers if it is a text.
+
+    Raises:
+        ValueError: it is neither, or no text of a strategy.
+    """
+    if isinstance(given, Strategy):
+        return given
+    if not isinstance(given, str):
+        raise ValueError(f"strategy is {given!r}; pass a Strategy, or its text such as '<tp2,pp1>'")
+    return Strategy.parse(given, program.layers)
 
 
 def proposed(
