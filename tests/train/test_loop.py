@@ -23,6 +23,7 @@ from hydragraph.train.data import evaluation_batches, open_tokens, prepare
 from hydragraph.train.folder import Checkpoint, RunFolder
 from hydragraph.train.loop import _changes_of, _Course, _lead, _resumed, _Run, train
 from hydragraph.train.metrics import Metrics, read_metrics
+from tests.cost import priced
 from tests.train.plain import PlainExecutor, Watched, compile_plain, settings
 
 
