@@ -368,7 +368,7 @@ class Restarted:
     ) -> None:
         self.name = name
         self._nodes, self._folder, self._command, self._again = nodes, folder, command, again
-        self._program = command[RANKS][:4]  # which neither its own helpers nor those that started it begin with
+        self._program = command[RANKS][:2]  # which neither its own helpers nor those that started it begin with
         self._port = 29600
         self._started: dict[int, subprocess.Popen[bytes]] = {}
         self._start(RANKS, ())
