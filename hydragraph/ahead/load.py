@@ -22,6 +22,7 @@ from hydragraph.ahead.manifest import (
     read_file,
     read_json,
     read_manifest,
+    refuse_unnamed,
     version_of,
 )
 from hydragraph.ahead.model_record import ModelRecord, differences
@@ -114,6 +115,7 @@ def load(
             f"start {manifest.ranks}, or write it anew: hydragraph compile CONFIG --ranks {ranks} --output {folder}"
         )
         raise Refused(folder, f"it was compiled for {manifest.ranks} ranks, and there are {ranks}", remedy)
+    refuse_unnamed(folder, manifest.files)
     contents = {path: read_file(folder, path, manifest.files) for path in manifest.files}
     missing = {PROGRAM, *(entry.file for entry in manifest.variants.values())} - contents.keys()
     if missing:

@@ -129,6 +129,9 @@ def read_manifest(folder: Path) -> Manifest:
         Refused: there is none, it was changed, or a later hydragraph wrote it.
     """
     try:
+        # A pipe never ends, and a link may lead anywhere.
+        if (folder / NAME).is_symlink() or ((folder / NAME).exists() and not (folder / NAME).is_file()):
+            raise Refused(folder, f"its {NAME} is a link, or no plain file")
         written = (folder / NAME).read_bytes()
     except OSError as error:
         why = error.strerror or str(error)
@@ -204,6 +207,23 @@ def _file(content: bytes) -> File:
     return File(len(content), hashlib.sha256(content).hexdigest())
 
 
+def refuse_unnamed(folder: Path, files: Mapping[str, File]) -> None:
+    """Refuse a folder that holds something else than the manifest's files, by its name.
+
+    What nobody reads today could be read tomorrow, or by a person who takes it for a part of what was checked.
+
+    Raises:
+        Refused: there is another file, or a link, a pipe or a device.
+    """
+    for place, folders, names in os.walk(folder):
+        here = Path(place)
+        for name in sorted([*names, *(each for each in folders if (here / each).is_symlink())]):
+            path = (here / name).relative_to(folder).as_posix()
+            if path != NAME and path not in files:
+                remedy = f"remove it, or write the folder anew: hydragraph compile CONFIG --output {folder}"
+                raise Refused(folder, f"it holds {path:.200}, which {NAME} does not name", remedy)
+
+
 def read_file(folder: Path, path: str, files: Mapping[str, File]) -> bytes:
     """Return the content of a file, which must be what the manifest says.
 
@@ -219,8 +239,8 @@ def read_file(folder: Path, path: str, files: Mapping[str, File]) -> bytes:
     place = folder.joinpath(*parts)
     try:
         # A link may lead out of the folder, and a pipe or a device never ends.
-        if not place.resolve(strict=True).is_relative_to(folder.resolve()) or not place.is_file():
-            raise Refused(folder, f"{path} leads out of the folder, or is no plain file")
+        if place.is_symlink() or not place.resolve(strict=True).is_relative_to(folder.resolve()) or not place.is_file():
+            raise Refused(folder, f"{path} is a link, leads out of the folder, or is no plain file")
         if expected.bytes > LARGEST_FILE or os.stat(place).st_size != expected.bytes:
             raise Refused(folder, f"{path} has {os.stat(place).st_size} bytes, and {NAME} says {expected.bytes}")
         content = place.read_bytes()
