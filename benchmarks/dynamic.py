@@ -29,6 +29,8 @@ from datetime import timedelta
 from pathlib import Path
 from statistics import median
 
+sys.path.insert(0, str(Path(__file__).parents[1]))  # run by its path, this file knows only its own folder
+
 import numpy as np
 import torch
 import torch.distributed as dist

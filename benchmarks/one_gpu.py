@@ -14,6 +14,8 @@ import tempfile
 from dataclasses import replace
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[1]))  # run by its path, this file knows only its own folder
+
 from rich.console import Console
 from rich.table import Table
 

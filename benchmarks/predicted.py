@@ -13,12 +13,15 @@ from __future__ import annotations
 
 import os
 import platform
+import sys
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from statistics import fmean, median
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # run by its path, this file knows only its own folder
 
 import torch
 from rich.console import Console

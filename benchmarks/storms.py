@@ -22,6 +22,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[1]))  # run by its path, this file knows only its own folder
+
 from rich.console import Console
 from rich.table import Table
 

@@ -1,7 +1,7 @@
 """What a slow link between two nodes costs hydragraph, FSDP2 and DDP: all take turns in one run on both nodes.
 
-    python -m benchmarks.two_nodes                          # one rank per node, at 100 and 400 Mbit/s
-    python -m benchmarks.two_nodes --per-node 2 --rates 400
+    python benchmarks/two_nodes.py                          # one rank per node, at 100 and 400 Mbit/s
+    python benchmarks/two_nodes.py --per-node 2 --rates 400
 
 The nodes are network namespaces of this machine, joined by a link that tc makes slow (needs root; `tests/nodes.py`).
 Both share its cores: computing takes as long as on one machine with so many ranks, and only the link is slow.
@@ -26,6 +26,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from json import dumps, loads
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # run by its path, this file knows only its own folder
 
 import torch
 import torch.distributed as dist

@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from hydragraph.cost.costs import Costs
 from hydragraph.cost.profile import Profile, Scheme
@@ -21,6 +21,7 @@ from hydragraph.planner.quick import assign, rough_costs
 from hydragraph.planner.request import PlanRequest
 from hydragraph.runtime.failure.watch import agreed
 from hydragraph.runtime.groups import Groups
+from hydragraph.runtime.launch import World
 from hydragraph.spec.assignment import Assignment
 from hydragraph.spec.home import Home
 from hydragraph.spec.strategy import Strategy
@@ -181,7 +182,8 @@ def candidates_of(
     """Return the strategies to choose from, each checked.
 
     Args:
-        given: one, several, or "auto": proposed for the data. A text is read for the model's layers.
+        given: one, several, or "auto": proposed for the data, or planned for devices that differ. A text is read for
+            the model's layers.
         batches: sequence lengths of sample mini-batches; "auto" needs them.
         home: where state lives, by which "auto" judges what fits; None: in equal shares.
         passed: strategies that another rank of this run has checked for the same program.
@@ -206,12 +208,9 @@ def candidates_of(
                 "mini-batches), or a list of strategies",
             )
         if isinstance(profile, Costs):
-            raise Unsupported(
-                'strategy="auto" with costs, whose devices may differ',
-                where="compile",
-                remedy="plan before: plan = hg.plan(costs, workload), and pass plan.strategies and home=plan.home",
-            )
-        found = proposed(program, ranks, profile, batches, home)
+            found = planned_for(program, profile, batches, home)
+        else:
+            found = proposed(program, ranks, profile, batches, home)
     elif isinstance(several, Sequence) and several and all(isinstance(s, Strategy | str) for s in several):
         found = tuple(dict.fromkeys(strategy_for(s, program) for s in several))
     else:
@@ -226,9 +225,38 @@ def candidates_of(
     return found
 
 
+def candidates_among(world: World, given: Choices, *how: Any) -> tuple[Strategy, ...]:
+    """Return `candidates_of(given, *how)` on every rank of a world; what "auto" finds rank 0 searches for alone.
+
+    Raises:
+        ValueError: as `candidates_of`, on all ranks.
+    """
+    if not (isinstance(given, str) and given == "auto"):
+        return candidates_of(given, *how)
+    found: tuple[Strategy, ...] | ValueError | None = None
+    if world.rank == 0:
+        try:
+            found = candidates_of(given, *how)
+        except ValueError as refused:
+            found = refused
+    found = world.gather(found)[0]
+    if isinstance(found, ValueError):
+        raise found
+    assert found is not None, "rank 0 searches"
+    return found
+
+
 def strategy_for(given: Strategy | str, program: Program) -> Strategy:
-    """Return a strategy, read for the program's layers if it is a text."""
-    return Strategy.parse(given, program.layers) if isinstance(given, str) else given
+    """Return a strategy, read for the program's layers if it is a text.
+
+    Raises:
+        ValueError: it is neither, or no text of a strategy.
+    """
+    if isinstance(given, Strategy):
+        return given
+    if not isinstance(given, str):
+        raise ValueError(f"strategy is {given!r}; pass a Strategy, or its text such as '<tp2,pp1>'")
+    return Strategy.parse(given, program.layers)
 
 
 def proposed(
@@ -250,6 +278,33 @@ def proposed(
     return tuple(strategy_of(s, program.layers) for s in best)
 
 
+def planned_for(
+    program: Program, costs: Costs, batches: Sequence[Sequence[int]], home: Home | None = None
+) -> tuple[Strategy, ...]:
+    """Return what `hg.plan` finds for devices that differ and a sample, the best first; state stays in its home.
+
+    Raises:
+        Unsupported: nothing fits these devices, or nothing that does can run this model.
+    """
+    from hydragraph.planner.uneven.planning import plan
+    from hydragraph.planner.workload import Workload
+
+    sample = tuple(lengths for batch in batches[:SAMPLE] if (lengths := tuple(n for n in batch if n)))
+    found = plan(costs.changed(home=home), Workload(lengths=sample)).strategies
+    able = tuple(strategy for strategy in found if _runs(program, strategy, costs.ranks))
+    if not able:
+        check_strategy(program, found[0], costs.ranks)  # which says why not
+    return able
+
+
+def _runs(program: Program, strategy: Strategy, ranks: int) -> bool:
+    try:
+        check_strategy(program, strategy, ranks)
+    except ValueError:
+        return False
+    return True
+
+
 def strategy_of(schemes: Sequence[Scheme], layers: int) -> Strategy:
     """Return pipelines of these schemes on devices 0, 1, ..., layers split evenly."""
     return Strategy.parse(" + ".join(f"<tp{tp},pp{pp}>" for tp, pp in schemes), layers=layers)
@@ -258,11 +313,7 @@ def strategy_of(schemes: Sequence[Scheme], layers: int) -> Strategy:
 def _fits(program: Program, scheme: Scheme) -> bool:
     if scheme[1] > program.layers:
         return False
-    try:
-        check_strategy(program, strategy_of([scheme], program.layers), scheme[0] * scheme[1])
-    except ValueError:
-        return False
-    return True
+    return _runs(program, strategy_of([scheme], program.layers), scheme[0] * scheme[1])
 
 
 def request_of(

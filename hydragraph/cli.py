@@ -37,7 +37,7 @@ from hydragraph.commands import (
     verify,
 )
 from hydragraph.commands.process import launched
-from hydragraph.errors import RankFailure
+from hydragraph.errors import EndedElsewhere, RankFailure
 from hydragraph.version import __version__
 
 # A mistake of the user's, which can be corrected, and a run that did not end well.
@@ -125,7 +125,7 @@ def _sentences(debug: bool, log_level: str | None = None) -> Iterator[None]:
     except (ValueError, OSError, ImportError) as error:
         _complain(_said(error), debug)
         raise typer.Exit(_MISTAKE) from None
-    except (FloatingPointError, RankFailure, TimeoutError) as error:
+    except (FloatingPointError, RankFailure, EndedElsewhere, TimeoutError) as error:
         _complain(str(error), debug)
         raise typer.Exit(_FAILED) from None
     except Exception as error:

@@ -71,3 +71,7 @@ class TooFewRanks(RuntimeError):  # noqa: N818
 
     def __reduce__(self) -> tuple[type[TooFewRanks], tuple[str]]:
         return TooFewRanks, (self.why,)
+
+
+class EndedElsewhere(RuntimeError):  # noqa: N818
+    """Another machine has ended the run; its own words say why."""

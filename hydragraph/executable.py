@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import inspect
 import logging
+import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
@@ -18,7 +20,7 @@ from torch import Tensor, nn
 
 from hydragraph import log
 from hydragraph.ahead.load import Compiled
-from hydragraph.candidates import Choices, Chooser, Planning, candidates_of, request_of, strategy_for
+from hydragraph.candidates import Choices, Chooser, Planning, candidates_among, candidates_of, request_of, strategy_for
 from hydragraph.check.stages import StageCheck
 from hydragraph.cost.costs import Costs
 from hydragraph.cost.profile import Profile
@@ -114,10 +116,22 @@ class StepReport:
 
 
 def _call(what: str) -> Callable[[Callable[Concatenate[Executable, P], T]], Callable[Concatenate[Executable, P], T]]:
-    """Make a method a call that all ranks make: in no mode of the caller's, watched, and not after `close`."""
+    """Make a method a call that all ranks make: in no mode of the caller's, watched, and not after `close`.
+
+    What is wrong with how it is called is raised before it counts as begun: it is no failure of this rank.
+    """
 
     def wrap(method: Callable[Concatenate[Executable, P], T]) -> Callable[Concatenate[Executable, P], T]:
+        signature = inspect.signature(method)
+
         def call(self: Executable, /, *args: P.args, **kwargs: P.kwargs) -> T:
+            try:
+                given = signature.bind(self, *args, **kwargs).arguments
+            except TypeError as error:
+                raise TypeError(f"{what}: {error}") from None
+            for name in ("path", "directory"):
+                if name in given and not isinstance(given[name], str | os.PathLike):
+                    raise TypeError(f"{what}: {name} is {given[name]!r}; give a path, as a text or a pathlib.Path")
             if self._closed:
                 raise ValueError(f"{what}: this executable is closed; call it before close(), or compile again")
             with own_modes(what), self._watch.calling(what):
@@ -221,7 +235,8 @@ class Executable:
             self._check_sums([strategy_for(each, program) for each in several])
         if not joining:
             known = self._variants.strategies
-            self.strategies = candidates_of(given, program, world.ranks, plans.profile, plans.lengths, home, known)
+            how = (program, world.ranks, plans.profile, plans.lengths, home, known)
+            self.strategies = candidates_among(world, given, *how)
             self._check_sums(self.strategies)
             self._held = self._begin_session(world, home or Home(), fill)
             self._choose()
@@ -736,7 +751,7 @@ class Executable:
         """
         batch: MiniBatch | None = None
         strategy: Strategy | None = None
-        refused: ValueError | None = None
+        refused: Exception | None = None
         try:
             if given is not None:
                 strategy = strategy_for(given, self.program)
@@ -744,7 +759,7 @@ class Executable:
             batch = MiniBatch.of(sequences, self.program.causal, self._fields, self._limits)
             if self._sums is not None:
                 self._sums.check_count(len(batch.sequences))
-        except ValueError as error:
+        except Exception as error:  # of the user's own iterable, too
             refused = error
         # A refusal is compared like a mini-batch: ranks that all refuse the same go on alike.
         call = repr(refused) if refused is not None else repr((str(strategy), mode))
@@ -759,10 +774,10 @@ class Executable:
             raise AssertionError("a save in the background fails on all ranks, so waiting for it raises")
         if not ranks.same:
             try:
-                self._session.agree("mini-batch, strategy or call", f"{mark:016x}")
+                own = f"{mark:016x}" if refused is None else f"refused: {refused}"
+                self._session.agree("mini-batch, strategy or call", own)
             except ValueError as error:
-                agreed(error)
-                raise
+                raise agreed(error) from refused
             raise AssertionError("digests differ, so the agreement fails")
         if refused is not None:
             raise agreed(refused)

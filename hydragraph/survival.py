@@ -14,10 +14,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from hydragraph.candidates import candidates_of, strategy_for
+from hydragraph.candidates import candidates_among, strategy_for
 from hydragraph.cost.costs import Costs
 from hydragraph.cost.profile import Profile
 from hydragraph.errors import RankFailure, Stopped, TooFewRanks, Unsupported
@@ -142,21 +143,26 @@ def _move(exe: Executable, member: Member, generation: Generation, newest: Calla
     peers = member.peers
     going = [generation.members.index(m) for m in generation.leaving]
     home = home_for(exe.wanted_home, [peer.seat for peer in peers], going)
-    strategies = strategies_for(exe, world, home)
     profile = costs_for(exe.given_profile, [peer.seat for peer in peers], home)
     with world.calling("meet"):
+        strategies = strategies_for(exe, world, home, profile)
         restore = world.gather(newest() if world.rank == 0 else None)[0]
     moved = exe.move(world, home, generation.before, restore, strategies, profile)
     came = moved.received
     return Survived(generation.number, moved.step, (), (), (), peers, exe.strategies, moved.restored, came, 0.0, "")
 
 
-def strategies_for(exe: Executable, world: World, home: Home) -> tuple[Strategy, ...]:
-    """Return what a world's ranks choose from: what was given, as far as it fits, else what is like it."""
-    given = exe.given
+def strategies_for(exe: Executable, world: World, home: Home, profile: Profile | Costs | None) -> tuple[Strategy, ...]:
+    """Return what a world's ranks choose from: what was given, as far as it fits, else what is planned or is like it.
+
+    Args:
+        exe: of this rank.
+        world, home: of the ranks there are now.
+        profile: by which these choose.
+    """
+    given, lengths = exe.given, exe.planning.lengths
     if isinstance(given, str) and given == "auto":
-        lengths = exe.planning.lengths
-        return candidates_of("auto", exe.program, world.ranks, exe.profile, lengths, home)
+        return candidates_among(world, "auto", exe.program, world.ranks, profile, lengths, home)
     several = [given] if isinstance(given, Strategy | str) else given
     known = [strategy_for(each, exe.program) for each in several]
 
@@ -167,6 +173,10 @@ def strategies_for(exe: Executable, world: World, home: Home) -> tuple[Strategy,
             return False
         return True
 
+    if isinstance(profile, Costs) and lengths and not any(map(fits, known)):
+        with suppress(Unsupported):  # by the costs nothing fits; what is like the first one may all the same
+            planned = candidates_among(world, "auto", exe.program, world.ranks, profile, lengths, home)
+            known = [strategy for strategy in planned if fits(strategy)] or known
     return refit(known, world.ranks, exe.program.layers, fits)
 
 

@@ -81,6 +81,26 @@ def test_a_run_whose_leader_is_killed_goes_on_in_the_other_processes(tmp_path: P
 
 
 @thorough
+def test_a_lost_rank_stays_lost_until_its_device_is_said_to_be_back(tmp_path: Path) -> None:
+    process = started(written(tmp_path, steps=2000, elastic={"copies": 2, "rejoin": False}))
+    run = tmp_path / "run"
+    wait_for_step(run, 4)
+    before = ranks(run)
+    os.kill(before[1], signal.SIGKILL)
+    wait_for_step(run, len(read_metrics(run / "metrics.jsonl")) + 20)
+    assert ranks(run) == [before[0], *before[2:]]
+    process.send_signal(signal.SIGUSR1)
+    end = time.monotonic() + LIMIT_S
+    while len(ranks(run)) < len(before) and time.monotonic() < end:
+        time.sleep(0.1)
+    wait_for_step(run, len(read_metrics(run / "metrics.jsonl")) + 2)
+    process.send_signal(signal.SIGTERM)
+    said, _ = process.communicate(timeout=LIMIT_S)
+    assert len(ranks(run)) == len(before), said
+    assert "join" in [event.event for event in read_events(run / "events.jsonl")]
+
+
+@thorough
 def test_a_process_that_is_killed_while_all_get_ready_is_replaced(tmp_path: Path) -> None:
     process = started(written(tmp_path))
     run = tmp_path / "run"

@@ -76,3 +76,18 @@ def test_what_a_run_says_is_in_its_page() -> None:
             path = ROOT / "hydragraph" / Path(*name.split("."))
             texts = [p.read_text() for p in (path.with_suffix(".py"), *sorted(path.glob("*.py"))) if p.exists()]
             assert re.search(rf"(?i)\blog\.{level}\(|_log\.{level}\(", "\n".join(texts)), (name, level)
+
+
+def test_benchmarks_find_their_imports_however_they_are_run() -> None:
+    """`python benchmarks/x.py` puts only its folder on the path; one that imports its neighbours says where."""
+    folder = "sys.path.insert(0, str(Path(__file__).parents[1]))"
+    neighbours = re.compile(r"^ *(?:from|import) (?:tests|benchmarks)\b", re.MULTILINE)
+    scripts = {p: p.read_text() for p in sorted((ROOT / "benchmarks").glob("*.py"))}
+    importing = {path.name: found.start() for path, text in scripts.items() if (found := neighbours.search(text))}
+    assert "elastic.py" in importing
+    for name, place in importing.items():
+        text = scripts[ROOT / "benchmarks" / name]
+        told = text.find(folder)
+        inside = text[place] == " "  # in a function that main() calls after it has said so
+        assert told >= 0, name
+        assert inside or told < place, f"benchmarks/{name} imports a neighbour before it says where"

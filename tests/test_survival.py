@@ -8,17 +8,21 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import hydragraph as hg
+from hydragraph.candidates import Planning
 from hydragraph.cost.costs import Costs
 from hydragraph.ir.instruction import Instruction, Op
+from hydragraph.passes.check_strategy import check_strategy
 from hydragraph.runtime.meeting.member import here
-from hydragraph.survival import costs_for, home_for
-from tests.cost.priced import costs, mixed
+from hydragraph.survival import costs_for, home_for, strategies_for
+from tests.cost.priced import cluster, costs, mixed
 from tests.models import llama, sequences
 from tests.ready import Ready
 from tests.thorough import thorough
@@ -217,6 +221,28 @@ def test_devices_of_other_types_stay_what_they_are_where_ranks_are_fewer() -> No
     assert ([some.cluster.type_of(rank) for rank in range(2)], some.home) == (["slow", "fast"], TWICE)
     assert costs_for(whole, [0, 4], TWICE) is whole.profile
     assert costs_for(None, [0], TWICE) is None
+
+
+def test_where_nothing_given_fits_devices_that_differ_are_planned_for() -> None:
+    """Three of four devices are left, one of them slow: layers split evenly would all wait for that one."""
+    program = hg.capture(llama(layers=4), check="off")
+    left = costs(4, cluster(3), hg.Health({2: 4.0}))
+    lengths = [[24] * 12]
+    exe: Any = SimpleNamespace(
+        given="4*<tp1,pp1>",
+        program=program,
+        planning=Planning(lengths=lengths),
+        check=lambda strategy, ranks: check_strategy(program, strategy, ranks),
+    )
+    world: Any = SimpleNamespace(ranks=3, rank=0, gather=lambda value: [value])
+    best = hg.plan(left, hg.Workload(lengths=lengths)).strategies
+    assert strategies_for(exe, world, hg.Home(), left) == best
+    exe.given = "auto"
+    assert strategies_for(exe, world, hg.Home(), left) == best
+    exe.given = ["4*<tp1,pp1>", "3*<tp1,pp1>"]
+    assert strategies_for(exe, world, hg.Home(), left) == (hg.Strategy.parse("3*<tp1,pp1>", 4),)
+    exe.given = "4*<tp1,pp1>"
+    assert strategies_for(exe, world, hg.Home(), None) == (hg.Strategy.parse("3*<tp1,pp1>", 4),)
 
 
 def test_homes_of_other_ranks() -> None:

@@ -207,23 +207,6 @@ def _file(content: bytes) -> File:
     return File(len(content), hashlib.sha256(content).hexdigest())
 
 
-def refuse_unnamed(folder: Path, files: Mapping[str, File]) -> None:
-    """Refuse a folder that holds something else than the manifest's files, by its name.
-
-    What nobody reads today could be read tomorrow, or by a person who takes it for a part of what was checked.
-
-    Raises:
-        Refused: there is another file, or a link, a pipe or a device.
-    """
-    for place, folders, names in os.walk(folder):
-        here = Path(place)
-        for name in sorted([*names, *(each for each in folders if (here / each).is_symlink())]):
-            path = (here / name).relative_to(folder).as_posix()
-            if path != NAME and path not in files:
-                remedy = f"remove it, or write the folder anew: hydragraph compile CONFIG --output {folder}"
-                raise Refused(folder, f"it holds {path:.200}, which {NAME} does not name", remedy)
-
-
 def read_file(folder: Path, path: str, files: Mapping[str, File]) -> bytes:
     """Return the content of a file, which must be what the manifest says.
 

@@ -231,6 +231,8 @@ def _pass(
         except _Unrunnable as error:
             if error.side == "captured":
                 failed.append((error, attempt))
+                if not attempt.widened and attempt.dtype is subject.program.dtype:
+                    break  # so it would be trained; that it runs with other dtypes helps nobody
             elif not failed:
                 problem = f"the model alone cannot compute a sequence on the CPU ({error})"
             continue
@@ -264,13 +266,17 @@ def _attempt(
     sums: dict[str, Tensor] = {}
     loss = torch.zeros((), dtype=torch.float64)
     failed: _Unrunnable | None = None
+    as_trained = not attempt.widened and attempt.dtype is program.dtype
     try:
         with _side("captured"):
             ran = [(block, variants.get(block, StagePart())) for block in _kept(program, group)]
             for batch, _ in packed:
                 loss = loss + add_captured(program, ran, tensors, sums, batch, wide).double()
     except _Unrunnable as error:
-        # It says nothing where the model alone does not run either, so that side is computed as well.
+        # It says nothing where the model alone does not run either, so that side is computed as well; but for what
+        # would be trained as it is.
+        if as_trained:
+            raise
         failed = error
     for name in _frozen(program):
         sums.pop(name, None)

@@ -38,7 +38,7 @@ class Forms:
     def pass_on(self, *arguments: Any, **keywords: Any) -> Any:
         """Return the hidden state that a block was given, as a block would."""
         leaves = tree_leaves((arguments, keywords))
-        hidden = next(leaf for leaf in leaves if isinstance(leaf, Tensor))
+        hidden = next(leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point())
         return hidden if self._rebuild is None else self._rebuild(hidden)
 
 

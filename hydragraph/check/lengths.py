@@ -84,7 +84,8 @@ def _places(settings: set[tuple[str, int]], program: Program) -> list[int]:
     """Return how many positions a model has, by each that says so, less what offsets may take of a table."""
     named = [value for name, value in settings if _POSITIONS.match(name) and value > 1]
     tables = [rows for rows, read in embeddings(program) if read == {"position_ids"}]
-    return [n - 4 if n > 16 else max(2, n // 2) for n in (*named, *tables)]
+    short = [] if program.positions is None else [program.positions[0]]
+    return [*short, *(n - 4 if n > 16 else max(2, n // 2) for n in (*named, *tables))]
 
 
 def embeddings(program: Program) -> list[tuple[int, set[str]]]:

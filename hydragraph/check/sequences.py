@@ -13,6 +13,7 @@ from hydragraph.check.lengths import Lengths, embeddings
 from hydragraph.frontend.packed import FIELDS, own_fields, shift
 from hydragraph.ir.graph_data import value_of
 from hydragraph.ir.program import Program
+from hydragraph.passes.limits import limits_of
 from hydragraph.passes.node import aten, operands
 from hydragraph.runtime.batch import pack
 from hydragraph.spec.workload import IGNORED, Field, Sequence
@@ -54,9 +55,11 @@ def ids_read(program: Program, otherwise: int = 2) -> Ids:
     Args:
         otherwise: how many ids there are, where no table is indexed by the ids as they are.
     """
+    limits = [limit for limit in limits_of(program) if limit.field == "input_ids"]
     rows = [rows for rows, read in embeddings(program) if read == {"input_ids"}]
-    count = min(rows) if rows else otherwise
-    return Ids(count, frozenset(), _classes(program) or count)
+    count = min([limit.high for limit in limits] or rows or [otherwise])
+    least = max([limit.low for limit in limits], default=0)
+    return Ids(count, frozenset(range(max(least, 0))), _classes(program) or count)
 
 
 def ids_of(model: nn.Module, program: Program) -> Ids:
@@ -66,7 +69,8 @@ def ids_of(model: nn.Module, program: Program) -> Ids:
     named = config.to_dict() if hasattr(config, "to_dict") else {}
     special = {v for n, v in named.items() if "token_id" in n and type(v) is int}
     special |= {p for m in model.modules() if type(p := getattr(m, "padding_idx", None)) is int}
-    return replace(read, special=frozenset(special if len(special) < read.count // 2 else ()))
+    named_ones = special if len(special) < read.count // 2 else ()
+    return replace(read, special=read.special.union(named_ones))
 
 
 def _classes(program: Program) -> int | None:

@@ -21,6 +21,7 @@ from hydragraph.frontend.alike import is_without_index, kind_of, refuse_state, r
 from hydragraph.frontend.blocks import block_list, meta_copy
 from hydragraph.frontend.functional import functional_graph
 from hydragraph.frontend.learning import learning, refuse_other_dtypes
+from hydragraph.frontend.mixed_dtypes import refuse_mixed_dtypes
 from hydragraph.frontend.mixing import field_of, refuse_mixing, refuse_other_bounds, refuse_unproven
 from hydragraph.frontend.packed import Loss, fields_of, token_cross_entropy
 from hydragraph.frontend.shards import agree, annotated_template, excluded, placeholder
@@ -115,7 +116,7 @@ def _captured(
     exported, sites = capture_skeleton(copied, layers, outline, call, chosen_loss, sizes, fields)
     pieces = _slice_skeleton(exported, sites, where, tuple(fields), sizes)
     templates = _capture_layers(sites, keys, pieces.sizes, where)
-    _prove_sizes(pieces, templates, where)
+    _prove(pieces, templates, where, dtype)
     if is_huggingface and any(n.target is torch.ops.aten.arange.default for n in pieces.embed.graph.graph.nodes):
         # In the model's words: that it counts positions itself, and not that some arange counts through a row.
         huggingface.refuse_own_positions(where, _used_fields(pieces, templates))
@@ -269,10 +270,12 @@ def _sizes(skeleton: fx.GraphModule, fields: Mapping[str, str], example: Mapping
     return {tokens: example["T"], bounds: example["N+1"]}
 
 
-def _prove_sizes(pieces: _Pieces, layers: Mapping[str, Template], model: str) -> None:
+def _prove(pieces: _Pieces, layers: Mapping[str, Template], model: str, dtype: torch.dtype) -> None:
+    """Check that each template runs with the dtypes it was traced with, and for any number of tokens."""
     unique = {template.name: (template, name) for name, template in reversed(list(layers.items()))}
     around = [(pieces.embed, f"{model} before its first block"), (pieces.aux, f"{model} beside its blocks")]
     for template, where in [*around, *unique.values(), (pieces.head, f"{model} after its last block")]:
+        refuse_mixed_dtypes(template, where, dtype)
         prove_sizes(template.graph, where, exported=True)
 
 

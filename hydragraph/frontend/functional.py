@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import traceback
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,8 +20,18 @@ from hydragraph.private.trees import tree_leaves
 
 # What PyTorch's messages have in common where a tensor that is not on the meta device meets those of a traced model.
 _TWO_DEVICES = ("device", "meta", "cpu")
+# The same where a write meets a tensor that has a gradient and was not computed: an input, or a parameter.
+_WRITTEN = "leaf Variable that requires grad"
+# The same where a trace meets a tensor of another trace, or of none: what is kept from one call for the next.
+_FOREIGN = ("fake tensor in the exported program", "lifted_tensor")
+# The same where a number of tokens or sequences became a number of Python's.
+_FIXED = "dynamic but your code specialized it"
 # The most attributes that an error names.
 _NAMED = 4
+# Where code lies that is not a model's: PyTorch's and ours.
+_NOT_THE_MODELS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
+# The most characters of a line of code that an error shows.
+_LONGEST = 80
 
 
 def export(module: nn.Module, arguments: tuple[Any, ...], dynamic: tuple[Any, ...], where: str) -> ExportedProgram:
@@ -40,11 +52,43 @@ def export(module: nn.Module, arguments: tuple[Any, ...], dynamic: tuple[Any, ..
                 where=where,
                 remedy="register it (register_buffer, nn.ModuleList), or make it in forward with device=x.device",
             ) from error
+        line = _line_of(error)
+        if _WRITTEN in str(error):
+            raise Unsupported(
+                f"forward writes in place into what it is given, or into a parameter{line}",
+                where=where,
+                remedy="write into a copy (.clone()), or out of place (x = x + y)",
+            ) from error
+        if _FIXED in str(error):
+            raise Unsupported(
+                f"it holds for one number of tokens or sequences only{line}: their count, or what bounds them, "
+                "becomes a number of Python's, or it computes with a tensor that is kept from another call or block",
+                where=where,
+                remedy="compute with tensors as they come: no .tolist(), int() or loops over tokens or sequences; hand "
+                "tensors on as arguments",
+            ) from error
+        if any(part in str(error) for part in _FOREIGN):
+            raise Unsupported(
+                f"it computes with a tensor that the trace has no part in{line}: read through .data, kept from another "
+                "call or block, or made within torch.func",
+                where=where,
+                remedy="read parameters as they are, or with .detach(); hand tensors on as arguments; write out what "
+                "torch.func does",
+            ) from error
         raise Unsupported(
-            f"torch.export cannot trace it with T tokens in N sequences ({_reason(error)})",
+            f"torch.export cannot trace it with T tokens in N sequences ({_reason(error)}){line}",
             where=where,
             remedy="make the forward free of Python decisions on tensor values and token counts; the cause is above",
         ) from error
+
+
+def _line_of(error: Exception) -> str:
+    """Name the line of the model's own code that an error came from, if any did."""
+    frames = traceback.extract_tb(error.__traceback__)
+    for frame in reversed(frames):
+        if not frame.filename.startswith(_NOT_THE_MODELS) and Path(frame.filename).is_file():
+            return f", at {Path(frame.filename).name}:{frame.lineno}, {(frame.line or '').strip()[:_LONGEST]!r}"
+    return ""
 
 
 def _of_attributes(module: nn.Module) -> str:

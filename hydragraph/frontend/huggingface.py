@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from hydragraph.errors import Unsupported
 from hydragraph.frontend.adapters import base_model
 from hydragraph.frontend.masks import Marker, mask
+from hydragraph.frontend.rotary import hold_frequencies, refuse_other_frequencies, short_positions
 from hydragraph.ir.program import Template
 from hydragraph.kernels.varlen_attention import varlen_attention
 from hydragraph.passes.node import varlen
@@ -132,12 +133,13 @@ def is_library_class(model: nn.Module) -> bool:
 
 
 def use_packed_attention(model: nn.Module) -> None:
-    """Make a model (our own meta copy of the user's) call `attention` in every layer."""
+    """Make a model (our own meta copy of the user's) call `attention` in every layer, with steady frequencies."""
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface
 
     AttentionInterface.register(ATTENTION, attention)
     AttentionMaskInterface.register(ATTENTION, mask)
+    hold_frequencies(model)
     for module in model.modules():
         config = getattr(module, "config", None)
         if config is not None and hasattr(config, "_attn_implementation"):
@@ -174,6 +176,9 @@ def unplaced_id(model: nn.Module) -> int | None:
 
 def positions(model: nn.Module) -> tuple[int, str] | None:
     """Return how many positions a model's config gives a sequence, and the setting's name; None: it does not say."""
+    short = short_positions(model)
+    if short is not None:
+        return short
     config = base_model(model).config
     said = ((getattr(config, name, None), name) for name in ("max_position_embeddings", "n_positions"))
     return next(((most, name) for most, name in said if type(most) is int and most > 0), None)
@@ -242,6 +247,7 @@ def refuse_unsupported(model: nn.Module) -> None:
         )
     if is_huggingface(model):
         _refuse_own_attention(model)
+        refuse_other_frequencies(model)
     if any(getattr(m, "gradient_checkpointing", False) for m in model.modules()):
         raise Unsupported(
             "the model's own gradient checkpointing",

@@ -96,10 +96,25 @@ def own_fields(program: Program) -> dict[str, Field]:
 def token_cross_entropy(outputs: Any, batch: dict[str, Tensor]) -> Tensor:
     """Sum the cross-entropy of logits [1, T, V] over all tokens whose label [1, T] is not -100, in fp32.
 
-    The logits are `outputs.logits`, or the outputs themselves where those are one tensor.
+    The logits are `outputs.logits` or `outputs["logits"]`, or the outputs themselves where those are one tensor.
+
+    Raises:
+        Unsupported: the outputs have none.
     """
-    logits = (outputs if isinstance(outputs, Tensor) else outputs.logits).float()
+    logits = _logits(outputs).float()
     return F.cross_entropy(logits.flatten(0, -2), batch["labels"].flatten(), ignore_index=IGNORED, reduction="sum")
+
+
+def _logits(outputs: Any) -> Tensor:
+    found = outputs.get("logits") if isinstance(outputs, Mapping) else getattr(outputs, "logits", outputs)
+    if not isinstance(found, Tensor):
+        raise Unsupported(
+            f"the model returns a {type(outputs).__name__} without logits",
+            where="the loss",
+            remedy='return logits [1, T, V], an object or dict that holds them as "logits", or pass loss=, which takes '
+            "what the model returns and the packed batch",
+        )
+    return found
 
 
 def shift(ids: Tensor) -> Tensor:

@@ -98,10 +98,13 @@ def hidden_output(output: Any, where: str) -> tuple[Tensor, Callable[[Tensor], A
     leaves, spec = tree_flatten(output)
     tensors = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
     if len(tensors) != 1:
+        form = f"{len(tensors)} tensors" if tensors else "no tensor"
         raise Unsupported(
-            f"a block with {len(tensors)} output tensors",
+            f"the block returns {form} ({_outline(output)}), and one, its hidden state, goes from block to block",
             where=where,
-            remedy="switch off extra outputs (router logits, attentions, caches) in the config",
+            remedy="return the hidden state alone, or in a tuple, list or dict without other tensors: switch off extra "
+            "outputs of transformers' (router logits, attentions, caches) in the config, and put what else the next "
+            "block needs into the hidden state (torch.cat on the last dimension)",
         )
     position = tensors[0]
 
@@ -109,6 +112,17 @@ def hidden_output(output: Any, where: str) -> tuple[Tensor, Callable[[Tensor], A
         return tree_unflatten([*leaves[:position], hidden, *leaves[position + 1 :]], spec)
 
     return leaves[position], rebuild
+
+
+def _outline(output: Any) -> str:
+    """Describe what a block returns in a few words: tensors by their dtype, all else by its class."""
+    if isinstance(output, Tensor):
+        return "a tensor" if output.is_floating_point() else f"a tensor of {output.dtype}"
+    if isinstance(output, Mapping):
+        return f"{{{', '.join(f'{k!r}: {_outline(v)}' for k, v in output.items())}}}"
+    if isinstance(output, list | tuple):
+        return f"({', '.join(map(_outline, output))})"
+    return "None" if output is None else type(output).__name__
 
 
 def form_of(output: Any) -> str:
@@ -303,7 +317,11 @@ def _opaque(
 
     def forward(*arguments: Any, **keywords: Any) -> Any:
         leaves, spec = tree_flatten((arguments, keywords))
-        tensors = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+        # The hidden state is the first of fractions: by name, or behind ids and bounds, it may stand anywhere.
+        tensors = sorted(
+            (i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)),
+            key=lambda i: not leaves[i].is_floating_point(),
+        )
         inputs = [leaves[i] for i in tensors]
         constants = [None if i in tensors else leaf for i, leaf in enumerate(leaves)]
         # One block of each kind is run, to learn in what form it returns its hidden state: alone, or first of a tuple.
@@ -352,7 +370,7 @@ def _refuse_other_hidden(result: Tensor, inputs: Sequence[Tensor], where: str) -
         raise Unsupported(
             f"the block turns a hidden state of {sizes}{kinds[0]} into {list(result.shape)}{kinds[1]}",
             where=where,
-            remedy="blocks must keep shape and dtype of the hidden state, which must be their first tensor argument",
+            remedy="blocks must keep shape and dtype of the hidden state, the first argument that is floating",
         )
     if len(sizes) not in (2, 3) or not isinstance(sizes[-1], int):
         raise Unsupported(

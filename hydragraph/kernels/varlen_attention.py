@@ -32,6 +32,7 @@ def varlen_attention(
 
     Args:
         q: [T, Hq, D]. k, v: [T, Hk, D].
+            All three of one dtype.
         cu_seqlens: [N + 1] int32 or int64, where each sequence starts, then T.
         causal: a token sees itself and what came before it; otherwise its whole sequence.
         scale: of the scores; default 1 / sqrt(D).
@@ -47,6 +48,12 @@ def varlen_attention(
             f"{q.shape[1]} query heads over {k.shape[1]} key/value heads",
             where="varlen_attention",
             remedy="use a query head count that is a multiple of the key/value head count",
+        )
+    if len({q.dtype, k.dtype, v.dtype}) > 1:
+        raise Unsupported(
+            f"q of {q.dtype}, k of {k.dtype} and v of {v.dtype}",
+            where="varlen_attention",
+            remedy="cast them to one dtype before the call",
         )
     if max_length is None:
         max_length = torch.zeros((), dtype=torch.int64)

@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from multiprocessing import forkserver, util
 
 _VARIABLE = "HYDRAGRAPH_FORK_SERVER"  # names the directory of its socket
-_OUTLIVED = (signal.SIGTERM, signal.SIGHUP)
+_OUTLIVED = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
 def ensure_running() -> None:

@@ -44,8 +44,9 @@ class Limit:
         outside = self._outside(values)
         if outside is not None:
             at = [int(n) for n in outside]
+            place = at[0] + sequence.moved * (self.field == "labels")
             raise ValueError(
-                f"sequence {index}: {self.field} is {int(values[tuple(at)])} at position {at[0]}, outside the "
+                f"sequence {index}: {self.field} is {int(values[tuple(at)])} at position {place}, outside the "
                 f"{self.low} to {self.high - 1} of {self.where}; mend the data, or build the model with more rows"
             )
 

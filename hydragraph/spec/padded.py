@@ -66,7 +66,10 @@ def _rows(fields: dict[str, Any], first: int) -> Iterator[dict[str, Any]]:
 def _tensor(name: str, value: Any) -> Any:
     """Make a tensor of a list of whole numbers, as tokenizers return them."""
     whole = name in _TOKENS and isinstance(value, list | tuple) and all(type(n) is int for n in value)
-    return torch.tensor(value, dtype=torch.int64) if whole else value
+    try:
+        return torch.tensor(value, dtype=torch.int64) if whole else value
+    except (ValueError, OverflowError, RuntimeError):
+        raise ValueError(f"{name} holds {max(value, key=abs)}, which is no 64-bit number: mend the data") from None
 
 
 def _unpadded(row: dict[str, Any], index: int, own: Collection[str]) -> dict[str, Any]:

@@ -23,11 +23,13 @@ class Sequence:
         ids: token ids [L].
         labels: aligned with them, the label of each position [L] (-100: no target).
         extra: fields of the user's own, [L, ...].
+        moved: by how many places labels stood behind where they are now, for errors.
     """
 
     ids: Tensor
     labels: Tensor
     extra: Mapping[str, Tensor] = field(default_factory=dict)
+    moved: int = 0
 
     @property
     def targets(self) -> int:
@@ -65,7 +67,14 @@ def sequence_of(
     own = fields or {}
     brought = dict(given) if isinstance(given, Mapping) else {"input_ids": given}
     _check_names(brought, own, index)
-    size = brought["input_ids"].shape[:1] if isinstance(brought["input_ids"], Tensor) else ()
+    for name, value in brought.items():
+        form = _form(value)
+        if form:
+            raise ValueError(f"sequence {index}: {name} is {form}; pass a plain tensor on the CPU or a GPU")
+    ids_given = brought["input_ids"]
+    if isinstance(ids_given, Tensor) and not ids_given.dim():
+        raise ValueError(f"sequence {index}: input_ids is one number, {ids_given}; pass {_wanted('input_ids', own)}")
+    size = ids_given.shape[:1] if isinstance(ids_given, Tensor) else ()
     for name, value in brought.items():
         kind = own.get(name, Field(torch.int64))
         if not isinstance(value, Tensor) or not _is_of(value.dtype, kind.dtype) or value.shape != (*size, *kind.sizes):
@@ -75,11 +84,23 @@ def sequence_of(
         raise ValueError(f"sequence {index} has no labels; masked models need them (-100 where a token does not count)")
     ids = brought["input_ids"]
     labels = brought.get("labels", ids)
+    moves = causal and "shift_labels" not in brought
     if "shift_labels" in brought:
         labels = brought["shift_labels"]
-    elif causal:
+    elif moves:
         labels = torch.cat([labels[1:], labels.new_full((min(1, len(ids)),), IGNORED)])
-    return Sequence(ids, labels, {name: brought[name] for name in own})
+    return Sequence(ids, labels, {name: brought[name] for name in own}, int(moves))
+
+
+def _form(value: object) -> str:
+    """Say what keeps a tensor from being read element by element; "": nothing, or it is no tensor."""
+    if not isinstance(value, Tensor):
+        return ""
+    if value.is_nested:
+        return "a nested tensor"
+    if value.layout is not torch.strided:
+        return f"a tensor of layout {value.layout}"
+    return "a tensor on the meta device, which has no values" if value.is_meta else ""
 
 
 def _described(value: object) -> str:

@@ -100,7 +100,7 @@ def test_a_whole_folder_loads(folder: Path) -> None:
     assert load(folder).manifest.text() == (folder / NAME).read_text()
 
 
-@pytest.mark.parametrize("name", ["notes.txt", "graphs/layer.0.tp9.json", ".hidden", "inductor.bin", "a/b/c"])
+@pytest.mark.parametrize("name", ["notes.txt", "graphs/layer.0.tp9.json", ".hidden", "a/b/c"])
 def test_a_file_that_the_manifest_does_not_name_is_refused(folder: Path, name: str) -> None:
     (folder / name).parent.mkdir(parents=True, exist_ok=True)
     (folder / name).write_text("of mine")
@@ -144,7 +144,7 @@ def _hangs_a_link(folder: Path) -> None:
     [
         (_swap, "SHA-256 is another|bytes, and manifest.json says"),
         (_links_the_graphs, "it holds graphs, which"),
-        (_links_a_file, "it holds empty, which"),
+        (_links_a_file, "program.json is a link"),
         (_links_the_manifest, "its manifest.json is a link"),
         (_pipe_for_a_manifest, "no plain file"),
         (_hangs_a_link, "it holds graphs/more.json"),
@@ -181,7 +181,7 @@ def test_a_link_that_leads_out_and_a_pipe_are_refused(folder: Path) -> None:
     outside = folder.parent / "elsewhere.json"
     shutil.move(file, outside)
     file.symlink_to(outside)
-    with pytest.raises(Refused, match="is a link, leads out of the folder"):
+    with pytest.raises(Refused, match="is a link, leads out"):
         load(folder)
     file.unlink()
     os.mkfifo(file)

@@ -83,9 +83,9 @@ def test_what_is_no_graph_is_refused(attack: str) -> None:
         check_graphs(graph_of(X, C, ATTACKS[attack], OUT), 1, "graph")
 
 
-@pytest.mark.parametrize("hint", [0, -1, True, 1.5, "8", None, 1 << 60])
+@pytest.mark.parametrize("hint", [0, 1, -1, True, 1.5, "8", None, 1 << 60])
 def test_a_size_of_the_trace_that_is_none_is_refused(hint: Any) -> None:
-    with pytest.raises(Malformed, match="hints: expected a whole number of at least 1"):
+    with pytest.raises(Malformed, match="hints: expected a whole number of at least 2"):
         check_graphs({**graph_of(X, C, Y, OUT), "hints": [hint]}, 1, "graph")
 
 

@@ -35,6 +35,18 @@ def test_families_pass(name: str) -> None:
     assert len(set(found.tokens)) == 2
 
 
+def test_graphs_that_do_not_run_as_they_would_be_trained_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Wide(Own):
+        def forward(self, input_ids: Tensor, position_ids: Tensor, cu_seqlens: Tensor) -> Tensor:
+            return super().forward(input_ids, position_ids, cu_seqlens).double() @ self.out.weight
+
+    # In double precision, in which all could be compared, this runs.
+    monkeypatch.setattr("hydragraph.frontend.capture.refuse_mixed_dtypes", lambda *_: None)
+    model = randomised(Wide())
+    with pytest.raises(hg.Unsupported, match=r"its captured graph does not run .*same dtype, but got: double != fl"):
+        check(CheckedModel(model, capture(model)))
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_other_dtypes_pass(dtype: torch.dtype) -> None:
     model = llama(layers=2)

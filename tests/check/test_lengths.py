@@ -7,9 +7,10 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import RobertaConfig, RobertaForMaskedLM
 
+from hydragraph.check.check import CheckedModel, check
 from hydragraph.check.lengths import LONGEST, lengths_of
 from hydragraph.check.sequences import batches, draw_sequences, ids_of
 from hydragraph.frontend.capture import capture
@@ -45,6 +46,22 @@ def test_a_table_of_positions_bounds_lengths() -> None:
     model = randomised(Own())
     model.window = 500  # type: ignore[assignment]
     assert max(lengths_of(model, capture(model), 1000).tokens) <= 128
+
+
+class Shifted(Own):
+    """Its table begins with five rows that no token has."""
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor, cu_seqlens: Tensor) -> Tensor:
+        """Return logits [1, T, outputs]."""
+        return super().forward(input_ids + 5, position_ids, cu_seqlens)
+
+
+def test_ids_that_a_model_shifts_stay_within_its_table() -> None:
+    model = randomised(Shifted())
+    ids = ids_of(model, capture(model))
+    assert ids.count == 96
+    assert int(ids.draw(4000, torch.Generator().manual_seed(0)).max()) == 95
+    assert not check(CheckedModel(model, capture(model))).problem
 
 
 def test_special_ids_are_not_drawn_and_batches_differ_in_size() -> None:

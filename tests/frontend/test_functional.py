@@ -7,12 +7,61 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from hydragraph.errors import Unsupported
 from hydragraph.frontend.capture import capture
 from hydragraph.frontend.functional import functional_graph
-from tests.own_models import Own
+from tests.own_models import Layer, Own
+
+
+class Doing(Layer):
+    """A block that also does what a test wants."""
+
+    def __init__(self, does: Callable[[Doing, Tensor, Tensor], Tensor]) -> None:
+        super().__init__(32, 4, 2, True)
+        self.does = does
+        self.register_buffer("seen", torch.ones(32))
+
+    def forward(self, x: Tensor, cu_seqlens: Tensor) -> Tensor:
+        """[T, H] -> [T, H]."""
+        return self.does(self, super().forward(x, cu_seqlens), x)
+
+
+KEPT: list[Tensor] = []
+
+
+def kept_from_another_block(block: Doing, y: Tensor, x: Tensor) -> Tensor:
+    KEPT.append(x)
+    return y + KEPT[0]
+
+
+def counted(block: Doing, y: Tensor, x: Tensor) -> Tensor:
+    return y / torch.tensor([float(i) for i in range(1, int(x.shape[0]) + 1)], device=x.device)[:, None]
+
+
+@pytest.mark.parametrize(
+    ("does", "message"),
+    [
+        (lambda block, y, x: x.add_(y), "writes in place into what it is given, or into a parameter, at .*x.add_"),
+        (lambda block, y, x: F.silu(x, inplace=True) + y, "writes in place into what it is given.*; write into a copy"),
+        (lambda block, y, x: block.up.bias.mul_(2).sum() + y, "writes in place into .*, or into a parameter, at "),
+        (lambda block, y, x: y * block.up.weight.data.mean(), "a tensor that the trace has no part in.*read through"),
+        (lambda block, y, x: y + torch.vmap(lambda t: t * 2, 1, 1)(x), "a tensor that the trace has no part in"),
+        (kept_from_another_block, "one number of tokens or sequences only.*kept from another call or block"),
+        (counted, "one number of tokens or sequences only.*; compute with tensors as they come"),
+        (lambda block, y, x: block.nothing(y), r"no attribute 'nothing'\), at test_functional.py:\d+, .*block.nothing"),
+    ],
+)
+def test_what_a_trace_cannot_hold_is_refused_in_a_sentence_with_its_line(
+    does: Callable[[Doing, Tensor, Tensor], Tensor], message: str
+) -> None:
+    KEPT.clear()
+    model = Own(layers=2)
+    model.stack = nn.ModuleList([Doing(does) for _ in range(2)])
+    with pytest.raises(Unsupported, match=message):
+        capture(model)
 
 
 class Scaled(nn.Module):

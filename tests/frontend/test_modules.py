@@ -82,6 +82,26 @@ def test_packed_loss_and_gradients_equal_the_modules_on_each_sequence_alone(caus
         assert (one - other).norm() <= 1e-5 * other.norm() + 1e-6 * scale
 
 
+class Named(Own):
+    """It returns its logits in what a test wants."""
+
+    def __init__(self, wrap: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.wrap = wrap
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor, cu_seqlens: Tensor) -> Any:
+        return self.wrap(super().forward(input_ids, position_ids, cu_seqlens))
+
+
+def test_logits_are_found_in_a_dict_and_asked_for_elsewhere() -> None:
+    given = batch([5, 3])
+    plain, named = randomised(Own()), randomised(Named(lambda logits: {"logits": logits, "other": None}))
+    assert torch.equal(loss(capture(named), named, given), loss(capture(plain), plain, given))
+    for wrap in (lambda logits: (logits, None), lambda logits: {"scores": logits}, lambda logits: None):
+        with pytest.raises(Unsupported, match=r"the loss: the model returns a .* without logits; return .* loss="):
+            capture(Named(wrap))
+
+
 def test_a_loss_over_whole_sequences() -> None:
     model = randomised(Own(outputs=5, causal=False))
     program, given = capture(model, loss=classified), batch([5, 2, 3])

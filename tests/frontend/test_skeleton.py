@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
@@ -81,7 +82,10 @@ def test_a_site_runs_its_block_with_the_models_arguments() -> None:
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        (Model(Layer("two")), "layer.0: a block with 2 output tensors; switch off extra outputs"),
+        (
+            Model(Layer("two")),
+            r"layer.0: the block returns 2 tensors \(\(a tensor, a tensor\)\), and one.*; return",
+        ),
         (
             Model(Layer("shorter")),
             "layer.0: the block turns a hidden state of .* into .*4.*; blocks must keep shape and dtype",
@@ -103,6 +107,40 @@ def test_the_hidden_state_is_found_and_replaced(wrap: Any) -> None:
     assert hidden is x
     assert type(rebuild(y)) is type(wrap(y))
     assert hidden_output(rebuild(y), "layer.0")[0] is y
+
+
+@pytest.mark.parametrize(
+    ("output", "said"),
+    [
+        (None, "returns no tensor (None)"),
+        ({"h": torch.zeros(2), "aux": torch.zeros(())}, "returns 2 tensors ({'h': a tensor, 'aux': a tensor})"),
+        ((torch.zeros(2), [torch.zeros(1, dtype=torch.int64)]), "2 tensors ((a tensor, (a tensor of torch.int64)))"),
+        (object(), "returns no tensor (object)"),
+    ],
+)
+def test_other_outputs_are_refused_with_what_they_are(output: Any, said: str) -> None:
+    with pytest.raises(Unsupported, match=f"^layer.0: the block .*{re.escape(said)}, and one.*; return the hid"):
+        hidden_output(output, "layer.0")
+
+
+class Keyed(Model):
+    """Hands its blocks integers first, and the hidden state by name."""
+
+    def forward(self, ids: Tensor, positions: Tensor) -> Tensor:
+        hidden = self.embed(ids)
+        for layer in self.layers:
+            hidden = layer(positions=positions, hidden=hidden)
+        return self.head(hidden)
+
+
+def test_the_hidden_state_may_stand_behind_integers() -> None:
+    model = Keyed(Layer(), Layer())
+    _, sites = skeleton(model)
+    assert [[t.dtype for t in site.inputs] for site in sites] == [[torch.float32, torch.int64]] * 2
+    hidden, positions = torch.randn(1, 5, 8), torch.arange(5)[None]
+    site, real = sites[1], Layer()
+    site.module = real
+    assert torch.equal(site.flat()(hidden, positions), real(hidden, positions))
 
 
 class Between(Model):

@@ -19,7 +19,7 @@ LIMITS = (Limit("input_ids", 0, 64, "wte"), Limit("labels", 0, 64, "the loss"), 
         (torch.tensor([-1, 3]), "sequence 1: input_ids is -1 at position 0"),
         (
             {"input_ids": torch.tensor([1, 2, 3]), "labels": torch.tensor([1, -100, 64])},
-            "sequence 1: labels is 64 at position 1",  # where it is predicted
+            "sequence 1: labels is 64 at position 2",  # where it was given
         ),
         (torch.tensor([1] * 6), "sequence 1 has 6 tokens, and wpe has 5 positions; cut the sequence"),
     ],

@@ -14,9 +14,10 @@ from dataclasses import replace
 from typing import Any
 
 from hydragraph import log
+from hydragraph.errors import EndedElsewhere
 from hydragraph.runtime.crew import Context, RankHandle, Stops, dismiss, outcome_of, start
 from hydragraph.runtime.kept import KEPT
-from hydragraph.runtime.meeting.nodes import BEAT_S, Ended, Kill, Leaving, Link, Nodes, Over, Start, Stop, reach
+from hydragraph.runtime.meeting.nodes import BEAT_S, Back, Ended, Kill, Leaving, Link, Nodes, Over, Start, Stop, reach
 from hydragraph.runtime.rank_process import Died, Returned, run_member
 
 _LOG = logging.getLogger(__name__)
@@ -43,6 +44,7 @@ class Deputy:
         self._asked_at: float | None = None
         self._told = False
         self._stopping = False
+        self._back = False
         self._crew: dict[int, RankHandle] = {}
 
     def run(self, arrival_s: float = ARRIVAL_S, back_s: float = BACK_S) -> None:
@@ -52,7 +54,7 @@ class Deputy:
             arrival_s, back_s: seconds to wait for the leader at first, and once it is heard no more.
 
         Raises:
-            RuntimeError: the work has failed.
+            EndedElsewhere: the work has failed.
             ConnectionError: the leader is heard no more.
         """
         before = self._listen()
@@ -61,7 +63,7 @@ class Deputy:
             while (link := self._reach(patience_s)) is not None:
                 over = self._serve(link)
                 if over is not None and over.error:
-                    raise RuntimeError(f"the first node has ended the run: {over.error}")
+                    raise EndedElsewhere(f"the first node has ended the run: {over.error}")
                 if over is not None and not over.again:
                     return
                 patience_s = back_s
@@ -77,7 +79,11 @@ class Deputy:
     def _listen(self) -> dict[int, Any]:
         if threading.current_thread() is not threading.main_thread():
             return {}
-        return {number: signal.signal(number, self._asked) for number in (signal.SIGTERM, signal.SIGINT)}
+        handlers = {signal.SIGTERM: self._asked, signal.SIGINT: self._asked, signal.SIGUSR1: self._repaired}
+        return {number: signal.signal(number, handler) for number, handler in handlers.items()}
+
+    def _repaired(self, number: int, frame: object) -> None:
+        self._back = True
 
     def _asked(self, number: int, frame: object) -> None:
         self._asked_at = self._asked_at or time.monotonic()
@@ -107,6 +113,9 @@ class Deputy:
                     if over is not None:
                         return over
                     self._look(link, stops)
+                    if self._back:
+                        self._back = False
+                        link.send(Back())
                     if self._drained(link):
                         link.close("it was taken away")
                         return Over()

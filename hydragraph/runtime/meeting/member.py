@@ -122,9 +122,14 @@ class Member:
         self._place.say(self.number, Said(self.generation.number, holds=self.holds, left=True, done=done))
 
     def listen_to_signals(self) -> None:
-        """Take SIGTERM as the request to hand over its state and end; a terminal's Ctrl-C is for its launcher."""
+        """Take SIGTERM as the request to hand over its state and end; others are for the launcher.
+
+        Those are a terminal's Ctrl-C, and SIGUSR1, by which devices are said to be back: whoever sends it to all
+        processes of a command's name means that one.
+        """
         signal.signal(signal.SIGTERM, self._asked)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        for number in (signal.SIGINT, signal.SIGUSR1):
+            signal.signal(number, signal.SIG_IGN)
 
     def _asked(self, number: int, frame: FrameType | None) -> None:
         if not self.leaving:

@@ -8,7 +8,7 @@ ends, and is given up where nothing is heard. A deputy gives up sooner than the 
 without a machine, that one's ranks have been ended.
 
     leader -> deputy   Start, Kill, Stop, Over, Beat
-    deputy -> leader   Hello, Ended, Leaving, Beat
+    deputy -> leader   Hello, Ended, Leaving, Back, Beat
 """
 
 from __future__ import annotations
@@ -117,6 +117,11 @@ class Ended:
 @dataclass(frozen=True)
 class Leaving:
     """This machine is taken away: it starts nothing more."""
+
+
+@dataclass(frozen=True)
+class Back:
+    """Devices of this machine are back: processes are to be started in its empty seats."""
 
 
 @dataclass(frozen=True)
@@ -367,6 +372,9 @@ class Hub:
                 post.processes[message.number].ended(outcome)
             elif isinstance(message, Leaving):
                 post.leaving = True
+            elif isinstance(message, Back):
+                with self._lock:
+                    self._news.add(hello.node)
         link.close("")
         if not self._closed:
             _LOG.warning("%s", _lost(hello.node, link))

@@ -158,7 +158,7 @@ class Supervisor:
         self._back = False
         self._held = False  # whether any rank has ever held state; until then all begin together
         self._late: set[int] = set()  # members that get ready beside others, and join those that hold state
-        self._empty: set[int] = set()  # seats of those that were asked to leave
+        self._empty: set[int] = set()  # seats that nobody takes until their devices are said to be back
         self._stops = Stops()
         self.crew: list[RankHandle] = []
         self._next = 0
@@ -186,7 +186,7 @@ class Supervisor:
         self._stop = True  # a signal's handler calls this
 
     def refill(self) -> None:
-        """Start processes in the seats of those that were asked to leave: their devices are back."""
+        """Start processes in seats that stayed empty: the devices of those that left, or were lost, are back."""
         self._back = True
 
     def results(self) -> list[bytes]:
@@ -288,6 +288,7 @@ class Supervisor:
         ready = self._held and (member.rank in self._record.current or self._place.said(member.rank).ready)
         self._unready[seat] = 0 if ready else self._unready.get(seat, 0) + 1
         if not self._elastic.rejoin or self._unready[seat] >= _STARTS:
+            self._empty.add(seat)
             return
         short = time.monotonic() - self._born[member.rank] < _SHORT_S
         self._short[seat] = self._short.get(seat, 0) + 1 if short else 0
@@ -300,6 +301,9 @@ class Supervisor:
             return
         if self._back:
             self._waiting |= dict.fromkeys(self._empty, time.monotonic())
+            for seat in self._empty:
+                self._short.pop(seat, None)
+                self._unready.pop(seat, None)
             self._empty.clear()
             self._back = False
         for node in () if self._hub is None else self._hub.arrived():

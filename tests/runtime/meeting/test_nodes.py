@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from hydragraph.runtime.crew import outcome_of
 from hydragraph.runtime.meeting import nodes as module
-from hydragraph.runtime.meeting.nodes import Ended, Hub, Kill, Leaving, Link, Nodes, Over, Start, nodes_of, reach
+from hydragraph.runtime.meeting.nodes import Back, Ended, Hub, Kill, Leaving, Link, Nodes, Over, Start, nodes_of, reach
 from hydragraph.runtime.rank_process import Died, Returned, Seat
 
 PATIENCE_S = 20.0
@@ -131,6 +131,15 @@ def test_a_machine_that_is_taken_away_gets_no_new_ranks_but_keeps_its_own(hub: H
     link.send(Leaving())
     until(lambda: not hub.present(1))
     assert member.process.is_alive()
+
+
+def test_a_machine_whose_devices_are_back_is_one_that_has_come(hub: Hub, first: Nodes) -> None:
+    link = reach(replace(first, number=1))
+    until(lambda: hub.present(1))
+    hub.gather(timedelta(seconds=PATIENCE_S))
+    assert hub.arrived() == ()
+    link.send(Back())
+    assert until(hub.arrived) == (1,)
 
 
 def test_whoever_does_not_know_the_key_is_sent_away(hub: Hub, first: Nodes) -> None:

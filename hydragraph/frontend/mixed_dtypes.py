@@ -1,0 +1,88 @@
+"""Refuse operators whose operands have dtypes that do not go together, which shapes alone do not tell.
+
+A model may keep some parameters in another dtype than the rest (a head in bfloat16, a router in float32) and cast what
+it multiplies them with. Here all parameters compute in one dtype, so such a cast misses; and a trace, which computes
+nothing, says so only where an operator's shape function happens to look.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from hydragraph.errors import Unsupported
+from hydragraph.ir.graph_data import value_of
+from hydragraph.ir.program import Template
+from hydragraph.private.operators import is_operator
+from hydragraph.private.tracing import hint_of
+
+
+def refuse_mixed_dtypes(template: Template, where: str, dtype: torch.dtype) -> None:
+    """Raise Unsupported for an operator that does not run with the dtypes that it gets, naming the parameter.
+
+    Args:
+        where: what was traced, for the error.
+        dtype: of the model's parameters.
+    """
+    nodes = template.graph.graph.nodes
+    placeholders = [n for n in nodes if n.op == "placeholder"]
+    tensors = dict(zip(placeholders, (*template.parameters, *template.buffers), strict=False))
+    # Operators take many mixtures (a sum is promoted, some norms widen), so each kind is asked once.
+    asked: dict[object, str] = {}
+    for node in nodes:
+        given = [n for n in node.all_input_nodes if _is_floating(value_of(n))]
+        dtypes = [value_of(n).dtype for n in given]
+        if not is_operator(node.target) or len(set(dtypes)) < 2:
+            continue
+        key = (node.target, *dtypes)
+        if key not in asked:
+            asked[key] = _failure(node)
+        if asked[key]:
+            named = {value_of(n).dtype: _behind(n, tensors) or n.name for n in reversed(given)}
+            said = " and ".join(f"{kind} ({name})" for kind, name in reversed(named.items()))
+            weight = next((name for name in named.values() if name in tensors.values()), "the weight")
+            raise Unsupported(
+                f"{node.target} gets {said}, and takes one dtype ({asked[key]})",
+                where=where,
+                remedy=f"all parameters compute in dtype={dtype}, whatever they are stored in: cast what meets "
+                f"{weight} to its dtype (x.to({weight.rpartition('.')[2]}.dtype)), and to no fixed one",
+            )
+
+
+def _is_floating(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point()
+
+
+def _failure(node: fx.Node) -> str:
+    """Run an operator on zeros of the traced shapes; return the first line of what it raises, or ""."""
+    try:
+        with torch.no_grad():
+            args, kwargs = fx.node.map_aggregate((node.args, dict(node.kwargs)), _zeros)  # type: ignore[misc]
+            node.target(*args, **kwargs)  # type: ignore[operator]
+    except NotImplementedError:  # not on a CPU
+        return ""
+    except Exception as error:
+        return (str(error).splitlines() or [type(error).__name__])[0]
+    return ""
+
+
+def _zeros(argument: Any) -> Any:
+    """Return what stands for an argument: zeros that take no memory, whatever their shape, or the number itself."""
+    value = value_of(argument) if isinstance(argument, fx.Node) else argument
+    if isinstance(value, Tensor):
+        return torch.zeros((), dtype=value.dtype).expand([hint_of(size) for size in value.shape])
+    if isinstance(value, torch.SymInt):
+        return hint_of(value)
+    return torch.device("cpu") if isinstance(value, torch.device) else value
+
+
+def _behind(node: fx.Node, tensors: dict[fx.Node, str]) -> str:
+    """Return the parameter or buffer that a value is, or a view or a cast of; "": it is none."""
+    while node not in tensors:
+        inputs = [n for n in node.all_input_nodes if _is_floating(value_of(n))]
+        if len(inputs) != 1:
+            return ""
+        node = inputs[0]
+    return tensors[node]

@@ -1,0 +1,76 @@
+"""Rotary frequencies that depend on a sequence's length: dynamic NTK and longrope, as transformers computes them.
+
+Both choose frequencies by the longest sequence of a call, which is not each packed sequence's own. Up to a length that
+the config names, both have the frequencies that the model was built with: those are captured, and longer sequences are
+refused (`positions`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hydragraph.errors import Unsupported
+
+_LONG = "longrope"
+
+
+def hold_frequencies(model: nn.Module) -> None:
+    """Keep a model (our own copy of the user's) from changing its frequencies in forward."""
+    for module in model.modules():
+        kinds = _kinds(module)
+        if any(map(_changes, kinds.values())):
+            held = {layer: "default" if _changes(kind) else kind for layer, kind in kinds.items()}
+            module.rope_type = held if isinstance(module.rope_type, dict) else held[""]  # type: ignore[assignment]
+
+
+def short_positions(model: nn.Module) -> tuple[int, str] | None:
+    """Return up to which length a model with longrope has the frequencies it was built with, and the setting's name."""
+    name = "original_max_position_embeddings"
+    found = [
+        int(most)
+        for module in model.modules()
+        for layer, kind in _kinds(module).items()
+        if kind == _LONG and (most := _parameters(module, layer).get(name)) is not None
+    ]
+    return (min(found), f"{name}: {_LONG} has other frequencies beyond it") if found else None
+
+
+def refuse_other_frequencies(model: nn.Module) -> None:
+    """Raise Unsupported where a model's frequencies are still those of a long sequence that it was run on."""
+    for name, module in model.named_modules():
+        for layer, kind in _kinds(module).items():
+            pair = [getattr(module, f"{layer}_{n}" if layer else n, None) for n in ("inv_freq", "original_inv_freq")]
+            if _changes(kind) and _differ(*pair):
+                raise Unsupported(
+                    f"its rotary frequencies ({kind}) are those of a longer sequence that it was run on",
+                    where=name,
+                    remedy="run it once on a short sequence, or build the model anew",
+                )
+
+
+def _differ(now: Any, built: Any) -> bool:
+    both = isinstance(now, Tensor) and isinstance(built, Tensor) and not now.is_meta and not built.is_meta
+    return both and not torch.equal(now.cpu(), built.cpu())
+
+
+def _changes(kind: str) -> bool:
+    return "dynamic" in kind or kind == _LONG
+
+
+def _kinds(module: nn.Module) -> dict[str, str]:
+    """Return a module's kinds of frequencies by type of layer, "" where all have one; {} where it makes none."""
+    found = vars(module).get("rope_type")
+    return dict(_texts({"": found} if isinstance(found, str) else found if isinstance(found, dict) else {}))
+
+
+def _texts(kinds: dict[Any, Any]) -> Iterator[tuple[str, str]]:
+    yield from ((str(layer), kind) for layer, kind in kinds.items() if isinstance(kind, str))
+
+
+def _parameters(module: nn.Module, layer: str) -> dict[str, Any]:
+    parameters: Any = getattr(getattr(module, "config", None), "rope_parameters", None) or {}
+    return dict(parameters.get(layer) or {}) if layer else dict(parameters)
