@@ -51,7 +51,7 @@ def test_a_slower_kind_of_device_takes_so_many_times_as_long_and_holds_as_much()
         for name, piece in pieces.items():
             other = slow.pieces[kind][name]
             for mine, theirs in zip(piece.parts(False), other.parts(False), strict=True):
-                assert theirs.seconds([64.0]) == pytest.approx(2.5 * mine.seconds([64.0]))
+                assert theirs.seconds([64]) == pytest.approx(2.5 * mine.seconds([64]))
             assert (other.kept, other.parameters) == (piece.kept, piece.parameters)
 
 
