@@ -37,11 +37,17 @@ def parse_yaml(text: str) -> object:
     return data
 
 
-def load_record(cls: type[Record], path: str | Path) -> Record:
-    """Read a YAML file into a frozen dataclass whose fields it mirrors; a ValueError names the file and the field."""
+def load_record(cls: type[Record], path: str | Path, name: str = "") -> Record:
+    """Read a YAML file into a frozen dataclass whose fields it mirrors; a ValueError names the file and the field.
+
+    Args:
+        name: what the whole is called; default: the class.
+    """
     data = load_yaml(path)
+    if data is None:
+        raise ValueError(f"{path}: the file is empty: write {_example(cls)}")
     try:
-        return from_record(cls, data)
+        return from_record(cls, data, name=name)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
 

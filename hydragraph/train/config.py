@@ -619,7 +619,7 @@ class TrainConfig:
         Raises:
             ValueError: naming the field that is unknown, missing or wrong.
         """
-        return _overridden(load_record(cls, path), overrides)
+        return _overridden(load_record(cls, path, "the config"), overrides)
 
     def save(self, path: str | Path) -> None:
         """Write every field, defaults included, as the YAML file that `load` reads back as an equal config."""

@@ -328,7 +328,7 @@ def test_check_names_the_place_and_the_fix(layers: int, ranks: int, heads: tuple
         ),
         ("pipelines: [{stages: [{devices: [0], layers: 1, 7: x}]}]", "pipelines[0].stages[0]: unknown field 7: known"),
         ("pipeline: []", "strategy: unknown field 'pipeline': did you mean 'pipelines'?"),
-        ("", "strategy: expected a mapping with pipelines, schedule, but it is None"),
+        ("", "the file is empty: write {pipelines: ...}"),
         ("schedule: gpipe", "strategy: missing field 'pipelines'"),
         ("pipelines: [{stages: [{layers: 1}]}]", "pipelines[0].stages[0]: missing field 'devices'"),
         ("pipelines: 3", "pipelines: expected a list, but it is 3"),
