@@ -43,6 +43,10 @@ _BATCH_CHARACTERS = 1 << 22
 _READ_BYTES = 1 << 24
 
 
+class NoText(ValueError):  # noqa: N818
+    """A corpus without any text."""
+
+
 @dataclass(frozen=True)
 class _Header:
     """The first bytes of a token file.
@@ -288,7 +292,7 @@ def write_encoded(
             file.write(bytes(_HEADER_BYTES))
             header = _write_payload(file, batches, vocabulary, end, targeted, progress)
             if not header.documents:
-                raise ValueError("the corpus holds no text: look into data.paths, data.suffixes and data.text_field")
+                raise NoText("the corpus holds no text")
             file.seek(0)
             file.write(header.pack())
             file.flush()

@@ -37,6 +37,7 @@ def check_settings(config: TrainConfig, ranks: int) -> None:
     _check_device(config.device)
     _check_optimizer(config)
     read_costs(config.plan, ranks)
+    config.home.check(ranks)
     if config.compiled is not None:
         read_manifest(Path(config.compiled))
     if config.model.directory is not None:

@@ -21,7 +21,7 @@ from hydragraph.data.chat import CHATML, CHATML_TOKENS, Encoder, Template
 from hydragraph.data.mini_batches import Drawn, MiniBatches, Split
 from hydragraph.data.mixture import Mixture
 from hydragraph.data.parts import Parts
-from hydragraph.data.token_file import TokenFile, vocabulary_of, write_encoded
+from hydragraph.data.token_file import NoText, TokenFile, vocabulary_of, write_encoded
 from hydragraph.train.config import DataConfig, SourceConfig, TrainConfig
 
 STDLIB = "python-stdlib"
@@ -146,8 +146,25 @@ def _make(config: TrainConfig, existing: Path | None, partial: Path, progress: P
         for _ in parts.encoded(placed, encoder, told):
             pass
         vocabulary = vocabulary_of(encoder.tokenizer)
-        write_encoded(partial / name, parts.read(), vocabulary, encoder.end, parts.targeted)
+        try:
+            write_encoded(partial / name, parts.read(), vocabulary, encoder.end, parts.targeted)
+        except NoText:
+            raise ValueError(_without_text(config.data, name)) from None
         parts.remove()
+
+
+def _without_text(data: DataConfig, name: str) -> str:
+    """Say which corpus has no text, by the name of its token file."""
+    fields = [
+        *(f"data.mixture[{i}]" for i in range(len(data.mixture))),
+        *(f"data.evaluation.{n}" for n in data.evaluation),
+    ]
+    names = list(_token_files(data))
+    if not data.mixture:
+        names = names[1:]
+    if name in names:
+        return f"{fields[names.index(name)]} holds no text: look into its paths, suffixes and text_field"
+    return "the corpus holds no text: look into data.paths, data.suffixes and data.text_field"
 
 
 def _make_tokenizer(config: TrainConfig, existing: Path | None, directory: Path, progress: Progress) -> None:

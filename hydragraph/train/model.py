@@ -90,7 +90,7 @@ def skeleton(config: ModelConfig, vocabulary: int, end_of_text: int = 0) -> nn.M
         else:
             from transformers import AutoConfig, AutoModelForCausalLM
 
-            with _own_code(config):
+            with _read_by_transformers(config):
                 settings = AutoConfig.from_pretrained(directory_of(config), trust_remote_code=config.trust_remote_code)
                 model = AutoModelForCausalLM.from_config(settings, trust_remote_code=config.trust_remote_code)
             model = model.eval()  # as from_pretrained leaves it
@@ -141,7 +141,7 @@ def _read(config: ModelConfig, vocabulary: int, end_of_text: int) -> nn.Module:
     if config.architecture is not None:
         kind = _model_class(config.architecture)
         settings = model_config(config, vocabulary, end_of_text)
-    with _own_code(config):
+    with _read_by_transformers(config):
         model: nn.Module = kind.from_pretrained(
             directory_of(config), config=settings, dtype=torch.float32, trust_remote_code=config.trust_remote_code
         )
@@ -149,16 +149,24 @@ def _read(config: ModelConfig, vocabulary: int, end_of_text: int) -> nn.Module:
 
 
 @contextmanager
-def _own_code(config: ModelConfig) -> Iterator[None]:
-    """Say what to do where a directory would have its own code run."""
+def _read_by_transformers(config: ModelConfig) -> Iterator[None]:
+    """Say which directory it is, and what to do, where transformers does not read it."""
+    directory_of(config)
     try:
         yield
-    except ValueError as error:
-        if "trust_remote_code" not in str(error):
-            raise
+    except Exception as error:  # transformers, safetensors and torch have error types of their own
+        where = f"{_field(config)} {config.directory}"
+        if "trust_remote_code" in str(error):
+            raise ValueError(
+                f"{where}: it names code of its own (auto_map in config.json), which is not run: use a model of a "
+                "class that transformers has, or read that code and set model.trust_remote_code: true"
+            ) from error
+        if config.trust_remote_code:
+            raise  # it may be of the directory's own code
+        said = str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__
         raise ValueError(
-            f"{_field(config)} {config.directory}: it names code of its own (auto_map in config.json), which is not "
-            "run: use a model of a class that transformers has, or read that code and set model.trust_remote_code: true"
+            f"{where}: transformers cannot read it ({said}): name a directory that save_pretrained wrote, with all its "
+            "files"
         ) from error
 
 

@@ -71,3 +71,26 @@ def test_what_is_wrong_with_data_is_a_sentence(case: str, tmp_path: Path) -> Non
         with pytest.raises(ValueError, match=sentence):
             check_data(config)
     assert not list((tmp_path / "run").rglob("*.bin")), "nothing half made is left"
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"evaluation": {"held": {"paths": ["EMPTY"]}}}, "data.evaluation.held holds no text: look into its paths"),
+        (
+            {"paths": [], "mixture": [{"paths": ["FULL"]}, {"paths": ["EMPTY"]}]},
+            r"data.mixture\[1\] holds no text: look into its paths",
+        ),
+    ],
+)
+def test_of_several_corpora_the_one_without_text_is_named(
+    changes: dict[str, Any], sentence: str, tmp_path: Path
+) -> None:
+    for name, content in (("empty", ""), ("full", "some words of text " * 40)):
+        (tmp_path / f"{name}.txt").write_text(content)
+    text = json.dumps(changes).replace("EMPTY", str(tmp_path / "empty.txt")).replace("FULL", str(tmp_path / "full.txt"))
+    record = settings(tmp_path)
+    record["data"] = {**record["data"], "paths": [str(tmp_path / "full.txt")], **json.loads(text)}
+    config = from_record(TrainConfig, record)
+    with pytest.raises(ValueError, match=sentence):
+        prepare(config)

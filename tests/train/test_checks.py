@@ -79,6 +79,8 @@ def test_nothing_is_said_of_what_can_be() -> None:
             1,
             "LlamaForCausalLM cannot be built .* a vocabulary of 10{30}:",
         ),
+        ({"elastic": {"copies": 2}}, 1, "two copies on 1 rank: start more ranks, or use copies 1"),
+        ({"home": "3,1"}, 3, "shares is for 2 ranks, but it says nothing of rank 2"),
         ({"compiled": "nowhere"}, 1, "compiled folder nowhere: it has no manifest.json"),
         ({"callbacks": ["nowhere:x"]}, 1, "callbacks: 'nowhere:x' cannot be loaded"),
         ({"strategies": [{"pipelines": [{"stage": []}]}]}, 1, r"strategies\[0\].*stage"),

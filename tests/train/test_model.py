@@ -119,3 +119,26 @@ def test_pickled_weights_run_nothing(tmp_path: Path) -> None:
     with pytest.raises(Exception, match=r"weights_only|WeightsUnpickler|unsafe|load file"):
         build_model(ModelConfig(path=str(tmp_path)), 50, 7, 0)
     assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    ("files", "why"),
+    [
+        ({"config.json": "{"}, "not a valid JSON file"),
+        ({"config.json": "{}"}, "model_type"),
+        ({"model.safetensors": None}, "no file named model.safetensors"),
+        ({"model.safetensors": "cut"}, "header"),
+    ],
+)
+def test_a_directory_that_transformers_cannot_read_is_named_with_the_reason(
+    files: dict[str, str | None], why: str, tmp_path: Path
+) -> None:
+    model: Any = build_model(llama(), 50, 7, 0)
+    model.save_pretrained(tmp_path)
+    for name, content in files.items():
+        if content is None:
+            (tmp_path / name).unlink()
+        else:
+            (tmp_path / name).write_text(content)
+    with pytest.raises(ValueError, match=rf"model.path {tmp_path}: transformers cannot read it \(.*{why}.*\): name a"):
+        build_model(ModelConfig(path=str(tmp_path)), 50, 7, 0)
