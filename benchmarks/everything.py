@@ -321,7 +321,7 @@ class Elastic:
 
     def _start(self, node: Node, config: Path) -> subprocess.Popen[bytes]:
         command = [*torchrun(node, self._nodes, 1), "-m", "hydragraph", "train", str(config), "--overwrite"]
-        return node.start(command, self._folder / f"{node.number}.log", **{_JOB: "1"}, **_threads())
+        return _begun(node, command, self._folder / f"{node.number}.log", {})
 
     def steps(self) -> dict[int, Done]:
         """Return the steps that count so far."""
@@ -368,7 +368,7 @@ class Restarted:
     ) -> None:
         self.name = name
         self._nodes, self._folder, self._command, self._again = nodes, folder, command, again
-        self._program = command[RANKS][:4]  # which neither its own helpers nor those that started it begin with
+        self._program = command[RANKS][:2]  # which neither its own helpers nor those that started it begin with
         self._port = 29600
         self._started: dict[int, subprocess.Popen[bytes]] = {}
         self._start(RANKS, ())
@@ -387,8 +387,8 @@ class Restarted:
                 "MASTER_ADDR": self._nodes[0].address,
                 "MASTER_PORT": str(self._port),
             }
-            log = self._folder / f"{rank}.log"
-            self._started[rank] = node.start([*self._command[ranks], *words], log, **{_JOB: "1"}, **place, **_threads())
+            command = [*self._command[ranks], *words]
+            self._started[rank] = _begun(node, command, self._folder / f"{rank}.log", place)
 
     def steps(self) -> dict[int, Done]:
         """Return the steps that count so far."""
@@ -476,6 +476,12 @@ def _words(pid: int) -> list[str]:
     with suppress(OSError):
         return Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")
     return []
+
+
+def _begun(node: Node, command: Sequence[str], log: Path, place: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    """Start a process of this benchmark on a machine."""
+    environment: dict[str, Any] = {_JOB: "1", **_threads(), **place}
+    return node.start(command, log, **environment)
 
 
 def _threads() -> dict[str, str]:
