@@ -211,7 +211,7 @@ def test_tensors_that_are_refused(change: dict[str, Tensor], message: str) -> No
         update([Shard(**(fields | change))], SETTINGS[0])  # type: ignore[arg-type]
 
 
-def _twins(count: int, size: int) -> list[tuple[torch.optim.Optimizer, list[torch.nn.Parameter]]]:
+def _twins(count: int, size: int) -> Sequence[tuple[torch.optim.Optimizer, list[torch.nn.Parameter]]]:
     found = []
     for kind in (AdamW, torch.optim.AdamW):
         generator = torch.Generator().manual_seed(0)
