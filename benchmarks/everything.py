@@ -78,6 +78,7 @@ TAIL = 1.4  # of the Pareto distribution of lengths
 SHORTEST = 48
 AGREE = 1e-3  # of a loss, over all steps
 HANGS_S = 180.0  # without a step
+BEGINS_S = 2.0  # for processes to be seen
 _JOB = "HYDRAGRAPH_BENCHMARK_JOB"  # in the environment of what a node runs for this
 
 
@@ -320,7 +321,7 @@ class Elastic:
 
     def _start(self, node: Node, config: Path) -> subprocess.Popen[bytes]:
         command = [*torchrun(node, self._nodes, 1), "-m", "hydragraph", "train", str(config), "--overwrite"]
-        return node.start(command, self._folder / f"{node.number}.log", **{_JOB: "1"}, **_threads())
+        return _begun(node, command, self._folder / f"{node.number}.log", {})
 
     def steps(self) -> dict[int, Done]:
         """Return the steps that count so far."""
@@ -367,12 +368,13 @@ class Restarted:
     ) -> None:
         self.name = name
         self._nodes, self._folder, self._command, self._again = nodes, folder, command, again
-        self._program = command[RANKS][:4]  # which neither its own helpers nor those that started it begin with
+        self._program = command[RANKS][:2]  # which neither its own helpers nor those that started it begin with
         self._port = 29600
         self._started: dict[int, subprocess.Popen[bytes]] = {}
         self._start(RANKS, ())
 
     def _start(self, ranks: int, words: Sequence[str]) -> None:
+        self._begun = time.monotonic()
         self._port += 1
         self._places = [0, 0, 1, 1] if ranks == RANKS else [0, 1, 1]  # the lost device is of the first machine
         for rank, number in enumerate(self._places):
@@ -385,8 +387,8 @@ class Restarted:
                 "MASTER_ADDR": self._nodes[0].address,
                 "MASTER_PORT": str(self._port),
             }
-            log = self._folder / f"{rank}.log"
-            self._started[rank] = node.start([*self._command[ranks], *words], log, **{_JOB: "1"}, **place, **_threads())
+            command = [*self._command[ranks], *words]
+            self._started[rank] = _begun(node, command, self._folder / f"{rank}.log", place)
 
     def steps(self) -> dict[int, Done]:
         """Return the steps that count so far."""
@@ -420,13 +422,18 @@ class Restarted:
         self._start(RANKS, self._again)
 
     def _wait(self) -> None:
+        """Return once all have ended; what started them is stopped where they were, and then never hears of it."""
+        end = time.monotonic() + HANGS_S
+        while not self.over() and time.monotonic() < end:
+            time.sleep(0.02)
         for process in self._started.values():
-            process.wait(60)
+            process.kill()
+            process.wait()
         self._started.clear()
 
     def over(self) -> bool:
         """Say whether it has ended."""
-        return all(process.poll() is not None for process in self._started.values())
+        return time.monotonic() > self._begun + BEGINS_S and not self.ranks()
 
     def said(self) -> str:
         """Return its last words."""
@@ -469,6 +476,12 @@ def _words(pid: int) -> list[str]:
     with suppress(OSError):
         return Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")
     return []
+
+
+def _begun(node: Node, command: Sequence[str], log: Path, place: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    """Start a process of this benchmark on a machine."""
+    environment: dict[str, Any] = {_JOB: "1", **_threads(), **place}
+    return node.start(command, log, **environment)
 
 
 def _threads() -> dict[str, str]:

@@ -147,7 +147,7 @@ class Rival:
         self.done = max(_checkpoints(folder), default=0)
         if self.done:
             model, optimizer = get_state_dict(self.model, self.optimizer)
-            state = {"model": model, "optimizer": optimizer}
+            state: dict[str, Any] = {"model": model, "optimizer": optimizer}
             dcp.load(state, checkpoint_id=folder / f"step-{self.done}")
             set_state_dict(
                 self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]

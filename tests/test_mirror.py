@@ -98,7 +98,6 @@ ELSEWHERE = {
     "runtime/sharded.py": ("runtime/checkpoint/test_planners.py", "boxes of parameters"),
     "runtime/weights/directory.py": ("test_peft.py", "directories that are written, of models and of adapters"),
     "train/export.py": ("train/test_loop.py", "the final model"),
-    "train/plan_input.py": ("commands/test_plan.py", "what the verb is given"),
     "train/plan_picture.py": ("commands/test_plan.py", "--picture"),
     "train/ranks_file.py": ("test_elastic_run.py", "the processes of a run, by rank"),
 }

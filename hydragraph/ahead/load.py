@@ -127,6 +127,7 @@ def load(
     if dtype not in (None, program.dtype):
         remedy = f"pass dtype={program.dtype}, or write the folder anew with the other one"
         raise Refused(folder, f"it computes in {program.dtype}, and dtype is {dtype}", remedy)
+    _refuse_more(folder, manifest)
     graphs = {entry.file: contents[entry.file] for entry in manifest.variants.values()}
     if trust and FILE in contents:
         load_code(contents[FILE], folder)
@@ -145,6 +146,17 @@ def _refuse_other_model(folder: Path, manifest: Manifest, model: ModelRecord) ->
     if found:
         more = f", and {len(found) - 3} more" if len(found) > 3 else ""
         raise Refused(folder, f"it was compiled from another model: {'; '.join(found[:3])}{more}")
+
+
+def _refuse_more(folder: Path, manifest: Manifest) -> None:
+    """Refuse what nobody has written down: whoever reads the folder would take it for a part of it."""
+    files = (path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir())
+    there = {path.relative_to(folder).as_posix() for path in files}
+    more = sorted(there - manifest.files.keys() - {NAME})
+    if more:
+        others = f" and {len(more) - 1} others" if len(more) > 1 else ""
+        remedy = f"remove it, or write the folder anew: hydragraph compile CONFIG --output {folder}"
+        raise Refused(folder, f"it holds {more[0]:.200}{others}, which {NAME} does not name", remedy)
 
 
 def _refuse_stale(folder: Path, manifest: Manifest) -> None:

@@ -129,6 +129,9 @@ def read_manifest(folder: Path) -> Manifest:
         Refused: there is none, it was changed, or a later hydragraph wrote it.
     """
     try:
+        # A pipe never ends, and a link may lead anywhere.
+        if (folder / NAME).is_symlink() or ((folder / NAME).exists() and not (folder / NAME).is_file()):
+            raise Refused(folder, f"its {NAME} is a link, or no plain file")
         written = (folder / NAME).read_bytes()
     except OSError as error:
         why = error.strerror or str(error)
@@ -219,8 +222,8 @@ def read_file(folder: Path, path: str, files: Mapping[str, File]) -> bytes:
     place = folder.joinpath(*parts)
     try:
         # A link may lead out of the folder, and a pipe or a device never ends.
-        if not place.resolve(strict=True).is_relative_to(folder.resolve()) or not place.is_file():
-            raise Refused(folder, f"{path} leads out of the folder, or is no plain file")
+        if place.is_symlink() or not place.resolve(strict=True).is_relative_to(folder.resolve()) or not place.is_file():
+            raise Refused(folder, f"{path} is a link, leads out of the folder, or is no plain file")
         if expected.bytes > LARGEST_FILE or os.stat(place).st_size != expected.bytes:
             raise Refused(folder, f"{path} has {os.stat(place).st_size} bytes, and {NAME} says {expected.bytes}")
         content = place.read_bytes()

@@ -54,11 +54,13 @@ shapes
     numpy_T pad permute real imag repeat reshape reshape_as resolve_conj resolve_neg _conj roll select select_backward
     select_scatter slice slice_backward slice_scatter split split_with_sizes squeeze stack swapaxes t tile transpose
     tril triu unbind unflatten unfold unfold_backward unsafe_split unsafe_split_with_sizes unsqueeze _unsafe_view view
-    view_as view_as_complex view_as_real view_copy sym_numel sym_size sym_stride _reshape_alias
+    view_as view_as_complex view_as_real view_copy sym_numel sym_size sym_stride
 what is made anew
     arange empty empty_like eye full full_like linspace new_empty new_full new_ones new_zeros ones ones_like
     scalar_tensor zeros zeros_like
 """
+
+# Not on it: as_strided and _reshape_alias, which look at memory outside of what they are given.
 
 # hydragraph's own, and the one of transformers that computes the product of many experts (`private.experts`).
 _OTHERS = """
@@ -82,6 +84,9 @@ ON_COLLECTIVES: Mapping[str, int] = {
 }
 ON_SUMS: Mapping[str, int] = {"t": 1, "addmm_": 3}
 
+# Types of arguments that no node makes.
+_PLAIN = frozenset({"ScalarType", "MemoryFormat", "Layout", "Device", "str"})
+
 # Functions of Python's that take two values; all others take one.
 _OF_ONE = frozenset({"operator.neg", "torch.sym_float", "torch.sym_int", "torch.sym_not", "torch._sym_sqrt"})
 
@@ -92,7 +97,7 @@ def check_call(name: str, given: Sequence[object], by_name: Collection[str]) -> 
     Args:
         name: as graphs' data has it, such as "aten::mm.default" or "operator.floordiv".
         given: the arguments by position, as data.
-        by_name: the names of the others.
+        by_name: the others by name, or their names alone, of which no more is known.
 
     Raises:
         ValueError: what is wrong.
@@ -115,8 +120,40 @@ def check_call(name: str, given: Sequence[object], by_name: Collection[str]) -> 
     if unknown or missing:
         what = f"gives it {min(unknown)}" if unknown else f"does not give it {min(missing)}"
         raise ValueError(f"it calls {name} and {what}")
-    for argument, value in zip(signature.names, given, strict=False):
-        # PyTorch takes a number for a tensor without dimensions.
-        is_number = isinstance(value, int | float)
-        if argument in signature.tensors and not (is_number or (isinstance(value, dict) and "node" in value)):
-            raise ValueError(f"it calls {name} with {value!r} where that takes a tensor ({argument})")
+    given_by_name = by_name if isinstance(by_name, Mapping) else {}
+    for argument, kind, value in zip(signature.names, signature.types, given, strict=False):
+        _check_argument(name, argument, kind, value)
+    for argument, kind in zip(signature.names, signature.types, strict=True):
+        if argument in given_by_name:
+            _check_argument(name, argument, kind, given_by_name[argument])
+
+
+def _check_argument(name: str, argument: str, kind: str, value: object) -> None:
+    if not _fits(kind, value):
+        what = "a tensor" if kind == "Tensor" else kind
+        raise ValueError(f"it calls {name} with {value!r:.80} where that takes {what} ({argument})")
+
+
+def _fits(kind: str, value: object) -> bool:
+    """Say whether an argument, as data, may stand where PyTorch's schema has this type."""
+    if kind.startswith("Optional["):
+        return value is None or _fits(kind[9:-1], value)
+    if kind.startswith("List["):
+        inside = value.get("tuple") if isinstance(value, dict) and "tuple" in value else value
+        # One number stands for a list of numbers, and a node may make a list.
+        return all(_fits(kind[5:-1], each) for each in inside) if isinstance(inside, list) else _fits(kind[5:-1], value)
+    tag = next(iter(value)) if isinstance(value, dict) and value else None
+    if tag == "node" and kind not in _PLAIN:
+        return True
+    match kind:
+        case "Tensor" | "number" | "float" | "complex":  # PyTorch takes a number for a tensor without dimensions
+            return isinstance(value, int | float) or tag == "float"
+        case "int" | "SymInt" | "bool":
+            return isinstance(value, int)
+        case "ScalarType" | "MemoryFormat" | "Layout":
+            return tag == "torch"
+        case "Device":
+            return tag == "device"
+        case "str":
+            return isinstance(value, str)
+    return False

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from hydragraph.spec.cluster import Cluster
 
 EXAMPLE = (
-    "Example: hydragraph profile config.yaml --out profile.json, hydragraph train config.yaml --trace, then "
+    "Example: hydragraph profile config.yaml --output profile.json, hydragraph train config.yaml --trace, then "
     "hydragraph compare runs/demo --profile profile.json. It writes runs/demo/corrections.json, which simulate, check "
     "and plan take as --corrections."
 )

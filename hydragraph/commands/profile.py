@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from hydragraph.spec.strategy import Strategy
 
 EXAMPLE = (
-    "Example: hydragraph profile examples/demo.yaml --schemes tp1pp1,tp2pp1,tp2pp2 --out profile.json, then "
+    "Example: hydragraph profile examples/demo.yaml --schemes tp1pp1,tp2pp1,tp2pp2 --output profile.json, then "
     "hg.Profile.load('profile.json'). Under torchrun it measures the ranks that torchrun has started."
 )
 
@@ -34,7 +34,7 @@ def profile_command(
         str | None,
         typer.Option(help="Such as tp1pp1,tp2pp1,tp2pp4; default: all that fit the ranks. Only tp ranks must exist."),
     ] = None,
-    out: Annotated[Path, typer.Option(help="The JSON file to write.")] = Path("profile.json"),
+    out: Annotated[Path, typer.Option("--output", "--out", help="The JSON file to write.")] = Path("profile.json"),
     sequence_parallel: Annotated[
         bool, typer.Option("--sequence-parallel", help="Measure stages with sequence parallelism, too.")
     ] = False,
@@ -56,7 +56,7 @@ def profile_command(
     """
     settings = TrainConfig.load(config, overrides or ())
     if not out.parent.is_dir():
-        raise ValueError(f"--out {out}: the folder {out.parent} does not exist: make it, or name another")
+        raise ValueError(f"--output {out}: the folder {out.parent} does not exist: make it, or name another")
     chosen = None if schemes is None else _read_schemes(schemes)
     flags = (sequence_parallel, recompute)
     profile, ranks = on_ranks(settings.ranks, profile_rank, settings, chosen, flags, longest, repeats, type_ or "")

@@ -39,14 +39,14 @@ class Signature(NamedTuple):
         names: of its arguments, in order; those from `positional` on are given by name only.
         positional: how many may be given by position.
         required: those without a default.
-        tensors: those that are one tensor, and never None.
+        types: of its arguments, as PyTorch's schema has them: "Tensor", "Optional[int]", "List[int]".
         pure: it writes into none of its arguments.
     """
 
     names: tuple[str, ...]
     positional: int
     required: frozenset[str]
-    tensors: frozenset[str]
+    types: tuple[str, ...]
     pure: bool
 
 
@@ -59,7 +59,7 @@ def signature_of(target: object) -> Signature:
         tuple(argument.name for argument in arguments),
         sum(not argument.kwarg_only for argument in arguments),
         frozenset(argument.name for argument in arguments if not argument.has_default_value()),
-        frozenset(argument.name for argument in arguments if str(argument.type) == "Tensor"),
+        tuple(str(argument.real_type) for argument in arguments),
         not target._schema.is_mutable,
     )
 

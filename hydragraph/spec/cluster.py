@@ -347,6 +347,14 @@ class Cluster:
         pairs = tuple(pair for pair in self.pairs if types.issuperset(pair.types))
         return replace(self, devices=devices, pairs=pairs)
 
+    def _occupied(self) -> list[Node]:
+        """Return the nodes that have devices here, with as many as these are."""
+        numbers = [device.node for device in self.devices]
+        if numbers != sorted(numbers):
+            raise ValueError(f"ranks are on nodes {numbers}, and those of a file count through its nodes in order")
+        sizes = Counter(numbers)
+        return [replace(self.nodes[i], devices=n, cards=min(n, self.nodes[i].cards)) for i, n in sizes.items()]
+
     def _device(self, rank: int) -> Device:
         if not 0 <= rank < len(self.devices):
             raise ValueError(f"device {rank} is unknown: the cluster has {len(self.devices)} devices (from 0)")
@@ -396,9 +404,15 @@ class Cluster:
             raise ValueError(f"{path}: {error}") from None
 
     def save(self, path: str | Path) -> None:
-        """Write the YAML file that `load` reads back as an equal cluster; defaults are left out."""
+        """Write the YAML file that `load` reads back as an equal cluster; defaults are left out.
+
+        Of some devices of a cluster (`of_ranks`) nodes are written as small as they are now.
+
+        Raises:
+            ValueError: ranks do not count through its nodes in order, as those of the file do.
+        """
         if self.nodes:
-            grouped = [(node, len(list(same))) for node, same in groupby(self.nodes)]
+            grouped = [(node, len(list(same))) for node, same in groupby(self._occupied())]
             nodes = [to_record(replace(node, count=count)) for node, count in grouped]
             lines = ["types:", *(f"  {name}: {flow_yaml(to_record(kind))}" for name, kind in self.types.items())]
             lines += ["nodes:", *(f"  - {flow_yaml(node)}" for node in nodes)]

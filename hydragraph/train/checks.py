@@ -20,7 +20,7 @@ from hydragraph.train.callbacks import load_callback
 from hydragraph.train.config import TrainConfig
 from hydragraph.train.model import adapted, directory_of, skeleton
 from hydragraph.train.optimizer import optimizer_factory
-from hydragraph.train.plan_input import read_profile
+from hydragraph.train.plan_input import read_costs
 
 
 def check_settings(config: TrainConfig, ranks: int) -> None:
@@ -36,8 +36,7 @@ def check_settings(config: TrainConfig, ranks: int) -> None:
     """
     _check_device(config.device)
     _check_optimizer(config)
-    if config.plan.profile is not None:
-        read_profile(config.plan.profile)
+    read_costs(config.plan, ranks)
     if config.compiled is not None:
         read_manifest(Path(config.compiled))
     if config.model.directory is not None:

@@ -42,16 +42,14 @@ from hydragraph.runtime.meeting.protocol import ALL_LEAVE
 from hydragraph.runtime.stopping import Requests, Stopping
 from hydragraph.runtime.trace import Exposed, RankTimes, Span, write_trace
 from hydragraph.spec.assignment import Assignment
-from hydragraph.spec.cluster import Cluster
 from hydragraph.spec.default_cluster import default_cluster
-from hydragraph.spec.health import Health
 from hydragraph.spec.home import Home
 from hydragraph.spec.strategy import Strategy
 from hydragraph.survival import Survived, meet_again
 from hydragraph.train.ahead import Ahead
 from hydragraph.train.callbacks import Callbacks
 from hydragraph.train.checks import check_settings, read_strategies, remarks
-from hydragraph.train.config import PlanConfig, TrainConfig
+from hydragraph.train.config import TrainConfig
 from hydragraph.train.data import (
     Tokens,
     check_data,
@@ -68,6 +66,7 @@ from hydragraph.train.metrics import Metrics, MetricsLog, peak_memory, tensorboa
 from hydragraph.train.model import adapted, build_model, check_vocabulary, skeleton
 from hydragraph.train.optimizer import learning_rate, optimizer_factory
 from hydragraph.train.picture import matplotlib_installed, write_picture
+from hydragraph.train.plan_input import read_costs
 from hydragraph.train.ranks_file import ranks_of, write_ranks
 
 T = TypeVar("T")
@@ -108,6 +107,7 @@ class Trainable(Protocol):
     stopping: int
     watched: bool
     program: Program
+    profile: Profile | Costs | None
     strategies: tuple[Strategy, ...]
     request: PlanRequest
     owners: Home
@@ -698,33 +698,22 @@ def _chosen_from(config: TrainConfig, strategies: tuple[Strategy, ...], tokens: 
     batches = mini_batches(config, tokens)
     return {
         "strategy": "auto" if config.automatic else strategies,
-        "profile": _measured(plan),
+        "profile": read_costs(plan, config.ranks),
         "lengths": [list(batches.skip()) for _ in range(plan.sample)],
         "policy": _policy(config),
     }
 
 
-def _measured(plan: PlanConfig) -> Profile | Costs | None:
-    """Return what choosing goes by: a profile of devices that are alike, or costs of those of a cluster."""
-    if plan.profile is None:
-        return None
-    profile = Profile.load(plan.profile)
-    if plan.cluster is None:
-        return profile
-    health = None if plan.health is None else Health.load(plan.health)
-    return Costs(profile, Cluster.load(plan.cluster), health)
-
-
 def _controller(config: TrainConfig, world: World, executor: Trainable) -> Controller:
     """Return what watches the ranks, by measured costs or, without any, by the model's operations on equal devices."""
-    known = _measured(config.plan)
+    known, home = executor.profile, executor.owners  # of the ranks that there are now
     if isinstance(known, Costs):
-        costs = known.changed(home=config.home)
+        costs = known.changed(home=home)
     elif known is not None:
-        costs = Costs(known, known.cluster(world.ranks), home=config.home)
+        costs = Costs(known, known.cluster(world.ranks), home=home)
     else:
         cluster = default_cluster(world.ranks)
-        costs = Costs(datasheet(executor.program, cluster), cluster, home=config.home)
+        costs = Costs(datasheet(executor.program, cluster), cluster, home=home)
     monitor = Monitor(costs, Sensitivity(config.elastic.enter, config.elastic.leave))
     if not config.elastic.replan:
         return Controller(monitor)

@@ -1,4 +1,4 @@
-"""Read what `hydragraph plan` is given: a profile, sequence lengths and strategies."""
+"""Read what `hydragraph plan`, and the `plan` of a config, are given: profiles, costs, lengths and strategies."""
 
 from __future__ import annotations
 
@@ -8,8 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from hydragraph.cost.corrections import Corrections
+from hydragraph.cost.costs import Costs
 from hydragraph.cost.profile import Profile, Scheme
+from hydragraph.spec.cluster import Cluster
+from hydragraph.spec.health import Health
 from hydragraph.spec.strategy_text import parse_strategy
+from hydragraph.train.config import PlanConfig
 
 
 def read_profile(text: str) -> Profile:
@@ -29,6 +33,36 @@ def read_profile(text: str) -> Profile:
     if name not in entries:
         raise ValueError(f"--profile {text}: name one of the file's entries, as in {path}#{next(iter(entries), '')}")
     return Profile.from_constants(entries[name])
+
+
+def read_costs(plan: PlanConfig, ranks: int) -> Profile | Costs | None:
+    """Read what a run chooses by: a profile of devices that are alike, or costs of those of a cluster.
+
+    Args:
+        plan: of a config.
+        ranks: of the run.
+
+    Returns:
+        None where no profile is named.
+
+    Raises:
+        ValueError: naming the field: a file is wrong, a type of device was not measured, or there are other ranks.
+    """
+    if plan.profile is None:
+        return None
+    profile = read_profile(plan.profile)
+    if plan.cluster is None:
+        return profile
+    cluster = Cluster.load(plan.cluster)
+    if len(cluster.devices) != ranks:
+        raise ValueError(
+            f"plan.cluster {plan.cluster}: it has {len(cluster.devices)} devices, and the run {ranks} ranks: "
+            "give a device per rank, in the order of ranks"
+        )
+    try:
+        return Costs(profile, cluster, None if plan.health is None else Health.load(plan.health))
+    except ValueError as error:
+        raise ValueError(f"plan.cluster {plan.cluster}: {error}") from None
 
 
 def read_corrections(path: Path | None) -> Corrections | None:

@@ -92,7 +92,8 @@ def reference() -> str:
         hints = get_type_hints(cls)
         for field in fields(cls):
             kind = _type_text(cls, field.name, hints[field.name])
-            said = _said(hints[field.name], docs.get(field.name, "")).replace("|", "\\|")
+            # A strategy's <tp2,pp1> would be taken for HTML, and a bar for the end of the cell.
+            said = _said(hints[field.name], docs.get(field.name, "")).replace("<", "&lt;").replace("|", "\\|")
             lines.append(f"| `{field.name}` | {kind} | {_default_text(field)} | {said} |")
     return "\n".join(lines) + "\n"
 

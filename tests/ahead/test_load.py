@@ -177,6 +177,7 @@ def _first_layer(folder: Path) -> None:
         ("graphs/layer.0.tp1.json", lambda data: data["inputs"].reverse(), "its inputs are not those"),
         ("graphs/layer.0.tp1.json", lambda data: data["needs"].append("loot"), "its backward needs loot"),
         ("graphs/layer.0.tp1.json", lambda data: data["gradients"].pop(), "another number of gradients"),
+        ("graphs/layer.0.tp1.json", lambda data: data["graphs"]["hints"].__setitem__(0, 0), "at least 2"),
         ("graphs/layer.0.tp1.json", lambda data: data["kinds"].popitem(), "kinds: expected the fields"),
         (
             "graphs/layer.0.tp1.json",

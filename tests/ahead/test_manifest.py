@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -94,10 +95,65 @@ def test_any_byte_of_any_file_counts(whole: Path, place: Path, data: st.DataObje
         load(copied)
 
 
-def test_a_whole_folder_loads_and_so_it_does_beside_files_that_nobody_reads(folder: Path) -> None:
+def test_a_whole_folder_loads(folder: Path) -> None:
+    (folder / "empty").mkdir()  # which says nothing
     assert load(folder).manifest.text() == (folder / NAME).read_text()
-    (folder / "notes.txt").write_text("of mine")
-    load(folder)
+
+
+@pytest.mark.parametrize("name", ["notes.txt", "graphs/layer.0.tp9.json", ".hidden", "a/b/c"])
+def test_a_file_that_the_manifest_does_not_name_is_refused(folder: Path, name: str) -> None:
+    (folder / name).parent.mkdir(parents=True, exist_ok=True)
+    (folder / name).write_text("of mine")
+    with pytest.raises(Refused, match=rf"it holds {re.escape(name)}, which manifest.json does not name; remove it, or"):
+        load(folder)
+
+
+def _swap(folder: Path) -> None:
+    first, second = folder / "graphs/layer.0.tp1.json", folder / "graphs/head.tp1.json"
+    content = first.read_bytes()
+    first.write_bytes(second.read_bytes())
+    second.write_bytes(content)
+
+
+def _links_the_graphs(folder: Path) -> None:
+    (folder / "graphs").rename(folder / "others")
+    (folder / "graphs").symlink_to("others")
+
+
+def _links_a_file(folder: Path) -> None:
+    (folder / "program.json").rename(folder / "empty")
+    (folder / "program.json").symlink_to("empty")
+
+
+def _links_the_manifest(folder: Path) -> None:
+    (folder / NAME).rename(folder / "empty")
+    (folder / NAME).symlink_to("empty")
+
+
+def _pipe_for_a_manifest(folder: Path) -> None:
+    (folder / NAME).unlink()
+    os.mkfifo(folder / NAME)
+
+
+def _hangs_a_link(folder: Path) -> None:
+    (folder / "graphs/more.json").symlink_to("/nowhere")
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (_swap, "SHA-256 is another|bytes, and manifest.json says"),
+        (_links_the_graphs, "it holds graphs and"),
+        (_links_a_file, "program.json is a link"),
+        (_links_the_manifest, "its manifest.json is a link"),
+        (_pipe_for_a_manifest, "no plain file"),
+        (_hangs_a_link, "it holds graphs/more.json"),
+    ],
+)
+def test_files_in_each_others_place_and_links_are_refused(folder: Path, change: Any, why: str) -> None:
+    change(folder)
+    with pytest.raises(Refused, match=why):
+        load(folder)
 
 
 @pytest.mark.parametrize(
@@ -125,7 +181,7 @@ def test_a_link_that_leads_out_and_a_pipe_are_refused(folder: Path) -> None:
     outside = folder.parent / "elsewhere.json"
     shutil.move(file, outside)
     file.symlink_to(outside)
-    with pytest.raises(Refused, match="leads out of the folder"):
+    with pytest.raises(Refused, match="is a link, leads out"):
         load(folder)
     file.unlink()
     os.mkfifo(file)

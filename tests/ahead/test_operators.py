@@ -40,13 +40,21 @@ def test_what_reads_files_writes_or_draws_is_not_on_it(name: str) -> None:
         ("aten::mm.default", [{"node": "x"}, "y"], [], "where that takes a tensor"),
         ("aten::mm.default", [{"node": "x"}, {"node": "x"}, 1], [], "with 3 arguments"),
         ("aten::mm.default", [{"node": "x"}, {"node": "x"}], ["alpha"], "gives it alpha"),
+        ("aten::view.default", [{"node": "x"}, ["a"]], [], "where that takes List"),
+        ("aten::view.default", [{"node": "x"}, {"slice": [0, 1, 2]}], [], "where that takes List"),
+        ("aten::sum.dim_IntList", [{"node": "x"}, [1.5]], [], r"\[1.5\] where that takes"),
+        ("aten::full.default", [[2], None], [], "None where that takes number"),
+        ("aten::full.default", [[2], 1.0], {"dtype": "float32"}, "dtype"),
+        ("aten::full.default", [[2], 1.0], {"device": {"torch": "float32"}}, "device"),
+        ("aten::_reshape_alias.default", [{"node": "x"}, [99], [1]], [], "is not on the list"),
+        ("aten::as_strided.default", [{"node": "x"}, [99], [1]], [], "is not on the list"),
         ("aten::mm.sideways", [{"node": "x"}, {"node": "x"}], [], "which this PyTorch has not"),
         ("operator.add", [1], [], "that takes 2"),
         ("operator.attrgetter", ["x"], [], "is not on the list"),
         ("os.system", ["true"], [], "is not on the list"),
     ],
 )
-def test_a_call_that_cannot_be_made_is_refused(name: str, given: list[Any], by_name: list[str], why: str) -> None:
+def test_a_call_that_cannot_be_made_is_refused(name: str, given: list[Any], by_name: Any, why: str) -> None:
     with pytest.raises(ValueError, match=why):
         check_call(name, given, by_name)
 
@@ -54,5 +62,9 @@ def test_a_call_that_cannot_be_made_is_refused(name: str, given: list[Any], by_n
 def test_calls_that_can_be_made_are_not() -> None:
     check_call("aten::mm.default", [{"node": "x"}, {"node": "x"}], [])
     check_call("aten::add.Tensor", [{"node": "x"}, 1e-6], ["alpha"])
+    check_call("aten::view.default", [{"node": "x"}, [1, {"node": "s"}, -1]], [])
+    check_call("aten::cat.default", [[{"node": "x"}, {"node": "y"}], 1], [])
+    check_call("aten::index.Tensor", [{"node": "x"}, [None, {"node": "y"}]], [])
+    check_call("aten::full.default", [[2], {"float": "-inf"}], {"dtype": {"torch": "float32"}, "pin_memory": False})
     check_call("operator.floordiv", [{"node": "x"}, 2], [])
     check_call("math.sqrt", [{"node": "x"}], [])

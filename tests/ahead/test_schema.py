@@ -49,6 +49,11 @@ ATTACKS: dict[str, Any] = {
     "a placeholder's default": ["y", "placeholder", "y", [1], {}, None],
     "a later node": node(args=[X2, {"node": "output"}]),
     "a pickle": node(args=[X2, {"pickle": "gASVCg=="}]),
+    "a node that is made of itself": node(args=[{"node": "y"}, X2]),
+    "a text for a tensor": node(args=[X2, "x"]),
+    "a number for a list": node(target="aten::view.default", args=[X2, {"torch": "float32"}]),
+    "a dtype that is a number": node(target="aten::to.dtype", args=[X2, 6]),
+    "a view of memory beyond": node(target="aten::_reshape_alias.default", args=[X2, [1 << 20], [1]]),
     "an attribute of torch": node(args=[X2, {"torch": "load"}]),
     "a device that is none": node(args=[X2, {"device": "cpu:os"}]),
     "two kinds of argument": node(args=[X2, {"node": "x", "tuple": []}]),
@@ -76,6 +81,12 @@ ATTACKS: dict[str, Any] = {
 def test_what_is_no_graph_is_refused(attack: str) -> None:
     with pytest.raises(Malformed, match="graph"):
         check_graphs(graph_of(X, C, ATTACKS[attack], OUT), 1, "graph")
+
+
+@pytest.mark.parametrize("hint", [0, 1, -1, True, 1.5, "8", None, 1 << 60])
+def test_a_size_of_the_trace_that_is_none_is_refused(hint: Any) -> None:
+    with pytest.raises(Malformed, match="hints: expected a whole number of at least 2"):
+        check_graphs({**graph_of(X, C, Y, OUT), "hints": [hint]}, 1, "graph")
 
 
 @pytest.mark.parametrize("nodes", [[], [X], [OUT, X], [X, OUT]])

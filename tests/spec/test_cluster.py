@@ -208,7 +208,7 @@ def test_errors_of_nodes_name_the_field(old: str, new: str, message: str, tmp_pa
         nodes(tmp_path, NODES.replace(old, new))
 
 
-def test_some_of_its_devices_keep_their_types_and_links() -> None:
+def test_some_of_its_devices_keep_their_types_and_links(tmp_path: Path) -> None:
     types = {name: DeviceType(flops, 10**10, 1e12) for name, flops in (("a", 1e14), ("b", 2e14), ("c", 3e14))}
     nodes = tuple(Node(name, 2, FAST, SLOW.times(1 + i)) for i, name in enumerate(types))
     whole = Cluster.of(types, nodes, (Pair(("a", "b"), 1e9, 1e-4), Pair(("b", "c"), 2e9, 1e-4)))
@@ -216,5 +216,12 @@ def test_some_of_its_devices_keep_their_types_and_links() -> None:
     some = whole.of_ranks(kept)
     assert [some.type_of(rank) for rank in range(4)] == ["c", "a", "a", "c"]
     assert all(some.link(i, j) == whole.link(kept[i], kept[j]) for i in range(4) for j in range(4) if i != j)
+    with pytest.raises(ValueError, match=r"ranks are on nodes \[2, 0, 0, 2\]"):
+        some.save(tmp_path / "some.yaml")
+    fewer = whole.of_ranks([0, 4, 5])
+    fewer.save(tmp_path / "fewer.yaml")
+    again = Cluster.load(tmp_path / "fewer.yaml")
+    assert [again.type_of(rank) for rank in range(3)] == ["a", "c", "c"]
+    assert all(again.link(i, j) == fewer.link(i, j) for i in range(3) for j in range(3) if i != j)
     unnamed = Cluster((replace(DEVICE, flops_per_s=1.0), DEVICE, DEVICE), FAST, SLOW)
     assert [unnamed.of_ranks([2, 1]).type_of(rank) for rank in range(2)] == ["other 1", "other 1"]

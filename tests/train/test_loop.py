@@ -6,18 +6,19 @@ import os
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hydragraph.cost.costs import Costs
 from hydragraph.runtime.stopping import Stopping
+from hydragraph.spec.home import Home
 from hydragraph.spec.record import from_record
 from hydragraph.survival import Survived
 from hydragraph.train import loop
-from hydragraph.train.config import PlanConfig, TrainConfig
+from hydragraph.train.config import TrainConfig
 from hydragraph.train.data import evaluation_batches, open_tokens, prepare
 from hydragraph.train.folder import Checkpoint, RunFolder
 from hydragraph.train.loop import _changes_of, _Course, _lead, _resumed, _Run, train
@@ -279,31 +280,6 @@ def test_an_output_that_cannot_be_written_is_refused_before_anything_is_done(
     assert not (tmp_path / "run").exists()
 
 
-CLUSTER = """
-types:
-  fast: {flops_per_s: 1e15, memory_bytes: 1e9, memory_bytes_per_s: 1e12}
-  slow: {flops_per_s: 4e14, memory_bytes: 1e9, memory_bytes_per_s: 1e12}
-nodes:
-  - {type: fast, devices: 2, inner: {bytes_per_s: 1e12, latency_s: 0}, outer: {bytes_per_s: 1e11, latency_s: 0}}
-  - {type: slow, devices: 2, inner: {bytes_per_s: 1e12, latency_s: 0}, outer: {bytes_per_s: 1e11, latency_s: 0}}
-"""
-
-
-def test_sequences_are_assigned_by_the_cluster_that_was_planned_with(tmp_path: Path) -> None:
-    profile = priced.costs(4, priced.mixed()).profile
-    profile.save(tmp_path / "both.json")
-    (tmp_path / "cluster.yaml").write_text(CLUSTER)
-    (tmp_path / "health.yaml").write_text("{1: 2.57}")
-    names = {name: str(tmp_path / f"{name}.yaml") for name in ("cluster", "health")}
-    plan = PlanConfig(choose=True, profile=str(tmp_path / "both.json"), **names)  # type: ignore[arg-type]
-    found = loop._measured(plan)
-    assert isinstance(found, Costs)
-    assert list(found.cluster.types) == ["fast", "slow"]
-    assert found.rate(1) == 2.57 * found.rate(0)
-    assert loop._measured(replace(plan, cluster=None, health=None)) == profile
-    assert loop._measured(PlanConfig()) is None
-
-
 def test_a_takeover_that_was_broken_off_is_tried_again(tmp_path: Path) -> None:
     """Another rank may be lost while this one takes the run's folder over from a lost leader."""
     folder = RunFolder(tmp_path / "run")
@@ -330,3 +306,14 @@ def test_who_was_lost_is_told_though_the_ranks_met_twice() -> None:
     back = _resumed([(replace(second, restored=1), 2)], 2, 3, 0)
     assert back.lost_steps == 2
     assert "all went back to the checkpoint after step 1, 2 steps before" in back.why
+
+
+def test_ranks_that_are_left_are_watched_by_the_costs_of_their_own_devices(tmp_path: Path) -> None:
+    whole = priced.costs(4, priced.mixed())
+    left = whole.of_ranks([0, 2, 3], Home())
+    executor: Any = SimpleNamespace(profile=left, owners=Home(copies=2))
+    world: Any = SimpleNamespace(ranks=3)
+    controller = loop._controller(config(tmp_path, elastic={"monitor": True}), world, executor)
+    costs = controller._monitor._costs
+    assert [costs.cluster.type_of(rank) for rank in range(costs.ranks)] == ["fast", "slow", "slow"]
+    assert costs.home.copies == 2
