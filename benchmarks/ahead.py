@@ -2,6 +2,9 @@
 
     python benchmarks/ahead.py                          print the table
     python benchmarks/ahead.py --only traced-7b loaded-7b
+    python benchmarks/ahead.py --against f88f0bd --only traced-7b compile-64
+                                                        run each row there and here in turn, and print the ratio: of
+                                                        machines that differ it is what their records have in common
 
 Rows, each a function that is run in a process of its own and returns what it took (`ROWS`):
 
@@ -25,7 +28,9 @@ latter; of rows with ranks they are those of all ranks and of their launcher, wi
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
+import os
 import resource
 import subprocess
 import sys
@@ -36,6 +41,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+ROOT = Path(__file__).resolve().parents[1]
 DEGREES = (1, 2, 4, 8)
 RUNS = 3
 HIDDEN_7B = {"hidden_size": 4096, "intermediate_size": 11008, "num_attention_heads": 32, "num_key_value_heads": 32}
@@ -115,6 +121,7 @@ class Row:
         seconds: of the wall clock, or of the CPU where `of_cpu`.
         peak_bytes, folder_bytes: 0: no target.
         runs: at most so many.
+        before: what f88f0bd took where the targets were set; 0: it has no such row, or it was not measured alone.
     """
 
     title: str
@@ -124,6 +131,7 @@ class Row:
     peak_bytes: float = 0.0
     folder_bytes: float = 0.0
     runs: int = RUNS
+    before: float = 0.0
 
     def reached(self, found: Measured) -> bool:
         """Say whether a measurement meets every target."""
@@ -221,6 +229,7 @@ def compiled(case: Compiled) -> Measured:
     from typer.testing import CliRunner
 
     from hydragraph import cli
+    from hydragraph.train.config import TrainConfig
 
     config = {
         "hidden_size": case.hidden,
@@ -236,7 +245,7 @@ def compiled(case: Compiled) -> Measured:
             "model": {"architecture": "LlamaForCausalLM", "config": config},
             "data": {"paths": ["python-stdlib"]},
             "dtype": "bfloat16",
-            "check": "off",
+            **({"check": "off"} if "check" in TrainConfig.__dataclass_fields__ else {}),  # older commits check nothing
             "ranks": case.ranks,
             "steps": 1,
             "strategies": list(case.strategies),
@@ -282,7 +291,7 @@ def train(kind: SmallRun, steps: int, folder: str | None) -> float:
         _small(kind),
         strategies,
         optimizer=lambda named: torch.optim.AdamW(named, lr=3e-4),
-        compiled=folder,
+        **({} if folder is None else {"compiled": folder}),  # which older commits do not know
     )
     data = [torch.randint(0, 512, (n,)) for n in kind.lengths]
     for step in range(steps):
@@ -304,10 +313,15 @@ def _small(kind: SmallRun) -> Any:
 
 def _variants(variants: Any) -> list[tuple[Any, Any, Any]]:
     """Return (block, part, variant) of every template for rank 0 of each degree."""
-    from hydragraph.spec.stage_kind import StageKind, StagePart
-
     blocks = {block.template: block for block in variants.program.blocks}.values()
-    parts = [StagePart(StageKind(tp)) for tp in DEGREES]
+    parts: list[Any]
+    try:
+        from hydragraph.spec.stage_kind import StageKind, StagePart
+
+        parts = [StagePart(StageKind(tp)) for tp in DEGREES]
+    except ModuleNotFoundError:  # the names of older commits
+        shard = importlib.import_module("hydragraph.passes.shard")
+        parts = [shard.Degree(tp) for tp in DEGREES]
     return [(block, part, variants.get(block, part)) for block in blocks for part in parts]
 
 
@@ -320,19 +334,20 @@ def _llama(sizes: dict[str, int]) -> Any:
 
 
 ROWS = {
-    "traced-7b": Row("capture + lowering, 7B, tp 1 2 4 8", 3.0, lambda: traced(SIZES_7B)),
-    "traced-70b": Row("capture + lowering, 70B, tp 1 2 4 8", 3.0, lambda: traced(SIZES_70B)),
+    "traced-7b": Row("capture + lowering, 7B, tp 1 2 4 8", 3.0, lambda: traced(SIZES_7B), before=4.4),
+    "traced-70b": Row("capture + lowering, 70B, tp 1 2 4 8", 3.0, lambda: traced(SIZES_70B), before=3.7),
     "loaded-7b": Row("loaded from a folder, 7B, tp 1 2 4 8", 0.3, lambda: loaded(SIZES_7B)),
     "loaded-70b": Row("loaded from a folder, 70B, tp 1 2 4 8", 0.3, lambda: loaded(SIZES_70B)),
     "example": Row("README's example, 4 ranks, beyond imports", 4.0, example),
     "example-folder": Row("the same, from a folder", 1.5, example_from_folder),
-    "many": Row("32 ranks, three kinds of pipelines, to the third step", 25.0, many),
-    "compile-64": Row("compile, 7B, 64 ranks, 2 strategies", 6.0, lambda: compiled(LLAMA_7B), of_cpu=True),
+    "many": Row("32 ranks, three kinds of pipelines, to the third step", 25.0, many, before=90.0),
+    "compile-64": Row("compile, 7B, 64 ranks, 2 strategies", 6.0, lambda: compiled(LLAMA_7B), of_cpu=True, before=10.9),
     "compile-1024": Row(
         "compile, 110B, 1,024 ranks, 3 strategies",
         60.0,
         lambda: compiled(LARGE_110B),
         of_cpu=True,
+        before=95.0,
         peak_bytes=2e9,
         folder_bytes=20e6,
         runs=1,
@@ -340,11 +355,35 @@ ROWS = {
 }
 
 
-def run_alone(name: str) -> Measured:
-    """Measure a row in a process of its own."""
+def run_alone(name: str, root: Path = ROOT) -> Measured:
+    """Measure a row in a process of its own, with the hydragraph of a checkout."""
     command = [sys.executable, "-W", "ignore", __file__, "--row", name]
-    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    environment = {**os.environ, "PYTHONPATH": str(root)}
+    done = subprocess.run(command, check=True, capture_output=True, text=True, env=environment)
     return Measured(**json.loads(done.stdout.splitlines()[-1]))
+
+
+def beside(names: list[str], runs: int, commit: str) -> Iterator[str]:
+    """Yield a table of another commit beside this one: both run in turn, and the least CPU seconds of each count."""
+    yield f"CPU seconds, least of {runs}{'':<31}{commit[:10]:>12}{'here':>10}{'ratio':>8}{'target':>9}"
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder) / "checkout"
+        git = ["git", "-C", str(ROOT), "worktree"]
+        subprocess.run([*git, "add", "--quiet", "--detach", str(root), commit], check=True)
+        try:
+            for name in names:
+                row = ROWS[name]
+                try:
+                    pairs = [(run_alone(name, root), run_alone(name)) for _ in range(min(runs, row.runs))]
+                except subprocess.CalledProcessError as error:
+                    said = (error.stderr.strip().splitlines() or ["nothing was said"])[-1]
+                    yield f"{row.title:<56}did not run in both: {said:.120}"
+                    continue
+                then, now = (min(found.cpu_s for found in side) for side in zip(*pairs, strict=True))
+                target = f"{row.seconds / row.before:.2f}" if row.before else ""
+                yield f"{row.title:<56}{then:>10.2f} s{now:>8.2f} s{now / then:>8.2f}{target:>9}"
+        finally:
+            subprocess.run([*git, "remove", "--force", str(root)], check=True)
 
 
 def lines(names: list[str], runs: int) -> Iterator[str]:
@@ -369,6 +408,7 @@ def main() -> None:
     parser.add_argument("--row", choices=ROWS, help="measure this row once and print it as JSON")
     parser.add_argument("--only", choices=ROWS, nargs="+", default=list(ROWS), help="the rows of the table")
     parser.add_argument("--runs", type=int, default=RUNS)
+    parser.add_argument("--against", metavar="COMMIT", help="run each row there too, in turn, and print the ratio")
     parser.add_argument("--write", help="write the compiled folder of README's example there")
     chosen = parser.parse_args()
     if chosen.write:
@@ -377,7 +417,8 @@ def main() -> None:
     if chosen.row:
         print(json.dumps(asdict(ROWS[chosen.row].run())))
         return
-    for line in lines(chosen.only, chosen.runs):
+    table = beside(chosen.only, chosen.runs, chosen.against) if chosen.against else lines(chosen.only, chosen.runs)
+    for line in table:
         print(line, flush=True)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import traceback
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +21,29 @@ from hydragraph.private.trees import tree_leaves
 
 # What PyTorch's messages have in common where a tensor that is not on the meta device meets those of a traced model.
 _TWO_DEVICES = ("device", "meta", "cpu")
-# The same where a write meets a tensor that has a gradient and was not computed: an input, or a parameter.
-_WRITTEN = "leaf Variable that requires grad"
-# The same where a trace meets a tensor of another trace, or of none: what is kept from one call for the next.
-_FOREIGN = ("fake tensor in the exported program", "lifted_tensor")
-# The same where a number of tokens or sequences became a number of Python's.
-_FIXED = "dynamic but your code specialized it"
+# Texts of PyTorch's messages -> what a model did that leads to them, and what to do instead.
+_KNOWN: Mapping[str, tuple[str, str]] = {
+    "leaf Variable that requires grad": (
+        "forward writes in place into what it is given, or into a parameter",
+        "write into a copy (.clone()), or out of place (x = x + y)",
+    ),
+    "dynamic but your code specialized it": (
+        "it holds for one number of tokens or sequences only: their count, or what bounds them, becomes a number of "
+        "Python's, or it computes with a tensor that is kept from another call or block",
+        "compute with tensors as they come: no .tolist(), int() or loops over tokens or sequences; hand tensors on as "
+        "arguments",
+    ),
+    "satisfy the generated guard": (
+        "it does something else for few tokens or sequences than for many, as slices along them do",
+        "compute with all tokens of a row: x[:, 1:] meets other sequences, and labels stand already where they are "
+        "predicted",
+    ),
+    "fake tensor in the exported program": (
+        "it computes with a tensor that the trace has no part in: read through .data, kept from another call or block, "
+        "or made within torch.func",
+        "read parameters as they are, or with .detach(); hand tensors on as arguments; write out what torch.func does",
+    ),
+}
 # The most attributes that an error names.
 _NAMED = 4
 # Where code lies that is not a model's: PyTorch's and ours.
@@ -46,40 +64,24 @@ def export(module: nn.Module, arguments: tuple[Any, ...], dynamic: tuple[Any, ..
     except Unsupported:
         raise
     except Exception as error:  # a model's own code may raise anything
-        if all(part in str(error) for part in _TWO_DEVICES):
-            raise Unsupported(
-                f"it computes with a tensor that is no parameter or buffer{_of_attributes(module)}, on the CPU alone",
-                where=where,
-                remedy="register it (register_buffer, nn.ModuleList), or make it in forward with device=x.device",
-            ) from error
-        line = _line_of(error)
-        if _WRITTEN in str(error):
-            raise Unsupported(
-                f"forward writes in place into what it is given, or into a parameter{line}",
-                where=where,
-                remedy="write into a copy (.clone()), or out of place (x = x + y)",
-            ) from error
-        if _FIXED in str(error):
-            raise Unsupported(
-                f"it holds for one number of tokens or sequences only{line}: their count, or what bounds them, "
-                "becomes a number of Python's, or it computes with a tensor that is kept from another call or block",
-                where=where,
-                remedy="compute with tensors as they come: no .tolist(), int() or loops over tokens or sequences; hand "
-                "tensors on as arguments",
-            ) from error
-        if any(part in str(error) for part in _FOREIGN):
-            raise Unsupported(
-                f"it computes with a tensor that the trace has no part in{line}: read through .data, kept from another "
-                "call or block, or made within torch.func",
-                where=where,
-                remedy="read parameters as they are, or with .detach(); hand tensors on as arguments; write out what "
-                "torch.func does",
-            ) from error
-        raise Unsupported(
-            f"torch.export cannot trace it with T tokens in N sequences ({_reason(error)}){line}",
+        raise _refusal(error, module, where) from error
+
+
+def _refusal(error: Exception, module: nn.Module, where: str) -> Unsupported:
+    """Say what keeps a module from being traced, in words of its own where PyTorch's say little."""
+    text = str(error)
+    if all(part in text for part in _TWO_DEVICES):
+        return Unsupported(
+            f"it computes with a tensor that is no parameter or buffer{_of_attributes(module)}, on the CPU alone",
             where=where,
-            remedy="make the forward free of Python decisions on tensor values and token counts; the cause is above",
-        ) from error
+            remedy="register it (register_buffer, nn.ModuleList), or make it in forward with device=x.device",
+        )
+    known = next((words for part, words in _KNOWN.items() if part in text), None)
+    what, remedy = known or (
+        f"torch.export cannot trace it with T tokens in N sequences ({_reason(error)})",
+        "make the forward free of Python decisions on tensor values and token counts; the cause is above",
+    )
+    return Unsupported(what + _line_of(error), where=where, remedy=remedy)
 
 
 def _line_of(error: Exception) -> str:

@@ -372,7 +372,9 @@ def _refuse_other_hidden(result: Tensor, inputs: Sequence[Tensor], where: str) -
             where=where,
             remedy="blocks must keep shape and dtype of the hidden state, the first argument that is floating",
         )
-    if len(sizes) not in (2, 3) or not isinstance(sizes[-1], int):
+    # What stages hand on is [1, T, H], whatever a block makes of it.
+    row = len(sizes) == 2 or (len(sizes) == 3 and isinstance(sizes[0], int) and sizes[0] == 1)
+    if not row or not isinstance(sizes[-1], int):
         raise Unsupported(
             f"a hidden state of {sizes}", where=where, remedy="pass the hidden state as [1, T, H] or [T, H]"
         )

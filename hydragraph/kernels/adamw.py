@@ -11,7 +11,7 @@ Decoupled weight decay (Loshchilov & Hutter, 2019), in the order of operations o
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -122,16 +122,31 @@ def update(shards: Sequence[Shard], settings: AdamWSettings) -> None:
     Raises:
         Unsupported: tensors other than flat contiguous fp32 (copies: bf16 or fp16) on one device.
     """
-    shards = [shard for shard in shards if shard.weight.numel()]
-    for shard in shards:
+    _apply([run for _, run in _checked_runs(shards)], settings)
+
+
+def _checked_runs(shards: Sequence[Shard]) -> list[tuple[int, Shard]]:
+    """Return runs of shards that are not empty, and for each the place of its first shard among all."""
+    filled = [(i, shard) for i, shard in enumerate(shards) if shard.weight.numel()]
+    for _, shard in filled:
         _check(shard)
-    if not shards:
-        return
-    if use_kernel(shards[0].weight.device, "adamw"):
-        for run in runs(shards):
+    found: list[tuple[int, Shard]] = []
+    at = 0
+    for run in runs([shard for _, shard in filled]):
+        found.append((filled[at][0], run))
+        covered = 0
+        while covered < run.weight.numel():
+            covered += filled[at][1].weight.numel()
+            at += 1
+    return found
+
+
+def _apply(checked: Sequence[Shard], settings: AdamWSettings) -> None:
+    if checked and use_kernel(checked[0].weight.device, "adamw"):
+        for run in checked:
             launch(run, settings)
-    else:
-        fused(list(runs(shards)), settings)
+    elif checked:
+        fused(checked, settings)
 
 
 def fused(shards: Sequence[Shard], settings: AdamWSettings) -> None:
@@ -248,6 +263,21 @@ def variants() -> Iterator[KernelVariant]:
         yield KernelVariant(f"adamw{' copy' * copy}", _adamw, signature, constants, _OPTIONS, ("count",))
 
 
+@dataclass(eq=False)
+class _Prepared:
+    """A group's parameters as they were at its last step, joined: a step that finds them again makes no views.
+
+    Attributes:
+        marks: where each parameter, its gradient and its state lie (`_mark`, `_place`).
+        next: what their counters of steps will say after the next step, if nobody else writes to them.
+        runs: and of each the place of its first parameter. They keep the memory at `marks` from being given to others.
+    """
+
+    marks: list[tuple[Any, ...]]
+    next: list[float]
+    runs: list[tuple[int, Shard]]
+
+
 class AdamW(torch.optim.AdamW):
     """`torch.optim.AdamW` for the flat shards that hydragraph trains, in one pass over memory.
 
@@ -270,6 +300,13 @@ class AdamW(torch.optim.AdamW):
     ) -> None:
         super().__init__(params, lr, betas, eps, weight_decay, maximize=maximize, foreach=False)
         self._copies: dict[Tensor, Tensor] = {}
+        self._prepared: dict[int, _Prepared] = {}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take over a state, also in a copy of this optimizer: `copy_to` is called again there."""
+        super().__setstate__(state)
+        self.__dict__.setdefault("_copies", {})
+        self._prepared = {}
 
     def copy_to(self, copies: Mapping[Tensor, Tensor]) -> None:
         """Have every later step also write the new weights, rounded, to 16-bit tensors.
@@ -291,13 +328,33 @@ class AdamW(torch.optim.AdamW):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for group in self.param_groups:
+        for number, group in enumerate(self.param_groups):
             learning = [p for p in group["params"] if p.grad is not None]
-            self._allocate([p for p in learning if not self.state[p]])
-            for p in learning:
-                self.state[p]["step"] += 1
-            update([self._shard(p) for p in learning], _settings(group))
+            states = [self.state[p] for p in learning]
+            if not all(states):
+                self._allocate([p for p, state in zip(learning, states, strict=True) if not state])
+            if learning:
+                _apply(self._runs(number, learning, states), _settings(group))
         return loss
+
+    def _runs(self, number: int, learning: Sequence[Tensor], states: Sequence[Any]) -> list[Shard]:
+        """Count a step of a group's parameters, and return them as runs."""
+        marks = [_mark(p, state) for p, state in zip(learning, states, strict=True)]
+        if self._copies:
+            marks += [_place(self._copies.get(p)) for p in learning]
+        steps = [state["step"] for state in states]
+        # As PyTorch's own optimizers count: by a tensor that is on the counters' device, a fourth of the time.
+        if all(step.is_cpu for step in steps):
+            torch._foreach_add_(steps, torch.ones(()), alpha=1.0)
+        else:
+            torch._foreach_add_(steps, 1)
+        values = [step.item() for step in steps]
+        known = self._prepared.get(number)
+        if known is None or known.next != values or known.marks != marks:
+            shards = [self._shard(p, int(value)) for p, value in zip(learning, values, strict=True)]
+            known = self._prepared[number] = _Prepared(marks, values, _checked_runs(shards))
+        known.next = [value + 1 for value in values]
+        return [replace(run, step=int(values[first])) for first, run in known.runs]
 
     def _allocate(self, new: Sequence[Tensor]) -> None:
         """Give parameters their states side by side, so that neighbouring parameters have neighbouring states."""
@@ -308,14 +365,27 @@ class AdamW(torch.optim.AdamW):
             for p, moment, square in zip(here, moments, squares, strict=True):
                 self.state[p].update(step=torch.tensor(0.0), exp_avg=moment.view_as(p), exp_avg_sq=square.view_as(p))
 
-    def _shard(self, p: Tensor) -> Shard:
+    def _shard(self, p: Tensor, step: int) -> Shard:
         state = self.state[p]
         gradient = p.grad
         assert gradient is not None
         moment = state["exp_avg"]
         square = state["exp_avg_sq"]
-        step = int(state["step"])
         return Shard(p.detach(), gradient, moment, square, self._copies.get(p), step)
+
+
+def _mark(p: Tensor, state: Mapping[str, Tensor]) -> tuple[Any, ...]:
+    """Say where a parameter, its gradient and its state lie, and what they are like."""
+    gradient: Any = p.grad
+    moment, square = state["exp_avg"], state["exp_avg_sq"]
+    return (
+        *(p.data_ptr(), p.shape, gradient.data_ptr(), gradient.shape, gradient.stride(), gradient.dtype),
+        *(moment.data_ptr(), square.data_ptr()),
+    )
+
+
+def _place(copy: Tensor | None) -> tuple[Any, ...]:
+    return () if copy is None else (copy.data_ptr(), copy.shape, copy.dtype)
 
 
 def _settings(group: Mapping[str, Any]) -> AdamWSettings:

@@ -5,7 +5,7 @@ whose accesses can be 16 bytes wide from those at odd offsets. Every target elem
 ranges meet in one, they are added up in the order of the table: bit for bit the same in every run.
 
 On a CPU ranges are moved as memory: an operator of PyTorch's takes microseconds to begin, which for ranges of kilobytes
-is all of the time.
+is all of the time. A few are moved by Python, and many in a compiled loop.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -33,12 +34,36 @@ NARROW = 512  # elements of any other tile: scalar accesses cost registers, so f
 _SIZES = {"UNIT": UNIT, "WIDE": WIDE, "NARROW": NARROW}
 _OPTIONS = {"num_warps": 4, "enable_fp_fusion": True}
 
-RUN = 2**15  # elements that are put side by side before they are cast or added up: so many stay in a core's cache
+RUN = 2**17  # elements that are put side by side before they are cast or added up: so many stay in a core's cache
+MANY = 256  # ranges: from so many on, Python would take longer than what it moves
 _MEMORY = {2: np.uint16, 4: np.uint32, 8: np.uint64}  # elements that are only moved, by their bytes
 
 Offsets = NDArray[np.int64]
 Run = tuple[slice, tuple[tuple[slice, slice], ...]]
 """A part of the target; and of each range in it, where it lies in the run and where it comes from."""
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """Ranges whose targets lie one behind the other, with or without room between them.
+
+    Attributes:
+        origins, places, lengths: [R] int64: source and target offset and length of each, in elements.
+        beside: [R] int64: where each lies if all of them are put side by side.
+        elements: of all of them.
+    """
+
+    origins: Offsets
+    places: Offsets
+    lengths: Offsets
+    beside: Offsets
+    elements: int
+
+    @property
+    def whole(self) -> slice | None:
+        """The part of the target that they fill without room between them; None if there is some."""
+        first, end = int(self.places[0]), int(self.places[-1] + self.lengths[-1])
+        return slice(first, end) if end - first == self.elements else None
 
 
 @kernel("aligned")
@@ -134,6 +159,35 @@ class SliceTable:
                 parts = []
         return tuple(runs)
 
+    @cached_property
+    def ordered(self) -> tuple[Offsets, Offsets, Offsets]:
+        """Source and target offsets and lengths of the ranges, in an order that gives the same sums."""
+        rows: Offsets = self.ranges.numpy()
+        rows = rows[:, rows[2] > 0]
+        if not self.sums:
+            rows = rows[:, np.argsort(rows[1], kind="stable")]  # each element is written once, in whatever order
+        origins, places, lengths = map(np.ascontiguousarray, rows)
+        return origins, places, lengths
+
+    @cached_property
+    def batches(self) -> tuple[Batch, ...]:
+        """The ordered ranges, so many together as stay in a core's cache."""
+        origins, places, lengths = self.ordered
+        before = np.cumsum(lengths) - lengths
+        # Within a batch no two may meet: it ends where the next range does not lie behind.
+        back = np.flatnonzero(places[1:] < (places + lengths)[:-1]) + 1
+        found: list[Batch] = []
+        for low, high in pairwise([0, *back.tolist(), len(places)]):
+            while low < high:
+                end = max(
+                    low + 1, int(np.searchsorted(before[:high] + lengths[:high], before[low] + RUN, side="right"))
+                )
+                part = slice(low, end)
+                total = int(lengths[part].sum())
+                found.append(Batch(origins[part], places[part], lengths[part], before[part] - before[low], total))
+                low = end
+        return tuple(found)
+
     @staticmethod
     def make(
         source: Tensor, target: Tensor, length: Tensor, *, sums: bool = False, device: torch.device | None = None
@@ -204,12 +258,42 @@ def reference(source: Tensor, target: Tensor, table: SliceTable, accumulate: boo
 
 
 def move(source: Tensor, target: Tensor, table: SliceTable, accumulate: bool) -> None:
-    """Do on a CPU what the reference does, to the bit, with an operator for every run and not for every range.
-
-    The ranges of a run are put side by side as memory; then they are cast or added up at once.
-    """
+    """Do on a CPU what the reference does, to the bit, with an operator for many ranges and not for each."""
     source = source.detach()
     target = target.detach()
+    if table.ranges.shape[1] >= MANY:
+        _move_many(source, target, table, accumulate)
+    else:
+        _move_few(source, target, table, accumulate)
+
+
+def _move_many(source: Tensor, target: Tensor, table: SliceTable, accumulate: bool) -> None:
+    """Move ranges in compiled loops: put side by side, cast or added up at once, and put where they belong."""
+    from hydragraph.kernels.ranges import copy_ranges  # it needs numba, which a few ranges are not worth
+
+    if not accumulate and source.dtype == target.dtype:
+        copy_ranges(source, target, table.ordered)
+        return
+    longest = max(batch.elements for batch in table.batches)
+    given = source.new_empty(longest)
+    made = target.new_empty(longest)
+    for batch in table.batches:
+        values = given[: batch.elements]
+        copy_ranges(source, values, (batch.origins, batch.beside, batch.lengths))
+        whole = batch.whole
+        results = made[: batch.elements] if whole is None else target[whole]
+        if not accumulate:
+            results.copy_(values)
+        else:
+            if whole is None:
+                copy_ranges(target, results, (batch.places, batch.beside, batch.lengths))
+            results.add_(values)
+        if whole is None:
+            copy_ranges(results, target, (batch.beside, batch.places, batch.lengths))
+
+
+def _move_few(source: Tensor, target: Tensor, table: SliceTable, accumulate: bool) -> None:
+    """Move ranges by Python, which takes less time for a few than numba takes to be imported."""
     longest = max((to.stop - to.start for to, parts in table.runs if len(parts) > 1), default=0)
     room = source.new_empty(longest)
     moved = not accumulate and source.dtype == target.dtype

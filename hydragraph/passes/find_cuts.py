@@ -218,7 +218,8 @@ class _Walk:
         cut = self.cuts.of(logits)
         # Vocabulary-parallel: plain classes (scale 1), no weights of classes, and a sum or a mean at the end.
         reduction = operands(node)[3] if len(operands(node)) > 3 else 1
-        if cut is None or cut.dim != 1 or weight is not None or cut.scale != 1 or reduction == 0:
+        smoothing = operands(node)[5] if len(operands(node)) > 5 else 0.0  # which needs the mean of all columns
+        if cut is None or cut.dim != 1 or weight is not None or cut.scale != 1 or reduction == 0 or smoothing:
             self._need_whole(node)
         else:
             self.cuts.rows[node] = cut

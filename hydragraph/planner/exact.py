@@ -17,9 +17,9 @@ from typing import Any
 
 import numpy as np
 
+from hydragraph.compiled import compiled
 from hydragraph.cost.profile import PipelineCost
 from hydragraph.errors import Unsupported
-from hydragraph.planner.compiled import compiled
 from hydragraph.planner.local_search import BUBBLE, FIXED, Floats, Ints
 from hydragraph.planner.problem import Problem, problem_of
 from hydragraph.planner.stage_terms import PARTS, StageTerms, end_of, fill_row, scratch_of, stage_terms

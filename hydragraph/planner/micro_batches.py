@@ -27,7 +27,7 @@ import math
 
 import numpy as np
 
-from hydragraph.planner.compiled import compiled
+from hydragraph.compiled import compiled
 from hydragraph.planner.local_search import (
     COLUMNS,
     MAX_LEN,

@@ -31,7 +31,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from hydragraph.planner.compiled import compiled
+from hydragraph.compiled import compiled
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]

@@ -38,10 +38,10 @@ from itertools import product
 import numpy as np
 from numpy.typing import NDArray
 
+from hydragraph.compiled import compiled
 from hydragraph.cost.profile import Scheme
 from hydragraph.cost.schemes import Schemes
 from hydragraph.errors import Unsupported
-from hydragraph.planner.compiled import compiled
 from hydragraph.planner.local_search import Floats, Ints
 
 # Tokens per level of length, and steps per pipeline (d is a multiple of 0.1): as in the paper.

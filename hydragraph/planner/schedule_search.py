@@ -33,7 +33,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from hydragraph.planner.compiled import compiled
+from hydragraph.compiled import compiled
 from hydragraph.planner.local_search import LEAST_GAIN, NEAR, Floats, Ints, horizon_of
 from hydragraph.planner.stage_terms import AHEAD, PARTS, Scratch, StageTerms, end_of, fill_row, scratch_of
 

@@ -21,10 +21,10 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from hydragraph.compiled import compiled
 from hydragraph.cost.curves import Constants, Curve
 from hydragraph.cost.profile import PipelineCost
 from hydragraph.cost.stages import Hop, Parts, Ring, StageCost
-from hydragraph.planner.compiled import compiled
 from hydragraph.spec.cluster import Interconnect
 
 Floats = NDArray[np.float64]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -24,12 +25,23 @@ from hydragraph.runtime.variants import Variants
 from hydragraph.spec.stage_kind import StageKind
 from tests.adapted import hand_written_lora
 from tests.ahead.folders import edit, rehash, resign, written
-from tests.models import captured, gemma, gpt2, llama, phi3, qwen3, sequences
+from tests.models import captured, gemma, gpt2, llama, mixtral, phi3, qwen3, sequences
 
 # In turn; the last rank of the second has the last stage, which is no stage of the first.
 SWITCHED = ("<[0,1]x2s>", "<[0]x1r,[1]x1>")
 SWITCHED_DEEPER = ("<[0,1]x3s>", "<[0]x1r,[1]x2>")
-FAMILIES = {"gpt2": lambda: gpt2(layers=2), "phi3": phi3, "qwen3": qwen3, "gemma": gemma}
+# Whose experts nothing cuts.
+SWITCHED_WHOLE = ("<[0]x1r,[1]x1>", "<[1]x1,[0]x1r>", "<[0]x1r,[1]x1>")
+FAMILIES: dict[str, Callable[[], nn.Module]] = {
+    "gpt2": lambda: gpt2(layers=2),
+    "phi3": phi3,
+    "qwen3": qwen3,
+    "gemma": gemma,
+    "mixtral": mixtral,
+    "an uneven width": lambda: llama(layers=2, width=99),
+    "a head that ranks share": lambda: llama(layers=2, kv=1),
+    "frozen layers": lambda: partly_frozen(llama(layers=2)),
+}
 
 
 @pytest.fixture(scope="module")
@@ -40,6 +52,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+def partly_frozen(model: nn.Module) -> nn.Module:
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(".0." not in name and "embed" not in name)
+    return model
+
+
 def model_of(name: str) -> nn.Module:
     if name == "lora":
         return hand_written_lora()
@@ -47,7 +65,7 @@ def model_of(name: str) -> nn.Module:
 
 
 def switched(name: str) -> tuple[str, ...]:
-    return SWITCHED_DEEPER if name == "lora" else SWITCHED
+    return {"lora": SWITCHED_DEEPER, "mixtral": SWITCHED_WHOLE}.get(name, SWITCHED)
 
 
 def trained(name: str, folder: Path | None, dtype: torch.dtype, traced: bool) -> dict[str, Tensor]:
@@ -87,7 +105,10 @@ def traced(name: str, dtype: torch.dtype) -> dict[str, Tensor]:
     ("name", "dtype"),
     [
         ("llama", torch.float32),
-        pytest.param("llama", torch.bfloat16, marks=pytest.mark.thorough),
+        *(
+            pytest.param(name, torch.bfloat16, marks=pytest.mark.thorough)
+            for name in ("llama", "lora", "mixtral", "an uneven width")
+        ),
         *(pytest.param(name, torch.float32, marks=pytest.mark.thorough) for name in ("lora", *FAMILIES)),
     ],
 )

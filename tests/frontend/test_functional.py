@@ -54,7 +54,7 @@ def counted(block: Doing, y: Tensor, x: Tensor) -> Tensor:
         (lambda block, y, x: block.nothing(y), r"no attribute 'nothing'\), at test_functional.py:\d+, .*block.nothing"),
     ],
 )
-def test_what_a_trace_cannot_hold_is_refused_in_a_sentence_with_its_line(
+def test_what_a_trace_cannot_hold_of_a_block_is_refused_in_a_sentence_with_its_line(
     does: Callable[[Doing, Tensor, Tensor], Tensor], message: str
 ) -> None:
     KEPT.clear()
@@ -62,6 +62,16 @@ def test_what_a_trace_cannot_hold_is_refused_in_a_sentence_with_its_line(
     model.stack = nn.ModuleList([Doing(does) for _ in range(2)])
     with pytest.raises(Unsupported, match=message):
         capture(model)
+
+
+def test_labels_that_a_loss_shifts_again_are_refused_in_a_sentence() -> None:
+    def shifted(logits: Tensor, given: dict[str, Tensor]) -> Tensor:
+        return F.cross_entropy(logits[0, :-1], given["labels"][0, 1:], reduction="sum")
+
+    with pytest.raises(
+        Unsupported, match=r"Own: it does something else for few tokens .*; .* labels stand already where"
+    ):
+        capture(Own(), loss=shifted)
 
 
 class Scaled(nn.Module):

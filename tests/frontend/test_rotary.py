@@ -29,7 +29,7 @@ ROPES: dict[str, dict[str, Any]] = {
 
 
 def model(kind: str) -> nn.Module:
-    settings = tiny(num_hidden_layers=2, max_position_embeddings=24, rope_parameters=dict(ROPES[kind]))
+    settings = tiny(num_hidden_layers=1, max_position_embeddings=24, rope_parameters=dict(ROPES[kind]))
     return randomised(LlamaForCausalLM(LlamaConfig(**settings)))
 
 

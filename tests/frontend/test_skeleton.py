@@ -143,6 +143,23 @@ def test_the_hidden_state_may_stand_behind_integers() -> None:
     assert torch.equal(site.flat()(hidden, positions), real(hidden, positions))
 
 
+class Across(Model):
+    """Hands its blocks [T, 1, H], as models of old do."""
+
+    def forward(self, ids: Tensor, positions: Tensor) -> Tensor:
+        hidden, positions = self.embed(ids).transpose(0, 1), positions.float().transpose(0, 1)
+        for layer in self.layers:
+            hidden = layer(hidden, positions)
+        return self.head(hidden.transpose(0, 1))
+
+
+def test_tokens_that_lie_along_the_first_dimension_are_refused() -> None:
+    with pytest.raises(
+        Unsupported, match=r"layer.0: a hidden state of \[\w+, 1, 8\]; pass the hidden state as \[1, T, H"
+    ):
+        skeleton(Across(Layer(), Layer()))
+
+
 class Between(Model):
     """A model that computes with what goes from one block to the next."""
 

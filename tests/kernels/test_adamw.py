@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import deepcopy
+from typing import Any
 
 import pytest
 import torch
@@ -191,7 +192,7 @@ def test_the_states_of_neighbours_are_neighbours() -> None:
         parameter.grad = part
     optimizer = AdamW(parameters)
     optimizer.step()
-    assert len(list(runs([optimizer._shard(p) for p in parameters]))) == 1
+    assert len(list(runs([optimizer._shard(p, 1) for p in parameters]))) == 1
 
 
 @pytest.mark.parametrize(
@@ -208,3 +209,76 @@ def test_tensors_that_are_refused(change: dict[str, Tensor], message: str) -> No
     fields = {name: torch.zeros(4) for name in ("weight", "gradient", "moment", "square")} | {"copy": None, "step": 1}
     with pytest.raises(Unsupported, match=message):
         update([Shard(**(fields | change))], SETTINGS[0])  # type: ignore[arg-type]
+
+
+def _twins(count: int, size: int) -> Sequence[tuple[torch.optim.Optimizer, list[torch.nn.Parameter]]]:
+    found = []
+    for kind in (AdamW, torch.optim.AdamW):
+        generator = torch.Generator().manual_seed(0)
+        parameters = [torch.nn.Parameter(x) for x in torch.randn(count * size, generator=generator).split(size)]
+        for p in parameters:
+            p.grad = torch.randn(size, generator=generator)
+        found.append((kind(parameters, lr=0.1), parameters))
+    return found
+
+
+def _another_gradient(optimizer: Any, parameters: list[torch.nn.Parameter]) -> None:
+    for p in parameters:
+        p.grad = torch.full_like(p, 0.5)
+
+
+def _no_gradient(optimizer: Any, parameters: list[torch.nn.Parameter]) -> None:
+    parameters[1].grad = None
+
+
+def _other_memory(optimizer: Any, parameters: list[torch.nn.Parameter]) -> None:
+    parameters[0].data = parameters[0].data * 2
+
+
+def _other_state(optimizer: Any, parameters: list[torch.nn.Parameter]) -> None:
+    optimizer.load_state_dict(deepcopy(optimizer.state_dict()))
+    optimizer.state[parameters[0]]["exp_avg"] = optimizer.state[parameters[0]]["exp_avg"] * 3
+
+
+def _other_steps(optimizer: Any, parameters: list[torch.nn.Parameter]) -> None:
+    optimizer.state[parameters[2]]["step"].fill_(0)
+
+
+def _other_numbers(optimizer: Any, parameters: list[torch.nn.Parameter]) -> None:
+    optimizer.param_groups[0].update(lr=0.3, weight_decay=0.2)
+
+
+def _another_parameter(optimizer: Any, parameters: list[torch.nn.Parameter]) -> None:
+    added = torch.nn.Parameter(torch.ones(32))
+    added.grad = torch.ones(32)
+    optimizer.add_param_group({"params": [added]})
+    parameters.append(added)
+
+
+CHANGES = [
+    *(_another_gradient, _no_gradient, _other_memory, _other_state, _other_steps, _other_numbers, _another_parameter)
+]
+
+
+@given(st.lists(st.sampled_from(CHANGES), max_size=5))
+def test_what_is_kept_from_step_to_step_is_seen_to_change(changes: list[Any]) -> None:
+    twins = _twins(4, 32)
+    for change in [None, *changes, None]:
+        for optimizer, parameters in twins:
+            if change is not None:
+                change(optimizer, parameters)
+            optimizer.step()
+    for ours, torchs in zip(*(parameters for _, parameters in twins), strict=True):
+        torch.testing.assert_close(ours, torchs, rtol=1e-5, atol=1e-6)
+
+
+def test_a_copy_of_an_optimizer_steps_by_itself() -> None:
+    ((optimizer, parameters), _) = _twins(2, 32)
+    optimizer.step()
+    other_parameters, other = deepcopy((parameters, optimizer))
+    before = parameters[0].detach().clone()
+    for p, mine in zip(other_parameters, parameters, strict=True):
+        p.grad = torch.ones_like(mine)
+    other.step()
+    assert torch.equal(parameters[0], before)
+    assert not torch.equal(other_parameters[0], before)

@@ -103,29 +103,42 @@ def test_tiles_and_the_reference_add_in_the_order_of_the_table(ranges: list[Rang
 FLOATS = list(module.DTYPES)
 
 
-@given(disjoint(), st.sampled_from(FLOATS), st.sampled_from(FLOATS), st.sampled_from([0, 1, 5]), st.booleans())
+@given(
+    disjoint(),
+    st.sampled_from(FLOATS),
+    st.sampled_from(FLOATS),
+    st.sampled_from([0, 1, 5]),
+    st.booleans(),
+    st.sampled_from([0, module.MANY]),
+)
 def test_memory_is_moved_as_the_reference_copies(
-    ranges: list[Range], kind: torch.dtype, to: torch.dtype, offset: int, small: bool
+    ranges: list[Range], kind: torch.dtype, to: torch.dtype, offset: int, small: bool, many: int
 ) -> None:
     source, target = (buffer[offset:] for buffer in buffers(kind, to, SIZE + offset))
     source[::7] = float("inf")
     expected = target.clone()
-    with mock.patch.object(module, "RUN", 7 if small else module.RUN):
+    with mock.patch.object(module, "RUN", 7 if small else module.RUN), mock.patch.object(module, "MANY", many):
         found = table(ranges)
         module.reference(source, expected, found, False)
         slice_copy(source, target, found)
     assert torch.equal(target, expected)
 
 
-@given(any_ranges(), st.sampled_from(FLOATS), st.sampled_from([torch.float32, torch.float64]), st.booleans())
+@given(
+    any_ranges(),
+    st.sampled_from(FLOATS),
+    st.sampled_from([torch.float32, torch.float64]),
+    st.booleans(),
+    st.sampled_from([0, module.MANY]),
+)
 def test_memory_is_added_as_the_reference_adds(
-    ranges: list[Range], kind: torch.dtype, to: torch.dtype, small: bool
+    ranges: list[Range], kind: torch.dtype, to: torch.dtype, small: bool, many: int
 ) -> None:
     source, target = buffers(kind, to)
     source[::5] = -0.0
     target[::5] = -0.0
     expected = target.clone()
-    with mock.patch.object(module, "RUN", 7 if small else module.RUN):
+    with mock.patch.object(module, "RUN", 7 if small else module.RUN), mock.patch.object(module, "MANY", many):
         found = table(ranges, sums=True)
         module.reference(source, expected, found, True)
         slice_copy(source, target, found, accumulate=True)
@@ -149,6 +162,16 @@ def test_runs_are_ranges_side_by_side_in_the_target() -> None:
     assert places == [(0, 15, [(0, 8), (50, 54), (70, 73)]), (20, 25, [(20, 25)])]
     summed = table([(0, 8, 4), (8, 0, 8), (16, 8, 4)], sums=True)
     assert [(to.start, to.stop) for to, _ in summed.runs] == [(8, 12), (0, 12)]
+
+
+def test_ranges_of_a_batch_do_not_meet_and_have_room_in_a_cache() -> None:
+    found = table([(0, 8, 4), (4, 0, 8), (12, 8, 4), (16, 20, 4), (20, 22, 1)], sums=True)
+    places = [(batch.places.tolist(), batch.beside.tolist(), batch.whole) for batch in found.batches]
+    assert places == [([8], [0], slice(8, 12)), ([0, 8, 20], [0, 8, 12], None), ([22], [0], slice(22, 23))]
+    with mock.patch.object(module, "RUN", 8):
+        ranges = [(at, 96 - at, 3) for at in range(0, 30, 3)]
+        assert [batch.elements for batch in table(ranges).batches] == [6] * 5
+        assert [batch.elements for batch in table([(0, 0, 20), (20, 20, 9)]).batches] == [20, 9]
 
 
 def test_large_ranges_are_cut_and_aligned_ones_go_wide() -> None:

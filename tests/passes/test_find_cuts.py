@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -199,10 +200,19 @@ def test_an_embedding_is_cut_along_the_vocabulary_only_for_tokens() -> None:
     assert analysed(lambda x, a: F.embedding(x + 1, a), (1, 5), (100, 32), tokens=True)[1] == {}
 
 
-@pytest.mark.parametrize(("reduction", "cut"), [("sum", True), ("mean", True), ("none", False)])
-def test_a_loss_of_cut_logits(reduction: str, cut: bool) -> None:
+@pytest.mark.parametrize(
+    ("options", "cut"),
+    [
+        ({"reduction": "sum"}, True),
+        ({"reduction": "mean"}, True),
+        ({"reduction": "none"}, False),
+        ({"reduction": "sum", "label_smoothing": 0.1}, False),
+        ({"reduction": "sum", "ignore_index": 3}, True),
+    ],
+)
+def test_a_loss_of_cut_logits(options: dict[str, Any], cut: bool) -> None:
     def loss(x: Tensor, a: Tensor) -> Tensor:
-        return F.cross_entropy(F.linear(x, a), torch.zeros(5, dtype=torch.int64), reduction=reduction)
+        return F.cross_entropy(F.linear(x, a), torch.zeros(5, dtype=torch.int64), **options)
 
     assert analysed(loss, (5, 32), (100, 32))[1] == ({"a_1": ShardRule(0, (100,))} if cut else {})
 

@@ -33,7 +33,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hydragraph.planner.compiled import compiled
+from hydragraph.compiled import compiled
 from hydragraph.planner.metis.pricing import (
     least_bandwidth,
     one_type,

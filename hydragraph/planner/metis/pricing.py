@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from hydragraph.planner.compiled import compiled
+from hydragraph.compiled import compiled
 from hydragraph.planner.metis.problem import Floats, Ints, Plan, Tables
 
 # Bytes per millisecond of a bandwidth of 1.

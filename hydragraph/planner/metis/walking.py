@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hydragraph.planner.compiled import compiled
+from hydragraph.compiled import compiled
 from hydragraph.planner.metis.pricing import (
     degree_index,
     one_type,

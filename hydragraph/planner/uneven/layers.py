@@ -21,7 +21,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from hydragraph.planner.compiled import compiled
+from hydragraph.compiled import compiled
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]

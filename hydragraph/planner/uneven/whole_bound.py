@@ -32,8 +32,8 @@ from itertools import product
 import numpy as np
 from numpy.typing import NDArray
 
+from hydragraph.compiled import compiled
 from hydragraph.cost.costs import Costs
-from hydragraph.planner.compiled import compiled
 from hydragraph.planner.uneven.bound import bound
 from hydragraph.planner.uneven.groups import NodeDevices, nodes_of
 from hydragraph.planner.uneven.prices import Prices, state_bytes

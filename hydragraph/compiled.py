@@ -24,12 +24,16 @@ _said: list[str] = []
 _announced: list[str] = []
 
 
-def compiled(function: Callable[..., Any]) -> Any:
-    """Have numba compile a function when it is first called, once per installation; a decorator."""
+def compiled(function: Callable[..., Any], quick: bool = False) -> Any:
+    """Have numba compile a function when it is first called, once per installation; a decorator.
+
+    Args:
+        quick: it takes a second at most: nothing is said before.
+    """
     # numpy's error model: a division by zero is infinite, as in the formulas, and no check is compiled into the loops.
     dispatcher: Any = njit(error_model="numpy")(function)
     try:
-        dispatcher._cache = _Cache(function)  # what njit(cache=True) sets, with a class of ours
+        dispatcher._cache = _Cache(function, quick)  # what njit(cache=True) sets, with a class of ours
     except (RuntimeError, OSError):
         _say("numba finds no place to keep what it compiles: every process compiles again (set NUMBA_CACHE_DIR)")
     return dispatcher
@@ -53,15 +57,16 @@ class _Files(IndexDataCacheFile):  # type: ignore[misc]
 class _Cache(FunctionCache):  # type: ignore[misc]
     """Forgets what it cannot read, and does without what it cannot write."""
 
-    def __init__(self, function: Callable[..., Any]) -> None:
+    def __init__(self, function: Callable[..., Any], quick: bool) -> None:
         super().__init__(function)
+        self._quick = quick
         self._cache_file = _Files(self._cache_path, self._impl.filename_base, self._impl.locator.get_source_stamp())
 
     def load_overload(self, *arguments: Any) -> Any:
         """Return what was compiled for a signature; None where it has to be compiled."""
         try:
             found = super().load_overload(*arguments)
-            if found is None:
+            if found is None and not self._quick:
                 _announce(self.cache_path)
             return found
         except Exception as error:  # a damaged pickle may raise anything

@@ -11,7 +11,7 @@ import pytest
 
 MODULE = """
 import logging
-from hydragraph.planner.compiled import compiled
+from hydragraph.compiled import compiled
 logging.basicConfig(format="%(message)s")
 
 @compiled
@@ -33,7 +33,7 @@ def call(folder: Path, **environment: str) -> tuple[str, list[str]]:
     file = folder / "module.py"
     if not file.exists():
         file.write_text(MODULE)
-    paths = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
+    paths = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
     ran = subprocess.run(
         [sys.executable, str(file)],
         env={**os.environ, "PYTHONPATH": paths, "NUMBA_CACHE_DIR": str(folder / "cache"), **environment},
