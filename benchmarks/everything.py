@@ -69,6 +69,7 @@ RANKS = 2 * PER_NODE
 LINK_BITS_PER_S = 400e6
 SHARE = {"fast": 0.8, "slow": 0.4}  # of a core; the rest is for what is beside the ranks
 KINDS = ("fast", "slow")  # of the ranks of each machine
+PERIOD_S = 0.02  # in which a rank computes for its share: short beside what it computes between two messages
 STRAGGLER = 1  # the rank, of the fast kind, that becomes slow and is lost
 RATE = 2.57
 MEMORY_BYTES = {"fast": 130e6, "slow": 100e6}
@@ -254,7 +255,8 @@ class Brakes:
         self._shares: dict[int, tuple[float, Path]] = {}
         self._count = 0
         script = Path(__file__).with_name("slowed.py")
-        self._process = subprocess.Popen([sys.executable, str(script), "--brake", str(folder)], env=_environment())
+        command = [sys.executable, str(script), "--brake", str(folder), "--period", str(PERIOD_S)]
+        self._process = subprocess.Popen(command, env=_environment())
 
     def set(self, shares: Mapping[int, float]) -> None:
         """Brake these processes, by their ids, and no others."""

@@ -49,7 +49,7 @@ from hydragraph.runtime.measure import MeasuredModel, MeasureSettings, measure
 
 RANKS = 4
 PERIOD_S = 0.1  # of the brake
-LOOK_S = 0.002  # between two looks at the clocks
+LOOKS = 50  # at the clocks in a period
 SHARE = 0.25  # of a core that a healthy rank has
 CASES: tuple[dict[int, float], ...] = ({1: 2.57}, {1: 5.42}, {0: 2.57, 3: 5.42})
 BOUND = 1e-5  # of relative difference between losses
@@ -142,10 +142,14 @@ class Braked:
         return time.clock_gettime((~self._pid << 3) | 2)
 
 
-def brake(folder: Path) -> None:
+def brake(folder: Path, period_s: float) -> None:
     """Brake the processes that are named in a folder, until it is gone.
 
     A file RANK holds "PID SHARE"; removed, the process goes on unbraked.
+
+    Args:
+        folder: with the files.
+        period_s: in which each process computes for its share.
     """
     with suppress(PermissionError):  # a late look lets a process compute too much, which it then has to wait for
         os.setpriority(os.PRIO_PROCESS, 0, -20)
@@ -156,15 +160,15 @@ def brake(folder: Path) -> None:
             braked.pop(name).release()
         for name in named.keys() - braked.keys():
             pid, share = named[name].read_text().split()
-            braked[name] = Braked(int(pid), float(share) * PERIOD_S)
-        until = time.monotonic() + PERIOD_S
+            braked[name] = Braked(int(pid), float(share) * period_s)
+        until = time.monotonic() + period_s
         for name, each in [*braked.items()]:
             try:
                 each.period()
             except OSError:  # it has ended
                 named[name].unlink(missing_ok=True)
         while time.monotonic() < until:
-            time.sleep(LOOK_S)
+            time.sleep(period_s / LOOKS)
             for each in braked.values():
                 with suppress(OSError):
                     each.look()
@@ -483,9 +487,10 @@ def main() -> None:
     parser.add_argument("--share", type=float, default=SHARE, help="of a core that a healthy rank has")
     parser.add_argument("--profile", type=Path, help="read it if it is there; otherwise keep what is measured there")
     parser.add_argument("--brake", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--period", type=float, default=PERIOD_S, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.brake is not None:
-        brake(given.brake)
+        brake(given.brake, given.period)
         return
     cases = CASES
     if given.rates:

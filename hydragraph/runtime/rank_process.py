@@ -235,7 +235,13 @@ def _is_loopback(host: str) -> bool:
 
 
 def threads_of(ranks: int) -> int:
-    """Return how many threads each of this machine's ranks computes with: all share its cores."""
+    """Return how many threads each of this machine's ranks computes with.
+
+    So many as OMP_NUM_THREADS says, as everywhere in PyTorch; without it all share the machine's cores.
+    """
+    asked = os.environ.get("OMP_NUM_THREADS", "")
+    if asked.isdecimal() and int(asked):
+        return int(asked)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, cores // ranks)
 
