@@ -1,6 +1,6 @@
 """Everything at once, for real: two kinds of devices, long-tailed lengths, little memory, a slow link, and bad luck.
 
-    sudo python benchmarks/everything.py                      # all sides, once; half an hour
+    sudo python benchmarks/everything.py                      # all sides, once; 25 minutes
     sudo python benchmarks/everything.py --sides hydragraph --quick
 
 Two machines of two ranks each (network namespaces, joined by a link of 400 Mbit/s; needs root, iproute2 and tc) train a
@@ -21,8 +21,9 @@ Three sides train the same mini-batches from the same weights, one after the oth
 - FSDP2 (benchmarks/sharded.py): sequences divided by the speeds of the two kinds, restarted in the same way.
 
 The two that restart are restarted by this program at the very moment of the kill, sooner than any launcher would. All
-three keep checkpoints every so many steps. A side's total is the time from the end of its first step to the end of its
-last; its goodput is the tokens that count by that time, as a part of what the same side does while all is well.
+three keep checkpoints every ten steps; the kill comes while one is written, so that restarts lose ten steps, the most.
+A side's total is the time from the end of its first step to the end of its last; its goodput is the tokens that count
+by that time, as a part of what the same side does while all is well.
 """
 
 from __future__ import annotations
@@ -720,6 +721,7 @@ def draw(path: Path, story: Story, ran: Mapping[str, Sequence[Ran]]) -> None:
         axes.annotate(
             what, (1, step), xycoords=("axes fraction", "data"), ha="right", va="bottom", color="0.4", fontsize=9
         )
+    axes.set_xlim(right=1.3 * max(rounds[0].total_s for rounds in ran.values()))  # room for what the lines say
     axes.set_xlabel("seconds after the first step")
     axes.set_ylabel("steps that count")
     axes.legend(frameon=False)
