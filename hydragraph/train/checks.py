@@ -96,9 +96,22 @@ def read_strategies(texts: Sequence[str], model: nn.Module, ranks: int) -> tuple
 
 
 def remarks(
-    config: TrainConfig, model: nn.Module, strategies: Sequence[Strategy], ranks: int, batches: MiniBatches | Mixture
+    config: TrainConfig,
+    model: nn.Module,
+    strategies: Sequence[Strategy],
+    ranks: int,
+    batches: MiniBatches | Mixture,
+    steps: int,
 ) -> Iterator[str]:
-    """Yield what a run can do, but somebody may not have meant, a sentence each."""
+    """Yield what a run can do, but somebody may not have meant, a sentence each.
+
+    Args:
+        config: as it was given.
+        model, strategies: of it.
+        ranks: that it runs on.
+        batches: that it trains on.
+        steps: that it takes, also where it asks for epochs.
+    """
     tokens = batches.tokens
     if config.data.tokens_per_step > tokens:
         passes = config.data.tokens_per_step / tokens
@@ -106,7 +119,10 @@ def remarks(
             f"data.tokens_per_step is {config.data.tokens_per_step:,}, and all the data has {tokens:,} tokens: "
             f"each step passes over it {passes:.1f} times"
         )
-    elif config.epochs is None and (budget := config.steps * config.data.tokens_per_step) > tokens:
+    elif config.epochs:
+        each = steps / config.epochs
+        yield f"{config.epochs:g} passes over the data's {tokens:,} tokens are {steps:,} steps, {each:,.1f} each"
+    elif (budget := config.steps * config.data.tokens_per_step) > tokens:
         yield (
             f"{config.steps:,} steps of {config.data.tokens_per_step:,} tokens are {budget:,}, and all the data has "
             f"{tokens:,}: the run passes over it about {budget / tokens:.1f} times"

@@ -321,7 +321,7 @@ def _session(
     batches = anew()
     evaluation = evaluation_batches(config, tokens) if config.evaluate_every else {}
     if leader is not None:
-        for sentence in remarks(given, model, strategies, world.ranks, batches):
+        for sentence in remarks(given, model, strategies, world.ranks, batches, config.steps):
             leader.note(sentence)
     executor = _compiled(config, compile, model, strategies, tokens, world)
     if config.model.weights is not None and start.last is None:

@@ -139,12 +139,13 @@ def test_what_may_not_be_meant_is_remarked(tmp_path: Path) -> None:
     file = TokenFile.open(tmp_path / "tokens.bin")
     batches = MiniBatches(file, settings.data.tokens_per_step, settings.data.max_length)
     strategies = read_strategies(settings.strategies, model, 2)
-    said = list(remarks(settings, model, strategies, 2, batches))
+    said = list(remarks(settings, model, strategies, 2, batches, settings.steps))
     assert re.search(r"each step passes over it \d+\.\d times", said[0])
     small = replace(settings, steps=30, data=replace(settings.data, tokens_per_step=16, max_length=16))
-    budget = next(remarks(small, model, strategies, 2, batches))
+    budget = next(remarks(small, model, strategies, 2, batches, 30))
     assert re.fullmatch(r"30 steps of .* and all the data has .*: the run passes over it about [23]\.\d times", budget)
-    assert "passes" not in next(remarks(replace(small, steps=0, epochs=3), model, strategies, 2, batches))
+    epochs = next(remarks(replace(small, steps=0, epochs=3), model, strategies, 2, batches, 33))
+    assert re.fullmatch(r"3 passes over the data's [\d,]+ tokens are 33 steps, 11\.0 each", epochs)
     assert "dropout of 0.1, which is left out" in said[1]
     assert said[2:] == [
         "strategies[0]: rank 1 would be idle",
