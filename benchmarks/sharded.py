@@ -187,6 +187,7 @@ def train(config: TrainConfig, output: Path, until: int, recompute: bool, speeds
                 told = {"step": rival.done, "loss": loss, "tokens": targets, "time": now}
                 file.write(json.dumps(told) + "\n")
                 file.flush()
+                print(f"step {rival.done} of {until}: loss {loss:.4f}, {targets} tokens", flush=True)
             stop = torch.tensor(float(bool(asked)))
             dist.all_reduce(stop)
             if stop or rival.done == until or rival.done % config.checkpoint_every == 0:

@@ -345,9 +345,9 @@ class AdamW(torch.optim.AdamW):
         steps = [state["step"] for state in states]
         # As PyTorch's own optimizers count: by a tensor that is on the counters' device, a fourth of the time.
         if all(step.is_cpu for step in steps):
-            torch._foreach_add_(steps, torch.ones(()), alpha=1.0)
+            torch.ops.aten._foreach_add_.Tensor(steps, torch.ones(()), alpha=1.0)
         else:
-            torch._foreach_add_(steps, 1)
+            torch.ops.aten._foreach_add_.Scalar(steps, 1)
         values = [step.item() for step in steps]
         known = self._prepared.get(number)
         if known is None or known.next != values or known.marks != marks:
