@@ -284,12 +284,24 @@ def planned_for(
     """Return what `hg.plan` finds for devices that differ and a sample, the best first; state stays in its home.
 
     Raises:
-        Unsupported: nothing fits these devices, or nothing that does can run this model.
+        Unsupported: nothing fits these devices, nothing that does can run this model, or the costs are of another one.
     """
     from hydragraph.planner.uneven.planning import plan
     from hydragraph.planner.workload import Workload
 
-    sample = tuple(lengths for batch in batches[:SAMPLE] if (lengths := tuple(n for n in batch if n)))
+    if costs.profile.layers not in (None, program.layers):
+        raise Unsupported(
+            f"costs of a model of {costs.profile.layers} layers, and this one has {program.layers}",
+            where="compile",
+            remedy="measure this model: hydragraph profile",
+        )
+    sample = tuple(lengths for batch in batches if (lengths := tuple(n for n in batch if n)))[:SAMPLE]
+    if not sample:
+        raise Unsupported(
+            'strategy="auto" with mini-batches that hold no tokens',
+            where="compile",
+            remedy="pass lengths= of mini-batches that do",
+        )
     found = plan(costs.changed(home=home), Workload(lengths=sample)).strategies
     able = tuple(strategy for strategy in found if _runs(program, strategy, costs.ranks))
     if not able:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 import hydragraph as hg
+from hydragraph.candidates import candidates_of
 from hydragraph.planner.policy import Policy
 from tests import reference
 from tests.cost import priced
@@ -113,3 +114,24 @@ def test_pipelines_get_sequences_by_their_speed_and_auto_plans_for_devices_that_
 def test_costs_of_other_ranks_are_refused() -> None:
     with pytest.raises(hg.Unsupported, match="costs of 4 devices on 1 ranks"):
         ready().executable(hg.Strategy.parse("<tp1,pp1>", LAYERS), None, profile=costs())
+
+
+@pytest.mark.parametrize(
+    ("layers", "lengths", "why"),
+    [
+        (6, [[24] * 12], "costs of a model of 6 layers, and this one has 4; measure this model"),
+        (LAYERS, [[], [0, 0]], "mini-batches that hold no tokens; pass lengths="),
+        (LAYERS, [[10**9]], "nothing fits"),
+    ],
+)
+def test_auto_by_costs_that_cannot_plan_is_refused(layers: int, lengths: list[list[int]], why: str) -> None:
+    program = hg.capture(llama(layers=LAYERS), check="off")
+    with pytest.raises(hg.Unsupported, match=why):
+        candidates_of("auto", program, RANKS, priced.costs(layers, priced.mixed()), lengths)
+
+
+def test_auto_by_costs_names_no_device_that_is_lost() -> None:
+    program = hg.capture(llama(layers=LAYERS), check="off")
+    left = costs(hg.Health({0: math.inf, 1: math.inf, 2: math.inf}))
+    (only,) = candidates_of("auto", program, RANKS, left, [[24] * 12, [], [3, 90, 7]])
+    assert only.devices == (3,)

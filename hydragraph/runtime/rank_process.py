@@ -239,7 +239,7 @@ def threads_of(ranks: int) -> int:
 
     So many as OMP_NUM_THREADS says, as everywhere in PyTorch; without it all share the machine's cores.
     """
-    asked = os.environ.get("OMP_NUM_THREADS", "")
+    asked = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()  # of a list: nested levels come behind
     if asked.isdecimal() and int(asked):
         return int(asked)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -74,7 +74,9 @@ def test_ranks_share_the_cores_and_have_the_launchers_environment(monkeypatch: p
     assert launch(settings, 2) == [(threads, "now", "0/2 gloo"), (threads, "now", "1/2 gloo")]
 
 
-@pytest.mark.parametrize(("asked", "threads"), [("3", 3), ("0", None), ("many", None)])
+@pytest.mark.parametrize(
+    ("asked", "threads"), [("3", 3), (" 2,1", 2), ("0", None), ("many", None), ("-1", None), ("", None)]
+)
 def test_ranks_compute_with_as_many_threads_as_openmp_is_told(
     asked: str, threads: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
