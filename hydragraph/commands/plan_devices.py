@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.markup import escape
 
-from hydragraph.commands.options import chosen_home
+from hydragraph.commands.options import check_written, chosen_home
 from hydragraph.train.config import TrainConfig
 
 if TYPE_CHECKING:
@@ -122,9 +122,7 @@ class Asked:
             )
         if self.profiles and self.efficiency is not None:
             raise ValueError("--profile has measured seconds and --efficiency prices a datasheet: give one of them")
-        for name, path in (("--output", self.output), ("--picture", self.picture), ("--report", self.report)):
-            if path is not None and not path.parent.is_dir():
-                raise ValueError(f"{name} {path}: the folder {path.parent} does not exist: make it, or name another")
+        check_written("--output", self.output)
 
 
 def plan_devices(asked: Asked, as_json: bool) -> None:

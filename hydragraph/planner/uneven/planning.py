@@ -144,7 +144,7 @@ def plan(
         raise ValueError(f"method is {method!r}: use {', '.join(map(repr, get_args(Method)))}")
     del seed
     if solver not in (None, *get_args(Solver)):
-        raise ValueError(f"solver is {solver!r}: use {', '.join(map(repr, get_args(Solver)))}, or none")
+        raise ValueError(f"solver is {solver!r}: use {', '.join(map(repr, get_args(Solver)))}, or leave it out")
     if solver is not None and method != "mixed":
         raise ValueError(
             f'solver {solver!r} groups devices of several types: use it with method="mixed", not {method!r}'
