@@ -37,7 +37,7 @@ def test_what_is_given_replaces_the_configs_strategies_and_auto_needs_data() -> 
 def test_where_a_file_cannot_be_written_is_told_before_it_is_filled(tmp_path: Path) -> None:
     check_written("--output", None)
     check_written("--output", tmp_path / "new.html")
-    with pytest.raises(ValueError, match="--output .*new.html: the folder .*none does not exist: make it"):
+    with pytest.raises(ValueError, match=r"--output .*new.html: the folder .*none does not exist: make it"):
         check_written("--output", tmp_path / "none" / "new.html")
-    with pytest.raises(ValueError, match="--output .*: a directory, where a file is written: name the file"):
+    with pytest.raises(ValueError, match=r"--output .*: a directory, where a file is written: name the file"):
         check_written("--output", tmp_path)
