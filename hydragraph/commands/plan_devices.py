@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +18,7 @@ from hydragraph.train.config import TrainConfig
 
 if TYPE_CHECKING:
     from hydragraph.cost.costs import Costs
-    from hydragraph.cost.memory import Compiled
+    from hydragraph.cost.memory import Compiled, CompiledBlocks
     from hydragraph.cost.profile import Profile
     from hydragraph.planner.uneven.planning import Plan
     from hydragraph.planner.workload import Workload
@@ -201,7 +202,22 @@ def _costs(asked: Asked, cluster: Cluster, config: TrainConfig | None, say: Say)
         )
     blocks = CompiledBlocks(program, _told(variants.get, say))
     costs = Costs(measured, cluster, rates, home=owners, blocks=blocks, corrections=known)
+    _compile_first(costs, blocks)
     return costs, f"{costs.source}; memory by the sizes of compiled graphs"
+
+
+def _compile_first(costs: Costs, blocks: CompiledBlocks) -> None:
+    """Have the graphs of all stages that a plan may be made of, so that its deadline is the search's alone."""
+    from hydragraph.spec.stage_kind import StagePart
+
+    ranks = Counter((costs.cluster.type_of(rank), costs.cluster.node_of(rank)) for rank in range(costs.ranks))
+    examples = dict(zip(costs.profile.blocks, costs.outline.blocks, strict=True))
+    for name in costs.cluster.types:
+        most = max(count for (of, _), count in ranks.items() if of == name)
+        for kind in costs.profile.of(name).pieces:
+            if kind.tp <= most and all(heads % kind.tp == 0 for heads in costs.sizes.heads):
+                for block in examples.values():
+                    blocks.adds(block, StagePart(kind, 0))
 
 
 def _home(config: TrainConfig | None, running: bool) -> Home:

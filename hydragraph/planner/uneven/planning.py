@@ -352,7 +352,9 @@ def _rivals(
             rivals.append(Rival(each.strategy, each.seconds, each.origin, why))
     for proposal in passed:
         more = proposal.expected_s / chosen.seconds - 1
-        why = f"would take about {more:.1%} longer" if more >= 0 else "was not looked at exactly: time was over"
+        why = (
+            f"would take about {more:.1%} longer" if more >= 0 else "was not looked at exactly: others were taken first"
+        )
         rivals.append(Rival(proposal.strategy, proposal.expected_s, proposal.origin, why))
     rivals += [Rival(each.strategy, math.inf, "", f"does not fit: {each}") for each in short]
     return tuple(rivals)
