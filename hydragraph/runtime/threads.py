@@ -17,7 +17,7 @@ _SPINS = "1000"
 
 
 def spinning(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return what is to be added to an environment, so that threads spin briefly; nothing where it says how they wait."""
+    """Return what an environment lacks for threads to spin briefly; nothing where it says how they wait."""
     return {} if {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & environment.keys() else {"GOMP_SPINCOUNT": _SPINS}
 
 
