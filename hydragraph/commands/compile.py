@@ -23,6 +23,7 @@ from hydragraph.commands.options import (
     LogLevel,
     Set,
     Strategies,
+    check_counts,
     chosen_home,
     chosen_strategies,
     read_counts,
@@ -83,6 +84,7 @@ def compile_command(
         backend=backend or settings.backend,
     )
     settings.home.check(settings.ranks)
+    check_counts(micro_batches)
     summary = compile_quietly(settings, micro_batches, output, trust)
     _print_variants(summary)
     _print_strategies(summary)

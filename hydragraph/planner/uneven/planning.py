@@ -150,7 +150,7 @@ def plan(
         raise ValueError(f"method is {method!r}: use {', '.join(map(repr, get_args(Method)))}")
     del seed
     if solver not in (None, *get_args(Solver)):
-        raise ValueError(f"solver is {solver!r}: use {', '.join(map(repr, get_args(Solver)))}, or none")
+        raise ValueError(f"solver is {solver!r}: use {', '.join(map(repr, get_args(Solver)))}, or leave it out")
     if solver is not None and method != "mixed":
         raise ValueError(
             f'solver {solver!r} groups devices of several types: use it with method="mixed", not {method!r}'
@@ -378,7 +378,9 @@ def _rivals(
             rivals.append(Rival(each.strategy, each.seconds, each.origin, why))
     for proposal in passed:
         more = proposal.expected_s / chosen.seconds - 1
-        why = f"would take about {more:.1%} longer" if more >= 0 else "was not looked at exactly: time was over"
+        why = (
+            f"would take about {more:.1%} longer" if more >= 0 else "was not looked at exactly: others were taken first"
+        )
         rivals.append(Rival(proposal.strategy, proposal.expected_s, proposal.origin, why))
     rivals += [Rival(each.strategy, math.inf, "", f"does not fit: {each}") for each in short]
     return tuple(rivals)
