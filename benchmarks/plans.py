@@ -55,7 +55,8 @@ from hydragraph.planner.uneven.layers import spread
 from hydragraph.planner.uneven.planning import Plan
 from hydragraph.planner.uneven.power import Grouping, Kind, most_power, most_power_by_scip
 from hydragraph.planner.uneven.prices import Option, Prices, site_of
-from hydragraph.planner.uneven.settle import Shortage, settle, settle_varying, share_out, simulated
+from hydragraph.planner.uneven.settle import Shortage, settle, share_out, simulated
+from hydragraph.planner.uneven.varying import settle_varying
 from hydragraph.planner.uneven.whole_bound import whole_bound
 from hydragraph.planner.workload import Workload
 from hydragraph.runtime.variants import Variants

@@ -36,8 +36,10 @@ from hydragraph.commands import (
     train,
     verify,
 )
+from hydragraph.commands.options import check_written
 from hydragraph.commands.process import launched
 from hydragraph.errors import EndedElsewhere, RankFailure
+from hydragraph.runtime.threads import spinning
 from hydragraph.version import __version__
 
 # A mistake of the user's, which can be corrected, and a run that did not end well.
@@ -68,6 +70,7 @@ def _print_version(asked: bool) -> None:
 
 def main() -> None:
     """Run the command line; the entry point of `hydragraph`."""
+    os.environ.update(spinning(os.environ))  # before anything imports PyTorch
     app()
 
 
@@ -96,9 +99,16 @@ def _in_sentences(function: Callable[..., None]) -> Callable[..., None]:
     def run(**given: Any) -> None:
         with _sentences(given["debug"], given.get("log_level")):
             _check_picture(given.get("picture"))
+            for name in _FILES:
+                if isinstance(given.get(name), Path):
+                    check_written(f"--{name}", given[name])
             function(**given)
 
     return run
+
+
+# Options that name a file which is written after all the work.
+_FILES = ("picture", "trace", "csv", "json", "markdown", "report")
 
 
 def _check_picture(path: Path | None) -> None:
@@ -138,6 +148,7 @@ def _sentences(debug: bool, log_level: str | None = None) -> Iterator[None]:
 
 # What is wrong with a path that somebody gave, instead of a number and the system's words.
 _PATHS: dict[type[Exception], str] = {
+    FileExistsError: "a file, where a directory is needed: name another",
     FileNotFoundError: "there is no such file or directory: correct the path",
     IsADirectoryError: "a directory, where a file is needed: name the file",
     NotADirectoryError: "below a file, where a directory is needed: correct the path",

@@ -1,17 +1,23 @@
-"""What a newcomer passes by mistake is answered in one sentence: what, where, and what to write instead."""
+"""What a newcomer passes by mistake is answered in one sentence: what, where, and what to write instead.
+
+What is typed at the command line, and what answers it, is in bad_inputs.txt.
+"""
 
 # mypy: disable-error-code="arg-type, list-item"
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+import shlex
+from collections.abc import Callable, Iterator
 from functools import cache
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
 import hydragraph as hg
+from tests.commands.tiny import run, write
 from tests.models import captured, llama
 
 STRATEGY = hg.Strategy.parse("<tp1,pp1>", layers=2)
@@ -90,3 +96,99 @@ def test_what_people_pass_is_taken() -> None:
     assert found.evaluate([[1, 2, 3], (4, 5)]).loss == wanted
     padded = {"input_ids": [[1, 2, 3], [4, 5, 0]], "attention_mask": [[1, 1, 1], [1, 1, 0]]}
     assert found.evaluate(padded, strategy="<tp1,pp1>").loss == wanted
+
+
+CLUSTER = """types: {h200: {flops_per_s: 9.89e14, memory_bytes: 141e9, memory_bytes_per_s: 4.8e12}}
+nodes:
+  - {type: h200, devices: 2, count: 2, inner: {bytes_per_s: 450e9, latency_s: 5e-6},
+     outer: {bytes_per_s: 50e9, latency_s: 1e-5}}
+"""
+# The folder D of bad_inputs.txt.
+ODD: dict[str, str | bytes] = {
+    "text.txt": "some words of text\n" * 50,
+    "one.txt": "x",
+    "empty.txt": "",
+    "chat.jsonl": '{"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]}\n' * 20,
+    "user.jsonl": '{"messages": [{"role": "user", "content": "hi"}]}\n',
+    "bad.jsonl": "{'a': 1}\n",
+    "numbers.jsonl": '{"ids": [1, 2]}\n',
+    "table.parquet": "text",
+    "table.csv": "text\nsome words\n",
+    "text.txt.gz": b"\x1f\x8b",
+    "picture.png": b"\x89PNG\r\n\x1a\n\x00\xff\xfe" * 20,
+    "full/a.txt": "x",
+    "badmodel/config.json": "{",
+    "strange/config.json": '{"model_type": "zork"}',
+    "list.json": "[1]",
+    "list.yaml": "- a\n- b\n",
+    "bad.yaml": "a: [1\nb: :\n",
+    "dup.yaml": "steps: 1\nsteps: 2\n",
+    "tabs.yaml": "a:\n\tb: 1\n",
+    "missing.yaml": "steps: 1\n",
+    "utf16.yaml": "steps: 1".encode("utf-16"),
+    "strategy.yaml": "pipelines: [{stage: []}]\n",
+    "good.yaml": CLUSTER,
+    "nodes.yaml": CLUSTER.partition("nodes")[0] + "nodes: []\n",
+    "zork.yaml": CLUSTER.replace("type: h200", "type: zork"),
+    "nocount.yaml": CLUSTER.replace("devices: 2", "devices: 0"),
+    "health.yaml": "0: 0.5\n",
+    "rates.yaml": "rates: {0: 2}\n",
+    "dead.yaml": "0: .inf\n1: .inf\n2: .inf\n3: .inf\n",
+    "far.yaml": "9: 2.0\n",
+}
+
+
+def typed() -> Iterator[tuple[str, str, str]]:
+    """Yield the heading, the command and the sentence of each pair of lines of bad_inputs.txt."""
+    heading = command = ""
+    for line in Path(__file__).with_name("bad_inputs.txt").read_text(encoding="utf-8").splitlines():
+        if line.startswith("# "):
+            heading = line[2:]
+        elif line.startswith("$ "):
+            command = line[2:]
+        elif line and command:
+            yield heading, command, line
+            command = ""
+
+
+TYPED = tuple(typed())
+
+
+@pytest.fixture(scope="module")
+def odd(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("odd")
+    (folder / "empty").mkdir()
+    for name, content in ODD.items():
+        path = folder / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return folder
+
+
+@pytest.mark.parametrize(("heading", "command", "sentence"), TYPED, ids=[command for _, command, _ in TYPED])
+def test_what_is_typed_is_answered_in_a_sentence(
+    heading: str, command: str, sentence: str, odd: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(odd)  # where nothing is called as these commands say
+    config = write(tmp_path)
+
+    def placed(text: str) -> str:
+        return re.sub(r"\bD/", f"{odd}/", text).replace("CONFIG", str(config)).replace("RUN/", f"{tmp_path}/")
+
+    told = run(*(placed(word) for word in shlex.split(command)))
+    said = " ".join(told.stderr.replace("│", " ").split())
+    pattern = ".*".join(map(re.escape, placed(sentence).split("...")))
+    assert re.search(pattern, said), said
+    assert told.exit_code == 2
+    assert "Traceback" not in told.output
+    assert "(a bug" not in told.output
+    assert "hydragraph: " in said or "Error" in said, "of typer, or ours"
+    if "only" not in heading:
+        assert not list(tmp_path.rglob("*.bin")), "no data were read"
+
+
+def test_so_many_mistakes_are_tried() -> None:
+    commands = [command for _, command, _ in TYPED]
+    assert len(set(commands)) == len(commands) >= 165
+    verbs = {command.split()[0] for command in commands} - {"trainn"}
+    assert verbs == {verb for verb in run("--help").stdout.split() if verb in verbs}, "each is a verb"

@@ -23,6 +23,7 @@ from hydragraph.commands.options import (
     LogLevel,
     Set,
     Strategies,
+    check_counts,
     chosen_home,
     chosen_strategies,
     read_counts,
@@ -83,6 +84,7 @@ def compile_command(
         backend=backend or settings.backend,
     )
     settings.home.check(settings.ranks)
+    check_counts(micro_batches)
     summary = compile_quietly(settings, micro_batches, output, trust)
     _print_variants(summary)
     _print_strategies(summary)
@@ -173,7 +175,7 @@ def _threads_of_a_rank(ranks: int) -> Iterator[None]:
     """Compute with as many threads as one of so many ranks here: Inductor's code for a CPU is for their number."""
     import torch
 
-    from hydragraph.runtime.rank_process import threads_of
+    from hydragraph.runtime.threads import threads_of
 
     before = torch.get_num_threads()
     torch.set_num_threads(threads_of(ranks))

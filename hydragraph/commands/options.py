@@ -70,6 +70,20 @@ def check_counts(text: str) -> list[int]:
     return counts
 
 
+def check_written(option: str, path: Path | None) -> None:
+    """Check that a file can be written where an option names one, before the work that fills it.
+
+    Raises:
+        ValueError: naming the option, where its folder does not exist, or it is a folder itself.
+    """
+    if path is None:
+        return
+    if not path.parent.is_dir():
+        raise ValueError(f"{option} {path}: the folder {path.parent} does not exist: make it, or name another")
+    if path.is_dir():
+        raise ValueError(f"{option} {path}: a directory, where a file is written: name the file")
+
+
 def chosen_home(text: str | None, configured: Home) -> Home:
     """Return the home that was given, or else the config's.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.markup import escape
 
-from hydragraph.commands.options import chosen_home
+from hydragraph.commands.options import check_written, chosen_home
 from hydragraph.train.config import TrainConfig
 
 if TYPE_CHECKING:
     from hydragraph.cost.costs import Costs
-    from hydragraph.cost.memory import Compiled
+    from hydragraph.cost.memory import Compiled, CompiledBlocks
     from hydragraph.cost.profile import Profile
     from hydragraph.planner.uneven.planning import Plan
     from hydragraph.planner.workload import Workload
@@ -122,9 +123,7 @@ class Asked:
             )
         if self.profiles and self.efficiency is not None:
             raise ValueError("--profile has measured seconds and --efficiency prices a datasheet: give one of them")
-        for name, path in (("--output", self.output), ("--picture", self.picture), ("--report", self.report)):
-            if path is not None and not path.parent.is_dir():
-                raise ValueError(f"{name} {path}: the folder {path.parent} does not exist: make it, or name another")
+        check_written("--output", self.output)
 
 
 def plan_devices(asked: Asked, as_json: bool) -> None:
@@ -203,7 +202,22 @@ def _costs(asked: Asked, cluster: Cluster, config: TrainConfig | None, say: Say)
         )
     blocks = CompiledBlocks(program, _told(variants.get, say))
     costs = Costs(measured, cluster, rates, home=owners, blocks=blocks, corrections=known)
+    _compile_first(costs, blocks)
     return costs, f"{costs.source}; memory by the sizes of compiled graphs"
+
+
+def _compile_first(costs: Costs, blocks: CompiledBlocks) -> None:
+    """Have the graphs of all stages that a plan may be made of, so that its deadline is the search's alone."""
+    from hydragraph.spec.stage_kind import StagePart
+
+    ranks = Counter((costs.cluster.type_of(rank), costs.cluster.node_of(rank)) for rank in range(costs.ranks))
+    examples = dict(zip(costs.profile.blocks, costs.outline.blocks, strict=True))
+    for name in costs.cluster.types:
+        most = max(count for (of, _), count in ranks.items() if of == name)
+        for kind in costs.profile.of(name).pieces:
+            if kind.tp <= most and all(heads % kind.tp == 0 for heads in costs.sizes.heads):
+                for block in examples.values():
+                    blocks.adds(block, StagePart(kind, 0))
 
 
 def _home(config: TrainConfig | None, running: bool) -> Home:

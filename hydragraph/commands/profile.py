@@ -12,7 +12,7 @@ from rich.markup import escape
 from rich.progress import Progress
 from rich.table import Table
 
-from hydragraph.commands.options import Config, Debug, LogLevel, Set
+from hydragraph.commands.options import Config, Debug, LogLevel, Set, check_written
 from hydragraph.commands.process import leads, on_ranks, quieten
 from hydragraph.train.config import TrainConfig
 
@@ -55,8 +55,7 @@ def profile_command(
     Every distinct block of the model is timed once per kind of stage and micro-batch; stages are added up from them.
     """
     settings = TrainConfig.load(config, overrides or ())
-    if not out.parent.is_dir():
-        raise ValueError(f"--output {out}: the folder {out.parent} does not exist: make it, or name another")
+    check_written("--output", out)
     chosen = None if schemes is None else _read_schemes(schemes)
     flags = (sequence_parallel, recompute)
     profile, ranks = on_ranks(settings.ranks, profile_rank, settings, chosen, flags, longest, repeats, type_ or "")

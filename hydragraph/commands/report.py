@@ -16,6 +16,7 @@ from hydragraph.commands.options import (
     LogLevel,
     Set,
     Strategies,
+    check_written,
     chosen_home,
     chosen_strategies,
 )
@@ -64,8 +65,7 @@ def report_command(
     if not source.exists():
         raise ValueError(f"{source} does not exist: name a run's YAML file, a run's folder, or a plan's JSON file")
     path = output or (source / "report.html" if source.is_dir() else source.with_suffix(".html"))
-    if not path.parent.is_dir():
-        raise ValueError(f"--output {path}: the folder {path.parent} does not exist: make it, or name another")
+    check_written("--output", path)
     only_simulated = {"--devices": devices, "--strategy": strategies, "--home": home, "--set": overrides}
     if source.is_dir():
         _refuse(only_simulated, "is for a config that is simulated: leave it out")

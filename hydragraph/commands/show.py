@@ -77,6 +77,10 @@ def show_command(
     looks = parameter is not None or memory or traffic or schedule or diff is not None
     if output is not None and not schedule:
         raise ValueError("--output is for the picture of --schedule: give both")
+    if output is not None:
+        from hydragraph.commands.show_schedule import check_drawn
+
+        check_drawn(output)
     if source is None and passes:
         from hydragraph.commands.show_passes import list_passes
 

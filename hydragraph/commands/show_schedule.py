@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hydragraph.commands.options import check_written
 from hydragraph.commands.show_folder import WIDTH, ShownStrategy, shortened
 from hydragraph.ir.instruction import Instruction, Op
 from hydragraph.ir.outline import Outline
@@ -155,18 +156,28 @@ def _cells(tasks: Sequence[Task], end: int, unit: int) -> str:
     return "".join(cells)
 
 
+def check_drawn(path: Path) -> None:
+    """Check, before anything is traced or read, that the grids can be drawn to a file.
+
+    Raises:
+        ValueError: the file's name ends otherwise, its folder does not exist, or matplotlib is not installed.
+    """
+    from hydragraph.train.picture import matplotlib_installed
+
+    if path.suffix not in (".png", ".svg"):
+        raise ValueError(f"--output {path}: name a file that ends in .png or .svg")
+    check_written("--output", path)
+    if not matplotlib_installed():
+        raise ValueError("--output needs matplotlib: pip install matplotlib, or leave it out and read the text")
+
+
 def write_schedule(strategies: Sequence[ShownStrategy], outline: Outline, path: Path) -> None:
     """Draw the grids to a PNG or SVG file, which is replaced only when the new one is complete.
 
     Raises:
         ValueError: the file's name ends otherwise, or matplotlib is not installed.
     """
-    from hydragraph.train.picture import matplotlib_installed
-
-    if path.suffix not in (".png", ".svg"):
-        raise ValueError(f"--output {path}: name a file that ends in .png or .svg")
-    if not matplotlib_installed():
-        raise ValueError("--output needs matplotlib: pip install matplotlib, or leave it out and read the text")
+    check_drawn(path)
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

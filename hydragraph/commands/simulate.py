@@ -21,6 +21,7 @@ from hydragraph.commands.options import (
     LogLevel,
     Set,
     Strategies,
+    check_counts,
     chosen_home,
     chosen_strategies,
     read_counts,
@@ -104,18 +105,21 @@ def simulate_command(
     the iteration in which ranks compute, tensor-parallel traffic included; exposed is how long their computation waits
     for weights (pull), gradients (push) and activations (p2p), on average over ranks, as a run's metrics count it.
     """
+    from hydragraph.spec.health import Health
+
     settings = TrainConfig.load(config, overrides or ())
     where = chosen_cluster(cluster, devices, settings.ranks)
     texts = chosen_strategies(strategies, settings.strategies)
     if lengths is not None and (micro_batches or tokens):
         raise ValueError("--lengths draws micro-batches; leave out --micro-batches and --tokens")
+    if micro_batches is not None:
+        check_counts(micro_batches)
+    rates = None if health is None else Health.load(health)
     parsed, costs = strategies_and_costs(
         settings, where, texts, profile, efficiency, chosen_home(home, settings.home), corrections
     )
-    if health is not None:
-        from hydragraph.spec.health import Health
-
-        costs = costs.changed(health=Health.load(health))
+    if rates is not None:
+        costs = costs.changed(health=rates)
     priced = _priced(settings, parsed, costs, micro_batches, tokens, lengths)
     print(costs.source)
     _print_table(priced, where)

@@ -252,8 +252,8 @@ def _print_events(outcome: RunOutcome) -> None:
     part = "" if found.goodput is None else f", {found.goodput:.0%} of the undisturbed {found.rate:,.0f}"
     _print(
         f"goodput: {found.tokens_per_s:,.0f} tokens/s over {found.seconds:,.1f} s{part}: {found.paused_s:.3g} s of "
-        f"pauses, {found.lost_s:.3g} s of lost work, {found.slower_s:.3g} s by slower steps; all events are in "
-        f"{outcome.folder.happenings}"
+        f"pauses, {found.lost_s:.1f} s of lost work, {round(found.slower_s, 1) + 0.0} s by slower steps; "
+        f"all events are in {outcome.folder.happenings}"
     )
 
 

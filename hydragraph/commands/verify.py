@@ -42,7 +42,7 @@ def verify_rank(config: TrainConfig) -> list[Row]:
     """Verify on this rank."""
     from hydragraph import api
     from hydragraph.runtime.launch import join
-    from hydragraph.train.checks import read_strategies
+    from hydragraph.train.checks import check_settings, read_strategies
     from hydragraph.train.data import mini_batches
     from hydragraph.train.loop import shared_tokens
     from hydragraph.train.model import adapted, build_model
@@ -53,6 +53,7 @@ def verify_rank(config: TrainConfig) -> list[Row]:
     quieten()
     with Screen(Console(stderr=True)) as screen:
         world = join("cpu")
+        check_settings(config, world.ranks)
         tokens = shared_tokens(config, world, screen)
         model = build_model(config.model, tokens.vocabulary, tokens.end_of_text, config.seed)
         model = adapted(model, config.adapter, config.seed)

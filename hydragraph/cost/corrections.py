@@ -145,7 +145,9 @@ class Corrections:
             samples = {(Kind(kind), int(rank)): tuple(map(float, each)) for kind, rank, each in record["samples"]}
             return cls(tuple(map(str, record["types"])), samples)
         except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"{path}: no corrections ({error!r}): write them with hydragraph compare") from error
+            raise ValueError(
+                f"{path}: no corrections ({type(error).__name__}: {error}): write them with hydragraph compare"
+            ) from error
 
 
 def corrected(profile: Profile, corrections: Corrections, type_: str | None = None) -> Profile:

@@ -351,10 +351,11 @@ class Costs:
             return int(measured)
         # A pipeline's memory does not depend on the others, except that all ranks share what lives at home.
         strategy = Strategy((pipeline,))
+        shape = tuple((stage.layers, stage.kind) for stage in pipeline.stages)
         limits = []
-        for stage in pipeline.stages:
+        for at, stage in enumerate(pipeline.stages):
             for rank in self._unlike(stage):
-                key = (pipeline.stages, self.cluster.type_of(rank), self.owned(rank), stage)
+                key = (shape, self.cluster.type_of(rank), self.owned(rank), at)
                 if key not in self._limits:
                     self._limits[key] = self._most_tokens(strategy, [len(pipeline.stages)], rank)
                 limits.append(self._limits[key])
@@ -824,13 +825,16 @@ class ProfileBlocks:
         self.itemsize = costs.sizes.itemsize
         self.hidden_bytes = costs.sizes.hidden_bytes
         self._templates = dict(zip(costs.outline.blocks, costs.profile.blocks, strict=True))
-        self._first = next(iter(costs.cluster.types))
+        self._types = tuple(costs.cluster.types)
+        self._profile = costs.profile
         self._pieces = costs.pieces
-        by_kind = costs.profile.of(self._first).pieces.values()
+        by_kind = costs.profile.of(self._types[0]).pieces.values()
         self._aux_bytes = next((pieces[AUX].kept for pieces in by_kind if AUX in pieces), 0.0)
 
     def _piece(self, template: str, part: StagePart) -> Piece:
-        return self._pieces(self._first, part.kind)[template]
+        # What a block holds is the same on all types; not every kind of stage was measured on each of them.
+        measured = (name for name in self._types if part.kind in self._profile.of(name).pieces)
+        return self._pieces(next(measured, self._types[0]), part.kind)[template]
 
     def footprint(self, block: str, part: StagePart, batch: MicroBatch) -> Footprint:
         """See `Blocks`."""

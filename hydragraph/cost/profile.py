@@ -237,6 +237,8 @@ class Profile:
             raise ValueError(f"{path}: no profile, which is a JSON file; write one with hydragraph profile") from None
         try:
             data = json.loads(text)
+            if not isinstance(data, dict):
+                raise TypeError(f"a {type(data).__name__}, not an object")
             others = tuple(cls(**profile_record.loaded(record)) for record in data.get("others", ()))
             return cls(**profile_record.loaded(data), others=others)
         except (KeyError, TypeError, ValueError) as error:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import codecs
 import hashlib
 import json
 import logging
 import os
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import chain
@@ -134,7 +136,7 @@ def placed_documents(
 
 
 def formats(paths: Sequence[Path], suffixes: tuple[str, ...] | None = None, fields: Fields = PLAIN) -> set[Format]:
-    """Return what the files of a corpus hold, by the first record of each.
+    """Return what the files of a corpus hold, by the first record of each; nothing where none holds text.
 
     Raises:
         ValueError: a first record cannot be used; it names the file and the line.
@@ -148,9 +150,21 @@ def formats(paths: Sequence[Path], suffixes: tuple[str, ...] | None = None, fiel
         elif suffix == ".jsonl":
             next(_read_jsonl(path, fields, CorpusReport(), found), None)
         else:
-            with path.open("rb"):  # that it may be read is found here
-                found.add("text")
+            with path.open("rb") as file:
+                if _is_text(file.read(_LOOKED_AT)):
+                    found.add("text")
     return found
+
+
+_LOOKED_AT = 4096  # bytes of a file, to see whether it is text
+
+
+def _is_text(start: bytes) -> bool:
+    """Say whether the first bytes of a file are some text in UTF-8; the last character may be cut."""
+    try:
+        return bool(codecs.getincrementaldecoder("utf-8")().decode(start).strip())
+    except UnicodeDecodeError:
+        return False
 
 
 def fingerprint(paths: Sequence[Path], suffixes: tuple[str, ...] | None = None, fields: Fields = PLAIN) -> str:
@@ -162,13 +176,43 @@ def fingerprint(paths: Sequence[Path], suffixes: tuple[str, ...] | None = None, 
     return digest.hexdigest()
 
 
+def _found_otherwise(path: str) -> str:
+    """Say what to do about a path that is none: perhaps the name of something that is not on this machine."""
+    if re.match(r"\w+:/", path):
+        return "fetch what is behind the address, and name the file"
+    if re.fullmatch(r"[\w.-]+(/[\w.-]+)?", path) and not Path(path).suffix:
+        return (
+            "correct the path; a data set of the Hugging Face hub is fetched in Python: "
+            f'datasets.load_dataset("{path}")["train"].save_to_disk("data")'
+        )
+    return "correct the path"
+
+
+# Formats that people name and mean what is in them; in a directory, of code say, they are texts like others.
+_NO_TEXTS: dict[str, str] = {
+    ".json": "write one JSON object per line and call it .jsonl; or call it .txt",
+    **dict.fromkeys((".csv", ".tsv"), "make it Parquet, pandas.read_csv(...).to_parquet(...); or call it .txt"),
+    ".xlsx": "make it Parquet, pandas.read_excel(...).to_parquet(...)",
+    **dict.fromkeys((".gz", ".zst", ".xz", ".bz2", ".zip", ".tar", ".7z"), "unpack it, and name what was in it"),
+    **dict.fromkeys((".pdf", ".docx", ".epub"), "extract its text, and name that file"),
+}
+
+
+def _check_named(path: Path) -> None:
+    """Refuse a file that somebody names for what it holds, where its bytes would be trained on."""
+    way = _NO_TEXTS.get(path.suffix.lower())
+    if way is not None:
+        raise ValueError(f"corpus file {path} would be read as plain text, byte by byte: {way}")
+
+
 def _walk(root: Path, suffixes: tuple[str, ...] | None) -> Iterator[Path]:
     """Yield one file, or the files of one directory in sorted order."""
     if root.is_file():
+        _check_named(root)
         yield root
         return
     if not root.is_dir():
-        raise ValueError(f"corpus path {root} is not a file or directory: correct the path")
+        raise ValueError(f"corpus path {root} is not a file or directory: {_found_otherwise(str(root))}")
     for folder, folders, names in os.walk(root, onerror=_raise):
         saved = tables.saved_files(Path(folder))
         if saved is not None:

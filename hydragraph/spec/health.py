@@ -58,7 +58,7 @@ class Health:
         data = load_yaml(path)
         if not isinstance(data, dict):
             raise ValueError(
-                f"{path}: it is {data!r}: give rates by rank, such as {{3: 2.57, 5: inf}}; {{}}: all healthy"
+                f"{path}: it is {data!r:.80}: give rates by rank, such as {{3: 2.57, 5: inf}}; {{}}: all healthy"
             )
         # YAML itself writes infinity as .inf, which few know.
         rates = {rank: math.inf if rate == "inf" else rate for rank, rate in data.items()}

@@ -305,6 +305,8 @@ class Strategy:
             return cls.load(text)
         if isinstance(text, str) and text.startswith("{"):
             return from_record(cls, parse_yaml(text))
+        if isinstance(text, str) and "<" not in text and Path(text).is_file():
+            raise ValueError(f"{text} is a file: of a strategy it is YAML, and its name ends in .yaml")
         return cls.parse(text, layers)
 
     @classmethod

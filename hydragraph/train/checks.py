@@ -13,6 +13,7 @@ from torch import nn
 from hydragraph.ahead.manifest import read_manifest
 from hydragraph.data.mini_batches import MiniBatches
 from hydragraph.data.mixture import Mixture
+from hydragraph.errors import Unsupported
 from hydragraph.frontend.huggingface import positions as positions_of
 from hydragraph.runtime.state import check_elementwise
 from hydragraph.spec.strategy import Strategy
@@ -21,6 +22,9 @@ from hydragraph.train.config import TrainConfig
 from hydragraph.train.model import adapted, directory_of, skeleton
 from hydragraph.train.optimizer import optimizer_factory
 from hydragraph.train.plan_input import read_costs
+
+_BYTES_AND_END = 257  # tokens of the smallest tokenizer that is trained here: 256 bytes and one that ends a text
+_PASSES = 1000  # over all the data in one step: more is a mistake
 
 
 def check_settings(config: TrainConfig, ranks: int) -> None:
@@ -42,7 +46,11 @@ def check_settings(config: TrainConfig, ranks: int) -> None:
         read_manifest(Path(config.compiled))
     if config.model.directory is not None:
         directory_of(config.model)  # before a tokenizer is looked for in it
-    model = adapted(skeleton(config.model, config.data.vocab_size), config.adapter, config.seed)
+    if config.trust and config.compiled is None:
+        raise ValueError("trust is about the code in a compiled folder: name one with compiled, or leave trust out")
+    model = skeleton(config.model, config.data.vocab_size)
+    _check_model(config, model)
+    model = adapted(model, config.adapter, config.seed)
     for name in config.callbacks:
         load_callback(name)
     if not config.automatic:
@@ -52,6 +60,29 @@ def check_settings(config: TrainConfig, ranks: int) -> None:
         raise ValueError(
             f"data.max_length is {config.data.max_length}, and the model has {positions[0]} positions "
             f"({positions[1]}): lower data.max_length, or build a model with more"
+        )
+
+
+def _check_model(config: TrainConfig, model: nn.Module) -> None:
+    """Check what a class and its sizes say without being traced: that there are scores of tokens, and whole groups."""
+    settings: Any = model.config
+    head: Any = getattr(model, "get_output_embeddings", None)
+    if not callable(head) or head() is None:
+        raise ValueError(
+            f"model.architecture: {type(model).__name__} has no head that scores tokens: name a class that has, such "
+            "as LlamaForCausalLM"
+        )
+    heads, groups = (getattr(settings, name, None) for name in ("num_attention_heads", "num_key_value_heads"))
+    if isinstance(heads, int) and isinstance(groups, int) and groups > 0 and heads % groups:
+        raise ValueError(
+            f"model.config: {heads} attention heads (num_attention_heads) cannot share {groups} heads of keys and "
+            "values (num_key_value_heads): give a number that divides them"
+        )
+    vocabulary = (config.model.config or {}).get("vocab_size")
+    if config.data.tokenizer is None and isinstance(vocabulary, int) and vocabulary < _BYTES_AND_END:
+        raise ValueError(
+            f"model.config.vocab_size is {vocabulary}, but a new tokenizer has at least {_BYTES_AND_END} tokens: leave "
+            "it out, or give the larger of that and data.vocab_size"
         )
 
 
@@ -69,6 +100,8 @@ def _check_optimizer(config: TrainConfig) -> None:
     factory = optimizer_factory(config.optimizer, model)
     try:
         check_elementwise(factory([("weight", weight)]))
+    except Unsupported:  # which names the optimizer
+        raise
     except (TypeError, ValueError) as error:
         raise ValueError(f"optimizer {config.optimizer.name}: {error}") from error
 
@@ -95,6 +128,23 @@ def read_strategies(texts: Sequence[str], model: nn.Module, ranks: int) -> tuple
     return tuple(strategies)
 
 
+def check_budget(config: TrainConfig, tokens: int) -> None:
+    """Check that a mini-batch is no multiple of the data that nobody means, and that would fill the memory.
+
+    Args:
+        config: as it was given.
+        tokens: of all the data.
+
+    Raises:
+        ValueError: a step would pass over the data more than a thousand times.
+    """
+    if config.data.tokens_per_step > _PASSES * tokens:
+        raise ValueError(
+            f"data.tokens_per_step is {config.data.tokens_per_step:,}, and all the data has {tokens:,} tokens: each "
+            f"step would pass over it {config.data.tokens_per_step / tokens:,.0f} times: lower data.tokens_per_step"
+        )
+
+
 def remarks(
     config: TrainConfig,
     model: nn.Module,
@@ -113,6 +163,11 @@ def remarks(
         steps: that it takes, also where it asks for epochs.
     """
     tokens = batches.tokens
+    if config.schedule.warmup >= steps:
+        yield (
+            f"schedule.warmup is {config.schedule.warmup}, and the run takes {steps} steps: the learning rate is still "
+            "rising when it ends"
+        )
     if config.data.tokens_per_step > tokens:
         passes = config.data.tokens_per_step / tokens
         yield (

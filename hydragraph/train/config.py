@@ -31,6 +31,8 @@ def _check_text(name: str, value: object, optional: bool = False) -> None:
 
 
 def _texts(name: str, value: object) -> tuple[str, ...]:
+    if isinstance(value, str) and value.strip():
+        raise ValueError(f"{name} is {value!r}: give a list, as in {name}: [{value}]")
     if isinstance(value, str) or not isinstance(value, Sequence) or not value:
         raise ValueError(f"{name} is {value!r}: give a list of at least one text")
     for item in value:
@@ -667,7 +669,7 @@ def _overridden(config: TrainConfig, texts: Sequence[str]) -> TrainConfig:
             if hurdle := _put(data, keys, read):
                 raise ValueError(f"override {text!r}: {hurdle}, which has no fields")
         try:
-            config = from_record(TrainConfig, data)
+            config = from_record(TrainConfig, data, name="the config")
             failures.append("")
         except ValueError as error:
             failures.append(str(error))

@@ -66,6 +66,9 @@ class Tokens:
         return " ".join(file.fingerprint for file in (*self.files, *self.evaluation.values()))
 
 
+_NO_TEXT = "the corpus holds no text: look into data.paths, data.suffixes and data.text_field"
+
+
 def check_data(config: TrainConfig) -> None:
     """Look at every file's first record and the tokenizer, which takes no time beside reading all.
 
@@ -76,7 +79,15 @@ def check_data(config: TrainConfig) -> None:
     data = config.data
     holds: set[str] = set()
     for source in (*data.sources, *data.evaluation.values()):
-        holds |= corpus.formats(_paths(source), source.suffixes, source.fields)
+        found = corpus.formats(_paths(source), source.suffixes, source.fields)
+        if source.format in ("chat", "completion") and "text" in found:
+            raise ValueError(
+                f"data.format is {source.format}, which .jsonl files and tables hold, and there are text files: leave "
+                "format out, or take only the others by data.suffixes"
+            )
+        holds |= found
+    if not holds:
+        raise ValueError(_NO_TEXT)
     existing = _known_tokenizer(config)
     if existing is not None:
         tokenizer.load(existing)
@@ -164,7 +175,7 @@ def _without_text(data: DataConfig, name: str) -> str:
         names = names[1:]
     if name in names:
         return f"{fields[names.index(name)]} holds no text: look into its paths, suffixes and text_field"
-    return "the corpus holds no text: look into data.paths, data.suffixes and data.text_field"
+    return _NO_TEXT
 
 
 def _make_tokenizer(config: TrainConfig, existing: Path | None, directory: Path, progress: Progress) -> None:

@@ -9,6 +9,9 @@ Pauses are what `resumed` events took: from a rank's failure until training went
 was a pause (steps that were undone, the one under way, the time until somebody noticed), else what the step took more
 than it would have: fewer ranks, or slow ones. Goodput is the part at full speed; of a run that nothing happens to it
 is 1, since the undisturbed rate is that of the steps with all ranks there, none known to be slow, and no pause.
+
+A run that was asked to stop, saved, and was resumed later by somebody, perhaps the next morning, did not run between:
+from that `saved` event to the `resumed` one is no wall time of it.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ class Account:
     """Where the wall time of a run went, in seconds that sum up to `seconds`.
 
     Attributes:
-        seconds: wall time from the end of the first step to the end of the last.
+        seconds: wall time from the end of the first step to the end of the last, without what the run was stopped for.
         tokens: of the steps that count, the first one left out; each step counts once.
         rate: tokens a second of the steps that nothing disturbed; 0: there was none.
         full_s: what the tokens take at that rate.
@@ -62,18 +65,19 @@ class Account:
 
 @dataclass(frozen=True)
 class _Gap:
-    """The time between the ends of two steps that count."""
+    """The time between the ends of two steps that count; the run was stopped for `away_s` of it."""
 
     begin: float
     end: float
     tokens: int
+    away_s: float
     paused_s: float
     broken: bool
     whole: bool
 
     @property
     def seconds(self) -> float:
-        return self.end - self.begin
+        return self.end - self.begin - self.away_s
 
 
 def account(metrics: Sequence[Metrics], events: Sequence[Event] = (), rate: float | None = None) -> Account | None:
@@ -111,12 +115,21 @@ def account(metrics: Sequence[Metrics], events: Sequence[Event] = (), rate: floa
 def _gaps(metrics: Sequence[Metrics], events: Sequence[Event]) -> Iterator[_Gap]:
     ends = [(seconds_of(m.time), m.tokens) for m in metrics if m.time]
     pauses = _joined([(event.at - event.seconds, event.at) for event in events if event.event == "resumed"])
+    stops = list(_stops(events))
     for (begin, _), (end, tokens) in pairwise(ends):
         if not end > begin:
             continue  # a leader's clock on another machine
         paused_s = sum(max(0.0, min(end, till) - max(begin, since)) for since, till in pauses)
         broken = any(since < end and till >= begin for since, till in pauses)
-        yield _Gap(begin, end, tokens, paused_s, broken, not broken and _undisturbed(events, end))
+        away_s = sum(max(0.0, min(end, till) - max(begin, since)) for since, till in stops)
+        yield _Gap(begin, end, tokens, away_s, paused_s, broken, not broken and _undisturbed(events, end))
+
+
+def _stops(events: Sequence[Event]) -> Iterator[tuple[float, float]]:
+    """Yield from when to when the run was stopped: it saved, and the next that is known of it goes on from there."""
+    for last, event in pairwise(events):
+        if last.event == "saved" and event.event == "resumed" and not event.seconds and event.step == last.step:
+            yield last.at, event.at
 
 
 def _undisturbed(events: Sequence[Event], until: float) -> bool:

@@ -48,7 +48,7 @@ from hydragraph.spec.strategy import Strategy
 from hydragraph.survival import Survived, meet_again
 from hydragraph.train.ahead import Ahead
 from hydragraph.train.callbacks import Callbacks
-from hydragraph.train.checks import check_settings, read_strategies, remarks
+from hydragraph.train.checks import check_budget, check_settings, read_strategies, remarks
 from hydragraph.train.config import TrainConfig
 from hydragraph.train.data import (
     Tokens,
@@ -319,6 +319,7 @@ def _session(
         raise ValueError(f"{start.last.path} is past the last step, {config.steps}: set epochs to more")
     anew = partial(mini_batches, config, tokens)
     batches = anew()
+    check_budget(given, batches.tokens)
     evaluation = evaluation_batches(config, tokens) if config.evaluate_every else {}
     if leader is not None:
         for sentence in remarks(given, model, strategies, world.ranks, batches, config.steps):

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hydragraph.train.config import AdapterConfig, ModelConfig
+from hydragraph.train.config import AdapterConfig, LoraConfig, ModelConfig
 
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
@@ -33,6 +33,7 @@ def adapted(model: nn.Module, adapter: AdapterConfig | None, seed: int) -> nn.Mo
         raise ImportError("adapter.lora needs peft: pip install 'hydragraph[lora]'") from error
     lora = adapter.lora
     targets = list(lora.targets) if isinstance(lora.targets, tuple) else lora.targets
+    _check_targets(model, lora)
     settings = peft.LoraConfig(
         task_type="CAUSAL_LM",
         r=lora.r,
@@ -52,6 +53,18 @@ def adapted(model: nn.Module, adapter: AdapterConfig | None, seed: int) -> nn.Mo
             f"adapter.lora.targets is {targets}: {error}; set it to some of {linear}, or to all-linear"
         ) from error
     return found
+
+
+def _check_targets(model: nn.Module, lora: LoraConfig) -> None:
+    """Refuse a target or a layer to save that names nothing, which peft passes over beside others that do."""
+    names = [name for name, _ in model.named_modules()]
+    for field, asked in (("targets", lora.targets), ("modules_to_save", lora.modules_to_save)):
+        for target in asked if isinstance(asked, tuple) else ():
+            if not any(name == target or name.endswith(f".{target}") for name in names):
+                known = {name.rpartition(".")[2] for name in names if name and not name[-1].isdigit()}
+                close = get_close_matches(target, known, n=1)
+                hint = f"did you mean {close[0]!r}?" if close else f"set it to some of {sorted(known)}"
+                raise ValueError(f"adapter.lora.{field}: no layer of the model is called {target!r}: {hint}")
 
 
 def build_model(config: ModelConfig, vocabulary: int, end_of_text: int, seed: int) -> nn.Module:
@@ -122,7 +135,8 @@ def model_config(config: ModelConfig, vocabulary: int, end_of_text: int) -> Any:
     try:
         return kind(**{**defaults, **settings})
     except Exception as error:  # transformers has error types of its own
-        raise ValueError(f"model.config: {kind.__name__} refuses it: {error}") from error
+        said = " ".join(str(error).split())
+        raise ValueError(f"model.config: {kind.__name__} refuses it: {type(error).__name__}: {said}") from error
 
 
 def _build(config: ModelConfig, vocabulary: int, end_of_text: int, seed: int) -> nn.Module:
@@ -201,6 +215,11 @@ def _model_class(name: str) -> Any:
     architecture = getattr(transformers, name, None)
     if isinstance(architecture, type) and issubclass(architecture, transformers.PreTrainedModel):
         return architecture
+    if name.startswith("Auto") and hasattr(transformers, name):
+        raise ValueError(
+            f"model.architecture: {name} looks into a directory for the class: name the directory with model.path, "
+            "or a class such as LlamaForCausalLM"
+        )
     close = get_close_matches(name, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values(), n=1)
     hint = f"did you mean {close[0]}?" if close else "name one such as LlamaForCausalLM"
     raise ValueError(f"model.architecture: transformers has no model class {name!r}: {hint}")

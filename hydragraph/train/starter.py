@@ -58,6 +58,8 @@ def look(paths: Sequence[Path]) -> Found:
     if data:
         fields = _fields(data)
         formats = corpus.formats(data, None, fields)
+    if data and not formats:
+        raise ValueError(f"no text in {', '.join(map(str, data))}: name files of text, .jsonl or tables")
     if len(formats) > 1:
         raise ValueError(f"the data hold {' and '.join(sorted(formats))}: name those of one kind, or write a mixture")
     size = sum(path.stat().st_size for path in corpus.files(data)) if data else 0

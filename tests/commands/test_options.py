@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from hydragraph.commands.options import chosen_strategies, read_counts
+from hydragraph.commands.options import check_written, chosen_strategies, read_counts
 
 
 @pytest.mark.parametrize(
@@ -30,3 +32,12 @@ def test_what_is_given_replaces_the_configs_strategies_and_auto_needs_data() -> 
     assert chosen_strategies(None, ["<tp1>"]) == ("<tp1>",)
     with pytest.raises(ValueError, match="name some by --strategy"):
         chosen_strategies(None, ["auto"])
+
+
+def test_where_a_file_cannot_be_written_is_told_before_it_is_filled(tmp_path: Path) -> None:
+    check_written("--output", None)
+    check_written("--output", tmp_path / "new.html")
+    with pytest.raises(ValueError, match=r"--output .*new.html: the folder .*none does not exist: make it"):
+        check_written("--output", tmp_path / "none" / "new.html")
+    with pytest.raises(ValueError, match=r"--output .*: a directory, where a file is written: name the file"):
+        check_written("--output", tmp_path)

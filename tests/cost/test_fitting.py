@@ -57,7 +57,7 @@ def test_noise_moves_predictions_no_further_than_it_is(exponents: tuple[float, f
     held_out = [(300,), (3000,), (5000, 200, 200)]
     for row in held_out:
         true = sum(a * n * n + b * n for n in row) + c
-        assert sum(found.a * n * n + found.b * n for n in row) + found.c == pytest.approx(true, rel=0.15)
+        assert sum(found.a * n * n + found.b * n for n in row) + found.c == pytest.approx(true, rel=0.2)
 
 
 def test_coefficients_are_never_negative() -> None:

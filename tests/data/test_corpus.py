@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hydragraph.data.corpus import CorpusReport, documents, files, fingerprint
+from hydragraph.data.corpus import CorpusReport, documents, files, fingerprint, formats
 from hydragraph.data.documents import Fields
 
 
@@ -190,3 +190,20 @@ def test_the_fingerprint_follows_the_files(tmp_path: Path) -> None:
     write(tmp_path / "b.txt", "")
     assert len({first, touched, longer, fingerprint([tmp_path])}) == 4
     assert fingerprint([tmp_path / "b.txt", path]) != fingerprint([path, tmp_path / "b.txt"])
+
+
+@pytest.mark.parametrize(
+    ("content", "found"),
+    [
+        (b"some words", {"text"}),
+        ("ü".encode() * 4096, {"text"}),
+        (b"x" + "🦎".encode() * 4096, {"text"}),
+        (b"", set()),
+        (b" \n\t\n", set()),
+        (b"\xff\xfe\x00", set()),
+        (b"\x89PNG\r\n", set()),
+    ],
+)
+def test_a_file_is_text_if_it_begins_so(content: bytes, found: set[str], tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(content)
+    assert formats([tmp_path / "file"]) == found

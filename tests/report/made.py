@@ -34,6 +34,7 @@ def plan_record() -> dict[str, Any]:
         home=on.home,
         strategies=(strategy,),
         seconds=1.0,
+        choosing_s=1.0,
         memory=(10, 20, 30, 40),
         limits=(100.0,) * 4,
         bound=0.8,

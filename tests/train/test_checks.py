@@ -144,6 +144,10 @@ def test_what_may_not_be_meant_is_remarked(tmp_path: Path) -> None:
     small = replace(settings, steps=30, data=replace(settings.data, tokens_per_step=16, max_length=16))
     budget = next(remarks(small, model, strategies, 2, batches, 30))
     assert re.fullmatch(r"30 steps of .* and all the data has .*: the run passes over it about [23]\.\d times", budget)
+    warm = replace(small, schedule=replace(small.schedule, warmup=40))
+    assert next(remarks(warm, model, strategies, 2, batches, 30)).endswith(
+        "the learning rate is still rising when it ends"
+    )
     epochs = next(remarks(replace(small, steps=0, epochs=3), model, strategies, 2, batches, 33))
     assert re.fullmatch(r"3 passes over the data's [\d,]+ tokens are 33 steps, 11\.0 each", epochs)
     assert "dropout of 0.1, which is left out" in said[1]

@@ -26,6 +26,7 @@ def plan(costs: Costs, text: str, counts: list[int]) -> hg.Plan:
         home=hg.Home(),
         strategies=(strategy,),
         seconds=2.2,
+        choosing_s=2.2,
         memory=tuple(int(limit / 2) for limit in limits),
         limits=limits,
         bound=2.0,

@@ -56,6 +56,18 @@ def test_what_a_lost_rank_costs() -> None:
     assert found.lost_steps == 6
 
 
+def test_a_night_between_a_stop_and_its_resumption_is_no_time_of_the_run() -> None:
+    events = [event("saved", 3.5), replace(event("resumed", 30_000, (0, 1)), why="continuing")]
+    found = account(steps(1, 2, 3, 30_002, 30_003), events)
+    assert found is not None
+    assert (found.seconds, found.full_s, found.paused_s) == pytest.approx((5.5, 4, 0))
+    assert found.lost_s == pytest.approx(1.5), "of saving, and of starting again"
+    undone = [events[0], replace(events[1], step=0)]
+    lost = account(steps(1, 2, 3, 30_002, 30_003), undone)
+    assert lost is not None
+    assert lost.seconds == pytest.approx(30_002), "what went on from an earlier checkpoint had failed"
+
+
 def test_steps_beside_a_slow_rank_are_not_undisturbed() -> None:
     events = [event("straggler", 2.5), event("recovered", 6.5)]
     found = account(steps(0, 1, 2, 4, 6, 7), events)

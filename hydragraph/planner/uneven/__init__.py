@@ -10,6 +10,8 @@ simple.py      equal pipelines in node order, which no plan may lose to
 exchange.py    when an iteration ends, pull and push included, without a simulation
 finalists.py   from many candidates to the few that are looked at exactly
 settle.py      a candidate -> a strategy with its assignment, home, exact seconds and memory
+varying.py     what strategies take for lengths that vary, traffic included: an estimate of many, a few exactly
+regrouping.py  better ones for them, by moves of devices between pipelines
 shares.py      who owns how much of the state
 bound.py       seconds that no plan beats
 whole_bound.py seconds that no pipelines of whole layers and whole sequences beat: nearer, and found in minutes

@@ -160,8 +160,8 @@ class Bench:
             mine * option.state_bytes + (s == 0) * option.first_bytes + (s == stages - 1) * option.last_bytes
             for s, (option, mine) in enumerate(zip(options, layers, strict=True))
         ]
-        passing = [self._passing(form, size) for form, size in zip(order, sizes, strict=True)]
-        exposed = self._exposed(seconds, passing) + self._passing(order[0], options[0].first_bytes)
+        passing = [self.passing(form, size) for form, size in zip(order, sizes, strict=True)]
+        exposed = self._exposed(seconds, passing) + self.passing(order[0], options[0].first_bytes)
         return Laid(
             order,
             tuple(map(int, layers)),
@@ -215,7 +215,8 @@ class Bench:
             most = min(most, max(0, math.floor(free / each))) if each > 0 else most
         return most
 
-    def _passing(self, form: int, size: float) -> float:
+    def passing(self, form: int, size: float) -> float:
+        """Return what pull and push of so many bytes of weights and gradients take a rank of a form."""
         site = self.forms[form].site
         if self._alone:
             return 0.0

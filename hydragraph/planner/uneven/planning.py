@@ -10,7 +10,7 @@ import gc
 import math
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -25,9 +25,11 @@ from hydragraph.planner.uneven.explaining import Rival, explanation
 from hydragraph.planner.uneven.finalists import Finalists, Proposal, finalists, proposals
 from hydragraph.planner.uneven.lacking import nothing_fits
 from hydragraph.planner.uneven.prices import SAFETY
+from hydragraph.planner.uneven.regrouping import Yard, climbed
 from hydragraph.planner.uneven.searching import MIXED, PUBLISHED, STRAGGLER, TOGETHER, Way, search, sizes_of
-from hydragraph.planner.uneven.settle import Candidate, Settled, Shortage, settle_varying, simulated, strategies_of
+from hydragraph.planner.uneven.settle import Candidate, Settled, Shortage, simulated, strategies_of
 from hydragraph.planner.uneven.simple import Simple, simple
+from hydragraph.planner.uneven.varying import Varied, mean, settle_best
 from hydragraph.planner.workload import Workload
 from hydragraph.spec.assignment import Assignment
 from hydragraph.spec.home import Home
@@ -53,6 +55,8 @@ FEW = 64
 STAGED = 2
 # Plans within this part of the best count as equally good; the one that moves fewest bytes is taken.
 NEAR = 0.02
+# Plans that are improved for varying lengths.
+CLIMBS = 2
 # Candidates of which the iteration planner takes the best, where lengths vary; each must save this part of the time.
 CANDIDATES = 4
 WORTH = 1e-3
@@ -68,7 +72,8 @@ class Plan:
         strategy: runs as it is: `hg.compile(model, plan.strategy, home=plan.home)`.
         home: who owns how much of the state.
         strategies: candidates for the iteration planner, where lengths vary; the strategy is the first of them.
-        seconds: of an iteration, on average over the workload's mini-batches.
+        seconds: of an iteration of the strategy, on average over the workload's mini-batches.
+        choosing_s: the same, if each of them runs the quickest of the strategies.
         memory: bytes that each rank holds when it holds most.
         limits: bytes that each may hold.
         bound: seconds that no strategy beats on these devices.
@@ -85,6 +90,7 @@ class Plan:
     home: Home
     strategies: tuple[Strategy, ...]
     seconds: float
+    choosing_s: float
     memory: tuple[int, ...]
     limits: tuple[float, ...]
     bound: float
@@ -144,7 +150,7 @@ def plan(
         raise ValueError(f"method is {method!r}: use {', '.join(map(repr, get_args(Method)))}")
     del seed
     if solver not in (None, *get_args(Solver)):
-        raise ValueError(f"solver is {solver!r}: use {', '.join(map(repr, get_args(Solver)))}, or none")
+        raise ValueError(f"solver is {solver!r}: use {', '.join(map(repr, get_args(Solver)))}, or leave it out")
     if solver is not None and method != "mixed":
         raise ValueError(
             f'solver {solver!r} groups devices of several types: use it with method="mixed", not {method!r}'
@@ -199,6 +205,7 @@ def _plan(
     chosen = min(equal, key=lambda each: (moved[each.strategy], each.strategy != before, each.seconds))
     if not chosen.simulated and until is None and not workload.lengths:
         chosen = simulated(costs, chosen)
+    useful = _useful(costs, workload, chosen, settled) if workload.lengths else [chosen]
     rivals = _rivals(chosen, settled, passed, short)
     least = bound_of(costs, workload.batches)
     limits = tuple(costs.memory_of(rank) for rank in range(costs.ranks))
@@ -207,8 +214,9 @@ def _plan(
     return Plan(
         chosen.strategy,
         chosen.home,
-        _useful(chosen, settled) if workload.lengths else (chosen.strategy,),
+        tuple(each.strategy for each in useful),
         chosen.seconds,
+        mean([min(seconds) for seconds in zip(*(each.by_batch for each in useful), strict=True)]),
         chosen.memory,
         limits,
         least,
@@ -248,9 +256,7 @@ def _looked_at(
     # What was published has no such candidates.
     plain = [] if PUBLISHED in ways else _simple(costs, workload, safety)
     if workload.lengths:
-        origins = _origins([c for found, _ in every for c in found], [s for _, found in every for s in found], plain)
-        settled, short = _varying(costs, workload, origins, until)
-        return Finalists(tuple(settled), (), tuple(short))
+        return _varying(costs, workload, every, plain, method == "auto", until, safety)
     known: dict[Strategy, Settled | Shortage] = {}
     passed: dict[Strategy, Proposal] = {}
     for candidates, stages in every:
@@ -280,8 +286,7 @@ def _reaches(workload: Workload) -> list[int]:
     """Return the tokens that every pipeline must hold: the longest sequence; or less, where lengths vary."""
     if not workload.lengths:
         return [0]
-    every = sorted(n for batch in workload.batches for n in batch)
-    return list(dict.fromkeys((every[-1], every[len(every) * 9 // 10], workload.typical.length)))
+    return list(dict.fromkeys((workload.longest, workload.typical.length)))
 
 
 def _unlike(candidates: Sequence[Candidate]) -> list[Candidate]:
@@ -308,19 +313,40 @@ def _staged(costs: Costs, typical: Workload, method: Method, until: float | None
 
 
 def _varying(
-    costs: Costs, workload: Workload, origins: Mapping[Strategy, str], until: float | None
-) -> tuple[list[Settled], list[Shortage]]:
-    settled: list[Settled] = []
-    short: list[Shortage] = []
-    for strategy, origin in origins.items():
-        if any(math.isfinite(each.seconds) for each in settled) and until is not None and time.monotonic() > until:
-            break
-        found = settle_varying(costs, strategy, workload.batches, origin)
-        if isinstance(found, Shortage):
-            short.append(found)
-        else:
-            settled.append(found)
-    return settled, short
+    costs: Costs,
+    workload: Workload,
+    every: Sequence[tuple[list[Candidate], list[Staged]]],
+    plain: Sequence[Simple],
+    improving: bool,
+    until: float | None,
+    safety: float,
+) -> Finalists:
+    """Look at what each way finds by the mini-batches as they are; then, if asked, improve the best of them."""
+    varied = Varied(costs, workload.batches)
+    known: dict[Strategy, Settled | Shortage] = {}
+    origins: dict[Strategy, str] = {}
+    for candidates, stages in every:
+        found = _origins(candidates, stages, plain)
+        settle_best(varied, found, until, known)
+        origins = {**found, **origins}
+    able = [s for s, each in known.items() if isinstance(each, Settled) and math.isfinite(each.seconds)]
+    if improving and able:
+        yards = [Yard(costs, workload, reach, safety) for reach in _reaches(workload)]
+        starts = sorted((s for s in able if not s.shares), key=varied.seconds)[:CLIMBS]
+        for start in starts:
+            climbed(varied, yards, start, until)
+        better = {s: "auto" for s in sorted(varied.priced, key=varied.seconds) if s not in origins}
+        settle_best(varied, better, until, known)
+    passed = [
+        Proposal(s, Assignment(()), mean(seconds), mean(seconds), origins.get(s, "auto"))
+        for s, seconds in varied.priced.items()
+        if s in origins and s not in known
+    ]
+    return Finalists(
+        tuple(each for each in known.values() if isinstance(each, Settled)),
+        tuple(sorted(passed, key=lambda each: each.expected_s)),
+        tuple(each for each in known.values() if isinstance(each, Shortage)),
+    )
 
 
 def _simple(costs: Costs, workload: Workload, safety: float) -> list[Simple]:
@@ -352,26 +378,34 @@ def _rivals(
             rivals.append(Rival(each.strategy, each.seconds, each.origin, why))
     for proposal in passed:
         more = proposal.expected_s / chosen.seconds - 1
-        why = f"would take about {more:.1%} longer" if more >= 0 else "was not looked at exactly: time was over"
+        why = (
+            f"would take about {more:.1%} longer" if more >= 0 else "was not looked at exactly: others were taken first"
+        )
         rivals.append(Rival(proposal.strategy, proposal.expected_s, proposal.origin, why))
     rivals += [Rival(each.strategy, math.inf, "", f"does not fit: {each}") for each in short]
     return tuple(rivals)
 
 
-def _useful(chosen: Settled, settled: Sequence[Settled]) -> tuple[Strategy, ...]:
-    """Return the plan's strategy, and those from which choosing for every mini-batch gains most."""
+def _useful(costs: Costs, workload: Workload, chosen: Settled, settled: Sequence[Settled]) -> list[Settled]:
+    """Return the plan's strategy, and those from which choosing for every mini-batch gains most, by its owners."""
+    varied = Varied(costs, workload.batches)
     kept = [chosen]
     now = list(chosen.by_batch)
+    left = list(settled)
     while len(kept) < CANDIDATES:
         saved = {
-            i: sum(max(0.0, a - b) for a, b in zip(now, each.by_batch, strict=True)) for i, each in enumerate(settled)
+            i: sum(max(0.0, a - b) for a, b in zip(now, each.by_batch, strict=True)) for i, each in enumerate(left)
         }
-        best = max(saved, key=lambda i: (saved[i], -i))
-        if saved[best] <= WORTH * sum(now):
+        best = max(saved, key=lambda i: (saved[i], -i), default=None)
+        if best is None or saved[best] <= WORTH * sum(now):
             break
-        kept.append(settled[best])
-        now = [min(a, b) for a, b in zip(now, settled[best].by_batch, strict=True)]
-    return tuple(dict.fromkeys(each.strategy for each in kept))
+        each = left.pop(best)
+        owned = each if each.home == chosen.home else varied.settle(each.strategy, each.origin, chosen.home)
+        if isinstance(owned, Shortage):
+            continue
+        kept.append(owned)
+        now = [min(a, b) for a, b in zip(now, owned.by_batch, strict=True)]
+    return kept
 
 
 def moved_bytes(costs: Costs, before: Home, after: Home) -> int:

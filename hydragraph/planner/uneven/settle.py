@@ -17,10 +17,7 @@ from hydragraph.cost.costs import Costs, micro_batches_of
 from hydragraph.cost.footprint import MicroBatch
 from hydragraph.cost.memory import batch_bytes
 from hydragraph.cost.pieces import GRADIENT_BYTES
-from hydragraph.cost.profile import PipelineCost
 from hydragraph.cost.stages import StageCost, stages_end
-from hydragraph.errors import Unsupported
-from hydragraph.planner.assigning import assign_pipelines
 from hydragraph.planner.uneven.groups import Group
 from hydragraph.planner.uneven.pipelines import Bench, Laid, Partition
 from hydragraph.planner.uneven.prices import state_bytes
@@ -257,53 +254,15 @@ def simulated(costs: Costs, settled: Settled) -> Settled:
     return replace(settled, by_batch=seconds, simulated=True)
 
 
-def settle_varying(
-    costs: Costs, strategy: Strategy, batches: Sequence[Sequence[int]], origin: str
-) -> Settled | Shortage:
-    """Do the same for mini-batches of varying lengths, each assigned by the iteration planner."""
-    # What a stage needs does not depend on who owns the state, so its useful micro-batches stand for all.
-    useful = max(max(profile.util.values(), default=1) for profile in costs.profiles)
-    longest = max(map(max, batches))
-    counts = [2 * len(p.stages) for p in strategy.pipelines]
-    found = owners(costs, strategy, Assignment.even(counts, min(max(useful, 256), longest)))
-    if isinstance(found, Shortage):
-        return found
-    home, memory = found
-    owned = costs.changed(home=home)
-    pipelines = _priced(owned, strategy)
-    added = owned.fixed(strategy)
-    assignments = []
-    seconds = []
-    for batch in batches:
-        try:
-            assigned = assign_pipelines(pipelines, batch)
-        except Unsupported:
-            assignments.append(Assignment(((),) * len(pipelines), tuple(batch)))
-            seconds.append(math.inf)
-            continue
-        assignments.append(Assignment(assigned.micro_batches, assigned.lengths))
-        seconds.append(owned.pipelines_end(strategy, assignments[-1]) + added)
-    return Settled(strategy, home, tuple(assignments), tuple(seconds), memory, origin, simulated=False)
-
-
-def _priced(costs: Costs, strategy: Strategy) -> Sequence[PipelineCost]:
-    """Return what each pipeline costs; those of one form are computed once."""
-    if strategy.shares:  # what a pipeline takes depends on the others
-        return costs.pipelines(strategy)
-    known: dict[object, PipelineCost] = {}
-    found = []
-    for pipeline in strategy.pipelines:
-        form = form_of(costs, pipeline)
-        if form not in known:
-            known[form] = costs.pipeline(pipeline, strategy.schedule)
-        found.append(known[form])
-    return found
-
-
-def owners(costs: Costs, strategy: Strategy, assignment: Assignment) -> tuple[Home, tuple[int, ...]] | Shortage:
+def owners(
+    costs: Costs, strategy: Strategy, assignment: Assignment, home: Home | None = None
+) -> tuple[Home, tuple[int, ...]] | Shortage:
     """Return who owns the state, and what every rank then holds when it holds most.
 
     An owner also holds messages, in proportion to what it owns: see `_messages`.
+
+    Args:
+        home: who owns it, where that is given.
     """
     limits = [NEAR_LIMIT * costs.memory_of(rank) for rank in range(costs.ranks)]
     needed = needs(costs, strategy, assignment)
@@ -316,7 +275,7 @@ def owners(costs: Costs, strategy: Strategy, assignment: Assignment) -> tuple[Ho
     tightest = min(strategy.devices, key=lambda rank: limits[rank] - needed[rank])
     if limits[tightest] < needed[tightest]:
         return Shortage(strategy, tightest, needed[tightest] - limits[tightest])
-    home = home_of(costs, strategy, room, costs.home)
+    home = home or home_of(costs, strategy, room, costs.home)
     if home is None:
         lacking = 1 - sum(max(0.0, part) for part in room)
         return Shortage(strategy, tightest, lacking * sum(two[0][1] for two in lines) / costs.ranks**2)

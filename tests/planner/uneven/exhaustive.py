@@ -3,6 +3,7 @@
     python -m tests.planner.uneven.exhaustive                        # all clusters up to 6 devices, 6 layers; hours
     python -m tests.planner.uneven.exhaustive --devices 4 --layers 4
     python -m tests.planner.uneven.exhaustive --drawn 1000           # drawn clusters: every promise of a plan
+    python -m tests.planner.uneven.exhaustive --drawn 1000 --devices 64   # of so many devices
 
 Equal devices (of one type, node and rate) are interchangeable, so a pipeline is a sequence of groups of kinds with
 layers. E(u, m), the end of the quickest pipeline that uses the devices u for m micro-batches, is looked up for every u
@@ -30,8 +31,8 @@ from hydragraph.cost.costs import Costs
 from hydragraph.cost.stages import stages_end
 from hydragraph.spec.cluster import Cluster, DeviceType, Node
 from tests.cost import priced
+from tests.planner.uneven.promises import LENGTH, METHODS, keeps_every_promise, situations
 
-LENGTH = 700
 DEGREES = (1, 2, 4)
 RATES: tuple[dict[int, float], ...] = ({}, {0: 2.57}, {0: 12.53}, {0: 1.5, 1: 5.42})
 SEQUENCES = 8
@@ -135,7 +136,7 @@ def every(devices: int, layers: int) -> Iterator[tuple[int, int, int, dict[int, 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--devices", type=int, default=6)
+    parser.add_argument("--devices", type=int, help="at most (6); or of all drawn clusters (a few)")
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--skip", type=int, default=1, help="look at every so many-th cluster only")
     parser.add_argument(
@@ -144,11 +145,11 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=math.inf, help="stop after so many")
     chosen = parser.parse_args()
     if chosen.drawn is not None:
-        drawn(chosen.drawn)
+        drawn(chosen.drawn, chosen.devices)
         return
     until = time.monotonic() + 60 * chosen.minutes
     found: list[tuple[float, tuple[int, int, int, dict[int, float]]]] = []
-    for each in itertools.islice(every(chosen.devices, chosen.layers), 0, None, chosen.skip):
+    for each in itertools.islice(every(chosen.devices or 6, chosen.layers), 0, None, chosen.skip):
         if time.monotonic() > until:
             break
         found.append((above(costs_of(*each)), each))
@@ -166,13 +167,16 @@ def _told(found: Sequence[tuple[float, object]]) -> str:
     )
 
 
-def drawn(count: int) -> None:
+def drawn(count: int, devices: int | None) -> None:
     """Look at every promise of the plans of so many drawn clusters; the first one that is broken is raised, shrunk."""
-    from tests.planner.uneven.test_planning import METHODS, keeps_every_promise, situations
-
     asked = settings(max_examples=count, deadline=None, suppress_health_check=list(HealthCheck), database=None)
-    asked(given(situations(), st.sampled_from(METHODS))(keeps_every_promise))()
-    print(f"{count} drawn clusters: every plan keeps every promise")
+    looked_at = given(situations(devices), st.sampled_from(METHODS))
+
+    def promised(situation: tuple[Costs, hg.Workload], method: str) -> None:
+        keeps_every_promise(situation, method, alone=devices is not None)
+
+    asked(looked_at(promised))()
+    print(f"{count} drawn clusters{f' of {devices} devices' if devices else ''}: every plan keeps every promise")
 
 
 if __name__ == "__main__":

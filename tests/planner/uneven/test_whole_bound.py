@@ -2,7 +2,8 @@ import pytest
 
 from hydragraph.planner.uneven.bound import bound
 from hydragraph.planner.uneven.whole_bound import Relaxed, whole_bound
-from tests.planner.uneven.exhaustive import LENGTH, SEQUENCES, above, best_seconds, costs_of
+from tests.planner.uneven.exhaustive import SEQUENCES, above, best_seconds, costs_of
+from tests.planner.uneven.promises import LENGTH
 
 CLUSTERS = [(2, 0, 2, {}), (2, 1, 3, {}), (3, 0, 4, {0: 2.57})]
 

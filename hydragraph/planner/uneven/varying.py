@@ -1,0 +1,170 @@
+"""What strategies take for mini-batches whose lengths vary: an estimate of many, and the exact seconds of a few.
+
+    an estimate          a quick assignment of each mini-batch, its pipelines' recurrence, traffic in line (`exchange`)
+    memory and owners    of those that may be the best (`settle.owners`)
+    a simulation         of these, each mini-batch assigned by the iteration planner
+
+A strategy that no pipeline of can take a mini-batch's longest sequence takes infinitely long for it.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+
+from hydragraph.cost.costs import Costs
+from hydragraph.cost.profile import PipelineCost
+from hydragraph.errors import Unsupported
+from hydragraph.planner.assigning import assign_pipelines
+from hydragraph.planner.dispatch_search import Effort
+from hydragraph.planner.uneven.exchange import iteration_s
+from hydragraph.planner.uneven.settle import Settled, Shortage, form_of, owners
+from hydragraph.planner.uneven.shares import home_of
+from hydragraph.spec.assignment import Assignment
+from hydragraph.spec.home import Home
+from hydragraph.spec.strategy import Strategy
+
+# Of the assignments that estimates go by.
+QUICK = Effort(kicks=1, enough=2e-2)
+# Strategies of each way of searching that are simulated.
+SIMULATED = 3
+# Ranks up to which they are; beyond, estimates stand.
+FEW = 128
+
+
+class Varied:
+    """What strategies take for sample mini-batches; each is estimated once, and what pipelines cost is computed once.
+
+    Args:
+        costs: whose home estimates go by: what a pipeline has memory for hardly depends on who owns the state.
+        batches: tokens of each sequence of each mini-batch.
+    """
+
+    def __init__(self, costs: Costs, batches: Sequence[Sequence[int]]) -> None:
+        self.costs = costs
+        self.batches = tuple(tuple(batch) for batch in batches)
+        self.priced: dict[Strategy, tuple[float, ...]] = {}
+        self._pipelines: dict[object, PipelineCost] = {}
+        self._at_home: dict[Home, Varied] = {costs.home: self}
+
+    def by_batch(self, strategy: Strategy) -> tuple[float, ...]:
+        """Return about the seconds of every mini-batch."""
+        if strategy not in self.priced:
+            pipelines = self.pipelines(strategy)
+            reach = max(each.max_len for each in pipelines)
+            home = home_of(self.costs, strategy, [1.0] * self.costs.ranks, self.costs.home) or self.costs.home
+            owned = self.costs.changed(home=home)
+            self.priced[strategy] = tuple(
+                _estimated(owned, strategy, pipelines, batch) if max(batch) <= reach else math.inf
+                for batch in self.batches
+            )
+        return self.priced[strategy]
+
+    def seconds(self, strategy: Strategy) -> float:
+        """Return about the seconds of an iteration, on average."""
+        return mean(self.by_batch(strategy))
+
+    def settle(self, strategy: Strategy, origin: str, home: Home | None = None) -> Settled | Shortage:
+        """Give the state its owners, walk memory, and simulate every mini-batch as the iteration planner assigns it.
+
+        Args:
+            origin: see `settle.Candidate`.
+            home: who owns the state, where that is given.
+        """
+        # What a stage needs does not depend on who owns the state, so its useful micro-batches stand for all.
+        useful = max(max(profile.util.values(), default=1) for profile in self.costs.profiles)
+        counts = [2 * len(p.stages) for p in strategy.pipelines]
+        usual = Assignment.even(counts, min(max(useful, 256), max(map(max, self.batches))))
+        found = owners(self.costs, strategy, usual, home)
+        if isinstance(found, Shortage):
+            return found
+        home, memory = found
+        if home not in self._at_home:
+            self._at_home[home] = Varied(self.costs.changed(home=home), self.batches)
+        owned = self._at_home[home]
+        each = [_assigned(owned.costs, strategy, owned.pipelines(strategy), batch) for batch in self.batches]
+        assignments, seconds = zip(*each, strict=True)
+        return Settled(strategy, home, assignments, seconds, memory, origin, simulated=self.costs.ranks <= FEW)
+
+    def pipelines(self, strategy: Strategy) -> Sequence[PipelineCost]:
+        """Return what each pipeline costs; those of one form are computed once."""
+        if strategy.shares:  # what a pipeline takes depends on the others
+            return self.costs.pipelines(strategy)
+        found = []
+        for pipeline in strategy.pipelines:
+            form = form_of(self.costs, pipeline), strategy.schedule
+            if form not in self._pipelines:
+                self._pipelines[form] = self.costs.pipeline(pipeline, strategy.schedule)
+            found.append(self._pipelines[form])
+        return found
+
+
+def settle_varying(
+    costs: Costs, strategy: Strategy, batches: Sequence[Sequence[int]], origin: str
+) -> Settled | Shortage:
+    """Return what a strategy takes for mini-batches of varying lengths; see `Varied.settle`."""
+    return Varied(costs, batches).settle(strategy, origin)
+
+
+def settle_best(
+    varied: Varied,
+    origins: Mapping[Strategy, str],
+    until: float | None,
+    known: dict[Strategy, Settled | Shortage],
+    most: int = SIMULATED,
+) -> None:
+    """Settle the strategies that are estimated to be quickest, until so many fit that take all mini-batches.
+
+    Args:
+        origins: strategies, the most promising first, and which way of searching each came from.
+        until: after this time (of `time.monotonic`) the first one that fits is enough.
+        known: what was settled before; what is settled here is added.
+    """
+    late = lambda: until is not None and time.monotonic() > until  # noqa: E731
+    order = list(origins)
+    if not late():
+        order.sort(key=lambda strategy: _rank(varied.by_batch(strategy)) if not late() else (math.inf, math.inf))
+    able = 0
+    for strategy in order:
+        if able >= most or (able and late()):
+            return
+        if strategy not in known:
+            known[strategy] = varied.settle(strategy, origins[strategy])
+        found = known[strategy]
+        able += isinstance(found, Settled) and math.isfinite(found.seconds)
+
+
+def mean(by_batch: Sequence[float]) -> float:
+    """Return the mean."""
+    return math.fsum(by_batch) / len(by_batch)
+
+
+def _rank(by_batch: Sequence[float]) -> tuple[float, float]:
+    """Return what orders strategies: by how many mini-batches they do not take, and what they take for the others."""
+    able = [seconds for seconds in by_batch if math.isfinite(seconds)]
+    return len(by_batch) - len(able), mean(able) if able else math.inf
+
+
+def _estimated(owned: Costs, strategy: Strategy, pipelines: Sequence[PipelineCost], batch: Sequence[int]) -> float:
+    assigned = assign_pipelines(pipelines, batch, effort=QUICK)
+    return _traffic_in_line(owned, strategy, Assignment(assigned.micro_batches, assigned.lengths))
+
+
+def _assigned(
+    owned: Costs, strategy: Strategy, pipelines: Sequence[PipelineCost], batch: Sequence[int]
+) -> tuple[Assignment, float]:
+    try:
+        found = assign_pipelines(pipelines, batch)
+    except Unsupported:
+        return Assignment(((),) * len(pipelines), tuple(batch)), math.inf
+    assignment = Assignment(found.micro_batches, found.lengths)
+    if owned.ranks > FEW:
+        return assignment, _traffic_in_line(owned, strategy, assignment)
+    return assignment, owned.simulate(strategy, assignment).seconds
+
+
+def _traffic_in_line(owned: Costs, strategy: Strategy, assignment: Assignment) -> float:
+    if strategy.shares:
+        return owned.pipelines_end(strategy, assignment) + owned.fixed(strategy)
+    return iteration_s(owned, strategy, assignment)

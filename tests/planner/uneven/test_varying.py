@@ -1,0 +1,60 @@
+import math
+import time
+from itertools import product
+
+import pytest
+
+import hydragraph as hg
+from hydragraph.planner.uneven.settle import Settled, Shortage
+from hydragraph.planner.uneven.varying import Varied, settle_best, settle_varying
+from hydragraph.spec.cluster import Cluster, DeviceType, Node
+from tests.cost import priced
+
+BATCHES = [[3000, *[200] * 12], [400] * 20, [16, 700]]
+STRATEGIES = ("4*<tp1,pp1>", "2*<tp2,pp1>", "<[0,1]x6> + <[2]x6> + <[3]x6>", "<[0,1]x3,[2,3]x3>", "<[0]x6> + <[2,3]x6>")
+
+
+@pytest.mark.parametrize(("text", "rates"), list(product(STRATEGIES, ({}, {3: 5.42}))))
+def test_estimates_are_near_simulations(text: str, rates: dict[int, float]) -> None:
+    costs = priced.costs(6, priced.mixed(), hg.Health(rates), elements=300_000)
+    strategy = hg.Strategy.parse(text, 6)
+    settled = settle_varying(costs, strategy, BATCHES, "test")
+    assert isinstance(settled, Settled)
+    assert settled.simulated
+    owned = costs.changed(home=settled.home)
+    for assignment, seconds in zip(settled.assignments, settled.by_batch, strict=True):
+        assert owned.simulate(strategy, assignment).seconds == seconds
+    # Quick assignments may be worse than those of the planner, hardly better.
+    estimated = Varied(costs, BATCHES).by_batch(strategy)
+    assert all(0.95 * b <= a <= 1.2 * b for a, b in zip(estimated, settled.by_batch, strict=True))
+
+
+def test_what_takes_no_longest_sequence_takes_infinitely_long_for_it() -> None:
+    nodes = (Node("fast", 2, priced.FAST, priced.SLOW, cards=2),)
+    costs = priced.costs(6, Cluster.of({"fast": DeviceType(1e15, 60_000_000, 1e12)}, nodes))
+    small = hg.Strategy.parse("2*<tp1,pp1>", 6)
+    longest = max(p.max_len for p in costs.pipelines(small)) + 1
+    varied = Varied(costs, [[longest], [16] * 4])
+    for found in (varied.by_batch(small), varied.settle(small, "test").by_batch):  # type: ignore[union-attr]
+        assert found[0] == math.inf
+        assert math.isfinite(found[1])
+
+
+def test_the_best_by_estimate_are_settled_until_enough_fit() -> None:
+    costs = priced.costs(6, priced.mixed())
+    origins = {hg.Strategy.parse(text, 6): "test" for text in STRATEGIES}
+    known: dict[hg.Strategy, Settled | Shortage] = {}
+    varied = Varied(costs, BATCHES)
+    settle_best(varied, origins, None, known, most=2)
+    assert set(known) == set(sorted(origins, key=varied.seconds)[:2])
+    hurried: dict[hg.Strategy, Settled | Shortage] = {}
+    settle_best(Varied(costs, BATCHES), origins, time.monotonic() - 1, hurried)
+    assert list(hurried) == [next(iter(origins))]
+
+
+def test_owners_that_are_given_stay() -> None:
+    costs = priced.costs(6, priced.mixed())
+    home = hg.Home(shares=(1, 0.5, 0, 1))
+    settled = Varied(costs, BATCHES).settle(hg.Strategy.parse("2*<tp2,pp1>", 6), "test", home)
+    assert isinstance(settled, Settled)
+    assert settled.home == home
