@@ -68,7 +68,7 @@ def trained(prepared: Ready, how: str) -> list[tuple[float, str]]:
         executable.close()
 
 
-def planning_processes(prepared: Ready) -> list[list[int]]:
+def planning_processes(prepared: Ready) -> list[int]:
     """Move to another choice, in the same world and then after a failure; say which processes planned."""
     exe = prepared.executable(
         [hg.Strategy.parse(t, layers=LAYERS) for t in TEXTS], lambda named: torch.optim.SGD(named, lr=0.1)
