@@ -39,6 +39,7 @@ from hydragraph.commands import (
 from hydragraph.commands.options import check_written
 from hydragraph.commands.process import launched
 from hydragraph.errors import EndedElsewhere, RankFailure
+from hydragraph.runtime.threads import spinning
 from hydragraph.version import __version__
 
 # A mistake of the user's, which can be corrected, and a run that did not end well.
@@ -69,6 +70,7 @@ def _print_version(asked: bool) -> None:
 
 def main() -> None:
     """Run the command line; the entry point of `hydragraph`."""
+    os.environ.update(spinning(os.environ))  # before anything imports PyTorch
     app()
 
 

@@ -218,6 +218,7 @@ class Executable:
 
         self._closed = False
         self._held: Session | None = None  # what this rank works with
+        self._choosing: Chooser | None = None
         self._arriving: Session | None = None  # what a move fills
         self._arrived = False  # whether it has
         self._generation = self._generation_ahead = 0
@@ -446,7 +447,6 @@ class Executable:
         process group is destroyed that these communicators belong to.
         """
         if self._held is not None:
-            self._chooser.close()
             try:
                 self._held.saver.close()
             except Exception as error:
@@ -495,8 +495,6 @@ class Executable:
         chosen = stays and strategy is None and profile is None
         if not stays:
             self.leave()
-        elif not chosen:
-            self._chooser.close()
         self._watch = world.watch
         with own_modes("move"), world.watch.calling("move"):
             self._called = (*self._called, world.rank)
@@ -623,6 +621,12 @@ class Executable:
     # How it is done.
 
     @property
+    def _chooser(self) -> Chooser:
+        if self._choosing is None:
+            raise ValueError("this executable has joined no ranks yet: call move first")
+        return self._choosing
+
+    @property
     def _session(self) -> Session:
         if self._held is None:
             raise ValueError("this executable has joined no ranks yet: call move first")
@@ -673,7 +677,8 @@ class Executable:
         self._agreed: set[tuple[Strategy, Mode]] = set()  # what every rank has prepared
         session = self._session
         if not as_before:
-            self._chooser = Chooser.of(self.strategies, session.groups, self._planning, session.owners.home)
+            before, planning = self._choosing, self._planning
+            self._choosing = Chooser.of(self.strategies, session.groups, planning, session.owners.home, before)
 
     def _check_sums(self, strategies: Sequence[Strategy]) -> None:
         """Check that strategies add up alike, where that is asked for; the first that are seen say how."""

@@ -175,7 +175,7 @@ def _threads_of_a_rank(ranks: int) -> Iterator[None]:
     """Compute with as many threads as one of so many ranks here: Inductor's code for a CPU is for their number."""
     import torch
 
-    from hydragraph.runtime.rank_process import threads_of
+    from hydragraph.runtime.threads import threads_of
 
     before = torch.get_num_threads()
     torch.set_num_threads(threads_of(ranks))

@@ -188,9 +188,27 @@ def _found_otherwise(path: str) -> str:
     return "correct the path"
 
 
+# Formats that people name and mean what is in them; in a directory, of code say, they are texts like others.
+_NO_TEXTS: dict[str, str] = {
+    ".json": "write one JSON object per line and call it .jsonl; or call it .txt",
+    **dict.fromkeys((".csv", ".tsv"), "make it Parquet, pandas.read_csv(...).to_parquet(...); or call it .txt"),
+    ".xlsx": "make it Parquet, pandas.read_excel(...).to_parquet(...)",
+    **dict.fromkeys((".gz", ".zst", ".xz", ".bz2", ".zip", ".tar", ".7z"), "unpack it, and name what was in it"),
+    **dict.fromkeys((".pdf", ".docx", ".epub"), "extract its text, and name that file"),
+}
+
+
+def _check_named(path: Path) -> None:
+    """Refuse a file that somebody names for what it holds, where its bytes would be trained on."""
+    way = _NO_TEXTS.get(path.suffix.lower())
+    if way is not None:
+        raise ValueError(f"corpus file {path} would be read as plain text, byte by byte: {way}")
+
+
 def _walk(root: Path, suffixes: tuple[str, ...] | None) -> Iterator[Path]:
     """Yield one file, or the files of one directory in sorted order."""
     if root.is_file():
+        _check_named(root)
         yield root
         return
     if not root.is_dir():

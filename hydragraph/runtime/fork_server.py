@@ -18,6 +18,8 @@ import threading
 from collections.abc import Mapping
 from multiprocessing import forkserver, util
 
+from hydragraph.runtime.threads import spinning
+
 _VARIABLE = "HYDRAGRAPH_FORK_SERVER"  # names the directory of its socket
 _OUTLIVED = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
@@ -26,9 +28,9 @@ def ensure_running() -> None:
     """Start the server unless it runs; with modules from anywhere but the current directory.
 
     A `-c` interpreter looks there first. The server gets this process's path before it imports anything of the user's,
-    and ranks begin with the environment of their launcher, so that neither variable reaches them.
+    and ranks begin with the environment of their launcher, so that none of these variables reaches them.
     """
-    ours = {"PYTHONSAFEPATH": "1", _VARIABLE: util.get_temp_dir()}  # type: ignore[attr-defined]
+    ours = {"PYTHONSAFEPATH": "1", _VARIABLE: util.get_temp_dir(), **spinning(os.environ)}  # type: ignore[attr-defined]
     before = {name: os.environ.get(name) for name in ours}
     os.environ.update(ours)
     try:

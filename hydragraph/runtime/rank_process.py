@@ -27,6 +27,7 @@ from hydragraph.runtime.meeting.member import Dismissed, Member, be, meet
 from hydragraph.runtime.meeting.place import Peer, Place
 from hydragraph.runtime.sent import sent
 from hydragraph.runtime.stores import client
+from hydragraph.runtime.threads import threads_of
 
 HOST = "127.0.0.1"
 
@@ -232,18 +233,6 @@ def _take(seat: Seat) -> None:
 def _is_loopback(host: str) -> bool:
     """Say whether all ranks are on this machine, as the store's address tells."""
     return host.startswith("127.") or host in ("localhost", "::1")
-
-
-def threads_of(ranks: int) -> int:
-    """Return how many threads each of this machine's ranks computes with.
-
-    So many as OMP_NUM_THREADS says, as everywhere in PyTorch; without it all share the machine's cores.
-    """
-    asked = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()  # of a list: nested levels come behind
-    if asked.isdecimal() and int(asked):
-        return int(asked)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, cores // ranks)
 
 
 def _end_with_launcher() -> None:

@@ -21,7 +21,6 @@ import torch.distributed as dist
 from hydragraph.errors import RankFailure, Unsupported
 from hydragraph.runtime.failure.newest import newest_watch
 from hydragraph.runtime.launch import join, launch
-from hydragraph.runtime.rank_process import threads_of
 from hydragraph.runtime.stores import hosted
 
 ROOT = Path(__file__).parents[2]
@@ -72,16 +71,6 @@ def test_ranks_share_the_cores_and_have_the_launchers_environment(monkeypatch: p
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     threads = max(1, len(os.sched_getaffinity(0)) // 2)
     assert launch(settings, 2) == [(threads, "now", "0/2 gloo"), (threads, "now", "1/2 gloo")]
-
-
-@pytest.mark.parametrize(
-    ("asked", "threads"), [("3", 3), (" 2,1", 2), ("0", None), ("many", None), ("-1", None), ("", None)]
-)
-def test_ranks_compute_with_as_many_threads_as_openmp_is_told(
-    asked: str, threads: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("OMP_NUM_THREADS", asked)
-    assert threads_of(2) == (threads or max(1, len(os.sched_getaffinity(0)) // 2))
 
 
 def test_alone_without_a_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
