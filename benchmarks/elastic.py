@@ -1,4 +1,4 @@
-"""What it costs to lose ranks: python benchmarks/elastic.py [pause] [kills] [monitor] [nodes]
+"""What it costs to lose ranks: python benchmarks/elastic.py [pause] [kills] [monitor] [nodes] [switch]
 
 pause     8 local ranks, one of them killed: the time between two steps, and how long ranks took to meet and to move
           state, with two copies and from disk
@@ -7,6 +7,8 @@ kills     `hydragraph chaos` with 100 kills in one run of `deterministic: true`:
 nodes     two machines (network namespaces; needs root), a torchrun on each: one is lost whole, and comes back; then the
           link between them is cut
 monitor   CPU seconds of a step with `elastic.monitor` and without, alternately
+switch    64 simulated devices, of which some slow down: until another plan is there, made beside training, and how long
+          the step waits that first goes by it
 """
 
 from __future__ import annotations
@@ -31,7 +33,16 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # run by its path, this file
 from rich.console import Console
 from rich.table import Table
 
+import hydragraph as hg
+from benchmarks import plans
+from hydragraph.cost.costs import Costs
 from hydragraph.elastic.events import read_events
+from hydragraph.elastic.replanning import Question, Replanned, Replanner
+from hydragraph.planner.iteration import IterationPlanner
+from hydragraph.planner.policy import Policy
+from hydragraph.planner.request import PlanRequest
+from hydragraph.planner.workload import Workload
+from hydragraph.spec.health import Health
 from hydragraph.spec.record import from_record
 from hydragraph.train import chaos
 from hydragraph.train.config import TrainConfig
@@ -148,6 +159,55 @@ def monitor(table: Table) -> None:
     table.add_row("monitor", f"{beside:.4f} s for {without:.4f} s a step: {beside / without - 1:+.1%}", "1 %")
 
 
+def switch(table: Table) -> None:
+    """Plan 64 simulated devices again, in the processes that a run keeps for that, and switch to what was found."""
+    costs = plans.costs_of("32b", plans.cluster_of(plans.node("A800", 8, 8, 8)))
+    length = plans.length_of("32b")
+    batches = [tuple([length] * 64)] * 8
+    running = hg.plan(costs, Workload(lengths=batches), method="straggler").strategies
+    request = PlanRequest(tuple(map(costs.pipelines, running)), tuple(map(costs.fixed, running)))
+    replanner, planner = Replanner(), IterationPlanner(request, Policy())
+    try:
+        planner.announce(batches[0])
+        planner.plan(batches[0])
+        _answered(replanner, _question(costs, Health(), batches, running, request))  # a run's first question waits
+        for name, rates in (("one of 5.42", {3: 5.42}), ("8 spread", {8 * n: 5.42 for n in range(8)})):
+            began = time.monotonic()
+            found = _answered(replanner, _question(costs, Health(rates), batches, running, request))
+            took = time.monotonic() - began
+            if found.request is None:
+                raise ValueError(f"no other plan: {found.refused}")
+            began = time.monotonic()
+            planner.announce(batches[0])
+            planner.change(found.request, found.static)
+            plan = planner.plan(batches[0])
+            waited = time.monotonic() - began
+            table.add_row(
+                f"64 devices, {name}",
+                f"{took:.2f} s beside training until another plan is there ({found.before_s:.3g} -> {found.after_s:.3g}"
+                f" s a step); its first step waits {waited:.3f} s{' and takes the quick plan' if plan.late else ''}",
+                "0.5 s together",
+            )
+    finally:
+        planner.close()
+        replanner.close()
+
+
+def _question(
+    costs: Costs, health: Health, batches: list[tuple[int, ...]], running: tuple[hg.Strategy, ...], request: PlanRequest
+) -> Question:
+    return Question(
+        costs.profile, costs.cluster, costs.home, health, tuple(batches), running, running, request, Policy()
+    )
+
+
+def _answered(replanner: Replanner, question: Question) -> Replanned:
+    replanner.ask(question)
+    while (answer := replanner.answer()) is None:
+        time.sleep(0.002)
+    return answer
+
+
 def nodes(table: Table) -> None:
     """Lose one of two machines, have it back, and lose the link to it."""
     if (why := refusal()) is not None:
@@ -236,17 +296,17 @@ def _node(two: TwoNodes, number: int, config: Path) -> subprocess.Popen[bytes]:
     """Start a node's torchrun, which starts one supervisor."""
     command = [*torchrun(two[number], two, 1), "-m", "hydragraph", "train", str(config), "--overwrite"]
     log = config.parent / f"{number}.log"
-    given = {_JOB: "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[1])}
+    given: dict[str, Any] = {_JOB: "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[1])}
     return two[number].start(command, log, **given)
 
 
 def main() -> None:
     """Run the parts that are named, or all."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="*", help="pause, kills, monitor, nodes; default: all")
+    parser.add_argument("parts", nargs="*", help="pause, kills, monitor, nodes, switch; default: all")
     parser.add_argument("--count", type=int, default=100, help="kills")
     chosen = parser.parse_args()
-    parts = chosen.parts or ["pause", "kills", "monitor", "nodes"]
+    parts = chosen.parts or ["pause", "kills", "monitor", "nodes", "switch"]
     table = Table(title=f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}")
     for column in ("what", "measured", "target"):
         table.add_column(column)
@@ -258,6 +318,8 @@ def main() -> None:
         monitor(table)
     if "nodes" in parts:
         nodes(table)
+    if "switch" in parts:
+        switch(table)
     Console(width=140).print(table)
 
 
