@@ -218,6 +218,7 @@ class Executable:
 
         self._closed = False
         self._held: Session | None = None  # what this rank works with
+        self._chooses: Chooser | None = None
         self._arriving: Session | None = None  # what a move fills
         self._arrived = False  # whether it has
         self._generation = self._generation_ahead = 0
@@ -446,7 +447,6 @@ class Executable:
         process group is destroyed that these communicators belong to.
         """
         if self._held is not None:
-            self._chooser.close()
             try:
                 self._held.saver.close()
             except Exception as error:
@@ -495,8 +495,6 @@ class Executable:
         chosen = stays and strategy is None and profile is None
         if not stays:
             self.leave()
-        elif not chosen:
-            self._chooser.close()
         self._watch = world.watch
         with own_modes("move"), world.watch.calling("move"):
             self._called = (*self._called, world.rank)
@@ -673,7 +671,13 @@ class Executable:
         self._agreed: set[tuple[Strategy, Mode]] = set()  # what every rank has prepared
         session = self._session
         if not as_before:
-            self._chooser = Chooser.of(self.strategies, session.groups, self._planning, session.owners.home)
+            home = session.owners.home
+            self._chooses = Chooser.of(self.strategies, session.groups, self._planning, home, self._chooses)
+
+    @property
+    def _chooser(self) -> Chooser:
+        assert self._chooses is not None, "who has a session chooses"
+        return self._chooses
 
     def _check_sums(self, strategies: Sequence[Strategy]) -> None:
         """Check that strategies add up alike, where that is asked for; the first that are seen say how."""

@@ -44,15 +44,22 @@ class IterationPlanner:
         request: the candidates and what they cost.
         policy: how to plan: in which processes, how far ahead, and how long to wait.
         static: the candidate to stay with, wherever it takes the longest sequence; None: choose every time.
+        before: of the same policy, whose place it takes: its processes go on, which take seconds to start, and so does
+            what was announced to them.
     """
 
-    def __init__(self, request: PlanRequest, policy: Policy, static: int | None = None) -> None:
+    def __init__(
+        self, request: PlanRequest, policy: Policy, static: int | None = None, before: IterationPlanner | None = None
+    ) -> None:
         self._request = request
         self._policy = policy
         self._static = static
         self._chosen = request if static is None else request.only(static)
         self._service: PlanService | None = None
         self._last = static or 0
+        if before is not None and before._service is not None:
+            self._service, before._service = before._service, None
+            self._service.change(self._chosen)
 
     def announce(self, lengths: Sequence[int]) -> None:
         """Tell what an iteration to come will bring, so that it is planned meanwhile."""

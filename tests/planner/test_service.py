@@ -58,6 +58,34 @@ def test_a_request_that_changes_changes_plans_that_were_made_already() -> None:
         service.close()
 
 
+def test_who_takes_a_planners_place_goes_on_with_its_processes_and_what_was_announced() -> None:
+    first = IterationPlanner(SETTING, Policy(patience_s=PATIENCE_S))
+    changed = SETTING.only(0)
+    try:
+        first.announce(BATCHES[0])
+        first.plan(BATCHES[0])
+        first.announce(BATCHES[1])
+        assert first._service is not None
+        (worker,) = first._service.pids
+        second = IterationPlanner(changed, Policy(patience_s=PATIENCE_S), None, first)
+        first.close()  # which has nothing left to end
+        third = IterationPlanner(SETTING, Policy(patience_s=PATIENCE_S), 1, second)
+        fourth = IterationPlanner(changed, Policy(patience_s=PATIENCE_S), None, third)
+    except BaseException:
+        first.close()
+        raise
+    try:
+        for batch in BATCHES:
+            now = answer(changed, batch)
+            assert now.choice is not None
+            assert fourth.plan(batch).assignment.micro_batches == now.choice.assignment.micro_batches
+        assert fourth._service is not None
+        assert fourth._service.pids == [worker]
+        assert fourth._service.replaced == 0
+    finally:
+        fourth.close()
+
+
 def test_a_dead_worker_is_replaced_and_its_mini_batch_planned(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "hydragraph")
     service = PlanService(SETTING, workers=1, ahead=3)
