@@ -95,29 +95,27 @@ class Chooser:
 
     @staticmethod
     def of(
-        strategies: tuple[Strategy, ...],
-        groups: Groups,
-        planning: Planning,
-        home: Home,
-        before: Chooser | None = None,
+        strategies: tuple[Strategy, ...], groups: Groups, planning: Planning, home: Home, before: Chooser | None = None
     ) -> Chooser:
-        """Return one for this rank, on rank 0 with a planner if there is anything to plan; it replaces `before`."""
+        """Return one for this rank, with a planner on rank 0 if there is anything to plan.
+
+        Args:
+            strategies, groups: as of a chooser.
+            planning: what choosing goes by.
+            home: where state lives.
+            before: what chose until now, and ends: its processes, which are slow to start, plan on if they can.
+        """
         measured = planning.profile is not None
         planned = measured or len(strategies) > 1
         planner: IterationPlanner | None = None
         decision = ""
         if planned and groups.world.rank == 0:
-            planner, decision = planner_of(
-                strategies,
-                planning.profile,
-                groups.world.ranks,
-                planning.policy,
-                planning.lengths,
-                home,
-                before._planner if before is not None else None,
-            )
+            ranks = groups.world.ranks
+            planner, decision = planner_of(strategies, planning.profile, ranks, planning.policy, planning.lengths, home)
+            if before is not None:
+                planner.take_over(before._planner)
         if before is not None:
-            before.close()  # what its planner has not handed over
+            before.close()
         return Chooser(strategies, groups, planner, decision, planned, measured)
 
     @property
@@ -376,13 +374,12 @@ def planner_of(
     policy: Policy,
     batches: Sequence[Sequence[int]] | None,
     home: Home | None = None,
-    before: IterationPlanner | None = None,
 ) -> tuple[IterationPlanner, str]:
-    """Return what plans every iteration, in the place of what did before, and what was decided from the sample."""
+    """Return what plans every iteration, and a sentence about what was decided from the sample."""
     request = request_of(strategies, profile, ranks, policy.seed, home)
     if len(strategies) == 1 or not batches:
-        return IterationPlanner(request, policy, None, before), ""
+        return IterationPlanner(request, policy), ""
     decision: Decision = static_or_dynamic(request.candidates, request.charges, batches, policy)
     sentence = decision.sentence([str(s) for s in strategies], policy.gain)
     _log.info(sentence)
-    return IterationPlanner(request, policy, None if decision.dynamic else decision.static, before), sentence
+    return IterationPlanner(request, policy, None if decision.dynamic else decision.static), sentence

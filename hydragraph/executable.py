@@ -218,7 +218,7 @@ class Executable:
 
         self._closed = False
         self._held: Session | None = None  # what this rank works with
-        self._chooses: Chooser | None = None
+        self._choosing: Chooser | None = None
         self._arriving: Session | None = None  # what a move fills
         self._arrived = False  # whether it has
         self._generation = self._generation_ahead = 0
@@ -621,6 +621,12 @@ class Executable:
     # How it is done.
 
     @property
+    def _chooser(self) -> Chooser:
+        if self._choosing is None:
+            raise ValueError("this executable has joined no ranks yet: call move first")
+        return self._choosing
+
+    @property
     def _session(self) -> Session:
         if self._held is None:
             raise ValueError("this executable has joined no ranks yet: call move first")
@@ -671,13 +677,8 @@ class Executable:
         self._agreed: set[tuple[Strategy, Mode]] = set()  # what every rank has prepared
         session = self._session
         if not as_before:
-            home = session.owners.home
-            self._chooses = Chooser.of(self.strategies, session.groups, self._planning, home, self._chooses)
-
-    @property
-    def _chooser(self) -> Chooser:
-        assert self._chooses is not None, "who has a session chooses"
-        return self._chooses
+            before, planning = self._choosing, self._planning
+            self._choosing = Chooser.of(self.strategies, session.groups, planning, session.owners.home, before)
 
     def _check_sums(self, strategies: Sequence[Strategy]) -> None:
         """Check that strategies add up alike, where that is asked for; the first that are seen say how."""

@@ -158,29 +158,6 @@ def test_a_killed_rank_is_gone_and_the_others_go_on_in_their_processes(
         assert each.pid in {peer.pid for peer in survived.peers}
 
 
-def workers(prepared: Ready) -> set[int]:
-    """Train, losing member 2; return the processes that planned for this rank."""
-    exe = prepared.executable([TEXT, "<tp1,pp1>"], adamw, home=TWICE)
-    pids: set[int] = set()
-    while exe.steps < 4:
-        try:
-            befall(exe, Plan(killed={2: 2}))
-            exe.announce(batch(exe.steps))
-            exe.step(batch(exe.steps))
-            planner = exe._chooser._planner
-            pids |= set(planner._service.pids) if planner is not None and planner._service is not None else set()
-        except hg.RankFailure as failure:
-            hg.survive(exe, failure)
-    exe.close()
-    return pids
-
-
-def test_processes_that_plan_outlive_the_loss_of_a_rank(prepared: Ready) -> None:
-    first, second = hg.launch(workers, 3, prepared, timeout=LIMIT, elastic=ALONE)
-    assert len(first) == 1, "it takes seconds to start another"
-    assert second == set()
-
-
 def test_another_rank_is_killed_while_the_rest_recovers_and_processes_come_in_their_places(
     prepared: Ready, smooth: Mapping[int, float], tmp_path: Path
 ) -> None:
