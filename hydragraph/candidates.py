@@ -94,8 +94,17 @@ class Chooser:
         self._coming: tuple[Strategy, ...] | None = None  # strategies that the other ranks do not know yet
 
     @staticmethod
-    def of(strategies: tuple[Strategy, ...], groups: Groups, planning: Planning, home: Home) -> Chooser:
-        """Return one for this rank, with a planner on rank 0 if there is anything to plan."""
+    def of(
+        strategies: tuple[Strategy, ...], groups: Groups, planning: Planning, home: Home, before: Chooser | None = None
+    ) -> Chooser:
+        """Return one for this rank, with a planner on rank 0 if there is anything to plan.
+
+        Args:
+            strategies, groups: as of a chooser.
+            planning: what choosing goes by.
+            home: where state lives.
+            before: what chose until now, and ends: its processes, which are slow to start, plan on if they can.
+        """
         measured = planning.profile is not None
         planned = measured or len(strategies) > 1
         planner: IterationPlanner | None = None
@@ -103,6 +112,10 @@ class Chooser:
         if planned and groups.world.rank == 0:
             ranks = groups.world.ranks
             planner, decision = planner_of(strategies, planning.profile, ranks, planning.policy, planning.lengths, home)
+            if before is not None:
+                planner.take_over(before._planner)
+        if before is not None:
+            before.close()
         return Chooser(strategies, groups, planner, decision, planned, measured)
 
     @property

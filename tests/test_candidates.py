@@ -10,6 +10,7 @@ import hydragraph as hg
 from hydragraph.cost.pieces import Constants
 from hydragraph.cost.profile import Profile
 from tests import models
+from tests.generations import regroup
 from tests.ready import Ready
 
 TEXTS = ("<tp2,pp1> + <tp1,pp2>", "4*<tp1,pp1>", "<tp2,pp2>")
@@ -65,6 +66,38 @@ def trained(prepared: Ready, how: str) -> list[tuple[float, str]]:
         return found
     finally:
         executable.close()
+
+
+def planning_processes(prepared: Ready) -> list[int]:
+    """Move to another choice, in the same world and then after a failure; say which processes planned."""
+    exe = prepared.executable(
+        [hg.Strategy.parse(t, layers=LAYERS) for t in TEXTS], lambda named: torch.optim.SGD(named, lr=0.1)
+    )
+    pids = []
+    world, everybody = exe.world, range(exe.ranks)
+    for number, batch in enumerate(mini_batches()[:3]):
+        if number == 1:
+            exe.move(world, hg.Home(), everybody, strategy=list(TEXTS[:2]))
+        if number == 2:
+            exe.leave()
+            again = regroup(1, everybody)
+            assert again is not None
+            exe.move(again, hg.Home(), everybody)
+        exe.announce(batch)
+        exe.step(batch)
+        planner = exe._chooser._planner
+        if planner is not None:
+            assert planner._service is not None
+            pids += planner._service.pids
+    exe.close()
+    return pids
+
+
+def test_the_process_that_plans_stays_where_strategies_and_ranks_change() -> None:
+    first, *others = hg.launch(planning_processes, 4, prepare=ready)
+    assert others == [[]] * 3
+    assert len(first) == 3
+    assert len(set(first)) == 1
 
 
 @pytest.fixture(scope="module")

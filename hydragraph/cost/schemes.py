@@ -8,15 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from hydragraph.cost.costs import Costs
 from hydragraph.cost.memory_model import MemoryModel
 from hydragraph.cost.pieces import Constants
 from hydragraph.cost.profile import PipelineCost, Profile, Scheme
 from hydragraph.spec.home import Home
 from hydragraph.spec.strategy import Pipeline, Stage, Strategy
 from hydragraph.spec.strategy_text import regular_pipeline
+
+if TYPE_CHECKING:
+    from hydragraph.cost.costs import Costs
 
 
 class Schemes(Protocol):
@@ -123,5 +125,7 @@ def schemes_of(
         schemes: to choose from; default: those that were measured.
     """
     if profile.blocks and profile.device is not None:
+        from hydragraph.cost.costs import Costs  # it needs PyTorch, which published constants do without
+
         return CostedSchemes(Costs(profile, profile.cluster(ranks), home=home), schemes)
     return profile if schemes is None else profile.only(schemes)

@@ -170,7 +170,8 @@ class Timeline:
         working = [rank for rank in self.actor_of if self.busy_s(rank, Stream.COMPUTE) > 0]
         if not working:
             return 0.0
-        return 1 - sum(self.busy_s(rank, Stream.COMPUTE) for rank in working) / (len(working) * self.seconds)
+        busy = sum(self.busy_s(rank, Stream.COMPUTE) for rank in working) / (len(working) * self.seconds)
+        return max(0.0, 1 - busy)  # sums of spans round
 
     def save_trace(self, path: str | Path) -> None:
         """Write it in the Trace Event Format, which https://ui.perfetto.dev opens: a process per rank."""

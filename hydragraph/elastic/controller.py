@@ -62,6 +62,9 @@ class Asked(Protocol):
     def start(self) -> None:
         """Get ready."""
 
+    def forget(self) -> None:
+        """Answer no more what was asked, which was about other ranks."""
+
     def close(self) -> None:
         """End."""
 
@@ -148,6 +151,13 @@ class Controller:
         if self.following is not None:
             events += self.following.stepped(report.step, self._monitor.health)
         return tuple(events)
+
+    def released(self) -> Asked | None:
+        """Return who plans, ready for the controller of other ranks; None: nobody does."""
+        if self._replanning is None:
+            return None
+        self._replanning.planner.forget()
+        return self._replanning.planner
 
     def close(self) -> None:
         """End who plans."""

@@ -150,10 +150,13 @@ class Replanner:
         self._process: subprocess.Popen[bytes] | None = None
         self._thread: threading.Thread | None = None
         self._answer: Replanned | None = None
+        self._unwanted = False  # what is under way
 
     @property
     def busy(self) -> bool:
         """Whether a question is under way, or its answer has not been taken."""
+        if self._unwanted and self._thread is not None and not self._thread.is_alive():
+            self.answer()
         return self._thread is not None
 
     def start(self) -> None:
@@ -173,7 +176,12 @@ class Replanner:
         if self._thread is None or self._thread.is_alive():
             return None
         self._thread = None
-        return self._answer
+        unwanted, self._unwanted = self._unwanted, False
+        return None if unwanted else self._answer
+
+    def forget(self) -> None:
+        """Drop the question under way, if there is one: it is about other ranks. The process stays."""
+        self._unwanted = self._thread is not None
 
     def close(self) -> None:
         """End the process."""

@@ -53,6 +53,7 @@ class IterationPlanner:
         self._chosen = request if static is None else request.only(static)
         self._service: PlanService | None = None
         self._last = static or 0
+        self._hurries = False
 
     def announce(self, lengths: Sequence[int]) -> None:
         """Tell what an iteration to come will bring, so that it is planned meanwhile."""
@@ -77,7 +78,8 @@ class IterationPlanner:
             return self._planned(answer(self._request, key), began, None)
         if self._service is None or not self._service.submit(key):
             return self._planned(answer(self._chosen, key), began, self._static)
-        planned = self._service.take(key, self._policy.patience_s)
+        starting = self._hurries and not self._service.answered
+        planned = self._service.take(key, 0.0 if starting else self._policy.patience_s)
         return self._planned(planned, began, self._static) if planned is not None else self._quick(key, began)
 
     def change(self, request: PlanRequest, static: int | None) -> None:
@@ -88,6 +90,20 @@ class IterationPlanner:
         self._last = static or 0
         if self._service is not None:
             self._service.change(self._chosen)
+
+    def take_over(self, before: IterationPlanner | None) -> None:
+        """Go on where training is under way: no step waits for a process to start, but takes the quick plan.
+
+        Args:
+            before: what planned until now in this process; its processes are this one's from now on, and what they
+                were told is forgotten. None: another rank planned, whose processes are gone.
+        """
+        self._hurries = True
+        if before is None:
+            return
+        self._service, before._service = before._service, None
+        if self._service is not None:
+            self._service.change(self._chosen, forget=True)
 
     def close(self) -> None:
         """End the processes that plan."""
@@ -124,5 +140,6 @@ class IterationPlanner:
         reach = [request.reach(i) for i in range(len(request.candidates))]
         chosen = self._last if reach[self._last] >= longest else reach.index(max(reach))
         assignment = assign_pipelines(request.candidates[chosen], lengths)
-        _LOG.info("plan not there after %.4g s: strategy %d, assigned longest first", self._policy.patience_s, chosen)
-        return IterationPlan(chosen, assignment, 0.0, 0.0, time.perf_counter() - began, late=True)
+        waited = time.perf_counter() - began
+        _LOG.info("plan not there after %.2g s: strategy %d, assigned longest first", waited, chosen)
+        return IterationPlan(chosen, assignment, 0.0, 0.0, waited, late=True)

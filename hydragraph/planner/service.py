@@ -52,6 +52,7 @@ class PlanService:
         self._told = [0] * workers  # the number of the request that each process has
         self._closed = False
         self.replaced = 0
+        self.answered = False  # once a process has: it has started
         self._threads = [
             threading.Thread(target=self._tend, args=(i,), name=f"hydragraph-planner-{i}", daemon=True)
             for i in range(workers)
@@ -80,12 +81,17 @@ class PlanService:
             self._changed.wait_for(lambda: self._plans[lengths] is not None, patience_s)
             return self._plans.pop(lengths)
 
-    def change(self, request: PlanRequest) -> None:
-        """Plan by another request from now on, also what is queued, in work or waiting to be taken."""
+    def change(self, request: PlanRequest, forget: bool = False) -> None:
+        """Plan by another request from now on, also what is queued, in work or waiting to be taken.
+
+        Args:
+            request: the candidates and what they cost.
+            forget: plan nothing of that, because other mini-batches come.
+        """
         with self._changed:
             self._request = request
             self._number += 1
-            self._plans = dict.fromkeys(self._plans)
+            self._plans = {} if forget else dict.fromkeys(self._plans)
             again = list(self._plans)
         for lengths in again:
             self._jobs.put(lengths)
@@ -160,7 +166,9 @@ class PlanService:
             self._tell(index, stdin)
         pickle.dump(lengths, stdin)
         stdin.flush()
-        return cast(Answer, pickle.load(cast(IO[bytes], process.stdout)))
+        answer = cast(Answer, pickle.load(cast(IO[bytes], process.stdout)))
+        self.answered = True
+        return answer
 
     def _start(self, index: int) -> subprocess.Popen[bytes]:
         # The worker must import this very package, installed or not.

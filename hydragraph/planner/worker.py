@@ -11,7 +11,7 @@ import signal
 import sys
 from typing import BinaryIO
 
-from hydragraph.planner.request import PlanRequest, answer
+from hydragraph.planner.request import PlanRequest, answer, get_ready
 
 
 def serve(source: BinaryIO, target: BinaryIO) -> None:
@@ -37,4 +37,5 @@ if __name__ == "__main__":
     output = sys.stdout
     # What a library prints must not come between the answers.
     sys.stdout = sys.stderr
+    get_ready()  # else a change of the request may need what was never loaded, and a step would wait for that
     serve(sys.stdin.buffer, output.buffer)

@@ -22,7 +22,7 @@ from hydragraph.cost.trace_file import TracedStep
 from hydragraph.data import tokenizer
 from hydragraph.data.mini_batches import Drawn, MiniBatches
 from hydragraph.data.mixture import Mixture
-from hydragraph.elastic.controller import Controller, Replanning
+from hydragraph.elastic.controller import Asked, Controller, Replanning
 from hydragraph.elastic.estimate import Sensitivity
 from hydragraph.elastic.events import Event, append_event, now, read_events
 from hydragraph.elastic.following import Following, state_costs
@@ -471,9 +471,7 @@ def _follow(
 def _go_on(run: _Run, course: _Course, failure: BaseException | None, owned: ExitStack) -> tuple[_Run, str]:
     """Meet the ranks that are left and those that have come; return the run on them, and why it is to end, or ""."""
     config, folder, executor = run.config, run.folder, run.executor
-    if run.controller is not None:
-        run.controller.close()
-    before = run.world.ranks
+    watching, before = run.controller, run.world.ranks
 
     def newest() -> Path | None:
         last = folder.last()
@@ -487,7 +485,9 @@ def _go_on(run: _Run, course: _Course, failure: BaseException | None, owned: Exi
     course.untold.append((survived, before))
     with world.calling("go on"):
         if world.rank == 0:
-            run = _lead(run, course, survived, owned)
+            run = _lead(run, course, survived, owned, watching)
+        elif watching is not None:
+            watching.close()
         course.done = survived.step
         _find_position(run, course)
         _write_down(run, course)
@@ -502,8 +502,14 @@ def _go_on(run: _Run, course: _Course, failure: BaseException | None, owned: Exi
     return run, survived.ending
 
 
-def _lead(run: _Run, course: _Course, survived: Survived, owned: ExitStack) -> _Run:
-    """Be the rank that writes: take over what a lost one did, or go on with it."""
+def _lead(run: _Run, course: _Course, survived: Survived, owned: ExitStack, watching: Controller | None) -> _Run:
+    """Be the rank that writes: take over what a lost one did, or go on with it.
+
+    Args:
+        run, course, survived: how things are.
+        owned: ends what this rank begins.
+        watching: this rank's own controller of the ranks there were; its process that plans is kept.
+    """
     log = run.log
     if not course.owns:
         owned.enter_context(run.folder.owned(patience_s=TAKEOVER_S))
@@ -518,7 +524,9 @@ def _lead(run: _Run, course: _Course, survived: Survived, owned: ExitStack) -> _
         course.watcher.started(survived.step, run.config.steps)
     run = replace(run, log=log, watcher=course.watcher)
     if run.config.elastic.on:
-        run = replace(run, controller=_controller(run.config, run.world, run.executor))
+        controller = _controller(run.config, run.world, run.executor, None if watching is None else watching.released())
+        owned.callback(controller.close)
+        run = replace(run, controller=controller)
     return run
 
 
@@ -705,8 +713,13 @@ def _chosen_from(config: TrainConfig, strategies: tuple[Strategy, ...], tokens: 
     }
 
 
-def _controller(config: TrainConfig, world: World, executor: Trainable) -> Controller:
-    """Return what watches the ranks, by measured costs or, without any, by the model's operations on equal devices."""
+def _controller(config: TrainConfig, world: World, executor: Trainable, planner: Asked | None = None) -> Controller:
+    """Return what watches the ranks, by measured costs or, without any, by the model's operations on equal devices.
+
+    Args:
+        config, world, executor: of the run.
+        planner: the process that plans, if there is one already.
+    """
     known, home = executor.profile, executor.owners  # of the ranks that there are now
     if isinstance(known, Costs):
         costs = known.changed(home=home)
@@ -733,7 +746,7 @@ def _controller(config: TrainConfig, world: World, executor: Trainable) -> Contr
             executor.strategies,
             executor.request,
             _policy(config),
-            Replanner(),
+            planner or Replanner(),
             None if config.elastic.dry_run else switch,
             config.steps,
         ),

@@ -5,15 +5,17 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hydragraph.cost.corrections import Corrections
-from hydragraph.cost.costs import Costs
 from hydragraph.cost.profile import Profile, Scheme
 from hydragraph.spec.cluster import Cluster
 from hydragraph.spec.health import Health
 from hydragraph.spec.strategy_text import parse_strategy
 from hydragraph.train.config import PlanConfig
+
+if TYPE_CHECKING:
+    from hydragraph.cost.costs import Costs
 
 
 def read_profile(text: str) -> Profile:
@@ -59,6 +61,8 @@ def read_costs(plan: PlanConfig, ranks: int) -> Profile | Costs | None:
             f"plan.cluster {plan.cluster}: it has {len(cluster.devices)} devices, and the run {ranks} ranks: "
             "give a device per rank, in the order of ranks"
         )
+    from hydragraph.cost.costs import Costs  # it needs PyTorch, which reading profiles does without
+
     try:
         return Costs(profile, cluster, None if plan.health is None else Health.load(plan.health))
     except ValueError as error:
@@ -76,11 +80,11 @@ def read_lengths(path: Path) -> list[int]:
     Raises:
         ValueError: a line is no number of tokens, or there are none.
     """
-    from hydragraph.data.token_file import TokenFile
-
     with path.open("rb") as file:
         binary = b"\0" in file.read(256)
     if binary:
+        from hydragraph.data.token_file import TokenFile  # it needs PyTorch
+
         return [int(n) for n in TokenFile.open(path).lengths]
     lines = path.read_text(encoding="utf-8").split()
     for number, line in enumerate(lines, start=1):

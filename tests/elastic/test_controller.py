@@ -81,6 +81,9 @@ class Answering:
     def start(self) -> None:
         pass
 
+    def forget(self) -> None:
+        self._waiting = 0
+
     def close(self) -> None:
         pass
 

@@ -93,6 +93,28 @@ def test_a_process_that_died_is_a_refusal_and_the_next_question_starts_another()
         planner.close()
 
 
+def test_a_question_about_ranks_that_are_gone_is_forgotten_and_the_process_stays() -> None:
+    planner = Replanner()
+    try:
+        planner.ask(question(Health({1: 5.42})))
+        planner.forget()
+        until = time.monotonic() + 300
+        while planner.busy and time.monotonic() < until:
+            time.sleep(0.02)
+        assert not planner.busy
+        assert planner.answer() is None
+        process = planner._process
+        planner.ask(question(Health()))
+        assert planner._thread is not None
+        planner._thread.join()
+        answer = planner.answer()
+        assert answer is not None
+        assert not answer.refused
+        assert planner._process is process
+    finally:
+        planner.close()
+
+
 @pytest.mark.parametrize("rates", [{}, {0: 2.57}])
 def test_equal_questions_have_equal_answers(rates: dict[int, float]) -> None:
     first, second = (replace(replan(question(Health(rates))), took_s=0.0) for _ in range(2))

@@ -288,8 +288,8 @@ def test_a_takeover_that_was_broken_off_is_tried_again(tmp_path: Path) -> None:
     course = _Course(Watched(), nothing, nothing, nothing, 3, 0, {})
     survived = Survived(2, 3, (0,), (), (), (), (), None, 0, 0.5, "rank 0 is lost")
     with ExitStack() as owned:
-        assert _lead(run, course, survived, owned).log is not None
-        again = _lead(run, course, survived, owned)  # what the first call returned is lost with the failure
+        assert _lead(run, course, survived, owned, None).log is not None
+        again = _lead(run, course, survived, owned, None)  # what the first call returned is lost with the failure
         assert again.log is not None
         with pytest.raises(ValueError, match="belongs to a run that is under way"):
             folder.refuse_shared()

@@ -119,7 +119,7 @@ def plan(
     costs: Costs,
     workload: Workload,
     method: Method = "auto",
-    running: Plan | Strategy | None = None,
+    running: Plan | Strategy | str | None = None,
     deadline_s: float | None = None,
     seed: int = 0,
     solver: Solver | None = None,
@@ -132,7 +132,8 @@ def plan(
         method: "mixed" for types of devices (AutoHet), "search" for stages whose data parallelism differs (Metis),
             "straggler" for rates (Malleus), "auto" for all at once (Metis's search up to
             64 ranks and without a deadline only: among so many it takes ten seconds).
-        running: what runs now; among plans that are nearly as good, that which moves fewest bytes is taken.
+        running: what runs now, a plan, a strategy or its text; among plans that are nearly as good, that which moves
+            fewest bytes is taken.
         deadline_s: after so many seconds the best plan so far is returned; None: the search ends by itself, and equal
             arguments give equal plans.
         seed: of what is drawn; nothing is, today.
@@ -144,7 +145,7 @@ def plan(
 
     Raises:
         Unsupported: nothing fits (how far off, and what would help), a type was not measured, or all devices are lost.
-        ValueError: there is no such method or solver.
+        ValueError: there is no such method or solver, the deadline is no time, or what runs is no strategy.
     """
     if method not in get_args(Method):
         raise ValueError(f"method is {method!r}: use {', '.join(map(repr, get_args(Method)))}")
@@ -155,6 +156,10 @@ def plan(
         raise ValueError(
             f'solver {solver!r} groups devices of several types: use it with method="mixed", not {method!r}'
         )
+    if deadline_s is not None and not deadline_s >= 0:
+        raise ValueError(f"deadline_s is {deadline_s}: give seconds from 0, or None to search to the end")
+    if isinstance(running, str):
+        running = Strategy.parse(running, costs.outline.layers)
     with _uncollected():
         return _plan(costs, workload, method, running, deadline_s, WAYS[method] if solver is None else (PUBLISHED,))
 

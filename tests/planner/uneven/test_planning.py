@@ -14,7 +14,7 @@ from hydragraph.planner.uneven.settle import Shortage, owners, share_out
 from hydragraph.spec.cluster import Cluster, DeviceType, Node
 from tests.cost import priced
 from tests.planner.uneven.exhaustive import best_seconds
-from tests.planner.uneven.promises import LENGTH, METHODS, keeps_every_promise, situations
+from tests.planner.uneven.promises import LENGTH, METHODS, keeps_every_promise, profile_of, situations
 
 
 @settings(max_examples=12)
@@ -182,6 +182,29 @@ def test_an_unknown_method_is_refused() -> None:
     costs = priced.costs(4, priced.cluster(2))
     with pytest.raises(ValueError, match="use 'auto', 'mixed', 'search', 'straggler'"):
         hg.plan(costs, hg.Workload(sequences=4, length=LENGTH), "best")  # type: ignore[arg-type]
+
+
+def test_types_may_be_measured_with_different_kinds_of_stages() -> None:
+    profiles = [profile_of(5, "fast", (1,), False, 1.0), profile_of(5, "slow", (1, 2), True, 1.0)]
+    costs = Costs(hg.Profile.merge(profiles), priced.mixed())
+    for workload in (hg.Workload(sequences=8, length=LENGTH), hg.Workload(lengths=[[3000, *[LENGTH] * 8]])):
+        plan = hg.plan(costs, workload)
+        assert all(stage.tp == 1 for p in plan.strategy.pipelines for stage in p.stages if 0 in stage.devices)
+
+
+def test_what_is_no_deadline_and_no_strategy_is_refused() -> None:
+    costs = priced.costs(4, priced.cluster(2))
+    workload = hg.Workload(sequences=4, length=LENGTH)
+    for deadline in (-1.0, math.nan):
+        with pytest.raises(ValueError, match="give seconds from 0"):
+            hg.plan(costs, workload, deadline_s=deadline)
+    with pytest.raises(ValueError, match="strategy text:"):
+        hg.plan(costs, workload, running="abc")
+    running = "2*<tp1,pp1>"
+    assert (
+        hg.plan(costs, workload, running=running).strategy
+        == hg.plan(costs, workload, running=hg.Strategy.parse(running, 4)).strategy
+    )
 
 
 def test_the_published_grouping_plans_too_and_ours_is_no_worse() -> None:
