@@ -148,8 +148,7 @@ class Executable:
 
     Attributes:
         program, strategies: what it was made of, and what steps choose from now.
-        given, given_profile, wanted_home, device: the strategies, their costs and the home that it was compiled with,
-            and what it computes on.
+        given, wanted_home, device: the strategies and the home that it was compiled with, and what it computes on.
         spans: set it to a list and every following step adds the times of its instructions (`runtime.trace`).
         watched: set it on all ranks, and those that a step leaves idle probe their device now and then.
         stopping: set it on any rank, to a number above 0, and the next `step` does nothing and raises `Stopped` on all.
@@ -198,8 +197,8 @@ class Executable:
         self._variants = variants
         self._optimizer = optimizer
         self._planning = plans
+        self._first_profile = plans.profile
         self.given = given
-        self.given_profile = plans.profile
         self.wanted_home = home or Home()
         self.device = world.device
         self.progress_s = PROGRESS_S
@@ -236,9 +235,14 @@ class Executable:
             self._check_sums([strategy_for(each, program) for each in several])
         if not joining:
             known = self._variants.strategies
-            how = (program, world.ranks, plans.profile, plans.lengths, home, known)
-            self.strategies = candidates_among(world, given, *how)
+
+            def among(profile: Profile | Costs | None) -> tuple[Strategy, ...]:
+                return candidates_among(world, given, program, world.ranks, profile, plans.lengths, home, known)
+
+            alike = self._sums is not None and given == "auto"
+            self.strategies = _of_least_cut(plans.profile, among) if alike and plans.profile else among(plans.profile)
             self._check_sums(self.strategies)
+            self._planning = replace(plans, profile=self.given_profile)
             self._held = self._begin_session(world, home or Home(), fill)
             self._choose()
 
@@ -502,12 +506,13 @@ class Executable:
             meeting = meet([standing for standing, _ in told], before)
             finished = self._agree(meeting)
             known = told[meeting.leader or 0][1]
-            self._planning = replace(self._planning, profile=profile or self._planning.profile)
+            self._planning = replace(self._planning, profile=self._alike(profile or self._planning.profile))
             plans = self._planning
             self.strategies = candidates_of(
                 known if strategy is None else strategy, self.program, world.ranks, plans.profile, plans.lengths, home
             )
             self._check_sums(self.strategies)
+            self._planning = replace(self._planning, profile=self._alike(self._planning.profile))
             old, counts = self._held, meeting.before[world.rank] is not None
             log = ProgressLog(Progress(meeting.updates, meeting.norm))
             ending = self._held if stays else None
@@ -577,6 +582,11 @@ class Executable:
     def steps(self) -> int:
         """How many steps the state has had."""
         return self._steps
+
+    @property
+    def given_profile(self) -> Profile | Costs | None:
+        """What strategies cost, of those that may run, as it was compiled with."""
+        return self._alike(self._first_profile)
 
     @property
     def planning(self) -> Planning:
@@ -684,6 +694,14 @@ class Executable:
         """Check that strategies add up alike, where that is asked for; the first that are seen say how."""
         if self._sums is not None:
             self._sums.check(strategies)
+
+    def _alike(self, profile: Profile | Costs | None) -> Profile | Costs | None:
+        """Return the costs of strategies that add up alike, where that is asked for: nothing else is proposed."""
+        if self._sums is None or profile is None:
+            return profile
+        if isinstance(profile, Costs):
+            return profile.changed(profile=self._sums.alike(profile.profile))
+        return self._sums.alike(profile)
 
     def _begin(self) -> None:
         """Give a model that was built on the meta device its initial weights, unless some were loaded."""
@@ -847,6 +865,26 @@ class Executable:
         if self._running is None:
             return ""
         return instruction_text(self._session.preparer.describe(*self._running, rank).instructions[index])
+
+
+def _of_least_cut(
+    profile: Profile | Costs, among: Callable[[Profile | Costs], tuple[Strategy, ...]]
+) -> tuple[Strategy, ...]:
+    """Return strategies whose stages are all cut alike, by the least degree that fits: it fits any ranks that are left.
+
+    Args:
+        profile: of all cuts.
+        among: returns the best strategies by what was measured, or raises `Unsupported`.
+    """
+    measured = profile.profile if isinstance(profile, Costs) else profile
+    refused: Unsupported | None = None
+    for cut in measured.cuts:
+        alike = measured.of_cut(*cut)
+        try:
+            return among(profile.changed(profile=alike) if isinstance(profile, Costs) else alike)
+        except Unsupported as error:
+            refused = refused or error
+    raise refused or Unsupported("nothing was measured", where="compile", remedy="measure: hydragraph profile")
 
 
 def _failed(error: Exception, strategy: str) -> Unsupported:

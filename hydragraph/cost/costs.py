@@ -142,11 +142,16 @@ class Costs:
         return f"computation {'as measured' if self.measured else 'is not measured'}: {names}{by}"
 
     def changed(
-        self, *, cluster: Cluster | None = None, health: Health | None = None, home: Home | None = None
+        self,
+        *,
+        profile: Profile | None = None,
+        cluster: Cluster | None = None,
+        health: Health | None = None,
+        home: Home | None = None,
     ) -> Costs:
-        """Return the costs with another cluster, health or home."""
+        """Return the costs with another profile, cluster, health or home."""
         return Costs(
-            self.profile,
+            profile or self.profile,
             cluster or self.cluster,
             self.health if health is None else health,
             home=home or self.home,

@@ -185,6 +185,20 @@ class Profile:
             f"hydragraph profile --type {type_} there, and hg.Profile.merge",
         )
 
+    @property
+    def cuts(self) -> tuple[tuple[int, bool], ...]:
+        """The tensor-parallel degrees that were measured, each without and with sequence parallelism, ascending."""
+        every = (self, *self.others)
+        kinds = {(kind.tp, kind.sequence_parallel) for profile in every for kind in profile.pieces}
+        return tuple(sorted(kinds or {(tp, False) for profile in every for tp, _ in profile.schemes}))
+
+    def of_cut(self, tp: int, sequence_parallel: bool) -> Profile:
+        """Return what was measured of stages of one tensor-parallel degree, with or without sequence parallelism."""
+        pieces = {k: v for k, v in self.pieces.items() if (k.tp, k.sequence_parallel) == (tp, sequence_parallel)}
+        schemes = {scheme: constants for scheme, constants in self.schemes.items() if scheme[0] == tp}
+        others = tuple(other.of_cut(tp, sequence_parallel) for other in self.others)
+        return replace(self, pieces=pieces, schemes=schemes, others=others)
+
     def cluster(self, ranks: int) -> Cluster:
         """Return as many ranks as there are here, where it was measured: one node, joined by the measured link.
 

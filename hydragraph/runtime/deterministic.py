@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 
+from hydragraph.cost.profile import Profile
 from hydragraph.errors import Unsupported
 from hydragraph.kernels.exact import MOST
 from hydragraph.spec.strategy import Strategy
@@ -85,6 +86,10 @@ class Deterministic:
                         where=f"{_WHERE}, strategy {strategy}",
                         remedy="name a stage's devices in ascending order",
                     )
+
+    def alike(self, profile: Profile) -> Profile:
+        """Return what was measured of stages that are cut as those that were seen; all of it, where none were."""
+        return profile if self.degree is None else profile.of_cut(self.degree, self.sequence_parallel)
 
     def check_count(self, sequences: int) -> None:
         """Check that so many sequences are added up exactly.

@@ -571,11 +571,6 @@ class TrainConfig:
             raise ValueError(f"deterministic is {self.deterministic!r}: give true or false")
         if self.deterministic and self.backend == "inductor":
             raise ValueError('deterministic: code by Inductor depends on the sizes it has seen: set backend to "eager"')
-        if self.deterministic and (self.automatic or self.elastic.replan):
-            raise ValueError(
-                "deterministic: strategies must have one tensor-parallel degree, and what is proposed for "
-                "strategies: auto, or by elastic.replan, has several: list strategies, and leave replan out"
-            )
         _check_text("output", self.output)
         if self.elastic.copies > self.home.copies:
             object.__setattr__(self, "home", replace(self.home, copies=self.elastic.copies))

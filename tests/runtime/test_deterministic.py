@@ -7,16 +7,21 @@ import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import hydragraph as hg
+from hydragraph.cost.costs import Costs
+from hydragraph.cost.datasheet import datasheet
+from hydragraph.executable import _of_least_cut
 from hydragraph.ir.instruction import Instruction, Op
 from hydragraph.runtime.deterministic import Deterministic
 from hydragraph.runtime.meeting.member import here
 from hydragraph.runtime.state import ELEMENTWISE
+from hydragraph.spec.cluster import Cluster, Device, Interconnect
 from tests.models import llama, sequences
 from tests.own_models import Layer, Own
 from tests.ready import Ready
@@ -24,6 +29,7 @@ from tests.thorough import thorough
 
 LIMIT = timedelta(seconds=120)
 STEPS = 3
+CLUSTER = Cluster.homogeneous(4, device=Device(1e9, int(8e9), 1e10), within_node=Interconnect(2e9, 1e-6))
 ONE = ["<[0]x1,[2]x1> + <[1]x2>", "4*<tp1,pp1>", "<[3]x2>", "<[1]x1r,[2]x1> + <[0]x2>"]
 TWO = ["<[0,1]x2>", "<[2,0]x1,[1,3]x1>", "2*<tp2,pp1>"]
 SPLIT = ["<[0,1]x2s>", "<[2,3]x1s,[1,0]x1sr>", "<[0,1]x2s> + <[3,2]x2s>"]
@@ -142,6 +148,54 @@ def test_a_rank_that_is_killed_and_one_that_comes_change_no_bit() -> None:
     smooth = hg.launch(survive, 4, prepared, False, timeout=LIMIT)[0]
     for losses in hg.launch(survive, 4, prepared, True, timeout=LIMIT, elastic=hg.Elastic()):
         assert losses == {step: smooth[step] for step in losses}
+
+
+def chosen_alike(prepared: Ready) -> tuple[Seen, list[str], tuple[tuple[int, bool], ...]]:
+    """Let strategies be chosen; say which they were, and what others may be proposed by."""
+    exe = prepared.executable(
+        "auto",
+        adamw,
+        profile=Costs(datasheet(prepared.variants.program, CLUSTER), CLUSTER),
+        lengths=[[len(s) for s in batch(i)] for i in range(STEPS)],
+        policy=hg.Policy(workers=0),
+        max_grad_norm=0.5,
+        deterministic=True,
+        check="off",
+    )
+    reports = [exe.step(batch(i)) for i in range(STEPS)]
+    seen = Seen([r.loss for r in reports], [r.grad_norm for r in reports], exe.full_state_dict())
+    assert isinstance(exe.profile, Costs)
+    with pytest.raises(hg.Unsupported, match="degree 2 where others"):
+        exe.check(hg.Strategy.parse("<tp2,pp1>", layers=2), 4)
+    exe.close()
+    return seen, [str(strategy) for strategy in exe.strategies], exe.profile.profile.cuts
+
+
+@thorough
+def test_strategies_that_are_chosen_have_one_degree_and_change_no_bit() -> None:
+    prepared = Ready.of(llama(layers=2), ONE[2:3])
+    assert {tp for tp, _ in datasheet(prepared.variants.program, CLUSTER).cuts} >= {1, 2}
+    seen, strategies, cuts = hg.launch(chosen_alike, 4, prepared, timeout=LIMIT)[0]
+    assert strategies
+    assert cuts == ((1, False),)
+    assert seen == hg.launch(train, 4, prepared, [Way(["<[3]x2>"])], timeout=LIMIT)[0][0]
+
+
+def test_where_one_degree_does_not_fit_the_next_is_proposed() -> None:
+    program = hg.capture(llama(layers=2), check="off")
+    profile = datasheet(program, CLUSTER)
+    asked = []
+
+    def among(alike: Any) -> tuple[hg.Strategy, ...]:
+        asked.append(alike.cuts)
+        if alike.cuts[0][0] < 2:
+            raise hg.Unsupported("it is too large", where="test", remedy="none")
+        return (hg.Strategy.parse("<tp2,pp1>", layers=2),)
+
+    assert _of_least_cut(profile, among) == (hg.Strategy.parse("<tp2,pp1>", layers=2),)
+    assert asked == [((1, False),), ((2, False),)]
+    with pytest.raises(hg.Unsupported, match="too large"):
+        _of_least_cut(profile.of_cut(1, False), among)
 
 
 def test_what_would_have_other_bits_is_refused() -> None:
