@@ -359,7 +359,8 @@ def run_alone(name: str, root: Path = ROOT) -> Measured:
     """Measure a row in a process of its own, with the hydragraph of a checkout."""
     command = [sys.executable, "-W", "ignore", __file__, "--row", name]
     environment = {**os.environ, "PYTHONPATH": str(root)}
-    done = subprocess.run(command, check=True, capture_output=True, text=True, env=environment)
+    # The interpreters that it starts look in the current folder first, and are to find the same checkout there.
+    done = subprocess.run(command, check=True, capture_output=True, text=True, env=environment, cwd=root)
     return Measured(**json.loads(done.stdout.splitlines()[-1]))
 
 

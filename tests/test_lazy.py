@@ -39,3 +39,19 @@ def test_importing_the_package_imports_no_torch() -> None:
     code = "import sys, hydragraph, hydragraph.spec.strategy, hydragraph.planner; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
+
+
+def test_what_reads_a_compiled_folder_imports_no_compiler() -> None:
+    """Not even where a graph's sizes become symbols again, for which PyTorch would look up who asked."""
+    code = """
+import sys
+import hydragraph.ahead.load, hydragraph.executable
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from hydragraph.private.tracing import new_symbol
+size = new_symbol(FakeTensorMode(shape_env=ShapeEnv()), 0, 64)
+compilers = {"functorch.compile", "torch._functorch.aot_autograd", "torch.export._trace"}
+print(size.node.hint, sys.modules.keys() & compilers)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "64 set()"

@@ -116,9 +116,9 @@ def show_command(
         if schedule:
             from hydragraph.commands.show_schedule import schedule_lines, write_schedule
 
-            print(*wrapped(schedule_lines(found, folder.data.outline)), sep="\n")
+            print(*wrapped(schedule_lines(found, folder.data.outline, rank)), sep="\n")
             if output is not None:
-                write_schedule(found, folder.data.outline, output)
+                write_schedule(found, folder.data.outline, output, rank)
                 print(output)
         if diff is not None:
             print(*wrapped(_differences(folder, found, diff)), sep="\n")

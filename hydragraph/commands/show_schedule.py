@@ -116,24 +116,37 @@ def _timed(stages: Sequence[PlacedStage], orders: Sequence[list[tuple[Op, int, i
     return [tuple(each) for each in tasks]
 
 
-def schedule_lines(strategies: Sequence[ShownStrategy], outline: Outline) -> Iterator[str]:
-    """Yield the grid of every strategy: a line per stage, with its forwards and backwards over time."""
+def schedule_lines(strategies: Sequence[ShownStrategy], outline: Outline, rank: int | None = None) -> Iterator[str]:
+    """Yield the grid of every strategy: a line per stage, with its forwards and backwards over time.
+
+    Args:
+        rank: only the stages that run what this one does; None: all.
+    """
     yield "F0 is the forward of micro-batch 0, B0 its backward, . is idle; time in forwards of one block"
     for each in strategies:
-        rows = schedule(each, outline)
-        end = max((row.tasks[-1].end for row in rows if row.tasks), default=0)
+        every = schedule(each, outline)
+        end = max((row.tasks[-1].end for row in every if row.tasks), default=0)
+        rows = _of_rank(every, rank)
+        yield f"under {each.name}"
+        if not rows:
+            yield f"  rank {rank} is in no stage: it holds its part of the weights"
+            continue
         names = [_name(row) for row in rows]
         margin = 2 + max(map(len, names), default=0) + 1
         unit = max(1, -(-end // max(1, WIDTH - margin)))  # of time in a column
         busy = sum((t.end - t.begin) * len(row.ranks) for row in rows for t in row.tasks)
         ranks = sum(len(row.ranks) for row in rows)
         idle = 1 - busy / (end * ranks) if end else 0.0
-        yield f"under {each.name}"
-        yield f"  {end} in all, a column is {unit}; the ranks that work are idle {idle:.0%} of the time"
+        who = "the ranks that work are" if rank is None else f"rank {rank} is"
+        yield f"  {end} in all, a column is {unit}; {who} idle {idle:.0%} of the time"
         lines = [
             f"  {name:<{margin - 3}} {_cells(row.tasks, end, unit)}" for name, row in zip(names, rows, strict=True)
         ]
         yield from shortened(lines, rows=64, more=" stages")
+
+
+def _of_rank(rows: Sequence[Row], rank: int | None) -> list[Row]:
+    return [row for row in rows if rank is None or rank in row.ranks]
 
 
 def _name(row: Row) -> str:
@@ -171,8 +184,11 @@ def check_drawn(path: Path) -> None:
         raise ValueError("--output needs matplotlib: pip install matplotlib, or leave it out and read the text")
 
 
-def write_schedule(strategies: Sequence[ShownStrategy], outline: Outline, path: Path) -> None:
+def write_schedule(strategies: Sequence[ShownStrategy], outline: Outline, path: Path, rank: int | None = None) -> None:
     """Draw the grids to a PNG or SVG file, which is replaced only when the new one is complete.
+
+    Args:
+        rank: only the stages that run what this one does; None: all.
 
     Raises:
         ValueError: the file's name ends otherwise, or matplotlib is not installed.
@@ -182,20 +198,19 @@ def write_schedule(strategies: Sequence[ShownStrategy], outline: Outline, path: 
     from matplotlib.figure import Figure
 
     grids = {each.name: schedule(each, outline) for each in strategies}
-    heights = [0.7 + 0.28 * min(len(rows), _TALLEST) for rows in grids.values()]  # inches
+    heights = [0.7 + 0.28 * min(len(_of_rank(rows, rank)), _TALLEST) for rows in grids.values()]  # inches
     figure = Figure(figsize=(12, 0.6 + sum(heights)), layout="constrained")
     FigureCanvasAgg(figure)
     panels = figure.subplots(len(grids), 1, sharex=True, squeeze=False, height_ratios=heights)
     for axes, (name, rows) in zip(panels[:, 0], grids.items(), strict=True):
-        _draw(axes, name, rows)
+        _draw(axes, name, _of_rank(rows, rank), max((row.tasks[-1].end for row in rows if row.tasks), default=1))
     panels[-1, 0].set_xlabel("time in forwards of one block; a number is a micro-batch")
     partial = path.with_name(f".{path.name}.partial")
     figure.savefig(partial, dpi=120, format=path.suffix[1:])
     partial.replace(path)
 
 
-def _draw(axes: Any, name: str, rows: Sequence[Row]) -> None:
-    end = max((row.tasks[-1].end for row in rows if row.tasks), default=1)
+def _draw(axes: Any, name: str, rows: Sequence[Row], end: int) -> None:
     for i, row in enumerate(rows):
         for task in row.tasks:
             width = task.end - task.begin

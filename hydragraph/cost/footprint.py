@@ -7,7 +7,10 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, fx
 
@@ -161,28 +164,89 @@ class Sizes:
 
 def most_alive(graph: fx.GraphModule, sizes: Sizes) -> int:
     """Return the most that a graph's own values take at once; each goes after its last use, results stay."""
-    nodes = list(graph.graph.nodes)
-    order = {node: i for i, node in enumerate(nodes)}
-    last: dict[int, int] = {}
-    foreign: set[int] = set()
-    for node in nodes:
-        for key in sizes.storages(node):
-            last[key] = max([last.get(key, 0), order[node], *(order[user] for user in node.users)])
-            if node.op in ("placeholder", "get_attr"):
-                foreign.add(key)
-    ending: dict[int, list[int]] = {}
-    for key, at in last.items():
-        ending.setdefault(at, []).append(key)
-    alive: dict[int, int] = {}
-    most = 0
-    for i, node in enumerate(nodes):
-        for key, size in sizes.storages(node).items():
-            if key not in foreign:
-                alive.setdefault(key, size)
-        most = max(most, sum(alive.values()) + sizes.within(node))
-        for key in ending.get(i, ()):
-            alive.pop(key, None)
-    return most
+    lives = _lives_of(graph, sizes.tokens)
+    held = np.rint(lives.constant * sizes.factor**lives.tokens * float(sizes.bounds) ** lives.bounds)
+    change = np.zeros(lives.nodes + 1)
+    np.add.at(change, lives.begin, held)
+    np.add.at(change, lives.end + 1, -held)
+    alive = np.cumsum(change)
+    if lives.heads:
+        nodes = list(graph.graph.nodes)
+        for i in lives.heads:
+            alive[i] += sizes.within(nodes[i])
+    return int(alive.max())
+
+
+@dataclass(frozen=True)
+class _Lives:
+    """When a graph's own storages begin and end, and their bytes: constant x factor^tokens x bounds^bounds.
+
+    The same for every micro-batch, and planners ask for hundreds. A storage [1, tokens, 4096] of float32, traced with
+    26 tokens, has constant 26 x 4096 x 4, tokens 1 and bounds 0.
+
+    Attributes:
+        nodes: of the graph.
+        begin, end: the first node that makes a storage, and the last that reads it.
+        constant, tokens, bounds: of its bytes, see `Sizes`.
+        heads: nodes that take bytes beside their results while they run.
+    """
+
+    nodes: int
+    begin: npt.NDArray[np.int64]
+    end: npt.NDArray[np.int64]
+    constant: npt.NDArray[np.float64]
+    tokens: npt.NDArray[np.float64]
+    bounds: npt.NDArray[np.float64]
+    heads: tuple[int, ...]
+
+    @staticmethod
+    def of(graph: fx.GraphModule, tokens: str) -> _Lives:
+        nodes = list(graph.graph.nodes)
+        order = {node: i for i, node in enumerate(nodes)}
+        begin: dict[int, int] = {}
+        end: dict[int, int] = {}
+        made: dict[int, tuple[float, int, int]] = {}
+        foreign: set[int] = set()
+        for i, node in enumerate(nodes):
+            for key, tensor in storages_of(node):
+                begin.setdefault(key, i)
+                end[key] = max([end.get(key, 0), i, *(order[user] for user in node.users)])
+                if key not in made:
+                    made[key] = _terms(tensor, tokens)
+                if node.op in ("placeholder", "get_attr"):
+                    foreign.add(key)
+        own = [key for key in begin if key not in foreign]
+        terms = np.array([made[key] for key in own], np.float64).reshape(-1, 3)
+        heads = tuple(i for i, node in enumerate(nodes) if _head_operands(node) is not None)
+        first, last = (np.array([of[key] for key in own], np.int64) for of in (begin, end))
+        return _Lives(len(nodes), first, last, terms[:, 0], terms[:, 1], terms[:, 2], heads)
+
+
+_KNOWN: WeakKeyDictionary[fx.GraphModule, dict[tuple[str, int], _Lives]] = WeakKeyDictionary()
+
+
+def _lives_of(graph: fx.GraphModule, tokens: str) -> _Lives:
+    known = _KNOWN.setdefault(graph, {})
+    key = (tokens, len(graph.graph.nodes))
+    if key not in known:
+        known[key] = _Lives.of(graph, tokens)
+    return known[key]
+
+
+def _terms(tensor: Tensor, tokens: str) -> tuple[float, int, int]:
+    """Return what a tensor's bytes are made of: a number, and how often the tokens and the bounds are factors."""
+    constant = float(tensor.dtype.itemsize)
+    of_tokens = of_bounds = 0
+    for size in tensor.shape:
+        symbols = _symbols(size)
+        if not symbols:
+            constant *= int(size)
+        elif tokens in symbols:
+            constant *= hint_of(size)
+            of_tokens += 1
+        else:
+            of_bounds += 1
+    return constant, of_tokens, of_bounds
 
 
 def _head_operands(node: fx.Node) -> Sequence[fx.Node] | None:

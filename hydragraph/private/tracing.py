@@ -15,11 +15,10 @@ import sympy
 import torch
 import torch._dynamo.config
 import torch._functorch.config
-from functorch.compile import default_partition, min_cut_rematerialization_partition
 from torch import fx
 from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo.source import ConstantSource
-from torch._guards import detect_fake_mode
+from torch._guards import SLoc, detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import (
@@ -34,9 +33,6 @@ from torch.fx.experimental.symbolic_shapes import (
     StatelessSymbolicContext,
     free_unbacked_symbols,
 )
-
-PARTITIONERS = {"min_cut": min_cut_rematerialization_partition, "default": default_partition}
-
 
 _CASTS = frozenset(
     {torch.ops.aten._to_copy.default, torch.ops.aten.to.dtype, torch.ops.aten.to.device, torch.ops.aten.to.dtype_layout}
@@ -167,11 +163,27 @@ def code_when_called() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def _of_no_place(env: ShapeEnv | None) -> Iterator[None]:
+    """Make symbols without noting which line of a program asked for them.
+
+    To find that line PyTorch imports torch.export and Inductor, which no rank needs that starts from a folder: together
+    half a second of each rank.
+    """
+    here: Any = env
+    here._get_stack_summary = lambda is_debug=False, framework_loc=None: (SLoc(framework_loc, None), "")
+    try:
+        yield
+    finally:
+        del here._get_stack_summary
+
+
 def new_symbol(mode: FakeTensorMode, number: int, hint: int) -> torch.SymInt:
     """Return a new symbolic size of a trace, of which nothing is assumed; `number` tells it from its others."""
     dynamic = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC])
     source = ConstantSource(f"size_{number}")
-    seed = mode.from_tensor(torch.empty(hint, device="meta"), symbolic_context=dynamic, source=source)
+    with _of_no_place(mode.shape_env):
+        seed = mode.from_tensor(torch.empty(hint, device="meta"), symbolic_context=dynamic, source=source)
     size = seed.shape[0]
     assert isinstance(size, torch.SymInt)
     return size
@@ -297,10 +309,16 @@ def partition(
     _drop_repeats(joint.graph)
     for node in _ancestors(joint, outputs):  # what the default partitioner goes by
         node.meta["partitioner_tag"] = "is_forward"
-    chosen: Callable = PARTITIONERS[partitioner]
+    # Not before it is needed: it imports much of AOTAutograd and Inductor, and who starts from a folder cuts nothing.
+    from functorch import compile as cutting
+
+    partitioners: Mapping[str, Callable] = {
+        "min_cut": cutting.min_cut_rematerialization_partition,
+        "default": cutting.default_partition,
+    }
     # Their own search for repeats imports Inductor's pattern matcher, which takes as long as tracing a block.
     with torch._functorch.config.patch(cse=False):
-        return chosen(joint, inputs, num_fwd_outputs=outputs)
+        return partitioners[partitioner](joint, inputs, num_fwd_outputs=outputs)
 
 
 def _drop_repeats(graph: fx.Graph) -> None:

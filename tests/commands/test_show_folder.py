@@ -134,6 +134,12 @@ def test_the_schedule_is_the_programs(folder: Path, tmp_path: Path) -> None:
         "  pipeline 0 stage 1 ranks 2-3 ..F0B0--F1B1--F2B2--....",
     ]
     assert (tmp_path / "grid.svg").read_text().startswith("<?xml")
+    one = shown(folder, "--schedule", "--strategy", "2", "--rank", "3", "--output", tmp_path / "one.svg")
+    assert one.splitlines()[2:-1] == [
+        "  24 in all, a column is 1; rank 3 is idle 25% of the time",
+        "  pipeline 0 stage 1 ranks 2-3 ..F0B0--F1B1--F2B2--....",
+    ]
+    assert "stage 0" not in (tmp_path / "one.svg").read_text()
 
 
 def test_who_holds_a_parameter(folder: Path) -> None:

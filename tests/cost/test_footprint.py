@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from hydragraph.cost.footprint import MicroBatch, Sizes, footprint, most_alive
 from hydragraph.ir.program import Program
@@ -84,3 +84,32 @@ def test_a_graph_takes_at_most_what_lives_at_once() -> None:
         node.meta["val"] = torch.empty(100)
     module = torch.fx.GraphModule(torch.nn.Module(), graph)
     assert most_alive(module, Sizes("", 1.0, 2)) == 2 * 400  # an operand and its result
+
+
+def walked(graph: fx.GraphModule, sizes: Sizes) -> int:
+    """Return what lives at most, node by node."""
+    nodes = list(graph.graph.nodes)
+    order = {node: i for i, node in enumerate(nodes)}
+    given = {key for node in nodes if node.op in ("placeholder", "get_attr") for key in sizes.storages(node)}
+    alive: dict[int, int] = {}
+    most = 0
+    for i, node in enumerate(nodes):
+        alive = {**{key: size for key, size in sizes.storages(node).items() if key not in given}, **alive}
+        most = max(most, sum(alive.values()) + sizes.within(node))
+        later = {k for n in nodes if max([order[n], *map(order.__getitem__, n.users)]) > i for k in sizes.storages(n)}
+        alive = {key: size for key, size in alive.items() if key in later}
+    return most
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("kind", [StageKind(1), StageKind(2, sequence_parallel=True), StageKind(2, recompute=True)])
+def test_what_lives_at_most_is_what_a_walk_finds(kind: StageKind, fused: bool) -> None:
+    program = llama()
+    variants = Variants(program, fused_head=fused, added=True)
+    part = StagePart(kind, 0)
+    for block in {each.template: each for each in program.blocks}.values():
+        variant = variants.get(block, part)
+        for batch in (MicroBatch(2 * kind.tp, 1), MicroBatch(30 * kind.tp, 7), MicroBatch(4096 * kind.tp, 3)):
+            sizes = Sizes.of(variant, part, batch)
+            for graph in (variant.forward, variant.backward):
+                assert most_alive(graph, sizes) == walked(graph, sizes)
