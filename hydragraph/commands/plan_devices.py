@@ -18,7 +18,7 @@ from hydragraph.train.config import TrainConfig
 
 if TYPE_CHECKING:
     from hydragraph.cost.costs import Costs
-    from hydragraph.cost.memory import Compiled, CompiledBlocks
+    from hydragraph.cost.memory import Compiled
     from hydragraph.cost.profile import Profile
     from hydragraph.planner.uneven.planning import Plan
     from hydragraph.planner.workload import Workload
@@ -128,11 +128,14 @@ class Asked:
 
 def plan_devices(asked: Asked, as_json: bool) -> None:
     """Plan, print the plan, and write what was asked for."""
-    from hydragraph.planner.uneven.planning import plan
+    from hydragraph.planner.uneven.planning import check_question, plan
     from hydragraph.spec.cluster import Cluster
     from hydragraph.train.device_picture import write_device_picture
 
     asked.check()
+    method: Any = asked.method or "auto"
+    solver: Any = asked.solver
+    check_question(method, asked.deadline, solver)
     cluster = Cluster.load(asked.cluster)
     config = None if asked.model is None else TrainConfig.load(asked.model)
     workload = asked.work.read(config)
@@ -143,9 +146,9 @@ def plan_devices(asked: Asked, as_json: bool) -> None:
 
         costs, source = _costs(asked, cluster, config, say)
         running = None if asked.running is None else _running(asked.running, costs)
+        if config is not None:
+            _compile_first(costs)
         say("searching")
-        method: Any = asked.method or "auto"
-        solver: Any = asked.solver
         found = plan(costs, workload, method, running, asked.deadline, asked.work.seed, solver)
     written = [] if asked.output is None else [_write(found, asked.output)]
     if asked.picture is not None:
@@ -202,22 +205,22 @@ def _costs(asked: Asked, cluster: Cluster, config: TrainConfig | None, say: Say)
         )
     blocks = CompiledBlocks(program, _told(variants.get, say))
     costs = Costs(measured, cluster, rates, home=owners, blocks=blocks, corrections=known)
-    _compile_first(costs, blocks)
     return costs, f"{costs.source}; memory by the sizes of compiled graphs"
 
 
-def _compile_first(costs: Costs, blocks: CompiledBlocks) -> None:
+def _compile_first(costs: Costs) -> None:
     """Have the graphs of all stages that a plan may be made of, so that its deadline is the search's alone."""
     from hydragraph.spec.stage_kind import StagePart
 
-    ranks = Counter((costs.cluster.type_of(rank), costs.cluster.node_of(rank)) for rank in range(costs.ranks))
+    working = [rank for rank in range(costs.ranks) if math.isfinite(costs.health.rate(rank))]
+    ranks = Counter((costs.cluster.type_of(rank), costs.cluster.node_of(rank)) for rank in working)
     examples = dict(zip(costs.profile.blocks, costs.outline.blocks, strict=True))
     for name in costs.cluster.types:
-        most = max(count for (of, _), count in ranks.items() if of == name)
+        most = max((count for (of, _), count in ranks.items() if of == name), default=0)
         for kind in costs.profile.of(name).pieces:
             if kind.tp <= most and all(heads % kind.tp == 0 for heads in costs.sizes.heads):
                 for block in examples.values():
-                    blocks.adds(block, StagePart(kind, 0))
+                    costs.blocks.adds(block, StagePart(kind, 0))
 
 
 def _home(config: TrainConfig | None, running: bool) -> Home:

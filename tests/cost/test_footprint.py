@@ -90,26 +90,32 @@ def walked(graph: fx.GraphModule, sizes: Sizes) -> int:
     """Return what lives at most, node by node."""
     nodes = list(graph.graph.nodes)
     order = {node: i for i, node in enumerate(nodes)}
-    given = {key for node in nodes if node.op in ("placeholder", "get_attr") for key in sizes.storages(node)}
+    made = [sizes.storages(node) for node in nodes]
+    given = {
+        key for node, own in zip(nodes, made, strict=True) if node.op in ("placeholder", "get_attr") for key in own
+    }
+    until: dict[int, int] = {}
+    for node, own in zip(nodes, made, strict=True):
+        for key in own:
+            until[key] = max([until.get(key, 0), order[node], *(order[user] for user in node.users)])
     alive: dict[int, int] = {}
     most = 0
-    for i, node in enumerate(nodes):
-        alive = {**{key: size for key, size in sizes.storages(node).items() if key not in given}, **alive}
+    for i, (node, own) in enumerate(zip(nodes, made, strict=True)):
+        alive = {**{key: size for key, size in own.items() if key not in given}, **alive}
         most = max(most, sum(alive.values()) + sizes.within(node))
-        later = {k for n in nodes if max([order[n], *map(order.__getitem__, n.users)]) > i for k in sizes.storages(n)}
-        alive = {key: size for key, size in alive.items() if key in later}
+        alive = {key: size for key, size in alive.items() if until[key] > i}
     return most
 
 
 @pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize("kind", [StageKind(1), StageKind(2, sequence_parallel=True), StageKind(2, recompute=True)])
+@pytest.mark.parametrize("kind", [StageKind(1, recompute=True), StageKind(2, sequence_parallel=True)])
 def test_what_lives_at_most_is_what_a_walk_finds(kind: StageKind, fused: bool) -> None:
     program = llama()
     variants = Variants(program, fused_head=fused, added=True)
     part = StagePart(kind, 0)
     for block in {each.template: each for each in program.blocks}.values():
         variant = variants.get(block, part)
-        for batch in (MicroBatch(2 * kind.tp, 1), MicroBatch(30 * kind.tp, 7), MicroBatch(4096 * kind.tp, 3)):
+        for batch in (MicroBatch(2 * kind.tp, 1), MicroBatch(4096 * kind.tp, 3)):
             sizes = Sizes.of(variant, part, batch)
             for graph in (variant.forward, variant.backward):
                 assert most_alive(graph, sizes) == walked(graph, sizes)

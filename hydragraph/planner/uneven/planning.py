@@ -147,9 +147,22 @@ def plan(
         Unsupported: nothing fits (how far off, and what would help), a type was not measured, or all devices are lost.
         ValueError: there is no such method or solver, the deadline is no time, or what runs is no strategy.
     """
+    check_question(method, deadline_s, solver)
+    del seed
+    if isinstance(running, str):
+        running = Strategy.parse(running, costs.outline.layers)
+    with _uncollected():
+        return _plan(costs, workload, method, running, deadline_s, WAYS[method] if solver is None else (PUBLISHED,))
+
+
+def check_question(method: str, deadline_s: float | None = None, solver: str | None = None) -> None:
+    """Check what is asked of `plan` apart from costs and workload, which may take a while to make.
+
+    Raises:
+        ValueError: there is no such method or solver, or the deadline is no time.
+    """
     if method not in get_args(Method):
         raise ValueError(f"method is {method!r}: use {', '.join(map(repr, get_args(Method)))}")
-    del seed
     if solver not in (None, *get_args(Solver)):
         raise ValueError(f"solver is {solver!r}: use {', '.join(map(repr, get_args(Solver)))}, or leave it out")
     if solver is not None and method != "mixed":
@@ -158,10 +171,6 @@ def plan(
         )
     if deadline_s is not None and not deadline_s >= 0:
         raise ValueError(f"deadline_s is {deadline_s}: give seconds from 0, or None to search to the end")
-    if isinstance(running, str):
-        running = Strategy.parse(running, costs.outline.layers)
-    with _uncollected():
-        return _plan(costs, workload, method, running, deadline_s, WAYS[method] if solver is None else (PUBLISHED,))
 
 
 @contextmanager
