@@ -148,7 +148,7 @@ def _sentences(debug: bool, log_level: str | None = None) -> Iterator[None]:
 
 # What is wrong with a path that somebody gave, instead of a number and the system's words.
 _PATHS: dict[type[Exception], str] = {
-    FileExistsError: "a file, where a directory is needed: name another",
+    FileExistsError: "it is there already, and in the way: name another",
     FileNotFoundError: "there is no such file or directory: correct the path",
     IsADirectoryError: "a directory, where a file is needed: name the file",
     NotADirectoryError: "below a file, where a directory is needed: correct the path",

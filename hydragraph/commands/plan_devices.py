@@ -217,7 +217,7 @@ def _compile_first(costs: Costs) -> None:
     examples = dict(zip(costs.profile.blocks, costs.outline.blocks, strict=True))
     for name in costs.cluster.types:
         most = max((count for (of, _), count in ranks.items() if of == name), default=0)
-        for kind in costs.profile.of(name).pieces:
+        for kind in costs.profile.of(name).pieces if most else ():  # of a type that is lost nothing need be known
             if kind.tp <= most and all(heads % kind.tp == 0 for heads in costs.sizes.heads):
                 for block in examples.values():
                     costs.blocks.adds(block, StagePart(kind, 0))

@@ -160,11 +160,12 @@ _LOOKED_AT = 4096  # bytes of a file, to see whether it is text
 
 
 def _is_text(start: bytes) -> bool:
-    """Say whether the first bytes of a file are some text in UTF-8; the last character may be cut."""
+    """Say whether the first bytes of a file may begin a text in UTF-8; the last character may be cut."""
     try:
-        return bool(codecs.getincrementaldecoder("utf-8")().decode(start).strip())
+        text = codecs.getincrementaldecoder("utf-8")().decode(start)
     except UnicodeDecodeError:
         return False
+    return bool(text.strip()) or len(start) == _LOOKED_AT  # behind so many blanks there may be some
 
 
 def fingerprint(paths: Sequence[Path], suffixes: tuple[str, ...] | None = None, fields: Fields = PLAIN) -> str:

@@ -65,15 +65,17 @@ def check_settings(config: TrainConfig, ranks: int) -> None:
 
 def _check_model(config: TrainConfig, model: nn.Module) -> None:
     """Check what a class and its sizes say without being traced: that there are scores of tokens, and whole groups."""
-    settings: Any = model.config
+    settings = model.config
     head: Any = getattr(model, "get_output_embeddings", None)
     if not callable(head) or head() is None:
         raise ValueError(
             f"model.architecture: {type(model).__name__} has no head that scores tokens: name a class that has, such "
             "as LlamaForCausalLM"
         )
-    heads, groups = (getattr(settings, name, None) for name in ("num_attention_heads", "num_key_value_heads"))
-    if isinstance(heads, int) and isinstance(groups, int) and groups > 0 and heads % groups:
+    heads, groups = (_size(settings, name) for name in ("num_attention_heads", "num_key_value_heads"))
+    # Where keys are made of something smaller (DeepSeek), the number of their heads says nothing.
+    projected = any(name.endswith(".k_proj") for name, _ in model.named_modules())
+    if projected and heads and groups and heads % groups:
         raise ValueError(
             f"model.config: {heads} attention heads (num_attention_heads) cannot share {groups} heads of keys and "
             "values (num_key_value_heads): give a number that divides them"
@@ -84,6 +86,15 @@ def _check_model(config: TrainConfig, model: nn.Module) -> None:
             f"model.config.vocab_size is {vocabulary}, but a new tokenizer has at least {_BYTES_AND_END} tokens: leave "
             "it out, or give the larger of that and data.vocab_size"
         )
+
+
+def _size(config: object, name: str) -> int | None:
+    """Return a size that a model's config has; None: it has none, or one for each layer."""
+    try:
+        size = getattr(config, name, None)
+    except RuntimeError:  # transformers' configs of layers that differ do not say one
+        return None
+    return size if isinstance(size, int) else None
 
 
 def _check_device(device: str | None) -> None:
@@ -114,12 +125,12 @@ def read_strategies(texts: Sequence[str], model: nn.Module, ranks: int) -> tuple
     """
     config: Any = model.config
     layers = config.num_hidden_layers
-    heads = getattr(config, "num_attention_heads", None)
+    heads = _size(config, "num_attention_heads")
     strategies: list[Strategy] = []
     for i, text in enumerate(texts):
         try:
             strategy = Strategy.read(text, layers)
-            strategy.check(layers, ranks, (heads,) if isinstance(heads, int) else ())
+            strategy.check(layers, ranks, () if heads is None else (heads,))
         except FileNotFoundError:
             raise ValueError(f"strategies[{i}]: there is no file {text}: correct the path, or give a text") from None
         except (ValueError, OSError) as error:

@@ -200,6 +200,7 @@ def test_the_fingerprint_follows_the_files(tmp_path: Path) -> None:
         (b"x" + "🦎".encode() * 4096, {"text"}),
         (b"", set()),
         (b" \n\t\n", set()),
+        (b" " * 5000 + b"words", {"text"}),
         (b"\xff\xfe\x00", set()),
         (b"\x89PNG\r\n", set()),
     ],

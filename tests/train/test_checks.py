@@ -16,7 +16,7 @@ from hydragraph.data.mini_batches import MiniBatches
 from hydragraph.data.token_file import TokenFile, write_tokens
 from hydragraph.runtime.launch import join
 from hydragraph.spec.record import from_record
-from hydragraph.train.checks import check_settings, read_strategies, remarks
+from hydragraph.train.checks import _size, check_settings, read_strategies, remarks
 from hydragraph.train.config import TrainConfig
 from hydragraph.train.data import prepare
 from hydragraph.train.model import skeleton
@@ -56,6 +56,22 @@ def test_nothing_is_said_of_what_can_be() -> None:
     check_settings(config(), 1)
     check_settings(config(strategies=[INLINE]), 1)
     check_settings(config(strategies="<tp1,pp2>"), 2)
+
+
+def test_heads_of_keys_that_nothing_projects_need_not_divide() -> None:
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "q_lora_rank": 8, "kv_lora_rank": 8}
+    check_settings(config(model={"architecture": "DeepseekV3ForCausalLM", "config": sizes}), 1)
+
+
+def test_sizes_that_differ_by_layer_are_none() -> None:
+    class Layers:
+        @property
+        def num_attention_heads(self) -> int:
+            raise RuntimeError("a per-layer attribute")
+
+    assert _size(Layers(), "num_attention_heads") is None
+    assert _size(object(), "num_attention_heads") is None
+    assert _size(torch.Size, "count") is None
 
 
 @pytest.mark.parametrize(
