@@ -6,6 +6,7 @@ layers.py      the layers of one pipeline over its stages (Malleus' layer ILP, A
 sharing.py     micro-batches over pipelines (Malleus' data ILP), exactly
 pipelines.py   groups -> pipelines, improved by exchanges
 searching.py   candidates of one way of searching: degrees, groups, numbers of pipelines, micro-batch sizes
+pooled.py      a candidate's layers again, where stages and owners of the state share all memory, exactly
 simple.py      equal pipelines in node order, which no plan may lose to
 exchange.py    when an iteration ends, pull and push included, without a simulation
 finalists.py   from many candidates to the few that are looked at exactly

@@ -118,6 +118,11 @@ class Bench:
         return self._memory
 
     @property
+    def options(self) -> Sequence[Sequence[Option]]:
+        """The ways in which a group of each form may run its layers."""
+        return self._options
+
+    @property
     def least_bytes(self) -> float:
         """Bytes of a rank of every stage that a pipeline needs at least: all layers, one micro-batch in flight."""
         options = [option for every in self._options for option in every]
@@ -151,11 +156,20 @@ class Bench:
             width = len(self._options[form])
             row = self._row(form, s == 0, s == stages - 1, min(stages - s, count))
             layer[s, :width], extra[s, :width], cap[s, :width] = row
-        sum_s, max_s, layers, chosen = spread(self.layers, count, layer, extra, cap)
+        sum_s, _, layers, chosen = spread(self.layers, count, layer, extra, cap)
         if not math.isfinite(sum_s):
             return NOTHING_FITS
+        return self.laid_as(order, layers, chosen)
+
+    def laid_as(self, order: Multiset, layers: NDArray[np.int64], chosen: NDArray[np.int64]) -> Laid:
+        """Return a pipeline of these forms, in order, with these layers and options."""
+        stages = len(order)
         options = [self._options[i][o] for i, o in zip(order, chosen, strict=True)]
-        seconds = [float(extra[s, o] + layer[s, o] * layers[s]) for s, o in enumerate(chosen)]
+        seconds = [
+            self.forms[form].rate
+            * (o.aux_s + (s == 0) * o.first_s + (s == stages - 1) * o.last_s + o.layer_s * int(layers[s]))
+            for s, (form, o) in enumerate(zip(order, options, strict=True))
+        ]
         sizes = [
             mine * option.state_bytes + (s == 0) * option.first_bytes + (s == stages - 1) * option.last_bytes
             for s, (option, mine) in enumerate(zip(options, layers, strict=True))
@@ -166,9 +180,9 @@ class Bench:
             order,
             tuple(map(int, layers)),
             tuple(o.kind for o in options),
-            float(sum_s) + exposed,
+            sum(seconds) + exposed,
             exposed,
-            float(max_s),
+            max(seconds),
             max(passing),
             tuple(seconds),
             np.repeat(np.array(passing) / layers, layers),
@@ -228,7 +242,11 @@ class Bench:
         """Return the seconds of an iteration of so many pipelines of each multiset."""
         number = sum(pipelines.values())
         count = max(1, round(self.micro_batches / number))
-        laid = [self.lay(multiset, count) for multiset in pipelines]
+        return self.price_of({multiset: self.lay(multiset, count) for multiset in pipelines}, pipelines)
+
+    def price_of(self, by_multiset: Mapping[Multiset, Laid], pipelines: Mapping[Multiset, int]) -> float:
+        """Return the same for pipelines that are laid in this way."""
+        laid = [by_multiset[multiset] for multiset in pipelines]
         if any(not each.order for each in laid):
             return math.inf
         first = np.array([each.first_s for each in laid]) + self.awaited(laid)

@@ -24,6 +24,7 @@ from hydragraph.planner.uneven.bound import bound as bound_of
 from hydragraph.planner.uneven.explaining import Rival, explanation
 from hydragraph.planner.uneven.finalists import Finalists, Proposal, finalists, proposals
 from hydragraph.planner.uneven.lacking import nothing_fits
+from hydragraph.planner.uneven.pooled import pooled
 from hydragraph.planner.uneven.prices import SAFETY
 from hydragraph.planner.uneven.regrouping import Yard, climbed
 from hydragraph.planner.uneven.searching import MIXED, PUBLISHED, STRAGGLER, TOGETHER, Way, search, sizes_of
@@ -263,6 +264,8 @@ def _looked_at(
             candidates += _unlike(
                 search(costs, typical.sequences, typical.length, way, reach=reach, until=until, safety=safety)
             )
+        if not workload.lengths and not way.published:
+            candidates += _pooled(costs, workload, candidates, until)
         every.append((candidates, []))
     # Among more ranks its search takes long, so there it has to be asked for.
     if method == "search" or (method == "auto" and until is None and costs.ranks <= FEW):
@@ -282,6 +285,16 @@ def _looked_at(
         tuple(sorted((p for s, p in passed.items() if s not in known), key=lambda each: each.expected_s)),
         tuple(each for each in known.values() if isinstance(each, Shortage)),
     )
+
+
+def _pooled(costs: Costs, workload: Workload, candidates: Sequence[Candidate], until: float | None) -> list[Candidate]:
+    """Return candidates whose layers make the most of all memory, where the search's do not."""
+    found: list[Candidate] = []
+    for candidate in candidates:
+        if until is not None and time.monotonic() > until:
+            break
+        found += pooled(costs, candidate, workload.typical.sequences * workload.typical.length)
+    return found
 
 
 def _check_copies(costs: Costs) -> None:

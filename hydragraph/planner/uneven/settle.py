@@ -43,6 +43,7 @@ class Candidate:
         groups: of ranks, of these forms.
         together: sequences in a micro-batch.
         origin: which way of searching it came from.
+        layout: each kind of pipeline, where it is not laid as the bench lays it.
     """
 
     bench: Bench
@@ -50,6 +51,7 @@ class Candidate:
     groups: tuple[Group, ...]
     together: int
     origin: str
+    layout: tuple[Laid, ...] | None = None
 
     @property
     def seconds(self) -> float:
@@ -66,7 +68,8 @@ class Candidate:
     def laid(self) -> list[Laid]:
         """Return every pipeline as the search laid it."""
         count = max(1, round(self.bench.micro_batches / self.partition.count))
-        return [self.bench.lay(m, count) for m, times in self.partition.pipelines for _ in range(times)]
+        layout = self.layout or [self.bench.lay(m, count) for m, _ in self.partition.pipelines]
+        return [each for each, (_, times) in zip(layout, self.partition.pipelines, strict=True) for _ in range(times)]
 
     def exposed_s(self) -> float:
         """Return what of pull and push nothing hides, on the pipeline where that is most."""

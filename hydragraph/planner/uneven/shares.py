@@ -22,8 +22,11 @@ from hydragraph.spec.strategy import Strategy
 
 Floats = NDArray[np.float64]
 
-# Shares are rounded to this part of the largest, so that equal devices are told in few words.
-STEPS = 32
+# Shares are rounded to this part of the largest, so that equal devices are told in few words; or to the second, where
+# rounding to the first would give some rank more than it has room for.
+STEPS = (32, 1024)
+# How often what rounding made too large is made smaller.
+CORRECTED = 8
 _HALVINGS = 80
 
 
@@ -98,8 +101,17 @@ def home_of(costs: Costs, strategy: Strategy, room: Sequence[float], given: Home
 def _rounded(parts: Floats, room: Floats) -> Floats:
     """Return shares in few steps; rounding down what is nearly full keeps it within its room."""
     relative = parts / parts.max()
-    steps = np.where(parts >= 0.98 * room, np.floor(relative * STEPS), np.round(relative * STEPS))
-    return np.asarray(steps / STEPS)
+    shares: Floats = relative
+    for steps in STEPS:
+        rounded = np.where(parts >= 0.98 * room, np.floor(relative * steps), np.round(relative * steps))
+        for _ in range(CORRECTED):
+            shares = np.asarray(rounded / steps)
+            # Rounding changed the sum as well, which the parts are of.
+            full = shares > room * shares.sum()
+            if not full.any():
+                return np.asarray(shares)
+            rounded = np.where(full, np.floor(room * rounded.sum()), rounded)
+    return np.asarray(shares)
 
 
 def _apart(costs: Costs, given: Home, shares: Floats) -> bool:

@@ -63,6 +63,18 @@ def test_idle_ranks_own_what_others_have_no_room_for() -> None:
     assert home_of(costs, strategy, [0.2, 0.3], Home()) is None
 
 
+@given(st.lists(st.floats(0.02, 0.4), min_size=3, max_size=40), st.floats(1.01, 1.2))
+def test_shares_that_are_rounded_stay_within_rooms_that_just_suffice(rooms: list[float], more: float) -> None:
+    costs = priced.costs(4, priced.cluster(len(rooms)))
+    strategy = Strategy.parse("<[0]x4>", layers=4)
+    room = [more * each / sum(rooms) for each in rooms]
+    home = home_of(costs, strategy, room, Home())
+    assert home is not None
+    owned = [fraction_of(home, rank, len(rooms)) for rank in range(len(rooms))]
+    assert sum(owned) == pytest.approx(1)
+    assert all(part <= most * (1 + 1e-9) for part, most in zip(owned, room, strict=True))
+
+
 def test_copies_have_owners_on_two_nodes_even_if_one_of_them_idles() -> None:
     costs = priced.costs(4, priced.mixed())
     strategy = Strategy.parse("<[0,1]x4>", 4)
