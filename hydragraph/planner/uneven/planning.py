@@ -54,8 +54,9 @@ ALIKE = 1
 FEW = 64
 # Plans of Metis's search that are looked at.
 STAGED = 2
-# Plans within this part of the best count as equally good; the one that moves fewest bytes is taken.
-NEAR = 0.02
+# Plans within this part of the best count as equally good; the one that moves fewest bytes is taken. Moving the
+# state of 70B once takes 64 devices of 50 GB/s 0.3 s, an iteration 18 s: a plan that saves more soon pays for it.
+NEAR = 0.005
 # Plans that are improved for varying lengths.
 CLIMBS = 2
 # Candidates of which the iteration planner takes the best, where lengths vary; each must save this part of the time.
