@@ -205,10 +205,12 @@ def switched(costs: Costs, batches: list[tuple[int, ...]], health: Health) -> st
         began = time.monotonic()
         later = replace(asked, at_once=False, running=found.strategies, request=found.request)
         best = _answered(replanner, later)
+        longer = time.monotonic() - began
         return (
             f"{took:.2f} s ({worked:.2f} CPU s) beside training until another plan is there ({found.before_s:.3g} ->"
-            f" {found.after_s:.3g} s a step); its first step waits {waited:.3f} s{' and takes the quick plan' if plan.late else ''}; after"
-            f" {time.monotonic() - began:.1f} s more the best is known ({best.before_s:.3g} -> {best.after_s:.3g} s)"
+            f" {found.after_s:.3g} s a step); its first step waits {waited:.3f} s"
+            f"{' and takes the quick plan' if plan.late else ''}; after {longer:.1f} s more the best is known"
+            f" ({best.before_s:.3g} -> {best.after_s:.3g} s)"
         )
     finally:
         planner.close()
