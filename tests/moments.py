@@ -114,7 +114,9 @@ def window(plan: Plan, which: Window, rank: int | None, ranks: int) -> Iterator[
     """Strike this process inside, if it is its turn."""
     number, strike = plan.next()
     mine = strike is not None and strike.window == which and rank in (None, strike.rank % ranks)
-    if mine and which in AFTER_A_LOSS:
+    if which not in AFTER_A_LOSS:
+        mine = mine and ranks > 2  # two are left, at least
+    elif mine:
         mine = (plan.folder / f"opened-{number}").exists()
     if strike is None or not mine:
         yield
@@ -301,13 +303,15 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the windows, the calls and the ranks")
     parser.add_argument("--copies", type=int, default=2, help="owners of everything; 1: from the checkpoint")
     parser.add_argument("--windows", default=",".join(WINDOWS), help="to draw from")
+    parser.add_argument("--keep", type=Path, help="keep what ranks have written here")
     parser.add_argument("--stops", type=float, default=0.1, help="the part that stops a rank")
     chosen = parser.parse_args()
     windows: list[Window] = [each for each in WINDOWS if each in chosen.windows.split(",")]
     prepared = ready()
     load = os.getloadavg()[0]
     with tempfile.TemporaryDirectory(prefix="hydragraph-moments-") as temporary:
-        folder = Path(temporary)
+        folder = chosen.keep or Path(temporary)
+        folder.mkdir(parents=True, exist_ok=True)
         calls = counted(prepared, folder / "counted", windows)
         (folder / "struck").mkdir()
         strikes = drawn(chosen.count, chosen.seed, calls, windows, chosen.stops)

@@ -233,7 +233,7 @@ class _Striker:
                     self.until = victim.step() + CALM_STEPS
             if self.until is not None and step >= self.until and not asked:
                 asked = True
-                send(victim.launcher.pid, signal.SIGTERM)
+                send(victim.supervisor, signal.SIGTERM)
             time.sleep(0.02)
         return code
 

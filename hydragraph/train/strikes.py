@@ -73,6 +73,12 @@ class Victim:
         """Whether the launcher has not ended."""
         return self.launcher.poll() is None
 
+    @property
+    def supervisor(self) -> int:
+        """The process that starts the ranks: the launcher, or what torchrun has started."""
+        found = self._below(self.depth - 1)
+        return found[0] if found else self.launcher.pid
+
     def ranks(self) -> list[int]:
         """Return the processes of the ranks there are that have not ended, by rank."""
         with suppress(OSError, ValueError, KeyError):
@@ -83,6 +89,12 @@ class Victim:
 
     def children(self) -> list[int]:
         """Return the processes that were started for ranks, those that get ready included, the newest last."""
+        pids = self._below(self.depth + 1)
+        self.pids.update(pids)
+        return pids
+
+    def _below(self, levels: int) -> list[int]:
+        """Return the processes so many levels below the launcher that have not ended, the newest last."""
         above, born = {}, {}
         for entry in Path("/proc").iterdir():
             with suppress(OSError, ValueError, IndexError):
@@ -91,11 +103,9 @@ class Victim:
                 if fields[0] not in "ZX":
                     born[int(entry.name)] = int(fields[19])
         found = {self.launcher.pid}
-        for _ in range(self.depth + 1):
+        for _ in range(levels):
             found = {pid for pid, parent in above.items() if parent in found}
-        pids = sorted(found & born.keys(), key=lambda pid: (born[pid], pid))
-        self.pids.update(pids)
-        return pids
+        return sorted(found & born.keys(), key=lambda pid: (born[pid], pid))
 
     def step(self) -> int:
         """Return the last step that was written down."""
@@ -187,7 +197,7 @@ def _join(run: Victim, target: int, chance: random.Random) -> None:
     """Ask a rank to leave, and say that its device is back."""
     send(target, signal.SIGTERM)
     ended(target, _LEFT_S)
-    send(run.launcher.pid, signal.SIGUSR1)
+    send(run.supervisor, signal.SIGUSR1)
 
 
 def _pause(run: Victim, target: int, chance: random.Random) -> None:
