@@ -64,18 +64,30 @@ class Machines(Victim):
         assert self.nodes is not None
         return self.nodes
 
-    def start(self, number: int, *words: str) -> subprocess.Popen[bytes]:
+    def start(self, number: int, *words: str, restarts: int = 0) -> subprocess.Popen[bytes]:
         """Start a machine's torchrun."""
-        command = [*torchrun(self.two[number], self.two, 1), "-m", "hydragraph", "train", str(self.config), *words]
-        given: dict[str, Any] = {_JOB: "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[1])}
+        command = [*torchrun(self.two[number], self.two, 1, restarts=restarts), "-m", "hydragraph", "train"]
+        return self._begun(number, [*command, str(self.config), "--max-restarts", str(restarts), *words])
+
+    def start_alone(self, number: int, *words: str) -> subprocess.Popen[bytes]:
+        """Start a machine's supervisor without torchrun, where and as that would."""
+        where = {"MASTER_ADDR": self.two[0].address, "MASTER_PORT": "29511"}
+        command = [sys.executable, "-m", "hydragraph", "train", str(self.config), *words]
+        return self._begun(number, command, RANK=str(number), WORLD_SIZE="2", **where)
+
+    def _begun(self, number: int, command: list[str], **place: str) -> subprocess.Popen[bytes]:
+        given: dict[str, Any] = {
+            _JOB: "1",
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": str(Path(__file__).parents[1]),
+            **place,
+        }
         return self.two[number].start(command, self.config.parent / f"{number}.log", **given)
 
-    def again(self, number: int, *words: str) -> None:
+    def again(self, number: int) -> None:
         """Start it once more, when what was there has ended."""
         self.must(lambda: self.started[number].poll() is not None, f"the end of machine {number}")
-        self.started[number] = self.start(number, *words)
-        if not number:
-            self.launcher = self.started[0]
+        self.started[number] = self.start(number)
 
     def places(self) -> list[tuple[int, int]]:
         """Return the machine and the process, as seen from here, of every rank that lives."""
@@ -251,11 +263,12 @@ def deputy_killed(run: Machines) -> None:
 
 
 def leader_killed(run: Machines) -> None:
-    """Kill the supervisor of the first machine, and start it again with --resume: the other has waited for it."""
+    """Kill the supervisor of the first machine, and start another, with --resume: the second has waited for it."""
     ranks = run.ranks()
     send(run.supervisor(0), signal.SIGKILL)
     run.must(lambda: not set(ranks) & set(run.ranks()), "the end of all ranks")
-    run.again(0, "--resume")
+    run.must(lambda: run.started[0].poll() is not None, "the end of its torchrun")
+    run.started[0] = run.start_alone(0, "--resume")
     run.whole()
 
 
@@ -304,8 +317,10 @@ def _freeze(run: Machines, pids: list[int]) -> None:
     for pid in pids:
         send(pid, signal.SIGSTOP)
     time.sleep(LONG_S)
-    for pid in pids:
-        send(pid, signal.SIGCONT)
+    for _ in range(2):  # nsenter stops itself once it has seen its child stopped
+        for pid in pids:
+            send(pid, signal.SIGCONT)
+        time.sleep(0.5)
 
 
 def weathered(storm: Storm, folder: Path, steps: int) -> tuple[TrainConfig, list[str], Mapping[int, float]]:
@@ -316,7 +331,7 @@ def weathered(storm: Storm, folder: Path, steps: int) -> tuple[TrainConfig, list
     config = replace(config, deterministic=True, backend="eager")
     file = folder / "config.yaml"
     config.save(file)
-    problems = []
+    problems: list[str] = []
     with TwoNodes(folder / "nodes") as two:
         run = Machines(chaos.RunFolder(Path(config.output)), None, nodes=two, config=file)  # type: ignore[arg-type]
         run.started = [run.start(number, "--overwrite") for number in (0, 1)]

@@ -124,9 +124,12 @@ def meet_again(exe: Executable, failure: BaseException | None, newest: Callable[
     now = generation.members
     joined = tuple(rank for rank, m in enumerate(now) if m not in before)
     came = "ranks came" if joined else "ranks were called together"
+    lost = tuple(rank for rank, m in enumerate(before) if m not in now and m not in left)
+    if len(joined) == len(now) and generation.lost:  # nobody is here who could tell
+        lost, came = tuple(range(len(generation.lost))), "all ranks were lost"
     return replace(
         survived,
-        lost=tuple(rank for rank, m in enumerate(before) if m not in now and m not in left),
+        lost=lost,
         left=tuple(rank for rank, m in enumerate(before) if m in left),
         joined=joined,
         received=received,

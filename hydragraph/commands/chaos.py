@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections import Counter
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -13,7 +13,9 @@ from rich.table import Table
 
 from hydragraph.commands.options import Config, Debug, LogLevel, Set
 from hydragraph.train.config import TrainConfig
-from hydragraph.train.strikes import KINDS, Kind
+
+if TYPE_CHECKING:
+    from hydragraph.train.strikes import Kind
 
 
 def chaos_command(
@@ -22,7 +24,7 @@ def chaos_command(
     slow: Annotated[int, typer.Option(min=0, help="Ranks to slow for a second.")] = 0,
     joins: Annotated[int, typer.Option(min=0, help="Ranks to ask to leave; others then come in their places.")] = 0,
     kinds: Annotated[
-        str | None, typer.Option(help=f"Further kinds of strikes, as in two,again,rejoin; of {', '.join(KINDS)}.")
+        str | None, typer.Option(help="Further kinds of strikes, as in two,again,rejoin; `?` says which there are.")
     ] = None,
     each: Annotated[int, typer.Option(min=1, help="How many of each of --kinds.")] = 3,
     seed: Annotated[int, typer.Option(help="Of the moments and the ranks.")] = 0,

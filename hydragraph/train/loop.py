@@ -62,7 +62,7 @@ from hydragraph.train.data import (
 )
 from hydragraph.train.export import export
 from hydragraph.train.folder import Begin, Checkpoint, RunFolder
-from hydragraph.train.metrics import Metrics, MetricsLog, peak_memory, tensorboard_installed
+from hydragraph.train.metrics import Metrics, MetricsLog, peak_memory, read_metrics, tensorboard_installed
 from hydragraph.train.model import adapted, build_model, check_vocabulary, skeleton
 from hydragraph.train.optimizer import learning_rate, optimizer_factory
 from hydragraph.train.picture import matplotlib_installed, write_picture
@@ -483,10 +483,12 @@ def _go_on(run: _Run, course: _Course, failure: BaseException | None, owned: Exi
     survived = meet_again(executor, failure, newest)  # type: ignore[arg-type]  # a Trainable that was compiled
     world = executor.world
     turns = () if config.plan.choose else survived.strategies
-    lost_to = course.done if survived.restored is not None else None
+    last, idle_s = course.done, 0.0
+    if last < 0 and world.rank == 0:  # it has come, and nobody is left
+        before, (last, idle_s) = len(survived.lost), _written(folder)
+    lost_to = None if survived.restored is None else last
     run = replace(run, world=world, strategies=turns, controller=None, watcher=None)
     course.untold.append((survived, before))
-    idle_s = _idle_s(folder)
     with world.calling("go on"):
         if world.rank == 0:
             run = _lead(run, course, survived, owned, watching)
@@ -605,11 +607,12 @@ def _paused(told: Sequence[tuple[Survived, int]], rank: int) -> float:
     return sum(survived.seconds for survived, _ in told if rank not in survived.joined)
 
 
-def _idle_s(folder: RunFolder) -> float:
-    """Return the seconds since a step was written down; 0 where none was."""
+def _written(folder: RunFolder) -> tuple[int, float]:
+    """Return the last step that was written down, and the seconds since then; 0 where none was."""
     with suppress(FileNotFoundError):
-        return max(0.0, time.time() - folder.metrics.stat().st_mtime)
-    return 0.0
+        done = [metrics.step for metrics in read_metrics(folder.metrics)[-1:]]
+        return done[0] if done else 0, max(0.0, time.time() - folder.metrics.stat().st_mtime)
+    return 0, 0.0
 
 
 def _resumed(told: Sequence[tuple[Survived, int]], ranks: int, undone: int | None, moved: int, seconds: float) -> Event:
