@@ -43,6 +43,9 @@ class Library(Protocol):
     def variant(self, spec: VariantSpec) -> Variant | None:
         """Return the variant of a spec; None: there is none."""
 
+    def source(self, spec: VariantSpec) -> str:
+        """Return what tells the file that a spec's variant is in from others by its content; "": there is none."""
+
 
 class Variants:
     """The variants of one program that this process has compiled and not forgotten.
