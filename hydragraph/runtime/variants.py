@@ -100,7 +100,9 @@ class Variants:
         spec = self.spec(block, part)
         shards = tuple((p.rule, p.local_shape(part.tp, part.index)) for p in spec.parameters.values())
         how = (spec.learning, self._how, passes_for(spec))
-        key = (spec.template.content, shards, part.kind, *how)
+        # Graphs of a file are not those that were traced here: a check may be there to find out whether they are equal.
+        source = "" if self._library is None else self._library.source(spec)
+        key = (spec.template.content, shards, part.kind, *how, source)
 
         def make() -> Variant:
             variant = _shared.get(key)
