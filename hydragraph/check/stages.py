@@ -160,7 +160,9 @@ class StageCheck:
                 difference = self._attempt(block, form, attempt)
             except Exception as error:  # whatever a kernel raises
                 failed.append((error, attempt))
-                continue
+                if attempt.widened:
+                    continue
+                break  # so they fail in training
             if difference is not None and difference.ratio <= 1:
                 return difference.ratio * attempt.bound.own
             if difference is not None:
