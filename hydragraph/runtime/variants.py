@@ -148,9 +148,10 @@ class Variants:
         )
 
     def _made(self, spec: VariantSpec) -> Variant:
-        doing(f"compiling the model's blocks for {_form(spec.part)}")
         began = time.perf_counter()
         found = self._looked_up(spec)
+        if found is None or self._backend != "eager":
+            doing(f"compiling the model's blocks for {_form(spec.part)}")
         variant = self._compile(spec, found)
         verb = "compiled" if found is None else "took"
         source = "" if found is None else f" from {self._library}"
