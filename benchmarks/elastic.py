@@ -129,7 +129,7 @@ def kills(table: Table, count: int) -> None:
             if step % 20 == 0:
                 print(f"step {step}: {struck} of {count} kills", file=sys.stderr)
 
-        disturbed = chaos.run(stormy, chaos.draw(count, 0, 0, seed=7), stepped)
+        disturbed = chaos.run(stormy, chaos.draw({"kill": count}, seed=7), stepped)
         last = max(m.step for m in disturbed.metrics)
         undisturbed = chaos.run(peaceful, until=last).until(last)
         departed = chaos.departure(disturbed, undisturbed, None)

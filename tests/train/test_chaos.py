@@ -21,6 +21,7 @@ from hydragraph.train.chaos import (
 )
 from hydragraph.train.config import TrainConfig
 from hydragraph.train.metrics import Metrics
+from hydragraph.train.strikes import Kind
 from tests.train.plain import settings
 
 
@@ -29,9 +30,10 @@ def metrics(step: int, loss: float) -> Metrics:
 
 
 def test_strikes_come_from_the_seed() -> None:
-    strikes = draw(5, 2, 3, seed=1)
-    assert strikes == draw(5, 2, 3, seed=1) != draw(5, 2, 3, seed=2)
-    assert sorted(strike.kind for strike in strikes) == [*["kill"] * 5, *["leave and join"] * 3, *["slow"] * 2]
+    counts: dict[Kind, int] = {"kill": 5, "slow": 2, "join": 3}
+    strikes = draw(counts, seed=1)
+    assert strikes == draw(counts, seed=1) != draw(counts, seed=2)
+    assert sorted(strike.kind for strike in strikes) == [*["join"] * 3, *["kill"] * 5, *["slow"] * 2]
     assert [strike.step for strike in strikes] == sorted(strike.step for strike in strikes)
     assert all(2 <= strike.step <= 2 + 10 * STEPS_PER_STRIKE for strike in strikes)
 

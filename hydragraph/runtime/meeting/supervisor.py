@@ -34,7 +34,7 @@ _LOOK_S = 0.02  # between two looks at what members say
 _GRACE_S = 8.0  # for members to tell their own errors, once one has that would come again
 _REJOIN_S = 0.5  # before a lost process is replaced; twice as long each time that its replacement lives no longer
 _REJOIN_MOST_S = 60.0
-_SHORT_S = 20.0  # a life
+_SHORT_S = 5.0  # a life, from when it became a rank
 _STARTS = 3  # of processes in one seat that end before they are ready
 
 AGAIN = (ValueError, TypeError, OSError, ImportError, FloatingPointError)  # errors that would come again
@@ -147,7 +147,7 @@ class Supervisor:
         self._rules = Rules(ranks, elastic.min_ranks)
         self._record = Record()
         self._seats: dict[int, int] = {}  # by member
-        self._born: dict[int, float] = {}
+        self._since: dict[int, float] = {}  # when a member became a rank
         self._waiting: dict[int, float] = {}  # seats that are to be taken anew, and when
         self._short: dict[int, int] = {}  # how many processes in a row have lived a short life, by seat
         self._unready: dict[int, int] = {}  # how many have ended before they were ready
@@ -205,7 +205,6 @@ class Supervisor:
         number = self._next
         self._next += 1
         self._seats[number] = seat
-        self._born[number] = time.monotonic()
         self._late |= {number} if late else set()
         self._place.say(number, Said(ready=not late))
         self._place.introduce(Peer(number, seat, 0, "", node=self._node(seat)))
@@ -290,7 +289,7 @@ class Supervisor:
         if not self._elastic.rejoin or self._unready[seat] >= _STARTS:
             self._empty.add(seat)
             return
-        short = time.monotonic() - self._born[member.rank] < _SHORT_S
+        short = time.monotonic() - self._since.get(member.rank, time.monotonic()) < _SHORT_S
         self._short[seat] = self._short.get(seat, 0) + 1 if short else 0
         wait_s = min(_REJOIN_MOST_S, _REJOIN_S * 2 ** max(0, self._short[seat] - 1))
         self._waiting[seat] = time.monotonic() + wait_s
@@ -335,6 +334,7 @@ class Supervisor:
             return
         before, self._record = self._record.orders, record
         self._place.order(record.orders)
+        self._since |= {m: time.monotonic() for m in record.current if m not in self._since}
         _told(before, record.orders)
         for member in self._live():
             if member.rank in record.orders.out and member.rank not in before.out:
