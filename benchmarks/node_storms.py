@@ -119,7 +119,7 @@ class Machines(Victim):
         for pid in sorted(self.everything(number)):
             with suppress(OSError):
                 words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-                if b"hydragraph" in words and b"torch.distributed.run" not in words:
+                if b"hydragraph" in words and words[0] != b"nsenter" and b"torch.distributed.run" not in words:
                     return pid
         raise TooLateError(f"machine {number} has no supervisor")
 
@@ -282,6 +282,14 @@ def described(pid: int) -> str:
     return f"{pid} has ended"
 
 
+def leader_restarted(run: Machines) -> None:
+    """Kill the supervisor of the first machine, where torchrun and hydragraph have --max-restarts 1."""
+    ranks = run.ranks()
+    send(run.supervisor(0), signal.SIGKILL)
+    run.must(lambda: not set(ranks) & set(run.ranks()), "the end of all ranks")
+    run.whole()
+
+
 STORMS: tuple[Storm, ...] = (
     first_rank,
     first_rank_moves,
@@ -299,7 +307,9 @@ STORMS: tuple[Storm, ...] = (
     leader_stopped,
     deputy_killed,
     leader_killed,
+    leader_restarted,
 )
+RESTARTS = {"leader_restarted": 1}  # that torchrun is given
 
 
 def _kill_all(run: Machines, number: int) -> None:
@@ -334,7 +344,7 @@ def weathered(storm: Storm, folder: Path, steps: int) -> tuple[TrainConfig, list
     problems: list[str] = []
     with TwoNodes(folder / "nodes") as two:
         run = Machines(chaos.RunFolder(Path(config.output)), None, nodes=two, config=file)  # type: ignore[arg-type]
-        run.started = [run.start(number, "--overwrite") for number in (0, 1)]
+        run.started = [run.start(number, "--overwrite", restarts=RESTARTS.get(storm.__name__, 0)) for number in (0, 1)]
         run.launcher = run.started[0]
         try:
             run.must(lambda: run.step() >= CALM, "the first steps")

@@ -48,7 +48,7 @@ NEVER = 1 << 60  # calls: a strike comes when its window ends
 
 Window = Literal["step", "move", "save", "recover", "room", "join"]
 WINDOWS: tuple[Window, ...] = get_args(Window)
-AFTER_A_LOSS: tuple[Window, ...] = ("recover", "room", "join")  # which another rank's end opens
+AFTER_A_LOSS = ("recover", "room", "join")  # which another rank's end opens
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Strike:
         stops: by SIGSTOP; else by SIGKILL.
     """
 
-    window: Window
+    window: str
     call: int
     rank: int
     stops: bool = False
@@ -77,12 +77,21 @@ class Plan:
         folder: where ranks write what they have seen, and what has hit.
         copies: how many owners everything has.
         steps: that it has at least; a few follow the last strike.
+        opened: windows that only another rank's end opens.
     """
 
     strikes: tuple[Strike, ...]
     folder: Path
     copies: int = 2
     steps: int = 0
+    opened: tuple[str, ...] = AFTER_A_LOSS
+
+    def open(self, rank: int, ranks: int) -> None:
+        """End this rank, if that is what the next strike waits for: not the one that strikes itself then."""
+        number, strike = self.next()
+        waits = strike is not None and strike.window in self.opened and rank == (strike.rank + 1) % ranks
+        if waits and self.claim(f"opened-{number}", ""):
+            os.kill(os.getpid(), signal.SIGKILL)
 
     def next(self) -> tuple[int, Strike | None]:
         """Return the first strike that has not hit."""
@@ -110,11 +119,11 @@ class Plan:
 
 
 @contextmanager
-def window(plan: Plan, which: Window, rank: int | None, ranks: int) -> Iterator[None]:
+def window(plan: Plan, which: str, rank: int | None, ranks: int) -> Iterator[None]:
     """Strike this process inside, if it is its turn."""
     number, strike = plan.next()
     mine = strike is not None and strike.window == which and rank in (None, strike.rank % ranks)
-    if which not in AFTER_A_LOSS:
+    if which not in plan.opened:
         mine = mine and ranks > 2  # two are left, at least
     elif mine:
         mine = (plan.folder / f"opened-{number}").exists()
@@ -185,7 +194,8 @@ def one_more(plan: Plan, exe: hg.Executable) -> bool:
     with exe.world.calling("train"):
         if exe.steps >= exe.world.gather(plan.last(exe.steps))[0]:
             return False
-        open_window(plan, exe)
+        if exe.ranks == RANKS:
+            plan.open(exe.rank, exe.ranks)
         if not saved.exists() or exe.steps % SAVES == 0:
             with window(plan, "save", exe.rank, exe.ranks):
                 exe.save(saved)
@@ -197,15 +207,6 @@ def one_more(plan: Plan, exe: hg.Executable) -> bool:
             file.write(f"{report.step} {report.loss.hex()}\n")
         wait_for_all(plan, exe)
     return True
-
-
-def open_window(plan: Plan, exe: hg.Executable) -> None:
-    """Have a rank end, if that is what the next strike waits for: not the one that strikes itself then."""
-    number, strike = plan.next()
-    if strike is not None and strike.window in AFTER_A_LOSS and exe.ranks == RANKS:
-        ends = (strike.rank + 1) % exe.ranks
-        if exe.rank == ends and plan.claim(f"opened-{number}", ""):
-            os.kill(os.getpid(), signal.SIGKILL)
 
 
 def wait_for_all(plan: Plan, exe: hg.Executable) -> None:

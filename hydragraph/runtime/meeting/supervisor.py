@@ -16,7 +16,7 @@ from typing import Any
 
 from hydragraph import log
 from hydragraph.errors import RankFailure, TooFewRanks
-from hydragraph.runtime.crew import Context, RankHandle, Stops, dismiss, outcome_of, raise_failure, start
+from hydragraph.runtime.crew import Context, RankHandle, Stops, dismiss, forget, outcome_of, raise_failure, start
 from hydragraph.runtime.failure.ledger import announce_death, last_fault
 from hydragraph.runtime.kept import KEPT
 from hydragraph.runtime.meeting.nodes import Hub, Nodes, Over, Start
@@ -276,10 +276,7 @@ class Supervisor:
 
     def _forget(self, member: RankHandle) -> None:
         self.crew.remove(member)
-        if member.process.is_alive():
-            member.process.kill()
-        member.connection.close()
-        member.process.join()
+        forget(member)
 
     def _plan_replacement(self, member: RankHandle) -> None:
         """Decide when another process takes a lost one's seat."""
