@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -34,7 +34,7 @@ from hydragraph.train.config import TrainConfig
 from hydragraph.train.folder import RunFolder
 from hydragraph.train.metrics import read_metrics
 from hydragraph.train.strikes import Victim, ended, lives, send
-from tests.moments import LIMIT_S, RANKS, Plan, Strike, window
+from tests.moments import LIMIT_S, PROGRESS_S, RANKS, How, Plan, Strike, window
 from tests.train.plain import settings
 
 PLAN = "HYDRAGRAPH_TEST_PLAN"  # the plan, in the environment of a run
@@ -83,14 +83,19 @@ def _within(plan: Plan, name: str, given: tuple[Any, ...]) -> AbstractContextMan
     return window(plan, name, None if name == "_lead" else world.rank, world.ranks)
 
 
-def draw(count: int, seed: int, stops: float) -> tuple[Strike, ...]:
+def draw(count: int, seed: int, hows: Sequence[How]) -> tuple[Strike, ...]:
     """Draw strikes, of all windows alike."""
     chance = random.Random(seed)
     names = [list(CALLS)[number % len(CALLS)] for number in range(count)]
     chance.shuffle(names)
     # Calls are many where little happens: early ones are as likely as late ones, by their magnitude.
     return tuple(
-        Strike(name, int(CALLS[name] ** chance.random()), chance.randrange(RANKS), chance.random() < stops)
+        Strike(
+            name,
+            int(CALLS[name] ** chance.random()),
+            chance.randrange(RANKS),
+            chance.choice([how for how in hows if name != "_join_run" or how != "hang"] or ["kill"]),
+        )
         for name in names
     )
 
@@ -99,7 +104,13 @@ def configured(folder: Path, copies: int, spares: int) -> TrainConfig:
     """Return the config of a tiny run on four ranks."""
     elastic = {"copies": copies, "spares": spares, "min_ranks": 1}
     config = settings(folder) | {"ranks": RANKS, "strategies": ["2*<tp1,pp2>"], "steps": 100_000, "check": "off"}
-    config |= {"deterministic": True, "backend": "eager", "checkpoint_every": 5, "evaluate_every": 7}
+    config |= {
+        "deterministic": True,
+        "backend": "eager",
+        "checkpoint_every": 5,
+        "evaluate_every": 7,
+        "progress_s": PROGRESS_S,
+    }
     return from_record(TrainConfig, config | {"elastic": elastic, "output": str(folder / "run")})
 
 
@@ -117,13 +128,13 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--copies", type=int, default=2, help="owners of everything; 1: from the checkpoint")
     parser.add_argument("--spares", type=int, default=0)
-    parser.add_argument("--stops", type=float, default=0.1, help="the part that stops a rank")
+    parser.add_argument("--how", default=",".join(["kill"] * 8 + ["stop", "hang"]), help="to draw from")
     parser.add_argument("--keep", type=Path, help="keep everything here")
     chosen = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="hydragraph-moments-") as temporary:
         folder = chosen.keep or Path(temporary)
         (folder / "struck").mkdir(parents=True)
-        plan = Plan(draw(chosen.count, chosen.seed, chosen.stops), folder / "struck")
+        plan = Plan(draw(chosen.count, chosen.seed, chosen.how.split(",")), folder / "struck")
         raise SystemExit(struck(plan, configured(folder, chosen.copies, chosen.spares), folder, vars(chosen)))
 
 
@@ -179,14 +190,14 @@ def _print(plan: Plan, about: dict[str, Any], load: float) -> None:
         title=", ".join(f"{name} {about[name]}" for name in ("count", "seed", "copies", "spares"))
         + f", load {load:.1f}"
     )
-    for heading in ("window", "strikes", "hit within", "at its end", "of them stopped"):
+    for heading in ("window", "strikes", "hit within", "at its end", "stopped", "hung"):
         table.add_column(heading, justify="left" if heading == "window" else "right")
     for name in CALLS:
         mine = [number for number, strike in enumerate(plan.strikes) if strike.window == name]
         hits = [json.loads(f.read_text()) for n in mine if (f := plan.folder / f"hit-{n}").exists()]
         ends = sum(hit[2] == "its end" for hit in hits)
-        stops = sum(plan.strikes[number].stops for number in mine)
-        table.add_row(name, *map(str, (len(mine), len(hits) - ends, ends, stops)))
+        hows = [sum(plan.strikes[number].how == how for number in mine) for how in ("stop", "hang")]
+        table.add_row(name, *map(str, (len(mine), len(hits) - ends, ends, *hows)))
     Console(width=120).print(table)
 
 

@@ -158,6 +158,23 @@ def decide(record: Record, said: Mapping[int, Said], rules: Rules, coming: int =
     return _meet(record, there, rules, coming)
 
 
+def awaited(record: Record, said: Mapping[int, Said]) -> tuple[int, ...]:
+    """Return the members that others wait for: they have not left their generation, or have not agreed to the next.
+
+    Args:
+        record: what the coordinator knows.
+        said: what each member says whose process lives.
+    """
+    orders = record.orders
+    there = {m: one for m, one in said.items() if m not in orders.out and not one.left}
+    proposal = orders.proposal
+    if proposal.number > orders.confirmed:
+        return tuple(m for m in proposal.members if m in there and there[m].agreed != proposal.number)
+    old = [m for m in record.current if m in there]
+    missing = tuple(m for m in old if there[m].after < orders.confirmed)
+    return missing if len(missing) < len(old) else ()
+
+
 def _meet(record: Record, there: Mapping[int, Said], rules: Rules, coming: int) -> Record:
     """Propose the next generation if it is time, or call those that are missing for it."""
     orders = record.orders
