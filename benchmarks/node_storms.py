@@ -30,7 +30,7 @@ from benchmarks.elastic import config_in
 from hydragraph.train import chaos
 from hydragraph.train.config import TrainConfig
 from hydragraph.train.metrics import read_metrics
-from hydragraph.train.strikes import Victim, send
+from hydragraph.train.strikes import Victim, parent, send
 from tests.nodes import TwoNodes, refusal, torchrun
 
 RANKS = 4
@@ -114,13 +114,17 @@ class Machines(Victim):
         """Return all processes of the run on a machine."""
         return [pid for pid, environment in self.two[number].processes().items() if _JOB in environment]
 
-    def supervisor(self, number: int) -> int:
-        """Return the process that torchrun has started on a machine."""
-        for pid in sorted(self.everything(number)):
+    def supervisor(self, number: int) -> int:  # type: ignore[override]
+        """Return the process that torchrun has started on a machine; ranks are forked from it, and look like it."""
+        alike = set()
+        for pid in self.everything(number):
             with suppress(OSError):
                 words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
                 if b"hydragraph" in words and words[0] != b"nsenter" and b"torch.distributed.run" not in words:
-                    return pid
+                    alike.add(pid)
+        for pid in alike:
+            if parent(pid) not in alike:
+                return pid
         raise TooLateError(f"machine {number} has no supervisor")
 
     def must(self, what: Callable[[], object], words: str) -> None:

@@ -102,7 +102,7 @@ class Member:
             accuses = self._accused(failure)
             after = self.generation.number
             leaving = self.leaving and after > 0
-            generation = self._wait(Said(after, True, 0, self.holds, accuses, leaving))
+            generation = self._wait(Said(after, True, holds=self.holds, accuses=accuses, leaving=leaving))
             try:
                 self._enter(generation)
             except RankFailure as again:
@@ -169,6 +169,7 @@ class Member:
     def _enter(self, generation: Generation) -> None:
         """Make the generation's process group, in place of the one there was."""
         self.generation = generation
+        self._place.say(self.number, replace(self._place.said(self.number), entered=generation.number))
         last = newest_watch()
         if last is not None and not last.closed:
             last.close()
