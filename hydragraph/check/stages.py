@@ -80,7 +80,7 @@ class StageCheck:
         self._program = program
         self._fused_head = fused_head
         self._buffers = {name: value.detach().cpu() for name, value in buffers.items()}
-        self._whole = Variants(program, "default")
+        self._whole = Variants(program, added=added)  # those that were compared with the model, where a rank has them
         self._cut = Variants(program, fused_head=fused_head, added=added, library=library)
         self._passed: set[Hashable] = set()
 
