@@ -30,7 +30,7 @@ from benchmarks.elastic import config_in
 from hydragraph.train import chaos
 from hydragraph.train.config import TrainConfig
 from hydragraph.train.metrics import read_metrics
-from hydragraph.train.strikes import Victim, send
+from hydragraph.train.strikes import Victim, parent, send
 from tests.nodes import TwoNodes, refusal, torchrun
 
 RANKS = 4
@@ -114,13 +114,17 @@ class Machines(Victim):
         """Return all processes of the run on a machine."""
         return [pid for pid, environment in self.two[number].processes().items() if _JOB in environment]
 
-    def supervisor(self, number: int) -> int:
-        """Return the process that torchrun has started on a machine."""
-        for pid in sorted(self.everything(number)):
+    def supervisor(self, number: int) -> int:  # type: ignore[override]
+        """Return the process that torchrun has started on a machine; ranks are forked from it, and look like it."""
+        alike = set()
+        for pid in self.everything(number):
             with suppress(OSError):
                 words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-                if b"hydragraph" in words and b"torch.distributed.run" not in words:
-                    return pid
+                if b"hydragraph" in words and words[0] != b"nsenter" and b"torch.distributed.run" not in words:
+                    alike.add(pid)
+        for pid in alike:
+            if parent(pid) not in alike:
+                return pid
         raise TooLateError(f"machine {number} has no supervisor")
 
     def must(self, what: Callable[[], object], words: str) -> None:
@@ -282,6 +286,14 @@ def described(pid: int) -> str:
     return f"{pid} has ended"
 
 
+def leader_restarted(run: Machines) -> None:
+    """Kill the supervisor of the first machine, where torchrun and hydragraph have --max-restarts 1."""
+    ranks = run.ranks()
+    send(run.supervisor(0), signal.SIGKILL)
+    run.must(lambda: not set(ranks) & set(run.ranks()), "the end of all ranks")
+    run.whole()
+
+
 STORMS: tuple[Storm, ...] = (
     first_rank,
     first_rank_moves,
@@ -299,7 +311,9 @@ STORMS: tuple[Storm, ...] = (
     leader_stopped,
     deputy_killed,
     leader_killed,
+    leader_restarted,
 )
+RESTARTS = {"leader_restarted": 1}  # that torchrun is given
 
 
 def _kill_all(run: Machines, number: int) -> None:
@@ -334,7 +348,7 @@ def weathered(storm: Storm, folder: Path, steps: int) -> tuple[TrainConfig, list
     problems: list[str] = []
     with TwoNodes(folder / "nodes") as two:
         run = Machines(chaos.RunFolder(Path(config.output)), None, nodes=two, config=file)  # type: ignore[arg-type]
-        run.started = [run.start(number, "--overwrite") for number in (0, 1)]
+        run.started = [run.start(number, "--overwrite", restarts=RESTARTS.get(storm.__name__, 0)) for number in (0, 1)]
         run.launcher = run.started[0]
         try:
             run.must(lambda: run.step() >= CALM, "the first steps")

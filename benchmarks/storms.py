@@ -256,6 +256,51 @@ def starter_killed(run: Victim) -> None:
     send(run.launcher.pid, signal.SIGKILL)
 
 
+def server_killed(run: Victim) -> None:
+    """Kill the process that ranks are forked from: they end with it, and others come from another."""
+    run.at(8)
+    server = run.server
+    assert server is not None
+    send(server, signal.SIGKILL)
+
+
+def server_stopped(run: Victim) -> None:
+    """Stop the process that ranks are forked from, kill a rank, and let it go on 20 s later."""
+    run.at(8)
+    server = run.server
+    assert server is not None
+    send(server, signal.SIGSTOP)
+    run.kill(1)
+    time.sleep(20)
+    send(server, signal.SIGCONT)
+
+
+def server_stopped_for_good(run: Victim) -> None:
+    """Stop the process that ranks are forked from for good, and kill a rank: all end, and others come from another."""
+    run.at(8)
+    server = run.server
+    assert server is not None
+    send(server, signal.SIGSTOP)
+    run.kill(1)
+
+
+def two_stopped(run: Victim) -> None:
+    """Stop two of three ranks for good: a part of the state is lost with them."""
+    run.at(8)
+    run.kill(0, 2, signal_=signal.SIGSTOP)
+
+
+def newcomer_stopped(run: Victim) -> None:
+    """Kill a rank, and stop the process that comes in its place for good."""
+    run.at(5)
+    known = set(run.children())
+    run.kill(1)
+    run.until(lambda: set(run.children()) - known)
+    time.sleep(0.5)
+    for pid in set(run.children()) - known:
+        send(pid, signal.SIGSTOP)
+
+
 def launcher_stopped(run: Victim) -> None:
     """Stop the launcher for 20 s, and kill a rank meanwhile: nobody can go on without it, and all do after."""
     run.at(8)
@@ -304,6 +349,11 @@ STORMS: tuple[Storm, ...] = (
     launcher_killed,
     starter_killed,
     launcher_stopped,
+    server_killed,
+    server_stopped,
+    server_stopped_for_good,
+    two_stopped,
+    newcomer_stopped,
 )
 
 

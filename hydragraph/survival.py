@@ -104,6 +104,7 @@ def meet_again(exe: Executable, failure: BaseException | None, newest: Callable[
         if isinstance(failure, RankFailure):
             reasons.append(str(failure).partition("; restart all ranks")[0])
         exe.leave()
+        member.progress_s = exe.progress_s
         generation = member.meet(failure)
         try:
             survived = _move(exe, member, generation, newest)

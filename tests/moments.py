@@ -42,13 +42,15 @@ from tests.ready import Ready
 
 RANKS = 4
 TEXTS = ("2*<tp1,pp2>", "3*<tp1,pp1>", "2*<tp1,pp1>", "<tp1,pp1>")
+PROGRESS_S = 8.0  # after which a rank hangs that does not move on
 LIMIT_S = 60.0  # for a strike and what follows from it
 SAVES = 4  # steps between two
 NEVER = 1 << 60  # calls: a strike comes when its window ends
 
+How = Literal["kill", "stop", "hang"]
 Window = Literal["step", "move", "save", "recover", "room", "join"]
 WINDOWS: tuple[Window, ...] = get_args(Window)
-AFTER_A_LOSS: tuple[Window, ...] = ("recover", "room", "join")  # which another rank's end opens
+AFTER_A_LOSS = ("recover", "room", "join")  # which another rank's end opens
 
 
 @dataclass(frozen=True)
@@ -59,13 +61,13 @@ class Strike:
         window: what it is doing then.
         call: which one, from 1, of those that are made within it; if it has fewer, its end.
         rank: of the ranks there are then, modulo their number; a newcomer is whoever comes.
-        stops: by SIGSTOP; else by SIGKILL.
+        how: it is killed, it is stopped, or it lives and hangs.
     """
 
-    window: Window
+    window: str
     call: int
     rank: int
-    stops: bool = False
+    how: How = "kill"
 
 
 @dataclass(frozen=True)
@@ -77,12 +79,21 @@ class Plan:
         folder: where ranks write what they have seen, and what has hit.
         copies: how many owners everything has.
         steps: that it has at least; a few follow the last strike.
+        opened: windows that only another rank's end opens.
     """
 
     strikes: tuple[Strike, ...]
     folder: Path
     copies: int = 2
     steps: int = 0
+    opened: tuple[str, ...] = AFTER_A_LOSS
+
+    def open(self, rank: int, ranks: int) -> None:
+        """End this rank, if that is what the next strike waits for: not the one that strikes itself then."""
+        number, strike = self.next()
+        waits = strike is not None and strike.window in self.opened and rank == (strike.rank + 1) % ranks
+        if waits and self.claim(f"opened-{number}", ""):
+            os.kill(os.getpid(), signal.SIGKILL)
 
     def next(self) -> tuple[int, Strike | None]:
         """Return the first strike that has not hit."""
@@ -110,11 +121,11 @@ class Plan:
 
 
 @contextmanager
-def window(plan: Plan, which: Window, rank: int | None, ranks: int) -> Iterator[None]:
+def window(plan: Plan, which: str, rank: int | None, ranks: int) -> Iterator[None]:
     """Strike this process inside, if it is its turn."""
     number, strike = plan.next()
     mine = strike is not None and strike.window == which and rank in (None, strike.rank % ranks)
-    if which not in AFTER_A_LOSS:
+    if which not in plan.opened:
         mine = mine and ranks > 2  # two are left, at least
     elif mine:
         mine = (plan.folder / f"opened-{number}").exists()
@@ -126,8 +137,10 @@ def window(plan: Plan, which: Window, rank: int | None, ranks: int) -> Iterator[
     def hit(where: str) -> None:
         sys.setprofile(None)
         if plan.claim(f"hit-{number}", json.dumps([which, seen, where])):
-            os.kill(os.getpid(), signal.SIGSTOP if strike.stops else signal.SIGKILL)
-            time.sleep(60)  # a stop takes effect a little later
+            if strike.how != "hang":
+                os.kill(os.getpid(), signal.SIGSTOP if strike.how == "stop" else signal.SIGKILL)
+            while True:  # a stop takes effect a little later
+                time.sleep(60)
 
     def called(frame: FrameType, event: str, what: Any) -> None:
         nonlocal seen
@@ -166,7 +179,9 @@ def train(prepared: Ready, plan: Plan) -> int:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("hydragraph.migration.carry", partial(carry, chunk=16_384))  # many messages
         with window(plan, "join", None, 1) if comes else nullcontext():
-            exe = prepared.executable(list(TEXTS), adamw, home=hg.Home(copies=plan.copies), deterministic=True)
+            exe = prepared.executable(
+                list(TEXTS), adamw, home=hg.Home(copies=plan.copies), deterministic=True, progress_s=PROGRESS_S
+            )
         while True:
             try:
                 if not one_more(plan, exe):
@@ -185,7 +200,8 @@ def one_more(plan: Plan, exe: hg.Executable) -> bool:
     with exe.world.calling("train"):
         if exe.steps >= exe.world.gather(plan.last(exe.steps))[0]:
             return False
-        open_window(plan, exe)
+        if exe.ranks == RANKS:
+            plan.open(exe.rank, exe.ranks)
         if not saved.exists() or exe.steps % SAVES == 0:
             with window(plan, "save", exe.rank, exe.ranks):
                 exe.save(saved)
@@ -199,15 +215,6 @@ def one_more(plan: Plan, exe: hg.Executable) -> bool:
     return True
 
 
-def open_window(plan: Plan, exe: hg.Executable) -> None:
-    """Have a rank end, if that is what the next strike waits for: not the one that strikes itself then."""
-    number, strike = plan.next()
-    if strike is not None and strike.window in AFTER_A_LOSS and exe.ranks == RANKS:
-        ends = (strike.rank + 1) % exe.ranks
-        if exe.rank == ends and plan.claim(f"opened-{number}", ""):
-            os.kill(os.getpid(), signal.SIGKILL)
-
-
 def wait_for_all(plan: Plan, exe: hg.Executable) -> None:
     """Wait until there are as many ranks as at first, before the next strike."""
     member = here()
@@ -217,20 +224,28 @@ def wait_for_all(plan: Plan, exe: hg.Executable) -> None:
         time.sleep(0.02)
 
 
-def drawn(count: int, seed: int, calls: Mapping[Window, int], windows: Sequence[Window], stops: float) -> list[Strike]:
+def drawn(
+    count: int, seed: int, calls: Mapping[Window, int], windows: Sequence[Window], hows: Sequence[How]
+) -> list[Strike]:
     """Draw strikes, of all windows alike.
 
     Args:
         count, seed: how many; what they depend on.
         calls: that a window has.
-        windows: to draw from.
-        stops: the part of them that stop a rank.
+        windows, hows: to draw from.
     """
     chance = random.Random(seed)
     kinds = [windows[number % len(windows)] for number in range(count)]
     chance.shuffle(kinds)
+    ended = [how for how in hows if how != "hang"] or ["kill"]  # nobody waits for a newcomer that hangs on its way in
     return [
-        Strike(each, chance.randint(1, calls[each]), chance.randrange(RANKS), chance.random() < stops) for each in kinds
+        Strike(
+            each,
+            chance.randint(1, calls[each]),
+            chance.randrange(RANKS),
+            chance.choice(ended if each == "join" else hows),
+        )
+        for each in kinds
     ]
 
 
@@ -256,7 +271,7 @@ def run(prepared: Ready, plan: Plan) -> Came:
     limit = timedelta(seconds=LIMIT_S * (2 + len(plan.strikes)))
     began, error = time.monotonic(), ""
     try:
-        hg.launch(train, RANKS, prepared, plan, timeout=limit, elastic=hg.Elastic())
+        hg.launch(train, RANKS, prepared, plan, timeout=limit, elastic=hg.Elastic(progress_s=PROGRESS_S))
     except (RuntimeError, ValueError, TimeoutError) as raised:
         error = f"{type(raised).__name__}: {raised}"
     losses: dict[int, set[str]] = {}
@@ -304,7 +319,7 @@ def main() -> None:
     parser.add_argument("--copies", type=int, default=2, help="owners of everything; 1: from the checkpoint")
     parser.add_argument("--windows", default=",".join(WINDOWS), help="to draw from")
     parser.add_argument("--keep", type=Path, help="keep what ranks have written here")
-    parser.add_argument("--stops", type=float, default=0.1, help="the part that stops a rank")
+    parser.add_argument("--how", default=",".join(["kill"] * 8 + ["stop", "hang"]), help="to draw from")
     chosen = parser.parse_args()
     windows: list[Window] = [each for each in WINDOWS if each in chosen.windows.split(",")]
     prepared = ready()
@@ -314,20 +329,20 @@ def main() -> None:
         folder.mkdir(parents=True, exist_ok=True)
         calls = counted(prepared, folder / "counted", windows)
         (folder / "struck").mkdir()
-        strikes = drawn(chosen.count, chosen.seed, calls, windows, chosen.stops)
+        strikes = drawn(chosen.count, chosen.seed, calls, windows, chosen.how.split(","))
         plan = Plan(tuple(strikes), folder / "struck", chosen.copies)
         came = run(prepared, plan)
         (folder / "calm").mkdir()
         calm = run(prepared, Plan((), folder / "calm", chosen.copies, max(came.losses, default=0)))
     table = Table(title=f"{chosen.count} strikes, seed {chosen.seed}, copies {chosen.copies}, load {load:.1f}")
-    for heading in ("window", "calls", "strikes", "hit within", "at its end", "of them stopped"):
+    for heading in ("window", "calls", "strikes", "hit within", "at its end", "stopped", "hung"):
         table.add_column(heading, justify="left" if heading == "window" else "right")
     for each in windows:
         mine = [number for number, strike in enumerate(strikes) if strike.window == each]
         ends = sum(came.hits[number][2] == "its end" for number in mine if number in came.hits)
         within = sum(number in came.hits for number in mine) - ends
-        stops = sum(strikes[number].stops for number in mine)
-        table.add_row(each, str(calls[each]), *map(str, (len(mine), within, ends, stops)))
+        hows = [sum(strikes[number].how == how for number in mine) for how in ("stop", "hang")]
+        table.add_row(each, str(calls[each]), *map(str, (len(mine), within, ends, *hows)))
     Console(width=120).print(table)
     print(f"{max(came.losses, default=0)} steps in {came.seconds:.0f} s")
     problems = wrong(plan, came, calm)

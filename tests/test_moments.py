@@ -10,8 +10,8 @@ from tests.thorough import thorough
 
 def test_strikes_come_from_the_seed() -> None:
     calls = dict.fromkeys(WINDOWS, 100)
-    strikes = drawn(60, 1, calls, WINDOWS, 0.2)
-    assert strikes == drawn(60, 1, calls, WINDOWS, 0.2) != drawn(60, 2, calls, WINDOWS, 0.2)
+    strikes = drawn(60, 1, calls, WINDOWS, ["kill", "stop"])
+    assert strikes == drawn(60, 1, calls, WINDOWS, ["kill", "stop"]) != drawn(60, 2, calls, WINDOWS, ["kill", "stop"])
     assert {strike.window: sum(s.window == strike.window for s in strikes) for strike in strikes} == dict.fromkeys(
         WINDOWS, 10
     )
@@ -35,8 +35,8 @@ def test_at_many_moments(tmp_path: Path) -> None:
     prepared, struck, calm = ready(), tmp_path / "struck", tmp_path / "calm"
     for folder in (struck, calm):
         folder.mkdir()
-    ends = [Strike(window, NEVER, 1, stops=window == "move") for window in WINDOWS]
+    ends = [Strike(window, NEVER, 1, "stop" if window == "move" else "kill") for window in WINDOWS]
     calls = {"step": 17_000, "move": 15_000, "save": 2_500, "recover": 17_000, "room": 20_000, "join": 35_000}
-    plan = Plan((*ends, *drawn(18, 5, calls, WINDOWS, 0.1)), struck)  # type: ignore[arg-type]
+    plan = Plan((*ends, *drawn(18, 5, calls, WINDOWS, ["kill", "kill", "hang"])), struck)  # type: ignore[arg-type]
     came = run(prepared, plan)
     assert not wrong(plan, came, run(prepared, Plan((), calm, steps=max(came.losses))))

@@ -79,6 +79,12 @@ class Victim:
         found = self._below(self.depth - 1)
         return found[0] if found else self.launcher.pid
 
+    @property
+    def server(self) -> int | None:
+        """The process that ranks are forked from, if there are any."""
+        children = self.children()
+        return parent(children[-1]) if children else None
+
     def ranks(self) -> list[int]:
         """Return the processes of the ranks there are that have not ended, by rank."""
         with suppress(OSError, ValueError, KeyError):
@@ -158,6 +164,13 @@ def lives(pid: int) -> bool:
     with suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     return False
+
+
+def parent(pid: int) -> int | None:
+    """Return a process's parent; None where it has gone."""
+    with suppress(OSError, ValueError, IndexError):
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    return None
 
 
 def ended(pid: int, limit_s: float) -> bool:

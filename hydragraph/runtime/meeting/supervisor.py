@@ -16,12 +16,13 @@ from typing import Any
 
 from hydragraph import log
 from hydragraph.errors import RankFailure, TooFewRanks
-from hydragraph.runtime.crew import Context, RankHandle, Stops, dismiss, outcome_of, raise_failure, start
+from hydragraph.runtime.crew import Context, RankHandle, Stops, dismiss, forget, outcome_of, raise_failure, start
+from hydragraph.runtime.failure.judge import PAUSE_S
 from hydragraph.runtime.failure.ledger import announce_death, last_fault
 from hydragraph.runtime.kept import KEPT
 from hydragraph.runtime.meeting.nodes import Hub, Nodes, Over, Start
 from hydragraph.runtime.meeting.place import Peer, Place, prefix
-from hydragraph.runtime.meeting.protocol import Orders, Record, Rules, Said, decide
+from hydragraph.runtime.meeting.protocol import Orders, Record, Rules, Said, awaited, decide
 from hydragraph.runtime.rank_process import HOST, Died, Left, Raised, Readable, Returned, Seat, rebuilt, run_member
 from hydragraph.runtime.stopping import Relay
 from hydragraph.runtime.stores import client
@@ -160,6 +161,8 @@ class Supervisor:
         self._late: set[int] = set()  # members that get ready beside others, and join those that hold state
         self._empty: set[int] = set()  # seats that nobody takes until their devices are said to be back
         self._stops = Stops()
+        self._waited: dict[int, float] = {}  # for how long others have waited for a member, in seconds
+        self._before = time.monotonic()
         self.crew: list[RankHandle] = []
         self._next = 0
 
@@ -276,10 +279,7 @@ class Supervisor:
 
     def _forget(self, member: RankHandle) -> None:
         self.crew.remove(member)
-        if member.process.is_alive():
-            member.process.kill()
-        member.connection.close()
-        member.process.join()
+        forget(member)
 
     def _plan_replacement(self, member: RankHandle) -> None:
         """Decide when another process takes a lost one's seat."""
@@ -325,6 +325,7 @@ class Supervisor:
     def _coordinate(self) -> None:
         """Look at what members say, and tell what follows."""
         said = self._said()
+        self._give_up(said)
         if self._stop and not self._told_stop and self._hub is not None:
             self._told_stop = True
             self._hub.stop()
@@ -339,6 +340,18 @@ class Supervisor:
         for member in self._live():
             if member.rank in record.orders.out and member.rank not in before.out:
                 member.outcome = Died(time.monotonic(), "was given up by the other ranks, and ended")
+                self._ended(member)
+
+    def _give_up(self, said: Mapping[int, Said]) -> None:
+        """Give up members that others have waited for too long: they live, and hang."""
+        now = time.monotonic()
+        elapsed, self._before = min(now - self._before, PAUSE_S), now  # while this process was stopped nobody was late
+        late = awaited(self._record, said) if self._held else ()  # until there is state all begin together
+        self._waited = {member: self._waited.get(member, 0.0) + elapsed for member in late}
+        for member in self._live():
+            if self._waited.get(member.rank, 0.0) >= self._elastic.progress_s:
+                how = f"did not come to meet the others for {self._elastic.progress_s:g} s (progress_s), and was ended"
+                member.outcome = Died(now, how)
                 self._ended(member)
 
     def _said(self) -> Mapping[int, Said]:
