@@ -178,7 +178,8 @@ class Controller:
         if self._rehearsing and not given.planner.busy:
             self._rehearse(given)
         events = []
-        answer = given.planner.answer() if given.planner.busy else None
+        # Just after a switch nobody knows what steps take now: an answer waits for one of them.
+        answer = given.planner.answer() if given.planner.busy and self._seconds else None
         if answer is not None:
             event = self._decided(given, answer, report.step)
             # What gains too little at once is told when all was looked at.
@@ -235,7 +236,7 @@ class Controller:
         ranks = tuple(sorted(rates))
         if answer.refused:
             return Event(step, "replan", ranks, answer.took_s, f"stays: {answer.refused}", rates, done=False)
-        now_s = median(self._seconds) if self._seconds else answer.before_s
+        now_s = median(self._seconds)
         after_s = now_s * answer.after_s / answer.before_s
         left = given.steps - step
         saved = 1 - after_s / now_s

@@ -127,7 +127,7 @@ def test_a_straggler_leads_to_a_switch_with_its_reason() -> None:
     planner = Answering()
     switched: list[Replanned] = []
     controller, monitor = controlled(planner, switched)
-    events = run(controller, monitor, {10: 2.57}, 14)
+    events = run(controller, monitor, {10: 2.57}, 16)
     assert [event.event for event in events] == ["straggler", "switch", "replan"]
     assert [(each.health, each.at_once) for each in planner.asked] == [
         (Health({1: 2.57}), True),
@@ -168,6 +168,8 @@ def test_a_better_plan_that_is_found_later_is_taken_too_and_not_after_a_while() 
     assert [event.event for event in events] == ["straggler", "switch", "switch"]
     assert planner.asked[1].running == (OTHER,), "it is asked what is better than what runs by then"
     assert [each.strategies[1] for each in switched] == [OTHER, third]
+    assert events[2].step - events[1].step == 3, "it waits for a step that no switch holds up"
+    assert events[2].before_s == 8.0
 
 
 def test_rates_that_change_again_come_before_a_better_plan_for_the_old_ones() -> None:

@@ -1,6 +1,6 @@
 """A good plan at once, for a run that waits for one: what costs most to know of a plan is left out, or known of few.
 
-    what runs, and what is left of it without pipelines of slow ranks
+    what runs, with layers by rates where ranks are slow, with these ranks and without, or without their pipelines
     the search, and equal pipelines in node order     by equal sequences as long as all are on average
     one mini-batch                                    of these, assigned quickly, traffic in line
     memory                                            from the best on, until one fits
@@ -14,6 +14,7 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 
 from hydragraph.cost.costs import Costs
 from hydragraph.cost.profile import PipelineCost
@@ -22,6 +23,7 @@ from hydragraph.planner.assigning import PlannedAssignment, assign_pipelines
 from hydragraph.planner.dispatch_search import Effort
 from hydragraph.planner.uneven.finalists import proposals
 from hydragraph.planner.uneven.prices import SAFETY
+from hydragraph.planner.uneven.regrouping import Yard
 from hydragraph.planner.uneven.searching import Way, search, sizes_of
 from hydragraph.planner.uneven.settle import Candidate, form_of
 from hydragraph.planner.uneven.simple import simple
@@ -29,12 +31,12 @@ from hydragraph.planner.uneven.varying import QUICK, traffic_in_line
 from hydragraph.planner.workload import Workload
 from hydragraph.spec.strategy import Strategy
 
-# Strategies that are estimated: of those that run; and of what is searched the most, and the fewest whatever the time.
+# Strategies that are estimated: at most of those that run, and of what is searched; of all, whatever the time is.
 RUNNING = 3
 MOST = 4
-FEWEST = 2
+FEWEST = 5
 SEARCHING = 0.6  # the part of the time there is that the search may take
-SLOW = 1.5  # a rank of a higher rate may be better left idle, with its whole pipeline
+SLOW = 1.5  # a rank of a higher rate may be better left idle
 
 
 @dataclass(frozen=True)
@@ -73,10 +75,11 @@ def plan_at_once(
     began = time.monotonic()
     batch = sample(workload)
     promising = _promising(costs, workload, way, began + SEARCHING * deadline_s)
-    known = [s for s in _left_over(costs, others) if s not in promising]
+    near = [s for s in _near(costs, workload, others) if s not in promising]
+    in_turns = [s for pair in zip_longest(near, promising) for s in pair if s is not None]
     found: list[Estimate] = []
-    for number, strategy in enumerate([*known, *promising]):
-        if number >= len(known) + FEWEST and time.monotonic() > began + deadline_s:
+    for strategy in in_turns:
+        if len(found) >= FEWEST and time.monotonic() > began + deadline_s:
             break
         # The search's own line of memory says that all of its pipelines hold the longest sequence.
         pipelines = _pipelines(costs, strategy, workload.longest if strategy in promising else None)
@@ -99,15 +102,26 @@ def sample(workload: Workload) -> tuple[int, ...]:
     return ordered[len(ordered) // 2]
 
 
-def _left_over(costs: Costs, others: Sequence[Strategy]) -> list[Strategy]:
-    """Return strategies that run, as they are where no rank is lost, and without the pipelines of slow ranks."""
-    found: dict[Strategy, None] = {}
-    for strategy in list(dict.fromkeys(others))[:RUNNING]:
-        for slow in (math.inf, SLOW):
-            kept = [p for p in strategy.pipelines if all(costs.health.rate(rank) < slow for rank in p.devices)]
-            if kept and not (strategy.shares and len(kept) < len(strategy.pipelines)):
-                found[replace(strategy, pipelines=tuple(kept))] = None
-    return list(found)
+def _near(costs: Costs, workload: Workload, others: Sequence[Strategy]) -> list[Strategy]:
+    """Return strategies that run, where no rank of theirs is lost, and what is near the first of them."""
+    rate = costs.health.rate
+    every = [s for s in dict.fromkeys(others) if not set(s.devices) & set(costs.health.lost)][:RUNNING]
+    first = next(iter(others), None)
+    if first is None or first.shares:
+        return every
+    slow = [p for p in first.pipelines if any(rate(rank) > SLOW for rank in p.devices)]
+    if not slow:
+        return every
+    yard = Yard(costs, workload, workload.longest, SAFETY)
+    number = len(first.pipelines)
+    # The slow pipelines go on without the slow ranks, or with those that are not lost, or not at all.
+    for most in (SLOW, math.inf, 0.0):
+        kept = [[r for r in p.devices if rate(r) <= most and math.isfinite(rate(r))] for p in slow]
+        anew = [yard.laid_anew(p, devices, number) for p, devices in zip(slow, kept, strict=True)]
+        pipelines = [*(p for p in first.pipelines if p not in slow), *(p for p in anew if p is not None)]
+        if pipelines:
+            every.append(replace(first, pipelines=tuple(sorted(pipelines, key=lambda p: min(p.devices)))))
+    return list(dict.fromkeys(every))
 
 
 def _promising(costs: Costs, workload: Workload, way: Way, until: float) -> list[Strategy]:

@@ -25,7 +25,7 @@ WITHIN = 1.25
 # Groups of more than so many times the rate of the healthiest may be better left idle.
 SLOW = 1.5
 # So may the devices of the weakest sites, up to this part of all power: a pipeline waits for each of its stages.
-WEAK = 0.15
+WEAK = 0.3
 # Micro-batches of more sequences than use a device well hide more of pull and push behind the first forward and the
 # last backward: up to so many are tried, as long as that gains.
 LARGEST = 16
