@@ -40,3 +40,15 @@ def test_at_many_moments(tmp_path: Path) -> None:
     plan = Plan((*ends, *drawn(18, 5, calls, WINDOWS, ["kill", "kill", "hang"])), struck)  # type: ignore[arg-type]
     came = run(prepared, plan)
     assert not wrong(plan, came, run(prepared, Plan((), calm, steps=max(came.losses))))
+
+
+@thorough
+def test_who_hangs_at_any_moment_of_a_meeting_is_given_up(tmp_path: Path) -> None:
+    prepared, struck, calm = ready(), tmp_path / "struck", tmp_path / "calm"
+    for folder in (struck, calm):
+        folder.mkdir()
+    # Before it says that it comes, while it waits, having agreed, amid connecting, amid moving state.
+    calls = [(window, call) for window in ("recover", "room") for call in (5, 40, 150, 600, 2000)]
+    plan = Plan(tuple(Strike(*each, number % 4, "hang") for number, each in enumerate(calls)), struck)
+    came = run(prepared, plan)
+    assert not wrong(plan, came, run(prepared, Plan((), calm, steps=max(came.losses))))

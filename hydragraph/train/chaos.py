@@ -148,10 +148,9 @@ def read_kinds(text: str, config: TrainConfig) -> tuple[Kind, ...]:
         raise ValueError("a strike of kind checkpoint waits for one to be written: set checkpoint_every")
     if "switch" in kinds and (not config.elastic.replan or config.elastic.dry_run):
         raise ValueError("a strike of kind switch waits for another plan: set elastic.replan, and not dry_run")
-    if config.ranks < max(map(least_ranks, kinds), default=2):
-        raise ValueError(
-            f"ranks is {config.ranks}: these kinds need {max(map(least_ranks, kinds))}, so that one is left"
-        )
+    least = max(map(least_ranks, kinds), default=0)
+    if config.ranks < least:
+        raise ValueError(f"ranks is {config.ranks}: these kinds need {least}, so that one is left")
     return kinds
 
 
