@@ -6,7 +6,7 @@ kills     `hydragraph chaos` with 100 kills in one run of `deterministic: true`:
           bit, and no process left behind
 nodes     two machines (network namespaces; needs root), a torchrun on each: one is lost whole, and comes back; then the
           link between them is cut
-monitor   CPU seconds of a step with `elastic.monitor` and without, alternately
+monitor   seconds of a step with `elastic.monitor` and without, in turns
 switch    64 simulated devices, of which some slow down: until another plan is there, made beside training, and how long
           the step waits that first goes by it
 """
@@ -16,13 +16,15 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
 import tempfile
 import time
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from datetime import timedelta
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -30,18 +32,23 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # run by its path, this file knows only its own folder
 
+import torch
 from rich.console import Console
 from rich.table import Table
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import hydragraph as hg
 from benchmarks import plans
 from hydragraph.cost.costs import Costs
-from hydragraph.elastic.events import read_events
+from hydragraph.cost.datasheet import datasheet
+from hydragraph.elastic.controller import Controller
+from hydragraph.elastic.monitor import Monitor
 from hydragraph.elastic.replanning import Question, Replanned, Replanner
 from hydragraph.planner.iteration import IterationPlanner
 from hydragraph.planner.policy import Policy
 from hydragraph.planner.request import PlanRequest
 from hydragraph.planner.workload import Workload
+from hydragraph.spec.default_cluster import default_cluster
 from hydragraph.spec.health import Health
 from hydragraph.spec.record import from_record
 from hydragraph.train import chaos
@@ -51,6 +58,7 @@ from tests.nodes import TwoNodes, refusal, torchrun
 
 RANKS = 8
 _JOB = "HYDRAGRAPH_BENCHMARK_JOB"  # in the environment of what a node runs for this
+WARM = 6  # steps before any is counted
 SPARES = 2  # of the run that is killed again and again
 WORDS = ("the", "quick", "brown", "fox", "jumps", "over", "many", "lazy", "uneven", "devices", "that", "train")
 
@@ -128,7 +136,7 @@ def kills(table: Table, count: int) -> None:
             if step % 20 == 0:
                 print(f"step {step}: {struck} of {count} kills", file=sys.stderr)
 
-        disturbed = chaos.run(stormy, chaos.draw(count, 0, 0, seed=7), stepped)
+        disturbed = chaos.run(stormy, chaos.draw({"kill": count}, seed=7), stepped)
         last = max(m.step for m in disturbed.metrics)
         undisturbed = chaos.run(peaceful, until=last).until(last)
         departed = chaos.departure(disturbed, undisturbed, None)
@@ -140,65 +148,136 @@ def kills(table: Table, count: int) -> None:
         table.add_row(f"{count} kills: exit code", f"{disturbed.code}{said}", "0")
 
 
-def monitor(table: Table) -> None:
-    """Compare runs with the monitor and without, one after another."""
-    seconds: dict[bool, list[float]] = {False: [], True: []}
-    with tempfile.TemporaryDirectory() as temporary:
-        for number in range(6):
-            on = bool(number % 2)
-            config = config_in(Path(temporary), ranks=2, strategies=["<tp1,pp2>"], steps=60)
-            config = replace(config, elastic=replace(config.elastic, monitor=on))
-            file = Path(temporary) / "config.yaml"
-            config.save(file)
-            command = [sys.executable, "-m", "hydragraph", "train", str(file), "--overwrite"]
-            subprocess.run(command, check=True, capture_output=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
-            steps = read_metrics(Path(config.output) / "metrics.jsonl")
-            seconds[on].append(median(m.seconds for m in steps[10:]))
-            read_events(Path(config.output) / "events.jsonl")
-    without, beside = min(seconds[False]), min(seconds[True])
-    table.add_row("monitor", f"{beside:.4f} s for {without:.4f} s a step: {beside / without - 1:+.1%}", "1 %")
+@dataclass(frozen=True)
+class Watching:
+    """Seconds of one step on one rank, judging what was measured included.
+
+    Attributes:
+        on: whether ranks were watched.
+        wall, cpu: of the step, and what follows it.
+        judging: of these, wall clock of judging.
+    """
+
+    on: bool
+    wall: float
+    cpu: float
+    judging: float
+
+
+def turns(tokens: int, rounds: int) -> list[Watching]:
+    """Train with the monitor and without, in turns of one step each, as `train` does both."""
+    config = LlamaConfig(
+        hidden_size=256,
+        intermediate_size=704,
+        num_hidden_layers=8,
+        num_attention_heads=8,
+        num_key_value_heads=8,
+        vocab_size=4096,
+        max_position_embeddings=tokens,
+    )
+    torch.manual_seed(0)
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config)
+    strategy = hg.Strategy.parse("2*<tp1,pp1>", 8)
+    exe = hg.compile(model, strategy, lambda named: hg.AdamW(named, lr=1e-4), device="cpu", check="off")
+    generator = torch.Generator().manual_seed(1)
+    lengths = [tokens // 2, tokens // 4, tokens // 8, tokens // 8] * exe.ranks
+    batch = [torch.randint(0, 4096, (n,), generator=generator) for n in lengths]
+    cluster = default_cluster(exe.ranks)
+    controller = Controller(Monitor(Costs(datasheet(exe.program, cluster), cluster)))
+    found = []
+    for turn in range(WARM + 2 * rounds):
+        on = exe.watched = bool(turn % 2)
+        wall, cpu = time.perf_counter(), time.process_time()
+        report = exe.step(batch)
+        stepped = time.perf_counter()
+        if on and exe.rank == 0:
+            controller.stepped(report)
+        now = time.perf_counter()
+        found.append(Watching(on, now - wall, time.process_time() - cpu, now - stepped))
+    exe.close()
+    return found[WARM:]
+
+
+def monitor(table: Table, tokens: int = 1000, rounds: int = 60) -> None:
+    """Compare steps with the monitor and without, in turns in the same processes."""
+    by_rank = hg.launch(turns, 2, tokens, rounds, timeout=timedelta(minutes=9))
+    walls, cpus = {}, {}
+    for on in (False, True):
+        together = [each for each in zip(*by_rank, strict=True) if each[0].on == on]
+        walls[on] = [each[0].wall for each in together]  # rank 0's judges
+        cpus[on] = [sum(rank.cpu for rank in each) for each in together]
+    wall, cpu = (median(b / a for a, b in zip(x[False], x[True], strict=True)) - 1 for x in (walls, cpus))
+    judging = median(each.judging for each in by_rank[0] if each.on)
+    table.add_row(
+        f"monitor, 2 ranks, {tokens} tokens each, {rounds} steps with and without in turns",
+        f"{wall:+.1%} of a step of {median(walls[False]):.3f} s, {cpu:+.1%} of the CPU seconds of all ranks (medians of"
+        f" pairs); judging alone takes {1e3 * judging:.2f} ms, {judging / median(walls[False]):.2%} of a step",
+        "1 %",
+    )
 
 
 def switch(table: Table) -> None:
     """Plan 64 simulated devices again, in the processes that a run keeps for that, and switch to what was found."""
     costs = plans.costs_of("32b", plans.cluster_of(plans.node("A800", 8, 8, 8)))
     length = plans.length_of("32b")
-    batches = [tuple([length] * 64)] * 8
+    draw = random.Random(0)
+    drawn = [tuple(min(2 * length, 16 + int(draw.lognormvariate(6.5, 1.2))) for _ in range(128)) for _ in range(8)]
+    for name, batches in (("equal lengths", [(length,) * 64] * 8), ("drawn lengths", drawn)):
+        for who, rates in (("one of 5.42", {3: 5.42}), ("8 spread", {8 * n: 5.42 for n in range(8)})):
+            table.add_row(f"64 devices, {name}, {who}", switched(costs, batches, Health(rates)), "0.5 s together")
+
+
+def switched(costs: Costs, batches: list[tuple[int, ...]], health: Health) -> str:
+    """Say how long it takes until there is another plan, and what the plan gains."""
     running = hg.plan(costs, Workload(lengths=batches), method="straggler").strategies
     request = PlanRequest(tuple(map(costs.pipelines, running)), tuple(map(costs.fixed, running)))
     replanner, planner = Replanner(), IterationPlanner(request, Policy())
     try:
         planner.announce(batches[0])
         planner.plan(batches[0])
-        _answered(replanner, _question(costs, Health(), batches, running, request))  # a run's first question waits
-        for name, rates in (("one of 5.42", {3: 5.42}), ("8 spread", {8 * n: 5.42 for n in range(8)})):
-            began = time.monotonic()
-            found = _answered(replanner, _question(costs, Health(rates), batches, running, request))
-            took = time.monotonic() - began
-            if found.request is None:
-                raise ValueError(f"no other plan: {found.refused}")
-            began = time.monotonic()
-            planner.announce(batches[0])
-            planner.change(found.request, found.static)
-            plan = planner.plan(batches[0])
-            waited = time.monotonic() - began
-            table.add_row(
-                f"64 devices, {name}",
-                f"{took:.2f} s beside training until another plan is there ({found.before_s:.3g} -> {found.after_s:.3g}"
-                f" s a step); its first step waits {waited:.3f} s{' and takes the quick plan' if plan.late else ''}",
-                "0.5 s together",
-            )
+        asked = Question(
+            costs.profile,
+            costs.cluster,
+            costs.home,
+            health,
+            tuple(batches),
+            running,
+            running,
+            request,
+            Policy(),
+            at_once=True,
+        )
+        _answered(replanner, replace(asked, health=Health()))  # as every run does while all are well
+        began, worked = time.monotonic(), _cpu_s(replanner)
+        found = _answered(replanner, asked)
+        took, worked = time.monotonic() - began, _cpu_s(replanner) - worked
+        if found.request is None:
+            raise ValueError(f"no other plan: {found.refused}")
+        began = time.monotonic()
+        planner.announce(batches[0])
+        planner.change(found.request, found.static)
+        plan = planner.plan(batches[0])
+        waited = time.monotonic() - began
+        began = time.monotonic()
+        later = replace(asked, at_once=False, running=found.strategies, request=found.request)
+        best = _answered(replanner, later)
+        longer = time.monotonic() - began
+        return (
+            f"{took:.2f} s ({worked:.2f} CPU s) beside training until another plan is there ({found.before_s:.3g} ->"
+            f" {found.after_s:.3g} s a step); its first step waits {waited:.3f} s"
+            f"{' and takes the quick plan' if plan.late else ''}; after {longer:.1f} s more the best is known"
+            f" ({best.before_s:.3g} -> {best.after_s:.3g} s)"
+        )
     finally:
         planner.close()
         replanner.close()
 
 
-def _question(
-    costs: Costs, health: Health, batches: list[tuple[int, ...]], running: tuple[hg.Strategy, ...], request: PlanRequest
-) -> Question:
-    return Question(
-        costs.profile, costs.cluster, costs.home, health, tuple(batches), running, running, request, Policy()
-    )
+def _cpu_s(replanner: Replanner) -> float:
+    """Return the CPU seconds of the process that plans: a busy machine adds none to them."""
+    assert replanner.process is not None, "it has answered"
+    return time.clock_gettime((~replanner.process << 3) | 2)
 
 
 def _answered(replanner: Replanner, question: Question) -> Replanned:

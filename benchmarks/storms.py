@@ -8,17 +8,15 @@ draws such things at random; here are those that chance rarely meets.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +26,9 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.elastic import config_in
-from hydragraph.elastic.events import Event, read_events
 from hydragraph.train.folder import RunFolder
 from hydragraph.train.metrics import read_metrics
+from hydragraph.train.strikes import Victim, lives, send
 
 STEPS = 30
 RANKS = 3
@@ -39,101 +37,7 @@ SMALL = {"strategies": ["<tp1,pp2> + <tp1,pp1>"], "ranks": RANKS, "steps": STEPS
 STAYS = 1e-3  # of a loss: what other groupings of sums come to in so few steps
 
 
-@dataclass
-class Victim:
-    """A run that is disturbed: its folder, its launcher, and all processes that were ever its ranks."""
-
-    folder: RunFolder
-    launcher: subprocess.Popen[bytes]
-    pids: set[int] = field(default_factory=set)
-
-    @property
-    def alive(self) -> bool:
-        """Whether the launcher has not ended."""
-        return self.launcher.poll() is None
-
-    def ranks(self) -> list[int]:
-        """Return the processes of the ranks there are, by rank."""
-        with suppress(OSError, ValueError, KeyError):
-            pids = [int(each["pid"]) for each in json.loads(self.folder.ranks.read_text())]
-            self.pids.update(pids)
-            return [pid for pid in pids if lives(pid)]
-        return []
-
-    def children(self) -> list[int]:
-        """Return the processes that were started for ranks, those that get ready included, the newest last."""
-        found = []
-        for entry in Path("/proc").iterdir():
-            with suppress(OSError, ValueError, IndexError):
-                fields = (entry / "stat").read_text().rpartition(")")[2].split()
-                if self._is_mine(int(entry.name)) and fields[0] not in "ZX":
-                    found.append((int(fields[19]), int(entry.name)))
-        pids = [pid for _, pid in sorted(found)]
-        self.pids.update(pids)
-        return pids
-
-    def _is_mine(self, pid: int) -> bool:
-        """Say whether a process descends from the launcher's fork server."""
-        above = parent(pid)
-        return above is not None and above != self.launcher.pid and parent(above) == self.launcher.pid
-
-    def step(self) -> int:
-        """Return the last step that was written down."""
-        with suppress(OSError, ValueError, KeyError, IndexError):
-            return int(json.loads(self.folder.metrics.read_bytes().splitlines()[-1])["step"])
-        return 0
-
-    def at(self, step: int) -> None:
-        """Return once a step is written down, or the run has ended."""
-        while self.alive and self.step() < step:
-            time.sleep(0.005)
-
-    def until(self, what: Callable[[], object]) -> None:
-        """Return once something is so, or the run has ended."""
-        while self.alive and not what():
-            time.sleep(0.005)
-
-    def kill(self, *which: int, signal_: signal.Signals = signal.SIGKILL) -> None:
-        """Send a signal to ranks, at once."""
-        pids = self.ranks()
-        for rank in which:
-            if rank < len(pids):
-                send(pids[rank], signal_)
-
-    def happened(self, name: str) -> list[Event]:
-        """Return the events of a kind so far."""
-        with suppress(ValueError, OSError):
-            return [event for event in read_events(self.folder.happenings) if event.event == name]
-        return []
-
-    def saving(self) -> bool:
-        """Whether a checkpoint is being written, or about to be."""
-        with suppress(OSError):
-            return any(not (place / "complete.json").exists() for place in self.folder.checkpoints.iterdir())
-        return False
-
-
 Storm = Callable[[Victim], None]
-
-
-def send(pid: int, which: signal.Signals) -> None:
-    """Send a signal, if there is still anybody to get it."""
-    with suppress(ProcessLookupError):
-        os.kill(pid, which)
-
-
-def parent(pid: int) -> int | None:
-    """Return a process's parent."""
-    with suppress(OSError, ValueError, IndexError):
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-    return None
-
-
-def lives(pid: int) -> bool:
-    """Say whether a process runs, and is not only waited for."""
-    with suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    return False
 
 
 def first_step(run: Victim) -> None:
@@ -315,7 +219,7 @@ def back_again_and_again(run: Victim) -> None:
     run.at(6)
     run.kill(2, signal_=signal.SIGTERM)
     for _ in range(20):
-        send(run.launcher.pid, signal.SIGUSR1)
+        send(run.supervisor, signal.SIGUSR1)
         time.sleep(0.05)
 
 
@@ -324,7 +228,7 @@ def stop_while_they_meet(run: Victim) -> None:
     run.at(8)
     run.kill(1)
     time.sleep(0.3)
-    send(run.launcher.pid, signal.SIGTERM)
+    send(run.supervisor, signal.SIGTERM)
 
 
 def hang_up(run: Victim) -> None:
@@ -337,11 +241,75 @@ def hang_up(run: Victim) -> None:
 
 
 def launcher_killed(run: Victim) -> None:
-    """Kill the launcher: its ranks must end."""
+    """Kill the launcher: its ranks must end. Under torchrun that is the supervisor."""
     run.at(8)
     run.ranks()
     run.children()
+    send(run.supervisor, signal.SIGKILL)
+
+
+def starter_killed(run: Victim) -> None:
+    """Kill what has started the run, such as torchrun: everything must end."""
+    run.at(8)
+    run.ranks()
+    run.pids.update([run.supervisor, *run.children()])
     send(run.launcher.pid, signal.SIGKILL)
+
+
+def server_killed(run: Victim) -> None:
+    """Kill the process that ranks are forked from: they end with it, and others come from another."""
+    run.at(8)
+    server = run.server
+    assert server is not None
+    send(server, signal.SIGKILL)
+
+
+def server_stopped(run: Victim) -> None:
+    """Stop the process that ranks are forked from, kill a rank, and let it go on 20 s later."""
+    run.at(8)
+    server = run.server
+    assert server is not None
+    send(server, signal.SIGSTOP)
+    run.kill(1)
+    time.sleep(20)
+    send(server, signal.SIGCONT)
+
+
+def server_stopped_for_good(run: Victim) -> None:
+    """Stop the process that ranks are forked from for good, and kill a rank: all end, and others come from another."""
+    run.at(8)
+    server = run.server
+    assert server is not None
+    send(server, signal.SIGSTOP)
+    run.kill(1)
+
+
+def two_stopped(run: Victim) -> None:
+    """Stop two of three ranks for good: a part of the state is lost with them."""
+    run.at(8)
+    run.kill(0, 2, signal_=signal.SIGSTOP)
+
+
+def newcomer_stopped(run: Victim) -> None:
+    """Kill a rank, and stop the process that comes in its place for good."""
+    run.at(5)
+    known = set(run.children())
+    run.kill(1)
+    run.until(lambda: set(run.children()) - known)
+    time.sleep(0.5)
+    for pid in set(run.children()) - known:
+        send(pid, signal.SIGSTOP)
+
+
+def launcher_stopped(run: Victim) -> None:
+    """Stop the launcher for 20 s, and kill a rank meanwhile: nobody can go on without it, and all do after."""
+    run.at(8)
+    launcher = run.supervisor
+    send(launcher, signal.SIGSTOP)
+    time.sleep(5)
+    run.kill(1)
+    time.sleep(15)
+    send(launcher, signal.SIGCONT)
 
 
 # Beside those that are to go on, some must end: with this exit code, and these words on the screen.
@@ -349,7 +317,9 @@ ENDS: Mapping[str, tuple[int, str]] = {
     "sigterm_to_all": (0, "stopped after step"),
     "stop_while_they_meet": (0, "stopped after step"),
     "launcher_killed": (-9, ""),
+    "starter_killed": (-9, ""),
 }
+UNDER_TORCHRUN = {**ENDS, "launcher_killed": (1, "")}
 STORMS: tuple[Storm, ...] = (
     first_step,
     getting_ready,
@@ -377,7 +347,20 @@ STORMS: tuple[Storm, ...] = (
     stop_while_they_meet,
     hang_up,
     launcher_killed,
+    starter_killed,
+    launcher_stopped,
+    server_killed,
+    server_stopped,
+    server_stopped_for_good,
+    two_stopped,
+    newcomer_stopped,
 )
+
+
+def free_port() -> str:
+    """Return a port that nobody listens at."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        return str(listening.getsockname()[1])
 
 
 def losses(folder: RunFolder) -> dict[int, float]:
@@ -385,17 +368,33 @@ def losses(folder: RunFolder) -> dict[int, float]:
     return {m.step: m.loss for m in read_metrics(folder.metrics)}
 
 
-def ran(folder: Path, storm: Storm | None) -> tuple[Victim, int | None, str]:
-    """Train, disturbed or not; return the run, its exit code (None: it hung) and what it said."""
+def ran(folder: Path, storm: Storm | None, under: str = "") -> tuple[Victim, int | None, str]:
+    """Train, disturbed or not; return the run, its exit code (None: it hung) and what it said.
+
+    Args:
+        folder: of the run and its config.
+        storm: what befalls it; None: nothing.
+        under: "torchrun": that starts it, with one process on this machine, which starts the ranks.
+    """
     settings: dict[str, Any] = {**SMALL, "evaluate_every": 10, "checkpoint_every": 10, "elastic": {"copies": 2}}
     config = config_in(folder, output=str(folder / "run"), **settings)
     file = folder / "config.yaml"
     config.save(file)
     said = folder / "said.log"
     with said.open("wb") as out:
-        command = [sys.executable, "-m", "hydragraph", "train", str(file), "--overwrite"]
+        torchrun = [
+            "-m",
+            "torch.distributed.run",
+            "--nnodes",
+            "1",
+            "--nproc-per-node",
+            "1",
+            "--master-port",
+            free_port(),
+        ]
+        command = [sys.executable, *(torchrun if under else []), "-m", "hydragraph", "train", str(file), "--overwrite"]
         launcher = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)
-    run = Victim(RunFolder(folder / "run"), launcher)
+    run = Victim(RunFolder(folder / "run"), launcher, depth=2 if under else 1)
     if storm is not None:
         threading.Thread(target=storm, args=(run,), daemon=True).start()
     end = time.monotonic() + LIMIT_S
@@ -410,7 +409,7 @@ def ran(folder: Path, storm: Storm | None) -> tuple[Victim, int | None, str]:
 
 def wrong(name: str, run: Victim, code: int | None, said: str, calm: Mapping[int, float]) -> Iterator[str]:
     """Yield what is not as it should be."""
-    wanted, words = ENDS.get(name, (0, ""))
+    wanted, words = (UNDER_TORCHRUN if run.depth > 1 else ENDS).get(name, (0, ""))
     if code is None:
         yield f"it hung after step {run.step()}"
         return
@@ -435,6 +434,7 @@ def main() -> None:
     """Run the storms that are named, or all."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", help="of storms; default: all")
+    parser.add_argument("--under", choices=["torchrun"], default="", help="what starts the run; default: nothing else")
     parser.add_argument("--list", action="store_true", help="name them, and what they do")
     chosen = parser.parse_args()
     if chosen.list:
@@ -450,7 +450,7 @@ def main() -> None:
         calm = losses(ran(Path(temporary) / "calm", None)[0].folder)
         for storm in storms:
             began = time.monotonic()
-            run, code, said = ran(Path(temporary) / storm.__name__, storm)
+            run, code, said = ran(Path(temporary) / storm.__name__, storm, chosen.under)
             found = list(wrong(storm.__name__, run, code, said, calm))
             bad += bool(found)
             ended = "goes on" if storm.__name__ not in ENDS else "ends with a sentence"

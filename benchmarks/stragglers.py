@@ -5,8 +5,10 @@
     python benchmarks/stragglers.py --only quiet --steps 1000
 
 Four ranks on the CPU train a small Llama. One of them is stopped (SIGSTOP) for a part of every 100 ms, from outside, so
-that it gets 1/2.57, 1/5.42 or 1/12.53 of its time: the rates of Malleus's stragglers. What is called the truth is what
-was in fact done to it, by the clock of the process that does it: that one may be late, too.
+that it gets 1/2.57, 1/5.42 or 1/12.53 of its time: the rates of Malleus's stragglers. What was in fact done to it is
+measured twice: by the clock of the process that stops it, which may wake late; and, called the truth, by the rank's own
+CPU clock: what iterations took, by the CPU seconds that it has for one when it is well. All others wait for it, so that
+holds what stops cost besides: a late wake, and caches that others have filled meanwhile.
 
 - found: iterations from the first that is slow from its beginning until the rank is named, and the rate then.
 - quiet: nobody is slowed; every rank that is named is a false alarm. On a busy machine some other process may really
@@ -26,6 +28,7 @@ import random
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -121,9 +124,10 @@ def mini_batch(sizes: Sizes, seed: int) -> list[torch.Tensor]:
 
 @dataclass(frozen=True)
 class Watched:
-    """One iteration: its seconds, and the rates that were known after it."""
+    """One iteration: its seconds, this rank's CPU seconds, and the rates that were known after it."""
 
     seconds: float
+    cpu: float
     rates: dict[int, float]
     scatter: tuple[float, float]
 
@@ -158,12 +162,14 @@ def watched(sizes: Sizes, phases: Sequence[tuple[int, float, int]], folder: Path
             else nullcontext()
         ):
             for _ in range(iterations):
+                began = time.process_time()
                 report = exe.step(mini_batch(sizes, step))
+                cpu = time.process_time() - began
                 if not step:
                     monitor.baseline(report.ranks)
                 step += 1
                 monitor.observe(report.chosen, report.assignment, report.ranks)
-                seen.append(Watched(report.seconds, dict(monitor.health.rates), monitor.scatter))
+                seen.append(Watched(report.seconds, cpu, dict(monitor.health.rates), monitor.scatter))
                 if os.environ.get("SHOW") and not exe.rank:
                     own = " ".join(f"{sum(r.own):6.3f}/{r.ran:.3f}/{r.queued:.3f}" for r in report.ranks)
                     print(f"{step:4d} {rate:5.2f} {report.seconds:6.2f}  {own}  {monitor.scatter} {seen[-1].rates}")
@@ -187,12 +193,14 @@ def found(console: Console, sizes: Sizes, repeats: int) -> None:
             phases += [((i + j) % RANKS, rate, SLOW), (0, 1.0, WELL)]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        seen = hg.launch(watched, RANKS, sizes, phases, folder, timeout=LIMIT)[0]
-        truths = {int(p.name.removeprefix("truth-")): float(p.read_text()) for p in folder.glob("truth-*")}
+        by_rank = hg.launch(watched, RANKS, sizes, phases, folder, timeout=LIMIT)
+        stopped = {int(p.name.removeprefix("truth-")): float(p.read_text()) for p in folder.glob("truth-*")}
+    seen = by_rank[0]
     table = Table(title="Ranks that are slowed for real (stopped for a part of every 100 ms)")
     columns = (
         "rank",
         "asked",
+        "by stops",
         "truth",
         "found after",
         "rate then",
@@ -215,8 +223,19 @@ def found(console: Console, sizes: Sizes, repeats: int) -> None:
         then = during[first - 1].rates[rank] if first else math.nan
         last = during[-1].rates.get(rank, math.nan)
         others = {other for each in during for other in each.rates if other != rank}
-        error = last / truths[number] - 1
-        cells = (rank, rate, f"{truths[number]:.2f}", first or "never", f"{then:.2f}", f"{last:.2f}", f"{error:+.0%}")
+        well = median(each.cpu for each in by_rank[rank][WARM // 2 : WARM])
+        truth = median(each.seconds for each in during[1:]) / well  # the first may be slow for a part of it only
+        error = last / truth - 1
+        cells = (
+            rank,
+            rate,
+            f"{stopped[number]:.2f}",
+            f"{truth:.2f}",
+            first or "never",
+            f"{then:.2f}",
+            f"{last:.2f}",
+            f"{error:+.0%}",
+        )
         table.add_row(*map(str, (*cells, again or "never", sorted(others) or "none")))
     console.print(table)
     healthy = median(each.seconds for each in seen[1:WARM])

@@ -185,9 +185,11 @@ class Executable:
         self._adapted = is_peft(model)
         self._several = "cu_seqlens" in program.templates[program.blocks[-1].template].inputs
         buffers = initial_buffers(model)
-        passed = library.manifest.check.stages if library is not None else None
         self._check = None
-        if check != "off" and not world.local_rank:
+        if check == "full" and not world.local_rank:
+            self._check = StageCheck(program, buffers, inductor, added=not inductor, library=library)
+        elif check != "off" and not world.local_rank:
+            passed = library.manifest.check.stages if library is not None else None
             self._check = StageCheck(program, buffers, inductor, passed=passed)
         self._library = library
         if variants is None:

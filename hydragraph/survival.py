@@ -90,7 +90,7 @@ def meet_again(exe: Executable, failure: BaseException | None, newest: Callable[
 
     Args:
         exe, failure: as of `survive`.
-        newest: returns the checkpoint to go back to where state is lost; the first rank's answer counts.
+        newest: returns the checkpoint to go back to where state is lost; the first rank's answer counts that has one.
     """
     member = here()
     if member is None or (isinstance(failure, Stopped) and failure.reason < CALLED):
@@ -104,6 +104,7 @@ def meet_again(exe: Executable, failure: BaseException | None, newest: Callable[
         if isinstance(failure, RankFailure):
             reasons.append(str(failure).partition("; restart all ranks")[0])
         exe.leave()
+        member.progress_s = exe.progress_s
         generation = member.meet(failure)
         try:
             survived = _move(exe, member, generation, newest)
@@ -124,9 +125,12 @@ def meet_again(exe: Executable, failure: BaseException | None, newest: Callable[
     now = generation.members
     joined = tuple(rank for rank, m in enumerate(now) if m not in before)
     came = "ranks came" if joined else "ranks were called together"
+    lost = tuple(rank for rank, m in enumerate(before) if m not in now and m not in left)
+    if len(joined) == len(now) and generation.lost:  # nobody is here who could tell
+        lost, came = tuple(range(len(generation.lost))), "all ranks were lost"
     return replace(
         survived,
-        lost=tuple(rank for rank, m in enumerate(before) if m not in now and m not in left),
+        lost=lost,
         left=tuple(rank for rank, m in enumerate(before) if m in left),
         joined=joined,
         received=received,
@@ -146,7 +150,7 @@ def _move(exe: Executable, member: Member, generation: Generation, newest: Calla
     profile = costs_for(exe.given_profile, [peer.seat for peer in peers], home)
     with world.calling("meet"):
         strategies = strategies_for(exe, world, home, profile)
-        restore = world.gather(newest() if world.rank == 0 else None)[0]
+        restore = next((each for each in world.gather(newest()) if each is not None), None)
     moved = exe.move(world, home, generation.before, restore, strategies, profile)
     came = moved.received
     return Survived(generation.number, moved.step, (), (), (), peers, exe.strategies, moved.restored, came, 0.0, "")

@@ -64,6 +64,11 @@ class Compiled:
         except Malformed as error:
             raise Refused(self.folder, str(error)) from None
 
+    def source(self, spec: VariantSpec) -> str:
+        """Return 64 hex digits over the file that a spec's variant is in; "": the folder has none."""
+        entry = self.manifest.variants.get(spec.key)
+        return "" if entry is None else self.manifest.files[entry.file].sha256
+
     @property
     def digest(self) -> str:
         """64 hex digits over all that the folder holds."""

@@ -97,8 +97,8 @@ class Check:
     stages: Mapping[str, str] = field(default_factory=dict)
 
     def covers(self, mode: str) -> bool:
-        """Say whether a comparison of a mode would find out nothing more about the program."""
-        return mode == "off" or (self.model != "" and (mode == "auto" or self.mode == mode))
+        """Say whether nothing need be compared with the model: "full" does not believe what a folder says of itself."""
+        return mode == "off" or (mode == "auto" and self.model != "")
 
 
 @dataclass(frozen=True)

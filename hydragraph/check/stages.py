@@ -33,7 +33,7 @@ from hydragraph.ir.program import Block, Program, Template
 from hydragraph.passes.differentiate import COLLECTIVES, Variant
 from hydragraph.passes.place import place
 from hydragraph.runtime.batch import pack
-from hydragraph.runtime.variants import Variants, local_parameters, vocabulary_starts
+from hydragraph.runtime.variants import Library, Variants, local_parameters, vocabulary_starts
 from hydragraph.spec.stage_kind import StageKind, StagePart
 from hydragraph.spec.strategy import Strategy
 
@@ -46,6 +46,7 @@ REMEDY = (
     "run it with another tensor-parallel degree, without sequence parallelism or recomputation, and report this with "
     "the model's config; check='off' trains with the graphs as they are"
 )
+ANEW = "write the folder anew with hydragraph compile, and find out who changed it"
 
 
 class StageCheck:
@@ -57,6 +58,8 @@ class StageCheck:
         fused_head: whether head and loss are one operator.
         added: whether products add gradients up.
         passed: what passed when a compiled folder was written: as `passed` then was.
+        library: where ranks take their graphs from, if it is to be believed in nothing: what it has is compared too,
+            the plain uncut block among it, by what its files hold.
 
     Attributes:
         passed: of what need not be checked again: a key of it -> what it is. For programs of this model, and for these
@@ -70,13 +73,15 @@ class StageCheck:
         fused_head: bool,
         added: bool = True,
         passed: Mapping[str, str] | None = None,
+        library: Library | None = None,
     ) -> None:
         self.passed = dict(passed or {})
+        self._library = library
         self._program = program
         self._fused_head = fused_head
         self._buffers = {name: value.detach().cpu() for name, value in buffers.items()}
-        self._whole = Variants(program, "default")
-        self._cut = Variants(program, fused_head=fused_head, added=added)
+        self._whole = Variants(program, added=added)  # those that were compared with the model, where a rank has them
+        self._cut = Variants(program, fused_head=fused_head, added=added, library=library)
         self._passed: set[Hashable] = set()
 
     def check(self, strategy: Strategy) -> None:
@@ -119,12 +124,13 @@ class StageCheck:
             log.info("checked what ranks run under %s: worst error %.1e, %.1f s", names, max(errors), seconds)
 
     def _work(self, strategy: Strategy) -> Iterator[tuple[Block, StageKind]]:
-        """Yield what is not the plain uncut block, whose graphs were compared with the model."""
+        """Yield what is not the plain uncut block, whose graphs were compared with the model; all of a library's."""
         head = self._program.blocks[-1]
         for stage in place(self._program.outline, strategy, [1] * len(strategy.pipelines)).stages:
             form = stage.kind
             for block in self._program.blocks[slice(*stage.blocks)]:
-                if form.tp > 1 or form.recompute or (self._fused_head and block is head):
+                made = form.tp > 1 or form.recompute or (self._fused_head and block is head)
+                if made or self._library is not None:
                     yield block, form
 
     def _key(self, block: Block, form: StageKind) -> Hashable:
@@ -136,24 +142,34 @@ class StageCheck:
         fused = self._fused_head and block is program.blocks[-1]
         # Whether what comes before the block learns, so that it has a gradient to pass on.
         passes_on = program.outline.index[block.name] > program.outline.lowest
-        return content, cut_shapes, learns, passes_on, form, fused, str(program.dtype)
+        key = (content, cut_shapes, learns, passes_on, form, fused, str(program.dtype))
+        return key if self._library is None else (*key, self._read(self._library, block, form))
+
+    def _read(self, library: Library, block: Block, form: StageKind) -> Hashable:
+        """Return which files of the library the ranks of a stage take a block's graphs from."""
+        return tuple(library.source(self._cut.spec(block, part)) for part in form.parts())
 
     def _compare(self, block: Block, form: StageKind) -> float | None:
         """Return the worst error of a gradient, as a part of its norm; None: nothing finite could be compared."""
         failed: list[tuple[Difference | Exception, Attempt]] = []
+        if self._library is not None:
+            for part in form.parts():
+                self._cut.get(block, part)  # what is wrong with a file, the library says itself
         for attempt in _attempts(self._program.dtype):
             try:
                 difference = self._attempt(block, form, attempt)
             except Exception as error:  # whatever a kernel raises
                 failed.append((error, attempt))
-                continue
+                if attempt.widened:
+                    continue
+                break  # so they fail in training
             if difference is not None and difference.ratio <= 1:
                 return difference.ratio * attempt.bound.own
             if difference is not None:
                 failed.append((difference, attempt))
         if not failed:
             return None
-        raise _refusal(block, form, *failed[-1])
+        raise _refusal(block, form, *failed[-1], self._library)
 
     def _attempt(self, block: Block, form: StageKind, attempt: Attempt) -> Difference | None:
         """Compare the whole block with all ranks of a stage, once."""
@@ -276,6 +292,9 @@ class _Stage:
         parameter = self.parameters[name]
         total = torch.zeros_like(parameter.canonical(like))
         for index, part in enumerate(parts):  # every rank has a part of it, or a summand
+            expected = parameter.local_shape(self.form.tp, index)
+            if part.shape != expected:
+                raise ValueError(f"the gradient of {name} has shape {tuple(part.shape)}, its shard {tuple(expected)}")
             flat = parameter.canonical(part)
             at = 0
             for a, b in parameter.intervals(self.form.tp, index):
@@ -284,17 +303,20 @@ class _Stage:
         return [parameter.natural(total)]
 
 
-def _refusal(block: Block, form: StageKind, difference: Difference | Exception, attempt: Attempt) -> Unsupported:
-    where = f"{block.name} under <{form.text}>"
+def _refusal(
+    block: Block, form: StageKind, difference: Difference | Exception, attempt: Attempt, library: Library | None
+) -> Unsupported:
+    where = f"{block.name} under <{form.text}>" + (f" in {library}" if library is not None else "")
+    remedy = REMEDY if library is None else ANEW
     if isinstance(difference, Exception):
         first = (str(difference).splitlines() or [""])[0]
         return Unsupported(
-            f"its graphs do not run ({type(difference).__name__}: {first[:200]})", where=where, remedy=REMEDY
+            f"its graphs do not run ({type(difference).__name__}: {first[:200]})", where=where, remedy=remedy
         )
     kind = str(attempt.dtype).removeprefix("torch.")
     what = difference.parameter if difference.parameter.startswith(_OUT) else f"the gradient of {difference.parameter}"
     return Unsupported(
         f"{what} is {difference.relative:.2g} times its norm off what the whole block computes (in {kind})",
         where=where,
-        remedy=REMEDY,
+        remedy=remedy,
     )

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import tempfile
+from collections import Counter
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -13,12 +14,19 @@ from rich.table import Table
 from hydragraph.commands.options import Config, Debug, LogLevel, Set
 from hydragraph.train.config import TrainConfig
 
+if TYPE_CHECKING:
+    from hydragraph.train.strikes import Kind
+
 
 def chaos_command(
     config: Config,
-    kills: Annotated[int, typer.Option(min=0, help="Ranks to kill.")] = 10,
+    kills: Annotated[int | None, typer.Option(min=0, help="Ranks to kill; default: 10, but none with --kinds.")] = None,
     slow: Annotated[int, typer.Option(min=0, help="Ranks to slow for a second.")] = 0,
     joins: Annotated[int, typer.Option(min=0, help="Ranks to ask to leave; others then come in their places.")] = 0,
+    kinds: Annotated[
+        str | None, typer.Option(help="Further kinds of strikes, as in two,again,rejoin; `?` says which there are.")
+    ] = None,
+    each: Annotated[int, typer.Option(min=1, help="How many of each of --kinds.")] = 3,
     seed: Annotated[int, typer.Option(help="Of the moments and the ranks.")] = 0,
     keep: Annotated[Path | None, typer.Option(help="Keep the folders of both runs here.")] = None,
     overrides: Set = None,
@@ -27,20 +35,28 @@ def chaos_command(
 ) -> None:
     """Train undisturbed, and again with ranks killed, slowed and replaced; compare the loss curves.
 
+    --kinds names what else may befall ranks: they are paused (for 3 s) or stopped for good; the first, two or all are
+    killed at once; another again while the others recover; another while one joins (rejoin); one while a checkpoint is
+    written, right after a step (evaluate), or while the plan switches or state moves because it is slow.
+
     With `deterministic: true` they must be the same bit for bit; else a third run, on one rank, tells how far rounding
     alone takes the losses apart.
     """
     from hydragraph.train import chaos
 
     settings = TrainConfig.load(config, overrides or ())
+    named = chaos.read_kinds(kinds or "", settings)
+    some = 10 if kills is None and not named else kills or 0
+    counts: Counter[Kind] = Counter({"kill": some, "slow": slow, "join": joins})
+    counts.update(dict.fromkeys(named, each))
     if settings.ranks < 2:
         raise ValueError(f"ranks is {settings.ranks}: chaos needs at least 2, so that some are left")
     console = Console(stderr=True)
     with tempfile.TemporaryDirectory(prefix="hydragraph-chaos-") as temporary:
         folder = Path(temporary) if keep is None else keep
         folder.mkdir(parents=True, exist_ok=True)
-        peaceful, stormy = chaos.prepared(settings, folder, kills + slow + joins)
-        strikes = chaos.draw(kills, slow, joins, seed)
+        strikes = chaos.draw(counts, seed)
+        peaceful, stormy = chaos.prepared(settings, folder, len(strikes))
         with console.status("training disturbed") as status:
 
             def stepped(step: int, struck: int) -> None:
@@ -73,6 +89,7 @@ def chaos_command(
         wrong.append(f"from step {departed} on its losses are others, or missing{rounding}")
     if disturbed.left:
         wrong.append(f"processes {list(disturbed.left)} were left behind")
-    for each in wrong:
-        console.print(f"not as promised: {each}", markup=False, highlight=False, soft_wrap=True)
+    wrong += disturbed.problems
+    for problem in wrong:
+        console.print(f"not as promised: {problem}", markup=False, highlight=False, soft_wrap=True)
     raise typer.Exit(bool(wrong))

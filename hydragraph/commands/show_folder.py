@@ -148,11 +148,12 @@ def overview(folder: ShownFolder) -> Iterator[str]:
             yield f"     {record.strategy}: does not fit: {record.problem}"
     for number, each in enumerate(folder.strategies, start=1):
         record = each.record
-        kinds = len(list(each.folder.glob("program_*.txt")))
+        count = len(list(each.folder.glob("program_*.txt")))
+        kinds = "one kind of rank" if count == 1 else f"{count} kinds of rank"
         yield f"  {number}. {record.strategy}"
         yield (
-            f"     {counts_text(record.micro_batches)} micro-batches, {record.instructions:,} instructions of {kinds} "
-            f"kinds of rank; pulls {bytes_text(record.pull_bytes)}, pushes {bytes_text(record.push_bytes)}"
+            f"     {counts_text(record.micro_batches)} micro-batches, {record.instructions:,} instructions of {kinds}; "
+            f"pulls {bytes_text(record.pull_bytes)}, pushes {bytes_text(record.push_bytes)}"
         )
     yield "Ask for --rank N, --parameter NAME, --memory, --traffic, --schedule or --diff OTHER."
     yield "--strategy chooses by number, text or fingerprint."

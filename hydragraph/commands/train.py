@@ -181,7 +181,9 @@ def _nodes(config: TrainConfig) -> Nodes | None:
 def _elastic(config: TrainConfig) -> Elastic | None:
     """Return how the launch of a run replaces lost ranks; None where their loss ends it."""
     keys = config.elastic
-    return Elastic(keys.min_ranks or 1, keys.spares, keys.rejoin, config.grace_s) if keys.survives else None
+    if not keys.survives:
+        return None
+    return Elastic(keys.min_ranks or 1, keys.spares, keys.rejoin, config.grace_s, config.progress_s)
 
 
 def train_rank(

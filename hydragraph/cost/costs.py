@@ -31,8 +31,9 @@ from hydragraph.cost.corrections import Corrections, corrected
 from hydragraph.cost.curves import Constants, Curve, Table
 from hydragraph.cost.footprint import Footprint, MicroBatch
 from hydragraph.cost.memory import STATE_BYTES, Blocks, Memory, MemoryCurve, Walk, exchange_name
-from hydragraph.cost.messages import GRADIENT_BYTES
+from hydragraph.cost.messages import GRADIENT_BYTES, WEIGHT_BYTES
 from hydragraph.cost.model import ModelSizes
+from hydragraph.cost.peak import Peak
 from hydragraph.cost.pieces import AUX, Piece
 from hydragraph.cost.profile import PipelineCost, Profile
 from hydragraph.cost.sharing import turns
@@ -59,6 +60,8 @@ from hydragraph.spec.strategy import Pipeline, Stage, Strategy
 OWN = Stack()
 # Micro-batches per stage of the iteration by which `fixed` is judged: enough for traffic to hide behind.
 FILLED = 2
+# Programs whose peaks are kept, of about a megabyte each.
+PEAKS = 256
 
 
 class Costs:
@@ -118,6 +121,7 @@ class Costs:
         self.blocks: Blocks = blocks or ProfileBlocks(self)
         self.home.check(self.ranks, [bucket.name for bucket in self.buckets])
         self._owners = HomeLayouts(self.home.on([device.node for device in cluster.devices]), self.ranks)
+        self._peaks: dict[object, Peak] = {}
 
     @property
     def ranks(self) -> int:
@@ -150,7 +154,7 @@ class Costs:
         home: Home | None = None,
     ) -> Costs:
         """Return the costs with another profile, cluster, health or home."""
-        return Costs(
+        costs = Costs(
             profile or self.profile,
             cluster or self.cluster,
             self.health if health is None else health,
@@ -160,6 +164,9 @@ class Costs:
             state_bytes=self.state_bytes,
             corrections=self.corrections,
         )
+        if costs.profile is self.profile and costs.cluster is self.cluster:
+            costs._peaks = self._peaks  # who is slow, and who owns what, is not in them
+        return costs
 
     def of_ranks(self, ranks: Sequence[int], home: Home) -> Costs:
         """Return the costs on some of these ranks, which are numbered in this order from now on, under a home."""
@@ -168,8 +175,11 @@ class Costs:
 
     # Pipelines.
 
-    def pipeline(self, pipeline: Pipeline, schedule: str = "1f1b") -> PipelineCost:
+    def pipeline(self, pipeline: Pipeline, schedule: str = "1f1b", limit: int | None = None) -> PipelineCost:
         """Return what a pipeline costs: constants of its slowest stage for search, and its stages for exact seconds.
+
+        Args:
+            limit: how many tokens its micro-batches may have; None: as many as fit.
 
         Raises:
             Unsupported: a stage is of a kind that was not measured, or has a lost rank.
@@ -180,7 +190,8 @@ class Costs:
                 f"profile {self.profile.name}: a pipeline of {pipeline.layers} layers, but it was measured on a model "
                 f"of {self.outline.layers}: measure this model with hydragraph profile"
             )
-        return self._pipeline(pipeline, self.stages(pipeline), self.max_len(pipeline), schedule)
+        limit = self.max_len(pipeline) if limit is None else limit
+        return self._pipeline(pipeline, self.stages(pipeline), limit, schedule)
 
     def pipelines(self, strategy: Strategy) -> tuple[PipelineCost, ...]:
         """Return what each pipeline of a strategy costs.
@@ -337,13 +348,11 @@ class Costs:
         stage of a model one in all.
         """
         left = [len(p.stages) - p.stages.index(stage) for p in sharing]
-        key = (tuple(p.stages for p in sharing), self.cluster.type_of(rank), self.owned(rank), stage)
-        if key not in self._limits:
-            # GPipe has all of them in flight at once; one more for what 1F1B has received for its next forward.
-            last = left[0] == 1
-            flying = Strategy(tuple(sharing), "1f1b" if last else "gpipe")
-            self._limits[key] = self._most_tokens(flying, left if last else [left[0] + 1, *left[1:]], rank)
-        return self._limits[key]
+        # GPipe has all of them in flight at once; one more for what 1F1B has received for its next forward.
+        last = left[0] == 1
+        flying = Strategy(tuple(sharing), "1f1b" if last else "gpipe")
+        counts = left if last else [left[0] + 1, *left[1:]]
+        return self._peak((tuple(p.stages for p in sharing), stage), flying, counts, rank).most(self._left(rank))
 
     def _unlike(self, stage: Stage) -> list[int]:
         """Return one rank of each kind: of a stage, those of one type that own as much are alike."""
@@ -357,35 +366,43 @@ class Costs:
         # A pipeline's memory does not depend on the others, except that all ranks share what lives at home.
         strategy = Strategy((pipeline,))
         shape = tuple((stage.layers, stage.kind) for stage in pipeline.stages)
-        limits = []
+        most: int | None = None
         for at, stage in enumerate(pipeline.stages):
             for rank in self._unlike(stage):
-                key = (shape, self.cluster.type_of(rank), self.owned(rank), at)
-                if key not in self._limits:
-                    self._limits[key] = self._most_tokens(strategy, [len(pipeline.stages)], rank)
-                limits.append(self._limits[key])
-        return min(limits)
+                peak = self._peak((shape, at), strategy, [len(pipeline.stages)], rank)
+                # Most stages are not the one that decides, which one look at them tells.
+                if most is None or not peak.holds(most, self._left(rank)):
+                    found = peak.most(self._left(rank))
+                    most = found if most is None else min(most, found)
+        assert most is not None, "a pipeline has stages, and a stage ranks"
+        return most
 
-    def _most_tokens(self, strategy: Strategy, counts: Sequence[int], rank: int) -> int:
-        """Solve peak(tokens) = memory by Newton's method from above: the peak is the largest of lines, so convex."""
-        limit = self.memory_of(rank)
-        peak = lambda tokens: self._peak(strategy, counts, tokens, rank)  # noqa: E731
-        step = 64 * max(s.tp for p in strategy.pipelines for s in p.stages)
-        if peak(step) > limit:
-            return 0
-        # The peak is a maximum of lines, so each step lands at or above the answer, and a few steps reach its line.
-        tokens = float(step)
-        for _ in range(8):
-            at = max(step, math.floor(tokens / step) * step)
-            here = peak(at)
-            slope = (peak(at + step) - here) / step
-            if slope <= 0:
-                return 0
-            crossing = at + (limit - here) / slope
-            if abs(crossing - tokens) < 1:
-                break
-            tokens = crossing
-        return max(0, math.floor(tokens))
+    def _peak(self, form: object, strategy: Strategy, counts: Sequence[int], rank: int) -> Peak:
+        """Return what a rank holds of a strategy beside what it owns, by the tokens of all its micro-batches.
+
+        Args:
+            form: what it depends on: all devices hold the same of the same stage.
+        """
+        if form not in self._peaks:
+            if len(self._peaks) >= PEAKS:
+                self._peaks.pop(next(iter(self._peaks)))
+            walk = self.walk(strategy, [[MicroBatch(1, 1)] * count for count in counts], rank, messages=False)
+            owned = self._owned_bytes(rank)
+
+            def bytes_at(tokens: int) -> float:
+                batches = [[MicroBatch(tokens, 1)] * count for count in counts]
+                return walk.again(batches).peak().total - owned
+
+            self._peaks[form] = Peak(bytes_at, step=64 * max(s.tp for p in strategy.pipelines for s in p.stages))
+        return self._peaks[form]
+
+    def _left(self, rank: int) -> float:
+        """Return the bytes that a rank may use beside what it owns."""
+        return self.memory_of(rank) - self._owned_bytes(rank)
+
+    def _owned_bytes(self, rank: int) -> int:
+        learning = self.owned(rank, True)
+        return (self.state_bytes + GRADIENT_BYTES) * learning + WEIGHT_BYTES * self.owned(rank, False)
 
     @cached_property
     def _alike(self) -> list[tuple[Bucket, int]]:
@@ -402,19 +419,11 @@ class Costs:
     def _owned(self) -> dict[tuple[int, bool | None], int]:
         return {}
 
-    @cached_property
-    def _limits(self) -> dict[object, int]:
-        return {}
-
     def memory_of(self, rank: int) -> float:
         """Return the bytes that a rank may use: as measured, what others leave; else the device's."""
         device = self.piece_profile(rank).device
         size = float(self.cluster.devices[rank].memory_bytes)
         return min(size, device.memory) if device is not None and self.measured else size
-
-    def _peak(self, strategy: Strategy, counts: Sequence[int], tokens: int, rank: int) -> int:
-        batches = [[MicroBatch(tokens, 1)] * count for count in counts]
-        return self.walk(strategy, batches, rank, messages=False).peak().total
 
     # What pieces say.
 

@@ -10,7 +10,9 @@ while it updates.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 from hydragraph.cost.alive import Alive
@@ -251,21 +253,31 @@ class Walk:
         self._stages = placement.stage_of
         self._stage = placement.stage_of.get(rank)
         self._part = self._stage.part_of(rank) if self._stage else StagePart()
+        self._buckets = {b.name: b for b in blocks.buckets}
+        self._known_layouts: dict[object, tuple[Layout, Layout]] = {}
+        self._layouts_of: dict[str, tuple[Layout, Layout]] = {}
+        self._known_links: dict[tuple[Op, int], MessageBytes] = {}
+        self._begin(micro_batches)
+
+    def again(self, micro_batches: Sequence[Sequence[MicroBatch]]) -> Walk:
+        """Return a walk of the same program with as many other micro-batches: most of what it asks for is known."""
+        walk = copy(self)
+        walk._begin(micro_batches)
+        return walk
+
+    def _begin(self, micro_batches: Sequence[Sequence[MicroBatch]]) -> None:
         self._batches = {
             m: batch
             for role in (self._stage.roles if self._stage else ())
             for m, batch in zip(role.micro_batches, micro_batches[role.pipeline], strict=True)
         }
         self._everyones = sum(m.tokens for pipeline in micro_batches for m in pipeline)
-        self._buckets = {b.name: b for b in blocks.buckets}
-        self._known_layouts: dict[object, tuple[Layout, Layout]] = {}
-        self._layouts_of: dict[str, tuple[Layout, Layout]] = {}
-        self._known_links: dict[tuple[Op, int], MessageBytes] = {}
         self._in_flight: list[str] = []
         self._alive = Alive()
 
+    @cached_property
     def at_home(self) -> Memory:
-        """Return what the rank holds in any case."""
+        """What the rank holds in any case."""
         owned = {b.name: self._home_of(b).local_size(self._rank) for b in self._model.buckets}
         learning = sum(owned[b.name] for b in self._model.buckets if b.learns)
         frozen = sum(owned.values()) - learning
@@ -277,7 +289,7 @@ class Walk:
 
     def curve(self) -> tuple[Memory, int, list[int]]:
         """Return the largest sum, the instruction in which it is reached, and the sum after each instruction."""
-        at_home = self.at_home()
+        at_home = self.at_home
         home_bytes = at_home.state + at_home.shard
         own = sum(m.tokens for m in self._batches.values())
         self._alive.add("batch", "activations", batch_bytes(own, self._everyones))
@@ -335,12 +347,13 @@ class Walk:
     def _pull(self, bucket: str, held: bool) -> None:
         layouts = self._layouts(bucket)
         key = (Op.PULL, id(layouts))
-        if not self._messages:  # what is sent and received beside the weights takes longer to find out
-            self._known_links[key] = MessageBytes(
-                0, pulled_bytes(layouts[1], self._rank, self._ranks, self._model.itemsize)
-            )
         if key not in self._known_links:
-            self._known_links[key] = pulled(*layouts, self._rank, self._ranks, self._model.itemsize)
+            # What is sent and received beside the weights takes longer to find out.
+            self._known_links[key] = (
+                pulled(*layouts, self._rank, self._ranks, self._model.itemsize)
+                if self._messages
+                else MessageBytes(0, pulled_bytes(layouts[1], self._rank, self._ranks, self._model.itemsize))
+            )
         link = self._known_links[key]
         self._fly(exchange_name(Op.PULL, bucket), link.outgoing)
         if held:

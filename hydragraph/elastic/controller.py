@@ -1,7 +1,8 @@
 """The controller: what a run does about ranks that are slow; on one rank, between steps.
 
-    a rate changes -> ask for another plan, in a process of its own -> training goes on
+    a rate changes -> ask for a good plan at once, in a process of its own -> training goes on
     an answer is there -> switch, if what it gains until the run ends is more than what switching costs
+                       -> ask for the best plan, which takes longer, and decide again
 
 A change of strategy alone moves no state: it costs what preparing it takes. A gain that is small, or a switch just
 after another, is left alone: rates are noisy, and each switch prepares anew.
@@ -130,10 +131,12 @@ class Controller:
         self._planned_for = Health()
         self._asked_for = Health()
         self._asked_at = 0
+        self._at_once = False  # the last answer that was asked for is to come at once, so a better one may follow
         self._switched_at: int | None = None
         self._preparing = False  # the next step pays for a switch
         self._lengths: deque[tuple[int, ...]] = deque(maxlen=LAST)
         self._seconds: deque[float] = deque(maxlen=NEEDED)
+        self._rehearsing = replanning is not None
         if replanning is not None:
             self._strategies = replanning.strategies
             self._cost_s = replanning.thrift.cost_s
@@ -172,17 +175,40 @@ class Controller:
         else:
             self._seconds.append(report.seconds - report.preparing_s)
         self._lengths.append(tuple(n for n in report.assignment.lengths if n))
+        if self._rehearsing and not given.planner.busy:
+            self._rehearse(given)
         events = []
-        answer = given.planner.answer() if given.planner.busy else None
+        # Just after a switch nobody knows what steps take now: an answer waits for one of them.
+        answer = given.planner.answer() if given.planner.busy and self._seconds else None
         if answer is not None:
             event = self._decided(given, answer, report.step)
-            events.append(event)
-        health = self._monitor.health
-        if not given.planner.busy and health != self._asked_for and self._may_switch(given, report.step, health):
-            self._asked_for = health
-            self._asked_at = report.step
-            given.planner.ask(self._question(given, health))
+            # What gains too little at once is told when all was looked at.
+            events += [event] if event.event == "switch" or not self._at_once else []
+        self._ask(report.step)
         return events
+
+    def _rehearse(self, given: Replanning) -> None:
+        """Let who plans load what planning needs, and find out what depends on no rate, before anybody is slow."""
+        self._rehearsing = False
+        given.planner.ask(self._question(given, Health(), at_once=True))
+        given.planner.forget()
+
+    def _ask(self, step: int) -> None:
+        """Ask for another plan, if rates have changed, or if the last one was found in a hurry."""
+        given = self._replanning
+        assert given is not None, "asked of those that plan"
+        health = self._monitor.health
+        if given.planner.busy:
+            return
+        if health != self._asked_for and self._may_switch(given, step, health):
+            self._at_once = given.switch is not None  # a dry run waits for the best
+        elif health == self._asked_for and self._at_once:
+            self._at_once = False
+        else:
+            return
+        self._asked_for = health
+        self._asked_at = step
+        given.planner.ask(self._question(given, health, self._at_once))
 
     def _may_switch(self, given: Replanning, step: int, health: Health) -> bool:
         """Say whether it is worth asking: not just after a switch, unless a rank that is used is lost."""
@@ -190,7 +216,7 @@ class Controller:
             return True
         return self._switched_at is None or step - self._switched_at >= given.thrift.cooldown
 
-    def _question(self, given: Replanning, health: Health) -> Question:
+    def _question(self, given: Replanning, health: Health, at_once: bool) -> Question:
         return Question(
             given.costs.profile,
             given.costs.cluster,
@@ -201,6 +227,7 @@ class Controller:
             self._strategies,
             given.request,
             given.policy,
+            at_once=at_once,
         )
 
     def _decided(self, given: Replanning, answer: Replanned, step: int) -> Event:
@@ -209,7 +236,7 @@ class Controller:
         ranks = tuple(sorted(rates))
         if answer.refused:
             return Event(step, "replan", ranks, answer.took_s, f"stays: {answer.refused}", rates, done=False)
-        now_s = median(self._seconds) if self._seconds else answer.before_s
+        now_s = median(self._seconds)
         after_s = now_s * answer.after_s / answer.before_s
         left = given.steps - step
         saved = 1 - after_s / now_s

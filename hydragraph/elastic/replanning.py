@@ -1,19 +1,21 @@
 """Another plan for ranks of which some are slow: made in a process of its own, while training goes on.
 
-`replan` is the pure part: a question, with all that a plan depends on, to an answer. `Replanner` asks it of a process
-that lives as long as the run, in a thread that waits for the answer; training looks now and then whether it is there.
+`replan` is the pure part: a question, with all that a plan depends on, to an answer: a good one at once, or the best
+one after a while, as the question says. `Replanner` asks it of a process that lives as long as the run, in a thread
+that waits for the answer; training looks now and then whether it is there.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import os
 import pickle
 import subprocess
 import sys
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, cast
 
@@ -30,6 +32,7 @@ from hydragraph.spec.strategy import Strategy
 _LOG = logging.getLogger(__name__)
 
 DEADLINE_S = 20.0  # after which the best plan so far is taken
+AT_ONCE_S = 0.3  # the same, of an answer at once
 # What a pipe to a process that is gone raises.
 _GONE = (BrokenPipeError, EOFError, OSError, pickle.UnpicklingError)
 
@@ -47,6 +50,7 @@ class Question:
         request: by what it chooses from those that run, with rates as they were known then.
         policy: how mini-batches are planned.
         deadline_s: after which the best plan so far is taken; None: equal questions have equal answers.
+        at_once: answer with a good plan soon, known by an estimate of one mini-batch; the deadline is another then.
     """
 
     profile: Profile
@@ -59,6 +63,7 @@ class Question:
     request: PlanRequest
     policy: Policy
     deadline_s: float | None = DEADLINE_S
+    at_once: bool = False
 
 
 @dataclass(frozen=True)
@@ -84,16 +89,63 @@ class Replanned:
     refused: str = ""
 
 
-def replan(question: Question) -> Replanned:
+def costs_of(question: Question, before: Costs | None = None) -> Costs:
+    """Return the costs that a question goes by.
+
+    Args:
+        before: of an earlier question: what depends on neither health nor home stays known.
+    """
+    if before is not None and (before.profile, before.cluster) == (question.profile, question.cluster):
+        return before.changed(health=question.health, home=question.home)
+    return Costs(question.profile, question.cluster, question.health, home=question.home)
+
+
+def replan(question: Question, costs: Costs | None = None) -> Replanned:
     """Find strategies for ranks of these rates, and say what they gain over going on as now.
 
     What runs now stays among the candidates: often it is enough to give a slow pipeline fewer sequences.
+
+    Args:
+        costs: see `costs_of`.
     """
+    began = time.perf_counter()
+    costs = costs or costs_of(question)
+    found = _at_once(question, costs) if question.at_once else _at_length(question, costs)
+    return replace(found, took_s=time.perf_counter() - began)
+
+
+def _at_once(question: Question, costs: Costs) -> Replanned:
+    from hydragraph.planner.uneven.at_once import plan_at_once, sample  # needs numba and scipy
+    from hydragraph.planner.uneven.searching import STRAGGLER, TOGETHER
+    from hydragraph.planner.uneven.varying import traffic_in_line
+    from hydragraph.planner.workload import Workload
+
+    workload = Workload(lengths=question.lengths)
+    others = (*question.running, *question.first)
+    way = TOGETHER if len(question.cluster.types) > 1 else STRAGGLER
+    try:
+        found = plan_at_once(costs, workload, way, others, AT_ONCE_S)
+    except Unsupported as error:
+        return _refusal(str(error))
+    if found is None:
+        return _refusal("no strategy fits the ranks there are")
+    choice = question.request.choose(sample(workload))
+    try:
+        before = traffic_in_line(costs, question.running[choice.index])(choice.assignment)
+    except Unsupported:
+        before = math.inf  # a rank of it is lost
+    request = PlanRequest((found.pipelines,), (found.charge,), question.policy.seed)
+    return Replanned((found.strategy,), request, 0, before, found.seconds, 0.0)
+
+
+def _refusal(why: str) -> Replanned:
+    return Replanned((), None, None, 0.0, 0.0, 0.0, why)
+
+
+def _at_length(question: Question, costs: Costs) -> Replanned:
     from hydragraph.planner.uneven.planning import plan  # needs numba and scipy, which only planning needs
     from hydragraph.planner.workload import Workload
 
-    began = time.perf_counter()
-    costs = Costs(question.profile, question.cluster, question.health, home=question.home)
     try:
         several = len(question.cluster.types) > 1
         planned = plan(
@@ -110,7 +162,7 @@ def replan(question: Question) -> Replanned:
     every = tuple(dict.fromkeys((*question.running, *question.first, *found)))
     able = tuple(s for s in every if _takes(costs, s))
     if not able:
-        return Replanned((), None, None, 0.0, 0.0, time.perf_counter() - began, "no strategy fits the ranks there are")
+        return _refusal("no strategy fits the ranks there are")
     request = PlanRequest(
         tuple(costs.pipelines(s) for s in able), tuple(costs.fixed(s) for s in able), question.policy.seed
     )
@@ -118,7 +170,7 @@ def replan(question: Question) -> Replanned:
     count = len(question.lengths[: question.policy.sample])
     after = decision.seconds[-1 if decision.dynamic else decision.static or 0] / count
     static = None if decision.dynamic else decision.static
-    return Replanned(able, request, static, _as_now(question, costs), after, time.perf_counter() - began)
+    return Replanned(able, request, static, _as_now(question, costs), after, 0.0)
 
 
 def _takes(costs: Costs, strategy: Strategy) -> bool:
@@ -144,7 +196,7 @@ def _as_now(question: Question, costs: Costs) -> float:
 
 
 class Replanner:
-    """One process that plans, one question at a time."""
+    """One process that plans, one question at a time; from one to the next it keeps what stays the same."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
@@ -158,6 +210,11 @@ class Replanner:
         if self._unwanted and self._thread is not None and not self._thread.is_alive():
             self.answer()
         return self._thread is not None
+
+    @property
+    def process(self) -> int | None:
+        """The number of the process that plans; None: there is none."""
+        return None if self._process is None else self._process.pid
 
     def start(self) -> None:
         """Start the process now, so that the first question need not wait for it."""

@@ -11,18 +11,21 @@ import signal
 import sys
 from typing import BinaryIO
 
-from hydragraph.elastic.replanning import Question, Replanned, replan
+from hydragraph.cost.costs import Costs
+from hydragraph.elastic.replanning import Question, Replanned, costs_of, replan
 
 
 def serve(source: BinaryIO, target: BinaryIO) -> None:
     """Answer until the source ends."""
+    costs: Costs | None = None
     while True:
         try:
             question: Question = pickle.load(source)
         except EOFError:
             return
         try:
-            answer = replan(question)
+            costs = costs_of(question, costs)
+            answer = replan(question, costs)
         except Exception as error:  # training goes on as it is, and says so
             answer = Replanned((), None, None, 0.0, 0.0, 0.0, f"{type(error).__name__}: {error}")
         pickle.dump(answer, target)

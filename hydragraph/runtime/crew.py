@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext, SpawnContext
 from typing import Any, Protocol
@@ -20,7 +21,7 @@ from torch.distributed.distributed_c10d import Store  # type: ignore[attr-define
 from hydragraph import log
 from hydragraph.errors import RankFailure
 from hydragraph.runtime.failure.board import Progress
-from hydragraph.runtime.failure.judge import Judge, seen_of
+from hydragraph.runtime.failure.judge import STOPPED_S, Judge, seen_of
 from hydragraph.runtime.failure.ledger import Fault, announce_death, last_fault
 from hydragraph.runtime.failure.processes import ProcessState, WatchedProcess
 from hydragraph.runtime.rank_process import HOST, Died, Left, Raised, Readable, Returned, Seat, rebuilt, run_rank
@@ -30,6 +31,7 @@ from hydragraph.runtime.stopping import Relay
 _GRACE_S = 8.0  # for peers to fail by themselves; to agree on a fault takes them up to 3 s, twice that on a busy host
 _CULPRIT_S = 2.0  # for the rank at fault to tell its own error, once all others have told theirs; it may hang
 _EXIT_S = 5.0  # for a rank that is done to end its process
+_STOPPED_LOOK_S = 0.05
 _LOOK_S = 0.5  # between two looks at whether processes have been stopped
 
 GUARD = 'call launch under `if __name__ == "__main__":`'  # in a script, which ranks import
@@ -137,12 +139,37 @@ def _nothing_from_the_current_directory() -> Iterator[None]:
 
 def start(context: Context, rank: int, function: Callable[..., None], *args: object) -> RankHandle:
     """Start a process, whose function gets the connection to tell its outcome through before its arguments."""
+    answering_server()
     ours, theirs = context.Pipe()
     process = context.Process(target=function, args=(theirs, *args), name=f"rank {rank}")
     with _nothing_from_the_current_directory(), nothing_else_imported():
         process.start()
     theirs.close()  # so that only the process holds its end, and its death shows
     return RankHandle(rank, process, ours)
+
+
+def forget(member: RankHandle) -> None:
+    """End a process, and let go of what is held for it."""
+    answering_server()
+    if member.process.is_alive():
+        member.process.kill()
+    member.connection.close()
+    member.process.join()
+
+
+def answering_server(patience_s: float = STOPPED_S) -> None:
+    """Wait while the process that ranks are forked from is stopped, and end it where that lasts: it starts no rank, and
+    tells of none how it ended. Ranks end with it, and others come from another one.
+    """
+    pid = getattr(forkserver._forkserver, "_forkserver_pid", None)  # type: ignore[attr-defined]
+    if pid is None:
+        return
+    server, deadline = WatchedProcess(pid), time.monotonic() + patience_s
+    while server.state() is ProcessState.STOPPED:
+        if time.monotonic() > deadline:
+            os.kill(pid, signal.SIGKILL)
+            return
+        time.sleep(_STOPPED_LOOK_S)
 
 
 def _collect(crew: Sequence[RankHandle], store: Store, timeout: timedelta | None) -> None:
@@ -207,6 +234,7 @@ def outcome_of(member: RankHandle) -> Returned | Raised | Died | Left:
     except (EOFError, OSError):
         pass  # it died, perhaps while it was sending
     when = time.monotonic()
+    answering_server()
     member.process.join(_EXIT_S)
     code = member.process.exitcode
     if code is None:
@@ -268,6 +296,7 @@ def dismiss(crew: Sequence[RankHandle]) -> None:
         if not isinstance(member.outcome, Returned) and member.process.is_alive():
             member.process.kill()
         member.connection.close()  # a rank that returned waits for this
+    answering_server()
     deadline = time.monotonic() + _EXIT_S
     for member in crew:
         member.process.join(max(0.0, deadline - time.monotonic()))

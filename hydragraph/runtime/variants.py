@@ -43,6 +43,9 @@ class Library(Protocol):
     def variant(self, spec: VariantSpec) -> Variant | None:
         """Return the variant of a spec; None: there is none."""
 
+    def source(self, spec: VariantSpec) -> str:
+        """Return what tells the file that a spec's variant is in from others by its content; "": there is none."""
+
 
 class Variants:
     """The variants of one program that this process has compiled and not forgotten.
@@ -97,7 +100,9 @@ class Variants:
         spec = self.spec(block, part)
         shards = tuple((p.rule, p.local_shape(part.tp, part.index)) for p in spec.parameters.values())
         how = (spec.learning, self._how, passes_for(spec))
-        key = (spec.template.content, shards, part.kind, *how)
+        # Graphs of a file are not those that were traced here: a check may be there to find out whether they are equal.
+        source = "" if self._library is None else self._library.source(spec)
+        key = (spec.template.content, shards, part.kind, *how, source)
 
         def make() -> Variant:
             variant = _shared.get(key)
@@ -143,9 +148,10 @@ class Variants:
         )
 
     def _made(self, spec: VariantSpec) -> Variant:
-        doing(f"compiling the model's blocks for {_form(spec.part)}")
         began = time.perf_counter()
         found = self._looked_up(spec)
+        if found is None or self._backend != "eager":
+            doing(f"compiling the model's blocks for {_form(spec.part)}")
         variant = self._compile(spec, found)
         verb = "compiled" if found is None else "took"
         source = "" if found is None else f" from {self._library}"

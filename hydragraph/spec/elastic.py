@@ -14,6 +14,7 @@ class Elastic:
         spares: processes that wait, ready, for a rank to be lost.
         rejoin: whether a process is started in the place of one that was lost; it joins between two iterations.
         grace_s: seconds that a rank which is asked to end (SIGTERM) has to hand over its state.
+        progress_s: seconds that the others wait for a rank that lives, and does not come to meet them.
 
     Raises:
         ValueError: naming the number that is out of range.
@@ -23,11 +24,13 @@ class Elastic:
     spares: int = 0
     rejoin: bool = True
     grace_s: float = 30.0
+    progress_s: float = 600.0
 
     def __post_init__(self) -> None:
         for name, least in (("min_ranks", 1), ("spares", 0)):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise ValueError(f"{name} is {value!r}: give a whole number of at least {least}")
-        if not self.grace_s > 0:
-            raise ValueError(f"grace_s is {self.grace_s!r}: give seconds above 0")
+        for name in ("grace_s", "progress_s"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} is {getattr(self, name)!r}: give seconds above 0")

@@ -8,20 +8,16 @@ steps.
 
 from __future__ import annotations
 
-import json
 import math
-import os
 import random
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
-from typing import Literal
 
 from hydragraph.elastic.events import Event, read_events
 from hydragraph.spec.home import Home
@@ -29,16 +25,12 @@ from hydragraph.train.config import PlanConfig, TrainConfig
 from hydragraph.train.folder import RunFolder
 from hydragraph.train.goodput import account
 from hydragraph.train.metrics import Metrics, read_metrics
-
-Kind = Literal["kill", "slow", "leave and join"]
+from hydragraph.train.strikes import ACTIONS, KINDS, Kind, Victim, least_ranks, lives, send
 
 STEPS_PER_STRIKE = 5  # on average
 MOST_STEPS_PER_STRIKE = 60  # a run is so long that all of them hit: replacements take their time on a busy machine
 CALM_STEPS = 10  # after the last strike, so that all of them count
-_SLOW_S = 1.0
-_PERIOD_S = 0.1  # of stops of a slowed rank
-_STOPPED = 0.6  # of it
-_LEFT_S = 20.0  # for a rank that is asked to leave
+_CENSUS_S = 0.5  # between two looks at which processes there are
 _END_S = 30.0  # for the last process to end, after the run
 _QUIET_S = 180.0  # without a step: the run hangs
 
@@ -70,6 +62,7 @@ class Disturbed:
         struck: the strikes that hit a rank.
         left: processes of it that were still there at the end.
         said: its last words.
+        problems: what strikes found that is not as promised.
     """
 
     code: int
@@ -78,6 +71,7 @@ class Disturbed:
     struck: tuple[Strike, ...] = ()
     left: tuple[int, ...] = ()
     said: str = ""
+    problems: tuple[str, ...] = ()
 
     def until(self, step: int) -> Disturbed:
         """Return what became of it up to a step."""
@@ -126,13 +120,38 @@ def alone(config: TrainConfig, folder: Path) -> TrainConfig:
     )
 
 
-def draw(kills: int, slow: int, joins: int, seed: int) -> list[Strike]:
-    """Draw strikes, one in `STEPS_PER_STRIKE` steps on average, some in the same step."""
-    kinds: list[Kind] = [*["kill"] * kills, *["slow"] * slow, *["leave and join"] * joins]  # type: ignore[list-item]
+def draw(counts: Mapping[Kind, int], seed: int) -> list[Strike]:
+    """Draw strikes, one in `STEPS_PER_STRIKE` steps on average, some in the same step.
+
+    Args:
+        counts: how many of each kind.
+        seed: of all that is drawn.
+    """
+    kinds = [kind for kind, count in counts.items() for _ in range(count)]
     chance = random.Random(seed)
     chance.shuffle(kinds)
     at = sorted(chance.randint(2, 2 + STEPS_PER_STRIKE * len(kinds)) for _ in kinds)
     return [Strike(kind, step, chance.random(), chance.uniform(0, 0.3)) for kind, step in zip(kinds, at, strict=True)]
+
+
+def read_kinds(text: str, config: TrainConfig) -> tuple[Kind, ...]:
+    """Read kinds of strikes, such as "two,again".
+
+    Raises:
+        ValueError: there is no such kind, or its moment never comes in a run of this config.
+    """
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    if unknown := [name for name in names if name not in KINDS]:
+        raise ValueError(f"kinds has {unknown[0]!r}: give some of {', '.join(KINDS)}")
+    kinds = tuple(kind for kind in KINDS if kind in names)
+    if "checkpoint" in kinds and not config.checkpoint_every:
+        raise ValueError("a strike of kind checkpoint waits for one to be written: set checkpoint_every")
+    if "switch" in kinds and (not config.elastic.replan or config.elastic.dry_run):
+        raise ValueError("a strike of kind switch waits for another plan: set elastic.replan, and not dry_run")
+    least = max(map(least_ranks, kinds), default=0)
+    if config.ranks < least:
+        raise ValueError(f"ranks is {config.ranks}: these kinds need {least}, so that one is left")
+    return kinds
 
 
 def prepared(config: TrainConfig, folder: Path, strikes: int) -> tuple[TrainConfig, TrainConfig]:
@@ -170,120 +189,72 @@ def run(
     with said.open("wb") as out:
         command = [sys.executable, "-m", "hydragraph", "train", str(file), "--overwrite"]
         launcher = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)
-        striker = _Striker(folder, launcher, list(strikes), until)
+        victim = Victim(folder, launcher)
+        striker = _Striker(victim, list(strikes), until)
         try:
             code = striker.follow(stepped)
         finally:
             launcher.kill()
             launcher.wait()
-    left = _still_there(striker.pids)
+    left = _still_there(victim.pids)
     metrics = tuple(read_metrics(folder.metrics))
     words = said.read_text(errors="replace").strip().splitlines()[-3:]
     events = tuple(read_events(folder.happenings))
-    return Disturbed(code, metrics, events, tuple(striker.struck), left, "\n".join(words))
+    return Disturbed(code, metrics, events, tuple(striker.struck), left, "\n".join(words), tuple(victim.problems))
 
 
 @dataclass
 class _Striker:
     """Follows a run by its files, and strikes its ranks."""
 
-    folder: RunFolder
-    launcher: subprocess.Popen[bytes]
+    victim: Victim
     coming: list[Strike]
     until: int | None
     struck: list[Strike] = field(default_factory=list)
-    pids: set[int] = field(default_factory=set)
 
     def follow(self, stepped: Callable[[int, int], None]) -> int:
         """Strike until the run ends, or nothing moves any more; return its exit code."""
-        step = 0
-        asked = False
-        began = moved = time.monotonic()
-        while (code := self.launcher.poll()) is None:
-            now = self._step(began)
+        victim, step, asked = self.victim, 0, False
+        moved = looked = time.monotonic()
+        while (code := victim.launcher.poll()) is None:
+            now = victim.step()
             if now != step:
                 step, moved = now, time.monotonic()
                 stepped(step, len(self.struck))
             if time.monotonic() - moved > _QUIET_S:
                 return -signal.SIGALRM
+            if time.monotonic() - looked > _CENSUS_S:
+                looked = time.monotonic()
+                victim.children()
             if self.coming and step >= self.coming[0].step and self._strike(self.coming[0]):
                 self.coming.pop(0)
                 if not self.coming and self.until is None:
-                    self.until = step + CALM_STEPS
+                    self.until = victim.step() + CALM_STEPS
             if self.until is not None and step >= self.until and not asked:
                 asked = True
-                _send(self.launcher.pid, signal.SIGTERM)
+                send(victim.supervisor, signal.SIGTERM)
             time.sleep(0.02)
         return code
 
-    def _step(self, began: float) -> int:
-        """Return the last step that was written down."""
-        with suppress(OSError, ValueError, KeyError, IndexError):
-            if self.folder.metrics.stat().st_size and time.monotonic() - began:
-                with self.folder.metrics.open("rb") as file:
-                    file.seek(max(0, file.seek(0, os.SEEK_END) - 4096))
-                    return int(json.loads(file.read().splitlines()[-1])["step"])
-        return 0
-
-    def _ranks(self) -> list[int]:
-        """Return the processes of the ranks there are."""
-        try:
-            pids = [int(each["pid"]) for each in json.loads(self.folder.ranks.read_text())]
-        except (OSError, ValueError, KeyError):
-            return []
-        self.pids.update(pids)
-        return [pid for pid in pids if _lives(pid)]
-
     def _strike(self, strike: Strike) -> bool:
         """Strike a rank; False where there is none to spare now."""
-        if len(self._ranks()) < 2:
+        least = least_ranks(strike.kind)
+        if len(self.victim.ranks()) < least:
             return False
         time.sleep(strike.delay_s)
-        ranks = self._ranks()  # another may have been lost meanwhile
-        if len(ranks) < 2:
+        ranks = self.victim.ranks()  # another may have been lost meanwhile
+        if len(ranks) < least:
             return False
-        target = ranks[int(strike.which * len(ranks))]
-        if strike.kind == "kill":
-            _send(target, signal.SIGKILL)
-            _wait_for(target)  # until then it would count as one to spare
-        elif strike.kind == "slow":
-            end = time.monotonic() + _SLOW_S
-            while time.monotonic() < end and _lives(target):
-                _send(target, signal.SIGSTOP)
-                time.sleep(_PERIOD_S * _STOPPED)
-                _send(target, signal.SIGCONT)
-                time.sleep(_PERIOD_S * (1 - _STOPPED))
-        else:
-            _send(target, signal.SIGTERM)
-            _wait_for(target)
-            _send(self.launcher.pid, signal.SIGUSR1)  # its device is back
+        chance = random.Random(f"{strike.which} {strike.delay_s}")
+        ACTIONS[strike.kind](self.victim, ranks[int(strike.which * len(ranks))], chance)
         self.struck.append(strike)
         return True
-
-
-def _send(pid: int, which: signal.Signals) -> None:
-    with suppress(ProcessLookupError):
-        os.kill(pid, which)
-
-
-def _lives(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
-
-
-def _wait_for(pid: int) -> None:
-    """Return once a process has ended, or should have."""
-    end = time.monotonic() + _LEFT_S
-    while time.monotonic() < end and _lives(pid):
-        time.sleep(0.02)
 
 
 def _still_there(pids: set[int]) -> tuple[int, ...]:
     """Return which processes do not end in time."""
     end = time.monotonic() + _END_S
-    while (left := tuple(sorted(filter(_lives, pids)))) and time.monotonic() < end:
+    while (left := tuple(sorted(filter(lives, pids)))) and time.monotonic() < end:
         time.sleep(0.05)
     return left
 

@@ -7,9 +7,10 @@ import json
 import os
 import shutil
 import socket
+import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -141,12 +142,14 @@ class RunFolder:
         write_whole(self.owner, json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "began": time.time()}))
         return last
 
-    @contextmanager
-    def owned(self, patience_s: float = 0.0) -> Iterator[None]:
-        """Keep other runs out, for as long as this process lives at most.
+    @property
+    def began(self) -> float:
+        """When the run began that the folder holds, in seconds since the epoch; 0: none has."""
+        return float(_read(self.owner).get("began", 0.0))
 
-        Args:
-            patience_s: for the process that has it to end, where this one takes over from it.
+    @contextmanager
+    def owned(self) -> Iterator[None]:
+        """Keep other runs out, for as long as this process lives at most.
 
         Raises:
             ValueError: another run is under way in the folder; it names its host and process.
@@ -156,18 +159,41 @@ class RunFolder:
             self.path, os.O_RDONLY | os.O_DIRECTORY
         )  # the folder itself, which a refused run leaves as it was
         try:
-            deadline = time.monotonic() + patience_s
-            while not _locked(lock) and time.monotonic() < deadline:
-                time.sleep(0.05)
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
+            if not _locked(lock):
                 owner = _read(self.owner)
                 holder = f"process {owner['pid']} on {owner['host']}" if {"pid", "host"} <= owner.keys() else "starting"
                 raise ValueError(
                     f"output {self.path} belongs to a run that is under way ({holder}): stop that one, or choose "
                     "another output"
-                ) from None
+                )
+            yield
+        finally:
+            os.close(lock)
+
+    @contextmanager
+    def taken_over(self, patience_s: float, began: float | None) -> Iterator[None]:
+        """Own a folder that a lost rank of the same run has owned, for as long as this process lives at most.
+
+        A process that was lost because its machine stands still has not let go of it: nobody waits for that one.
+
+        Args:
+            patience_s: for the lost process to end.
+            began: what `began` has said of this run; None: it was never asked.
+
+        Raises:
+            ValueError: another run has begun in the folder since.
+        """
+        self.path.mkdir(parents=True, exist_ok=True)
+        lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            deadline = time.monotonic() + patience_s
+            while not _locked(lock):
+                if began not in (None, self.began):
+                    raise ValueError(f"output {self.path}: another run has begun there: choose another output")
+                if time.monotonic() > deadline:
+                    threading.Thread(target=_lock, args=(lock,), name="hydragraph-folder", daemon=True).start()
+                    break
+                time.sleep(0.05)
             yield
         finally:
             os.close(lock)
@@ -185,7 +211,7 @@ class RunFolder:
             how, step: as it was to begin: so it does, if it was refused or ended before it had.
             since: when it was called, in seconds since the epoch: what began earlier is another run's.
         """
-        if _read(self.owner).get("began", 0.0) < since:
+        if self.began < since:
             return how, step
         return ("overwrite" if self.last() is None else "resume"), None
 
@@ -273,6 +299,12 @@ def _locked(descriptor: int) -> bool:
     except BlockingIOError:
         return False
     return True
+
+
+def _lock(descriptor: int) -> None:
+    """Lock as soon as whoever has locked it has ended."""
+    with suppress(OSError):  # it was closed meanwhile
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
 
 
 def _read(path: Path) -> dict[str, Any]:

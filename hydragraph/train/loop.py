@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -62,7 +62,7 @@ from hydragraph.train.data import (
 )
 from hydragraph.train.export import export
 from hydragraph.train.folder import Begin, Checkpoint, RunFolder
-from hydragraph.train.metrics import Metrics, MetricsLog, peak_memory, tensorboard_installed
+from hydragraph.train.metrics import Metrics, MetricsLog, peak_memory, read_metrics, tensorboard_installed
 from hydragraph.train.model import adapted, build_model, check_vocabulary, skeleton
 from hydragraph.train.optimizer import learning_rate, optimizer_factory
 from hydragraph.train.picture import matplotlib_installed, write_picture
@@ -215,6 +215,7 @@ class _Course:
         last: the last step that this rank has finished, and its report: perhaps nobody has written it down yet.
         owns: whether the run's folder is this process's own: to take over may fail half way, and is tried again.
         untold: how ranks met when another was lost before anybody had told of it, with how many there were before.
+        began: when the run began that the folder holds; None: this process has never been one of its ranks.
     """
 
     watcher: Watcher
@@ -228,6 +229,7 @@ class _Course:
     owns: bool = False
     kept: bool = False
     untold: list[tuple[Survived, int]] = field(default_factory=list)
+    began: float | None = None
 
 
 def train(
@@ -363,6 +365,7 @@ def _session(
         positions: dict[int, Mapping[str, Any]] = {done: dict(batches.state_dict())}
         course = _Course(watcher, batches, anew, _ahead(run, batches), done, done, positions, owns=leader is not None)
         course.kept = last is not None
+        course.began = folder.began
         executor.spans = [] if trace else None
         if controller is not None:
             stack.callback(controller.close)
@@ -480,7 +483,10 @@ def _go_on(run: _Run, course: _Course, failure: BaseException | None, owned: Exi
     survived = meet_again(executor, failure, newest)  # type: ignore[arg-type]  # a Trainable that was compiled
     world = executor.world
     turns = () if config.plan.choose else survived.strategies
-    lost_to = course.done if survived.restored is not None else None
+    last, idle_s = course.done, 0.0
+    if last < 0 and world.rank == 0:  # it has come, and nobody is left
+        before, (last, idle_s) = len(survived.lost), _written(folder)
+    lost_to = None if survived.restored is None else last
     run = replace(run, world=world, strategies=turns, controller=None, watcher=None)
     course.untold.append((survived, before))
     with world.calling("go on"):
@@ -488,14 +494,15 @@ def _go_on(run: _Run, course: _Course, failure: BaseException | None, owned: Exi
             run = _lead(run, course, survived, owned, watching)
         elif watching is not None:
             watching.close()
-        course.done = survived.step
+        course.done, course.began = survived.step, folder.began
         _find_position(run, course)
         _write_down(run, course)
         _write_ranks(run)
         moved = sum(world.gather(survived.received))
         told, course.untold = course.untold, []
+        took = max(world.gather(_paused(told, world.rank)))
         if run.watcher is not None:
-            for event in (*_changes_of(told), _resumed(told, world.ranks, lost_to, moved)):
+            for event in (*_changes_of(told), _resumed(told, world.ranks, lost_to, moved, took or idle_s)):
                 _tell(run, event)
         if not survived.ending and _unsaved(run, course):
             _checkpoint(run, course)
@@ -512,7 +519,7 @@ def _lead(run: _Run, course: _Course, survived: Survived, owned: ExitStack, watc
     """
     log = run.log
     if not course.owns:
-        owned.enter_context(run.folder.owned(patience_s=TAKEOVER_S))
+        owned.enter_context(run.folder.taken_over(TAKEOVER_S, course.began))
         course.owns = True
     if log is None:
         run = replace(run, callbacks=Callbacks.load(run.config.callbacks))
@@ -595,7 +602,20 @@ def _changes_of(told: Sequence[tuple[Survived, int]]) -> Iterator[Event]:
             yield Event(step, "join", survived.joined, 0.0, f"{before} -> {now} ranks")
 
 
-def _resumed(told: Sequence[tuple[Survived, int]], ranks: int, undone: int | None, moved: int) -> Event:
+def _paused(told: Sequence[tuple[Survived, int]], rank: int) -> float:
+    """Return how long this rank did not train, in seconds; 0 where it has come, and only waited to be needed."""
+    return sum(survived.seconds for survived, _ in told if rank not in survived.joined)
+
+
+def _written(folder: RunFolder) -> tuple[int, float]:
+    """Return the last step that was written down, and the seconds since then; 0 where none was."""
+    with suppress(FileNotFoundError):
+        done = [metrics.step for metrics in read_metrics(folder.metrics)[-1:]]
+        return done[0] if done else 0, max(0.0, time.time() - folder.metrics.stat().st_mtime)
+    return 0, 0.0
+
+
+def _resumed(told: Sequence[tuple[Survived, int]], ranks: int, undone: int | None, moved: int, seconds: float) -> Event:
     """Return how ranks went on.
 
     Args:
@@ -603,6 +623,7 @@ def _resumed(told: Sequence[tuple[Survived, int]], ranks: int, undone: int | Non
         ranks: how many there are.
         undone: the last step before, where all went back to a checkpoint.
         moved: bytes of state between ranks.
+        seconds: that nobody trained.
     """
     survived, _ = told[-1]
     step = survived.step
@@ -614,7 +635,6 @@ def _resumed(told: Sequence[tuple[Survived, int]], ranks: int, undone: int | Non
         redone = "" if undone is None else f", {lost} steps before"
         state = f"state was lost, so all went back to the checkpoint after step {survived.restored}{redone}"
     why = f"{ranks} ranks go on after step {step} with {strategies}; {state}"
-    seconds = sum(each.seconds for each, _ in told)
     return Event(step, "resumed", tuple(range(ranks)), seconds, why, lost_steps=lost, moved_bytes=moved)
 
 

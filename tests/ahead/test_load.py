@@ -7,6 +7,7 @@ import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -25,7 +26,9 @@ from hydragraph.runtime.variants import Variants
 from hydragraph.spec.stage_kind import StageKind
 from tests.adapted import hand_written_lora
 from tests.ahead.folders import edit, rehash, resign, written
+from tests.ahead.struck import outcome, struck
 from tests.models import captured, gemma, gpt2, llama, mixtral, phi3, qwen3, sequences
+from tests.thorough import first
 
 # In turn; the last rank of the second has the last stage, which is no stage of the first.
 SWITCHED = ("<[0,1]x2s>", "<[0]x1r,[1]x1>")
@@ -220,6 +223,31 @@ def test_data_that_was_changed_and_signed_anew_is_refused(
     edit(copied, file, change)  # type: ignore[arg-type]
     with pytest.raises(Refused, match=why):
         _first_layer(copied)
+
+
+@pytest.fixture(scope="module")
+def expected(folder: Path) -> dict[str, Tensor]:
+    return outcome(folder)
+
+
+@pytest.mark.parametrize("seed", first(range(6), range(120)))
+def test_a_full_check_believes_nothing_that_a_folder_says(folder: Path, expected: dict[str, Tensor], seed: int) -> None:
+    found = struck(folder, seed, expected)
+    assert found == "the same" or found.startswith("refused"), found
+
+
+def test_a_full_check_names_the_folder_whose_graphs_compute_something_else(folder: Path, tmp_path: Path) -> None:
+    copied = tmp_path / "copy"
+    shutil.copytree(folder, copied)
+
+    def double(data: dict[str, Any]) -> None:
+        next(node for node in data["graphs"]["graphs"][0] if node[2] == "aten::rsqrt.default")[2] = "aten::exp.default"
+
+    edit(copied, "graphs/layer.0.tp1.json", double)
+    with pytest.raises(hg.Unsupported, match=f"layer.0 under <tp1> in compiled folder {copied}.*write the folder anew"):
+        outcome(copied)
+    with pytest.raises(AssertionError):
+        torch.testing.assert_close(outcome(copied, check="auto"), outcome(folder))  # which is told to believe it
 
 
 def test_a_pickle_is_no_program(tmp_path: Path) -> None:

@@ -58,13 +58,21 @@ class Given:
         self.health = Health({rank: rate})
 
 
-class Answering:
-    """A planner that answers one step later."""
+def answering(before_s: float, after_s: float, refused: str = "", to: Strategy = OTHER) -> Replanned:
+    return Replanned((RUNNING, to), request(RUNNING, to), 1, before_s, after_s, 0.5, refused)
 
-    def __init__(self, before_s: float = 4.0, after_s: float = 2.0, refused: str = "") -> None:
+
+class Answering:
+    """A planner that answers one step later; after a long look nothing better than at once, unless that is given."""
+
+    def __init__(
+        self, before_s: float = 4.0, after_s: float = 2.0, refused: str = "", better: Replanned | None = None
+    ) -> None:
+        self.rehearsed: list[Question] = []
         self.asked: list[Question] = []
         self._waiting = 0
-        self._answer = Replanned((RUNNING, OTHER), request(RUNNING, OTHER), 1, before_s, after_s, 0.5, refused)
+        self._at_once = answering(before_s, after_s, refused)
+        self._better = better or answering(after_s, after_s, refused)
 
     @property
     def busy(self) -> bool:
@@ -76,12 +84,14 @@ class Answering:
 
     def answer(self) -> Replanned | None:
         self._waiting -= 1
-        return None if self._waiting else self._answer
+        at_once = self.asked[-1].at_once or self.asked[-1].running == (RUNNING,)
+        return None if self._waiting else self._at_once if at_once else self._better
 
     def start(self) -> None:
         pass
 
     def forget(self) -> None:
+        self.rehearsed.append(self.asked.pop())
         self._waiting = 0
 
     def close(self) -> None:
@@ -117,9 +127,12 @@ def test_a_straggler_leads_to_a_switch_with_its_reason() -> None:
     planner = Answering()
     switched: list[Replanned] = []
     controller, monitor = controlled(planner, switched)
-    events = run(controller, monitor, {10: 2.57}, 14)
-    assert [event.event for event in events] == ["straggler", "switch"]
-    assert planner.asked[0].health == Health({1: 2.57})
+    events = run(controller, monitor, {10: 2.57}, 16)
+    assert [event.event for event in events] == ["straggler", "switch", "replan"]
+    assert [(each.health, each.at_once) for each in planner.asked] == [
+        (Health({1: 2.57}), True),
+        (Health({1: 2.57}), False),
+    ]
     assert len(switched) == 1
     decision = events[1]
     assert decision.done
@@ -130,10 +143,43 @@ def test_a_straggler_leads_to_a_switch_with_its_reason() -> None:
 
 
 def test_a_dry_run_decides_and_does_nothing() -> None:
-    controller, monitor = controlled(Answering(), None)
+    planner = Answering()
+    controller, monitor = controlled(planner, None)
     events = run(controller, monitor, {10: 2.57}, 14)
     assert [(event.event, event.done) for event in events] == [("straggler", True), ("switch", False)]
     assert events[1].why.startswith("dry run")
+    assert [each.at_once for each in planner.asked] == [False], "there is no hurry: the best is told"
+
+
+def test_who_plans_rehearses_while_all_are_well() -> None:
+    planner = Answering()
+    controller, monitor = controlled(planner, [])
+    assert not run(controller, monitor, {}, 5)
+    assert [(each.health, each.at_once) for each in planner.rehearsed] == [(Health(), True)]
+    assert not planner.asked
+
+
+def test_a_better_plan_that_is_found_later_is_taken_too_and_not_after_a_while() -> None:
+    third = hg.Strategy.parse("<[0]x4> + <[2]x4>", layers=LAYERS)
+    planner = Answering(better=answering(2.0, 1.5, to=third))
+    switched: list[Replanned] = []
+    controller, monitor = controlled(planner, switched, cooldown=20)
+    events = run(controller, monitor, {10: 2.57}, 16)
+    assert [event.event for event in events] == ["straggler", "switch", "switch"]
+    assert planner.asked[1].running == (OTHER,), "it is asked what is better than what runs by then"
+    assert [each.strategies[1] for each in switched] == [OTHER, third]
+    assert events[2].step - events[1].step == 3, "it waits for a step that no switch holds up"
+    assert events[2].before_s == 8.0
+
+
+def test_rates_that_change_again_come_before_a_better_plan_for_the_old_ones() -> None:
+    planner = Answering(4.0, 3.9)
+    controller, monitor = controlled(planner, [])
+    run(controller, monitor, {10: 2.57, 11: 5.42}, 13)
+    assert [(each.health, each.at_once) for each in planner.asked] == [
+        (Health({1: 2.57}), True),
+        (Health({1: 5.42}), True),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -165,12 +211,12 @@ def test_after_a_switch_nothing_is_asked_for_a_while_and_then_a_repaired_device_
     switched: list[Replanned] = []
     controller, monitor = controlled(planner, switched, cooldown=6)
     events = run(controller, monitor, {10: 2.57, 13: 1.0}, 30)
-    assert [event.event for event in events] == ["straggler", "switch", "recovered", "switch"]
-    asked = [each.health for each in planner.asked]
-    assert asked == [Health({1: 2.57}), Health()]
-    assert events[3].step - events[1].step >= 6
-    assert planner.asked[1].running == (OTHER,)
-    assert planner.asked[1].first == (RUNNING,)
+    told = [event for event in events if event.event != "replan"]
+    assert [event.event for event in told] == ["straggler", "switch", "recovered", "switch"]
+    assert [each.health for each in planner.asked if each.at_once] == [Health({1: 2.57}), Health()]
+    assert told[3].step - told[1].step >= 6
+    assert all(each.running == (OTHER,) for each in planner.asked[1:])
+    assert all(each.first == (RUNNING,) for each in planner.asked)
 
 
 # Real ranks.

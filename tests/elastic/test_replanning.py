@@ -10,7 +10,7 @@ import pytest
 import hydragraph as hg
 from hydragraph.cost.costs import Costs
 from hydragraph.cost.datasheet import datasheet
-from hydragraph.elastic.replanning import Question, Replanned, Replanner, replan
+from hydragraph.elastic.replanning import Question, Replanned, Replanner, costs_of, replan
 from hydragraph.planner.policy import Policy
 from hydragraph.planner.request import PlanRequest
 from hydragraph.spec.cluster import Cluster, Device, Interconnect
@@ -113,6 +113,33 @@ def test_a_question_about_ranks_that_are_gone_is_forgotten_and_the_process_stays
         assert planner._process is process
     finally:
         planner.close()
+
+
+@pytest.mark.parametrize("rates", [{}, {1: 5.42}, {0: 2.57, 2: 12.53}, {1: float("inf")}])
+def test_an_answer_at_once_is_one_strategy_hardly_worse_than_what_is_found_at_length(rates: dict[int, float]) -> None:
+    asked = replace(question(Health(rates)), at_once=True)
+    found = replan(asked)
+    assert found.refused == ""
+    assert found.request is not None
+    assert len(found.strategies) == len(found.request.candidates) == 1
+    assert all(pipeline.max_len >= max(map(max, LENGTHS)) for pipeline in found.request.candidates[0])
+    assert not set(found.strategies[0].devices) & set(Health(rates).lost)
+    later = replan(replace(asked, at_once=False, running=found.strategies, request=found.request))
+    assert later.after_s <= found.after_s * 1.1
+    assert later.before_s <= later.after_s * 1.25, "what was found at once, by all mini-batches"
+
+
+def test_costs_are_kept_from_one_question_to_the_next_where_only_rates_differ() -> None:
+    first = costs_of(question(Health()))
+    first.pipelines(RUNNING)
+    other = question(Health({1: 5.42}))
+    again = costs_of(other, first)
+    assert again.health == Health({1: 5.42})
+    assert again.pipelines(RUNNING) == costs_of(other).pipelines(RUNNING)
+    assert again._peaks is first._peaks
+    moved = costs_of(replace(other, home=Home(shares=(1, 1, 1, 0))), first)
+    assert moved.home == Home(shares=(1, 1, 1, 0))
+    assert replace(replan(other, again), took_s=0.0) == replace(replan(other), took_s=0.0)
 
 
 @pytest.mark.parametrize("rates", [{}, {0: 2.57}])

@@ -12,13 +12,16 @@ import textwrap
 import threading
 import time
 from datetime import timedelta
+from multiprocessing import forkserver
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from hydragraph.errors import RankFailure, Unsupported
+from hydragraph.runtime.crew import answering_server
 from hydragraph.runtime.failure.newest import newest_watch
 from hydragraph.runtime.launch import join, launch
 from hydragraph.runtime.stores import hosted
@@ -300,3 +303,22 @@ def test_a_rank_that_does_not_get_to_its_end_has_failed(how: str, cause: str) ->
     with pytest.raises(RankFailure, match=rf"rank 1 failed.*{cause}"):
         launch(ends_oddly, 2, how)
     assert time.monotonic() - began < 20
+
+
+def test_a_server_of_ranks_that_is_stopped_is_waited_for_and_ended_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = subprocess.Popen(["sleep", "60"])
+    monkeypatch.setattr(forkserver, "_forkserver", SimpleNamespace(_forkserver_pid=server.pid))
+    answering_server(60.0)  # it is not stopped
+    _stop(server.pid)
+    threading.Timer(0.2, os.kill, (server.pid, signal.SIGCONT)).start()
+    answering_server(60.0)
+    assert server.poll() is None
+    _stop(server.pid)
+    answering_server(0.1)
+    assert server.wait(10) == -signal.SIGKILL
+    answering_server(60.0)  # it has ended: another is made where one is needed
+
+
+def _stop(pid: int) -> None:
+    os.kill(pid, signal.SIGSTOP)
+    os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOWAIT)

@@ -9,7 +9,9 @@ import pytest
 from hydragraph.spec.elastic import Elastic
 
 
-@pytest.mark.parametrize(("name", "value"), [("min_ranks", 0), ("spares", -1), ("min_ranks", True), ("grace_s", 0)])
+@pytest.mark.parametrize(
+    ("name", "value"), [("min_ranks", 0), ("spares", -1), ("min_ranks", True), ("grace_s", 0), ("progress_s", 0)]
+)
 def test_wrong_numbers_are_named(name: str, value: Any) -> None:
     with pytest.raises(ValueError, match=name):
         Elastic(**{name: value})

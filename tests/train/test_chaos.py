@@ -6,6 +6,8 @@ import math
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
 from hydragraph.elastic.events import Event
 from hydragraph.spec.record import from_record
 from hydragraph.train.chaos import (
@@ -17,10 +19,12 @@ from hydragraph.train.chaos import (
     departure,
     draw,
     prepared,
+    read_kinds,
     rows,
 )
 from hydragraph.train.config import TrainConfig
 from hydragraph.train.metrics import Metrics
+from hydragraph.train.strikes import Kind
 from tests.train.plain import settings
 
 
@@ -29,9 +33,10 @@ def metrics(step: int, loss: float) -> Metrics:
 
 
 def test_strikes_come_from_the_seed() -> None:
-    strikes = draw(5, 2, 3, seed=1)
-    assert strikes == draw(5, 2, 3, seed=1) != draw(5, 2, 3, seed=2)
-    assert sorted(strike.kind for strike in strikes) == [*["kill"] * 5, *["leave and join"] * 3, *["slow"] * 2]
+    counts: dict[Kind, int] = {"kill": 5, "slow": 2, "join": 3}
+    strikes = draw(counts, seed=1)
+    assert strikes == draw(counts, seed=1) != draw(counts, seed=2)
+    assert sorted(strike.kind for strike in strikes) == [*["join"] * 3, *["kill"] * 5, *["slow"] * 2]
     assert [strike.step for strike in strikes] == sorted(strike.step for strike in strikes)
     assert all(2 <= strike.step <= 2 + 10 * STEPS_PER_STRIKE for strike in strikes)
 
@@ -45,6 +50,20 @@ def test_runs_are_long_enough_and_one_survives(tmp_path: Path) -> None:
     assert stormy.home.copies == 2
     assert peaceful.output != stormy.output
     assert alone(peaceful, tmp_path).ranks == 1
+
+
+def test_kinds_are_read_and_those_that_never_come_are_refused(tmp_path: Path) -> None:
+    config = replace(TrainConfig.load(written(tmp_path)), ranks=3)
+    assert read_kinds("", replace(config, ranks=1)) == ()
+    assert read_kinds("two, again,kill", config) == ("kill", "two", "again")
+    for text, changed, words in (
+        ("two,none", config, "kinds has 'none': give some of kill, "),
+        ("two", replace(config, ranks=2), "ranks is 2: these kinds need 3, so that one is left"),
+        ("checkpoint", replace(config, checkpoint_every=0), "set checkpoint_every"),
+        ("switch", config, "set elastic.replan"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            read_kinds(text, changed)
 
 
 def written(folder: Path) -> Path:

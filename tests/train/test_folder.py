@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -85,6 +86,30 @@ def test_a_folder_has_one_run_at_a_time(tmp_path: Path) -> None:
     folder.refuse_shared()
     with folder.owned():
         pass
+
+
+def test_a_folder_is_taken_over_from_a_lost_rank_that_does_not_let_go_of_it(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run")
+    with ExitStack() as lost, ExitStack() as ours:
+        lost.enter_context(folder.owned())
+        folder.begin(config(tmp_path), "new")
+        ours.enter_context(folder.taken_over(0.0, folder.began))
+        ours.enter_context(folder.taken_over(0.0, None))
+        with pytest.raises(ValueError, match="another run has begun there"), folder.taken_over(60.0, folder.began - 1):
+            pass
+        lost.close()
+        while _free(folder):  # it is this run's as soon as the lost rank has ended
+            time.sleep(0.01)
+    folder.refuse_shared()
+    folder.refuse_shared()
+
+
+def _free(folder: RunFolder) -> bool:
+    try:
+        folder.refuse_shared()
+    except ValueError:
+        return False
+    return True
 
 
 def test_looking_for_another_run_makes_no_folder(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from hydragraph.train import loop
 from hydragraph.train.config import TrainConfig
 from hydragraph.train.data import evaluation_batches, open_tokens, prepare
 from hydragraph.train.folder import Checkpoint, RunFolder
-from hydragraph.train.loop import _changes_of, _Course, _lead, _resumed, _Run, train
+from hydragraph.train.loop import _changes_of, _Course, _lead, _paused, _resumed, _Run, train
 from hydragraph.train.metrics import Metrics, read_metrics
 from tests.cost import priced
 from tests.train.plain import PlainExecutor, Watched, compile_plain, settings
@@ -301,9 +301,10 @@ def test_who_was_lost_is_told_though_the_ranks_met_twice() -> None:
     second = Survived(3, 3, (1,), (), (1,), (1, 2), (), None, 0, 0.25, "rank 1 is lost")  # type: ignore[arg-type]
     told = [(first, 3), (second, 2)]
     assert [(e.event, e.ranks) for e in _changes_of(told)] == [("fault", (0,)), ("fault", (1,)), ("join", (1,))]
-    resumed = _resumed(told, 2, None, 10**6)
+    assert [_paused(told, rank) for rank in (0, 1)] == [0.75, 0.5], "who came in the second meeting only waited"
+    resumed = _resumed(told, 2, None, 10**6, 0.75)
     assert (resumed.seconds, resumed.moved_bytes, resumed.ranks) == (0.75, 10**6, (0, 1))
-    back = _resumed([(replace(second, restored=1), 2)], 2, 3, 0)
+    back = _resumed([(replace(second, restored=1), 2)], 2, 3, 0, 0.0)
     assert back.lost_steps == 2
     assert "all went back to the checkpoint after step 1, 2 steps before" in back.why
 

@@ -35,34 +35,51 @@ from hydragraph.spec.strategy import Pipeline, Strategy
 
 
 def iteration_s(costs: Costs, strategy: Strategy, assignment: Assignment) -> float:
-    """Return about the seconds of an iteration.
+    """Return about the seconds of an iteration; arguments as of `Iterations`."""
+    return Iterations(costs, strategy).seconds(assignment)
+
+
+class Iterations:
+    """About the seconds of one strategy's iterations; what is the same for all mini-batches is computed once.
 
     Args:
         costs: whose home is that of the plan.
         strategy: without shared stages.
-        assignment: of equal micro-batches to each pipeline.
     """
-    pulled, pushed = _passing(costs, strategy, assignment)
-    names = [name for name in costs.outline.pull_order if name in pulled]
-    there = dict(zip(names, np.cumsum([pulled[name] for name in names]).tolist(), strict=True))
-    complete = dict.fromkeys(names, 0.0)
-    last = 0.0
-    known: dict[object, list[float]] = {}
-    for pipeline, batches in zip(strategy.pipelines, assignment.tokens, strict=True):
-        if not batches:
-            continue
-        key = (form_of(costs, pipeline), tuple(map(tuple, batches)))
-        if key not in known:
-            known[key] = _completed(costs, pipeline, batches, strategy.schedule, there)
-        ends = known[key]
-        last = max(last, *ends)
-        for block, end in zip(costs.outline.blocks, ends, strict=True):
-            for name in costs.outline.gradients[block]:
-                complete[name] = max(complete[name], end)
-    arrived = 0.0
-    for name in reversed(names):
-        arrived = max(arrived, complete[name]) + pushed[name]
-    return max(last, arrived) + _ending(costs)
+
+    def __init__(self, costs: Costs, strategy: Strategy) -> None:
+        self._costs = costs
+        self._strategy = strategy
+        pulled, self._pushed = _passing(costs, strategy)
+        self._names = [name for name in costs.outline.pull_order if name in pulled]
+        arrivals = np.cumsum([pulled[name] for name in self._names]).tolist()
+        self._there = dict(zip(self._names, arrivals, strict=True))
+        self._forms = [form_of(costs, pipeline) for pipeline in strategy.pipelines]
+        alike = dict(zip(self._forms, strategy.pipelines, strict=True))
+        self._pipelines = {form: _Blocks(costs, pipeline) for form, pipeline in alike.items()}
+        self._ending = _ending(costs)
+
+    def seconds(self, assignment: Assignment) -> float:
+        """Return about the seconds of an iteration."""
+        outline = self._costs.outline
+        complete = dict.fromkeys(self._names, 0.0)
+        last = 0.0
+        known: dict[object, list[float]] = {}
+        for form, batches in zip(self._forms, assignment.tokens, strict=True):
+            if not batches:
+                continue
+            key = (form, tuple(map(tuple, batches)))
+            if key not in known:
+                known[key] = self._pipelines[form].completed(batches, self._strategy.schedule, self._there)
+            ends = known[key]
+            last = max(last, *ends)
+            for block, end in zip(outline.blocks, ends, strict=True):
+                for name in outline.gradients[block]:
+                    complete[name] = max(complete[name], end)
+        arrived = 0.0
+        for name in reversed(self._names):
+            arrived = max(arrived, complete[name]) + self._pushed[name]
+        return max(last, arrived) + self._ending
 
 
 def _ending(costs: Costs) -> float:
@@ -83,9 +100,9 @@ def _ending(costs: Costs) -> float:
     return commit + norm + update
 
 
-def _passing(costs: Costs, strategy: Strategy, assignment: Assignment) -> tuple[dict[str, float], dict[str, float]]:
-    """Return what the slowest rank takes for the pull and for the push of every bucket."""
-    work = costs.work(strategy, assignment)
+def _passing(costs: Costs, strategy: Strategy) -> tuple[dict[str, float], dict[str, float]]:
+    """Return what the slowest rank takes for the pull and for the push of every bucket, whatever the mini-batch."""
+    work = costs.work(strategy, Assignment.even([1] * len(strategy.pipelines), 1))
     group = np.full(costs.ranks, -1, dtype=np.int64)
     for number, stage in enumerate(dict.fromkeys(s.devices for p in strategy.pipelines for s in p.stages)):
         group[list(stage)] = number
@@ -109,32 +126,41 @@ def _passing(costs: Costs, strategy: Strategy, assignment: Assignment) -> tuple[
     return found
 
 
-def _completed(
-    costs: Costs, pipeline: Pipeline, batches: Sequence[Sequence[int]], schedule: str, there: dict[str, float]
-) -> list[float]:
-    """Return when a pipeline has run the last backward of every block, if weights are there at these times."""
-    stages = costs.stages(pipeline)
-    spans = _spans(costs, pipeline)
-    rows = _rows(stages, batches)
-    blocks = [_blocks(costs, pipeline, s, span, batches) for s, span in enumerate(spans)]
-    early, forward, backward, ahead, back = rows
-    # What the first forward waits for weights, on every stage.
-    now = 0.0
-    for s, (span, (forwards, _)) in enumerate(zip(spans, blocks, strict=True)):
-        now = max(now, early[s][0])
-        arrived = now
-        for block, seconds in zip(costs.outline.blocks[slice(*span)], forwards, strict=True):
-            now = max(now, *(there[name] for name in costs.outline.weights[block]), 0.0) + seconds
-        forward[s][0] += max(0.0, now - arrived - sum(forwards))
-        if s < len(stages) - 1:
-            now += ahead[s][0]
-    ends = stage_ends(early, forward, backward, ahead, back, schedule)
-    found = []
-    for end, (_, backwards) in zip(ends, blocks, strict=True):
-        # The last block's backward comes first: those of the blocks below it follow.
-        below = np.concatenate(([0.0], np.cumsum(backwards)[:-1]))
-        found += (end - below).tolist()
-    return found
+class _Blocks:
+    """What a pipeline's stages and their blocks take for micro-batches."""
+
+    def __init__(self, costs: Costs, pipeline: Pipeline) -> None:
+        self._outline = costs.outline
+        self._stages = costs.stages(pipeline)
+        self._spans = _spans(costs, pipeline)
+        self._templates = costs.profile.blocks
+        # By stage and template: what one block of it takes.
+        self._alone = [
+            {costs.profile.blocks[at]: costs.stage(stage, (at, at + 1)) for at in range(*span)}
+            for stage, span in zip(pipeline.stages, self._spans, strict=True)
+        ]
+
+    def completed(self, batches: Sequence[Sequence[int]], schedule: str, there: dict[str, float]) -> list[float]:
+        """Return when the last backward of every block has run, if weights are there at these times."""
+        stages = self._stages
+        early, forward, backward, ahead, back = _rows(stages, batches)
+        # What the first forward waits for weights, on every stage.
+        now = 0.0
+        below = []
+        for s, (span, alone) in enumerate(zip(self._spans, self._alone, strict=True)):
+            each = {t: (cost.apart(batches[0])[1], cost.apart(batches[-1])[2]) for t, cost in alone.items()}
+            forwards, backwards = zip(*(each[template] for template in self._templates[slice(*span)]), strict=True)
+            now = max(now, early[s][0])
+            arrived = now
+            for block, seconds in zip(self._outline.blocks[slice(*span)], forwards, strict=True):
+                now = max(now, *(there[name] for name in self._outline.weights[block]), 0.0) + seconds
+            forward[s][0] += max(0.0, now - arrived - sum(forwards))
+            if s < len(stages) - 1:
+                now += ahead[s][0]
+            # The last block's backward comes first: those of the blocks below it follow.
+            below.append(np.concatenate(([0.0], np.cumsum(backwards)[:-1])))
+        ends = stage_ends(early, forward, backward, ahead, back, schedule)
+        return [end for last, less in zip(ends, below, strict=True) for end in (last - less).tolist()]
 
 
 def _spans(costs: Costs, pipeline: Pipeline) -> list[tuple[int, int]]:
@@ -152,20 +178,3 @@ def _rows(stages: Sequence[StageCost], batches: Sequence[Sequence[int]]) -> list
         for row, hop in zip(rows[3:], (stage.ahead, stage.back), strict=True):
             row.append([hop.seconds(sum(m)) if hop is not None else 0.0 for m in batches])
     return rows
-
-
-def _blocks(
-    costs: Costs, pipeline: Pipeline, s: int, span: tuple[int, int], batches: Sequence[Sequence[int]]
-) -> tuple[list[float], list[float]]:
-    """Return the seconds of forward and of backward of each block, of the first and of the last micro-batch."""
-    alike: dict[str, tuple[float, float]] = {}
-    forwards = []
-    backwards = []
-    for at in range(*span):
-        template = costs.profile.blocks[at]
-        if template not in alike:
-            alone = costs.stage(pipeline.stages[s], (at, at + 1))
-            alike[template] = alone.apart(batches[0])[1], alone.apart(batches[-1])[2]
-        forwards.append(alike[template][0])
-        backwards.append(alike[template][1])
-    return forwards, backwards

@@ -172,6 +172,17 @@ class Yard:
         made = [self._pipeline(run, len(run), count) for ranks, sizes, _ in nodes for run in _runs(ranks, sizes)]
         yield from _with(strategy, [p for _, _, pipelines in nodes for p in pipelines], made)
 
+    def laid_anew(self, pipeline: Pipeline, devices: Sequence[int], pipelines: int) -> Pipeline | None:
+        """Return a pipeline of some of its devices with layers by their rates; None: they do not hold the model.
+
+        Args:
+            pipeline: its largest degree stays, as far as the devices of a node go.
+            devices: none of them lost.
+            pipelines: among how many the mini-batch is shared.
+        """
+        count = max(1, self._bench.micro_batches // pipelines)
+        return self._pipeline(devices, max(stage.tp for stage in pipeline.stages), count) if devices else None
+
     def _all_degrees(self) -> list[int]:
         return sorted({degree for degrees in self._degrees.values() for degree in degrees})
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from hydragraph.cost.costs import Costs
@@ -13,7 +13,7 @@ from hydragraph.errors import Unsupported
 from hydragraph.planner.uneven.groups import Group, forms_of, groupings, nodes_of
 from hydragraph.planner.uneven.pipelines import Bench, Partition, numbers
 from hydragraph.planner.uneven.power import Kind, NothingHolds, most_power_by_scip
-from hydragraph.planner.uneven.prices import SAFETY, Prices, reserves
+from hydragraph.planner.uneven.prices import SAFETY, Prices, Site, reserves
 from hydragraph.planner.uneven.settle import Candidate
 
 # Of the partitions that were priced, how many are improved by exchanges.
@@ -24,6 +24,8 @@ KEPT = 12
 WITHIN = 1.25
 # Groups of more than so many times the rate of the healthiest may be better left idle.
 SLOW = 1.5
+# So may the devices of the weakest sites, up to this part of all power: a pipeline waits for each of its stages.
+WEAK = 0.3
 # Micro-batches of more sequences than use a device well hide more of pull and push behind the first forward and the
 # last backward: up to so many are tried, as long as that gains.
 LARGEST = 16
@@ -134,7 +136,7 @@ def fits(costs: Costs, sequences: int, length: int, safety: float = SAFETY) -> b
 
 
 def _partitions(bench: Bench, counts: dict[int, int]) -> Iterator[Partition]:
-    """Yield partitions of all groups, and of those that are not slow, the others idle.
+    """Yield partitions of all groups, and of those that are neither slow nor weak, the others idle.
 
     Where none of them fits, pipelines of the groups with most memory alone are yielded.
     """
@@ -158,8 +160,8 @@ def _uses(bench: Bench, counts: dict[int, int]) -> Iterator[tuple[dict[int, int]
     if not able:
         return
     healthy = min(bench.forms[i].rate for i in able)
-    quick = {i for i in able if bench.forms[i].rate <= SLOW * healthy}
-    for kept in (able,) if quick == able else (able, quick):
+    quick = frozenset(i for i in able if bench.forms[i].rate <= SLOW * healthy)
+    for kept in dict.fromkeys((frozenset(able), quick, *_strong(bench, counts, able))):
         places = bench.micro_batches * bench.layers
         used: dict[int, int] = {}
         for form in sorted(kept, key=lambda i: (-bench.speed[i], i)):
@@ -168,6 +170,21 @@ def _uses(bench: Bench, counts: dict[int, int]) -> Iterator[tuple[dict[int, int]
                 used[form] = taken
         idle = tuple(i for i in sorted(counts) for _ in range(counts[i] - used.get(i, 0)))
         yield used, idle
+
+
+def _strong(bench: Bench, counts: Mapping[int, int], able: Collection[int]) -> Iterator[frozenset[int]]:
+    """Yield the groups without those of the weakest site, of the two weakest, ..., as long as little power is lost."""
+    power = {i: bench.speed[i] * counts[i] for i in able}
+    of_a_device: dict[Site, float] = {}
+    for i in able:
+        form = bench.forms[i]
+        of_a_device[form.site] = max(of_a_device.get(form.site, 0.0), bench.speed[i] / form.tp)
+    kept = frozenset(able)
+    for site in sorted(of_a_device, key=lambda each: of_a_device[each])[:-1]:
+        kept = frozenset(i for i in kept if bench.forms[i].site != site)
+        if sum(power[i] for i in kept) < (1 - WEAK) * sum(power.values()):
+            return
+        yield kept
 
 
 def _largest(bench: Bench, counts: dict[int, int]) -> Iterator[Partition]:

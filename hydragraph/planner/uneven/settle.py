@@ -354,7 +354,7 @@ def _tokens(batches: Iterable[Sequence[MicroBatch]]) -> int:
 
 def _walked(costs: Costs, strategy: Strategy, batches: Sequence[Sequence[MicroBatch]], rank: int) -> float:
     walk = costs.walk(strategy, batches, rank, messages=False)
-    at_home = walk.at_home()
+    at_home = walk.at_home
     return float(walk.peak().total - at_home.state - at_home.shard)
 
 

@@ -11,19 +11,22 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
 
 from hydragraph.cost.costs import Costs
 from hydragraph.cost.profile import PipelineCost
 from hydragraph.errors import Unsupported
 from hydragraph.planner.assigning import assign_pipelines
 from hydragraph.planner.dispatch_search import Effort
-from hydragraph.planner.uneven.exchange import iteration_s
+from hydragraph.planner.uneven.exchange import Iterations
 from hydragraph.planner.uneven.settle import Settled, Shortage, form_of, owners
 from hydragraph.planner.uneven.shares import home_of
 from hydragraph.spec.assignment import Assignment
 from hydragraph.spec.home import Home
 from hydragraph.spec.strategy import Strategy
+
+T = TypeVar("T")
 
 # Of the assignments that estimates go by.
 QUICK = Effort(kicks=1, enough=2e-2)
@@ -54,11 +57,14 @@ class Varied:
             pipelines = self.pipelines(strategy)
             reach = max(each.max_len for each in pipelines)
             home = home_of(self.costs, strategy, [1.0] * self.costs.ranks, self.costs.home) or self.costs.home
-            owned = self.costs.changed(home=home)
-            self.priced[strategy] = tuple(
-                _estimated(owned, strategy, pipelines, batch) if max(batch) <= reach else math.inf
-                for batch in self.batches
-            )
+            traffic = traffic_in_line(self.costs.changed(home=home), strategy)
+
+            def estimated(batch: tuple[int, ...]) -> float:
+                if max(batch) > reach:
+                    return math.inf
+                return traffic(assign_pipelines(pipelines, batch, effort=QUICK))
+
+            self.priced[strategy] = self._of_each(estimated)
         return self.priced[strategy]
 
     def seconds(self, strategy: Strategy) -> float:
@@ -83,9 +89,15 @@ class Varied:
         if home not in self._at_home:
             self._at_home[home] = Varied(self.costs.changed(home=home), self.batches)
         owned = self._at_home[home]
-        each = [_assigned(owned.costs, strategy, owned.pipelines(strategy), batch) for batch in self.batches]
+        pipelines = owned.pipelines(strategy)
+        each = self._of_each(lambda batch: _assigned(owned.costs, strategy, pipelines, batch))
         assignments, seconds = zip(*each, strict=True)
         return Settled(strategy, home, assignments, seconds, memory, origin, simulated=self.costs.ranks <= FEW)
+
+    def _of_each(self, of: Callable[[tuple[int, ...]], T]) -> tuple[T, ...]:
+        """Return something of each mini-batch; of equal ones it is found out once."""
+        known = {batch: of(batch) for batch in dict.fromkeys(self.batches)}
+        return tuple(known[batch] for batch in self.batches)
 
     def pipelines(self, strategy: Strategy) -> Sequence[PipelineCost]:
         """Return what each pipeline costs; those of one form are computed once."""
@@ -146,11 +158,6 @@ def _rank(by_batch: Sequence[float]) -> tuple[float, float]:
     return len(by_batch) - len(able), mean(able) if able else math.inf
 
 
-def _estimated(owned: Costs, strategy: Strategy, pipelines: Sequence[PipelineCost], batch: Sequence[int]) -> float:
-    assigned = assign_pipelines(pipelines, batch, effort=QUICK)
-    return _traffic_in_line(owned, strategy, Assignment(assigned.micro_batches, assigned.lengths))
-
-
 def _assigned(
     owned: Costs, strategy: Strategy, pipelines: Sequence[PipelineCost], batch: Sequence[int]
 ) -> tuple[Assignment, float]:
@@ -160,11 +167,13 @@ def _assigned(
         return Assignment(((),) * len(pipelines), tuple(batch)), math.inf
     assignment = Assignment(found.micro_batches, found.lengths)
     if owned.ranks > FEW:
-        return assignment, _traffic_in_line(owned, strategy, assignment)
+        return assignment, traffic_in_line(owned, strategy)(assignment)
     return assignment, owned.simulate(strategy, assignment).seconds
 
 
-def _traffic_in_line(owned: Costs, strategy: Strategy, assignment: Assignment) -> float:
+def traffic_in_line(owned: Costs, strategy: Strategy) -> Callable[[Assignment], float]:
+    """Return what estimates the seconds of a strategy's iterations without a simulation."""
     if strategy.shares:
-        return owned.pipelines_end(strategy, assignment) + owned.fixed(strategy)
-    return iteration_s(owned, strategy, assignment)
+        fixed = owned.fixed(strategy)
+        return lambda assignment: owned.pipelines_end(strategy, assignment) + fixed
+    return Iterations(owned, strategy).seconds

@@ -15,7 +15,7 @@ from typing import Any
 
 from hydragraph import log
 from hydragraph.errors import EndedElsewhere
-from hydragraph.runtime.crew import Context, RankHandle, Stops, dismiss, outcome_of, start
+from hydragraph.runtime.crew import Context, RankHandle, Stops, dismiss, forget, outcome_of, start
 from hydragraph.runtime.kept import KEPT
 from hydragraph.runtime.meeting.nodes import BEAT_S, Back, Ended, Kill, Leaving, Link, Nodes, Over, Start, Stop, reach
 from hydragraph.runtime.rank_process import Died, Returned, run_member
@@ -140,7 +140,7 @@ class Deputy:
             given = (seat, message.number, message.late, message.grace_s, message.work, None)
             self._crew[message.number] = start(self._context, message.number, run_member, *given)
         elif isinstance(message, Kill) and message.number in self._crew:
-            self._forget(self._crew.pop(message.number))
+            forget(self._crew.pop(message.number))
         elif isinstance(message, Stop):
             self._stopping = True
         return message if isinstance(message, Over) else None
@@ -162,13 +162,7 @@ class Deputy:
             if member.outcome is not None:
                 link.send(Ended(member.rank, member.outcome))
                 if not isinstance(member.outcome, Returned):  # who returned stays until all have
-                    self._forget(self._crew.pop(member.rank))
-
-    def _forget(self, member: RankHandle) -> None:
-        if member.process.is_alive():
-            member.process.kill()
-        member.connection.close()
-        member.process.join()
+                    forget(self._crew.pop(member.rank))
 
     def _drained(self, link: Link) -> bool:
         """Pass a notice that this machine is taken away on to its ranks; return whether all have gone.

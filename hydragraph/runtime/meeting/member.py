@@ -17,6 +17,7 @@ from torch.distributed.distributed_c10d import Store  # type: ignore[attr-define
 
 from hydragraph.errors import RankFailure
 from hydragraph.private.process_groups import drop_all
+from hydragraph.runtime.failure.board import PROGRESS_S
 from hydragraph.runtime.failure.newest import newest_watch, watch_of
 from hydragraph.runtime.meeting.place import Peer, Place, prefix
 from hydragraph.runtime.meeting.protocol import Generation, Orders, Said, attend
@@ -46,6 +47,7 @@ class Member:
         generation: that it is in, or was in last.
         holds: the generation in whose layout it holds state.
         leaving: whether it was asked to end.
+        progress_s: after which a rank has failed that does not move on though others wait.
     """
 
     def __init__(self, number: int, connect: Callable[[], Store], late: bool, grace_s: float) -> None:
@@ -54,6 +56,7 @@ class Member:
         self.generation = Generation()
         self.holds = 0
         self.leaving = False
+        self.progress_s = PROGRESS_S
         self._grace_s = grace_s
         self._connect = connect
         self._place = Place(connect())
@@ -99,7 +102,7 @@ class Member:
             accuses = self._accused(failure)
             after = self.generation.number
             leaving = self.leaving and after > 0
-            generation = self._wait(Said(after, True, 0, self.holds, accuses, leaving))
+            generation = self._wait(Said(after, True, holds=self.holds, accuses=accuses, leaving=leaving))
             try:
                 self._enter(generation)
             except RankFailure as again:
@@ -166,6 +169,7 @@ class Member:
     def _enter(self, generation: Generation) -> None:
         """Make the generation's process group, in place of the one there was."""
         self.generation = generation
+        self._place.say(self.number, replace(self._place.said(self.number), entered=generation.number))
         last = newest_watch()
         if last is not None and not last.closed:
             last.close()
@@ -185,7 +189,7 @@ class Member:
         _LOG.info("generation %d: rank %d of %d", generation.number, rank, ranks)
         if ranks > 1:
             store = dist.PrefixStore(prefix(generation.number), self._connect())  # type: ignore[attr-defined]
-            meet("gloo", store, rank, ranks, prefix(generation.number))
+            meet("gloo", store, rank, ranks, prefix(generation.number), self.progress_s)
 
     def _listen(self) -> None:
         while not self._closed.wait(_EAR_S):
@@ -195,14 +199,18 @@ class Member:
                 return
 
 
-def meet(backend: str, store: Store, rank: int, ranks: int, generation: str = "") -> None:
+def meet(
+    backend: str, store: Store, rank: int, ranks: int, generation: str = "", progress_s: float = PROGRESS_S
+) -> None:
     """Make the default process group, watched from the start: a rank that fails meanwhile keeps nobody waiting.
 
     Args:
         generation: a name for these ranks among all that meet at the store.
+        progress_s: after which a rank has failed that does not move on though others wait.
     """
     make = lambda: dist.init_process_group(backend, store=store, rank=rank, world_size=ranks)  # noqa: E731
     watch = watch_of(None, lambda: store, rank, ranks, generation)
+    watch.progress_s = progress_s
     # Only where ranks go on after a failure they leave the default group, too: elsewhere it stays the user's.
     cut = watch.guarding() if elastic() else nullcontext()
     with watch.calling("join"), cut:

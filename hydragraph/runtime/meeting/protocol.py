@@ -34,6 +34,7 @@ class Said:
         after: the generation that it has left for good; 0: none yet.
         ready: whether it is in no generation and waits for one.
         agreed: the proposal that it agreed to last.
+        entered: the generation that it began to enter last.
         holds: the generation in whose layout it holds state; 0: it holds none.
         accuses: members of the generation it left that failed, as it was told.
         leaving: whether it was asked to end: it wants to hand over its state.
@@ -44,6 +45,7 @@ class Said:
     after: int = 0
     ready: bool = False
     agreed: int = 0
+    entered: int = 0
     holds: int = 0
     accuses: tuple[int, ...] = ()
     leaving: bool = False
@@ -156,6 +158,28 @@ def decide(record: Record, said: Mapping[int, Said], rules: Rules, coming: int =
         waiting = any(one.after >= orders.confirmed for m, one in there.items() if m in record.current)
         return replace(record, orders=replace(orders, over="done")) if waiting else record
     return _meet(record, there, rules, coming)
+
+
+def awaited(record: Record, said: Mapping[int, Said]) -> tuple[int, ...]:
+    """Return the members that others wait for.
+
+    They have not left their generation, or have not agreed to the next, or have agreed and do not enter it.
+
+    Args:
+        record: what the coordinator knows.
+        said: what each member says whose process lives.
+    """
+    orders = record.orders
+    there = {m: one for m, one in said.items() if m not in orders.out and not one.left}
+    proposal = orders.proposal
+    if proposal.number > orders.confirmed:
+        return tuple(m for m in proposal.members if m in there and there[m].agreed != proposal.number)
+    old = [m for m in record.current if m in there]
+    missing = tuple(m for m in old if there[m].after < orders.confirmed)
+    if len(missing) < len(old):
+        return missing
+    outside = tuple(m for m in old if there[m].entered < orders.confirmed)
+    return outside if len(outside) < len(old) else ()
 
 
 def _meet(record: Record, there: Mapping[int, Said], rules: Rules, coming: int) -> Record:

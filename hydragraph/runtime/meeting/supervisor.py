@@ -16,12 +16,13 @@ from typing import Any
 
 from hydragraph import log
 from hydragraph.errors import RankFailure, TooFewRanks
-from hydragraph.runtime.crew import Context, RankHandle, Stops, dismiss, outcome_of, raise_failure, start
+from hydragraph.runtime.crew import Context, RankHandle, Stops, dismiss, forget, outcome_of, raise_failure, start
+from hydragraph.runtime.failure.judge import PAUSE_S
 from hydragraph.runtime.failure.ledger import announce_death, last_fault
 from hydragraph.runtime.kept import KEPT
 from hydragraph.runtime.meeting.nodes import Hub, Nodes, Over, Start
 from hydragraph.runtime.meeting.place import Peer, Place, prefix
-from hydragraph.runtime.meeting.protocol import Orders, Record, Rules, Said, decide
+from hydragraph.runtime.meeting.protocol import Orders, Record, Rules, Said, awaited, decide
 from hydragraph.runtime.rank_process import HOST, Died, Left, Raised, Readable, Returned, Seat, rebuilt, run_member
 from hydragraph.runtime.stopping import Relay
 from hydragraph.runtime.stores import client
@@ -34,7 +35,7 @@ _LOOK_S = 0.02  # between two looks at what members say
 _GRACE_S = 8.0  # for members to tell their own errors, once one has that would come again
 _REJOIN_S = 0.5  # before a lost process is replaced; twice as long each time that its replacement lives no longer
 _REJOIN_MOST_S = 60.0
-_SHORT_S = 20.0  # a life
+_SHORT_S = 5.0  # a life, from when it became a rank
 _STARTS = 3  # of processes in one seat that end before they are ready
 
 AGAIN = (ValueError, TypeError, OSError, ImportError, FloatingPointError)  # errors that would come again
@@ -147,7 +148,7 @@ class Supervisor:
         self._rules = Rules(ranks, elastic.min_ranks)
         self._record = Record()
         self._seats: dict[int, int] = {}  # by member
-        self._born: dict[int, float] = {}
+        self._since: dict[int, float] = {}  # when a member became a rank
         self._waiting: dict[int, float] = {}  # seats that are to be taken anew, and when
         self._short: dict[int, int] = {}  # how many processes in a row have lived a short life, by seat
         self._unready: dict[int, int] = {}  # how many have ended before they were ready
@@ -160,6 +161,8 @@ class Supervisor:
         self._late: set[int] = set()  # members that get ready beside others, and join those that hold state
         self._empty: set[int] = set()  # seats that nobody takes until their devices are said to be back
         self._stops = Stops()
+        self._waited: dict[int, float] = {}  # for how long others have waited for a member, in seconds
+        self._before = time.monotonic()
         self.crew: list[RankHandle] = []
         self._next = 0
 
@@ -205,7 +208,6 @@ class Supervisor:
         number = self._next
         self._next += 1
         self._seats[number] = seat
-        self._born[number] = time.monotonic()
         self._late |= {number} if late else set()
         self._place.say(number, Said(ready=not late))
         self._place.introduce(Peer(number, seat, 0, "", node=self._node(seat)))
@@ -277,10 +279,7 @@ class Supervisor:
 
     def _forget(self, member: RankHandle) -> None:
         self.crew.remove(member)
-        if member.process.is_alive():
-            member.process.kill()
-        member.connection.close()
-        member.process.join()
+        forget(member)
 
     def _plan_replacement(self, member: RankHandle) -> None:
         """Decide when another process takes a lost one's seat."""
@@ -290,7 +289,7 @@ class Supervisor:
         if not self._elastic.rejoin or self._unready[seat] >= _STARTS:
             self._empty.add(seat)
             return
-        short = time.monotonic() - self._born[member.rank] < _SHORT_S
+        short = time.monotonic() - self._since.get(member.rank, time.monotonic()) < _SHORT_S
         self._short[seat] = self._short.get(seat, 0) + 1 if short else 0
         wait_s = min(_REJOIN_MOST_S, _REJOIN_S * 2 ** max(0, self._short[seat] - 1))
         self._waiting[seat] = time.monotonic() + wait_s
@@ -326,6 +325,7 @@ class Supervisor:
     def _coordinate(self) -> None:
         """Look at what members say, and tell what follows."""
         said = self._said()
+        self._give_up(said)
         if self._stop and not self._told_stop and self._hub is not None:
             self._told_stop = True
             self._hub.stop()
@@ -335,10 +335,23 @@ class Supervisor:
             return
         before, self._record = self._record.orders, record
         self._place.order(record.orders)
+        self._since |= {m: time.monotonic() for m in record.current if m not in self._since}
         _told(before, record.orders)
         for member in self._live():
             if member.rank in record.orders.out and member.rank not in before.out:
                 member.outcome = Died(time.monotonic(), "was given up by the other ranks, and ended")
+                self._ended(member)
+
+    def _give_up(self, said: Mapping[int, Said]) -> None:
+        """Give up members that others have waited for too long: they live, and hang."""
+        now = time.monotonic()
+        elapsed, self._before = min(now - self._before, PAUSE_S), now  # while this process was stopped nobody was late
+        late = awaited(self._record, said) if self._held else ()  # until there is state all begin together
+        self._waited = {member: self._waited.get(member, 0.0) + elapsed for member in late}
+        for member in self._live():
+            if self._waited.get(member.rank, 0.0) >= self._elastic.progress_s:
+                how = f"did not come to meet the others for {self._elastic.progress_s:g} s (progress_s), and was ended"
+                member.outcome = Died(now, how)
                 self._ended(member)
 
     def _said(self) -> Mapping[int, Said]:

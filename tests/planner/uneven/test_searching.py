@@ -2,7 +2,10 @@ from itertools import pairwise
 
 import pytest
 
+from hydragraph.cost.costs import Costs
+from hydragraph.cost.profile import Profile
 from hydragraph.planner.uneven.searching import MIXED, fits, search, sizes_of
+from hydragraph.spec.cluster import Cluster, DeviceType, Node
 from tests.cost import priced
 
 
@@ -25,3 +28,14 @@ def test_micro_batches_grow_as_long_as_that_gains(sequences: int, together: int)
 def test_more_memory_makes_room(safety: float, found: bool) -> None:
     costs = priced.costs(6, priced.cluster(2), elements=8_000_000)
     assert fits(costs, 4, 700, safety) is found
+
+
+@pytest.mark.parametrize(("layers", "sequences", "weak"), [(6, 8, 30.0), (8, 16, 20.0), (5, 12, 60.0)])
+def test_weak_devices_make_no_plan_worse(layers: int, sequences: int, weak: float) -> None:
+    nodes = (Node("fast", 4, priced.FAST, priced.SLOW), Node("slow", 2, priced.SLOW, priced.SLOW))
+    types = {"fast": DeviceType(1e15, 10**9, 1e12), "slow": DeviceType(1e15 / weak, 10**9, 1e12)}
+    profile = Profile.merge([priced.profile(layers, "fast"), priced.profile(layers, "slow", weak)])
+    costs = Costs(profile, Cluster.of(types, nodes))
+    best = search(costs, sequences, 700, MIXED)[0].seconds
+    alone = search(costs, sequences, 700, MIXED, ranks=range(4))[0].seconds
+    assert best <= alone * 1.001

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from hydragraph.runtime.meeting.protocol import Generation, Orders, Record, Rules, Said, attend, decide
+from hydragraph.runtime.meeting.protocol import Generation, Orders, Record, Rules, Said, attend, awaited, decide
 from tests.thorough import thorough
 
 
@@ -203,3 +203,17 @@ def test_a_member_leaves_while_another_may_die() -> None:
 @pytest.mark.parametrize("world", [(3, 0, 2, 0), (3, 0, 1, 1), (2, 1, 2, 0), (2, 1, 1, 1), (3, 1, 1, 0)], ids=str)
 def test_larger_worlds(world: tuple[int, int, int, int]) -> None:
     assert prove(*world) > 1000
+
+
+def test_who_is_waited_for_is_known() -> None:
+    working = Record(Orders(Generation(1, (0, 1, 2)), confirmed=1), {1: (0, 1, 2)})
+    train, back, new = Said(agreed=1, entered=1), Said(after=1, agreed=1, entered=1), Said(ready=True)
+    assert awaited(working, {0: train, 1: train, 2: train, 3: new}) == ()  # nobody waits yet: they are called
+    assert awaited(working, {0: back, 1: train, 2: back, 3: new}) == (1,)
+    assert awaited(working, {0: back, 2: back, 3: new}) == ()  # the lost are nobody's matter any more
+    assert awaited(working, {0: train, 1: Said(agreed=1), 2: train}) == (1,)  # the others cannot connect to it
+    proposed = decide(working, {0: back, 1: back, 2: back}, Rules(3))
+    assert proposed.orders.proposal.number == 2
+    assert awaited(proposed, {0: replace(back, agreed=2), 1: back, 2: replace(back, agreed=2)}) == (1,)
+    out = replace(proposed, orders=replace(proposed.orders, out=(1,)))
+    assert awaited(out, {0: replace(back, agreed=2), 1: back, 2: replace(back, agreed=2)}) == ()

@@ -1,0 +1,54 @@
+"""Ranks that kill themselves at any call of a step, a move, a save, a recovery, a meeting: to the same bits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.moments import NEVER, RANKS, WINDOWS, Plan, Strike, drawn, ready, run, wrong
+from tests.thorough import thorough
+
+
+def test_strikes_come_from_the_seed() -> None:
+    calls = dict.fromkeys(WINDOWS, 100)
+    strikes = drawn(60, 1, calls, WINDOWS, ["kill", "stop"])
+    assert strikes == drawn(60, 1, calls, WINDOWS, ["kill", "stop"]) != drawn(60, 2, calls, WINDOWS, ["kill", "stop"])
+    assert {strike.window: sum(s.window == strike.window for s in strikes) for strike in strikes} == dict.fromkeys(
+        WINDOWS, 10
+    )
+    assert {strike.rank for strike in strikes} == set(range(RANKS))
+
+
+@thorough
+def test_a_rank_is_killed_while_state_moves_and_another_while_the_rest_recovers_from_that(tmp_path: Path) -> None:
+    prepared, struck, calm = ready(), tmp_path / "struck", tmp_path / "calm"
+    strikes = (Strike("move", 4000, 2), Strike("recover", 9000, 1))
+    for folder in (struck, calm):
+        folder.mkdir()
+    plan = Plan(strikes, struck)
+    came = run(prepared, plan)
+    assert came.hits[0][2] != "its end"
+    assert not wrong(plan, came, run(prepared, Plan((), calm, steps=max(came.losses))))
+
+
+@thorough
+def test_at_many_moments(tmp_path: Path) -> None:
+    prepared, struck, calm = ready(), tmp_path / "struck", tmp_path / "calm"
+    for folder in (struck, calm):
+        folder.mkdir()
+    ends = [Strike(window, NEVER, 1, "stop" if window == "move" else "kill") for window in WINDOWS]
+    calls = {"step": 17_000, "move": 15_000, "save": 2_500, "recover": 17_000, "room": 20_000, "join": 35_000}
+    plan = Plan((*ends, *drawn(18, 5, calls, WINDOWS, ["kill", "kill", "hang"])), struck)  # type: ignore[arg-type]
+    came = run(prepared, plan)
+    assert not wrong(plan, came, run(prepared, Plan((), calm, steps=max(came.losses))))
+
+
+@thorough
+def test_who_hangs_at_any_moment_of_a_meeting_is_given_up(tmp_path: Path) -> None:
+    prepared, struck, calm = ready(), tmp_path / "struck", tmp_path / "calm"
+    for folder in (struck, calm):
+        folder.mkdir()
+    # Before it says that it comes, while it waits, having agreed, amid connecting, amid moving state.
+    calls = [(window, call) for window in ("recover", "room") for call in (5, 40, 150, 600, 2000)]
+    plan = Plan(tuple(Strike(*each, number % 4, "hang") for number, each in enumerate(calls)), struck)
+    came = run(prepared, plan)
+    assert not wrong(plan, came, run(prepared, Plan((), calm, steps=max(came.losses))))
