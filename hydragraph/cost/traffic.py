@@ -67,6 +67,25 @@ class Passage:
     occupied: tuple[tuple[tuple[int, float], ...], ...]
 
 
+@dataclass(frozen=True, eq=False)
+class _Exchange:
+    """Messages that all begin together.
+
+    Attributes:
+        src, dst: of each message [M].
+        moving, filling: seconds in which it travels, and that it fills a card [M].
+        across: whether it crosses nodes [M].
+        rank_s: seconds of each rank [R].
+    """
+
+    src: Ints
+    dst: Ints
+    moving: Floats
+    filling: Floats
+    across: NDArray[np.bool_]
+    rank_s: Floats
+
+
 class Roads:
     """A cluster's links as arrays, for groups of ranks.
 
@@ -134,15 +153,32 @@ class Roads:
             self._links[key] = self._cluster.link_between(one, other)
         return self._links[key]
 
+    def slowest_s(self, moved: Transfers) -> float:
+        """Return what the slowest rank takes for an exchange whose messages all begin together."""
+        return float(self._exchanged(moved).rank_s.max(initial=0.0))
+
     def passage(self, moved: Transfers) -> Passage:
         """Return what an exchange takes, whose messages all begin together."""
         groups = self._groups
+        exchange = self._exchanged(moved)
+        src, dst = exchange.src, exchange.dst
+        # A group ends with its slowest rank, and takes part only with whom it exchanges anything.
+        seconds = np.zeros(groups)
+        np.maximum.at(seconds, self._group, exchange.rank_s)
+        partners = np.zeros((groups, groups), dtype=np.bool_)
+        one = self._group[src]
+        other = self._group[dst]
+        partners[one, other] = partners[other, one] = True
+        taking = partners.any(1)
+        partners[taking, taking] = True
+        return Passage(seconds, partners, self._occupied(exchange, seconds))
+
+    def _exchanged(self, moved: Transfers) -> _Exchange:
         ranks = len(self._node)
         kept = moved.size > 0
         src = moved.src[kept]
         dst = moved.dst[kept]
-        size = moved.size[kept]
-        alone, moving, filling = self.link_seconds(src, dst, size)
+        alone, moving, filling = self.link_seconds(src, dst, moved.size[kept])
         across = self._node[src] != self._node[dst]
         # A card carries what all its ranks send to other nodes, and as much the other way at the same time.
         leave = np.bincount(self._card[src[across]], filling[across], self._cards)
@@ -152,20 +188,11 @@ class Roads:
         shared = np.maximum(leave[self._card[src[across]]], enter[self._card[dst[across]]]) + latency
         np.maximum.at(rank_s, src[across], shared)
         np.maximum.at(rank_s, dst[across], shared)
-        # A group ends with its slowest rank, and takes part only with whom it exchanges anything.
-        seconds = np.zeros(groups)
-        np.maximum.at(seconds, self._group, rank_s)
-        partners = np.zeros((groups, groups), dtype=np.bool_)
-        one = self._group[src]
-        other = self._group[dst]
-        partners[one, other] = partners[other, one] = True
-        taking = partners.any(1)
-        partners[taking, taking] = True
-        return Passage(seconds, partners, self._occupied(src, dst, moving, filling, across, seconds))
+        return _Exchange(src, dst, moving, filling, across, rank_s)
 
-    def _occupied(
-        self, src: Ints, dst: Ints, moving: Floats, filling: Floats, across: NDArray[np.bool_], seconds: Floats
-    ) -> tuple[tuple[tuple[int, float], ...], ...]:
+    def _occupied(self, exchange: _Exchange, seconds: Floats) -> tuple[tuple[tuple[int, float], ...], ...]:
+        src, dst, across = exchange.src, exchange.dst, exchange.across
+        moving, filling = exchange.moving, exchange.filling
         groups = self._groups
         ranks = len(self._node)
         used: list[list[tuple[int, float]]] = [[] for _ in range(groups)]

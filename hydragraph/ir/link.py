@@ -335,12 +335,20 @@ def _one(pairs: _Pairs, cost: Ints) -> Bools:
     return chosen
 
 
+def _order(dst: Ints, src: Ints, lo: Ints) -> Ints:
+    """Return the order by (dst, src, lo): a stable sort by one number, where one holds all three."""
+    ranks, elements = int(src.max(initial=0)) + 1, int(lo.max(initial=0)) + 1
+    if (int(dst.max(initial=0)) + 1) * ranks * elements < 2**63:
+        return np.argsort((dst * ranks + src) * elements + lo, kind="stable")
+    return np.lexsort((lo, src, dst))
+
+
 def _slices(pairs: _Pairs, kept: Bools, rank: int | None) -> Slices:
     """Sort the kept entries by (dst, src, lo) and merge those of a pair that are contiguous everywhere."""
     if rank is not None:
         kept = kept & ((pairs.src == rank) | (pairs.dst == rank))
     chosen = np.flatnonzero(kept)
-    chosen = chosen[np.lexsort((pairs.lo[chosen], pairs.src[chosen], pairs.dst[chosen]))]
+    chosen = chosen[_order(pairs.dst[chosen], pairs.src[chosen], pairs.lo[chosen])]
     columns = (pairs.src, pairs.dst, pairs.lo, pairs.hi, pairs.src_at, pairs.dst_at)
     src, dst, lo, hi, src_at, dst_at = (column[chosen] for column in columns)
     # A slice goes on with the one before if they are of one pair of ranks, touch in the bucket, and touch in both

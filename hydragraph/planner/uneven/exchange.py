@@ -119,7 +119,7 @@ def _passing(costs: Costs, strategy: Strategy) -> tuple[dict[str, float], dict[s
         key = (bucket.form, bucket.learns, places)
         if key not in known:
             moved = (work.moved(op, bucket.name) for op in (Op.PULL, Op.PUSH))
-            pull, push = (float(roads.passage(each).seconds.max(initial=0.0)) for each in moved)
+            pull, push = map(roads.slowest_s, moved)
             known[key] = pull, push
         for seconds, each in zip(found, known[key], strict=True):
             seconds[bucket.name] = each
