@@ -780,11 +780,17 @@ def reason_of(model: str, ranks: int, case: Straggling, sequences: int, memory: 
 
 def above_ideal(model: str, ranks: int, case: Straggling, sequences: int, memory: float) -> float:
     """Return how far above its ideal a plan is, with so many sequences and so many times the memory."""
-    costs = roomy_costs(model, ranks, memory)
-    workload = Workload(sequences, length_of(model))
+    costs, healthy = healthy_of(model, ranks, sequences, memory)
     slow = costs.changed(health=Health(case.rates))
-    seconds = [hg.plan(each, workload, method="straggler").seconds for each in (costs, slow)]
-    return seconds[1] / seconds[0] / case.ideal(ranks) - 1
+    seconds = hg.plan(slow, Workload(sequences, length_of(model)), method="straggler").seconds
+    return seconds / healthy.seconds / case.ideal(ranks) - 1
+
+
+@cache
+def healthy_of(model: str, ranks: int, sequences: int, memory: float) -> tuple[hg.Costs, Plan]:
+    """Return the costs of devices with so many times the memory, and the plan without stragglers."""
+    costs = roomy_costs(model, ranks, memory)
+    return costs, hg.plan(costs, Workload(sequences, length_of(model)), method="straggler")
 
 
 def replanning_table(say: Say, model: str, quick: bool) -> Table:
