@@ -377,20 +377,14 @@ def _varying(
 
 
 def _starts(varied: Varied) -> list[Strategy]:
-    """Return what is to be improved: the best of each degree that most of its devices have.
+    """Return what is to be improved: the best that is known, and the best whose pipelines are all of one shape.
 
-    Moves seldom lead from groups of one size everywhere to groups of another: what is in between is worse than both.
+    Moves of one pipeline seldom lead to groups of another size everywhere: what is in between is worse than both.
     """
-    found: dict[int, Strategy] = {}
-    for strategy in sorted((s for s in varied.priced if not s.shares), key=varied.seconds):
-        devices: Counter[int] = Counter()
-        for pipeline in strategy.pipelines:
-            for stage in pipeline.stages:
-                devices[stage.tp] += stage.tp
-        degree = max(devices, key=lambda tp: (devices[tp], -tp))
-        if math.isfinite(varied.seconds(strategy)):
-            found.setdefault(degree, strategy)
-    return list(found.values())[:CLIMBS]
+    able = [s for s in varied.priced if not s.shares and math.isfinite(varied.seconds(s))]
+    order = sorted(able, key=varied.seconds)
+    alike = [s for s in order if len({tuple(stage.tp for stage in pipeline.stages) for pipeline in s.pipelines}) == 1]
+    return list(dict.fromkeys([*order[:1], *alike]))[:CLIMBS]
 
 
 def _simple(costs: Costs, workload: Workload, safety: float) -> list[Simple]:
