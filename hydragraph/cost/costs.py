@@ -754,7 +754,7 @@ class CostedWork:
             size = float(self._costs.sizes.itemsize if op is Op.PULL else GRADIENT_BYTES)
             size *= self._costs._transfers[Kind.PULL if op is Op.PULL else Kind.PUSH]
             src, dst = np.nonzero(sent)
-            self._moved[key] = Transfers(src, dst, sent[src, dst] * size)
+            self._moved[key] = Transfers(src, dst, sent[src, dst].astype(np.float64) * size)
         return self._moved[key]
 
     def _splits_tokens(self, stages: Sequence[tuple[int, ...]]) -> bool:

@@ -150,5 +150,5 @@ def _cheapest(rank: Ints, held: Ints, receiver: int, nodes: Ints, way: int) -> t
 def _cost(sender: int, receiver: int, nodes: Ints, way: int) -> int:
     """Return what decides who sends: how far it is (`link.copy`), whether it stays (`link.reduce`), or nothing."""
     if way == _NEAREST:
-        return abs(sender - receiver) + (nodes[sender] != nodes[receiver]) * 2 * len(nodes)
+        return abs(sender - receiver) + int(nodes[sender] != nodes[receiver]) * 2 * len(nodes)
     return int(way == _OWN and sender != receiver)

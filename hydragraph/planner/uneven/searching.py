@@ -84,11 +84,11 @@ def search(
     best = math.inf
     # Of partitions that are much alike the best is kept: what is settled later should differ.
     found: dict[object, Candidate] = {}
+    last = math.inf  # seconds of the last of those that would be kept now
 
     def worth() -> float:
         """Return the seconds from which on a partition would not be kept."""
-        kept = sorted(candidate.seconds for candidate in found.values())[:KEPT]
-        return min(WITHIN * best, kept[-1] if len(kept) == KEPT else math.inf)
+        return min(WITHIN * best, last)
 
     sizes, useful = sizes_of(costs, sequences, length)
     for together in sizes:
@@ -116,6 +116,7 @@ def search(
                 shape = candidate.shape
                 if shape not in found or partition.seconds < found[shape].seconds:
                     found[shape] = candidate
+                    last = sorted([math.inf] * KEPT + [each.seconds for each in found.values()])[KEPT - 1]
         if together > max(useful, 2) and best >= before:
             break
     first = sorted(found.values(), key=lambda candidate: candidate.seconds)[:KEPT]
