@@ -18,7 +18,7 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, eq=False)
 class Links:
-    """Which link is between two ranks: by their kinds of nodes a, b, and whether it is across, link 2 (a K + b) + across.
+    """Which link is between two ranks: by their kinds of nodes a, b, and whether it is across: 2 (a K + b) + across.
 
     Attributes:
         node, kind, card: of each rank [R].
