@@ -46,7 +46,6 @@ from hydragraph.errors import Unsupported
 from hydragraph.ir.home import HomeLayouts
 from hydragraph.ir.instruction import Op, Stream
 from hydragraph.ir.layout import GradientKind, Layout, propagation
-from hydragraph.ir.link import Slices, copy, reduce
 from hydragraph.ir.outline import Outline
 from hydragraph.ir.parameter import Bucket
 from hydragraph.passes.place import Placement, place
@@ -748,10 +747,14 @@ class CostedWork:
             # Where tokens are split, each rank of a stage saw a part of them, and its gradients are partial sums.
             sums = GradientKind.PARTIAL if self._splits_tokens(stages) else GradientKind.REPLICA
             users = propagation(weights, stages, {p.name: sums for p in weights.parameters})
-            slices = copy(owners, users) if op is Op.PULL else reduce(users, owners)
+            from hydragraph.ir.exchanged import copied, reduced  # it needs numba, which prices without traffic do not
+
+            ranks = self._costs.ranks
+            sent = copied(owners, users, ranks) if op is Op.PULL else reduced(users, owners, ranks)
             size = float(self._costs.sizes.itemsize if op is Op.PULL else GRADIENT_BYTES)
             size *= self._costs._transfers[Kind.PULL if op is Op.PULL else Kind.PUSH]
-            self._moved[key] = _transfers(slices, size, self._costs.ranks)
+            src, dst = np.nonzero(sent)
+            self._moved[key] = Transfers(src, dst, sent[src, dst].astype(np.float64) * size)
         return self._moved[key]
 
     def _splits_tokens(self, stages: Sequence[tuple[int, ...]]) -> bool:
@@ -931,10 +934,3 @@ def _ended(spans: Sequence[SimulatedSpan]) -> dict[int, list[str]]:
         if instruction.stream is Stream.COMPUTE:
             now = max(now, span.end_s)
     return ended
-
-
-def _transfers(slices: Slices, itemsize: float, ranks: int) -> Transfers:
-    there = slices.travelling
-    codes, place = np.unique(there.src * ranks + there.dst, return_inverse=True)
-    size = np.bincount(place, (there.hi - there.lo) * itemsize, len(codes)).astype(np.float64)
-    return Transfers(codes // ranks, codes % ranks, size)

@@ -341,15 +341,16 @@ def _durations(actor: Actor, work: Priced) -> list[float]:
     numbers = tuple(actor.role_of)
     for i in program.compute:
         instruction = program.instructions[i]
-        if instruction.op is Op.COMMIT:
-            durations[i] = -1.0
-        elif instruction.op is Op.UPDATE:
-            durations[i] = max(work.update_s(rank) for rank in actor.ranks)
-        elif instruction.op in (Op.FORWARD, Op.BACKWARD):
+        op = instruction.op
+        if op is Op.FORWARD or op is Op.BACKWARD:
             assert instruction.micro_batch is not None, "a computation has a micro-batch"
-            key = (instruction.op, instruction.target)
-            if key not in tables:
-                seconds = work.computing(instruction.op, instruction.target, actor.ranks, numbers)
-                tables[key] = dict(zip(numbers, seconds, strict=True))
-            durations[i] = tables[key][instruction.micro_batch]
+            table = tables.get((op, instruction.target))
+            if table is None:
+                seconds = work.computing(op, instruction.target, actor.ranks, numbers)
+                table = tables[op, instruction.target] = dict(zip(numbers, seconds, strict=True))
+            durations[i] = table[instruction.micro_batch]
+        elif op is Op.COMMIT:
+            durations[i] = -1.0
+        elif op is Op.UPDATE:
+            durations[i] = max(work.update_s(rank) for rank in actor.ranks)
     return durations

@@ -10,14 +10,19 @@ the bytes is the card, which is as quick as ever.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hydragraph.spec.cluster import Cluster, Interconnect
+
+if TYPE_CHECKING:
+    from hydragraph.cost.together import Links
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -123,35 +128,37 @@ class Roads:
         for number, kind in numbers.items():
             first.setdefault(kind, []).append(number)
         self._of_kind = first
-        self._links: dict[tuple[int, int, bool], Interconnect] = {}
         self._ways_of: dict[tuple[Pair, ...], tuple[tuple[Interconnect, tuple[int, ...], tuple[int, ...]], ...]] = {}
 
-    def link_seconds(self, src: Ints, dst: Ints, size: Floats) -> tuple[Floats, Floats, Floats]:
-        """Return, of every message, its seconds alone, those of them in which it travels, and those it fills a card."""
-        across = self._node[src] != self._node[dst]
-        code = (self._kind[src] * self._kinds + self._kind[dst]) * 2 + across
-        alone, moving, filling = (np.zeros(len(src)) for _ in range(3))
-        # As many links as there are pairs of kinds of nodes, not as there are messages.
-        for pair in np.unique(code):
-            link = self._link(*divmod(int(pair) // 2, self._kinds), across=bool(pair % 2))
-            at = code == pair
-            # Measured bandwidths are read by the logarithm of the size, as in `Interconnect.bandwidth`.
-            if link.points:
-                speed = np.interp(np.log(size[at]), *np.array([(np.log(s), v) for s, v in link.points]).T)
-            else:
-                speed = np.full(int(at.sum()), link.bytes_per_s)
-            moving[at] = size[at] / speed
-            filling[at] = size[at] / max(link.bytes_per_s, float(speed.max(initial=0.0)))
-            alone[at] = link.latency_s * np.maximum(self._handling[src[at]], self._handling[dst[at]]) + moving[at]
-        return alone, moving, filling
+    @cached_property
+    def _links(self) -> Links:
+        """All links as arrays; equal nodes have equal ones."""
+        from hydragraph.cost.together import Links  # it needs numba, which only exchanges need
 
-    def _link(self, a: int, b: int, across: bool) -> Interconnect:
-        key = (a, b, across)
-        if key not in self._links:
-            one = self._of_kind[a][0]
-            other = one if not across else next(n for n in self._of_kind[b] if n != one)
-            self._links[key] = self._cluster.link_between(one, other)
-        return self._links[key]
+        links = [
+            self._link(a, b, across) for a in range(self._kinds) for b in range(self._kinds) for across in (False, True)
+        ]
+        points = [point for link in links if link is not None for point in link.points]
+        counts = [0 if link is None else len(link.points) for link in links]
+        return Links(
+            self._node,
+            self._kind,
+            self._card,
+            self._kinds,
+            self._cards,
+            self._handling,
+            np.array([0.0 if link is None else link.latency_s for link in links]),
+            np.array([math.inf if link is None else link.bytes_per_s for link in links]),
+            np.concatenate(([0], np.cumsum(counts))),
+            np.log([size for size, _ in points]) if points else np.zeros(0),
+            np.array([speed for _, speed in points], dtype=np.float64),
+        )
+
+    def _link(self, a: int, b: int, across: bool) -> Interconnect | None:
+        """Return the link between nodes of two kinds; None, where no two nodes have it."""
+        one = self._of_kind[a][0]
+        other = one if not across else next((n for n in self._of_kind[b] if n != one), None)
+        return None if other is None or (a != b and not across) else self._cluster.link_between(one, other)
 
     def slowest_s(self, moved: Transfers) -> float:
         """Return what the slowest rank takes for an exchange whose messages all begin together."""
@@ -174,21 +181,13 @@ class Roads:
         return Passage(seconds, partners, self._occupied(exchange, seconds))
 
     def _exchanged(self, moved: Transfers) -> _Exchange:
-        ranks = len(self._node)
+        from hydragraph.cost.together import together
+
         kept = moved.size > 0
         src = moved.src[kept]
         dst = moved.dst[kept]
-        alone, moving, filling = self.link_seconds(src, dst, moved.size[kept])
-        across = self._node[src] != self._node[dst]
-        # A card carries what all its ranks send to other nodes, and as much the other way at the same time.
-        leave = np.bincount(self._card[src[across]], filling[across], self._cards)
-        enter = np.bincount(self._card[dst[across]], filling[across], self._cards)
-        rank_s = np.maximum(np.bincount(src, alone, ranks), np.bincount(dst, alone, ranks))
-        latency = (alone - moving)[across]
-        shared = np.maximum(leave[self._card[src[across]]], enter[self._card[dst[across]]]) + latency
-        np.maximum.at(rank_s, src[across], shared)
-        np.maximum.at(rank_s, dst[across], shared)
-        return _Exchange(src, dst, moving, filling, across, rank_s)
+        moving, filling, rank_s = together(self._links, src, dst, moved.size[kept])
+        return _Exchange(src, dst, moving, filling, self._node[src] != self._node[dst], rank_s)
 
     def _occupied(self, exchange: _Exchange, seconds: Floats) -> tuple[tuple[tuple[int, float], ...], ...]:
         src, dst, across = exchange.src, exchange.dst, exchange.across

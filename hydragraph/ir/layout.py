@@ -260,19 +260,18 @@ def propagation(
     assert len(set(members)) == len(members), f"stages {list(stages)} of bucket {bucket.name} share a rank"
     assert all(stages), f"a stage of bucket {bucket.name} has no rank"
     kinds_by_stage = [kinds] * len(stages) if isinstance(kinds, Mapping) else kinds
-    # Data-parallel stages are cut alike: each distinct cut is made once, then given to every stage's ranks.
-    tables: dict[tuple[bool, ...], dict[int, Ints]] = {}
-    parts = []
+    # Data-parallel stages are cut alike: each distinct cut is made once, then given to the ranks of all such stages.
+    cuts: dict[tuple[tuple[bool, ...], int], list[int]] = {}
     for copy, (stage, kind) in enumerate(zip(stages, kinds_by_stage, strict=True)):
-        partial = _partial(bucket, len(stage), kind)
-        tp = len(stage)
-        by_tp = tables.setdefault(partial, {})
-        if tp not in by_tp:
-            by_tp[tp] = _shards(bucket, tp, partial)
-        index, lo, hi, flag = by_tp[tp]
-        parts.append(np.stack((np.asarray(stage, np.int64)[index], lo, hi, np.full_like(lo, copy), flag)))
-    rank, lo, hi, copies, flag = np.concatenate(parts, axis=1) if parts else np.zeros((5, 0), np.int64)
-    return _layout(rank, lo, hi, copies, flag.astype(bool), bucket.size)
+        cuts.setdefault((_partial(bucket, len(stage), kind), len(stage)), []).append(copy)
+    parts = [np.zeros((5, 0), np.int64)]
+    for (partial, tp), copies in cuts.items():
+        index, lo, hi, flag = _shards(bucket, tp, partial)
+        rank = np.array([stages[copy] for copy in copies], np.int64)[:, index]
+        rows = (rank, lo, hi, np.array(copies)[:, None], flag)
+        parts.append(np.stack([np.broadcast_to(row, rank.shape).ravel() for row in rows]))
+    rank, lo, hi, copy_of, flag = np.concatenate(parts, axis=1)
+    return _layout(rank, lo, hi, copy_of, flag.astype(bool), bucket.size)
 
 
 def whole(size: int, rank: int) -> Layout:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from hydragraph.cost.costs import Costs
+from hydragraph.cost.memory import batch_bytes
 from hydragraph.errors import Unsupported
 from hydragraph.planner.uneven.prices import SAFETY, state_bytes
 from hydragraph.planner.uneven.searching import fits
@@ -31,6 +32,15 @@ def nothing_fits(costs: Costs, workload: Workload, short: Sequence[Shortage]) ->
         short: plans that were looked at exactly, with what they lack.
     """
     running = [rank for rank in range(costs.ranks) if math.isfinite(costs.health.rate(rank))]
+    least = batch_bytes(0, max(map(sum, workload.batches)))
+    small = [rank for rank in running if costs.memory_of(rank) < least]
+    if small:
+        listed = ", ".join(map(str, small))
+        return Unsupported(
+            f"nothing fits: every rank holds the labels of all, {least / 1e9:.3g} GB, and these have less: {listed}",
+            where=f"plan of {costs.ranks} devices for {workload}",
+            remedy=f"run without ranks {listed} (in the health: {{{small[0]}: inf}}), or give smaller mini-batches",
+        )
     if short:
         nearest = min(short, key=lambda each: each.bytes)
         why = f"the nearest, {nearest.strategy.name}: {nearest}"

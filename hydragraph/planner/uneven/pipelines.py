@@ -238,21 +238,29 @@ class Bench:
         away = 1 - self._prices.within(site)
         return size * max(away / (site.outer.bytes_per_s * min(1.0, site.cards)), (1 - away) / site.inner.bytes_per_s)
 
-    def price(self, pipelines: Mapping[Multiset, int]) -> float:
-        """Return the seconds of an iteration of so many pipelines of each multiset."""
+    def price(self, pipelines: Mapping[Multiset, int], worth: float = math.inf) -> float:
+        """Return the seconds of an iteration of so many pipelines of each multiset.
+
+        Args:
+            worth: seconds from which on more is not worth knowing exactly: then it is a bound from below.
+        """
         number = sum(pipelines.values())
         count = max(1, round(self.micro_batches / number))
-        return self.price_of({multiset: self.lay(multiset, count) for multiset in pipelines}, pipelines)
+        return self.price_of({multiset: self.lay(multiset, count) for multiset in pipelines}, pipelines, worth)
 
-    def price_of(self, by_multiset: Mapping[Multiset, Laid], pipelines: Mapping[Multiset, int]) -> float:
+    def price_of(
+        self, by_multiset: Mapping[Multiset, Laid], pipelines: Mapping[Multiset, int], worth: float = math.inf
+    ) -> float:
         """Return the same for pipelines that are laid in this way."""
         laid = [by_multiset[multiset] for multiset in pipelines]
         if any(not each.order for each in laid):
             return math.inf
-        first = np.array([each.first_s for each in laid]) + self.awaited(laid)
+        first = np.array([each.first_s for each in laid])
         each_s = np.array([each.each_s for each in laid])
         alike = np.array(list(pipelines.values()), dtype=np.int64)
         seconds = float(least_seconds(self.micro_batches, first, each_s, alike))
+        if len(laid) > 1 and seconds < worth:
+            seconds = float(least_seconds(self.micro_batches, first + self.awaited(laid), each_s, alike))
         # Traffic hides behind computing, as far as there is computing.
         return max(seconds, max(each.traffic_s for each in laid))
 
@@ -315,7 +323,7 @@ class Bench:
             gained = False
             for pipelines, unused in self._neighbours(now, resting):
                 left -= 1
-                seconds = self.price(pipelines)
+                seconds = self.price(pipelines, best)
                 if seconds < best * (1 - 1e-9):
                     now = pipelines
                     resting = unused

@@ -58,7 +58,7 @@ STAGED = 2
 # state of 70B once takes 64 devices of 50 GB/s 0.3 s, an iteration 18 s: a plan that saves more soon pays for it.
 NEAR = 0.005
 # Plans that are improved for varying lengths.
-CLIMBS = 2
+CLIMBS = 3
 # Candidates of which the iteration planner takes the best, where lengths vary; each must save this part of the time.
 CANDIDATES = 4
 WORTH = 1e-3
@@ -360,8 +360,7 @@ def _varying(
     able = [s for s, each in known.items() if isinstance(each, Settled) and math.isfinite(each.seconds)]
     if improving and able:
         yards = [Yard(costs, workload, reach, safety) for reach in _reaches(workload)]
-        starts = sorted((s for s in able if not s.shares), key=varied.seconds)[:CLIMBS]
-        for start in starts:
+        for start in _starts(varied):
             climbed(varied, yards, start, until)
         better = {s: "auto" for s in sorted(varied.priced, key=varied.seconds) if s not in origins}
         settle_best(varied, better, until, known)
@@ -375,6 +374,17 @@ def _varying(
         tuple(sorted(passed, key=lambda each: each.expected_s)),
         tuple(each for each in known.values() if isinstance(each, Shortage)),
     )
+
+
+def _starts(varied: Varied) -> list[Strategy]:
+    """Return what is to be improved: the best that is known, and the best whose pipelines are all of one shape.
+
+    Moves of one pipeline seldom lead to groups of another size everywhere: what is in between is worse than both.
+    """
+    able = [s for s in varied.priced if not s.shares and math.isfinite(varied.seconds(s))]
+    order = sorted(able, key=varied.seconds)
+    alike = [s for s in order if len({tuple(stage.tp for stage in pipeline.stages) for pipeline in s.pipelines}) == 1]
+    return list(dict.fromkeys([*order[:1], *alike]))[:CLIMBS]
 
 
 def _simple(costs: Costs, workload: Workload, safety: float) -> list[Simple]:

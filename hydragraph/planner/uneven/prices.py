@@ -122,12 +122,12 @@ class Prices:
     def within(self, site: Site) -> float:
         """Return the part of all ranks that is in one node of a site."""
         if site not in self._within:
-            self._within[site] = len(self._ranks(site)) / self.costs.ranks
+            self._within[site] = len(self._ranks[site]) / self.costs.ranks
         return self._within[site]
 
     def _option(self, site: Site, kind: StageKind) -> Option:
         costs = self.costs
-        devices = self._example(site, kind.tp)
+        devices = self._ranks[site][: kind.tp]  # of one node, for links to be looked up by
         stage = Stage(devices, 1, kind.sequence_parallel, kind.recompute)
         templates = costs.profile.blocks
         pieces = costs.pieces(site.type, kind)
@@ -165,18 +165,14 @@ class Prices:
             working + 2 * hidden,
         )
 
-    def _example(self, site: Site, tp: int) -> tuple[int, ...]:
-        """Return ranks of one node of a site, for links to be looked up by."""
-        return self._ranks(site)[:tp]
-
-    def _ranks(self, site: Site) -> tuple[int, ...]:
-        """Return the ranks of the largest node of a site."""
+    @cached_property
+    def _ranks(self) -> dict[Site, tuple[int, ...]]:
+        """By site, the ranks of its largest node."""
         cluster = self.costs.cluster
-        by_node: dict[int, list[int]] = {}
+        nodes: dict[int, list[int]] = {}
         for rank in range(self.costs.ranks):
-            if site_of(self.costs, rank) == site:
-                by_node.setdefault(cluster.node_of(rank), []).append(rank)
-        return tuple(sorted(by_node.values(), key=len)[-1])
+            nodes.setdefault(cluster.node_of(rank), []).append(rank)
+        return {site_of(self.costs, ranks[0]): tuple(ranks) for ranks in sorted(nodes.values(), key=len)}
 
 
 def site_of(costs: Costs, rank: int) -> Site:

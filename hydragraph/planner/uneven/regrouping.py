@@ -33,6 +33,8 @@ from hydragraph.spec.strategy import Pipeline, Stage, Strategy
 
 # Strategies that are priced while one is improved.
 PRICED = 200
+# So many moves are priced before the best of them is made: what gains first is often a dead end.
+AT_ONCE = 24
 # A move must save this part.
 SAVES = 1e-3
 # A move that would take so many times the best is not priced.
@@ -229,20 +231,24 @@ def climbed(
     now = start
     best = varied.seconds(now)
     left = priced
+    looked_at: set[Strategy] = set()
     gained = True
     while gained:
         gained = False
         moves = {move: None for yard in yards for move in yard.moves(now)}
-        for least, _, move in sorted((yards[0].pace(move), i, move) for i, move in enumerate(moves)):
-            if least >= best * REACH or left <= 0 or (until is not None and time.monotonic() > until):
-                break
-            if move in varied.priced:
-                continue
-            left -= 1
-            seconds = varied.seconds(move)
-            if seconds < best * (1 - SAVES):
-                now, best, gained = move, seconds, True
-                break
+        order = sorted((yards[0].pace(move), i, move) for i, move in enumerate(moves))
+        near = [move for least, _, move in order if least < best * REACH and move not in looked_at]
+        while near and left > 0 and not gained:
+            some, near = near[: min(left, AT_ONCE)], near[AT_ONCE:]
+            for move in some:
+                if until is not None and time.monotonic() > until:
+                    return now
+                looked_at.add(move)
+                left -= move not in varied.priced
+                # Most moves are no good, and that is known before their traffic is.
+                seconds = varied.seconds(move, best)
+                if seconds < best * (1 - SAVES):
+                    now, best, gained = move, seconds, True
     return now
 
 

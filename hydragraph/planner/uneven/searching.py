@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from hydragraph.cost.costs import Costs
@@ -84,6 +84,12 @@ def search(
     best = math.inf
     # Of partitions that are much alike the best is kept: what is settled later should differ.
     found: dict[object, Candidate] = {}
+    last = math.inf  # seconds of the last of those that would be kept now
+
+    def worth() -> float:
+        """Return the seconds from which on a partition would not be kept."""
+        return min(WITHIN * best, last)
+
     sizes, useful = sizes_of(costs, sequences, length)
     for together in sizes:
         before = best
@@ -100,7 +106,7 @@ def search(
             # All groups busy all the time is a bound on what this grouping can give.
             if micro_batches * bench.layers / sum(bench.speed[i] * n for i, n in counts.items()) > WITHIN * best:
                 continue
-            for partition in _published(bench, counts) if way.published else _partitions(bench, counts):
+            for partition in _published(bench, counts) if way.published else _partitions(bench, counts, worth):
                 if found and _late(until):
                     break
                 if partition.seconds > WITHIN * best or not math.isfinite(partition.seconds):
@@ -110,6 +116,7 @@ def search(
                 shape = candidate.shape
                 if shape not in found or partition.seconds < found[shape].seconds:
                     found[shape] = candidate
+                    last = sorted([math.inf] * KEPT + [each.seconds for each in found.values()])[KEPT - 1]
         if together > max(useful, 2) and best >= before:
             break
     first = sorted(found.values(), key=lambda candidate: candidate.seconds)[:KEPT]
@@ -135,16 +142,21 @@ def fits(costs: Costs, sequences: int, length: int, safety: float = SAFETY) -> b
     return False
 
 
-def _partitions(bench: Bench, counts: dict[int, int]) -> Iterator[Partition]:
+def _partitions(
+    bench: Bench, counts: dict[int, int], worth: Callable[[], float] = lambda: math.inf
+) -> Iterator[Partition]:
     """Yield partitions of all groups, and of those that are neither slow nor weak, the others idle.
 
     Where none of them fits, pipelines of the groups with most memory alone are yielded.
+
+    Args:
+        worth: what is said now to be the seconds from which on they need not be known exactly.
     """
     fits = False
     for used, idle in _uses(bench, counts):
         for number in numbers(sum(used.values()), bench.micro_batches, bench.layers):
             for start in bench.starts(used, number):
-                seconds = bench.price(start)
+                seconds = bench.price(start, worth())
                 fits = fits or math.isfinite(seconds)
                 yield Partition(tuple(sorted(start.items())), idle, seconds)
     if not fits:

@@ -328,7 +328,8 @@ def needs(costs: Costs, strategy: Strategy, assignment: Assignment) -> list[floa
     # Once a pipeline is full, further equal micro-batches change nothing but the tokens that are there.
     shown = [_largest(b, len(p.stages) + 1) for p, b in zip(strategy.pipelines, everything, strict=True)]
     every = _tokens(everything)
-    found = [float(batch_bytes(0, every))] * costs.ranks
+    # Lost ranks hold nothing, the others see how long all sequences are.
+    found = [float(batch_bytes(0, every)) if math.isfinite(costs.health.rate(r)) else 0.0 for r in range(costs.ranks)]
     if strategy.shares:
         for rank in dict.fromkeys(strategy.devices):
             mine = [p for p, pipeline in enumerate(strategy.pipelines) if rank in pipeline.devices]

@@ -111,7 +111,8 @@ def _rounded(parts: Floats, room: Floats) -> Floats:
             if not full.any():
                 return np.asarray(shares)
             rounded = np.where(full, np.floor(room * rounded.sum()), rounded)
-    return np.asarray(shares)
+    # Where room is that tight, what each has is told in full.
+    return np.asarray(relative)
 
 
 def _apart(costs: Costs, given: Home, shares: Floats) -> bool:

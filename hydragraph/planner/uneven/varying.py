@@ -51,25 +51,27 @@ class Varied:
         self._pipelines: dict[object, PipelineCost] = {}
         self._at_home: dict[Home, Varied] = {costs.home: self}
 
-    def by_batch(self, strategy: Strategy) -> tuple[float, ...]:
-        """Return about the seconds of every mini-batch."""
+    def by_batch(self, strategy: Strategy, below_s: float = math.inf) -> tuple[float, ...]:
+        """Return about the seconds of every mini-batch; infinite, if without traffic they take so many on average."""
         if strategy not in self.priced:
             pipelines = self.pipelines(strategy)
             reach = max(each.max_len for each in pipelines)
+            assigned = {
+                batch: assign_pipelines(pipelines, batch, effort=QUICK)
+                for batch in dict.fromkeys(self.batches)
+                if max(batch) <= reach
+            }
+            alone = mean([assigned[b].seconds if b in assigned else math.inf for b in self.batches])
+            if math.isfinite(below_s) and alone >= below_s:
+                return (math.inf,) * len(self.batches)
             home = home_of(self.costs, strategy, [1.0] * self.costs.ranks, self.costs.home) or self.costs.home
             traffic = traffic_in_line(self.costs.changed(home=home), strategy)
-
-            def estimated(batch: tuple[int, ...]) -> float:
-                if max(batch) > reach:
-                    return math.inf
-                return traffic(assign_pipelines(pipelines, batch, effort=QUICK))
-
-            self.priced[strategy] = self._of_each(estimated)
+            self.priced[strategy] = self._of_each(lambda b: traffic(assigned[b]) if b in assigned else math.inf)
         return self.priced[strategy]
 
-    def seconds(self, strategy: Strategy) -> float:
-        """Return about the seconds of an iteration, on average."""
-        return mean(self.by_batch(strategy))
+    def seconds(self, strategy: Strategy, below_s: float = math.inf) -> float:
+        """Return about the seconds of an iteration, on average; `below_s` as for `by_batch`."""
+        return mean(self.by_batch(strategy, below_s))
 
     def settle(self, strategy: Strategy, origin: str, home: Home | None = None) -> Settled | Shortage:
         """Give the state its owners, walk memory, and simulate every mini-batch as the iteration planner assigns it.

@@ -33,3 +33,14 @@ def test_lost_devices_are_no_room() -> None:
     costs = with_memory(5_000_000).changed(health=hg.Health({1: float("inf")}))
     with pytest.raises(hg.Unsupported, match=r"of their 0\.005 GB"):
         hg.plan(costs, WORK)
+
+
+@pytest.mark.parametrize("work", [WORK, hg.Workload(lengths=[[2000, *[500] * 12]])])
+def test_devices_too_small_for_the_labels_are_named_and_lost_ones_stop_nobody(work: hg.Workload) -> None:
+    devices = priced.cluster(3).devices
+    cluster = replace(priced.cluster(3), devices=(*devices[:2], replace(devices[2], memory_bytes=1000)))
+    with pytest.raises(hg.Unsupported, match=r"these have less: 2[^0-9].*run without ranks 2"):
+        hg.plan(priced.costs(6, cluster), work)
+    without = hg.plan(priced.costs(6, cluster, hg.Health({2: float("inf")})), work)
+    assert without.memory[2] == 0
+    assert without.seconds == pytest.approx(hg.plan(priced.costs(6, priced.cluster(2)), work).seconds, rel=0.02)
