@@ -1,4 +1,4 @@
-"""What it costs to lose ranks: python benchmarks/elastic.py [pause] [kills] [monitor] [nodes] [switch]
+"""What it costs to lose ranks: python benchmarks/elastic.py [pause] [kills] [monitor] [moving] [nodes] [switch]
 
 pause     8 local ranks, one of them killed: the time between two steps, and how long ranks took to meet and to move
           state, with two copies and from disk
@@ -7,6 +7,8 @@ kills     `hydragraph chaos` with 100 kills in one run of `deterministic: true`:
 nodes     two machines (network namespaces; needs root), a torchrun on each: one is lost whole, and comes back; then the
           link between them is cut
 monitor   seconds of a step with `elastic.monitor` and without, in turns
+moving    what training waits for while a part of the state goes to other owners: between two steps and beside one, in
+          turns
 switch    64 simulated devices, of which some slow down: until another plan is there, made beside training, and how long
           the step waits that first goes by it
 """
@@ -14,6 +16,7 @@ switch    64 simulated devices, of which some slow down: until another plan is t
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import random
@@ -22,6 +25,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -44,6 +48,7 @@ from hydragraph.cost.datasheet import datasheet
 from hydragraph.elastic.controller import Controller
 from hydragraph.elastic.monitor import Monitor
 from hydragraph.elastic.replanning import Question, Replanned, Replanner
+from hydragraph.handover import Handover
 from hydragraph.planner.iteration import IterationPlanner
 from hydragraph.planner.policy import Policy
 from hydragraph.planner.request import PlanRequest
@@ -217,6 +222,93 @@ def monitor(table: Table, tokens: int = 1000, rounds: int = 60) -> None:
     )
 
 
+@dataclass(frozen=True)
+class Part:
+    """What training waits for on one rank while a part of the state goes to other owners.
+
+    Attributes:
+        beside: a step, or between two.
+        wall: seconds that it waits: before the step, between its instructions, at its end; and for its next step to be
+            prepared.
+        cpu: seconds of this process, all its threads, in two steps and what is between them.
+    """
+
+    beside: bool
+    wall: float
+    cpu: float
+
+
+def parts(tokens: int, rounds: int, layers: int) -> list[Part]:
+    """Let the state of so many of 4 layers go to and fro, in turns between two steps and beside the first of them."""
+    config = LlamaConfig(
+        hidden_size=512,
+        intermediate_size=1408,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        num_key_value_heads=8,
+        vocab_size=4096,
+        max_position_embeddings=tokens,
+    )
+    torch.manual_seed(0)
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config)
+    strategy = hg.Strategy.parse("2*<tp1,pp1>", 4)
+    exe = hg.compile(model, strategy, lambda named: hg.AdamW(named, lr=1e-4), device="cpu", check="off")
+    generator = torch.Generator().manual_seed(1)
+    batch = [torch.randint(0, 4096, (tokens,), generator=generator) for _ in range(exe.ranks)]
+    homes = [hg.Home(buckets={f"layer.{n}": (1.0, share) for n in range(layers)}) for share in (1.0, 0.0)]
+    waited = [0.0]
+
+    def timed(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def call(*given: Any) -> Any:
+            began = time.perf_counter()
+            try:
+                return function(*given)
+            finally:
+                waited[0] += time.perf_counter() - began
+
+        return call
+
+    for method in ("go_on", "end"):
+        setattr(Handover, method, timed(getattr(Handover, method)))
+    rehome, move = timed(exe.rehome), timed(exe.move)
+    found = []
+    for turn in range(2 * rounds + 2):
+        beside = turn % 2 == 1
+        home = homes[0] if exe.owners == homes[1] else homes[1]
+        exe.world.gather(None)
+        waited[0], cpu = 0.0, time.process_time()
+        if beside:
+            rehome(home)
+        exe.step(batch)
+        if not beside:
+            move(exe.world, home, range(exe.ranks))
+        waited[0] += exe.step(batch).preparing_s
+        found.append(Part(beside, waited[0], time.process_time() - cpu))
+    exe.close()
+    return found[2:]
+
+
+def moving(table: Table, tokens: int = 300, rounds: int = 12) -> None:
+    """Compare what training waits for a part of the state, beside a step and between two."""
+    for layers in (1, 4):
+        by_rank = hg.launch(parts, 2, tokens, rounds, layers, timeout=timedelta(minutes=9))
+        turns = list(zip(*by_rank, strict=True))
+        # Who comes last to where ranks meet waits for what moves alone; the others wait for it as in any step.
+        waited, cpus = (
+            {way: median(of(each) for each in turns if each[0].beside == way) for way in (False, True)}
+            for of in (lambda each: min(p.wall for p in each), lambda each: sum(p.cpu for p in each))
+        )
+        # Half of a layer of 3,211,264 weights: fp32, two moments.
+        table.add_row(
+            f"moving, 2 ranks, half of {layers} layer(s), {19.3 * layers:.0f} MB, {rounds} turns of each",
+            f"training waits {1e3 * waited[False]:.0f} ms between two steps, {1e3 * waited[True]:.0f} ms beside one;"
+            f" two steps take {cpus[False]:.2f} and {cpus[True]:.2f} CPU s of both ranks (medians)",
+            "gradients only",
+        )
+
+
 def switch(table: Table) -> None:
     """Plan 64 simulated devices again, in the processes that a run keeps for that, and switch to what was found."""
     costs = plans.costs_of("32b", plans.cluster_of(plans.node("A800", 8, 8, 8)))
@@ -382,10 +474,10 @@ def _node(two: TwoNodes, number: int, config: Path) -> subprocess.Popen[bytes]:
 def main() -> None:
     """Run the parts that are named, or all."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="*", help="pause, kills, monitor, nodes, switch; default: all")
+    parser.add_argument("parts", nargs="*", help="pause, kills, monitor, moving, nodes, switch; default: all")
     parser.add_argument("--count", type=int, default=100, help="kills")
     chosen = parser.parse_args()
-    parts = chosen.parts or ["pause", "kills", "monitor", "nodes", "switch"]
+    parts = chosen.parts or ["pause", "kills", "monitor", "moving", "nodes", "switch"]
     table = Table(title=f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}")
     for column in ("what", "measured", "target"):
         table.add_column(column)
@@ -395,6 +487,8 @@ def main() -> None:
         kills(table, chosen.count)
     if "monitor" in parts:
         monitor(table)
+    if "moving" in parts:
+        moving(table)
     if "nodes" in parts:
         nodes(table)
     if "switch" in parts:

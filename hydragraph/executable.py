@@ -25,10 +25,11 @@ from hydragraph.candidates import Choices, Chooser, Planning, candidates_among, 
 from hydragraph.check.stages import StageCheck
 from hydragraph.cost.costs import Costs
 from hydragraph.cost.profile import Profile
-from hydragraph.errors import Stopped, Unsupported
+from hydragraph.errors import RankFailure, Stopped, Unsupported
 from hydragraph.frontend.adapters import is_peft
 from hydragraph.frontend.initialise import initial_buffers, initial_parameters, is_meta
 from hydragraph.frontend.packed import own_fields
+from hydragraph.handover import Handover
 from hydragraph.ir.outline import Mode
 from hydragraph.ir.program import Program
 from hydragraph.ir.text import instruction_text
@@ -223,6 +224,7 @@ class Executable:
         self._choosing: Chooser | None = None
         self._arriving: Session | None = None  # what a move fills
         self._arrived = False  # whether it has
+        self._handover: Handover | None = None  # what moves beside the next step
         self._generation = self._generation_ahead = 0
         self._called: tuple[int, ...] = ()
         self._communications = 0
@@ -428,6 +430,7 @@ class Executable:
     def load(self, path: str | Path) -> dict[str, Any]:
         """Read a checkpoint that `save` wrote; return what was saved as `extra`."""
         self._session.saver.wait()
+        self._stop_handover()
         extra = store.load(Path(path), self.home, self.optimizer, self.groups)
         self._start = None
         self._session.log.restored(int(extra["steps"]))
@@ -446,6 +449,7 @@ class Executable:
                 where="load_pretrained",
                 remedy="load the base model with from_pretrained, or peft's from_pretrained, before you compile it",
             )
+        self._stop_handover()
         names = pretrained.Names.of(None if self._shell is None else self._shell.model, self._model_tensors)
         pretrained.load(Path(path), self.home, self._session.buffers, names, self.groups)
         self._start = None
@@ -459,6 +463,7 @@ class Executable:
         try:
             self._chooser.close()
             with nullcontext() if self._watch.broken else self._watch.calling("close"):
+                self._stop_handover()
                 self._session.saver.close()
         finally:
             self._watch.rest(f"{CLOSED} after step {self._steps}")
@@ -477,6 +482,11 @@ class Executable:
                 self._held.saver.close()
             except Exception as error:
                 _LOG.warning("a save was not completed: %s", error)
+            try:
+                with nullcontext() if self._watch.broken else self._watch.calling("leave"):
+                    self._stop_handover()
+            except RankFailure as failure:
+                _LOG.info("state did not come beside the steps: %s", failure)
         sessions = (self._held, self._arriving)
         for groups in {id(session.groups): session.groups for session in sessions if session is not None}.values():
             groups.close()
@@ -519,8 +529,7 @@ class Executable:
         stays = self._held is not None and world is self._held.world and not world.watch.broken
         stays = stays and list(before) == list(range(world.ranks))
         chosen = stays and strategy is None and profile is None
-        if not stays:
-            self.leave()
+        self._stop_handover() if stays else self.leave()
         self._watch = world.watch
         with own_modes("move"), world.watch.calling("move"):
             self._called = (*self._called, world.rank)
@@ -550,6 +559,53 @@ class Executable:
         _LOG.info("moved to rank %d of %d at step %d in %.2f s", world.rank, world.ranks, step, seconds)
         restored = step if brought.restored else None
         return Moved(step, finished, restored, brought.extra, brought.received, seconds)
+
+    @_call("rehome")
+    def rehome(self, home: Home) -> None:
+        """Let state go to where another home has it, beside the next step, which ends with it there; all ranks call it.
+
+        The step computes what it would have, and all that follows does so by the new home, to the bit as if `move` had
+        been called behind the step. Training waits for the gradients of what moves, as they are handed on to the new
+        owners. Before that step, `evaluate`, `save` and all else go by the home there is; if a rank is lost, or state
+        is loaded or moved otherwise, nothing has changed.
+
+        Args:
+            home: who owns the state from then on.
+
+        Raises:
+            ValueError: on all ranks: the home does not fit, or state is on its way to another already.
+        """
+        if self._handover is not None:
+            on_its_way = self._handover.arriving.owners.home
+            raise agreed(ValueError(f"rehome: state is on its way to {on_its_way}: train a step first"))
+        self._begin()
+        held = self._session
+        arriving = self._begin_session(
+            held.world, home, lambda groups, state: None, ProgressLog(held.log.progress), held, agreed_before=True
+        )
+        self._handover = Handover.begin(held, arriving)
+        self._arriving, self._arrived, self._generation_ahead = arriving, False, self._generation + 1
+
+    def _stop_handover(self) -> None:
+        """End what is on its way; of ranks that go on together, all have then sent and received the same."""
+        handover, self._handover = self._handover, None
+        if handover is None:
+            return
+        self._arrived = handover.whole
+        if not self._watch.broken:
+            handover.settle()
+
+    def _go_over(self) -> None:
+        """Work with the new owners from now on, if a step has brought them all."""
+        handover = self._handover
+        if handover is not None and handover.whole:
+            self._handover = None
+            self._take()
+
+    def _update(self, norm: float) -> None:
+        """Update what this rank owns, which is what it owns from now on."""
+        self._go_over()
+        self._session.update(norm, self._max_grad_norm)
 
     def _standing(self) -> Standing | None:
         """Return what this rank has."""
@@ -676,15 +732,20 @@ class Executable:
         fill: Callable[[Groups, HomeState], None],
         log: ProgressLog | None = None,
         ending: Session | None = None,
+        agreed_before: bool = False,
     ) -> Session:
-        """Begin a session in a world, at first or in place of one that has ended; arguments as of `Session.begin`."""
-        alike = {
-            "version of hydragraph or torch": f"hydragraph {__version__}, torch {torch.__version__}",
-            "program": self.program.fingerprint,
-            "compiled folder": self._library.digest if self._library is not None else "",
-            "strategies": str(list(map(str, self.strategies))),
-            "deterministic": "" if self._sums is None else str(self._sums),
-        }
+        """Begin a session in a world, at first or in place of one that ends; arguments as of `Session.begin`."""
+        alike = (
+            {}
+            if agreed_before
+            else {
+                "version of hydragraph or torch": f"hydragraph {__version__}, torch {torch.__version__}",
+                "program": self.program.fingerprint,
+                "compiled folder": self._library.digest if self._library is not None else "",
+                "strategies": str(list(map(str, self.strategies))),
+                "deterministic": "" if self._sums is None else str(self._sums),
+            }
+        )
         variants, buffers, optimizer = self._variants, self._buffers, self._optimizer
         session = Session.begin(
             self.program,
@@ -748,14 +809,10 @@ class Executable:
             self._prepare(work, mode)
             preparing_s = time.perf_counter() - assigned
             self._session.executor.probe = self._probe if self._probes(mode) else None
-            outcome = self._session.execute(
-                work,
-                mode,
-                batch.tokens,
-                lambda norm: self._session.update(norm, self._max_grad_norm),
-                self._steps + 1,
-                self.spans if trains else None,
-            )
+            self._session.executor.beside = self._handover if trains else None
+            spans = self.spans if trains else None
+            outcome = self._session.execute(work, mode, batch.tokens, self._update, self._steps + 1, spans)
+            self._go_over()  # also where nothing was updated, since nothing is finite
         if trains:
             self._lasted = time.perf_counter() - began
         if not outcome.finite:

@@ -1,10 +1,10 @@
 """Ranks that strike themselves at every moment: python -m tests.moments --count 100 --seed 7 [--copies 1]
 
 A strike is a call of one of hydragraph's own functions, or one that they make, counted from the beginning of a window
-of a training: a step, a part of state that moves, a save, going on after a loss, making room for a newcomer, being one.
-The rank that makes this call kills or stops itself there, for real. Another process takes its place, and the next
-strike follows, until all have hit; then every loss that any process has seen must be, bit for bit, that of the run
-without strikes, and no process may be left.
+of a training: a step, a part of state that sets out to move beside it, a save, going on after a loss, making room for a
+newcomer, being one. The rank that makes this call kills or stops itself there, for real. Another process takes its
+place, and the next strike follows, until all have hit; then every loss that any process has seen must be, bit for bit,
+that of the run without strikes, and no process may be left.
 
 How many calls a window has is counted in a first run, whose strikes come when their windows end.
 """
@@ -178,6 +178,7 @@ def train(prepared: Ready, plan: Plan) -> int:
     comes = member is not None and member.late
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("hydragraph.migration.carry", partial(carry, chunk=16_384))  # many messages
+        patch.setattr("hydragraph.handover.CHUNK", 16_384)
         with window(plan, "join", None, 1) if comes else nullcontext():
             exe = prepared.executable(
                 list(TEXTS), adamw, home=hg.Home(copies=plan.copies), deterministic=True, progress_s=PROGRESS_S
@@ -206,7 +207,7 @@ def one_more(plan: Plan, exe: hg.Executable) -> bool:
             with window(plan, "save", exe.rank, exe.ranks):
                 exe.save(saved)
         with window(plan, "move", exe.rank, exe.ranks):
-            exe.move(exe.world, home_of(exe.steps, exe.ranks, plan.copies), range(exe.ranks))
+            exe.rehome(home_of(exe.steps, exe.ranks, plan.copies))
         with window(plan, "step", exe.rank, exe.ranks):
             report = exe.step(batch(exe.steps))
         with told.open("a") as file:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,9 +13,7 @@ from torch import Tensor, nn
 import hydragraph as hg
 from hydragraph.elastic.rehoming import received, stages
 from hydragraph.ir.instruction import Instruction, Op
-from hydragraph.migration import Moved, bring
-from hydragraph.runtime.groups import Groups
-from hydragraph.runtime.moving import carry
+from hydragraph.migration import Moved
 from tests.generations import regroup
 from tests.models import llama, sequences
 from tests.ready import Ready
@@ -340,85 +336,3 @@ def test_a_move_that_is_cut_off_is_repeated(prepared: Ready, smooth: list[list[f
     assert first == [(0, "RankFailure"), (0, "RankFailure"), (0, "StruckError"), (0, "RankFailure")]
     second = [outcomes[1] for _, outcomes in found]
     assert second == [(2, "RankFailure"), (1, "StruckError"), (2, "RankFailure"), (2, "RankFailure")]
-
-
-# Ranks that are lost while state moves in parts.
-
-MOMENTS = ("before anything is sent", "amid what is sent", "when it has everything", "when all have everything")
-
-
-def struck_parts(prepared: Ready, way: list[hg.Home]) -> tuple[list[float], list[tuple[bool, bool]]]:
-    """Lose a rank in every part of a way to another home, at one moment after the other; a newcomer takes its place.
-
-    Returns:
-        Losses, and of each part whether this rank was struck, and whether it or another had come to the part's end.
-    """
-    exe = compiled(prepared, clip=None)
-    own, everybody = exe.rank, range(RANKS)
-    losses, outcomes = train(exe, [0]), []
-    for number, home in enumerate(way, start=1):
-        victim, moment = number % RANKS, MOMENTS[number % len(MOMENTS)]
-        generation = exe._generation
-        struck = False
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("hydragraph.migration.carry", partial(carry, chunk=4096))  # many messages
-            if own == victim:
-                strike_move(patch, exe, moment)
-            try:
-                exe.move(exe.world, home, everybody)
-                exe.step(batch(len(losses)))  # who has come to the end cannot go on without the others
-            except StruckError:
-                struck = True
-            except hg.RankFailure:
-                pass
-        outcomes.append((struck, exe._generation > generation))
-        exe.leave()
-        if struck:
-            exe = compiled(prepared, clip=None, joining=True)
-        world = regroup(number, everybody)
-        assert world is not None
-        moved = exe.move(world, home, [None if rank == victim else rank for rank in everybody])
-        assert (moved.step, moved.restored) == (len(losses), None), "nothing is lost, and no step was done twice"
-        losses += train(exe, [len(losses)])
-    exe.close()
-    return losses, outcomes
-
-
-def strike_move(patch: pytest.MonkeyPatch, exe: hg.Executable, moment: str) -> None:
-    """Have this rank fail at a moment of its next move."""
-    if moment == MOMENTS[0]:
-        patch.setattr("hydragraph.executable.bring", lambda *_: stop())
-    elif moment == MOMENTS[1]:
-        calls = iter(range(1))
-
-        def amid(self: Groups, *given: Any) -> Any:
-            if next(calls, None) is None:
-                raise StruckError
-            return every_to_all(self, *given)
-
-        every_to_all = Groups.all_to_all
-        patch.setattr(Groups, "all_to_all", amid)
-    elif moment == MOMENTS[2]:
-
-        def brought(*given: Any) -> None:
-            bring(*given)
-            raise StruckError
-
-        patch.setattr("hydragraph.executable.bring", brought)
-    else:
-        patch.setattr(exe, "_take", stop)
-
-
-def test_a_rank_lost_at_any_moment_of_any_part_loses_nothing_and_does_nothing_twice(
-    prepared: Ready, smooth: list[list[float]]
-) -> None:
-    new = hg.Home([1, 0.5, 2, 5], copies=2)
-    way = [*stages(TWICE, new, RANKS, prepared.variants.program.buckets, 2_000)][: len(MOMENTS)]
-    assert len(way) == len(MOMENTS), "a part for each moment"
-    found = hg.launch(struck_parts, RANKS, prepared, way, timeout=LIMIT)
-    assert [losses for losses, _ in found] == [smooth[5][: len(way) + 1]] * RANKS
-    for number in range(1, len(way) + 1):
-        outcomes = [each[number - 1] for _, each in found]
-        assert [struck for struck, _ in outcomes] == [rank == number % RANKS for rank in range(RANKS)]
-        if MOMENTS[number % len(MOMENTS)] != MOMENTS[3]:  # then some of the others may have been told already
-            assert not any(arrived for _, arrived in outcomes), "nobody works under the new home before all can"

@@ -173,7 +173,7 @@ class Controller:
         if self._replanning is not None:
             events += self._replan(self._replanning, report)
         if self.following is not None:
-            events += self.following.stepped(report.step, self._monitor.health)
+            events += self.following.stepped(report.step, self._monitor.health, report.seconds)
         return tuple(events)
 
     def released(self) -> Asked | None:

@@ -1,9 +1,10 @@
 """State that follows its ranks' speed: where it pays, a slow rank comes to own less; on the rank that leads.
 
-    rates change -> a home that pays within the steps that are left (`rehoming`) -> its parts, each between two steps
+    rates change -> a home that pays within the steps that are left (`rehoming`) -> its parts, each beside a step
 
-A part is as much as a rank receives in about PART_S, so that no step waits longer; until a part has arrived on all
-ranks, all keep what they have (`Executable.move`). A decision is kept for a while, since rates are noisy.
+A part is as much as a rank receives within BESIDE of a step, on links that others use, too: so it is there when the
+step ends, and what training waits for are its gradients (`Executable.rehome`). A decision is kept for a while, since
+rates are noisy.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from hydragraph.ir.parameter import Bucket
 from hydragraph.spec.health import Health
 from hydragraph.spec.home import Home
 
-PART_S = 0.5
+BESIDE = 0.5  # of a step, in which a part is to come
 COOLDOWN = 6  # steps between two decisions
 
 
@@ -63,18 +64,27 @@ class Following:
         self._decided_for = Health()
         self._decided_at: int | None = None
         self._parts: deque[Home] = deque()
+        self._under_way = False
 
     @property
     def next(self) -> Home | None:
-        """The home to move to before the next step; None: state stays."""
-        return self._parts[0] if self._parts else None
+        """The home to which state is to go beside the next step; None: it stays, or is on its way."""
+        return self._parts[0] if self._parts and not self._under_way else None
 
-    def moved(self) -> None:
-        """Take down that state has moved to `next`."""
-        self.home = self._parts.popleft()
+    def begun(self) -> None:
+        """Take down that state goes to `next` beside the next step."""
+        self._under_way = True
 
-    def stepped(self, step: int, health: Health) -> tuple[Event, ...]:
-        """Decide after a step, by how fast ranks are known to be; return the decision, if there is one."""
+    def stepped(self, step: int, health: Health, seconds: float) -> tuple[Event, ...]:
+        """Decide after a step, by how fast ranks are known to be; return the decision, if there is one.
+
+        Args:
+            step: its number.
+            health: what is known.
+            seconds: that it took.
+        """
+        if self._under_way:
+            self.home, self._under_way = self._parts.popleft(), False
         early = self._decided_at is not None and step - self._decided_at < COOLDOWN
         if self._parts or early or health == self._decided_for or health.lost:
             return ()
@@ -83,14 +93,14 @@ class Following:
         if better is None:
             return ()
         self._decided_at = step
-        return (self._move(step, health, better),)
+        return (self._move(step, health, better, seconds),)
 
-    def _move(self, step: int, health: Health, better: Rehoming) -> Event:
-        at_once = max(1, int(PART_S * self._costs.bytes_per_s / self._costs.bytes_per_element))
+    def _move(self, step: int, health: Health, better: Rehoming, seconds: float) -> Event:
+        at_once = max(1, int(BESIDE * seconds * self._costs.bytes_per_s / self._costs.bytes_per_element))
         home = replace(better.home, nodes=self.home.nodes)
         parts = list(stages(self.home, home, self._ranks, self._buckets, at_once))
         went = sum(received(self.home, home, self._ranks, self._buckets))
-        why = f"state goes to shares {home} in {len(parts)} parts between steps: {better.why}"
+        why = f"state goes to shares {home} in {len(parts)} parts beside steps: {better.why}"
         if self._dry_run:
             why = f"dry run, not done: {why}"
         else:

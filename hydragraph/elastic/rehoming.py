@@ -5,8 +5,8 @@ Every owner adds up the gradients of its share and updates it after the last pus
     seconds(shares) = max over ranks r of  rate_r x share_r x U      U: a healthy device's seconds for the whole state
 
 It is least where shares go as 1 / rate, as far as memory allows: what a full rank cannot take, the others share in the
-same proportion. A home is worth moving to where what it gains over the steps to come exceeds what moving costs, which
-is what the rank that receives most waits for.
+same proportion. A home is worth moving to where what it gains over the steps to come exceeds what moving costs: state
+comes beside the steps (`hydragraph.handover`), and the rank that receives most waits for the gradients of what comes.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from hydragraph.spec.health import Health
 from hydragraph.spec.home import Home
 
 GAIN = 1.2  # times its cost, that moving must bring
+GRADIENT_BYTES = 4  # of an element, as it is handed on
 ROUNDED = 100  # shares are rounded to such parts of the largest, so that noise in rates moves nothing
 
 
@@ -51,7 +52,7 @@ class Rehoming:
     Attributes:
         home: where state is to live.
         before_s, after_s: seconds of a step that its owners take, now and then.
-        moving_s: that moving takes.
+        moving_s: that training waits for what moves.
         why: the reason, as a sentence.
     """
 
@@ -83,7 +84,7 @@ def rehoming(
     shares = best_shares(ranks, health, costs, sum(b.size for b in buckets) * running.copies)
     home = Home(shares, running.copies, nodes=running.nodes)
     before, after = (_seconds(each, ranks, buckets, health, costs) for each in (running, home))
-    moving = max(received(running, home, ranks, buckets)) * costs.bytes_per_element / costs.bytes_per_s
+    moving = max(received(running, home, ranks, buckets)) * GRADIENT_BYTES / costs.bytes_per_s
     fits = _fits(running, ranks, buckets, costs)
     if fits and (before - after) * steps <= GAIN * moving:
         return None
@@ -138,7 +139,7 @@ def received(old: Home, new: Home, ranks: int, buckets: Sequence[Bucket]) -> lis
 def stages(old: Home, new: Home, ranks: int, buckets: Sequence[Bucket], elements: int) -> Iterator[Home]:
     """Yield homes from one to another, of which each moves a few buckets: as many elements at most, or one bucket.
 
-    Each is to be moved to between two steps, so that no step waits for more than its part.
+    Each is to be moved to beside a step, which ends with it: so no step waits for more than its part.
 
     Args:
         old, new: of the same copies and nodes; where these differ, the only home is the new one.

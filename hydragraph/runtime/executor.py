@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, fx
@@ -57,6 +57,16 @@ class IterationOutcome:
     ranks: tuple[RankTimes, ...]
 
 
+class Beside(Protocol):
+    """What goes on beside an iteration, and ends with it."""
+
+    def go_on(self) -> None:
+        """Do what can be done without waiting; called between instructions."""
+
+    def end(self) -> None:
+        """Do the rest; called on all ranks, once every gradient is at home and before they agree to update."""
+
+
 @dataclass
 class _Iteration:
     """The values of one rank during one iteration."""
@@ -94,6 +104,7 @@ class Executor:
     Attributes:
         before: called with every instruction before it runs; for injecting failures and for tracing.
         probe: called before the commit, for `RankTimes.probe`; None: nothing is.
+        beside: what goes on beside the iteration; None: nothing does.
     """
 
     def __init__(
@@ -119,6 +130,7 @@ class Executor:
         self._log = log or ProgressLog()
         self.before: Callable[[Instruction], None] | None = None
         self.probe: Callable[[], float] | None = None
+        self.beside: Beside | None = None
         self._scheduled = Scheduled() if device.type == "cpu" else unknown
         self._buffers = Buffers(device, self.streams)
         self._aux = program.templates[program.aux.template]
@@ -169,6 +181,8 @@ class Executor:
             self._watch.at(index)
             if self.before is not None:
                 self.before(instruction)
+            if self.beside is not None:
+                self.beside.go_on()
             for value in instruction.after:
                 self._arrive(iteration, value)
             name = instruction_text(instruction) if timing.spans is not None else ""
@@ -479,6 +493,8 @@ class Executor:
         totals[:at] = parts.flatten()
         totals[at:].view(-1, len(row))[world.rank] = torch.tensor(row, dtype=torch.float64)
         # Whoever gets through the commit may update: so all ranks must then be able to, also if one is lost meanwhile.
+        if self.beside is not None:
+            self.beside.end()
         self._log.gathered()
         self._groups.all_reduce(Role.COMMIT, totals)
         self._watch.check()  # an aborted communicator may have let us through

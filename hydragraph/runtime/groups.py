@@ -7,6 +7,7 @@ Traffic is kept apart because a connection is a queue: behind 64 MB of weights, 
     Role.PULL         all ranks           weights from their owners         of the programs' pulls
     Role.PUSH         all ranks           gradients to their owners         of the programs' pushes
     Role.COMMIT       all ranks           totals of a step, objects         of calls
+    Role.MOVE         all ranks           state that moves beside a step    of windows; made when state first moves so
     _Direction.UP     all ranks           stages' messages to higher ranks  of sends, per pair of ranks
     _Direction.DOWN   all ranks           stages' messages to lower ranks   likewise
     tp-0-1-...        ranks of one stage  what its graphs exchange          of the stage's instructions
@@ -18,7 +19,7 @@ import contextlib
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from datetime import timedelta
 from enum import Enum
@@ -56,6 +57,7 @@ class Role(Enum):
     PULL = "pull"  # weights from their owners
     PUSH = "push"  # gradients to their owners
     COMMIT = "commit"  # agreement before the update, and on programs before they run
+    MOVE = "move"  # state to other owners, beside a step
 
 
 class _Direction(Enum):
@@ -97,11 +99,11 @@ class Groups:
         if world.ranks > 1:
             began = time.perf_counter()
             with nullcontext() if watch is None else watch.guarding():
-                self._roles = {role: self._of_all(role.value) for role in Role}
+                self._roles = {role: self._of_all(role.value) for role in Role if role is not Role.MOVE}
                 self._directions = {direction: self._of_all(direction.value) for direction in _Direction}
                 self._settle()
                 if world.backend == "nccl":
-                    self._connect()
+                    self._connect(self._roles.values())
             seconds = time.perf_counter() - began
             _LOG.info("made the communicators of %d ranks over %s in %.2f s", world.ranks, world.backend, seconds)
             if watch is not None:
@@ -134,9 +136,19 @@ class Groups:
         """Waits for all ranks: one that left early would break those that are still connecting."""
         self.gather_objects(None)
 
-    def _connect(self) -> None:
+    def open_moving(self) -> None:
+        """Makes the communicator of state that moves, if it is missing; all ranks call it."""
+        if self.world.ranks == 1 or Role.MOVE in self._roles:
+            return
+        with nullcontext() if self._watch is None else self._watch.guarding():
+            self._roles[Role.MOVE] = self._of_all(Role.MOVE.value)
+            self._settle()
+            if self.world.backend == "nccl":
+                self._connect([self._roles[Role.MOVE]])
+
+    def _connect(self, groups: Iterable[dist.ProcessGroup]) -> None:
         """Lets NCCL's communicators meet: in the first operation of each, all ranks must take part."""
-        for group in self._roles.values():
+        for group in groups:
             dist.all_reduce(torch.zeros(1, device=self.world.device), group=group)
 
     @property

@@ -4,13 +4,14 @@ A bucket's two home layouts are linked (`ir.link.move`); whatever has a value pe
 moves is cut into windows of the whole state, each of which every rank enters with one message per peer:
 
     bucket a         bucket b   bucket c      the state of the model, in the order of buckets
-    |  window 0  | window 1 | window 2 |      at most CHUNK bytes each: no rank receives more at a time
+    |  window 0  | window 1 | window 2 |      at most CHUNK bytes each, of which AHEAD are under way at a time
 
 The old state stays as it is until the new one is whole. What no rank has is left out: `Route.lost` says where.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -24,9 +25,11 @@ from hydragraph.ir.layout import Ints, Layout
 from hydragraph.ir.link import move
 from hydragraph.ir.parameter import Bucket
 from hydragraph.runtime.groups import Groups, Role
+from hydragraph.runtime.message import Message
 from hydragraph.runtime.state import HomeState
 
-CHUNK = 256 << 20  # bytes of the whole state that are under way at a time
+CHUNK = 128 << 20  # bytes of the whole state in a message of each rank
+AHEAD = 2  # messages under way: one is laid out while another travels
 
 _WEIGHT = ""
 
@@ -226,44 +229,110 @@ def _held(source: Layout, lo: int, hi: int) -> tuple[Ints, Ints]:
     return starts, ends
 
 
-def carry(route: Route, old: OwnedState | None, new: OwnedState, groups: Groups, chunk: int = CHUNK) -> int:
-    """Bring all columns to where they are to be; all ranks call it.
+@dataclass(frozen=True, eq=False)
+class _UnderWay:
+    """A window on its way to this rank."""
+
+    arriving: Sequence[Part]
+    incoming: Tensor
+    message: Message | None
+
+
+class Carrying:
+    """Columns on their way to where they are to be; every rank makes one, and ends it.
+
+    All ranks send the same windows in the same order, whenever each gets to it.
 
     Args:
         route: the same on all ranks.
-        old: what this rank has, which is not changed; None: nothing.
+        old: what this rank has, which is not changed, and must not be until the end; None: nothing.
         new: where what arrives goes.
         groups: of all ranks.
-        chunk: bytes of the whole state that are under way at a time.
+        role: whose communicator.
+        chunk: bytes of the whole state in a message of each rank.
 
-    Returns:
-        Bytes that this rank has received.
+    Attributes:
+        received: bytes that this rank has received.
     """
-    rank, ranks, device = groups.world.rank, groups.world.ranks, groups.world.device
-    columns = route.columns
-    total = 0
-    for window in route.windows(chunk):
+
+    def __init__(
+        self,
+        route: Route,
+        old: OwnedState | None,
+        new: OwnedState,
+        groups: Groups,
+        role: Role = Role.PULL,
+        chunk: int = CHUNK,
+    ) -> None:
+        self.received = 0
+        self._route = route
+        self._old = old
+        self._new = new
+        self._groups = groups
+        self._role = role
+        self._windows = route.windows(chunk)
+        self._under_way: deque[_UnderWay] = deque()
+
+    def go_on(self) -> None:
+        """Put what has arrived in its place, and send more; wait for nothing."""
+        while self._under_way and (self._under_way[0].message is None or self._under_way[0].message.done):
+            self._land()
+        self._fill()
+
+    def finish(self) -> int:
+        """Wait until everything has arrived; return the bytes that this rank has received."""
+        self._fill()
+        while self._under_way:
+            self._land()
+            self._fill()
+        return self.received
+
+    def _fill(self) -> None:
+        while len(self._under_way) < AHEAD and (window := next(self._windows, None)) is not None:
+            self._under_way.append(self._sent(window))
+
+    def _sent(self, window: Mapping[str, tuple[int, int]]) -> _UnderWay:
+        """Send this rank's part of a window, and put in its place what stays here."""
+        route, world = self._route, self._groups.world
+        rank, columns, old = world.rank, route.columns, self._old
         parts = list(route.parts(window, rank))
         leaving = sorted((p for p in parts if p.src == rank != p.dst), key=lambda part: part.dst)
         arriving = sorted((p for p in parts if p.dst == rank != p.src), key=lambda part: part.src)
-        sent, received = [0] * ranks, [0] * ranks
+        sent, received = [0] * world.ranks, [0] * world.ranks
         for part in leaving:
             sent[part.dst] += part.size * route.width(part.parameter)
         for part in arriving:
             received[part.src] += part.size * route.width(part.parameter)
-        outgoing = torch.empty(sum(sent), dtype=torch.uint8, device=device)
-        incoming = torch.empty(sum(received), dtype=torch.uint8, device=device)
+        outgoing = torch.empty(sum(sent), dtype=torch.uint8, device=world.device)
+        incoming = torch.empty(sum(received), dtype=torch.uint8, device=world.device)
         if old is not None:
             _lay([view for part in leaving for view in part.source(old, columns)], outgoing, out=True)
-        message = groups.all_to_all(Role.PULL, incoming, outgoing, received, sent)
+        message = self._groups.all_to_all(self._role, incoming, outgoing, received, sent)
         for part in parts:
             if part.src == part.dst and old is not None:
-                for there, here in zip(part.target(new, columns), part.source(old, columns), strict=True):
+                for there, here in zip(part.target(self._new, columns), part.source(old, columns), strict=True):
                     there.copy_(here)
-        groups.wait(message)
-        _lay([view for part in arriving for view in part.target(new, columns)], incoming, out=False)
-        total += len(incoming)
-    return total
+        return _UnderWay(arriving, incoming, message)
+
+    def _land(self) -> None:
+        """Wait for the first window under way, and put it in its place."""
+        first = self._under_way.popleft()
+        self._groups.wait(first.message)
+        columns = self._route.columns
+        _lay([v for part in first.arriving for v in part.target(self._new, columns)], first.incoming, out=False)
+        self.received += len(first.incoming)
+
+
+def carry(route: Route, old: OwnedState | None, new: OwnedState, groups: Groups, chunk: int = CHUNK) -> int:
+    """Bring all columns to where they are to be, and wait; all ranks call it.
+
+    Args:
+        route, old, new, groups, chunk: as of `Carrying`.
+
+    Returns:
+        Bytes that this rank has received.
+    """
+    return Carrying(route, old, new, groups, chunk=chunk).finish()
 
 
 def _lay(views: Sequence[Tensor], message: Tensor, out: bool) -> None:

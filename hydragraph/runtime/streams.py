@@ -49,6 +49,9 @@ class DeviceStreams(Protocol):
     def on(self, stream: Stream) -> AbstractContextManager[None]:
         """Queue what is called inside on a stream; outside is `Stream.COMPUTE`."""
 
+    def beside(self) -> AbstractContextManager[None]:
+        """Queue what is called inside on a stream that no instruction has."""
+
     def mark(self) -> Mark:
         """Mark the end of the current queue."""
 
@@ -86,6 +89,10 @@ class HostStreams:
     queued = False
 
     def on(self, stream: Stream) -> AbstractContextManager[None]:
+        """Do nothing."""
+        return nullcontext()
+
+    def beside(self) -> AbstractContextManager[None]:
         """Do nothing."""
         return nullcontext()
 
@@ -142,6 +149,7 @@ class CudaStreams:
         self._device = device
         # Messages are short and others wait for them, so they go first where the GPU has a choice.
         self._streams = {s: torch.cuda.Stream(device, priority=-1) for s in Stream if s is not Stream.COMPUTE}
+        self._beside = torch.cuda.Stream(device)
 
     @contextmanager
     def on(self, stream: Stream) -> Iterator[None]:
@@ -151,6 +159,10 @@ class CudaStreams:
         else:
             with torch.cuda.stream(self._streams[stream]):
                 yield
+
+    def beside(self) -> AbstractContextManager[None]:
+        """Make a stream current that no instruction has."""
+        return torch.cuda.stream(self._beside)
 
     def mark(self) -> torch.cuda.Event:
         """Record an event."""

@@ -72,7 +72,9 @@ from hydragraph.train.ranks_file import ranks_of, write_ranks
 T = TypeVar("T")
 
 TAKEOVER_S = 5.0  # for the run's folder to be let go of by a rank that is lost
-MOVES = 500  # what the rank that leads gives for `Executable.stopping` to have state moved; above signals' numbers
+MOVES = (
+    500  # what the rank that leads gives for `Executable.stopping` to have state go elsewhere; above signals' numbers
+)
 TRACED_STEPS = 12  # enough to see several strategies more than once
 
 
@@ -124,8 +126,8 @@ class Trainable(Protocol):
     ) -> None:
         """Choose from other strategies from the next step on, or once all ranks are ready; rank 0 calls it."""
 
-    def move(self, world: World, home: Home, before: Sequence[int | None]) -> Any:
-        """Go on under another home; all ranks call it."""
+    def rehome(self, home: Home) -> None:
+        """Let state go to another home beside the next step; all ranks call it."""
 
     def announce(self, sequences: Sequence[Drawn]) -> None:
         """Tell what a later step will bring."""
@@ -692,7 +694,7 @@ def _steps(run: _Run, course: _Course, stopping: Requests) -> int:
 
 
 def _trained(run: _Run, course: _Course, step: int, sequences: list[Drawn], signal: int) -> bool:
-    """Train on a mini-batch, unless the rank that leads has called for state to be moved first, or one is to stop."""
+    """Train on a mini-batch, unless the rank that leads has called for state to go elsewhere, or one is to stop."""
     following = run.controller.following if run.controller is not None else None
     moves = following is not None and following.next is not None
     run.executor.stopping = MOVES if moves else signal
@@ -706,14 +708,14 @@ def _trained(run: _Run, course: _Course, step: int, sequences: list[Drawn], sign
 
 
 def _rehome(run: _Run) -> None:
-    """Move a part of the state to where it is to live; all ranks call it."""
+    """Let a part of the state go to where it is to live, beside the next step; all ranks call it."""
     following = run.controller.following if run.controller is not None else None
     home = run.world.gather(None if following is None else following.next)[0]
     assert home is not None, "the rank that leads has called for it"
     run.executor.stopping = 0
-    run.executor.move(run.world, home, range(run.world.ranks))
+    run.executor.rehome(home)
     if following is not None:
-        following.moved()
+        following.begun()
 
 
 @contextmanager

@@ -26,34 +26,39 @@ from tests.thorough import thorough
 from tests.train.plain import PlainExecutor, Watched, compile_plain, settings
 
 SLOW = Health({1: 5.0})
+HOME_OF_SLOW = Home((1.0, 0.2, 1.0, 1.0))
 
 
 def test_a_slow_rank_gives_state_away_in_parts_and_gets_it_back() -> None:
     following = Following(Home(), 4, BUCKETS, StateCosts(0.4, 12, 20_000), 10_000)
-    assert following.stepped(5, Health()) == ()
-    (event,) = following.stepped(6, SLOW)
+    assert following.stepped(5, Health(), 1.0) == ()
+    (event,) = following.stepped(6, SLOW, 1.0)
     assert (event.event, event.ranks, event.done, event.rates) == ("migrate", (1,), True, {1: 5.0})
     assert event.before_s is not None
     assert event.after_s is not None
     assert event.after_s < event.before_s
-    assert "parts between steps" in event.why
+    assert "parts beside steps" in event.why
     parts = 0
-    while following.next is not None:
-        assert following.stepped(7, Health()) == (), "one thing at a time"
-        following.moved()
+    while (home := following.next) is not None:
+        following.begun()
+        assert following.next is None, "one part at a time"
+        assert following.home != home, "it is there when the step has ended"
+        assert following.stepped(7, Health(), 1.0) == (), "one thing at a time"
+        assert following.home == home
         parts += 1
     assert parts > 1
     assert following.home.shares == (1.0, 0.2, 1.0, 1.0)
-    assert following.stepped(6 + COOLDOWN - 1, Health()) == (), "rates are noisy"
-    (back,) = following.stepped(6 + COOLDOWN, Health())
+    assert following.stepped(6 + COOLDOWN - 1, Health(), 1.0) == (), "rates are noisy"
+    (back,) = following.stepped(6 + COOLDOWN, Health(), 100.0)
     assert back.event == "migrate"
+    assert "in 1 parts" in back.why, "beside a longer step more can come"
 
 
 def test_what_does_not_pay_a_dry_run_and_lost_ranks_move_nothing() -> None:
-    assert Following(Home(), 4, BUCKETS, COSTS, 10).stepped(10, SLOW) == ()
-    assert Following(Home(), 4, BUCKETS, COSTS, 10_000).stepped(1, Health({1: float("inf")})) == ()
+    assert Following(Home(), 4, BUCKETS, COSTS, 10).stepped(10, SLOW, 1.0) == ()
+    assert Following(Home(), 4, BUCKETS, COSTS, 10_000).stepped(1, Health({1: float("inf")}), 1.0) == ()
     dry = Following(Home(), 4, BUCKETS, COSTS, 10_000, dry_run=True)
-    (event,) = dry.stepped(1, SLOW)
+    (event,) = dry.stepped(1, SLOW, 1.0)
     assert not event.done
     assert event.why.startswith("dry run, not done")
     assert dry.next is None
@@ -92,7 +97,7 @@ def train(config: TrainConfig, follows: bool) -> list[tuple[float, ...]]:
 
     def controller(config: TrainConfig, world: World, executor: Any) -> Controller:
         buckets = executor.program.buckets
-        cost = StateCosts(1e6, 12, 12 * 4e3)  # parts of 2000 elements
+        cost = StateCosts(1e6, 12, 1e4)  # parts of a bucket: steps take milliseconds
         following = Following(executor.owners, world.ranks, buckets, cost, config.steps)
         return Controller(Judged(), None, following if follows else None)  # type: ignore[arg-type]
 
@@ -103,13 +108,13 @@ def train(config: TrainConfig, follows: bool) -> list[tuple[float, ...]]:
     def compiled(*args: Any, **named: Any) -> hg.Executable:
         exe = hg.compile(*args, **named)
         homes.append(())
-        move = exe.move
+        rehome = exe.rehome
 
-        def noted(world: World, home: Home, before: Any) -> Any:
+        def noted(home: Home) -> None:
             homes.append(tuple(home.shares or ()))
-            return move(world, home, before)
+            rehome(home)
 
-        exe.move = noted  # type: ignore[method-assign,assignment]
+        exe.rehome = noted  # type: ignore[method-assign]
         return exe
 
     with pytest.MonkeyPatch.context() as patch:
@@ -125,19 +130,19 @@ class Calling:
         self.following = following
 
     def stepped(self, report: Any) -> tuple[Event, ...]:
-        return self.following.stepped(report.step, SLOW)
+        return self.following.stepped(report.step, SLOW, 1.0)
 
     def close(self) -> None:
         """Nothing to end."""
 
 
-def test_the_loop_moves_one_part_after_another_and_trains_every_step_once(tmp_path: Path) -> None:
+def test_the_loop_moves_one_part_beside_each_step_and_trains_every_step_once(tmp_path: Path) -> None:
     following = Following(Home(), 4, BUCKETS, StateCosts(1e6, 12, 20_000), 10_000)
     moves: list[tuple[int, Home]] = []
 
     def compiled(*args: Any, **named: Any) -> PlainExecutor:
         exe = compile_plain(*args, **named)
-        exe.move = lambda world, home, before: moves.append((exe.steps, home))  # type: ignore[attr-defined]
+        exe.rehome = lambda home: moves.append((exe.steps, home))  # type: ignore[attr-defined]
         return exe
 
     config = from_record(TrainConfig, settings(tmp_path) | {"steps": 4, "elastic": {"monitor": True}})
@@ -146,8 +151,8 @@ def test_the_loop_moves_one_part_after_another_and_trains_every_step_once(tmp_pa
         outcome = loop.train(config, "new", compiled, Watched())
     assert [metrics.step for metrics in outcome.history] == [1, 2, 3, 4]
     assert len(moves) > 1
-    assert {steps for steps, _ in moves} == {1}
-    assert moves[-1][1] == following.home
+    assert [steps for steps, _ in moves] == [*range(1, len(moves) + 1)], "a part beside each step"
+    assert following.home == moves[-1][1] == HOME_OF_SLOW
     assert [event.event for event in read_events(tmp_path / "run" / "events.jsonl")].count("migrate") == 1
 
 

@@ -45,7 +45,7 @@ def test_a_slow_rank_owns_less_where_steps_enough_are_to_come() -> None:
     assert found.home.shares == (1.0, 0.2, 1.0, 1.0)
     assert found.before_s == pytest.approx(0.4 / 4 * 5)
     assert found.after_s == pytest.approx(0.4 / 3.2, rel=0.01)
-    assert found.moving_s == pytest.approx(max(received(Home(), found.home, 4, BUCKETS)) * 12e-6)
+    assert found.moving_s == pytest.approx(max(received(Home(), found.home, 4, BUCKETS)) * 4e-6)
     assert "rank 1 5.00x" in found.why
     assert rehoming(Home(), 4, BUCKETS, health, COSTS, steps=0) is None
     assert rehoming(found.home, 4, BUCKETS, health, COSTS, steps=1000) is None, "it is there already"

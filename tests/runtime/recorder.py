@@ -192,6 +192,9 @@ class RecordingStreams:
     def on(self, stream: Stream) -> AbstractContextManager[None]:
         return self.recorder.on(stream.value)
 
+    def beside(self) -> AbstractContextManager[None]:
+        return self.recorder.on("beside")
+
     def mark(self) -> Times:
         return self.recorder.snapshot()
 

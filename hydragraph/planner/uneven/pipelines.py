@@ -140,9 +140,11 @@ class Bench:
             large_first = tuple(sorted(multiset, key=lambda i: (-self._memory[i], self.speed[i], i)))
             laid = [self._order(order, count) for order in dict.fromkeys((slow_first, large_first))]
             if not any(each.order for each in laid):
-                # Large first and last blocks: the two with most memory at the ends.
-                laid.append(self._order((*large_first[:1], *large_first[2:], *large_first[1:2]), count))
-            self._laid[key] = min(laid, key=lambda each: each.first_s + (count - 1) * each.each_s)
+                # Large first and last blocks: the two with most memory at the ends; a larger last one: the most there.
+                ends = (*large_first[:1], *large_first[2:], *large_first[1:2])
+                laid += [self._order(order, count) for order in (ends, large_first[::-1])]
+            able = [each for each in laid if each.order]
+            self._laid[key] = min(able, key=lambda e: e.first_s + (count - 1) * e.each_s, default=NOTHING_FITS)
         return self._laid[key]
 
     def _order(self, order: Multiset, count: int) -> Laid:

@@ -55,6 +55,24 @@ def test_a_pipeline_that_does_not_fit_is_no_pipeline() -> None:
     assert bench.price({(next(iter(counts)),): 1}) == float("inf")
 
 
+def test_where_only_one_order_fits_it_is_found_for_a_single_micro_batch() -> None:
+    bench, counts = bench_of({}, 4)
+    small = max(counts, key=lambda form: bench.speed[form])
+    large = min(counts, key=lambda form: bench.speed[form])
+    prices = Prices(priced.costs(6, priced.mixed()), [700])
+
+    def laid(memory: float) -> tuple[int, ...]:
+        sizes = [memory if form == small else 1e9 for form in range(len(bench.forms))]
+        return Bench(prices, bench.forms, sizes, 4).lay(tuple(sorted((small, large))), 1).order
+
+    low, high = 1e3, 1e9
+    while high > low * (1 + 1e-4):
+        middle = (low * high) ** 0.5
+        low, high = (low, middle) if laid(middle) else (middle, high)
+    # The last block is the larger one here: with the least memory that suffices, the small group comes first.
+    assert laid(high) == (small, large)
+
+
 def test_numbers_leave_no_pipeline_with_more_stages_than_layers() -> None:
     assert numbers(8, 100, 4) == [2, 3, 4, 5, 6, 7, 8]
     assert numbers(8, 3, 8) == [1, 2, 3]
