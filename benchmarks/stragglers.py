@@ -1,7 +1,7 @@
 """How soon and how exactly ranks that are slowed for real are found, and how often one is that is not.
 
     python benchmarks/stragglers.py                      # all tables
-    python benchmarks/stragglers.py --only found         # one of: found, acted, quiet
+    python benchmarks/stragglers.py --only found         # one of: found, acted, steady, quiet
     python benchmarks/stragglers.py --only quiet --steps 1000
 
 Four ranks on the CPU train a small Llama. One of them is stopped (SIGSTOP) for a part of every 100 ms, from outside, so
@@ -13,6 +13,8 @@ holds what stops cost besides: a late wake, and caches that others have filled m
 - found: iterations from the first that is slow from its beginning until the rank is named, and the rate then.
 - quiet: nobody is slowed; every rank that is named is a false alarm. On a busy machine some other process may really
   have slowed a rank for several iterations.
+- steady: `hydragraph train` on two ranks with a core each, of which one is slowed for good; steps once the run has done
+  what it does about it, by the healthy step, beside T_opt = N / ((N - n) + sum 1/x) and the same run that does nothing.
 - acted: a rank is slowed 5.42 times for a while, with the controller and without in turn: what steps take, and what was
   decided. Costs are a datasheet's, so only their ratios are right.
 """
@@ -289,6 +291,125 @@ def acted(console: Console, sizes: Sizes, repeats: int) -> None:
         console.print(line, markup=False)
 
 
+def steady(console: Console, repeats: int) -> None:
+    """Slow one of two ranks of `hydragraph train` for good; compare steps with those of a run that does nothing."""
+    columns = ("rate", "by stops", "T_opt", "with replan: true", "above T_opt", "does nothing", "a healthy step")
+    table = Table(title="Two ranks on a core each, one slowed: steps by the healthy step (medians)")
+    for column in columns:
+        table.add_column(column, justify="right")
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        profile = measured_in(folder)
+        for rate in LEVELS * repeats:
+            on, off = (Trained(folder, profile, replans).slowed(rate, steps) for replans, steps in RUNS)
+            ideal = 2 / (1 + 1 / on.rate)
+            row = (f"{rate}", f"{on.rate:.2f}", f"{ideal:.2f}", f"{on.ratio:.2f}", f"{on.ratio / ideal - 1:+.0%}")
+            table.add_row(*row, f"{off.ratio:.2f}", f"{on.healthy:.2f} s, {off.healthy:.2f} s")
+            console.print(" ".join(row), f"{off.ratio:.2f}", *on.told, sep="\n  ", markup=False)
+    console.print(table)
+    console.print(load())
+
+
+RUNS = ((True, 40), (False, 6))  # whether it plans again, and for how many steps a rank is slow
+LAST = 8  # of them, that count
+
+
+def train_config(folder: Path, profile: Path | None, replans: bool) -> Path:
+    """Write the config of two ranks that train a small Llama, on texts that are written into the folder."""
+    texts = folder / "texts"
+    texts.mkdir(exist_ok=True)
+    draw = random.Random(0)
+    for number in range(200):
+        words = (f"word{draw.randrange(300)}" for _ in range(draw.randrange(20, 400)))
+        (texts / f"{number:03}.txt").write_text(" ".join(words))
+    record = {
+        "model": {
+            "architecture": "LlamaForCausalLM",
+            "config": {
+                "hidden_size": 192,
+                "intermediate_size": 528,
+                "num_hidden_layers": 8,
+                "num_attention_heads": 6,
+                "num_key_value_heads": 6,
+                "max_position_embeddings": 64,
+            },
+        },
+        "data": {"paths": [str(texts)], "vocab_size": 600, "max_length": 64, "tokens_per_step": 4096},
+        "strategies": ["2*<tp1,pp1>", "<tp1,pp2>"],
+        "plan": {"choose": True, "profile": str(profile)} if profile else {},
+        "elastic": {"replan": replans},
+        "steps": 1000,
+        "ranks": 2,
+        "device": "cpu",
+        "check": "off",
+        "output": str(folder / "run"),
+    }
+    file = folder / "config.yaml"
+    file.write_text(json.dumps(record))  # which is YAML, too
+    return file
+
+
+def measured_in(folder: Path) -> Path:
+    """Measure the profile, as a user would."""
+    made = folder / "profile.json"
+    command = ["profile", str(train_config(folder, None, False)), "--schemes", "tp1pp1", "--out", str(made)]
+    subprocess.run([sys.executable, "-m", "hydragraph", *command], check=True, stdout=subprocess.DEVNULL)
+    return made
+
+
+@dataclass(frozen=True)
+class Steady:
+    """Seconds of a healthy step, how many times as long steps took at last, the rate of one rank, and what was told."""
+
+    healthy: float
+    ratio: float
+    rate: float
+    told: Sequence[str]
+
+
+class Trained:
+    """A run of `hydragraph train`."""
+
+    def __init__(self, folder: Path, profile: Path, replans: bool) -> None:
+        self._folder = folder
+        self._run = Path(tempfile.mkdtemp(dir=folder)) / "run"
+        command = ["train", str(train_config(folder, profile, replans)), "--set", f"output={self._run}"]
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "hydragraph", *command],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+
+    def slowed(self, rate: float, steps: int) -> Steady:
+        """Let it warm up, slow rank 1 for so many steps, and end it."""
+        try:
+            self._wait(3)
+            pids = [place["pid"] for place in json.loads((self._run / "ranks.json").read_text())]
+            for core, pid in enumerate(pids):
+                for thread in os.listdir(f"/proc/{pid}/task"):
+                    os.sched_setaffinity(int(thread), {core})
+            healthy = self._wait(WARM + LAST)[-LAST:]
+            with slowed(pids[1], rate, self._folder / "truth"):
+                last = self._wait(WARM + LAST + steps)[-min(LAST, steps - 2) :]
+        finally:
+            self._process.terminate()
+            self._process.wait()
+        told = [str(json.loads(line)["why"]) for line in (self._run / "events.jsonl").read_text().splitlines()]
+        well = median(healthy)
+        return Steady(well, median(last) / well, float((self._folder / "truth").read_text()), told)
+
+    def _wait(self, steps: int) -> list[float]:
+        """Return the seconds of the steps so far, once there are so many."""
+        file = self._run / "metrics.jsonl"
+        while True:
+            assert self._process.poll() is None, "the run has ended"
+            lines = file.read_text().splitlines() if file.exists() else []
+            if len(lines) >= steps:
+                return [json.loads(line)["seconds"] for line in lines]
+            time.sleep(0.1)
+
+
 def controlled(
     sizes: Sizes, phases: Sequence[tuple[int, float, int]], folder: Path, control: bool
 ) -> tuple[list[tuple[float, str]], list[str]]:
@@ -340,7 +461,7 @@ def controlled(
 def main() -> None:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", choices=("found", "quiet", "acted"))
+    parser.add_argument("--only", choices=("found", "quiet", "acted", "steady"))
     parser.add_argument("--steps", type=int, default=1000, help="iterations in which nobody is slowed")
     parser.add_argument("--repeats", type=int, default=2, help="of every level")
     parser.add_argument("--sizes", default="{}", help='of the model, such as {"hidden": 128, "tokens": 1024}')
@@ -351,6 +472,8 @@ def main() -> None:
         found(console, sizes, chosen.repeats)
     if chosen.only in (None, "acted"):
         acted(console, sizes, chosen.repeats)
+    if chosen.only in (None, "steady"):
+        steady(console, chosen.repeats)
     if chosen.only in (None, "quiet"):
         quiet(console, sizes, chosen.steps)
 
