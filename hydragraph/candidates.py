@@ -8,6 +8,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from hydragraph.beforehand import Beforehand, Readying
 from hydragraph.cost.costs import Costs
 from hydragraph.cost.profile import Profile, Scheme
 from hydragraph.cost.schemes import schemes_of
@@ -22,6 +23,7 @@ from hydragraph.planner.request import PlanRequest
 from hydragraph.runtime.failure.watch import agreed
 from hydragraph.runtime.groups import Groups
 from hydragraph.runtime.launch import World
+from hydragraph.runtime.once import Offer
 from hydragraph.spec.assignment import Assignment
 from hydragraph.spec.home import Home
 from hydragraph.spec.strategy import Strategy
@@ -64,6 +66,36 @@ class IterationChoice:
     planned: Planned
 
 
+@dataclass(frozen=True)
+class _Change:
+    """What rank 0 is to choose from, once all ranks are ready for it."""
+
+    strategies: tuple[Strategy, ...]
+    request: PlanRequest
+    static: int | None
+    ready_first: bool
+
+
+@dataclass(frozen=True)
+class _Told:
+    """What a rank tells all others before each step.
+
+    Attributes:
+        plan: rank 0's, or why there is none.
+        coming: strategies to choose from, from the next step on or once `ready_first` has been seen to.
+        node: where this rank runs.
+        settled: whether nothing is being made here for them.
+        offer: what was made.
+    """
+
+    plan: IterationPlan | ValueError | None
+    coming: tuple[Strategy, ...]
+    ready_first: bool
+    node: str
+    settled: bool
+    offer: Offer | None
+
+
 class Chooser:
     """Chooses every iteration's strategy and assignment: rank 0 plans, and tells the others.
 
@@ -72,8 +104,10 @@ class Chooser:
         groups: of this process; only rank 0 has a planner.
         planner: rank 0's; None: the first strategy is taken, or what the caller asks for.
         decision: on rank 0, in a sentence, whether one strategy stays; "" where nothing was decided.
+        refused: why the last change was not made; "" where it was, or is being made.
         planned: whether rank 0 plans.
         measured: whether it plans by measured costs, so that what it expects are seconds.
+        readying: how this rank gets ready for strategies that are coming.
     """
 
     def __init__(
@@ -84,6 +118,7 @@ class Chooser:
         decision: str,
         planned: bool,
         measured: bool,
+        readying: Readying,
     ) -> None:
         self.decision = decision
         self._strategies = strategies
@@ -91,11 +126,21 @@ class Chooser:
         self._planner = planner
         self._planned = planned
         self._measured = measured
-        self._coming: tuple[Strategy, ...] | None = None  # strategies that the other ranks do not know yet
+        self._readying = readying
+        self._change: _Change | None = None  # rank 0's, until all ranks have made it
+        self._coming: tuple[Strategy, ...] = ()  # strategies that ranks get ready for, or are ready for
+        self._making: Beforehand | None = None
+        self._ready = False  # all ranks are
+        self.refused = ""
 
     @staticmethod
     def of(
-        strategies: tuple[Strategy, ...], groups: Groups, planning: Planning, home: Home, before: Chooser | None = None
+        strategies: tuple[Strategy, ...],
+        groups: Groups,
+        planning: Planning,
+        home: Home,
+        readying: Readying,
+        before: Chooser | None = None,
     ) -> Chooser:
         """Return one for this rank, with a planner on rank 0 if there is anything to plan.
 
@@ -103,6 +148,7 @@ class Chooser:
             strategies, groups: as of a chooser.
             planning: what choosing goes by.
             home: where state lives.
+            readying: see `Chooser`.
             before: what chose until now, and ends: its processes, which are slow to start, plan on if they can.
         """
         measured = planning.profile is not None
@@ -116,7 +162,7 @@ class Chooser:
                 planner.take_over(before._planner)
         if before is not None:
             before.close()
-        return Chooser(strategies, groups, planner, decision, planned, measured)
+        return Chooser(strategies, groups, planner, decision, planned, measured, readying)
 
     @property
     def plans(self) -> bool:
@@ -150,37 +196,95 @@ class Chooser:
         planned = Planned(time.perf_counter() - began, plan.hidden_s, expected)
         return IterationChoice(self._strategies[plan.candidate], plan.assignment, planned)
 
-    def change(self, strategies: tuple[Strategy, ...], request: PlanRequest, static: int | None) -> None:
+    def change(
+        self, strategies: tuple[Strategy, ...], request: PlanRequest, static: int | None, ready_first: bool
+    ) -> None:
         """Choose from other strategies; the rank that plans calls it, and tells the others with its next plan.
 
         Args:
             strategies: to choose from.
             request: what they cost, in the same order.
             static: the one to stay with; None: choose every time.
+            ready_first: not before all ranks have what they need for it, which is made beside training.
         """
         assert self._planner is not None, "the rank that plans changes what it chooses from"
-        self._planner.change(request, static)
-        self._coming = strategies
+        assert not self._ready, "one change after the other"
+        self._change = _Change(strategies, request, static, ready_first)
+        self.refused = ""
+
+    @property
+    def changing(self) -> bool:
+        """Whether a change is not made yet; on the rank that plans."""
+        return self._change is not None or self._ready
 
     def close(self) -> None:
-        """End the planner's worker."""
+        """End the planner's worker, and what is being made."""
         if self._planner is not None:
             self._planner.close()
+        self._drop()
 
     def _plan(self, lengths: tuple[int, ...]) -> IterationPlan | ValueError:
         """Return rank 0's plan, or why there is none, on every rank."""
+        if self._ready:
+            self._strategies = self._coming
+            self._replan()
+            self._drop()
+        change = self._change
+        if change is not None and not change.ready_first:
+            self._replan()
         plan: IterationPlan | ValueError | None = None
         if self._planner is not None:
             try:
                 plan = self._planner.plan(lengths)
             except ValueError as error:
                 plan = error
-        plan, strategies = self._groups.gather_objects((plan, self._coming))[0]
-        assert plan is not None, "rank 0 plans"
-        # All ranks change with the same plan, whose candidate is one of the new ones.
-        self._strategies = strategies or self._strategies
-        self._coming = None
-        return plan
+        making = self._making
+        told = self._groups.gather_objects(
+            _Told(
+                plan,
+                () if change is None else change.strategies,
+                change is not None and change.ready_first,
+                self._groups.world.node,
+                making is None or making.settled,
+                None if making is None else making.offer,
+            )
+        )
+        self._follow(told)
+        assert told[0].plan is not None, "rank 0 plans"
+        return told[0].plan
+
+    def _replan(self) -> None:
+        """Let who plans go by what was asked for, where that is on this rank."""
+        if self._planner is not None and self._change is not None:
+            self._planner.change(self._change.request, self._change.static)
+        self._change = None
+
+    def _follow(self, told: Sequence[_Told]) -> None:
+        """Get ready for what is coming, or see that all ranks are: all do the same, as all were told the same."""
+        coming = told[0].coming
+        if coming and not told[0].ready_first:  # this plan's candidate is one of them
+            self._drop()
+            self._strategies = coming
+        elif coming and coming != self._coming:
+            self._drop()
+            self._coming = coming
+            self._making = self._readying.begin(coming)
+        elif coming and all(each.settled for each in told):
+            here = [each.offer for each in told if each.offer is not None and each.node == self._groups.world.node]
+            refused = self._groups.gather_objects("".join(map(self._readying.take, here)))
+            self.refused = next(filter(None, refused), "")
+            self._ready = not self.refused
+            if self.refused:
+                self._change = None
+                self._drop()
+
+    def _drop(self) -> None:
+        """Forget what was coming, and what was made for it."""
+        if self._making is not None:
+            self._making.close()
+        self._coming = ()
+        self._making = None
+        self._ready = False
 
 
 def candidates_of(

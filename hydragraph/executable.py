@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from hydragraph import log
 from hydragraph.ahead.load import Compiled
+from hydragraph.beforehand import Readying
 from hydragraph.candidates import Choices, Chooser, Planning, candidates_among, candidates_of, request_of, strategy_for
 from hydragraph.check.stages import StageCheck
 from hydragraph.cost.costs import Costs
@@ -282,18 +283,27 @@ class Executable:
         if self._chooser.plans:
             self._chooser.announce(MiniBatch.of(sequences, self.program.causal, self._fields, self._limits).lengths)
 
-    def choose_from(self, strategies: Sequence[Strategy], request: PlanRequest, static: int | None = None) -> None:
+    def choose_from(
+        self,
+        strategies: Sequence[Strategy],
+        request: PlanRequest,
+        static: int | None = None,
+        ready_first: bool = False,
+    ) -> None:
         """Choose from other strategies from the next step on; rank 0 calls it alone, and all ranks follow at once.
 
-        No state moves. What a strategy needs that was never run is compiled in the first step that runs it.
+        No state moves. What a strategy needs that was never run is compiled in the first step that runs it, or before.
 
         Args:
             strategies: to choose from.
             request: what their pipelines cost, in the same order.
             static: the one to stay with; None: the best of every step.
+            ready_first: go on as before until what they need has been compiled beside training, and checked where
+                compiled graphs are; see `changing` and `change_refused`. Not yet for what Inductor compiles.
 
         Raises:
-            Unsupported: a strategy does not fit the model or the ranks, or this rank does not plan.
+            Unsupported: a strategy does not fit the model or the ranks, this rank does not plan, or what was asked for
+                before has just got ready.
         """
         if not self._chooser.plans:
             raise Unsupported(
@@ -303,7 +313,17 @@ class Executable:
             )
         for strategy in strategies:
             self.check(strategy, self.world.ranks)
-        self._chooser.change(tuple(strategies), request, static)
+        self._chooser.change(tuple(strategies), request, static, ready_first)
+
+    @property
+    def changing(self) -> bool:
+        """On rank 0: whether steps still choose from other strategies than `choose_from` has asked for."""
+        return self._chooser.changing
+
+    @property
+    def change_refused(self) -> str:
+        """On rank 0: why the strategies that `choose_from` has asked for cannot be run; "" where nothing says so."""
+        return self._chooser.refused
 
     def check(self, strategy: Strategy, ranks: int) -> None:
         """Check that a strategy fits the model, so many ranks, and what was asked of sums; on every rank alike.
@@ -751,7 +771,10 @@ class Executable:
         session = self._session
         if not as_before:
             before, planning = self._choosing, self._planning
-            self._choosing = Chooser.of(self.strategies, session.groups, planning, session.owners.home, before)
+            readying = Readying(self._variants, self._check, session.world.local_rank == 0)
+            self._choosing = Chooser.of(
+                self.strategies, session.groups, planning, session.owners.home, readying, before
+            )
 
     def _check_sums(self, strategies: Sequence[Strategy]) -> None:
         """Check that strategies add up alike, where that is asked for; the first that are seen say how."""

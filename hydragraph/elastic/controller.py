@@ -1,11 +1,12 @@
 """The controller: what a run does about ranks that are slow; on one rank, between steps.
 
     a rate changes -> ask for a good plan at once, in a process of its own -> training goes on
-    an answer is there -> switch, if what it gains until the run ends is more than what switching costs
+    an answer is there -> switch, if what it gains until the run ends is more than what switching costs: what the new
+                          strategies need is made beside training, then all ranks go by them
                        -> ask for the best plan, which takes longer, and decide again
 
-A change of strategy alone moves no state: it costs what preparing it takes. A gain that is small, or a switch just
-after another, is left alone: rates are noisy, and each switch prepares anew.
+A change of strategy alone moves no state: it costs what preparing its first step takes. A gain that is small, or a
+switch just after another, is left alone: rates are noisy, and each switch prepares anew.
 
 What plans say of seconds is corrected by what steps take: if a plan promises 3 s instead of 4 s, and steps take 5 s
 now, then 5 s x 3 / 4 = 3.75 s are expected.
@@ -97,9 +98,11 @@ class Replanning:
         strategies, request: what the run chooses from, and by what, at first.
         policy: how mini-batches are planned.
         planner: who plans.
-        switch: lets all ranks choose from other strategies, from the next step on; None: a dry run.
+        switch: lets all ranks choose from other strategies, as soon as they are ready; None: a dry run.
         steps: of the whole run.
         thrift: when a switch is worth it.
+        changing: whether ranks are not ready yet for what they are to switch to.
+        refused: why they do not switch after all; "" where they have.
     """
 
     costs: Costs
@@ -110,6 +113,24 @@ class Replanning:
     switch: Switch | None
     steps: int
     thrift: Thrift = Thrift()
+    changing: Callable[[], bool] = lambda: False
+    refused: Callable[[], str] = lambda: ""
+
+
+@dataclass(frozen=True)
+class _Coming:
+    """A switch that was decided.
+
+    Attributes:
+        event: that says so.
+        health: that it was planned for.
+        strategies, request: what the run will choose from, and by what.
+    """
+
+    event: Event
+    health: Health
+    strategies: tuple[Strategy, ...]
+    request: PlanRequest
 
 
 class Controller:
@@ -133,7 +154,7 @@ class Controller:
         self._asked_at = 0
         self._at_once = False  # the last answer that was asked for is to come at once, so a better one may follow
         self._switched_at: int | None = None
-        self._preparing = False  # the next step pays for a switch
+        self._coming: _Coming | None = None  # what ranks get ready for, or have switched to with the step under way
         self._lengths: deque[tuple[int, ...]] = deque(maxlen=LAST)
         self._seconds: deque[float] = deque(maxlen=NEEDED)
         self._rehearsing = replanning is not None
@@ -168,13 +189,10 @@ class Controller:
             self._replanning.planner.close()
 
     def _replan(self, given: Replanning, report: Stepped) -> list[Event]:
-        if self._preparing:
-            self._cost_s = report.preparing_s
-            self._preparing = False
-            self._seconds.clear()
-        else:
-            self._seconds.append(report.seconds - report.preparing_s)
         self._lengths.append(tuple(n for n in report.assignment.lengths if n))
+        if self._coming is not None:
+            return [] if given.changing() else [self._switched(given, self._coming, report)]
+        self._seconds.append(report.seconds - report.preparing_s)
         if self._rehearsing and not given.planner.busy:
             self._rehearse(given)
         events = []
@@ -182,10 +200,29 @@ class Controller:
         answer = given.planner.answer() if given.planner.busy and self._seconds else None
         if answer is not None:
             event = self._decided(given, answer, report.step)
+            if self._coming is not None:
+                return []  # told when all ranks have switched
             # What gains too little at once is told when all was looked at.
             events += [event] if event.event == "switch" or not self._at_once else []
         self._ask(report.step)
         return events
+
+    def _switched(self, given: Replanning, coming: _Coming, report: Stepped) -> Event:
+        """Take down that ranks have switched with the step that has ended, or that they do not; tell it."""
+        self._coming = None
+        event = replace(coming.event, step=report.step)
+        if reason := given.refused():
+            event = replace(event, event="replan", why=f"stays: {reason}", done=False)
+        else:
+            self._replanning = replace(given, strategies=coming.strategies, request=coming.request)
+            self._planned_for = coming.health
+            self._switched_at = report.step
+            self._cost_s = report.preparing_s
+            self._seconds.clear()
+            ready = f"ready beside {report.step - coming.event.step - 1} steps"
+            event = replace(event, seconds=report.preparing_s, why=f"{event.why}; {ready}")
+        self._ask(report.step)
+        return event
 
     def _rehearse(self, given: Replanning) -> None:
         """Let who plans load what planning needs, and find out what depends on no rate, before anybody is slow."""
@@ -259,11 +296,9 @@ class Controller:
         assert answer.request is not None, "an answer that is not refused has a request"
         request = answer.request if answer.static is None else answer.request.only(answer.static)
         strategies = answer.strategies if answer.static is None else (answer.strategies[answer.static],)
-        self._replanning = replace(given, strategies=strategies, request=request)
-        self._planned_for = self._asked_for
-        self._switched_at = step
-        self._preparing = True
-        return Event(step, "switch", ranks, self._cost_s, why, rates, now_s, after_s)
+        event = Event(step, "switch", ranks, self._cost_s, why, rates, now_s, after_s)
+        self._coming = _Coming(event, self._asked_for, strategies, request)
+        return event
 
 
 def _names(answer: Replanned) -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
@@ -98,11 +98,7 @@ class Variants:
     def get(self, block: Block, part: StagePart) -> Variant:
         """Return the variant of a block for one rank of a stage, compiling it once while it is kept."""
         spec = self.spec(block, part)
-        shards = tuple((p.rule, p.local_shape(part.tp, part.index)) for p in spec.parameters.values())
-        how = (spec.learning, self._how, passes_for(spec))
-        # Graphs of a file are not those that were traced here: a check may be there to find out whether they are equal.
-        source = "" if self._library is None else self._library.source(spec)
-        key = (spec.template.content, shards, part.kind, *how, source)
+        key = self._key(spec)
 
         def make() -> Variant:
             variant = _shared.get(key)
@@ -114,16 +110,49 @@ class Variants:
 
         return self._known.get(key, make)
 
+    def _key(self, spec: VariantSpec) -> Hashable:
+        """Return what tells a spec's variant from others."""
+        part = spec.part
+        shards = tuple((p.rule, p.local_shape(part.tp, part.index)) for p in spec.parameters.values())
+        how = (spec.learning, self._how, passes_for(spec))
+        # Graphs of a file are not those that were traced here: a check may be there to find out whether they are equal.
+        source = "" if self._library is None else self._library.source(spec)
+        return (spec.template.content, shards, part.kind, *how, source)
+
+    @property
+    def portable(self) -> bool:
+        """Whether they can be made in one process and run in another: a backend's own code cannot."""
+        return self._backend == "eager"
+
+    def lacks(self, strategies: Iterable[Strategy]) -> bool:
+        """Whether some rank of these strategies runs what this process has not compiled."""
+        return any(
+            self._key(self.spec(block, part)) not in _shared
+            for strategy in strategies
+            for block, part in self._parts(strategy)
+        )
+
+    def adopt(self, others: Variants) -> None:
+        """Keep what another process has compiled for the same program."""
+        for key, variant in others._known.items():
+            self._known.get(key, lambda v=variant: v)  # type: ignore[misc]
+        self._kinds.update(others._kinds)
+        self.strategies.update(others.strategies)
+
     def compile(self, strategies: Iterable[Strategy]) -> None:
         """Compile what every rank of some strategies runs."""
         for strategy in strategies:
             self.strategies.add(strategy)
-            placement = place(self.program.outline, strategy, [1] * len(strategy.pipelines))
-            for rank, stage in placement.stage_of.items():
-                part = stage.part_of(rank)
-                for block in self.program.blocks[slice(*stage.blocks)]:
-                    self.get(block, part)
-                    self.kinds(block, part)
+            for block, part in self._parts(strategy):
+                self.get(block, part)
+                self.kinds(block, part)
+
+    def _parts(self, strategy: Strategy) -> Iterator[tuple[Block, StagePart]]:
+        """Yield each block with each part of a stage that some rank has of it, once."""
+        placement = place(self.program.outline, strategy, [1] * len(strategy.pipelines))
+        for blocks, part in dict.fromkeys((s.blocks, s.part_of(rank)) for rank, s in placement.stage_of.items()):
+            for block in self.program.blocks[slice(*blocks)]:
+                yield block, part
 
     def form(self, block: Block) -> Hashable:
         """Return what blocks share that have equal variants in every stage."""

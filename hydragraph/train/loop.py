@@ -114,8 +114,17 @@ class Trainable(Protocol):
     request: PlanRequest
     owners: Home
 
-    def choose_from(self, strategies: Sequence[Strategy], request: PlanRequest, static: int | None = None) -> None:
-        """Choose from other strategies from the next step on; rank 0 calls it."""
+    changing: bool
+    change_refused: str
+
+    def choose_from(
+        self,
+        strategies: Sequence[Strategy],
+        request: PlanRequest,
+        static: int | None = None,
+        ready_first: bool = False,
+    ) -> None:
+        """Choose from other strategies from the next step on, or once all ranks are ready; rank 0 calls it."""
 
     def rehome(self, home: Home) -> None:
         """Let state go to another home beside the next step; all ranks call it."""
@@ -756,7 +765,7 @@ def _controller(config: TrainConfig, world: World, executor: Trainable, planner:
 
     def switch(answer: Replanned) -> None:
         assert answer.request is not None, "an answer that is not refused has a request"
-        executor.choose_from(answer.strategies, answer.request, answer.static)
+        executor.choose_from(answer.strategies, answer.request, answer.static, ready_first=True)
 
     following = Following(
         executor.owners, world.ranks, executor.program.buckets, state_costs(costs), config.steps, config.elastic.dry_run
@@ -771,6 +780,8 @@ def _controller(config: TrainConfig, world: World, executor: Trainable, planner:
             planner or Replanner(),
             None if config.elastic.dry_run else switch,
             config.steps,
+            changing=lambda: executor.changing,
+            refused=lambda: executor.change_refused,
         ),
         following if world.ranks > 1 else None,
     )

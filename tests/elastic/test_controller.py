@@ -210,7 +210,7 @@ def test_after_a_switch_nothing_is_asked_for_a_while_and_then_a_repaired_device_
     planner = Answering()
     switched: list[Replanned] = []
     controller, monitor = controlled(planner, switched, cooldown=6)
-    events = run(controller, monitor, {10: 2.57, 13: 1.0}, 30)
+    events = run(controller, monitor, {10: 2.57, 14: 1.0}, 30)
     told = [event for event in events if event.event != "replan"]
     assert [event.event for event in told] == ["straggler", "switch", "recovered", "switch"]
     assert [each.health for each in planner.asked if each.at_once] == [Health({1: 2.57}), Health()]
