@@ -25,7 +25,7 @@ from hydragraph.planner.uneven.explaining import Rival, explanation
 from hydragraph.planner.uneven.finalists import Finalists, Proposal, finalists, proposals
 from hydragraph.planner.uneven.lacking import nothing_fits
 from hydragraph.planner.uneven.pooled import pooled
-from hydragraph.planner.uneven.prices import SAFETY
+from hydragraph.planner.uneven.prices import SAFETY, state_bytes
 from hydragraph.planner.uneven.regrouping import Yard, climbed
 from hydragraph.planner.uneven.searching import MIXED, PUBLISHED, STRAGGLER, TOGETHER, Way, search, sizes_of
 from hydragraph.planner.uneven.settle import Candidate, Settled, Shortage, simulated, strategies_of
@@ -47,6 +47,9 @@ WAYS: dict[str, tuple[Way, ...]] = {
 
 # Parts of devices' memory that the search plans with, one after the other while all that it finds is too large.
 SAFETIES = (SAFETY, 0.88, 0.7)
+# Where the state takes more than a part of all memory, the search also looks at what would fit with so many times it.
+TIGHT = 0.1
+ROOMY = 1.2
 # Candidates of each way that are looked at exactly, unlike one another, and of each shape at most.
 SETTLED = 6
 ALIKE = 1
@@ -267,6 +270,10 @@ def _looked_at(
             )
         if not workload.lengths and not way.published:
             candidates += _pooled(costs, workload, candidates, until)
+            if _tight(costs) and not _late(until):
+                # What is a little too large as long as all own alike may fit where first stages own less.
+                roomy = search(costs, typical.sequences, typical.length, way, until=until, safety=ROOMY * safety)
+                candidates += _pooled(costs, workload, _unlike(roomy), until)
         every.append((candidates, []))
     # Among more ranks its search takes long, so there it has to be asked for.
     if method == "search" or (method == "auto" and until is None and costs.ranks <= FEW):
@@ -286,6 +293,16 @@ def _looked_at(
         tuple(sorted((p for s, p in passed.items() if s not in known), key=lambda each: each.expected_s)),
         tuple(each for each in known.values() if isinstance(each, Shortage)),
     )
+
+
+def _tight(costs: Costs) -> bool:
+    """Whether the state takes so much of all memory that who owns it decides what fits."""
+    running = [rank for rank in range(costs.ranks) if math.isfinite(costs.health.rate(rank))]
+    return costs.home.copies * state_bytes(costs) > TIGHT * sum(map(costs.memory_of, running))
+
+
+def _late(until: float | None) -> bool:
+    return until is not None and time.monotonic() > until
 
 
 def _pooled(costs: Costs, workload: Workload, candidates: Sequence[Candidate], until: float | None) -> list[Candidate]:

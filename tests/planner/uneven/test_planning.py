@@ -2,6 +2,7 @@ import itertools
 import math
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 
 import hydragraph as hg
 from hydragraph.cost.costs import Costs
+from hydragraph.planner.uneven import planning
 from hydragraph.planner.uneven.planning import moved_bytes
 from hydragraph.planner.uneven.settle import Shortage, owners, share_out
 from hydragraph.spec.cluster import Cluster, DeviceType, Node
@@ -248,3 +250,16 @@ def test_a_search_without_time_has_a_plan_like_a_simple_one() -> None:
     assert hurried.seconds == pytest.approx(simulated, rel=0.05)
     _, last = share_out(costs, hg.Strategy.parse("<[0]x6> + <[1]x6> + <[2]x6> + <[3]x6>", 6), [LENGTH] * 8, 1)
     assert costs.pipelines_end(hurried.strategy, hurried.assignment) <= last * (1 + 1e-9)
+
+
+@pytest.mark.parametrize(("rates", "memory"), [({0: 5.42}, 96_548_938), ({0: 5.42, 4: 5.42}, 141_261_725)])
+def test_plans_that_fit_only_where_first_stages_own_less_are_found(
+    rates: dict[int, float], memory: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster = priced.cluster(8, 4)
+    small = replace(cluster, devices=tuple(replace(device, memory_bytes=memory) for device in cluster.devices))
+    costs = priced.costs(12, small, hg.Health(rates), elements=1_000_000)
+    work = hg.Workload(sequences=8, length=2000)
+    found = hg.plan(costs, work, method="straggler").seconds
+    monkeypatch.setattr(planning, "TIGHT", math.inf)
+    assert found < 0.95 * hg.plan(costs, work, method="straggler").seconds
