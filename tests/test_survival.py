@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -57,6 +58,7 @@ class Plan:
         asked: to leave, at a step's beginning.
         killed_moving: at the beginning of their first move, or in its end.
         stopped: by SIGSTOP.
+        hangs: before it has compiled anything.
         copies: how many owners everything has.
         wait_for: ranks that there must be before the last step.
         checkpoint: where each step is saved, and read from.
@@ -67,6 +69,7 @@ class Plan:
     asked: Mapping[int, int] = field(default_factory=dict)
     killed_moving: tuple[int, ...] = ()
     stopped: Mapping[int, int] = field(default_factory=dict)
+    hangs: int | None = None
     copies: int = 2
     wait_for: int = 0
     checkpoint: Path | None = None
@@ -81,6 +84,9 @@ def batch(step: int) -> list[Tensor]:
 
 
 def train(prepared: Ready, plan: Plan) -> Told:
+    member = here()
+    while member is not None and member.number == plan.hangs:
+        time.sleep(1)
     exe = prepared.executable(TEXT, adamw, home=hg.Home(copies=plan.copies))
     losses: dict[int, float] = {}
     survived: list[hg.Survived] = []
@@ -174,6 +180,15 @@ def test_a_rank_that_is_asked_to_leave_hands_over_what_only_it_has(
     assert len(told) == 2
     same(told, smooth)
     assert all(each.survived[-1].left == (2,) and each.survived[-1].restored is None for each in told)
+
+
+def test_a_newcomer_that_hangs_before_it_is_ready_is_given_up_and_another_joins(
+    prepared: Ready, smooth: Mapping[int, float]
+) -> None:
+    told = run(prepared, Plan(killed={1: 2}, hangs=3, wait_for=3), hg.Elastic(progress_s=2.0))
+    assert len(told) == 3
+    same(told, smooth)
+    assert max(peer.member for each in told for survived in each.survived for peer in survived.peers) == 4
 
 
 @thorough

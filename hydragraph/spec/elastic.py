@@ -14,7 +14,8 @@ class Elastic:
         spares: processes that wait, ready, for a rank to be lost.
         rejoin: whether a process is started in the place of one that was lost; it joins between two iterations.
         grace_s: seconds that a rank which is asked to end (SIGTERM) has to hand over its state.
-        progress_s: seconds that the others wait for a rank that lives, and does not come to meet them.
+        progress_s: seconds that the others wait for a rank that lives, and does not come to meet them. A newcomer that
+            gets ready beside the others has three times as long.
 
     Raises:
         ValueError: naming the number that is out of range.

@@ -37,6 +37,7 @@ _REJOIN_S = 0.5  # before a lost process is replaced; twice as long each time th
 _REJOIN_MOST_S = 60.0
 _SHORT_S = 5.0  # a life, from when it became a rank
 _STARTS = 3  # of processes in one seat that end before they are ready
+_READYING = 3  # times `Elastic.progress_s`: what a newcomer, for which nobody waits, has to get ready in
 
 AGAIN = (ValueError, TypeError, OSError, ImportError, FloatingPointError)  # errors that would come again
 
@@ -162,6 +163,7 @@ class Supervisor:
         self._empty: set[int] = set()  # seats that nobody takes until their devices are said to be back
         self._stops = Stops()
         self._waited: dict[int, float] = {}  # for how long others have waited for a member, in seconds
+        self._readying: dict[int, float] = {}  # for how long a member has been getting ready beside others, in seconds
         self._before = time.monotonic()
         self.crew: list[RankHandle] = []
         self._next = 0
@@ -343,14 +345,21 @@ class Supervisor:
                 self._ended(member)
 
     def _give_up(self, said: Mapping[int, Said]) -> None:
-        """Give up members that others have waited for too long: they live, and hang."""
+        """Give up members that others have waited for too long, and newcomers that do not get ready: they hang."""
         now = time.monotonic()
         elapsed, self._before = min(now - self._before, PAUSE_S), now  # while this process was stopped nobody was late
         late = awaited(self._record, said) if self._held else ()  # until there is state all begin together
         self._waited = {member: self._waited.get(member, 0.0) + elapsed for member in late}
+        coming = [member for member, one in said.items() if self._held and member in self._late and not one.ready]
+        self._readying = {member: self._readying.get(member, 0.0) + elapsed for member in coming}
+        limit = self._elastic.progress_s
         for member in self._live():
-            if self._waited.get(member.rank, 0.0) >= self._elastic.progress_s:
-                how = f"did not come to meet the others for {self._elastic.progress_s:g} s (progress_s), and was ended"
+            how = ""
+            if self._waited.get(member.rank, 0.0) >= limit:
+                how = f"did not come to meet the others for {limit:g} s (progress_s), and was ended"
+            elif self._readying.get(member.rank, 0.0) >= _READYING * limit:
+                how = f"was not ready after {_READYING * limit:g} s ({_READYING} times progress_s), and was ended"
+            if how:
                 member.outcome = Died(now, how)
                 self._ended(member)
 
