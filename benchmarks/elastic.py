@@ -43,6 +43,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import hydragraph as hg
 from benchmarks import plans
+from hydragraph.candidates import request_of
 from hydragraph.cost.costs import Costs
 from hydragraph.cost.datasheet import datasheet
 from hydragraph.elastic.controller import Controller
@@ -379,6 +380,78 @@ def _answered(replanner: Replanner, question: Question) -> Replanned:
     return answer
 
 
+@dataclass(frozen=True)
+class Switching:
+    """Seconds of steps around a switch.
+
+    Attributes:
+        before, getting_ready: medians of steps before it was asked for, and from then until it was made.
+        longest: step while ranks got ready, of `count`.
+        first, second: step of the new strategy.
+    """
+
+    before: float
+    getting_ready: float
+    longest: float
+    count: int
+    first: float
+    second: float
+
+
+def switching(ready_first: bool) -> Switching:
+    """Switch to stages of two ranks, which no rank has ever run."""
+    config = LlamaConfig(
+        hidden_size=256,
+        intermediate_size=704,
+        num_hidden_layers=8,
+        num_attention_heads=8,
+        num_key_value_heads=8,
+        vocab_size=4096,
+        max_position_embeddings=512,
+    )
+    torch.manual_seed(0)
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config)
+    one, other, new = (hg.Strategy.parse(text, 8) for text in ("2*<tp1,pp1>", "<tp1,pp2>", "<tp2r,pp1>"))
+    with tempfile.TemporaryDirectory() as cache:
+        os.environ["XDG_CACHE_HOME"] = cache  # of what was checked once
+        exe = hg.compile(model, [one, other], lambda named: hg.AdamW(named, lr=1e-4), device="cpu")
+        generator = torch.Generator().manual_seed(1)
+        batch = [torch.randint(0, 4096, (256,), generator=generator) for _ in range(8)]
+
+        def step() -> float:
+            began = time.perf_counter()
+            name = exe.step(batch, None if asked else one).strategy
+            names.append(name)
+            return time.perf_counter() - began
+
+        asked = False
+        names: list[str] = []
+        before = [step() for _ in range(WARM)][2:]
+        asked = True
+        if exe.rank == 0:
+            exe.choose_from([new], request_of([new], None, exe.ranks, 0), ready_first=ready_first)
+        seconds = []
+        while names.count(str(new)) < 2:
+            seconds.append(step())
+        exe.close()
+    *meanwhile, first, second = seconds
+    return Switching(median(before), median(meanwhile or [0.0]), max(meanwhile or [0.0]), len(meanwhile), first, second)
+
+
+def stages(table: Table) -> None:
+    """Switch to stages that were never run, which are compiled in their first step, or beside training before it."""
+    for ready_first in (False, True) * 2:
+        found = hg.launch(switching, 2, ready_first, timeout=timedelta(minutes=9))[0]
+        each = f"{found.count} steps of {found.getting_ready:.2f} s until ranks are ready"
+        beside = f"{each}, the longest {found.longest:.2f} s; "
+        table.add_row(
+            f"a switch to new stages, {'compiled beside training' if ready_first else 'compiled in their first step'}",
+            f"steps of {found.before:.2f} s; {beside * ready_first}then {found.first:.2f} s and {found.second:.2f} s",
+            "training never waits for it" * ready_first,
+        )
+
+
 def nodes(table: Table) -> None:
     """Lose one of two machines, have it back, and lose the link to it."""
     if (why := refusal()) is not None:
@@ -474,10 +547,10 @@ def _node(two: TwoNodes, number: int, config: Path) -> subprocess.Popen[bytes]:
 def main() -> None:
     """Run the parts that are named, or all."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="*", help="pause, kills, monitor, moving, nodes, switch; default: all")
+    parser.add_argument("parts", nargs="*", help="pause, kills, monitor, moving, nodes, switch, stages; default: all")
     parser.add_argument("--count", type=int, default=100, help="kills")
     chosen = parser.parse_args()
-    parts = chosen.parts or ["pause", "kills", "monitor", "moving", "nodes", "switch"]
+    parts = chosen.parts or ["pause", "kills", "monitor", "moving", "nodes", "switch", "stages"]
     table = Table(title=f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}")
     for column in ("what", "measured", "target"):
         table.add_column(column)
@@ -493,6 +566,8 @@ def main() -> None:
         nodes(table)
     if "switch" in parts:
         switch(table)
+    if "stages" in parts:
+        stages(table)
     Console(width=140).print(table)
 
 

@@ -91,6 +91,8 @@ class Beforehand:
         if self._process is not None:
             self._process.kill()
         self._thread.join()
+        if self._process is not None and self._process.stdin is not None:
+            self._process.stdin.close()
         self._folder.cleanup()
 
     def _make(self) -> None:
@@ -157,7 +159,7 @@ def _started(folder: Path) -> subprocess.Popen[bytes]:
     environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     return subprocess.Popen(
         [sys.executable, "-P", "-m", "hydragraph.beforehand", str(folder)],
-        stdin=subprocess.DEVNULL,
+        stdin=subprocess.PIPE,  # closed when this process ends, however it does: then the other one ends, too
         stdout=subprocess.DEVNULL,
         env={**environment, "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))},
     )
@@ -175,6 +177,12 @@ def made(asked: _Asked) -> Made:
     return Made(asked.variants, {} if asked.check is None else asked.check.passed)
 
 
+def end_with_stdin() -> None:
+    """End this process when the one that has started it is gone: nobody waits for what it makes."""
+    os.read(0, 1)  # not `sys.stdin`, whose lock, held here, would end the interpreter with an error
+    os._exit(1)
+
+
 def main(folder: Path) -> None:
     """Make what the file "asked" of a folder says, and leave it there as "made"."""
     with (folder / "asked").open("rb") as file:
@@ -188,4 +196,5 @@ if __name__ == "__main__":
 
     os.nice(10)
     torch.set_num_threads(1)
+    threading.Thread(target=beforehand.end_with_stdin, daemon=True).start()
     beforehand.main(Path(sys.argv[1]))

@@ -206,9 +206,17 @@ class Chooser:
             request: what they cost, in the same order.
             static: the one to stay with; None: choose every time.
             ready_first: not before all ranks have what they need for it, which is made beside training.
+
+        Raises:
+            Unsupported: what was asked for before has just got ready.
         """
         assert self._planner is not None, "the rank that plans changes what it chooses from"
-        assert not self._ready, "one change after the other"
+        if self._ready:
+            raise Unsupported(
+                "what was asked for before has just got ready, and is chosen from in the next step",
+                where="choose_from",
+                remedy="ask again after that step",
+            )
         self._change = _Change(strategies, request, static, ready_first)
         self.refused = ""
 

@@ -123,6 +123,16 @@ def test_a_process_that_dies_offers_nothing_and_is_waited_for_no_longer() -> Non
     assert not Path(folder).exists()
 
 
+def test_a_process_whose_rank_is_gone_ends() -> None:
+    making = Beforehand(variants(), None, [OTHER])
+    while making._process is None:
+        time.sleep(0.01)
+    assert making._process.stdin is not None
+    making._process.stdin.close()  # as when this process ended
+    assert making._process.wait(60) == 1
+    making.close()
+
+
 def test_what_cannot_be_read_is_made_by_ranks_themselves(tmp_path: Path) -> None:
     (tmp_path / "made").write_bytes(b"something else")
     tmp_path.chmod(0o700)
