@@ -165,6 +165,11 @@ class Chooser:
         return Chooser(strategies, groups, planner, decision, planned, measured, readying)
 
     @property
+    def strategies(self) -> tuple[Strategy, ...]:
+        """What is chosen from now."""
+        return self._strategies
+
+    @property
     def plans(self) -> bool:
         """Whether it is this rank that plans."""
         return self._planner is not None
@@ -420,7 +425,7 @@ def planned_for(
             where="compile",
             remedy="measure this model: hydragraph profile",
         )
-    sample = tuple(lengths for batch in batches if (lengths := tuple(n for n in batch if n)))[:SAMPLE]
+    sample = _sample(batches)
     if not sample:
         raise Unsupported(
             'strategy="auto" with mini-batches that hold no tokens',
@@ -432,6 +437,46 @@ def planned_for(
     if not able:
         check_strategy(program, found[0], costs.ranks)  # which says why not
     return able
+
+
+def at_once_among(
+    world: World,
+    program: Program,
+    costs: Costs,
+    batches: Sequence[Sequence[int]],
+    home: Home,
+    running: Sequence[Strategy],
+) -> Strategy | None:
+    """Return, on all ranks, a good strategy for devices that differ: they wait for it. None: find one with more care.
+
+    Args:
+        world: whose rank 0 searches.
+        batches: sequence lengths of sample mini-batches.
+        home: where state lives.
+        running: what ran before, the best first; ranks that it names beyond the costs' are lost.
+    """
+    found = _at_once(program, costs, batches, home, running) if world.rank == 0 else None
+    return world.gather(found)[0]
+
+
+def _at_once(
+    program: Program, costs: Costs, batches: Sequence[Sequence[int]], home: Home, running: Sequence[Strategy]
+) -> Strategy | None:
+    from hydragraph.planner.uneven.at_once import plan_at_once
+    from hydragraph.planner.workload import Workload
+
+    sample = _sample(batches)
+    if not sample or costs.profile.layers not in (None, program.layers):
+        return None
+    try:
+        found = plan_at_once(costs.changed(home=home), Workload(lengths=sample), running)
+    except Unsupported:
+        return None
+    return found.strategy if found is not None and _runs(program, found.strategy, costs.ranks) else None
+
+
+def _sample(batches: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
+    return tuple(lengths for batch in batches if (lengths := tuple(n for n in batch if n)))[:SAMPLE]
 
 
 def _runs(program: Program, strategy: Strategy, ranks: int) -> bool:

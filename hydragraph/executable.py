@@ -39,6 +39,7 @@ from hydragraph.modes import own_modes
 from hydragraph.passes.check_strategy import check_strategy
 from hydragraph.passes.compiled import choose_backend
 from hydragraph.passes.limits import limits_of
+from hydragraph.past import Past
 from hydragraph.planner.request import PlanRequest
 from hydragraph.runtime.checkpoint import store
 from hydragraph.runtime.checkpoint.pieces import Pieces
@@ -67,6 +68,7 @@ from hydragraph.version import __version__
 _LOG = logging.getLogger(__name__)
 
 PROBED_EVERY = 4  # steps
+RECENT = 4  # strategies
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -152,6 +154,7 @@ class Executable:
         program, strategies: what it was made of, and what steps choose from now.
         given, wanted_home, device: the strategies and the home that it was compiled with, and what it computes on.
         spans: set it to a list and every following step adds the times of its instructions (`runtime.trace`).
+        past: what ran among ranks that there were (`survival`).
         watched: set it on all ranks, and those that a step leaves idle probe their device now and then.
         stopping: set it on any rank, to a number above 0, and the next `step` does nothing and raises `Stopped` on all.
     """
@@ -235,6 +238,9 @@ class Executable:
         self.spans: list[Span] | None = None
         self._watch = world.watch
         self.strategies: tuple[Strategy, ...] = ()
+        self.past = Past()
+        self._recent: tuple[Strategy, ...] = ()
+        self._running: tuple[Strategy, tuple[int, ...], Mode] | None = None
         if joining and given != "auto":
             several = [given] if isinstance(given, Strategy | str) else given
             self._check_sums([strategy_for(each, program) for each in several])
@@ -647,6 +653,11 @@ class Executable:
         return self.strategies[0]
 
     @property
+    def recent(self) -> tuple[Strategy, ...]:
+        """The strategies that these ranks have trained with, the last one first."""
+        return self._recent
+
+    @property
     def rank(self) -> int:
         """This process."""
         return self.world.rank
@@ -766,7 +777,8 @@ class Executable:
 
     def _choose(self, as_before: bool = False) -> None:
         """Choose from the strategies there are, in the session there is, or by what chose before."""
-        self._running: tuple[Strategy, tuple[int, ...], Mode] | None = None
+        self._running = None
+        self._recent = ()
         self._agreed: set[tuple[Strategy, Mode]] = set()  # what every rank has prepared
         session = self._session
         if not as_before:
@@ -900,6 +912,7 @@ class Executable:
     def _work(self, batch: MiniBatch, strategy: Strategy | None) -> AssignedBatch:
         """Assign a mini-batch that all ranks have, and pack this rank's part of it."""
         choice = self._chooser.choose(batch.lengths, strategy)
+        self.strategies = self._chooser.strategies  # `choose_from` may have changed them on the rank that plans
         world = self.world
         return packed(
             batch,
@@ -915,6 +928,9 @@ class Executable:
     def _prepare(self, work: AssignedBatch, mode: Mode) -> None:
         """Build what this rank runs. If some rank cannot, all raise, agreed: nothing has been sent yet."""
         self._running = (work.strategy, work.assignment.counts, mode)
+        if mode == "train":
+            others = (strategy for strategy in self._recent if strategy != work.strategy)
+            self._recent = (work.strategy, *others)[:RECENT]
         first_time = (work.strategy, mode) not in self._agreed
         if not first_time:
             self._session.preparer.get(*self._running)

@@ -18,11 +18,12 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from hydragraph.candidates import candidates_among, strategy_for
+from hydragraph.candidates import at_once_among, candidates_among, strategy_for
 from hydragraph.cost.costs import Costs
 from hydragraph.cost.profile import Profile
 from hydragraph.errors import RankFailure, Stopped, TooFewRanks, Unsupported
 from hydragraph.executable import Executable
+from hydragraph.past import Past
 from hydragraph.planner.refitting import refit
 from hydragraph.runtime.launch import World, join
 from hydragraph.runtime.meeting.member import CALLED, Dismissed, Member, here
@@ -85,12 +86,16 @@ def survive(exe: Executable, failure: BaseException | None = None, restore: str 
     return survived
 
 
-def meet_again(exe: Executable, failure: BaseException | None, newest: Callable[[], Path | None]) -> Survived:
+def meet_again(
+    exe: Executable, failure: BaseException | None, newest: Callable[[], Path | None], soon: bool = False
+) -> Survived:
     """Do what `survive` does, but return also where too few ranks are left.
 
     Args:
         exe, failure: as of `survive`.
         newest: returns the checkpoint to go back to where state is lost; the first rank's answer counts that has one.
+        soon: where a strategy is planned, take a good one that is found at once: a better one is looked for beside
+            training, by who calls this.
     """
     member = here()
     if member is None or (isinstance(failure, Stopped) and failure.reason < CALLED):
@@ -100,6 +105,7 @@ def meet_again(exe: Executable, failure: BaseException | None, newest: Callable[
     before = member.generation.members
     left: list[int] = []
     received = 0
+    past = exe.past.ended(exe.recent, len(before))
     while True:
         if isinstance(failure, RankFailure):
             reasons.append(str(failure).partition("; restart all ranks")[0])
@@ -107,7 +113,7 @@ def meet_again(exe: Executable, failure: BaseException | None, newest: Callable[
         member.progress_s = exe.progress_s
         generation = member.meet(failure)
         try:
-            survived = _move(exe, member, generation, newest)
+            survived = _move(exe, member, generation, newest, past if soon else None)
         except RankFailure as again:
             failure = again
             continue
@@ -122,6 +128,7 @@ def meet_again(exe: Executable, failure: BaseException | None, newest: Callable[
         reasons += [f"rank {generation.members.index(m)} was asked to end" for m in generation.leaving]
         failure = None  # the others meet once more, without those that have handed over their state
     exe.stopping = 0
+    exe.past = replace(past, seats=tuple(peer.seat for peer in survived.peers))
     now = generation.members
     joined = tuple(rank for rank, m in enumerate(now) if m not in before)
     came = "ranks came" if joined else "ranks were called together"
@@ -140,8 +147,14 @@ def meet_again(exe: Executable, failure: BaseException | None, newest: Callable[
     )
 
 
-def _move(exe: Executable, member: Member, generation: Generation, newest: Callable[[], Path | None]) -> Survived:
-    """Bring the state to a generation's ranks."""
+def _move(
+    exe: Executable, member: Member, generation: Generation, newest: Callable[[], Path | None], past: Past | None
+) -> Survived:
+    """Bring the state to a generation's ranks.
+
+    Args:
+        past: what ran before, by which a strategy is found at once; None: the best is looked for.
+    """
     world = join(exe.device)
     world.watch.progress_s = exe.progress_s
     peers = member.peers
@@ -149,24 +162,42 @@ def _move(exe: Executable, member: Member, generation: Generation, newest: Calla
     home = home_for(exe.wanted_home, [peer.seat for peer in peers], going)
     profile = costs_for(exe.given_profile, [peer.seat for peer in peers], home)
     with world.calling("meet"):
-        strategies = strategies_for(exe, world, home, profile)
+        strategies = strategies_for(exe, world, home, profile, past, [peer.seat for peer in peers])
         restore = next((each for each in world.gather(newest()) if each is not None), None)
     moved = exe.move(world, home, generation.before, restore, strategies, profile)
     came = moved.received
     return Survived(generation.number, moved.step, (), (), (), peers, exe.strategies, moved.restored, came, 0.0, "")
 
 
-def strategies_for(exe: Executable, world: World, home: Home, profile: Profile | Costs | None) -> tuple[Strategy, ...]:
+def strategies_for(
+    exe: Executable,
+    world: World,
+    home: Home,
+    profile: Profile | Costs | None,
+    past: Past | None = None,
+    seats: Sequence[int] = (),
+) -> tuple[Strategy, ...]:
     """Return what a world's ranks choose from: what was given, as far as it fits, else what is planned or is like it.
 
     Args:
         exe: of this rank.
         world, home: of the ranks there are now.
         profile: by which these choose.
+        past, seats: what this rank knows of earlier ranks, and the seats of these: by them, what is planned is found
+            at once, where it is; None: the best is looked for.
     """
     given, lengths = exe.given, exe.planning.lengths
-    if isinstance(given, str) and given == "auto":
+
+    def planned() -> tuple[Strategy, ...]:
+        if past is not None and isinstance(profile, Costs) and lengths:
+            eras = next((each for each in world.gather(past.eras) if each), ())  # a newcomer has seen nothing
+            ran = replace(past, eras=eras).among(seats)
+            if (found := at_once_among(world, exe.program, profile, lengths, home, ran)) is not None:
+                return (found,)
         return candidates_among(world, "auto", exe.program, world.ranks, profile, lengths, home)
+
+    if isinstance(given, str) and given == "auto":
+        return planned()
     several = [given] if isinstance(given, Strategy | str) else given
     known = [strategy_for(each, exe.program) for each in several]
 
@@ -179,8 +210,7 @@ def strategies_for(exe: Executable, world: World, home: Home, profile: Profile |
 
     if isinstance(profile, Costs) and lengths and not any(map(fits, known)):
         with suppress(Unsupported):  # by the costs nothing fits; what is like the first one may all the same
-            planned = candidates_among(world, "auto", exe.program, world.ranks, profile, lengths, home)
-            known = [strategy for strategy in planned if fits(strategy)] or known
+            known = [strategy for strategy in planned() if fits(strategy)] or known
     return refit(known, world.ranks, exe.program.layers, fits)
 
 

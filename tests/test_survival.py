@@ -21,6 +21,8 @@ from hydragraph.candidates import Planning
 from hydragraph.cost.costs import Costs
 from hydragraph.ir.instruction import Instruction, Op
 from hydragraph.passes.check_strategy import check_strategy
+from hydragraph.past import Past
+from hydragraph.planner.policy import Policy, static_or_dynamic
 from hydragraph.runtime.meeting.member import here
 from hydragraph.survival import costs_for, home_for, strategies_for
 from tests.cost.priced import cluster, costs, mixed
@@ -258,6 +260,32 @@ def test_where_nothing_given_fits_devices_that_differ_are_planned_for() -> None:
     assert strategies_for(exe, world, hg.Home(), left) == (hg.Strategy.parse("3*<tp1,pp1>", 4),)
     exe.given = "4*<tp1,pp1>"
     assert strategies_for(exe, world, hg.Home(), None) == (hg.Strategy.parse("3*<tp1,pp1>", 4),)
+
+
+def test_a_run_that_looks_for_the_best_later_goes_on_with_a_good_plan_at_once() -> None:
+    program = hg.capture(llama(layers=4), check="off")
+    left = costs(4, mixed()).of_ranks([0, 2, 3], hg.Home())
+    lengths = [[24] * 12, [200, 12]]
+    exe: Any = SimpleNamespace(given="auto", program=program, planning=Planning(lengths=lengths))
+    ran = hg.Strategy.parse("<[0]x1,[1]x3> + <[2]x2,[3]x2>", 4)
+    # A newcomer leads, which has seen nothing: another rank tells it what ran in seats 0 to 3.
+    eras = Past().ended([ran], 4).eras
+    world: Any = SimpleNamespace(ranks=3, rank=0, gather=lambda value: [value, eras] if value == () else [value])
+    (found,) = strategies_for(exe, world, hg.Home(), left, Past(), [0, 2, 3])
+    check_strategy(program, found, 3)
+    workload = hg.Workload(lengths=lengths)
+    costs_then = left.changed(home=hg.Home())
+    best = hg.plan(costs_then, workload)
+    assigned = static_or_dynamic(
+        tuple(costs_then.pipelines(s) for s in (found, best.strategy)),
+        tuple(costs_then.fixed(s) for s in (found, best.strategy)),
+        lengths,
+        Policy(),
+    )
+    assert assigned.seconds[0] <= 1.3 * assigned.seconds[1]
+    nothing = costs(4, mixed()).of_ranks([0], hg.Home())
+    alone: Any = SimpleNamespace(ranks=1, rank=0, gather=lambda value: [value])
+    assert strategies_for(exe, alone, hg.Home(), nothing, Past(), [0]) == (hg.Strategy.parse("<tp1,pp1>", 4),)
 
 
 def test_homes_of_other_ranks() -> None:

@@ -103,6 +103,8 @@ class Replanning:
         thrift: when a switch is worth it.
         changing: whether ranks are not ready yet for what they are to switch to.
         refused: why they do not switch after all; "" where they have.
+        sample: lengths of mini-batches, by which to plan before enough were seen.
+        hurried: whether what the run chooses from at first was found at once, so that the best is to be looked for.
     """
 
     costs: Costs
@@ -115,6 +117,8 @@ class Replanning:
     thrift: Thrift = Thrift()
     changing: Callable[[], bool] = lambda: False
     refused: Callable[[], str] = lambda: ""
+    sample: tuple[tuple[int, ...], ...] = ()
+    hurried: bool = False
 
 
 @dataclass(frozen=True)
@@ -161,6 +165,8 @@ class Controller:
         if replanning is not None:
             self._strategies = replanning.strategies
             self._cost_s = replanning.thrift.cost_s
+            self._lengths.extend(replanning.sample)
+            self._at_once = replanning.hurried
             replanning.planner.start()
 
     def stepped(self, report: Stepped) -> tuple[Event, ...]:

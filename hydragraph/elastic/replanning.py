@@ -32,7 +32,6 @@ from hydragraph.spec.strategy import Strategy
 _LOG = logging.getLogger(__name__)
 
 DEADLINE_S = 20.0  # after which the best plan so far is taken
-AT_ONCE_S = 0.3  # the same, of an answer at once
 # What a pipe to a process that is gone raises.
 _GONE = (BrokenPipeError, EOFError, OSError, pickle.UnpicklingError)
 
@@ -116,15 +115,13 @@ def replan(question: Question, costs: Costs | None = None) -> Replanned:
 
 def _at_once(question: Question, costs: Costs) -> Replanned:
     from hydragraph.planner.uneven.at_once import plan_at_once, sample  # needs numba and scipy
-    from hydragraph.planner.uneven.searching import STRAGGLER, TOGETHER
     from hydragraph.planner.uneven.varying import traffic_in_line
     from hydragraph.planner.workload import Workload
 
     workload = Workload(lengths=question.lengths)
     others = (*question.running, *question.first)
-    way = TOGETHER if len(question.cluster.types) > 1 else STRAGGLER
     try:
-        found = plan_at_once(costs, workload, way, others, AT_ONCE_S)
+        found = plan_at_once(costs, workload, others)
     except Unsupported as error:
         return _refusal(str(error))
     if found is None:

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 from math import gcd
@@ -232,6 +232,18 @@ class Strategy:
             for j, (first, stage) in enumerate(zip(pipeline.first_layers, pipeline.stages, strict=True))
             if rank in stage.devices
         )
+
+    def renumbered(self, devices: Mapping[int, int]) -> Strategy:
+        """Return the same strategy on other devices.
+
+        Args:
+            devices: by those it names.
+        """
+
+        def moved(stage: Stage) -> Stage:
+            return replace(stage, devices=tuple(devices[device] for device in stage.devices))
+
+        return replace(self, pipelines=tuple(Pipeline(tuple(map(moved, p.stages))) for p in self.pipelines))
 
     def check(self, layers: int, ranks: int, heads: tuple[int, ...] = ()) -> None:
         """Check that it fits a model of `layers` layers on `ranks` ranks.

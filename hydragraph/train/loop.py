@@ -14,6 +14,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
+from hydragraph.candidates import Planning
 from hydragraph.cost.costs import Costs
 from hydragraph.cost.datasheet import datasheet
 from hydragraph.cost.flops import peak_flops_per_s, step_flops
@@ -113,6 +114,7 @@ class Trainable(Protocol):
     strategies: tuple[Strategy, ...]
     request: PlanRequest
     owners: Home
+    planning: Planning
 
     changing: bool
     change_refused: str
@@ -491,7 +493,8 @@ def _go_on(run: _Run, course: _Course, failure: BaseException | None, owned: Exi
         last = folder.last()
         return None if last is None else last.path
 
-    survived = meet_again(executor, failure, newest)  # type: ignore[arg-type]  # a Trainable that was compiled
+    compiled: Any = executor  # a Trainable that was compiled
+    survived = meet_again(compiled, failure, newest, _soon(config))
     world = executor.world
     turns = () if config.plan.choose else survived.strategies
     last, idle_s = course.done, 0.0
@@ -520,6 +523,11 @@ def _go_on(run: _Run, course: _Course, failure: BaseException | None, owned: Exi
     return run, survived.ending
 
 
+def _soon(config: TrainConfig) -> bool:
+    """Say whether ranks go on with a good plan at once, because the best is looked for beside training."""
+    return config.elastic.on and config.elastic.replan and not config.elastic.dry_run
+
+
 def _lead(run: _Run, course: _Course, survived: Survived, owned: ExitStack, watching: Controller | None) -> _Run:
     """Be the rank that writes: take over what a lost one did, or go on with it.
 
@@ -542,7 +550,9 @@ def _lead(run: _Run, course: _Course, survived: Survived, owned: ExitStack, watc
         course.watcher.started(survived.step, run.config.steps)
     run = replace(run, log=log, watcher=course.watcher)
     if run.config.elastic.on:
-        controller = _controller(run.config, run.world, run.executor, None if watching is None else watching.released())
+        planner = None if watching is None else watching.released()
+        hurried = _soon(run.config) and isinstance(run.executor.profile, Costs)
+        controller = _controller(run.config, run.world, run.executor, planner, hurried=hurried)
         owned.callback(controller.close)
         run = replace(run, controller=controller)
     return run
@@ -744,12 +754,15 @@ def _chosen_from(config: TrainConfig, strategies: tuple[Strategy, ...], tokens: 
     }
 
 
-def _controller(config: TrainConfig, world: World, executor: Trainable, planner: Asked | None = None) -> Controller:
+def _controller(
+    config: TrainConfig, world: World, executor: Trainable, planner: Asked | None = None, hurried: bool = False
+) -> Controller:
     """Return what watches the ranks, by measured costs or, without any, by the model's operations on equal devices.
 
     Args:
         config, world, executor: of the run.
         planner: the process that plans, if there is one already.
+        hurried: whether what runs was found at once, so that the best is to be looked for.
     """
     known, home = executor.profile, executor.owners  # of the ranks that there are now
     if isinstance(known, Costs):
@@ -782,6 +795,8 @@ def _controller(config: TrainConfig, world: World, executor: Trainable, planner:
             config.steps,
             changing=lambda: executor.changing,
             refused=lambda: executor.change_refused,
+            sample=tuple(tuple(lengths) for lengths in executor.planning.lengths or ()),
+            hurried=hurried,
         ),
         following if world.ranks > 1 else None,
     )

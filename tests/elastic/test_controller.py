@@ -98,7 +98,9 @@ class Answering:
         pass
 
 
-def controlled(planner: Answering, switched: list[Replanned] | None, **thrift: Any) -> tuple[Controller, Given]:
+def controlled(
+    planner: Answering, switched: list[Replanned] | None, hurried: bool = False, **thrift: Any
+) -> tuple[Controller, Given]:
     monitor: Any = Given()
     given = Replanning(
         Costs(PROFILE, CLUSTER),
@@ -109,6 +111,8 @@ def controlled(planner: Answering, switched: list[Replanned] | None, **thrift: A
         None if switched is None else switched.append,
         STEPS,
         Thrift(**thrift),
+        sample=((50, 50), (60,)),
+        hurried=hurried,
     )
     return Controller(monitor, given), monitor
 
@@ -157,6 +161,17 @@ def test_who_plans_rehearses_while_all_are_well() -> None:
     assert not run(controller, monitor, {}, 5)
     assert [(each.health, each.at_once) for each in planner.rehearsed] == [(Health(), True)]
     assert not planner.asked
+
+
+def test_what_was_found_at_once_after_a_loss_is_looked_at_with_more_care_while_all_are_well() -> None:
+    planner = Answering(4.0, 3.0)
+    switched: list[Replanned] = []
+    controller, monitor = controlled(planner, switched, hurried=True)
+    events = run(controller, monitor, {}, 8)
+    assert [event.event for event in events] == ["switch"]
+    assert [(each.health, each.at_once) for each in planner.asked] == [(Health(), False)], "once is enough"
+    assert planner.asked[0].lengths[:2] == ((50, 50), (60,)), "a sample stands in for mini-batches not yet seen"
+    assert len(switched) == 1
 
 
 def test_a_better_plan_that_is_found_later_is_taken_too_and_not_after_a_while() -> None:

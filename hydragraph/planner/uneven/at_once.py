@@ -1,6 +1,7 @@
 """A good plan at once, for a run that waits for one: what costs most to know of a plan is left out, or known of few.
 
-    what runs, with layers by rates where ranks are slow, with these ranks and without, or without their pipelines
+    what runs, with layers by rates where ranks are slow, with these ranks and without, or without their pipelines; what
+    ran before ranks were lost, without these
     the search, and equal pipelines in node order     by equal sequences as long as all are on average
     one mini-batch                                    of these, assigned quickly, traffic in line
     memory                                            from the best on, until one fits
@@ -24,13 +25,14 @@ from hydragraph.planner.dispatch_search import Effort
 from hydragraph.planner.uneven.finalists import proposals
 from hydragraph.planner.uneven.prices import SAFETY
 from hydragraph.planner.uneven.regrouping import Yard
-from hydragraph.planner.uneven.searching import Way, search, sizes_of
+from hydragraph.planner.uneven.searching import STRAGGLER, TOGETHER, search, sizes_of
 from hydragraph.planner.uneven.settle import Candidate, form_of
 from hydragraph.planner.uneven.simple import simple
 from hydragraph.planner.uneven.varying import QUICK, traffic_in_line
 from hydragraph.planner.workload import Workload
 from hydragraph.spec.strategy import Strategy
 
+AT_ONCE_S = 0.3  # after which the best so far is taken
 # Strategies that are estimated: at most of those that run, and of what is searched; of all, whatever the time is.
 RUNNING = 3
 MOST = 4
@@ -61,20 +63,20 @@ class Estimate:
 
 
 def plan_at_once(
-    costs: Costs, workload: Workload, way: Way, others: Sequence[Strategy], deadline_s: float
+    costs: Costs, workload: Workload, others: Sequence[Strategy], deadline_s: float = AT_ONCE_S
 ) -> Estimate | None:
     """Return the best strategy that is found in about so many seconds; None: nothing fits.
 
     Args:
         costs: whose home stays.
         workload: mini-batches of varying lengths.
-        way: of searching.
-        others: strategies that are estimated, too, such as what runs.
+        others: strategies that are estimated, too, such as what runs. Of what ran before ranks were lost, these have
+            numbers beyond the cluster's.
         deadline_s: after it nothing more is estimated. What fits may take longer to find out.
     """
     began = time.monotonic()
     batch = sample(workload)
-    promising = _promising(costs, workload, way, began + SEARCHING * deadline_s)
+    promising = _promising(costs, workload, began + SEARCHING * deadline_s)
     near = [s for s in _near(costs, workload, others) if s not in promising]
     in_turns = [s for pair in zip_longest(near, promising) for s in pair if s is not None]
     found: list[Estimate] = []
@@ -104,8 +106,11 @@ def sample(workload: Workload) -> tuple[int, ...]:
 
 def _near(costs: Costs, workload: Workload, others: Sequence[Strategy]) -> list[Strategy]:
     """Return strategies that run, where no rank of theirs is lost, and what is near the first of them."""
-    rate = costs.health.rate
-    every = [s for s in dict.fromkeys(others) if not set(s.devices) & set(costs.health.lost)][:RUNNING]
+
+    def rate(rank: int) -> float:
+        return costs.health.rate(rank) if rank < costs.ranks else math.inf
+
+    every = [s for s in dict.fromkeys(others) if all(math.isfinite(rate(d)) for d in s.devices)][:RUNNING]
     first = next(iter(others), None)
     if first is None or first.shares:
         return every
@@ -124,10 +129,11 @@ def _near(costs: Costs, workload: Workload, others: Sequence[Strategy]) -> list[
     return list(dict.fromkeys(every))
 
 
-def _promising(costs: Costs, workload: Workload, way: Way, until: float) -> list[Strategy]:
+def _promising(costs: Costs, workload: Workload, until: float) -> list[Strategy]:
     """Return strategies all of whose pipelines hold the longest sequence, the most promising for equal ones first."""
     typical = workload.typical
     count, length = typical.sequences, typical.length
+    way = TOGETHER if len(costs.cluster.types) > 1 else STRAGGLER
     unlike: dict[object, Candidate] = {}
     for candidate in search(costs, count, length, way, reach=workload.longest, until=until):
         unlike.setdefault(candidate.shape, candidate)

@@ -3,9 +3,8 @@ import math
 import pytest
 
 import hydragraph as hg
-from hydragraph.planner.uneven.at_once import plan_at_once, sample
+from hydragraph.planner.uneven.at_once import _near, plan_at_once, sample
 from hydragraph.planner.uneven.planning import plan
-from hydragraph.planner.uneven.searching import TOGETHER
 from hydragraph.planner.workload import Workload
 from hydragraph.spec.cluster import Cluster, DeviceType, Node
 from tests.cost import priced
@@ -18,7 +17,7 @@ SOON = 0.1
 @pytest.mark.parametrize("rates", [{}, {3: 5.42}, {0: 2.57, 1: 12.53}, {0: math.inf}])
 def test_it_takes_the_longest_sequence_and_is_near_a_plan_that_was_searched_to_the_end(rates: dict[int, float]) -> None:
     costs = priced.costs(6, priced.mixed(), hg.Health(rates), elements=300_000)
-    found = plan_at_once(costs, WORKLOAD, TOGETHER, (FIRST,), SOON)
+    found = plan_at_once(costs, WORKLOAD, (FIRST,), SOON)
     assert found is not None
     assert found.pipelines == costs.pipelines(found.strategy)
     assert max(p.max_len for p in found.pipelines) >= WORKLOAD.longest
@@ -30,9 +29,20 @@ def test_it_takes_the_longest_sequence_and_is_near_a_plan_that_was_searched_to_t
     assert found.seconds <= 1.3 * best.seconds
 
 
+def test_what_ran_with_ranks_that_are_lost_goes_on_without_them() -> None:
+    costs = priced.costs(6, priced.mixed(), elements=300_000)
+    ran = hg.Strategy.parse("<[0]x6> + <[4]x6> + <[1]x3,[2]x3>", 6)  # there are ranks 0 to 3 now
+    found = plan_at_once(costs, WORKLOAD, (ran,), 0.0)
+    assert found is not None
+    assert set(found.strategy.devices) <= {0, 1, 2, 3}
+    near = _near(costs, WORKLOAD, (ran,))
+    assert hg.Strategy.parse("<[0]x6> + <[1]x3,[2]x3>", 6) in near
+    assert _near(costs, WORKLOAD, (ran, FIRST))[0] == FIRST
+
+
 def test_without_time_what_runs_goes_on_without_the_pipelines_of_slow_ranks() -> None:
     costs = priced.costs(6, priced.mixed(), hg.Health({3: math.inf, 1: 50.0}), elements=300_000)
-    found = plan_at_once(costs, WORKLOAD, TOGETHER, (FIRST,), 0.0)
+    found = plan_at_once(costs, WORKLOAD, (FIRST,), 0.0)
     assert found is not None
     alone = hg.Strategy.parse("<[0]x6>", 6)
     assert found.seconds <= costs.simulate(alone, hg.Assignment.even([1], sum(sample(WORKLOAD)))).seconds * 1.5
@@ -43,8 +53,8 @@ def test_nothing_fits_where_no_pipeline_holds_the_longest_sequence() -> None:
     costs = priced.costs(6, Cluster.of({"fast": DeviceType(1e15, 60_000_000, 1e12)}, nodes))
     longest = max(p.max_len for p in costs.pipelines(hg.Strategy.parse("<tp2,pp1>", 6)))
     short = Workload(lengths=[[16] * 4])
-    assert plan_at_once(costs, short, TOGETHER, (), SOON) is not None
-    assert plan_at_once(costs, Workload(lengths=[[100 * longest], [16] * 4]), TOGETHER, (), SOON) is None
+    assert plan_at_once(costs, short, (), SOON) is not None
+    assert plan_at_once(costs, Workload(lengths=[[100 * longest], [16] * 4]), (), SOON) is None
 
 
 def test_the_sample_is_the_mini_batch_in_the_middle() -> None:
