@@ -15,9 +15,13 @@ from typing import Any
 import yaml
 
 from hydragraph.commands.chaos import chaos_command
+from hydragraph.cost.profile import Profile
 from hydragraph.elastic.events import read_events
+from hydragraph.spec.cluster import Cluster, DeviceType, Node
+from hydragraph.spec.strategy import Strategy
 from hydragraph.train.metrics import read_metrics
 from hydragraph.train.ranks_file import RankPlace
+from tests.cost import priced
 from tests.thorough import thorough
 from tests.train.plain import settings
 
@@ -61,8 +65,22 @@ def wait_for_step(run: Path, step: int) -> None:
     raise AssertionError(f"step {step} never came")
 
 
+def devices(folder: Path) -> dict[str, str]:
+    """Write a cluster of two fast devices and a slow one, and what the tiny model costs on them."""
+    speeds = {"fast": 1.0, "slow": 2.5}
+    profile, cluster = folder / "profile.json", folder / "cluster.yaml"
+    Profile.merge([priced.profile(2, name, slower) for name, slower in speeds.items()]).save(profile)
+    types = {name: DeviceType(1e15 / slower, 10**9, 1e12) for name, slower in speeds.items()}
+    counts = zip(speeds, (2, 1), strict=True)
+    nodes = tuple(Node(name, count, priced.FAST, priced.SLOW, cards=count) for name, count in counts)
+    Cluster.of(types, nodes).save(cluster)
+    return {"profile": str(profile), "cluster": str(cluster)}
+
+
 def test_a_run_whose_leader_is_killed_goes_on_in_the_other_processes(tmp_path: Path) -> None:
-    process = started(written(tmp_path, elastic={"copies": 2, "rejoin": False}))
+    """And with a plan for the two unlike devices that are left, which the rank that leads now makes at once."""
+    auto = {"strategies": ["auto"], "plan": {"choose": True, **devices(tmp_path)}}
+    process = started(written(tmp_path, elastic={"copies": 2, "rejoin": False}, **auto))
     run = tmp_path / "run"
     wait_for_step(run, 4)
     before = ranks(run)
@@ -71,9 +89,12 @@ def test_a_run_whose_leader_is_killed_goes_on_in_the_other_processes(tmp_path: P
     assert process.returncode == 0, said
     assert ranks(run) == before[1:]
     assert [metrics.step for metrics in read_metrics(run / "metrics.jsonl")] == list(range(1, 31))
-    events = [event for event in read_events(run / "events.jsonl") if event.event != "saved"]
+    events = [event for event in read_events(run / "events.jsonl") if event.event in ("fault", "resumed")]
     assert [event.event for event in events] == ["fault", "resumed"]
     assert events[0].ranks == (0,)
+    found = re.search(r"with (.*)@", events[1].why)
+    assert found, events[1].why
+    assert len(Strategy.parse(found[1], 2).devices) == 2, "both fit, and gain"
     assert events[1].seconds > 0
     assert "no state was lost" in events[1].why
     assert events[1].moved_bytes > 0, "what the lost rank owned has two owners again"
