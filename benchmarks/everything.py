@@ -1,6 +1,6 @@
 """Everything at once, for real: two kinds of devices, long-tailed lengths, little memory, a slow link, and bad luck.
 
-    sudo python benchmarks/everything.py                      # all sides, once; 25 minutes
+    sudo python benchmarks/everything.py                      # all sides, once; 25 minutes on four cores, 45 on two
     sudo python benchmarks/everything.py --sides hydragraph --quick
 
 Two machines of two ranks each (network namespaces, joined by a link of 400 Mbit/s; needs root, iproute2 and tc) train a
@@ -68,7 +68,8 @@ ROOT = Path(__file__).parents[1]
 PER_NODE = 2
 RANKS = 2 * PER_NODE
 LINK_BITS_PER_S = 400e6
-SHARE = {"fast": 0.8, "slow": 0.4}  # of a core; the rest is for what is beside the ranks
+# Of a core; the rest is for what is beside the ranks. With fewer cores than ranks all are slower alike.
+SHARE = {name: share * min(1.0, (os.cpu_count() or 1) / RANKS) for name, share in {"fast": 0.8, "slow": 0.4}.items()}
 KINDS = ("fast", "slow")  # of the ranks of each machine
 PERIOD_S = 0.02  # in which a rank computes for its share: short beside what it computes between two messages
 STRAGGLER = 1  # the rank, of the fast kind, that becomes slow and is lost

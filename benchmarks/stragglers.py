@@ -291,7 +291,7 @@ def acted(console: Console, sizes: Sizes, repeats: int) -> None:
         console.print(line, markup=False)
 
 
-def steady(console: Console, repeats: int) -> None:
+def steady(console: Console, repeats: int, rates: Sequence[float], tokens: int) -> None:
     """Slow one of two ranks of `hydragraph train` for good; compare steps with those of a run that does nothing."""
     columns = ("rate", "by stops", "T_opt", "with replan: true", "above T_opt", "does nothing", "a healthy step")
     table = Table(title="Two ranks on a core each, one slowed: steps by the healthy step (medians)")
@@ -299,9 +299,9 @@ def steady(console: Console, repeats: int) -> None:
         table.add_column(column, justify="right")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        profile = measured_in(folder)
-        for rate in LEVELS * repeats:
-            on, off = (Trained(folder, profile, replans).slowed(rate, steps) for replans, steps in RUNS)
+        profile = measured_in(folder, tokens)
+        for rate in tuple(rates) * repeats:
+            on, off = (Trained(folder, profile, replans, tokens).slowed(rate, steps) for replans, steps in RUNS)
             ideal = 2 / (1 + 1 / on.rate)
             row = (f"{rate}", f"{on.rate:.2f}", f"{ideal:.2f}", f"{on.ratio:.2f}", f"{on.ratio / ideal - 1:+.0%}")
             table.add_row(*row, f"{off.ratio:.2f}", f"{on.healthy:.2f} s, {off.healthy:.2f} s")
@@ -314,7 +314,7 @@ RUNS = ((True, 40), (False, 6))  # whether it plans again, and for how many step
 LAST = 8  # of them, that count
 
 
-def train_config(folder: Path, profile: Path | None, replans: bool) -> Path:
+def train_config(folder: Path, profile: Path | None, replans: bool, tokens: int) -> Path:
     """Write the config of two ranks that train a small Llama, on texts that are written into the folder."""
     texts = folder / "texts"
     texts.mkdir(exist_ok=True)
@@ -334,7 +334,7 @@ def train_config(folder: Path, profile: Path | None, replans: bool) -> Path:
                 "max_position_embeddings": 64,
             },
         },
-        "data": {"paths": [str(texts)], "vocab_size": 600, "max_length": 64, "tokens_per_step": 4096},
+        "data": {"paths": [str(texts)], "vocab_size": 600, "max_length": 64, "tokens_per_step": tokens},
         "strategies": ["2*<tp1,pp1>", "<tp1,pp2>"],
         "plan": {"choose": True, "profile": str(profile)} if profile else {},
         "elastic": {"replan": replans},
@@ -349,10 +349,10 @@ def train_config(folder: Path, profile: Path | None, replans: bool) -> Path:
     return file
 
 
-def measured_in(folder: Path) -> Path:
+def measured_in(folder: Path, tokens: int) -> Path:
     """Measure the profile, as a user would."""
     made = folder / "profile.json"
-    command = ["profile", str(train_config(folder, None, False)), "--schemes", "tp1pp1", "--out", str(made)]
+    command = ["profile", str(train_config(folder, None, False, tokens)), "--schemes", "tp1pp1", "--out", str(made)]
     subprocess.run([sys.executable, "-m", "hydragraph", *command], check=True, stdout=subprocess.DEVNULL)
     return made
 
@@ -370,10 +370,10 @@ class Steady:
 class Trained:
     """A run of `hydragraph train`."""
 
-    def __init__(self, folder: Path, profile: Path, replans: bool) -> None:
+    def __init__(self, folder: Path, profile: Path, replans: bool, tokens: int) -> None:
         self._folder = folder
         self._run = Path(tempfile.mkdtemp(dir=folder)) / "run"
-        command = ["train", str(train_config(folder, profile, replans)), "--set", f"output={self._run}"]
+        command = ["train", str(train_config(folder, profile, replans, tokens)), "--set", f"output={self._run}"]
         self._process = subprocess.Popen(
             [sys.executable, "-m", "hydragraph", *command],
             stdout=subprocess.DEVNULL,
@@ -464,6 +464,8 @@ def main() -> None:
     parser.add_argument("--only", choices=("found", "quiet", "acted", "steady"))
     parser.add_argument("--steps", type=int, default=1000, help="iterations in which nobody is slowed")
     parser.add_argument("--repeats", type=int, default=2, help="of every level")
+    parser.add_argument("--rates", type=float, nargs="+", default=LEVELS, help="of --only steady")
+    parser.add_argument("--tokens", type=int, default=4096, help="of a step of --only steady")
     parser.add_argument("--sizes", default="{}", help='of the model, such as {"hidden": 128, "tokens": 1024}')
     chosen = parser.parse_args()
     console = Console(width=130)
@@ -473,7 +475,7 @@ def main() -> None:
     if chosen.only in (None, "acted"):
         acted(console, sizes, chosen.repeats)
     if chosen.only in (None, "steady"):
-        steady(console, chosen.repeats)
+        steady(console, chosen.repeats, chosen.rates, chosen.tokens)
     if chosen.only in (None, "quiet"):
         quiet(console, sizes, chosen.steps)
 

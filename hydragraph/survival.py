@@ -12,8 +12,9 @@ The ranks meet again in the same processes (`runtime.meeting`), the state moves 
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,6 +30,7 @@ from hydragraph.runtime.launch import World, join
 from hydragraph.runtime.meeting.member import CALLED, Dismissed, Member, here
 from hydragraph.runtime.meeting.place import Peer
 from hydragraph.runtime.meeting.protocol import Generation
+from hydragraph.spec.health import Health
 from hydragraph.spec.home import Home
 from hydragraph.spec.strategy import Strategy
 
@@ -49,6 +51,7 @@ class Survived:
         seconds: from this rank's failure to the state's arrival.
         why: what happened, in words.
         ending: why these ranks are only to save and end; "": they go on.
+        before: by rank, the number that it had before; None: it has come.
     """
 
     generation: int
@@ -63,6 +66,7 @@ class Survived:
     seconds: float
     why: str
     ending: str = ""
+    before: tuple[int | None, ...] = ()
 
 
 def survive(exe: Executable, failure: BaseException | None = None, restore: str | Path | None = None) -> Survived:
@@ -87,7 +91,11 @@ def survive(exe: Executable, failure: BaseException | None = None, restore: str 
 
 
 def meet_again(
-    exe: Executable, failure: BaseException | None, newest: Callable[[], Path | None], soon: bool = False
+    exe: Executable,
+    failure: BaseException | None,
+    newest: Callable[[], Path | None],
+    soon: bool = False,
+    known: Health | None = None,
 ) -> Survived:
     """Do what `survive` does, but return also where too few ranks are left.
 
@@ -96,6 +104,7 @@ def meet_again(
         newest: returns the checkpoint to go back to where state is lost; the first rank's answer counts that has one.
         soon: where a strategy is planned, take a good one that is found at once: a better one is looked for beside
             training, by who calls this.
+        known: rates of the ranks there were, on the one that watches them; a plan at once goes by them.
     """
     member = here()
     if member is None or (isinstance(failure, Stopped) and failure.reason < CALLED):
@@ -106,6 +115,7 @@ def meet_again(
     left: list[int] = []
     received = 0
     past = exe.past.ended(exe.recent, len(before))
+    rates = {} if known is None else {before[rank]: known.rate(rank) for rank in known}
     while True:
         if isinstance(failure, RankFailure):
             reasons.append(str(failure).partition("; restart all ranks")[0])
@@ -113,7 +123,7 @@ def meet_again(
         member.progress_s = exe.progress_s
         generation = member.meet(failure)
         try:
-            survived = _move(exe, member, generation, newest, past if soon else None)
+            survived = _move(exe, member, generation, newest, past if soon else None, rates)
         except RankFailure as again:
             failure = again
             continue
@@ -137,6 +147,7 @@ def meet_again(
         lost, came = tuple(range(len(generation.lost))), "all ranks were lost"
     return replace(
         survived,
+        before=tuple(before.index(m) if m in before else None for m in now),
         lost=lost,
         left=tuple(rank for rank, m in enumerate(before) if m in left),
         joined=joined,
@@ -148,12 +159,18 @@ def meet_again(
 
 
 def _move(
-    exe: Executable, member: Member, generation: Generation, newest: Callable[[], Path | None], past: Past | None
+    exe: Executable,
+    member: Member,
+    generation: Generation,
+    newest: Callable[[], Path | None],
+    past: Past | None,
+    rates: Mapping[int, float],
 ) -> Survived:
     """Bring the state to a generation's ranks.
 
     Args:
         past: what ran before, by which a strategy is found at once; None: the best is looked for.
+        rates: of members, as far as this one knows them; they count where a strategy is found at once.
     """
     world = join(exe.device)
     world.watch.progress_s = exe.progress_s
@@ -162,6 +179,10 @@ def _move(
     home = home_for(exe.wanted_home, [peer.seat for peer in peers], going)
     profile = costs_for(exe.given_profile, [peer.seat for peer in peers], home)
     with world.calling("meet"):
+        if past is not None and isinstance(profile, Costs):
+            told = next((each for each in world.gather(rates) if each), {})
+            slow = {rank: told[m] for rank, m in enumerate(generation.members) if math.isfinite(told.get(m, math.inf))}
+            profile = profile.changed(health=Health(slow))
         strategies = strategies_for(exe, world, home, profile, past, [peer.seat for peer in peers])
         restore = next((each for each in world.gather(newest()) if each is not None), None)
     moved = exe.move(world, home, generation.before, restore, strategies, profile)

@@ -16,7 +16,7 @@ from tests import reference
 from tests.adapted import LAYERS, MODELS
 from tests.models import sequences
 from tests.ready import Ready
-from tests.thorough import first
+from tests.thorough import first, thorough
 
 LENGTHS = [20, 7, 33, 1, 12]
 STRATEGIES = ["<[0,1]x2,[2]x1>", "<[2]x1,[0]x1,[1]x1>", "<[1,0]x3s> + <[2]x3>", "<[2]x2,[1,0]x1sr>"]
@@ -101,7 +101,8 @@ def resume(prepared: Ready, path: str, strategy: str, saves: bool) -> tuple[list
     return losses, weights
 
 
-@pytest.mark.parametrize("name", first(["hand-written LoRA"], ["hand-written LoRA", "unreached and unused"]))
+@thorough
+@pytest.mark.parametrize("name", ["hand-written LoRA", "unreached and unused"])
 def test_checkpoints_resume_on_another_number_of_ranks(name: str, tmp_path: Path) -> None:
     path, model = str(tmp_path / "saved"), MODELS[name]()
     one, two = "<[0,1]x3>", "<[1]x1,[0]x1,[2]x1>"
@@ -120,7 +121,9 @@ def test_checkpoints_resume_on_another_number_of_ranks(name: str, tmp_path: Path
 
 
 @pytest.mark.parametrize("backend", first(["eager"], ["eager", "inductor"]))
-@pytest.mark.parametrize("name", ["frozen lower layers", "norms alone", "unreached and unused"])
+@pytest.mark.parametrize(
+    "name", first(["unreached and unused"], ["frozen lower layers", "norms alone", "unreached and unused"])
+)
 def test_alone_in_16_bits(name: str, backend: str) -> None:
     """Nothing that does not learn is decayed or rounded, also by the optimizer that writes 16-bit copies."""
     if backend == "inductor" and name != "frozen lower layers":

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Protocol
 
@@ -105,6 +105,7 @@ class Replanning:
         refused: why they do not switch after all; "" where they have.
         sample: lengths of mini-batches, by which to plan before enough were seen.
         hurried: whether what the run chooses from at first was found at once, so that the best is to be looked for.
+        planned_for: the rates of ranks that this was planned for.
     """
 
     costs: Costs
@@ -119,6 +120,7 @@ class Replanning:
     refused: Callable[[], str] = lambda: ""
     sample: tuple[tuple[int, ...], ...] = ()
     hurried: bool = False
+    planned_for: Health = field(default_factory=Health)
 
 
 @dataclass(frozen=True)
@@ -150,7 +152,7 @@ class Controller:
         self, monitor: Monitor, replanning: Replanning | None = None, following: Following | None = None
     ) -> None:
         self.following = following
-        self._monitor = monitor
+        self.monitor = monitor
         self._replanning = replanning
         self._first = True
         self._planned_for = Health()
@@ -167,19 +169,20 @@ class Controller:
             self._cost_s = replanning.thrift.cost_s
             self._lengths.extend(replanning.sample)
             self._at_once = replanning.hurried
+            self._planned_for = self._asked_for = replanning.planned_for
             replanning.planner.start()
 
     def stepped(self, report: Stepped) -> tuple[Event, ...]:
         """Take in a step; return what happened."""
         if self._first and all(times.probe > 0 for times in report.ranks):
-            self._monitor.baseline(report.ranks)
+            self.monitor.baseline(report.ranks)
         self._first = False
-        changes = self._monitor.observe(report.chosen, report.assignment, report.ranks)
+        changes = self.monitor.observe(report.chosen, report.assignment, report.ranks)
         events = [_event_of(change, report.step) for change in changes]
         if self._replanning is not None:
             events += self._replan(self._replanning, report)
         if self.following is not None:
-            events += self.following.stepped(report.step, self._monitor.health, report.seconds)
+            events += self.following.stepped(report.step, self.monitor.health, report.seconds)
         return tuple(events)
 
     def released(self) -> Asked | None:
@@ -240,7 +243,7 @@ class Controller:
         """Ask for another plan, if rates have changed, or if the last one was found in a hurry."""
         given = self._replanning
         assert given is not None, "asked of those that plan"
-        health = self._monitor.health
+        health = self.monitor.health
         if given.planner.busy:
             return
         if health != self._asked_for and self._may_switch(given, step, health):

@@ -28,9 +28,10 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Hashable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
 from statistics import median, median_low
-from typing import Any
+from typing import Any, TypeVar
 
 CALIBRATION = 5  # iterations that say what healthy is, of the run and of every kind of work
 WINDOW = 32  # iterations that factors and scatter are medians of
@@ -39,6 +40,8 @@ OF = 4
 CERTAIN = 3.0
 PARTIAL = 0.85  # of the later ones: a first iteration below it was slow in part only
 SHARED = 0.5  # of a rank's predicted seconds that must be of known kinds
+
+_T = TypeVar("_T")
 
 Kind = Hashable
 Work = Mapping[int, Mapping[Any, tuple[float, float]]]  # rank -> kind -> (measured, predicted) seconds, each above 0
@@ -138,6 +141,24 @@ class Estimator:
         if len(deviations) < 3:
             return 0.0
         return max(1.4826 * median(deviations), deviations[round(0.95 * (len(deviations) - 1))] / 2)
+
+    def among(self, numbers: Mapping[int, int]) -> Estimator:
+        """Return one that knows ranks by other numbers, and as much of kinds of work and their noise as this one.
+
+        Args:
+            numbers: by those before; ranks without one are gone.
+        """
+
+        def anew(values: Mapping[int, _T]) -> dict[int, _T]:
+            return {numbers[rank]: deepcopy(value) for rank, value in values.items() if rank in numbers}
+
+        found = Estimator(self._sensitivity, self._certain)
+        found._kinds = deepcopy(self._kinds)
+        found._held = anew(self._held)
+        found._residuals = anew(self._residuals)
+        found._recent = deque(map(anew, self._recent))
+        found._healthy = deque(map(anew, self._healthy), maxlen=WINDOW)
+        return found
 
     def observe(self, work: Work, idle: Mapping[int, float] | None = None) -> tuple[Change, ...]:
         """Take in one iteration.

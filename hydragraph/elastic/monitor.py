@@ -18,7 +18,7 @@ were predicted: the device is 1.0 / 0.4 x 0.2 / 0.2 = 2.5 times as slow, and ano
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median_low
 
@@ -68,6 +68,18 @@ class Monitor:
         self._core = Estimator(sensitivity, certain=CROWDED)
         self._strategy: Strategy | None = None
         self._probed: dict[int, float] = {}  # the first probe of each rank
+
+    def among(self, costs: Costs, numbers: Mapping[int, int]) -> Monitor:
+        """Return a monitor of other ranks, which knows of those that stay what this one does.
+
+        Args:
+            costs: of the model on them.
+            numbers: of those that stay, by the numbers they had.
+        """
+        found = Monitor(costs)
+        found._device, found._core = self._device.among(numbers), self._core.among(numbers)
+        found._probed = {numbers[rank]: probe for rank, probe in self._probed.items() if rank in numbers}
+        return found
 
     @property
     def health(self) -> Health:

@@ -23,7 +23,7 @@ from hydragraph.cost.trace_file import TracedStep
 from hydragraph.data import tokenizer
 from hydragraph.data.mini_batches import Drawn, MiniBatches
 from hydragraph.data.mixture import Mixture
-from hydragraph.elastic.controller import Asked, Controller, Replanning
+from hydragraph.elastic.controller import Controller, Replanning
 from hydragraph.elastic.estimate import Sensitivity
 from hydragraph.elastic.events import Event, append_event, now, read_events
 from hydragraph.elastic.following import Following, state_costs
@@ -44,6 +44,7 @@ from hydragraph.runtime.stopping import Requests, Stopping
 from hydragraph.runtime.trace import Exposed, RankTimes, Span, write_trace
 from hydragraph.spec.assignment import Assignment
 from hydragraph.spec.default_cluster import default_cluster
+from hydragraph.spec.health import Health
 from hydragraph.spec.home import Home
 from hydragraph.spec.strategy import Strategy
 from hydragraph.survival import Survived, meet_again
@@ -494,7 +495,8 @@ def _go_on(run: _Run, course: _Course, failure: BaseException | None, owned: Exi
         return None if last is None else last.path
 
     compiled: Any = executor  # a Trainable that was compiled
-    survived = meet_again(compiled, failure, newest, _soon(config))
+    known = None if watching is None or course.untold else watching.monitor.health
+    survived = meet_again(compiled, failure, newest, _soon(config), known)
     world = executor.world
     turns = () if config.plan.choose else survived.strategies
     last, idle_s = course.done, 0.0
@@ -521,6 +523,16 @@ def _go_on(run: _Run, course: _Course, failure: BaseException | None, owned: Exi
         if not survived.ending and _unsaved(run, course):
             _checkpoint(run, course)
     return run, survived.ending
+
+
+def _numbers(course: _Course) -> dict[int, int]:
+    """Return the numbers of the ranks that stayed, by those they had when all were last told of."""
+    (first, _), *others = course.untold
+    numbers = {old: rank for rank, old in enumerate(first.before) if old is not None}
+    for survived, _ in others:
+        again = {old: rank for rank, old in enumerate(survived.before) if old is not None}
+        numbers = {old: again[rank] for old, rank in numbers.items() if rank in again}
+    return numbers
 
 
 def _soon(config: TrainConfig) -> bool:
@@ -550,9 +562,8 @@ def _lead(run: _Run, course: _Course, survived: Survived, owned: ExitStack, watc
         course.watcher.started(survived.step, run.config.steps)
     run = replace(run, log=log, watcher=course.watcher)
     if run.config.elastic.on:
-        planner = None if watching is None else watching.released()
         hurried = _soon(run.config) and isinstance(run.executor.profile, Costs)
-        controller = _controller(run.config, run.world, run.executor, planner, hurried=hurried)
+        controller = _controller(run.config, run.world, run.executor, watching, _numbers(course), hurried)
         owned.callback(controller.close)
         run = replace(run, controller=controller)
     return run
@@ -755,13 +766,19 @@ def _chosen_from(config: TrainConfig, strategies: tuple[Strategy, ...], tokens: 
 
 
 def _controller(
-    config: TrainConfig, world: World, executor: Trainable, planner: Asked | None = None, hurried: bool = False
+    config: TrainConfig,
+    world: World,
+    executor: Trainable,
+    before: Controller | None = None,
+    numbers: Mapping[int, int] | None = None,
+    hurried: bool = False,
 ) -> Controller:
     """Return what watches the ranks, by measured costs or, without any, by the model's operations on equal devices.
 
     Args:
         config, world, executor: of the run.
-        planner: the process that plans, if there is one already.
+        before: of the ranks that there were: what it knows of those that stay counts, and its process that plans stays.
+        numbers: of those that stay, by the numbers they had.
         hurried: whether what runs was found at once, so that the best is to be looked for.
     """
     known, home = executor.profile, executor.owners  # of the ranks that there are now
@@ -772,7 +789,11 @@ def _controller(
     else:
         cluster = default_cluster(world.ranks)
         costs = Costs(datasheet(executor.program, cluster), cluster, home=home)
-    monitor = Monitor(costs, Sensitivity(config.elastic.enter, config.elastic.leave))
+    if before is None:
+        monitor = Monitor(costs, Sensitivity(config.elastic.enter, config.elastic.leave))
+    else:
+        monitor = before.monitor.among(costs, numbers or {})
+    planner = None if before is None else before.released()
     if not config.elastic.replan:
         return Controller(monitor)
 
@@ -797,6 +818,7 @@ def _controller(
             refused=lambda: executor.change_refused,
             sample=tuple(tuple(lengths) for lengths in executor.planning.lengths or ()),
             hurried=hurried,
+            planned_for=monitor.health if hurried else Health(),
         ),
         following if world.ranks > 1 else None,
     )

@@ -16,6 +16,7 @@ from hydragraph.commands.process import running_s
 from hydragraph.train.folder import RunFolder
 from hydragraph.train.metrics import read_metrics
 from tests.commands.tiny import LOPSIDED, computed, run, write
+from tests.thorough import thorough
 
 
 def test_train_on_two_ranks(trained: tuple[Path, Result]) -> None:
@@ -49,6 +50,7 @@ def test_resume_continues_bit_for_bit(trained: tuple[Path, Result], tmp_path: Pa
     assert [computed(line) for line in whole] == [computed(line) for line in again]
 
 
+@thorough
 def test_a_strategy_chosen_every_step_resumes_bit_for_bit(tmp_path: Path) -> None:
     plan = {"choose": True, "gain": 0.0, "sample": 2}
     # Shares of the state that are unequal, too.

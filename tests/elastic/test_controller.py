@@ -99,7 +99,11 @@ class Answering:
 
 
 def controlled(
-    planner: Answering, switched: list[Replanned] | None, hurried: bool = False, **thrift: Any
+    planner: Answering,
+    switched: list[Replanned] | None,
+    hurried: bool = False,
+    planned_for: Health | None = None,
+    **thrift: Any,
 ) -> tuple[Controller, Given]:
     monitor: Any = Given()
     given = Replanning(
@@ -113,6 +117,7 @@ def controlled(
         Thrift(**thrift),
         sample=((50, 50), (60,)),
         hurried=hurried,
+        planned_for=planned_for or Health(),
     )
     return Controller(monitor, given), monitor
 
@@ -172,6 +177,14 @@ def test_what_was_found_at_once_after_a_loss_is_looked_at_with_more_care_while_a
     assert [(each.health, each.at_once) for each in planner.asked] == [(Health(), False)], "once is enough"
     assert planner.asked[0].lengths[:2] == ((50, 50), (60,)), "a sample stands in for mini-batches not yet seen"
     assert len(switched) == 1
+
+
+def test_a_rank_that_was_slow_before_a_loss_is_no_news_after_it() -> None:
+    planner = Answering()
+    controller, monitor = controlled(planner, [], hurried=True, planned_for=Health({1: 2.57}))
+    monitor.health = Health({1: 2.57})
+    run(controller, monitor, {}, 8)
+    assert [(each.health, each.at_once) for each in planner.asked] == [(Health({1: 2.57}), False)]
 
 
 def test_a_better_plan_that_is_found_later_is_taken_too_and_not_after_a_while() -> None:

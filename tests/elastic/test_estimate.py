@@ -126,6 +126,23 @@ def test_other_kinds_of_work_after_a_switch_name_nobody_and_keep_rates() -> None
     assert estimator.rates == rates
 
 
+def test_ranks_that_stay_are_known_by_their_new_numbers_and_others_are_found_without_learning_anew() -> None:
+    before = Estimator()
+    trace(3, 24, stepping(1, 5.42), estimator=before)
+    numbers = {1: 3, 2: 0, 3: 1}  # rank 0 is lost, rank 2 is new
+    after = before.among(numbers)
+    assert after.rates == {3: before.rates[1]}
+    assert after.scatter > 0
+
+    def rate(who: int, iteration: int) -> float:
+        return {3: 5.42, 0: 2.57 if iteration else 1.0}.get(who, 1.0)
+
+    named = [[change.rank for change in each] for each in trace(3, 5, rate, estimator=after)]
+    assert [rank for each in named for rank in each] == [0], "rank 3 is as slow as it is known to be"
+    assert after.rates[0] == pytest.approx(2.57, rel=0.15)
+    assert before.rates.keys() == {1}, "it is as it was: ranks may have to meet once more"
+
+
 def test_idle_ranks_go_by_probes() -> None:
     estimator = Estimator()
     trace(9, BEFORE + 4, stepping(2, 5.42), estimator=estimator)

@@ -84,6 +84,16 @@ def test_an_idle_rank_is_known_by_its_probes() -> None:
     assert observed(monitor, range(15, 19), {}) == [3]
 
 
+def test_of_ranks_that_stay_rates_and_probes_are_known() -> None:
+    before = Monitor(costs())
+    observed(before, range(20), {})
+    observed(before, range(20, 23), {1: 2.57})
+    after = before.among(costs(), {0: 1, 1: 0, 3: 3})
+    assert after.health.rates == {0: pytest.approx(2.57, rel=1e-6)}
+    assert before.health.rates == {1: pytest.approx(2.57, rel=1e-6)}
+    assert observed(after, range(23, 28), {0: 2.57, 3: 5.42}) == [3], "an idle rank, by the probe of its first step"
+
+
 def test_costs_of_another_model_are_refused() -> None:
     other = hg.capture(torch.nn.ModuleDict({"m": llama(layers=3)})["m"])
     cluster = default_cluster(4)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from hydragraph.runtime.variants import Variants, local_parameters
 from hydragraph.spec.stage_kind import StageKind, StagePart
 from tests.models import captured
 from tests.passes.golden_template import check_golden, llama_layer
+from tests.thorough import first
 
 TOKENS = 5
 
@@ -91,8 +93,10 @@ def backward(variant: Variant, values: dict[str, Tensor], totals: list[tuple[Ten
     return dict(zip(variant.gradients, variant.backward(*(held[n] for n in variant.needs), *flat), strict=True))
 
 
-@pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral"])
+@pytest.mark.parametrize(
+    ("family", "recompute"),
+    first([("gpt2", False), ("mixtral", True)], product(["llama", "gpt2", "mixtral"], [False, True])),
+)
 def test_sums_equal_those_of_returned_gradients(family: str, recompute: bool) -> None:
     program, _ = captured(family)
     variants, seen = Variants(program), 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from itertools import product
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from hydragraph.spec.stage_kind import StageKind, StagePart
 from tests.models import bert, gpt2, llama
 from tests.passes.golden_template import check_golden
 from tests.passes.test_shard import check
+from tests.thorough import first
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "llama": functools.partial(llama, 1),
@@ -61,9 +63,11 @@ def run(program: Program, model: nn.Module, fused: bool, recompute: bool, tokens
         return [loss, *variant.backward(*(needed[n] for n in variant.needs))]
 
 
-@pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", ["llama", "tied", "gpt2"])
+CASES = list(product(["llama", "tied", "gpt2"], [torch.float32, torch.bfloat16], [False, True]))
+
+
+# Every fifth case: among them is each name, type and choice.
+@pytest.mark.parametrize(("name", "dtype", "recompute"), first(CASES[::5], CASES))
 def test_loss_and_gradients_are_those_of_head_and_loss(name: str, dtype: torch.dtype, recompute: bool) -> None:
     program, model = captured(name, dtype)
     for tokens in (2, 300):  # of which the second takes several chunks

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from hydragraph.runtime.launch import launch
+from tests.thorough import first
 
 ROOT = Path(__file__).parents[2]
 
@@ -56,7 +57,7 @@ hg.launch(train, 2)
 """
 
 
-@pytest.mark.parametrize("how", ["-c", "stdin", "-i"])
+@pytest.mark.parametrize("how", first(["stdin"], ["-c", "stdin", "-i"]))
 def test_what_is_typed_runs_on_ranks(how: str, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(TYPED)

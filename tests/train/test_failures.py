@@ -9,6 +9,7 @@ import json
 import os
 import pickle
 import shutil
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import torch.distributed.checkpoint as dcp
 
 from hydragraph.runtime.checkpoint import disk
 from tests.commands.tiny import computed, run, write
+from tests.thorough import first
 
 ONE = ["<tp1,pp1>"]
 
@@ -144,8 +146,9 @@ def test_checkpoints_beside_training_are_the_same(trained: Path, tmp_path: Path)
     assert found["step-00000004/__0_0.distcp"] == expected["step-00000004/__0_0.distcp"]
 
 
-@pytest.mark.parametrize("torch_tells", [False, True], ids=["as an OSError", "as torch's writer tells it"])
-@pytest.mark.parametrize("asynchronous", [False, True], ids=["waiting", "beside training"])
+@pytest.mark.parametrize(
+    ("asynchronous", "torch_tells"), first([(False, False), (True, True)], product([False, True], [False, True]))
+)
 def test_a_full_disk_stops_the_run_and_it_resumes_from_the_last_checkpoint(
     asynchronous: bool, torch_tells: bool, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

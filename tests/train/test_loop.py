@@ -21,7 +21,7 @@ from hydragraph.train import loop
 from hydragraph.train.config import TrainConfig
 from hydragraph.train.data import evaluation_batches, open_tokens, prepare
 from hydragraph.train.folder import Checkpoint, RunFolder
-from hydragraph.train.loop import _changes_of, _Course, _lead, _paused, _resumed, _Run, train
+from hydragraph.train.loop import _changes_of, _Course, _lead, _numbers, _paused, _resumed, _Run, train
 from hydragraph.train.metrics import Metrics, read_metrics
 from tests.cost import priced
 from tests.train.plain import PlainExecutor, Watched, compile_plain, settings
@@ -309,12 +309,21 @@ def test_who_was_lost_is_told_though_the_ranks_met_twice() -> None:
     assert "all went back to the checkpoint after step 1, 2 steps before" in back.why
 
 
+def test_ranks_are_known_by_their_new_numbers_though_they_met_twice() -> None:
+    first = Survived(2, 3, (0,), (), (3,), (), (), None, 0, 0.5, "", before=(1, 2, 3, None))  # type: ignore[arg-type]
+    second = Survived(3, 3, (1,), (), (), (), (), None, 0, 0.25, "", before=(2, 0, 3))  # type: ignore[arg-type]
+    course: Any = SimpleNamespace(untold=[(first, 4)])
+    assert _numbers(course) == {1: 0, 2: 1, 3: 2}
+    course.untold.append((second, 4))
+    assert _numbers(course) == {3: 0, 1: 1}, "who came in between, as rank 3, was in no step that was watched"
+
+
 def test_ranks_that_are_left_are_watched_by_the_costs_of_their_own_devices(tmp_path: Path) -> None:
     whole = priced.costs(4, priced.mixed())
     left = whole.of_ranks([0, 2, 3], Home())
     executor: Any = SimpleNamespace(profile=left, owners=Home(copies=2))
     world: Any = SimpleNamespace(ranks=3)
     controller = loop._controller(config(tmp_path, elastic={"monitor": True}), world, executor)
-    costs = controller._monitor._costs
+    costs = controller.monitor._costs
     assert [costs.cluster.type_of(rank) for rank in range(costs.ranks)] == ["fast", "slow", "slow"]
     assert costs.home.copies == 2
