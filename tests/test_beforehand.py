@@ -38,7 +38,7 @@ def trained(model: Any) -> list[str]:
 
     def step() -> str:
         names.append(exe.step(sequences([20, 13, 7], seed=len(names) % 5)).strategy)
-        time.sleep(0.05)
+        time.sleep(0.25)  # for the process that gives way to ranks
         assert len(names) < STEPS
         return names[-1]
 
