@@ -4,9 +4,9 @@ TORCH ?= torch==2.13.0
 
 BIN := .venv/bin
 STAMP := .venv/.complete
-# Tests wait for processes a third of the time: one more runs at once than there are cores, up to 4. Bytecode is kept,
+# Tests start many processes: as many run at once as there are cores, up to 4 (one more took longer), and bytecode is kept,
 # whatever the environment says.
-WORKERS ?= $(shell $(PYTHON) -c 'import os; print(min(4, 1 + (os.cpu_count() or 1)))')
+WORKERS ?= $(shell $(PYTHON) -c 'import os; print(min(4, max(2, os.cpu_count() or 2)))')
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 
