@@ -412,7 +412,7 @@ def switching(ready_first: bool) -> Switching:
     torch.manual_seed(0)
     with torch.device("meta"):
         model = LlamaForCausalLM(config)
-    one, other, new = (hg.Strategy.parse(text, 8) for text in ("2*<tp1,pp1>", "<tp1,pp2>", "<tp2r,pp1>"))
+    one, other, new = (hg.Strategy.parse(text, 8) for text in ("2*<tp1,pp1>", "<tp1,pp2>", "<[0,1]x8r>"))
     with tempfile.TemporaryDirectory() as cache:
         os.environ["XDG_CACHE_HOME"] = cache  # of what was checked once
         exe = hg.compile(model, [one, other], lambda named: hg.AdamW(named, lr=1e-4), device="cpu")
