@@ -51,7 +51,6 @@ class Survived:
         seconds: from this rank's failure to the state's arrival.
         why: what happened, in words.
         ending: why these ranks are only to save and end; "": they go on.
-        before: by rank, the number that it had before; None: it has come.
     """
 
     generation: int
@@ -66,7 +65,6 @@ class Survived:
     seconds: float
     why: str
     ending: str = ""
-    before: tuple[int | None, ...] = ()
 
 
 def survive(exe: Executable, failure: BaseException | None = None, restore: str | Path | None = None) -> Survived:
@@ -95,7 +93,7 @@ def meet_again(
     failure: BaseException | None,
     newest: Callable[[], Path | None],
     soon: bool = False,
-    known: Health | None = None,
+    rates: Mapping[int, float] | None = None,
 ) -> Survived:
     """Do what `survive` does, but return also where too few ranks are left.
 
@@ -104,7 +102,7 @@ def meet_again(
         newest: returns the checkpoint to go back to where state is lost; the first rank's answer counts that has one.
         soon: where a strategy is planned, take a good one that is found at once: a better one is looked for beside
             training, by who calls this.
-        known: rates of the ranks there were, on the one that watches them; a plan at once goes by them.
+        rates: of slow members, on the rank that watches them; a plan at once goes by them.
     """
     member = here()
     if member is None or (isinstance(failure, Stopped) and failure.reason < CALLED):
@@ -115,7 +113,6 @@ def meet_again(
     left: list[int] = []
     received = 0
     past = exe.past.ended(exe.recent, len(before))
-    rates = {} if known is None else {before[rank]: known.rate(rank) for rank in known}
     while True:
         if isinstance(failure, RankFailure):
             reasons.append(str(failure).partition("; restart all ranks")[0])
@@ -123,7 +120,7 @@ def meet_again(
         member.progress_s = exe.progress_s
         generation = member.meet(failure)
         try:
-            survived = _move(exe, member, generation, newest, past if soon else None, rates)
+            survived = _move(exe, member, generation, newest, past if soon else None, rates or {})
         except RankFailure as again:
             failure = again
             continue
@@ -147,7 +144,6 @@ def meet_again(
         lost, came = tuple(range(len(generation.lost))), "all ranks were lost"
     return replace(
         survived,
-        before=tuple(before.index(m) if m in before else None for m in now),
         lost=lost,
         left=tuple(rank for rank, m in enumerate(before) if m in left),
         joined=joined,

@@ -80,7 +80,7 @@ def devices(folder: Path) -> dict[str, str]:
 def test_a_run_whose_leader_is_killed_goes_on_in_the_other_processes(tmp_path: Path) -> None:
     """And with a plan for the two unlike devices that are left, which the rank that leads now makes at once."""
     auto = {"strategies": ["auto"], "plan": {"choose": True, **devices(tmp_path)}}
-    process = started(written(tmp_path, elastic={"copies": 2, "rejoin": False}, **auto))
+    process = started(written(tmp_path, elastic={"copies": 2, "rejoin": False, "replan": True}, **auto))
     run = tmp_path / "run"
     wait_for_step(run, 4)
     before = ranks(run)

@@ -38,7 +38,7 @@ from hydragraph.runtime.checkpoint.manifest import Damaged
 from hydragraph.runtime.checkpoint.sharing import leave_mark, see
 from hydragraph.runtime.failure.agreement import Failure, raise_first
 from hydragraph.runtime.launch import World, join
-from hydragraph.runtime.meeting.member import CALLED, comes_late, elastic
+from hydragraph.runtime.meeting.member import CALLED, comes_late, elastic, here
 from hydragraph.runtime.meeting.protocol import ALL_LEAVE
 from hydragraph.runtime.stopping import Requests, Stopping
 from hydragraph.runtime.trace import Exposed, RankTimes, Span, write_trace
@@ -212,6 +212,7 @@ class _Run:
     callbacks: Callbacks = field(default_factory=Callbacks)  # none but on rank 0
     saving: list[tuple[int, Path]] = field(default_factory=list)  # beside training
     traced: list[TracedStep] = field(default_factory=list)
+    watched: tuple[int, ...] = ()  # the members that the controller knows, by their ranks then (`runtime.meeting`)
 
 
 @dataclass
@@ -370,6 +371,8 @@ def _session(
         run = _Run(
             config, world, folder, executor, turns, evaluation, leader, log, controller, _peak(config, world), callbacks
         )
+        if (member := here()) is not None:
+            run = replace(run, watched=member.generation.members)
         if leader is not None:
             stack.callback(callbacks.call, "on_end")
             callbacks.call("on_start", config)
@@ -495,8 +498,9 @@ def _go_on(run: _Run, course: _Course, failure: BaseException | None, owned: Exi
         return None if last is None else last.path
 
     compiled: Any = executor  # a Trainable that was compiled
-    known = None if watching is None or course.untold else watching.monitor.health
-    survived = meet_again(compiled, failure, newest, _soon(config), known)
+    health = Health() if watching is None else watching.monitor.health
+    rates = {run.watched[rank]: health.rate(rank) for rank in health}
+    survived = meet_again(compiled, failure, newest, _soon(config), rates)
     world = executor.world
     turns = () if config.plan.choose else survived.strategies
     last, idle_s = course.done, 0.0
@@ -523,16 +527,6 @@ def _go_on(run: _Run, course: _Course, failure: BaseException | None, owned: Exi
         if not survived.ending and _unsaved(run, course):
             _checkpoint(run, course)
     return run, survived.ending
-
-
-def _numbers(course: _Course) -> dict[int, int]:
-    """Return the numbers of the ranks that stayed, by those they had when all were last told of."""
-    (first, _), *others = course.untold
-    numbers = {old: rank for rank, old in enumerate(first.before) if old is not None}
-    for survived, _ in others:
-        again = {old: rank for rank, old in enumerate(survived.before) if old is not None}
-        numbers = {old: again[rank] for old, rank in numbers.items() if rank in again}
-    return numbers
 
 
 def _soon(config: TrainConfig) -> bool:
@@ -563,9 +557,11 @@ def _lead(run: _Run, course: _Course, survived: Survived, owned: ExitStack, watc
     run = replace(run, log=log, watcher=course.watcher)
     if run.config.elastic.on:
         hurried = _soon(run.config) and isinstance(run.executor.profile, Costs)
-        controller = _controller(run.config, run.world, run.executor, watching, _numbers(course), hurried)
+        members = tuple(peer.member for peer in survived.peers)
+        numbers = {before: members.index(m) for before, m in enumerate(run.watched) if m in members}
+        controller = _controller(run.config, run.world, run.executor, watching, numbers, hurried)
         owned.callback(controller.close)
-        run = replace(run, controller=controller)
+        run = replace(run, controller=controller, watched=members)
     return run
 
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from hydragraph.runtime.meeting.place import Peer
 from hydragraph.runtime.stopping import Stopping
 from hydragraph.spec.home import Home
 from hydragraph.spec.record import from_record
@@ -21,7 +22,7 @@ from hydragraph.train import loop
 from hydragraph.train.config import TrainConfig
 from hydragraph.train.data import evaluation_batches, open_tokens, prepare
 from hydragraph.train.folder import Checkpoint, RunFolder
-from hydragraph.train.loop import _changes_of, _Course, _lead, _numbers, _paused, _resumed, _Run, train
+from hydragraph.train.loop import _changes_of, _Course, _lead, _paused, _resumed, _Run, train
 from hydragraph.train.metrics import Metrics, read_metrics
 from tests.cost import priced
 from tests.train.plain import PlainExecutor, Watched, compile_plain, settings
@@ -309,13 +310,25 @@ def test_who_was_lost_is_told_though_the_ranks_met_twice() -> None:
     assert "all went back to the checkpoint after step 1, 2 steps before" in back.why
 
 
-def test_ranks_are_known_by_their_new_numbers_though_they_met_twice() -> None:
-    first = Survived(2, 3, (0,), (), (3,), (), (), None, 0, 0.5, "", before=(1, 2, 3, None))  # type: ignore[arg-type]
-    second = Survived(3, 3, (1,), (), (), (), (), None, 0, 0.25, "", before=(2, 0, 3))  # type: ignore[arg-type]
-    course: Any = SimpleNamespace(untold=[(first, 4)])
-    assert _numbers(course) == {1: 0, 2: 1, 3: 2}
-    course.untold.append((second, 4))
-    assert _numbers(course) == {3: 0, 1: 1}, "who came in between, as rank 3, was in no step that was watched"
+def test_ranks_that_stay_are_known_by_their_new_numbers(tmp_path: Path) -> None:
+    given = config(tmp_path, elastic={"monitor": True})
+    executor: Any = SimpleNamespace(profile=priced.costs(2, priced.mixed()), owners=Home())
+    world: Any = SimpleNamespace(ranks=4)
+    watching = loop._controller(given, world, executor)
+    watching.monitor._device._held = {1: 2.57, 3: 5.42}
+    left: Any = SimpleNamespace(profile=priced.costs(2, priced.mixed()).of_ranks([0, 2, 3], Home()), owners=Home())
+    nothing: Any = None
+    run = _Run(given, SimpleNamespace(ranks=3), RunFolder(tmp_path / "run"), left, (), {}, None, None, watching)  # type: ignore[arg-type]
+    run = replace(run, watched=(0, 1, 5, 7))
+    course = _Course(Watched(), nothing, nothing, nothing, 3, 0, {})
+    peers = tuple(Peer(member, seat, 0, "") for member, seat in ((7, 3), (0, 0), (9, 1)))
+    survived = Survived(2, 3, (), (), (), peers, (), None, 0, 0.5, "")
+    with ExitStack() as owned:
+        now = _lead(run, course, survived, owned, watching)
+        assert now.controller is not None
+        assert now.controller.monitor.health.rates == {0: 5.42}, "member 7 is rank 0 now, member 1 is lost"
+        assert now.watched == (7, 0, 9)
+    assert watching.monitor.health.rates == {1: 2.57, 3: 5.42}, "the ranks may have to meet once more"
 
 
 def test_ranks_that_are_left_are_watched_by_the_costs_of_their_own_devices(tmp_path: Path) -> None:
