@@ -117,7 +117,7 @@ def least_bound(layers: int, layer: Floats, extra: Floats, cap: Ints) -> float:
 
     From what the slowest first layer takes, T goes up by one layer of one stage after another.
     """
-    stages, options = layer.shape
+    stages = len(layer)
     if stages > layers:
         return np.inf
     taken = np.zeros(stages, np.int64)
@@ -133,7 +133,7 @@ def least_bound(layers: int, layer: Floats, extra: Floats, cap: Ints) -> float:
         further[s] = _with_one_more(taken[s], layer[s], extra[s], cap[s])
         left -= taken[s]
     while left > 0:
-        s = np.argmin(further)
+        s = int(np.argmin(further))
         if not further[s] < np.inf:
             return np.inf
         least = max(least, further[s])
@@ -145,7 +145,7 @@ def least_bound(layers: int, layer: Floats, extra: Floats, cap: Ints) -> float:
 
 @compiled
 def _with_one_more(taken: int, layer: Floats, extra: Floats, cap: Ints) -> float:
-    """Return the seconds from which on a stage has `room` for one more layer than so many, by any of its options [O]."""
+    """Return the seconds from which on a stage has `room` for one more layer, by any of its options [O]."""
     seconds = np.inf
     for o in range(len(layer)):
         if cap[o] > taken:
