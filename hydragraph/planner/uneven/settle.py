@@ -325,28 +325,39 @@ def _messages(costs: Costs, strategy: Strategy) -> list[tuple[float, float, floa
 def needs(costs: Costs, strategy: Strategy, assignment: Assignment) -> list[float]:
     """Return the bytes that each rank needs for its stage, beside its share of the state and messages."""
     everything = micro_batches_of(strategy, assignment)
-    # Once a pipeline is full, further equal micro-batches change nothing but the tokens that are there.
-    shown = [_largest(b, len(p.stages) + 1) for p, b in zip(strategy.pipelines, everything, strict=True)]
     every = _tokens(everything)
     # Lost ranks hold nothing, the others see how long all sequences are.
     found = [float(batch_bytes(0, every)) if math.isfinite(costs.health.rate(r)) else 0.0 for r in range(costs.ranks)]
     if strategy.shares:
+        shown = [_largest(b, len(p.stages) + 1) for p, b in zip(strategy.pipelines, everything, strict=True)]
         for rank in dict.fromkeys(strategy.devices):
             mine = [p for p, pipeline in enumerate(strategy.pipelines) if rank in pipeline.devices]
             more = _tokens(everything[p] for p in mine) - _tokens(shown[p] for p in mine)
             found[rank] = _walked(costs, strategy, shown, rank) + batch_bytes(more, every - _tokens(shown))
         return found
     known: dict[object, float] = {}
-    for pipeline, batches, few in zip(strategy.pipelines, everything, shown, strict=True):
-        more = batch_bytes(_tokens([batches]) - _tokens([few]), every - _tokens([few]))
+    for pipeline, batches in zip(strategy.pipelines, everything, strict=True):
         shape = tuple((s.layers, s.kind) for s in pipeline.stages)
+        alone = Strategy((pipeline,), strategy.schedule)
         for position, stage in enumerate(pipeline.stages):
+            few = _largest(batches, _telling(len(pipeline.stages), position, strategy.schedule))
+            # All devices hold the same of the same stage.
+            key = (shape, position, tuple(few))
+            if key not in known:
+                known[key] = _walked(costs, alone, [few], stage.devices[0])
+            more = batch_bytes(_tokens([batches]) - _tokens([few]), every - _tokens([few]))
             for rank in stage.devices:
-                key = (shape, position, tuple(few), costs.cluster.type_of(rank))
-                if key not in known:
-                    known[key] = _walked(costs, Strategy((pipeline,), strategy.schedule), [few], rank)
                 found[rank] = known[key] + more
     return found
+
+
+def _telling(stages: int, position: int, schedule: str) -> int:
+    """Return how many micro-batches show the most that a stage holds; equal ones beyond only add their tokens.
+
+    With w = S - 1 - s of them ahead, a stage has all of its gradients after its first backward; in the second one there
+    are w + 1 micro-batches again and, behind the first stage, the hidden state of the next is there early.
+    """
+    return stages + 1 if schedule != "1f1b" else min(stages + 1, stages - position + 2)
 
 
 def _tokens(batches: Iterable[Sequence[MicroBatch]]) -> int:
