@@ -12,12 +12,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from hydragraph.cost.costs import Costs, micro_batches_of
 from hydragraph.cost.footprint import MicroBatch
 from hydragraph.cost.memory import batch_bytes
 from hydragraph.cost.pieces import GRADIENT_BYTES
 from hydragraph.cost.stages import StageCost, stages_end
+from hydragraph.planner.stage_terms import end_of, scratch_of
 from hydragraph.planner.uneven.groups import Group
 from hydragraph.planner.uneven.pipelines import Bench, Laid, Partition
 from hydragraph.planner.uneven.prices import state_bytes
@@ -155,13 +157,16 @@ class Ends:
         self._lengths = tuple(lengths)
         self._schedule = strategy.schedule
         self._parts: list[tuple[StageCost, ...]] = []
+        self._rows: list[NDArray[np.float64]] = []  # what a micro-batch takes, by stage, as `end_of` asks for it
         self._alike: list[int] = []
         known: dict[object, int] = {}
         for pipeline in strategy.pipelines:
             form = form_of(costs, pipeline)
             if form not in known:
                 known[form] = len(self._parts)
-                self._parts.append(costs.stages(pipeline))
+                parts = costs.stages(pipeline)
+                self._parts.append(parts)
+                self._rows.append(np.array([[_row(stage, self._lengths) for stage in parts]]))
             self._alike.append(known[form])
         self._ends: dict[tuple[int, int], float] = {}
 
@@ -169,16 +174,23 @@ class Ends:
         """Return when a pipeline has run so many micro-batches."""
         key = (self._alike[pipeline], count)
         if key not in self._ends:
-            parts = self._parts[key[0]]
-            self._ends[key] = stages_end(parts, [self._lengths] * count, self._schedule) if count else 0.0
+            self._ends[key] = self._end(*key)
         return self._ends[key]
+
+    def _end(self, kind: int, count: int) -> float:
+        parts = self._parts[kind]
+        if any(stage.ahead is not None and stage.ahead.blocking for stage in parts):
+            return stages_end(parts, [self._lengths] * count, self._schedule)
+        order = np.zeros(count, np.int64)
+        scratch = scratch_of(len(parts), count)
+        return float(end_of(self._rows[kind], order, count, len(parts), self._schedule == "gpipe", scratch))
 
     def counts(self, micro_batches: int) -> list[int]:
         """Return how many micro-batches each pipeline runs, so that the last one ends first."""
         number = len(self._alike)
         # A pipeline that has filled ends with each further micro-batch one step of its slowest stage later.
         first = np.array([self.end(p, 1) for p in range(number)])
-        steps = {k: max(sum(s.seconds(self._lengths)) for s in parts) for k, parts in enumerate(self._parts)}
+        steps = [float((row[0, :, 0] + row[0, :, 1] + row[0, :, 2]).max()) for row in self._rows]
         each = np.array([steps[k] for k in self._alike])
         counts = [int(n) for n in shares(micro_batches, first, each)]
         for _ in range(MOVES):
@@ -199,6 +211,11 @@ class Ends:
             counts[slowest] -= 1
             counts[taker] += 1
         return counts
+
+
+def _row(stage: StageCost, lengths: Sequence[int]) -> tuple[float, ...]:
+    hops = (0.0 if hop is None else hop.seconds(sum(lengths)) for hop in (stage.ahead, stage.back))
+    return (*stage.apart(lengths), *hops)
 
 
 def form_of(costs: Costs, pipeline: Pipeline) -> object:
