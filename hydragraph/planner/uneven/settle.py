@@ -371,10 +371,10 @@ def needs(costs: Costs, strategy: Strategy, assignment: Assignment) -> list[floa
 def _telling(stages: int, position: int, schedule: str) -> int:
     """Return how many micro-batches show the most that a stage holds; equal ones beyond only add their tokens.
 
-    With w = S - 1 - s of them ahead, a stage has all of its gradients after its first backward; in the second one there
-    are w + 1 micro-batches again and, behind the first stage, the hidden state of the next is there early.
+    With w = S - 1 - s of them ahead, a stage has all of its gradients after its first backward. Then w + 1
+    micro-batches are there again, the hidden state of the next comes early, and two gradients are on their way back.
     """
-    return stages + 1 if schedule != "1f1b" else min(stages + 1, stages - position + 2)
+    return stages + 1 if schedule != "1f1b" else min(stages + 1, stages - position + 3)
 
 
 def _tokens(batches: Iterable[Sequence[MicroBatch]]) -> int:
