@@ -356,25 +356,17 @@ def needs(costs: Costs, strategy: Strategy, assignment: Assignment) -> list[floa
     for pipeline, batches in zip(strategy.pipelines, everything, strict=True):
         shape = tuple((s.layers, s.kind) for s in pipeline.stages)
         alone = Strategy((pipeline,), strategy.schedule)
+        # Once a pipeline is full, further equal micro-batches change nothing but the tokens that are there.
+        few = _largest(batches, len(pipeline.stages) + 1)
+        more = batch_bytes(_tokens([batches]) - _tokens([few]), every - _tokens([few]))
         for position, stage in enumerate(pipeline.stages):
-            few = _largest(batches, _telling(len(pipeline.stages), position, strategy.schedule))
             # All devices hold the same of the same stage.
             key = (shape, position, tuple(few))
             if key not in known:
                 known[key] = _walked(costs, alone, [few], stage.devices[0])
-            more = batch_bytes(_tokens([batches]) - _tokens([few]), every - _tokens([few]))
             for rank in stage.devices:
                 found[rank] = known[key] + more
     return found
-
-
-def _telling(stages: int, position: int, schedule: str) -> int:
-    """Return how many micro-batches show the most that a stage holds; equal ones beyond only add their tokens.
-
-    With w = S - 1 - s of them ahead, a stage has all of its gradients after its first backward. Then w + 1
-    micro-batches are there again, the hidden state of the next comes early, and two gradients are on their way back.
-    """
-    return stages + 1 if schedule != "1f1b" else min(stages + 1, stages - position + 3)
 
 
 def _tokens(batches: Iterable[Sequence[MicroBatch]]) -> int:

@@ -25,10 +25,10 @@ def test_few_micro_batches_tell_what_a_stage_holds(text: str, count: int, less: 
     batches = micro_batches_of(strategy, assignment)[0][: len(pipeline.stages) + 1]
     more = sum(lengths[len(batches) :])
     for stage in pipeline.stages[:-1]:  # the made-up losses, which stay, are as large as hidden states
-        for rank in stage.devices:
-            walk = costs.walk(strategy, [batches], rank, messages=False)
-            alone = walk.peak().total - walk.at_home.state - walk.at_home.shard
-            assert found[rank] == alone + batch_bytes(more, more)
+        # The first rank of a stage sends at least as much as the others.
+        walk = costs.walk(strategy, [batches], stage.devices[0], messages=False)
+        alone = walk.peak().total - walk.at_home.state - walk.at_home.shard
+        assert {found[rank] for rank in stage.devices} == {alone + batch_bytes(more, more)}
 
 
 @given(st.sampled_from(STRATEGIES), st.integers(1, 9))
