@@ -118,7 +118,7 @@ def train(config: TrainConfig, follows: bool) -> list[tuple[float, ...]]:
         return exe
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop, "_controller", controller)
+        patch.setattr(loop, "controller_of", controller)
         loop.train(config, "new", compiled, Watching())  # type: ignore[arg-type]
     return homes
 
@@ -147,7 +147,7 @@ def test_the_loop_moves_one_part_beside_each_step_and_trains_every_step_once(tmp
 
     config = from_record(TrainConfig, settings(tmp_path) | {"steps": 4, "elastic": {"monitor": True}})
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop, "_controller", lambda *_: Calling(following))
+        patch.setattr(loop, "controller_of", lambda *_: Calling(following))
         outcome = loop.train(config, "new", compiled, Watched())
     assert [metrics.step for metrics in outcome.history] == [1, 2, 3, 4]
     assert len(moves) > 1
