@@ -28,7 +28,8 @@ Ints = NDArray[np.int64]
 
 # Multiples of the least bound that are tried; the first is the bound itself.
 LOOSER = np.array([1.0, 1.03, 1.07, 1.15, 1.3, 1.6, 2.0, 3.0, 6.0, 1e9])
-_HALVINGS = 60
+# By how much a layer may be too slow for a bound that is its own seconds, rounded.
+FORGIVEN = 1e-12
 
 
 @compiled
@@ -38,7 +39,7 @@ def room(seconds: float, layer: Floats, extra: Floats, cap: Ints) -> int:
     for o in range(len(layer)):
         left = seconds - extra[o]
         # A layer that costs nothing is bounded by memory alone.
-        fit = cap[o] if layer[o] <= 0 else min(float(cap[o]), np.floor(left / layer[o] * (1 + 1e-12) + 1e-12))
+        fit = cap[o] if layer[o] <= 0 else min(float(cap[o]), np.floor(left / layer[o] * (1 + FORGIVEN) + FORGIVEN))
         if left >= 0 and fit > most:
             most = int(fit)
     return most
@@ -64,69 +65,91 @@ def spread(layers: int, count: int, layer: Floats, extra: Floats, cap: Ints) -> 
     best = np.inf
     best_sum = np.inf
     best_max = np.inf
-    rooms = np.zeros(stages, np.int64)
-    # All layers on any one stage bound the search from above.
-    high = 0.0
-    for s in range(stages):
-        for o in range(options):
-            if cap[s, o] > 0:
-                high = max(high, extra[s, o] + layer[s, o] * layers)
-    total = 0
-    for s in range(stages):
-        rooms[s] = room(high, layer[s], extra[s], cap[s])
-        total += rooms[s]
-    if rooms.min() < 1 or total < layers or stages > layers:
+    least = least_bound(layers, layer, extra, cap)
+    if not least < np.inf:
         return best_sum, best_max, best_layers, best_options
-    low = 0.0
-    top = high
-    for _ in range(_HALVINGS):
-        middle = (low + high) / 2
-        total = 0
-        enough = True
-        for s in range(stages):
-            mine = room(middle, layer[s], extra[s], cap[s])
-            total += mine
-            enough = enough and mine >= 1
-        if enough and total >= layers:
-            high = middle
-        else:
-            low = middle
+    # No bound above this allows more: all layers on any one stage.
+    top = 0.0
     # The quickest stages are filled first: that makes the sum least within the bound.
-    quickest = np.empty(stages)
+    quickest = np.full(stages, np.inf)
     for s in range(stages):
-        quickest[s] = np.inf
         for o in range(options):
             if cap[s, o] > 0:
+                top = max(top, extra[s, o] + layer[s, o] * layers)
                 quickest[s] = min(quickest[s], layer[s, o])
     order = np.argsort(quickest)
     taken = np.zeros(stages, np.int64)
     chosen = np.zeros(stages, np.int64)
     for looser in LOOSER:
-        bound = min(high * looser, top)
+        bound = min(least * looser, top)
         left = layers - stages
-        for s in range(stages):
-            rooms[s] = room(bound, layer[s], extra[s], cap[s])
-            taken[s] = 1
+        changed = False
         for s in order:
-            more = min(left, rooms[s] - 1)
-            taken[s] += more
+            more = min(left, room(bound, layer[s], extra[s], cap[s]) - 1) if left else 0
+            changed = changed or taken[s] != 1 + more
+            taken[s] = 1 + more
             left -= more
-        sum_s = 0.0
-        max_s = 0.0
-        for s in range(stages):
-            least = np.inf
-            for o in range(options):
-                if cap[s, o] >= taken[s] and extra[s, o] + layer[s, o] * taken[s] < least:
-                    least = extra[s, o] + layer[s, o] * taken[s]
-                    chosen[s] = o
-            sum_s += least
-            max_s = max(max_s, least)
-        if sum_s + (count - 1) * max_s < best:
-            best = sum_s + (count - 1) * max_s
-            best_sum = sum_s
-            best_max = max_s
-            best_layers[:] = taken
-            best_options[:] = chosen
+        if changed:
+            sum_s = 0.0
+            max_s = 0.0
+            for s in range(stages):
+                mine = np.inf
+                for o in range(options):
+                    if cap[s, o] >= taken[s] and extra[s, o] + layer[s, o] * taken[s] < mine:
+                        mine = extra[s, o] + layer[s, o] * taken[s]
+                        chosen[s] = o
+                sum_s += mine
+                max_s = max(max_s, mine)
+            if sum_s + (count - 1) * max_s < best:
+                best = sum_s + (count - 1) * max_s
+                best_sum = sum_s
+                best_max = max_s
+                best_layers[:] = taken
+                best_options[:] = chosen
         if bound >= top:
             break
     return best_sum, best_max, best_layers, best_options
+
+
+@compiled
+def least_bound(layers: int, layer: Floats, extra: Floats, cap: Ints) -> float:
+    """Return the least T within which stages take all layers, each at least one; infinite: memory does not suffice.
+
+    From what the slowest first layer takes, T goes up by one layer of one stage after another.
+    """
+    stages = len(layer)
+    if stages > layers:
+        return np.inf
+    taken = np.zeros(stages, np.int64)
+    further = np.empty(stages)  # the seconds of each stage with one layer more
+    least = 0.0
+    for s in range(stages):
+        least = max(least, _with_one_more(0, layer[s], extra[s], cap[s]))
+    if not least < np.inf:
+        return np.inf
+    left = layers
+    for s in range(stages):
+        taken[s] = room(least, layer[s], extra[s], cap[s])
+        further[s] = _with_one_more(taken[s], layer[s], extra[s], cap[s])
+        left -= taken[s]
+    while left > 0:
+        s = int(np.argmin(further))
+        if not further[s] < np.inf:
+            return np.inf
+        least = max(least, further[s])
+        taken[s] += 1
+        further[s] = _with_one_more(taken[s], layer[s], extra[s], cap[s])
+        left -= 1
+    return least
+
+
+@compiled
+def _with_one_more(taken: int, layer: Floats, extra: Floats, cap: Ints) -> float:
+    """Return the seconds from which on a stage has `room` for one more layer, by any of its options [O]."""
+    seconds = np.inf
+    for o in range(len(layer)):
+        if cap[o] > taken:
+            # A few roundings more than what `room` asks for, which is little beside what it forgives.
+            needed = (taken + 1 - FORGIVEN) / (1 + FORGIVEN)
+            seconds = min(seconds, (extra[o] + layer[o] * needed) * (1 + 4e-15))
+    return seconds

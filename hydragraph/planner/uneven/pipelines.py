@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hydragraph.planner.uneven.groups import Form
-from hydragraph.planner.uneven.layers import spread
+from hydragraph.planner.uneven.laying import NUMBERS, awaited, most_layers, spread_over, timed
 from hydragraph.planner.uneven.prices import Option, Prices
 from hydragraph.planner.uneven.sharing import least_seconds
 from hydragraph.spec.stage_kind import StageKind
@@ -30,9 +30,6 @@ from hydragraph.spec.stage_kind import StageKind
 Multiset = tuple[int, ...]  # forms by index, ascending
 # Up to so many pipelines every number is tried; beyond, those that make pipelines of equal depth.
 EVERY = 16
-# Parts: of a micro-batch's seconds, its forward; of pulled and pushed bytes, the pulled ones (16 against 32 bits).
-FORWARD = 1 / 3
-PULLED = 1 / 3
 # Partitions that are priced while one is improved.
 EXCHANGES = 1500
 
@@ -49,7 +46,7 @@ class Laid:
         exposed_s: what of pull and push nothing hides.
         each_s: seconds of every further one: those of its slowest stage.
         traffic_s: what pull and push take a rank of it, if nothing else went over its link.
-        stages_s: seconds of each stage for one micro-batch.
+        stages_s: seconds of each stage for one micro-batch [stages].
         passing_s: of each layer, what its pull and push take a rank of its stage [layers].
     """
 
@@ -60,11 +57,11 @@ class Laid:
     exposed_s: float
     each_s: float
     traffic_s: float
-    stages_s: tuple[float, ...]
+    stages_s: NDArray[np.float64]
     passing_s: NDArray[np.float64]
 
 
-NOTHING_FITS = Laid((), (), (), math.inf, 0.0, math.inf, 0.0, (), np.zeros(0))
+NOTHING_FITS = Laid((), (), (), math.inf, 0.0, math.inf, 0.0, np.zeros(0), np.zeros(0))
 
 
 @dataclass(frozen=True)
@@ -107,10 +104,17 @@ class Bench:
         self._memory = tuple(memory)
         self._alone = alone
         self._options = [prices.options(form.site, form.tp) for form in self.forms]
-        self._width = max(map(len, self._options), default=0)
-        self._laid: dict[tuple[Multiset, int], Laid] = {}
-        self._rows: dict[tuple[int, bool, bool, int], tuple[list[float], list[float], list[int]]] = {}
+        self._numbers = np.full((len(forms), max(map(len, self._options), default=0), len(NUMBERS)), math.inf)
+        for i, form in enumerate(self.forms):
+            self._numbers[i, : len(self._options[i])] = prices.numbers(form.site, form.tp)
+        rows = [(f.rate, free, self._passing(f)) for f, free in zip(self.forms, self._memory, strict=True)]
+        self._rows = np.array(rows).reshape(-1, 3)
         self.speed = [1 / (form.rate * min(o.layer_s for o in self._options[i])) for i, form in enumerate(self.forms)]
+        every = range(len(self.forms))
+        slow_first = sorted(every, key=lambda i: (self.speed[i], -self._memory[i], i))
+        large_first = sorted(every, key=lambda i: (-self._memory[i], self.speed[i], i))
+        self._places = [{form: place for place, form in enumerate(order)} for order in (slow_first, large_first)]
+        self._laid: dict[tuple[Multiset, int], Laid] = {}
 
     @property
     def memory(self) -> tuple[float, ...]:
@@ -130,14 +134,16 @@ class Bench:
 
     def holds(self, form: int) -> bool:
         """Whether a group of a form has memory for a layer, somewhere in a pipeline."""
-        return max(self._row(form, False, False, 1)[2], default=0) > 0
+        held = self._prices.held_by_flight[1, 1]
+        options = self._numbers[form, : len(self._options[form])]
+        most = (most_layers(o, self._memory[form], False, False, held, 1, self.layers) for o in options)
+        return max(most, default=0) > 0
 
     def lay(self, multiset: Multiset, count: int) -> Laid:
         """Return a multiset as a pipeline of about so many micro-batches."""
         key = (multiset, min(count, 4 * len(multiset)))
         if key not in self._laid:
-            slow_first = tuple(sorted(multiset, key=lambda i: (self.speed[i], -self._memory[i], i)))
-            large_first = tuple(sorted(multiset, key=lambda i: (-self._memory[i], self.speed[i], i)))
+            slow_first, large_first = (tuple(sorted(multiset, key=place.__getitem__)) for place in self._places)
             laid = [self._order(order, count) for order in dict.fromkeys((slow_first, large_first))]
             if not any(each.order for each in laid):
                 # Large first and last blocks: the two with most memory at the ends; a larger last one: the most there.
@@ -148,97 +154,31 @@ class Bench:
         return self._laid[key]
 
     def _order(self, order: Multiset, count: int) -> Laid:
-        stages = len(order)
-        if stages > self.layers:
+        if len(order) > self.layers:
             return NOTHING_FITS
-        layer = np.full((stages, self._width), np.inf)
-        extra = np.zeros((stages, self._width))
-        cap = np.zeros((stages, self._width), np.int64)
-        for s, form in enumerate(order):
-            width = len(self._options[form])
-            row = self._row(form, s == 0, s == stages - 1, min(stages - s, count))
-            layer[s, :width], extra[s, :width], cap[s, :width] = row
-        sum_s, _, layers, chosen = spread(self.layers, count, layer, extra, cap)
-        if not math.isfinite(sum_s):
-            return NOTHING_FITS
-        return self.laid_as(order, layers, chosen)
+        held = self._prices.held_by_flight
+        layers, chosen = spread_over(np.array(order), self.layers, count, self._numbers, self._rows, held)
+        return self.laid_as(order, layers, chosen) if len(layers) else NOTHING_FITS
 
     def laid_as(self, order: Multiset, layers: NDArray[np.int64], chosen: NDArray[np.int64]) -> Laid:
         """Return a pipeline of these forms, in order, with these layers and options."""
-        stages = len(order)
-        options = [self._options[i][o] for i, o in zip(order, chosen, strict=True)]
-        seconds = [
-            self.forms[form].rate
-            * (o.aux_s + (s == 0) * o.first_s + (s == stages - 1) * o.last_s + o.layer_s * int(layers[s]))
-            for s, (form, o) in enumerate(zip(order, options, strict=True))
-        ]
-        sizes = [
-            mine * option.state_bytes + (s == 0) * option.first_bytes + (s == stages - 1) * option.last_bytes
-            for s, (option, mine) in enumerate(zip(options, layers, strict=True))
-        ]
-        passing = [self.passing(form, size) for form, size in zip(order, sizes, strict=True)]
-        exposed = self._exposed(seconds, passing) + self.passing(order[0], options[0].first_bytes)
-        return Laid(
-            order,
-            tuple(map(int, layers)),
-            tuple(o.kind for o in options),
-            sum(seconds) + exposed,
-            exposed,
-            max(seconds),
-            max(passing),
-            tuple(seconds),
-            np.repeat(np.array(passing) / layers, layers),
+        first, each, exposed, traffic, seconds, passing = timed(
+            np.array(order), layers, chosen, self._numbers, self._rows
         )
-
-    @staticmethod
-    def _exposed(seconds: Sequence[float], passing: Sequence[float]) -> float:
-        """Return what of pull and push the first forward and the last backward do not hide.
-
-        Stage s pulls while the stages up to it compute the first forward, and pushes while these compute the last
-        backward. What takes longer than that is waited for, at either end of the iteration.
-        """
-        waited = [0.0, 0.0]
-        before = 0.0
-        for taken, moved in zip(seconds, passing, strict=True):
-            before += taken
-            for way, (part, share) in enumerate(((FORWARD, PULLED), (1 - FORWARD, 1 - PULLED))):
-                waited[way] = max(waited[way], share * moved - part * before)
-        return sum(waited)
-
-    def _row(self, form: int, first: bool, last: bool, in_flight: int) -> tuple[list[float], list[float], list[int]]:
-        """Return seconds per layer, seconds beside, and the most layers, of each option of a form at some place."""
-        key = (form, first, last, in_flight)
-        if key not in self._rows:
-            rate = self.forms[form].rate
-            options = self._options[form]
-            self._rows[key] = (
-                [rate * o.layer_s for o in options],
-                [rate * (o.aux_s + first * o.first_s + last * o.last_s) for o in options],
-                [self._cap(form, o, (first, last), in_flight) for o in options],
-            )
-        return self._rows[key]
-
-    def _cap(self, form: int, option: Option, ends: tuple[bool, bool], in_flight: int) -> int:
-        # As many stages follow as micro-batches are in flight, if all stages have as many layers.
-        behind = 1 - 1 / in_flight
-        ahead = 0.0 if ends[0] else 1 / in_flight
-        outer = ends[0] * option.first_bytes + ends[1] * option.last_bytes
-        most = self.layers
-        lines = zip(self._prices.held(ahead, behind), (in_flight * option.kept_bytes, 0.0), strict=True)
-        for held, kept in lines:
-            each = held * option.state_bytes + kept
-            free = self._memory[form] - option.own_bytes - held * outer
-            most = min(most, max(0, math.floor(free / each))) if each > 0 else most
-        return most
+        kinds = tuple(self._options[i][o].kind for i, o in zip(order, chosen.tolist(), strict=True))
+        return Laid(order, tuple(layers.tolist()), kinds, first, exposed, each, traffic, seconds, passing)
 
     def passing(self, form: int, size: float) -> float:
         """Return what pull and push of so many bytes of weights and gradients take a rank of a form."""
-        site = self.forms[form].site
+        return size * float(self._rows[form, 2])
+
+    def _passing(self, form: Form) -> float:
         if self._alone:
             return 0.0
         # Owners in the node are reached by its inner links, the others through its cards.
+        site = form.site
         away = 1 - self._prices.within(site)
-        return size * max(away / (site.outer.bytes_per_s * min(1.0, site.cards)), (1 - away) / site.inner.bytes_per_s)
+        return max(away / (site.outer.bytes_per_s * min(1.0, site.cards)), (1 - away) / site.inner.bytes_per_s)
 
     def price(self, pipelines: Mapping[Multiset, int], worth: float = math.inf) -> float:
         """Return the seconds of an iteration of so many pipelines of each multiset.
@@ -275,14 +215,7 @@ class Bench:
         if len(laid) == 1:
             return [0.0]
         slowest = np.maximum.reduce([each.passing_s for each in laid])
-        until = np.concatenate(([0.0], np.cumsum(slowest)))
-        found = []
-        for each in laid:
-            ends = np.concatenate(([0], np.cumsum(each.layers)))
-            passing = until[ends[1:]] - until[ends[:-1]]
-            alone = np.add.reduceat(each.passing_s, ends[:-1]).tolist()
-            found.append(self._exposed(each.stages_s, passing.tolist()) - self._exposed(each.stages_s, alone))
-        return found
+        return [awaited(each.stages_s, np.array(each.layers), each.passing_s, slowest) for each in laid]
 
     # Partitions.
 

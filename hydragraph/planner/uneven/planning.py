@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal, get_args
 
 from hydragraph.cost.costs import Costs
@@ -25,7 +26,7 @@ from hydragraph.planner.uneven.explaining import Rival, explanation
 from hydragraph.planner.uneven.finalists import Finalists, Proposal, finalists, proposals
 from hydragraph.planner.uneven.lacking import nothing_fits
 from hydragraph.planner.uneven.pooled import pooled
-from hydragraph.planner.uneven.prices import SAFETY, state_bytes
+from hydragraph.planner.uneven.prices import SAFETY, Market, state_bytes
 from hydragraph.planner.uneven.regrouping import Yard, climbed
 from hydragraph.planner.uneven.searching import MIXED, PUBLISHED, STRAGGLER, TOGETHER, Way, search, sizes_of
 from hydragraph.planner.uneven.settle import Candidate, Settled, Shortage, simulated, strategies_of
@@ -205,8 +206,9 @@ def _plan(
     looked = Finalists((), (), ())
     # The search's lines are near the exact walk: where that finds everything too large, it searches with less memory.
     short: list[Shortage] = []
+    market = Market(costs)
     for safety in SAFETIES:
-        looked = _looked_at(costs, workload, method, ways, near, until, safety)
+        looked = _looked_at(costs, workload, method, ways, near, until, safety, market)
         short += looked.short
         if looked.settled or not looked.short:
             break
@@ -257,29 +259,28 @@ def _looked_at(
     near: float,
     until: float | None,
     safety: float,
+    market: Market,
 ) -> Finalists:
     """Search by every way, and look at what each of them finds as if it were alone: so all ways are never worse."""
     typical = workload.typical
     reaches = _reaches(workload)
+    ask = partial(search, costs, typical.sequences, typical.length, until=until, market=market)
     every: list[tuple[list[Candidate], list[Staged]]] = []
     for way in ways:
         candidates: list[Candidate] = []
         for reach in reaches:
-            candidates += _unlike(
-                search(costs, typical.sequences, typical.length, way, reach=reach, until=until, safety=safety)
-            )
+            candidates += _unlike(ask(way, reach=reach, safety=safety))
         if not workload.lengths and not way.published:
             candidates += _pooled(costs, workload, candidates, until)
             if _tight(costs) and not _late(until):
                 # What is a little too large as long as all own alike may fit where first stages own less.
-                roomy = search(costs, typical.sequences, typical.length, way, until=until, safety=ROOMY * safety)
-                candidates += _pooled(costs, workload, _unlike(roomy), until)
+                candidates += _pooled(costs, workload, _unlike(ask(way, safety=ROOMY * safety)), until)
         every.append((candidates, []))
     # Among more ranks its search takes long, so there it has to be asked for.
     if method == "search" or (method == "auto" and until is None and costs.ranks <= FEW):
         every.append(([], _staged(costs, typical, method, until)))
     # What was published has no such candidates.
-    plain = [] if PUBLISHED in ways else _simple(costs, workload, safety)
+    plain = [] if PUBLISHED in ways else _simple(costs, workload, safety, market)
     if workload.lengths:
         return _varying(costs, workload, every, plain, method == "auto", until, safety)
     known: dict[Strategy, Settled | Shortage] = {}
@@ -404,10 +405,10 @@ def _starts(varied: Varied) -> list[Strategy]:
     return list(dict.fromkeys([*order[:1], *alike]))[:CLIMBS]
 
 
-def _simple(costs: Costs, workload: Workload, safety: float) -> list[Simple]:
+def _simple(costs: Costs, workload: Workload, safety: float, market: Market) -> list[Simple]:
     typical = workload.typical
     sizes, _ = sizes_of(costs, typical.sequences, typical.length)
-    return simple(costs, typical.sequences, typical.length, sizes, _reaches(workload)[0], safety)
+    return simple(costs, typical.sequences, typical.length, sizes, _reaches(workload)[0], safety, market)
 
 
 def _origins(candidates: Sequence[Candidate], stages: Sequence[Staged], plain: Sequence[Simple]) -> dict[Strategy, str]:

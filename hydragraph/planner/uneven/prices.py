@@ -13,10 +13,14 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from hydragraph.cost.costs import Costs
 from hydragraph.cost.footprint import MicroBatch
 from hydragraph.cost.memory import batch_bytes
 from hydragraph.cost.messages import GRADIENT_BYTES, WEIGHT_BYTES
+from hydragraph.planner.uneven.laying import NUMBERS
 from hydragraph.spec.cluster import Interconnect
 from hydragraph.spec.health import Health
 from hydragraph.spec.stage_kind import StageKind, StagePart
@@ -76,11 +80,12 @@ class Prices:
     """
 
     def __init__(self, costs: Costs, lengths: Sequence[int], reach: int = 0) -> None:
-        self.costs = costs.changed(health=Health()) if any(True for _ in costs.health) else costs
+        self.costs = healthy(costs)
         self.lengths = tuple(lengths)
         self._held = MicroBatch(max(reach, sum(lengths)), max(1, len(lengths)))
         self.layers = costs.outline.layers
         self._known: dict[tuple[Site, int], tuple[Option, ...]] = {}
+        self._numbers: dict[tuple[Site, int], NDArray[np.float64]] = {}
         self._within: dict[Site, float] = {}
 
     @cached_property
@@ -104,6 +109,18 @@ class Prices:
         sent = pulled * (ahead + behind)
         return 1 + sent + (1 - pulled) * behind, 2 * (1 - pulled) + sent
 
+    @cached_property
+    def held_by_flight(self) -> NDArray[np.float64]:
+        """`held`, if all stages have as many layers, by micro-batches in flight and whether the stage is not the first.
+
+        As many stages follow as micro-batches are in flight [layers + 1, 2, 2].
+        """
+        rows = []
+        for flying in range(1, self.layers + 1):
+            behind = 1 - 1 / flying
+            rows.append([self.held(ahead, behind) for ahead in (0.0, 1 / flying)])
+        return np.array([rows[0], *rows])
+
     def options(self, site: Site, tp: int) -> tuple[Option, ...]:
         """Return how a group of so many ranks may run its layers; none, where that degree was not measured there."""
         key = (site, tp)
@@ -113,6 +130,14 @@ class Prices:
             heads = all(count % tp == 0 for count in self.costs.sizes.heads)
             self._known[key] = tuple(self._option(site, kind) for kind in kinds) if heads else ()
         return self._known[key]
+
+    def numbers(self, site: Site, tp: int) -> NDArray[np.float64]:
+        """Return the same as rows of `laying.NUMBERS` [options, 9]."""
+        key = (site, tp)
+        if key not in self._numbers:
+            rows = [[getattr(option, name) for name in NUMBERS] for option in self.options(site, tp)]
+            self._numbers[key] = np.array(rows, dtype=np.float64).reshape(-1, len(NUMBERS))
+        return self._numbers[key]
 
     def degrees(self, site: Site, most: int) -> tuple[int, ...]:
         """Return the degrees of at most so many ranks that were measured on a type of device, ascending."""
@@ -173,6 +198,26 @@ class Prices:
         for rank in range(self.costs.ranks):
             nodes.setdefault(cluster.node_of(rank), []).append(rank)
         return {site_of(self.costs, ranks[0]): tuple(ranks) for ranks in sorted(nodes.values(), key=len)}
+
+
+class Market:
+    """Prices for one cluster, which searches by different ways and simple plans ask for again and again."""
+
+    def __init__(self, costs: Costs) -> None:
+        self._costs = healthy(costs)
+        self._known: dict[tuple[tuple[int, ...], int], Prices] = {}
+
+    def prices(self, lengths: Sequence[int], reach: int = 0) -> Prices:
+        """Return those for such micro-batches; arguments as of `Prices`."""
+        key = (tuple(lengths), reach)
+        if key not in self._known:
+            self._known[key] = Prices(self._costs, lengths, reach)
+        return self._known[key]
+
+
+def healthy(costs: Costs) -> Costs:
+    """Return the costs of healthy devices."""
+    return costs.changed(health=Health()) if any(True for _ in costs.health) else costs
 
 
 def site_of(costs: Costs, rank: int) -> Site:

@@ -7,13 +7,14 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from heapq import nsmallest
 
 from hydragraph.cost.costs import Costs
 from hydragraph.errors import Unsupported
 from hydragraph.planner.uneven.groups import Group, forms_of, groupings, nodes_of
 from hydragraph.planner.uneven.pipelines import Bench, Partition, numbers
 from hydragraph.planner.uneven.power import Kind, NothingHolds, most_power_by_scip
-from hydragraph.planner.uneven.prices import SAFETY, Prices, Site, reserves
+from hydragraph.planner.uneven.prices import SAFETY, Market, Prices, Site, reserves
 from hydragraph.planner.uneven.settle import Candidate
 
 # Of the partitions that were priced, how many are improved by exchanges.
@@ -64,6 +65,7 @@ def search(
     ranks: Sequence[int] | None = None,
     until: float | None = None,
     safety: float = SAFETY,
+    market: Market | None = None,
 ) -> list[Candidate]:
     """Return candidates for an iteration of equal sequences, the most promising first.
 
@@ -72,6 +74,7 @@ def search(
         ranks: to use; default: all.
         until: by this time (of `time.monotonic`) what was found so far is returned.
         safety: the part of a device's memory that may be planned with.
+        market: prices that several searches go by; default: its own.
 
     Raises:
         Unsupported: no device is left.
@@ -84,6 +87,7 @@ def search(
     best = math.inf
     # Of partitions that are much alike the best is kept: what is settled later should differ.
     found: dict[object, Candidate] = {}
+    taken: dict[object, float] = {}  # its seconds
     last = math.inf  # seconds of the last of those that would be kept now
 
     def worth() -> float:
@@ -91,10 +95,10 @@ def search(
         return min(WITHIN * best, last)
 
     sizes, useful = sizes_of(costs, sequences, length)
+    market = market or Market(costs)
     for together in sizes:
         before = best
-        lengths = [length] * together
-        prices = Prices(costs, lengths, reach)
+        prices = market.prices([length] * together, reach)
         micro_batches = -(-sequences // together)
         if found and _late(until):
             break
@@ -116,7 +120,8 @@ def search(
                 shape = candidate.shape
                 if shape not in found or partition.seconds < found[shape].seconds:
                     found[shape] = candidate
-                    last = sorted([math.inf] * KEPT + [each.seconds for each in found.values()])[KEPT - 1]
+                    taken[shape] = partition.seconds
+                    last = nsmallest(KEPT, taken.values())[-1] if len(taken) >= KEPT else math.inf
         if together > max(useful, 2) and best >= before:
             break
     first = sorted(found.values(), key=lambda candidate: candidate.seconds)[:KEPT]

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from hydragraph.cost.costs import Costs
 from hydragraph.planner.uneven.groups import nodes_of
 from hydragraph.planner.uneven.layers import spread
-from hydragraph.planner.uneven.prices import SAFETY, Prices, Site, reserves
+from hydragraph.planner.uneven.prices import SAFETY, Market, Prices, Site, reserves
 from hydragraph.planner.uneven.sharing import least_seconds
 from hydragraph.spec.stage_kind import StageKind
 from hydragraph.spec.strategy import Pipeline, Stage, Strategy
@@ -71,7 +71,13 @@ class _Groups:
 
 
 def simple(
-    costs: Costs, sequences: int, length: int, sizes: Sequence[int], reach: int = 0, safety: float = SAFETY
+    costs: Costs,
+    sequences: int,
+    length: int,
+    sizes: Sequence[int],
+    reach: int = 0,
+    safety: float = SAFETY,
+    market: Market | None = None,
 ) -> list[Simple]:
     """Return the simple plans that should end first, the most promising first.
 
@@ -81,13 +87,15 @@ def simple(
         sizes: how many of them may make a micro-batch.
         reach: tokens that every micro-batch must be able to have; default: its own.
         safety: the part of a device's memory that may be planned with.
+        market: prices that others have asked for, too; default: its own.
     """
+    market = market or Market(costs)
     tokens = sequences * length
     every = {degree: g for degree in _degrees(costs) if (g := _groups(costs, degree, tokens, safety)) is not None}
     found: dict[tuple[_Groups, int, bool, bool], tuple[_Laid, int]] = {}
     alone: dict[int, _Groups] = {}
     for together in sizes:
-        prices = Prices(costs, [length] * together, reach)
+        prices = market.prices([length] * together, reach)
         for degree, groups in every.items():
             one = alone.setdefault(degree, _quickest(prices, groups, degree))
             for of in (groups, one) if len(groups.ranks) > 1 else (groups,):
