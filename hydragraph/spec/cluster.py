@@ -214,7 +214,7 @@ class Cluster:
         for pair in self.pairs:
             if known[frozenset(pair.types)] > 1:
                 a, b = pair.types
-                raise ValueError(f"pairs: {a} and {b} have more than one link: give one, which counts in both directions")
+                raise ValueError(f"pairs: {a} and {b} have more than one link: give one, for both directions")
 
     @classmethod
     def of(cls, types: Mapping[str, DeviceType], nodes: tuple[Node, ...], pairs: tuple[Pair, ...] = ()) -> Cluster:

@@ -94,6 +94,7 @@ def test_link_refuses(a: int, b: int, message: str) -> None:
         (Cluster, ((), FAST, SLOW), "devices is empty"),
         (Cluster, ((FAST,), FAST, SLOW), "use Device(...)"),
         (Cluster, ((DEVICE,), FAST, None), "use Interconnect(...)"),
+        (Cluster, ((DEVICE,), FAST, SLOW, (), [Pair(("", ""), 1, 0)] * 2), "have more than one link: give one"),
     ],
 )
 def test_values_are_checked(make: Any, arguments: tuple[Any, ...], message: str) -> None:
@@ -105,7 +106,7 @@ def test_values_are_checked(make: Any, arguments: tuple[Any, ...], message: str)
     ("old", "new", "message"),
     [
         ("memory_bytes: 9", "memory: 9", "devices[1]: unknown field 'memory': did you mean 'memory_bytes'?"),
-        ("memory_bytes: 9", "memory_bytes: 80 GB", "devices[1]: memory_bytes is '80 GB': give a number"),
+        ("memory_bytes: 9", "memory_bytes: 80 GB", "devices[1]: memory_bytes is '80 GB': give a finite number above 0"),
         ("latency_s: 7", "latency_ms: 7", "between_nodes: unknown field 'latency_ms': did you mean 'latency_s'?"),
         ("{bytes_per_s: 5, latency_s: 7}", "5", "between_nodes: expected a mapping with bytes_per_s, latency_s"),
         ("within_node: ", "within: ", "cluster: unknown field 'within': did you mean 'within_node'?"),
