@@ -326,21 +326,22 @@ class Costs:
             self.stack.staging,
         )
 
-    def max_len(self, pipeline: Pipeline, strategy: Strategy | None = None) -> int:
+    def max_len(self, pipeline: Pipeline, strategy: Strategy | None = None, beside: float = 0.0) -> int:
         """Return how many tokens a micro-batch of a pipeline may have under 1F1B, by the memory of each rank.
 
         Args:
             strategy: its own, where it shares stages with others, whose micro-batches are then taken to be as long;
                 None: it shares none.
+            beside: bytes that every rank must have left besides.
         """
-        limits = [self._max_len(pipeline)]
+        limits = [self._max_len(pipeline, beside)]
         for stage in pipeline.stages:
             sharing = [] if strategy is None else [p for p in strategy.pipelines if stage in p.stages]
             if len(sharing) > 1:
-                limits += [self._shared_max_len(stage, sharing, rank) for rank in self._unlike(stage)]
+                limits += [self._shared_max_len(stage, sharing, rank, beside) for rank in self._unlike(stage)]
         return min(limits)
 
-    def _shared_max_len(self, stage: Stage, sharing: Sequence[Pipeline], rank: int) -> int:
+    def _shared_max_len(self, stage: Stage, sharing: Sequence[Pipeline], rank: int, beside: float) -> int:
         """Return how many tokens the micro-batches of pipelines may have by the memory of a rank of a stage they share.
 
         In whatever turns they come, stage s of S has at most S - s micro-batches of a pipeline in flight, and the last
@@ -351,13 +352,14 @@ class Costs:
         last = left[0] == 1
         flying = Strategy(tuple(sharing), "1f1b" if last else "gpipe")
         counts = left if last else [left[0] + 1, *left[1:]]
-        return self._peak((tuple(p.stages for p in sharing), stage), flying, counts, rank).most(self._left(rank))
+        peak = self._peak((tuple(p.stages for p in sharing), stage), flying, counts, rank)
+        return peak.most(self._left(rank) - beside)
 
     def _unlike(self, stage: Stage) -> list[int]:
         """Return one rank of each kind: of a stage, those of one type that own as much are alike."""
         return list({(self.cluster.type_of(rank), self.owned(rank)): rank for rank in reversed(stage.devices)}.values())
 
-    def _max_len(self, pipeline: Pipeline) -> int:
+    def _max_len(self, pipeline: Pipeline, beside: float = 0.0) -> int:
         profile = self.piece_profile(pipeline.devices[0])
         measured = profile.limits.get((pipeline.stages[0].tp, len(pipeline.stages)))
         if measured is not None and all(s.kind == StageKind(pipeline.stages[0].tp) for s in pipeline.stages):
@@ -370,8 +372,9 @@ class Costs:
             for rank in self._unlike(stage):
                 peak = self._peak((shape, at), strategy, [len(pipeline.stages)], rank)
                 # Most stages are not the one that decides, which one look at them tells.
-                if most is None or not peak.holds(most, self._left(rank)):
-                    found = peak.most(self._left(rank))
+                left = self._left(rank) - beside
+                if most is None or not peak.holds(most, left):
+                    found = peak.most(left)
                     most = found if most is None else min(most, found)
         assert most is not None, "a pipeline has stages, and a stage ranks"
         return most

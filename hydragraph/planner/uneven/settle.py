@@ -10,6 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 
 import numpy as np
 
@@ -26,6 +27,8 @@ from hydragraph.planner.uneven.sharing import shares
 from hydragraph.spec.assignment import Assignment
 from hydragraph.spec.home import Home
 from hydragraph.spec.strategy import Pipeline, Stage, Strategy
+
+Line = tuple[float, float]  # bytes, and bytes of all that can be owned
 
 # Micro-batches that are moved between pipelines at most, beyond the first sharing.
 MOVES = 64
@@ -269,11 +272,7 @@ def owners(
     """
     limits = [NEAR_LIMIT * costs.memory_of(rank) for rank in range(costs.ranks)]
     needed = needs(costs, strategy, assignment)
-    state = costs.home.copies * state_bytes(costs)
-    lines = [
-        ((need, state + beside), (gradients, state + at_end))
-        for need, (beside, at_end, gradients) in zip(needed, _messages(costs, strategy), strict=True)
-    ]
+    lines = _lines(costs, strategy, needed)
     room = [min((limit - held) / per for held, per in two) for limit, two in zip(limits, lines, strict=True)]
     tightest = min(strategy.devices, key=lambda rank: limits[rank] - needed[rank])
     if limits[tightest] < needed[tightest]:
@@ -282,12 +281,45 @@ def owners(
     if home is None:
         lacking = 1 - sum(max(0.0, part) for part in room)
         return Shortage(strategy, tightest, lacking * sum(two[0][1] for two in lines) / costs.ranks**2)
-    owned = [fraction_of(home, rank, costs.ranks) / home.copies for rank in range(costs.ranks)]
-    memory = tuple(round(max(a + part * b for a, b in two)) for part, two in zip(owned, lines, strict=True))
+    memory = _held(lines, home)
     worst = max(range(costs.ranks), key=lambda rank: memory[rank] / limits[rank])
     if memory[worst] > limits[worst]:
         return Shortage(strategy, worst, memory[worst] - limits[worst])
     return home, memory
+
+
+def held(costs: Costs, strategy: Strategy, home: Home, assignments: Sequence[Assignment]) -> tuple[int, ...]:
+    """Return the bytes that every rank holds when it holds most, of several mini-batches of varying lengths.
+
+    It is told in one for pipelines of one shape, whose largest micro-batches are taken together: the next mini-batch
+    may give any of them what one has in this.
+    """
+    everything = [micro_batches_of(strategy, assignment) for assignment in assignments]
+    shapes = [tuple((s.layers, s.kind) for s in pipeline.stages) for pipeline in strategy.pipelines]
+    largest: dict[object, list[MicroBatch]] = {}
+    tokens: dict[object, int] = {}
+    for each in everything:
+        for shape, batches in zip(shapes, each, strict=True):
+            few = zip_longest(largest.get(shape, []), _largest(batches, len(shape) + 1), fillvalue=MicroBatch(0, 0))
+            largest[shape] = [MicroBatch(max(a.tokens, b.tokens), max(a.sequences, b.sequences)) for a, b in few]
+            tokens[shape] = max(tokens.get(shape, 0), _tokens([batches]))
+    every = max(map(_tokens, everything), default=0)
+    needed = _needed(costs, strategy, [largest[s] for s in shapes], [tokens[s] for s in shapes], every)
+    return _held(_lines(costs, strategy, needed), home)
+
+
+def _lines(costs: Costs, strategy: Strategy, needed: Sequence[float]) -> list[tuple[Line, Line]]:
+    """Return what every rank holds by the part of the state that it owns: with most activations, and at the end."""
+    state = costs.home.copies * state_bytes(costs)
+    return [
+        ((need, state + beside), (gradients, state + at_end))
+        for need, (beside, at_end, gradients) in zip(needed, _messages(costs, strategy), strict=True)
+    ]
+
+
+def _held(lines: Sequence[tuple[Line, Line]], home: Home) -> tuple[int, ...]:
+    owned = [fraction_of(home, rank, len(lines)) / home.copies for rank in range(len(lines))]
+    return tuple(round(max(a + part * b for a, b in two)) for part, two in zip(owned, lines, strict=True))
 
 
 def _messages(costs: Costs, strategy: Strategy) -> list[tuple[float, float, float]]:
@@ -327,18 +359,30 @@ def needs(costs: Costs, strategy: Strategy, assignment: Assignment) -> list[floa
     everything = micro_batches_of(strategy, assignment)
     # Once a pipeline is full, further equal micro-batches change nothing but the tokens that are there.
     shown = [_largest(b, len(p.stages) + 1) for p, b in zip(strategy.pipelines, everything, strict=True)]
-    every = _tokens(everything)
+    return _needed(costs, strategy, shown, [_tokens([batches]) for batches in everything], _tokens(everything))
+
+
+def _needed(
+    costs: Costs, strategy: Strategy, shown: Sequence[list[MicroBatch]], tokens: Sequence[int], every: int
+) -> list[float]:
+    """Return the bytes of `needs`.
+
+    Args:
+        shown: the largest micro-batches of each pipeline, enough to fill it.
+        tokens: of all micro-batches of each.
+        every: tokens of the mini-batch.
+    """
     # Lost ranks hold nothing, the others see how long all sequences are.
     found = [float(batch_bytes(0, every)) if math.isfinite(costs.health.rate(r)) else 0.0 for r in range(costs.ranks)]
     if strategy.shares:
         for rank in dict.fromkeys(strategy.devices):
             mine = [p for p, pipeline in enumerate(strategy.pipelines) if rank in pipeline.devices]
-            more = _tokens(everything[p] for p in mine) - _tokens(shown[p] for p in mine)
+            more = sum(tokens[p] for p in mine) - _tokens(shown[p] for p in mine)
             found[rank] = _walked(costs, strategy, shown, rank) + batch_bytes(more, every - _tokens(shown))
         return found
     known: dict[object, float] = {}
-    for pipeline, batches, few in zip(strategy.pipelines, everything, shown, strict=True):
-        more = batch_bytes(_tokens([batches]) - _tokens([few]), every - _tokens([few]))
+    for pipeline, own, few in zip(strategy.pipelines, tokens, shown, strict=True):
+        more = batch_bytes(own - _tokens([few]), every - _tokens([few]))
         shape = tuple((s.layers, s.kind) for s in pipeline.stages)
         for position, stage in enumerate(pipeline.stages):
             for rank in stage.devices:
