@@ -45,7 +45,7 @@ from hydragraph.cost.work import NOTHING, Priced, Without, Work
 from hydragraph.errors import Unsupported
 from hydragraph.ir.home import HomeLayouts
 from hydragraph.ir.instruction import Op, Stream
-from hydragraph.ir.layout import GradientKind, Layout, propagation
+from hydragraph.ir.layout import GradientKind, Ints, Layout, propagation
 from hydragraph.ir.outline import Outline
 from hydragraph.ir.parameter import Bucket
 from hydragraph.passes.place import Placement, place
@@ -754,11 +754,27 @@ class CostedWork:
 
             ranks = self._costs.ranks
             sent = copied(owners, users, ranks) if op is Op.PULL else reduced(users, owners, ranks)
-            size = float(self._costs.sizes.itemsize if op is Op.PULL else GRADIENT_BYTES)
-            size *= self._costs._transfers[Kind.PULL if op is Op.PULL else Kind.PUSH]
-            src, dst = np.nonzero(sent)
-            self._moved[key] = Transfers(src, dst, sent[src, dst].astype(np.float64) * size)
+            self._moved[key] = self._in_bytes(sent, Kind.PULL if op is Op.PULL else Kind.PUSH)
         return self._moved[key]
+
+    def handed_on(self, bucket: str) -> Transfers:
+        """See `Priced`; buckets that live alike get the same object."""
+        costs = self._costs
+        weights = self._buckets[bucket]
+        if costs.home.copies == 1 or not weights.learns:
+            return NOTHING
+        owners = costs.home_of(weights)
+        if owners not in self._moved:
+            from hydragraph.ir.exchanged import handed_on
+
+            self._moved[owners] = self._in_bytes(handed_on(owners, costs.ranks), Kind.PUSH)
+        return self._moved[owners]
+
+    def _in_bytes(self, sent: Ints, kind: Kind) -> Transfers:
+        """Return elements that travel [sending ranks, receiving ranks] in bytes, as long as they took where seen."""
+        size = self._costs.sizes.itemsize if kind is Kind.PULL else GRADIENT_BYTES
+        src, dst = np.nonzero(sent)
+        return Transfers(src, dst, sent[src, dst].astype(np.float64) * (size * self._costs._transfers[kind]))
 
     def _splits_tokens(self, stages: Sequence[tuple[int, ...]]) -> bool:
         return any(self._where[ranks[0]].kind.sequence_parallel for ranks in stages)
@@ -812,7 +828,8 @@ class CostedWork:
     def _norm_s(self, rank: int) -> float:
         norm = self._costs.piece_profile(rank).norm_s
         rate = self._costs.health.rate(rank)
-        return rate * norm * self._owned(rank) if norm and not math.isinf(rate) else 0.0
+        # What a rank owns counts as much with it as with the other owners.
+        return rate * norm * self._owned(rank) / self._costs.home.copies if norm and not math.isinf(rate) else 0.0
 
     def _owned(self, rank: int) -> float:
         """Return how many elements that learn a rank owns."""
@@ -832,8 +849,9 @@ class CostedWork:
                         seconds |= {(op, block, rank, m): each for rank in stage.ranks}
         seconds |= {(Op.UPDATE, "", rank): self.update_s(rank) for rank in range(self._costs.ranks)}
         pulls, pushes = ({n: dict(self.moved(op, n).pairs) for n in self._holders} for op in (Op.PULL, Op.PUSH))
+        handed = {n: dict(self.handed_on(n).pairs) for n in self._holders}
         rates = {rank: self.handling(rank) for rank in range(self._costs.ranks)}
-        return Work(seconds, pulls, pushes, {}, self.commit_s(), rates)
+        return Work(seconds, pulls, pushes, {}, self.commit_s(), rates, handed)
 
 
 class ProfileBlocks:

@@ -7,6 +7,8 @@ Traffic is kept apart because a connection is a queue: behind 64 MB of weights, 
     Role.PULL         all ranks           weights from their owners         of the programs' pulls
     Role.PUSH         all ranks           gradients to their owners         of the programs' pushes
     Role.COMMIT       all ranks           totals of a step, objects         of calls
+                                          gradients to second owners        of the programs' pushes, before the totals,
+                                                                            which must wait for them in any case
     Role.MOVE         all ranks           state that moves beside a step    of windows; made when state first moves so
     _Direction.UP     all ranks           stages' messages to higher ranks  of sends, per pair of ranks
     _Direction.DOWN   all ranks           stages' messages to lower ranks   likewise
@@ -56,7 +58,7 @@ class Role(Enum):
 
     PULL = "pull"  # weights from their owners
     PUSH = "push"  # gradients to their owners
-    COMMIT = "commit"  # agreement before the update, and on programs before they run
+    COMMIT = "commit"  # agreement before the update, and on programs before they run; sums for second owners
     MOVE = "move"  # state to other owners, beside a step
 
 
