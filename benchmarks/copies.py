@@ -3,9 +3,10 @@
     python benchmarks/copies.py                      # 4 ranks; about two minutes
     python benchmarks/copies.py --tokens 2000 --ranks 2
 
-Gradients travel to two owners instead of one, and both update. The update is the fused one. Homes take turns by
-`Executable.move`, so that both see the same noise; what is said is the median of pairs of turns, of the wall clock and
-of the CPU seconds of all ranks together, since ranks that outnumber cores wait for one another's updates, too.
+First owners hand the gradients that they have added up on to second ones, and both update. The update is the fused one.
+Homes take turns by `Executable.move`, so that both see the same noise; what is said is the median of pairs of turns, of
+the wall clock and of the CPU seconds of all ranks together, since ranks that outnumber cores wait for one another's
+updates, too.
 """
 
 from __future__ import annotations
