@@ -26,6 +26,7 @@ from hydragraph.planner.uneven.settle import (
     Settled,
     Shortage,
     form_of,
+    owners,
     settle,
     share_out,
     simulated,
@@ -47,6 +48,8 @@ SETTLED = 6
 LEANER = 3
 # Whether others can do the work of pipelines in time is estimated to about this part.
 ROUGHLY = 0.95
+# Where pull and push make an iteration so many times as long, equal owners are tried, too.
+WAITING = 1.05
 # A simulation takes about so many times as long as the estimate of it.
 SIMULATION = 40
 
@@ -165,11 +168,18 @@ def finalists(
             passed.append(proposal)
             continue
         able = len(settled) < _simulations(costs) and not _late(until, SIMULATION * each_s)
-        one = known.get(proposal.strategy)
-        if one is None:
+        before = known.get(proposal.strategy)
+        # The same pipelines may have other micro-batches here than what found them first gave them.
+        if before is not None and (isinstance(before, Shortage) or before.assignments == (proposal.assignment,)):
+            one = before
+        else:
             one = settle(costs, proposal.strategy, proposal.assignment, proposal.origin, proposal.expected_s)
+            if isinstance(one, Settled) and proposal.expected_s > WAITING * proposal.last_s:
+                one = _owned(costs, one)
         if isinstance(one, Settled) and able and not one.simulated:
             one = simulated(costs, one)
+        if isinstance(before, Settled) and (isinstance(one, Shortage) or before.seconds <= one.seconds):
+            one = before
         known[proposal.strategy] = one
         if isinstance(one, Shortage):
             short.append(one)
@@ -177,6 +187,24 @@ def finalists(
             settled.append(one)
     passed.sort(key=lambda each: each.expected_s)
     return Finalists(tuple(settled), tuple(passed), tuple(short))
+
+
+def _owned(costs: Costs, one: Settled) -> Settled:
+    """Return it with equal owners, of the ranks that train, where memory suffices for them and it then ends sooner.
+
+    Owners of unlike parts hold pieces of others' shards, which travel; what a rank owns of its own shard does not.
+    """
+    devices = set(one.strategy.devices)
+    shares = tuple(int(rank in devices) for rank in range(costs.ranks))
+    equal = replace(one.home, shares=None if all(shares) else shares)
+    if one.strategy.shares or one.home.copies > 1 or equal == one.home:
+        return one
+    (assignment,) = one.assignments
+    seconds = [iteration_s(costs.changed(home=home), one.strategy, assignment) for home in (one.home, equal)]
+    if seconds[1] >= seconds[0] * (1 - SAVES):
+        return one
+    found = owners(costs, one.strategy, assignment, equal)
+    return one if isinstance(found, Shortage) else replace(one, home=equal, memory=found[1])
 
 
 def _estimated(costs: Costs, found: Sequence[Proposal], near: float, until: float | None) -> list[Proposal]:
