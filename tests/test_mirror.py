@@ -74,7 +74,6 @@ ELSEWHERE = {
     "planner/problem.py": ("planner/test_dispatching.py", "a mini-batch as arrays"),
     "planner/request.py": ("planner/test_service.py", "what planning processes are sent"),
     "planner/uneven/explaining.py": ("planner/uneven/test_planning.py", "what a plan says of itself"),
-    "planner/uneven/settle.py": ("planner/uneven/test_planning.py", "memory, owners and seconds of plans"),
     "planner/worker.py": ("planner/test_service.py", "worker processes, and their deaths"),
     "private/process_groups.py": ("test_survival.py", "groups of ranks of which some are lost"),
     "private/tracing.py": ("passes/test_sizes.py", "symbolic sizes; every capture traces"),

@@ -12,6 +12,7 @@ class Alive:
 
     def __init__(self) -> None:
         self.sums: Counter[str] = Counter()
+        self.total = 0  # of all parts
         self._sizes: dict[Storage, int] = {}
         self._users: Counter[Storage] = Counter()
         self._values: dict[str, tuple[Storage, ...]] = {}
@@ -28,6 +29,7 @@ class Alive:
             self._users[storage] += 1
             if self._users[storage] == 1:
                 self.sums[storage[0]] += self._sizes[storage]
+                self.total += self._sizes[storage]
 
     def drop(self, *values: str) -> None:
         """End values; what none is left to keep goes."""
@@ -36,3 +38,4 @@ class Alive:
                 self._users[storage] -= 1
                 if not self._users[storage]:
                     self.sums[storage[0]] -= self._sizes[storage]
+                    self.total -= self._sizes[storage]

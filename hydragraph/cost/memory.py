@@ -278,9 +278,12 @@ class Walk:
     @cached_property
     def at_home(self) -> Memory:
         """What the rank holds in any case."""
-        owned = {b.name: self._home_of(b).local_size(self._rank) for b in self._model.buckets}
-        learning = sum(owned[b.name] for b in self._model.buckets if b.learns)
-        frozen = sum(owned.values()) - learning
+        layouts = [self._home_of(bucket) for bucket in self._model.buckets]
+        # Equal buckets have the same layout.
+        owned = {id(layout): layout.local_size(self._rank) for layout in layouts}
+        both = [(bucket.learns, owned[id(layout)]) for bucket, layout in zip(self._model.buckets, layouts, strict=True)]
+        learning = sum(size for learns, size in both if learns)
+        frozen = sum(size for learns, size in both if not learns)
         return Memory(self._state_bytes * learning + WEIGHT_BYTES * frozen, GRADIENT_BYTES * learning)
 
     def peak(self) -> Memory:
@@ -300,12 +303,12 @@ class Walk:
         for i, instruction in enumerate(self._instructions):
             self._alive.drop(*self._over.get(i, ()))
             for working in self._run(instruction):
-                now = sum(self._alive.sums.values()) + working
+                now = self._alive.total + working
                 if now > most:
                     most = now
                     at = i
                     best = Memory(at_home.state, at_home.shard, working=working, **self._alive.sums)
-            after.append(home_bytes + sum(self._alive.sums.values()))
+            after.append(home_bytes + self._alive.total)
         return best, at, after
 
     def _run(self, instruction: Instruction) -> Iterator[int]:
@@ -345,6 +348,8 @@ class Walk:
     # Weights and gradients.
 
     def _pull(self, bucket: str, held: bool) -> None:
+        if not (held or self._messages):
+            return
         layouts = self._layouts(bucket)
         key = (Op.PULL, id(layouts))
         if key not in self._known_links:

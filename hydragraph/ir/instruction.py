@@ -115,8 +115,5 @@ def waits(instruction: Instruction, stream_of: Mapping[Value, Stream]) -> tuple[
     """Return what an instruction must wait for, given which stream has made each value that it reads."""
     stream = instruction.stream
     free = instruction.op is Op.FREE
-    return tuple(
-        value
-        for value in instruction.reads
-        if stream_of[value] is not stream and (not free or value.kind is ValueKind.MESSAGE)
-    )
+    found = [value for value in instruction.reads if stream_of[value] is not stream]
+    return tuple(value for value in found if not free or value.kind is ValueKind.MESSAGE) if found else ()

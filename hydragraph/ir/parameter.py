@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -121,7 +122,7 @@ class Parameter:
                 f"{self.shape[rule.dim]}; give every segment its number of units"
             )
 
-    @property
+    @cached_property
     def size(self) -> int:
         """Elements of the full tensor."""
         return math.prod(self.shape)
@@ -204,12 +205,12 @@ class Bucket:
         if repeated:
             raise ValueError(f"bucket {self.name}: {', '.join(repeated)} occurs more than once; list it once")
 
-    @property
+    @cached_property
     def size(self) -> int:
         """Elements of the whole flat vector."""
         return sum(p.size for p in self.parameters)
 
-    @property
+    @cached_property
     def form(self) -> tuple[tuple[tuple[int, ...], ShardRule | None], ...]:
         """What layouts depend on: buckets of equal form, as a model's layers are, have equal layouts and links."""
         return tuple((p.shape, p.rule) for p in self.parameters)

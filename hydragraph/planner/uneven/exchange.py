@@ -135,10 +135,11 @@ class _Blocks:
         self._stages = costs.stages(pipeline)
         self._spans = _spans(costs, pipeline)
         self._templates = costs.profile.blocks
-        # By stage and template: what one block of it takes.
+        # By stage and template: what one block of it takes, whichever.
+        places = [{costs.profile.blocks[at]: at for at in range(*span)} for span in self._spans]
         self._alone = [
-            {costs.profile.blocks[at]: costs.stage(stage, (at, at + 1)) for at in range(*span)}
-            for stage, span in zip(pipeline.stages, self._spans, strict=True)
+            {template: costs.stage(stage, (at, at + 1)) for template, at in of.items()}
+            for stage, of in zip(pipeline.stages, places, strict=True)
         ]
 
     def completed(self, batches: Sequence[Sequence[int]], schedule: str, there: dict[str, float]) -> list[float]:

@@ -13,12 +13,14 @@ from dataclasses import dataclass, replace
 from itertools import zip_longest
 
 import numpy as np
+from numpy.typing import NDArray
 
 from hydragraph.cost.costs import Costs, micro_batches_of
 from hydragraph.cost.footprint import MicroBatch
 from hydragraph.cost.memory import batch_bytes
 from hydragraph.cost.pieces import GRADIENT_BYTES
 from hydragraph.cost.stages import StageCost, stages_end
+from hydragraph.planner.stage_terms import end_of, scratch_of
 from hydragraph.planner.uneven.groups import Group
 from hydragraph.planner.uneven.pipelines import Bench, Laid, Partition
 from hydragraph.planner.uneven.prices import state_bytes
@@ -158,13 +160,16 @@ class Ends:
         self._lengths = tuple(lengths)
         self._schedule = strategy.schedule
         self._parts: list[tuple[StageCost, ...]] = []
+        self._rows: list[NDArray[np.float64]] = []  # what a micro-batch takes, by stage, as `end_of` asks for it
         self._alike: list[int] = []
         known: dict[object, int] = {}
         for pipeline in strategy.pipelines:
             form = form_of(costs, pipeline)
             if form not in known:
                 known[form] = len(self._parts)
-                self._parts.append(costs.stages(pipeline))
+                parts = costs.stages(pipeline)
+                self._parts.append(parts)
+                self._rows.append(np.array([[_row(stage, self._lengths) for stage in parts]]))
             self._alike.append(known[form])
         self._ends: dict[tuple[int, int], float] = {}
 
@@ -172,16 +177,23 @@ class Ends:
         """Return when a pipeline has run so many micro-batches."""
         key = (self._alike[pipeline], count)
         if key not in self._ends:
-            parts = self._parts[key[0]]
-            self._ends[key] = stages_end(parts, [self._lengths] * count, self._schedule) if count else 0.0
+            self._ends[key] = self._end(*key)
         return self._ends[key]
+
+    def _end(self, kind: int, count: int) -> float:
+        parts = self._parts[kind]
+        if any(stage.ahead is not None and stage.ahead.blocking for stage in parts):
+            return stages_end(parts, [self._lengths] * count, self._schedule)
+        order = np.zeros(count, np.int64)
+        scratch = scratch_of(len(parts), count)
+        return float(end_of(self._rows[kind], order, count, len(parts), self._schedule == "gpipe", scratch))
 
     def counts(self, micro_batches: int) -> list[int]:
         """Return how many micro-batches each pipeline runs, so that the last one ends first."""
         number = len(self._alike)
         # A pipeline that has filled ends with each further micro-batch one step of its slowest stage later.
         first = np.array([self.end(p, 1) for p in range(number)])
-        steps = {k: max(sum(s.seconds(self._lengths)) for s in parts) for k, parts in enumerate(self._parts)}
+        steps = [float((row[0, :, 0] + row[0, :, 1] + row[0, :, 2]).max()) for row in self._rows]
         each = np.array([steps[k] for k in self._alike])
         counts = [int(n) for n in shares(micro_batches, first, each)]
         for _ in range(MOVES):
@@ -202,6 +214,11 @@ class Ends:
             counts[slowest] -= 1
             counts[taker] += 1
         return counts
+
+
+def _row(stage: StageCost, lengths: Sequence[int]) -> tuple[float, ...]:
+    hops = (0.0 if hop is None else hop.seconds(sum(lengths)) for hop in (stage.ahead, stage.back))
+    return (*stage.apart(lengths), *hops)
 
 
 def form_of(costs: Costs, pipeline: Pipeline) -> object:
@@ -368,7 +385,7 @@ def _needed(
     """Return the bytes of `needs`.
 
     Args:
-        shown: the largest micro-batches of each pipeline, enough to fill it.
+        shown: the largest micro-batches of each pipeline, largest first, enough to fill it.
         tokens: of all micro-batches of each.
         every: tokens of the mini-batch.
     """
@@ -381,16 +398,28 @@ def _needed(
             found[rank] = _walked(costs, strategy, shown, rank) + batch_bytes(more, every - _tokens(shown))
         return found
     known: dict[object, float] = {}
-    for pipeline, own, few in zip(strategy.pipelines, tokens, shown, strict=True):
-        more = batch_bytes(own - _tokens([few]), every - _tokens([few]))
+    for pipeline, own, largest in zip(strategy.pipelines, tokens, shown, strict=True):
         shape = tuple((s.layers, s.kind) for s in pipeline.stages)
+        alone = Strategy((pipeline,), strategy.schedule)
         for position, stage in enumerate(pipeline.stages):
+            few = largest[: _telling(len(pipeline.stages), position, strategy.schedule)]
+            # All devices hold the same of the same stage.
+            key = (shape, position, tuple(few))
+            if key not in known:
+                known[key] = _walked(costs, alone, [few], stage.devices[0])
+            more = batch_bytes(own - _tokens([few]), every - _tokens([few]))
             for rank in stage.devices:
-                key = (shape, position, tuple(few), costs.cluster.type_of(rank))
-                if key not in known:
-                    known[key] = _walked(costs, Strategy((pipeline,), strategy.schedule), [few], rank)
                 found[rank] = known[key] + more
     return found
+
+
+def _telling(stages: int, position: int, schedule: str) -> int:
+    """Return how many micro-batches show the most that a stage holds; equal ones beyond only add their tokens.
+
+    With w = S - 1 - s of them ahead, a stage has all of its gradients after its first backward. Then w + 1
+    micro-batches are there again, the hidden state of the next comes early, and two gradients are on their way back.
+    """
+    return stages + 1 if schedule != "1f1b" else min(stages + 1, stages - position + 3)
 
 
 def _tokens(batches: Iterable[Sequence[MicroBatch]]) -> int:
