@@ -338,11 +338,29 @@ class Costs:
         for stage in pipeline.stages:
             sharing = [] if strategy is None else [p for p in strategy.pipelines if stage in p.stages]
             if len(sharing) > 1:
-                limits += [self._shared_max_len(stage, sharing, rank, beside) for rank in self._unlike(stage)]
+                for rank in self._unlike(stage):
+                    limits.append(self._shared_peak(stage, sharing, rank).most(self._left(rank) - beside))
         return min(limits)
 
-    def _shared_max_len(self, stage: Stage, sharing: Sequence[Pipeline], rank: int, beside: float) -> int:
-        """Return how many tokens the micro-batches of pipelines may have by the memory of a rank of a stage they share.
+    def beside(self, strategy: Strategy, tokens: Sequence[int]) -> list[float]:
+        """Return the bytes that each rank needs beside what it owns, by the peaks that `max_len` goes by.
+
+        Args:
+            tokens: of the longest micro-batch of each pipeline.
+        """
+        found = [0.0] * self.ranks
+        for pipeline, most in zip(strategy.pipelines, tokens, strict=True):
+            for at, stage in enumerate(pipeline.stages):
+                sharing = [p for p in strategy.pipelines if stage in p.stages]
+                for rank in stage.devices:
+                    peak = self._stage_peak(pipeline, at, rank)
+                    found[rank] = max(found[rank], peak.needs(most))
+                    if len(sharing) > 1:
+                        found[rank] = max(found[rank], self._shared_peak(stage, sharing, rank).needs(most))
+        return found
+
+    def _shared_peak(self, stage: Stage, sharing: Sequence[Pipeline], rank: int) -> Peak:
+        """Return what a rank of a stage holds that pipelines share, by the tokens of all their micro-batches.
 
         In whatever turns they come, stage s of S has at most S - s micro-batches of a pipeline in flight, and the last
         stage of a model one in all.
@@ -352,8 +370,7 @@ class Costs:
         last = left[0] == 1
         flying = Strategy(tuple(sharing), "1f1b" if last else "gpipe")
         counts = left if last else [left[0] + 1, *left[1:]]
-        peak = self._peak((tuple(p.stages for p in sharing), stage), flying, counts, rank)
-        return peak.most(self._left(rank) - beside)
+        return self._peak((tuple(p.stages for p in sharing), stage), flying, counts, rank)
 
     def _unlike(self, stage: Stage) -> list[int]:
         """Return one rank of each kind: of a stage, those of one type that own as much are alike."""
@@ -364,13 +381,10 @@ class Costs:
         measured = profile.limits.get((pipeline.stages[0].tp, len(pipeline.stages)))
         if measured is not None and all(s.kind == StageKind(pipeline.stages[0].tp) for s in pipeline.stages):
             return int(measured)
-        # A pipeline's memory does not depend on the others, except that all ranks share what lives at home.
-        strategy = Strategy((pipeline,))
-        shape = tuple((stage.layers, stage.kind) for stage in pipeline.stages)
         most: int | None = None
         for at, stage in enumerate(pipeline.stages):
             for rank in self._unlike(stage):
-                peak = self._peak((shape, at), strategy, [len(pipeline.stages)], rank)
+                peak = self._stage_peak(pipeline, at, rank)
                 # Most stages are not the one that decides, which one look at them tells.
                 left = self._left(rank) - beside
                 if most is None or not peak.holds(most, left):
@@ -378,6 +392,12 @@ class Costs:
                     most = found if most is None else min(most, found)
         assert most is not None, "a pipeline has stages, and a stage ranks"
         return most
+
+    def _stage_peak(self, pipeline: Pipeline, at: int, rank: int) -> Peak:
+        """Return what a rank of a pipeline's stage holds under 1F1B, by the tokens of its micro-batches."""
+        # A pipeline's memory does not depend on the others, except that all ranks share what lives at home.
+        shape = tuple((stage.layers, stage.kind) for stage in pipeline.stages)
+        return self._peak((shape, at), Strategy((pipeline,)), [len(pipeline.stages)], rank)
 
     def _peak(self, form: object, strategy: Strategy, counts: Sequence[int], rank: int) -> Peak:
         """Return what a rank holds of a strategy beside what it owns, by the tokens of all its micro-batches.

@@ -56,7 +56,13 @@ def controller_of(
         executor.choose_from(answer.strategies, answer.request, answer.static, ready_first=True)
 
     following = Following(
-        executor.owners, world.ranks, executor.program.buckets, state_costs(costs), config.steps, config.elastic.dry_run
+        executor.owners,
+        world.ranks,
+        executor.program.buckets,
+        state_costs(costs),
+        config.steps,
+        config.elastic.dry_run,
+        costs,
     )
     return Controller(
         monitor,
