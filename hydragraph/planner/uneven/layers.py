@@ -9,7 +9,7 @@ at most cap_j layers. With m micro-batches a pipeline takes
 recomputation, which is slower and holds less.
 
 For a bound T on every stage, stage j takes at most room_j(T) = max over its options of min(cap, (T - f) / y) layers, so
-the least T is found by bisection. Above it, a larger T moves layers to the quicker stages: a smaller sum for a larger
+the least T is found layer by layer. Above it, a larger T moves layers to the quicker stages: a smaller sum for a larger
 maximum, which pays where m is small; so a few larger bounds are tried as well.
 
 Example: L = 6, y = (1, 2), no caps: T = 4 gives layers (4, 2). With m = 1, (6, 0) would be quicker still, but an empty
