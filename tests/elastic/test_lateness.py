@@ -107,7 +107,7 @@ def test_who_is_late() -> None:
     strategy = hg.Strategy.parse("<tp1,pp2> + 2*<tp1,pp1>", layers=2)
     health = Health({1: 3.0, 3: 5.0})
     ranks = times(2.0, (1.9, 2.0, 1.0, 1.2))
-    assert lateness(strategy, assigned((50, 50, 50)), ranks, health) == (1.0, {1})
+    assert lateness(strategy, assigned((50, 50, 50)), ranks, health) == (1.0, frozenset({1}))
     assert lateness(strategy, assigned((50, 0, 50)), ranks, health) == (0.0, frozenset()), "each has a slow rank"
     usual, nobody = lateness(strategy, assigned((50, 50, 50)), ranks, Health())
     assert usual == 0.0

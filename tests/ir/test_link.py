@@ -217,12 +217,11 @@ def test_push_equals_scatter_and_sum(case: Case, data: st.DataObject) -> None:
     have, sums, counts = gradient_oracle(case, data.draw(st.integers(0, 9)))
     got, arrivals = move(slices, have, target), deliver(slices, source, target)
     handed = link.hand_on(target)
-    for mine, theirs in ((got, move(handed, got, target)), (arrivals, move(handed, arrivals, target))):
-        mine.update({rank: mine[rank] + theirs[rank] for rank in target.ranks})
+    handed_sums, handed_counts = move(handed, got, target), move(handed, dict(arrivals), target)  # type: ignore[arg-type]
     for rank in target.ranks:
         owned = elements(target, rank)
-        assert np.array_equal(got[rank], sums[owned])
-        assert np.array_equal(arrivals[rank], counts[owned])
+        assert np.array_equal(got[rank] + handed_sums[rank], sums[owned])
+        assert np.array_equal(arrivals[rank] + handed_counts[rank], counts[owned])
 
 
 @given(cases(), st.data())

@@ -163,9 +163,15 @@ def die_in_a_push(exe: hg.Executable, step: int, moment: str) -> None:
         finish = start(*arguments)
         if handed == 2:
             strike("under way")
-        return replace(finish, result=lambda: (finish.result(), strike("here"))[0])
 
-    exchange._start_handing = handing
+        def result() -> Tensor:
+            value = finish.result()
+            strike("here")
+            return value
+
+        return replace(finish, result=result)
+
+    exchange._start_handing = handing  # type: ignore[assignment]
     exe._session.executor.before = lambda instruction: strike("push") if instruction.op is Op.PUSH else None
 
 
