@@ -2,10 +2,12 @@
 
     python benchmarks/copies.py                      # 4 ranks; about two minutes
     python benchmarks/copies.py --tokens 2000 --ranks 2
+    python benchmarks/copies.py --links              # pulls and pushes of such a step alone, CPU seconds of all ranks
 
-Gradients travel to two owners instead of one, and both update. The update is the fused one. Homes take turns by
-`Executable.move`, so that both see the same noise; what is said is the median of pairs of turns, of the wall clock and
-of the CPU seconds of all ranks together, since ranks that outnumber cores wait for one another's updates, too.
+First owners hand the gradients that they have added up on to second ones, and both update. The update is the fused one.
+Homes take turns by `Executable.move`, so that both see the same noise; what is said is the median of pairs of turns, of
+the wall clock and of the CPU seconds of all ranks together, since ranks that outnumber cores wait for one another's
+updates, too.
 """
 
 from __future__ import annotations
@@ -23,6 +25,12 @@ from rich.table import Table
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import hydragraph as hg
+from hydragraph.ir.layout import GradientKind, home, propagation
+from hydragraph.ir.parameter import Bucket, Parameter
+from hydragraph.runtime.buffers import Buffers
+from hydragraph.runtime.exchange import hand_exchange, pull_exchange, push_exchange, start_pull, start_push
+from hydragraph.runtime.groups import Groups
+from hydragraph.runtime.launch import join
 
 LIMIT = timedelta(minutes=9)
 
@@ -66,6 +74,42 @@ def turns(ranks: int, hidden: int, layers: int, tokens: int, rounds: int) -> lis
     return found
 
 
+def links(ranks: int, hidden: int, layers: int, rounds: int) -> dict[tuple[int, str], list[float]]:
+    """Pull and push what a step of data-parallel ranks does, under both homes in turns; return CPU seconds of each."""
+    torch.set_num_threads(1)
+    world = join()
+    groups = Groups(world, LIMIT)
+    buffers = Buffers(world.device)
+    layer = 4 * hidden**2 + 3 * hidden * (hidden * 11 // 4)
+    sizes = [4096 * hidden, *[layer] * layers, 4096 * hidden]
+    found: dict[tuple[int, str], list[float]] = {}
+    for turn in range(2 * (1 + rounds)):
+        copies = 1 + turn % 2
+        pulls, pushes = [], []
+        for size in sizes:
+            bucket, owners = Bucket("b", (Parameter("w", (size,)),), ("b",)), home(size, range(ranks), copies=copies)
+            users = propagation(bucket, [(rank,) for rank in range(ranks)], {"w": GradientKind.PARTIAL})
+            own = torch.ones(owners.local_size(world.rank))
+            pulls.append((pull_exchange(owners, users, world.rank, ranks), own))
+            handing = hand_exchange(owners, world.rank, ranks)
+            pushes.append((push_exchange(users, owners, world.rank, ranks), torch.ones(size), own, handing))
+        buffers.begin()
+        for what in ("pull", "push"):
+            groups.gather_objects(None)
+            began = time.process_time()
+            if what == "pull":
+                for finish in [start_pull(each, own, torch.float32, groups, buffers) for each, own in pulls]:
+                    buffers.give(finish())
+            else:
+                started = [start_push(each, sent, own, groups, buffers, to) for each, sent, own, to in pushes]
+                for finish in started:
+                    finish()
+            if turn > 1:
+                found.setdefault((copies, what), []).append(time.process_time() - began)
+    groups.close()
+    return found
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -74,7 +118,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=1000, help="of each rank")
     parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--links", action="store_true", help="pulls and pushes alone")
     options = parser.parse_args(arguments)
+    if options.links:
+        shape = options.ranks, options.hidden, options.layers, options.rounds
+        each = hg.launch(links, options.ranks, *shape, timeout=LIMIT)
+        for copies, what in each[0]:
+            sums = [sum(turn) for turn in zip(*(rank[copies, what] for rank in each), strict=True)]
+            Console().print(f"copies {copies}: {what} {median(sums):.3f} CPU s of all ranks, at least {min(sums):.3f}")
+        return
     by_rank = hg.launch(
         turns,
         options.ranks,

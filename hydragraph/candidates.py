@@ -78,19 +78,28 @@ class _Change:
 
 @dataclass(frozen=True)
 class _Told:
-    """What a rank tells all others before each step.
+    """What rank 0 tells all others before each step, without waiting for them.
 
     Attributes:
-        plan: rank 0's, or why there is none.
+        plan: its plan, or why there is none.
         coming: strategies to choose from, from the next step on or once `ready_first` has been seen to.
-        node: where this rank runs.
-        settled: whether nothing is being made here for them.
-        offer: what was made.
     """
 
     plan: IterationPlan | ValueError | None
     coming: tuple[Strategy, ...]
     ready_first: bool
+
+
+@dataclass(frozen=True)
+class _Made:
+    """What a rank tells all others while they get ready for strategies that are coming.
+
+    Attributes:
+        node: where this rank runs.
+        settled: whether nothing is being made here for them.
+        offer: what was made.
+    """
+
     node: str
     settled: bool
     offer: Offer | None
@@ -251,20 +260,16 @@ class Chooser:
                 plan = self._planner.plan(lengths)
             except ValueError as error:
                 plan = error
-        making = self._making
-        told = self._groups.gather_objects(
+        told = self._groups.tell(
             _Told(
                 plan,
                 () if change is None else change.strategies,
                 change is not None and change.ready_first,
-                self._groups.world.node,
-                making is None or making.settled,
-                None if making is None else making.offer,
             )
         )
         self._follow(told)
-        assert told[0].plan is not None, "rank 0 plans"
-        return told[0].plan
+        assert told.plan is not None, "rank 0 plans"
+        return told.plan
 
     def _replan(self) -> None:
         """Let who plans go by what was asked for, where that is on this rank."""
@@ -272,18 +277,26 @@ class Chooser:
             self._planner.change(self._change.request, self._change.static)
         self._change = None
 
-    def _follow(self, told: Sequence[_Told]) -> None:
+    def _follow(self, told: _Told) -> None:
         """Get ready for what is coming, or see that all ranks are: all do the same, as all were told the same."""
-        coming = told[0].coming
-        if coming and not told[0].ready_first:  # this plan's candidate is one of them
+        coming = told.coming
+        if coming and not told.ready_first:  # this plan's candidate is one of them
             self._drop()
             self._strategies = coming
         elif coming and coming != self._coming:
             self._drop()
             self._coming = coming
             self._making = self._readying.begin(coming)
-        elif coming and all(each.settled for each in told):
-            here = [each.offer for each in told if each.offer is not None and each.node == self._groups.world.node]
+        elif coming:
+            self._see()
+
+    def _see(self) -> None:
+        """See whether all ranks are ready for what is coming."""
+        making, node = self._making, self._groups.world.node
+        settled = making is None or making.settled
+        every = self._groups.gather_objects(_Made(node, settled, None if making is None else making.offer))
+        if all(each.settled for each in every):
+            here = [each.offer for each in every if each.offer is not None and each.node == node]
             refused = self._groups.gather_objects("".join(map(self._readying.take, here)))
             self.refused = next(filter(None, refused), "")
             self._ready = not self.refused

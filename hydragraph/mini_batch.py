@@ -51,13 +51,15 @@ class MiniBatch:
             ValueError: a sequence is malformed, a value is outside the limits, or there is no target at all.
         """
         checked = tuple(workload.sequence_of(s, i, causal, fields) for i, s in enumerate(sequences_in(given, fields)))
-        for i, sequence in enumerate(checked):
-            for limit in limits:
-                limit.check(sequence, i)
-        tokens = sum(s.targets for s in checked)
+        if not all(limit.holds(checked) for limit in limits):
+            for i, sequence in enumerate(checked):
+                for limit in limits:
+                    limit.check(sequence, i)
+        targets = [s.targets for s in checked]  # once: every rank does this before every step, however slow it is
+        tokens = sum(targets)
         if not tokens:
             raise ValueError("the mini-batch has no target token: give at least one sequence of two tokens")
-        return cls(checked, tuple(len(s) if s.targets else 0 for s in checked), tokens)
+        return cls(checked, tuple(len(s) if n else 0 for s, n in zip(checked, targets, strict=True)), tokens)
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ from rich.table import Table
 from hydragraph import cli
 from hydragraph.commands import train
 from hydragraph.spec.record import from_record
-from hydragraph.train import chaos, loop
+from hydragraph.train import chaos, going_on, loop, saving, telling
 from hydragraph.train.config import TrainConfig
 from hydragraph.train.folder import RunFolder
 from hydragraph.train.metrics import read_metrics
@@ -41,27 +41,31 @@ PLAN = "HYDRAGRAPH_TEST_PLAN"  # the plan, in the environment of a run
 # What of the loop is a window, and how many calls it has at most.
 CALLS = {
     "_train_step": 20_000,
-    "_checkpoint": 3_000,
+    "checkpoint": 3_000,
     "_evaluate": 8_000,
-    "_go_on": 25_000,
-    "_lead": 200,
+    "go_on": 25_000,
+    "lead": 200,
     "_find_position": 400,
     "_write_down": 300,
-    "_write_ranks": 200,
+    "write_run_ranks": 200,
     "_join_run": 60_000,
 }
-OPENED = ("_go_on", "_lead", "_find_position", "_write_down", "_write_ranks", "_join_run")  # by another rank's end
+OPENED = ("go_on", "lead", "_find_position", "_write_down", "write_run_ranks", "_join_run")  # by another rank's end
 _genuine = train.train_rank  # what ranks run; in the launcher's process this module's own takes its place
 
 
 def train_rank(*arguments: Any) -> Any:
     """Train on this rank, which strikes itself when it is its turn."""
-    loop.matplotlib_installed = loop.tensorboard_installed = lambda: False  # type: ignore[attr-defined]
+    saving.matplotlib_installed = telling.matplotlib_installed = lambda: False  # type: ignore[attr-defined]
+    telling.tensorboard_installed = lambda: False  # type: ignore[attr-defined]
     record = json.loads(os.environ[PLAN])
     strikes = tuple(Strike(**each) for each in record["strikes"])
     plan = Plan(strikes, Path(record["folder"]), opened=OPENED)
     for name in CALLS:
-        setattr(loop, name, _watched(plan, name, getattr(loop, name)))
+        callers = [module for module in (loop, going_on, saving, telling) if hasattr(module, name)]
+        watched = _watched(plan, name, getattr(callers[0], name))
+        for module in callers:  # each has the function under a name of its own
+            setattr(module, name, watched)
     return _genuine(*arguments)
 
 
@@ -80,7 +84,7 @@ def _within(plan: Plan, name: str, given: tuple[Any, ...]) -> AbstractContextMan
     world = given[0].world
     if name == "_train_step" and world.ranks == RANKS:
         plan.open(world.rank, RANKS)
-    return window(plan, name, None if name == "_lead" else world.rank, world.ranks)
+    return window(plan, name, None if name == "lead" else world.rank, world.ranks)
 
 
 def draw(count: int, seed: int, hows: Sequence[How]) -> tuple[Strike, ...]:

@@ -23,7 +23,7 @@ from typing import Any
 from hydragraph import api
 from hydragraph.commands import train
 from hydragraph.executable import Executable
-from hydragraph.train import loop
+from hydragraph.train import saving, telling
 from tests.faults import Moment
 
 ORDER = "HYDRAGRAPH_TEST_ORDER"
@@ -80,7 +80,8 @@ class Order:
 
 def train_rank(*arguments: Any) -> Any:
     """Train on this rank, and be struck if it is meant; without the optional packages that take a run's seconds."""
-    loop.matplotlib_installed = loop.tensorboard_installed = lambda: False  # type: ignore[attr-defined]
+    saving.matplotlib_installed = telling.matplotlib_installed = lambda: False  # type: ignore[attr-defined]
+    telling.tensorboard_installed = lambda: False  # type: ignore[attr-defined]
     text = os.environ.get(ORDER)
     order = None if text is None else Order(**json.loads(text))
     if order is not None and int(os.environ.get("RANK", "0")) == order.rank and not Path(order.notice).exists():

@@ -96,9 +96,13 @@ ELSEWHERE = {
     "runtime/rank_process.py": ("runtime/test_launch.py", "ranks from inside"),
     "runtime/sharded.py": ("runtime/checkpoint/test_planners.py", "boxes of parameters"),
     "runtime/weights/directory.py": ("test_peft.py", "directories that are written, of models and of adapters"),
+    "train/course.py": ("train/test_going_on.py", "a run and how far it is, as values"),
     "train/export.py": ("train/test_loop.py", "the final model"),
     "train/plan_picture.py": ("commands/test_plan.py", "--picture"),
     "train/ranks_file.py": ("test_elastic_run.py", "the processes of a run, by rank"),
+    "train/saving.py": ("train/test_loop.py", "checkpoints, and what a missing package costs"),
+    "train/telling.py": ("train/test_loop.py", "what is logged, and what a missing package costs"),
+    "train/trainable.py": ("train/test_loop.py", "a plain executor that is no more than this"),
 }
 
 STARTED = ("__main__.py", "elastic/worker.py", "planner/worker.py")  # by their names, in processes of their own

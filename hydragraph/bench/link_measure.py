@@ -21,7 +21,7 @@ from hydragraph.cost.link_bytes import DIRECTIONS, Direction
 from hydragraph.executable import Executable
 from hydragraph.passes.layouts import BucketLayouts, layouts
 from hydragraph.runtime.buffers import Buffers
-from hydragraph.runtime.exchange import pull_exchange, push_exchange, start_pull, start_push
+from hydragraph.runtime.exchange import hand_exchange, pull_exchange, push_exchange, start_pull, start_push
 from hydragraph.runtime.groups import Role
 from hydragraph.runtime.pending import Finish
 from hydragraph.spec.home import Home
@@ -72,7 +72,8 @@ def measure_rank(
             sent.clear()
             report = exe.step(sequences, strategy)
             waits: dict[Direction, float] = {"pull": report.exposed.pull, "push": report.exposed.push}
-            seen[i].append(_Step({"pull": sent[Role.PULL], "push": sent[Role.PUSH]}, waits, report.seconds))
+            pushed = sent[Role.PUSH] + sent[Role.COMMIT]  # on to second owners: with no others there does each exchange
+            seen[i].append(_Step({"pull": sent[Role.PULL], "push": pushed}, waits, report.seconds))
     results = []
     for strategy, steps in zip(strategies, seen, strict=True):
         placed = layouts(exe.program, strategy, exe.home.layouts)
@@ -142,7 +143,8 @@ def _alone(exe: Executable, placed: list[BucketLayouts], direction: Direction, r
             starts.append(partial(start_pull, pull, weights, exe.program.dtype, exe.groups, buffers))
         else:
             push = push_exchange(bucket_layouts.used, bucket_layouts.home, rank, ranks)
-            starts.append(partial(start_push, push, torch.zeros(push.source), shard, exe.groups, buffers))
+            handing = hand_exchange(bucket_layouts.home, rank, ranks)
+            starts.append(partial(start_push, push, torch.zeros(push.source), shard, exe.groups, buffers, handing))
     seconds = []
     for turn in range(1 + rounds):
         buffers.begin()

@@ -107,7 +107,7 @@ def plan_command(
         typer.Option(
             metavar="scip",
             help="With --method mixed: group devices as AutoHet published it, by SCIP (pip install "
-            "'hydragraph[exact]'); few devices only.",
+            "'hydragraph\\[exact]'); few devices only.",
             rich_help_panel=_UNEVEN,
         ),
     ] = None,

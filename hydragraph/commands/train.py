@@ -26,8 +26,8 @@ _ALL_LOST = 3  # times that a run which survives begins again when all ranks are
 
 if TYPE_CHECKING:
     from hydragraph.runtime.meeting.nodes import Nodes
+    from hydragraph.train.course import RunOutcome
     from hydragraph.train.folder import Begin
-    from hydragraph.train.loop import RunOutcome
 
 
 def train_command(

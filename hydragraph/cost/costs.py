@@ -45,7 +45,7 @@ from hydragraph.cost.work import NOTHING, Priced, Without, Work
 from hydragraph.errors import Unsupported
 from hydragraph.ir.home import HomeLayouts
 from hydragraph.ir.instruction import Op, Stream
-from hydragraph.ir.layout import GradientKind, Layout, propagation
+from hydragraph.ir.layout import GradientKind, Ints, Layout, propagation
 from hydragraph.ir.outline import Outline
 from hydragraph.ir.parameter import Bucket
 from hydragraph.passes.place import Placement, place
@@ -326,22 +326,41 @@ class Costs:
             self.stack.staging,
         )
 
-    def max_len(self, pipeline: Pipeline, strategy: Strategy | None = None) -> int:
+    def max_len(self, pipeline: Pipeline, strategy: Strategy | None = None, beside: float = 0.0) -> int:
         """Return how many tokens a micro-batch of a pipeline may have under 1F1B, by the memory of each rank.
 
         Args:
             strategy: its own, where it shares stages with others, whose micro-batches are then taken to be as long;
                 None: it shares none.
+            beside: bytes that every rank must have left besides.
         """
-        limits = [self._max_len(pipeline)]
+        limits = [self._max_len(pipeline, beside)]
         for stage in pipeline.stages:
             sharing = [] if strategy is None else [p for p in strategy.pipelines if stage in p.stages]
             if len(sharing) > 1:
-                limits += [self._shared_max_len(stage, sharing, rank) for rank in self._unlike(stage)]
+                for rank in self._unlike(stage):
+                    limits.append(self._shared_peak(stage, sharing, rank).most(self._left(rank) - beside))
         return min(limits)
 
-    def _shared_max_len(self, stage: Stage, sharing: Sequence[Pipeline], rank: int) -> int:
-        """Return how many tokens the micro-batches of pipelines may have by the memory of a rank of a stage they share.
+    def beside(self, strategy: Strategy, tokens: Sequence[int]) -> list[float]:
+        """Return the bytes that each rank needs beside what it owns, by the peaks that `max_len` goes by.
+
+        Args:
+            tokens: of the longest micro-batch of each pipeline.
+        """
+        found = [0.0] * self.ranks
+        for pipeline, most in zip(strategy.pipelines, tokens, strict=True):
+            for at, stage in enumerate(pipeline.stages):
+                sharing = [p for p in strategy.pipelines if stage in p.stages]
+                for rank in stage.devices:
+                    peak = self._stage_peak(pipeline, at, rank)
+                    found[rank] = max(found[rank], peak.needs(most))
+                    if len(sharing) > 1:
+                        found[rank] = max(found[rank], self._shared_peak(stage, sharing, rank).needs(most))
+        return found
+
+    def _shared_peak(self, stage: Stage, sharing: Sequence[Pipeline], rank: int) -> Peak:
+        """Return what a rank of a stage holds that pipelines share, by the tokens of all their micro-batches.
 
         In whatever turns they come, stage s of S has at most S - s micro-batches of a pipeline in flight, and the last
         stage of a model one in all.
@@ -351,30 +370,34 @@ class Costs:
         last = left[0] == 1
         flying = Strategy(tuple(sharing), "1f1b" if last else "gpipe")
         counts = left if last else [left[0] + 1, *left[1:]]
-        return self._peak((tuple(p.stages for p in sharing), stage), flying, counts, rank).most(self._left(rank))
+        return self._peak((tuple(p.stages for p in sharing), stage), flying, counts, rank)
 
     def _unlike(self, stage: Stage) -> list[int]:
         """Return one rank of each kind: of a stage, those of one type that own as much are alike."""
         return list({(self.cluster.type_of(rank), self.owned(rank)): rank for rank in reversed(stage.devices)}.values())
 
-    def _max_len(self, pipeline: Pipeline) -> int:
+    def _max_len(self, pipeline: Pipeline, beside: float = 0.0) -> int:
         profile = self.piece_profile(pipeline.devices[0])
         measured = profile.limits.get((pipeline.stages[0].tp, len(pipeline.stages)))
         if measured is not None and all(s.kind == StageKind(pipeline.stages[0].tp) for s in pipeline.stages):
             return int(measured)
-        # A pipeline's memory does not depend on the others, except that all ranks share what lives at home.
-        strategy = Strategy((pipeline,))
-        shape = tuple((stage.layers, stage.kind) for stage in pipeline.stages)
         most: int | None = None
         for at, stage in enumerate(pipeline.stages):
             for rank in self._unlike(stage):
-                peak = self._peak((shape, at), strategy, [len(pipeline.stages)], rank)
+                peak = self._stage_peak(pipeline, at, rank)
                 # Most stages are not the one that decides, which one look at them tells.
-                if most is None or not peak.holds(most, self._left(rank)):
-                    found = peak.most(self._left(rank))
+                left = self._left(rank) - beside
+                if most is None or not peak.holds(most, left):
+                    found = peak.most(left)
                     most = found if most is None else min(most, found)
         assert most is not None, "a pipeline has stages, and a stage ranks"
         return most
+
+    def _stage_peak(self, pipeline: Pipeline, at: int, rank: int) -> Peak:
+        """Return what a rank of a pipeline's stage holds under 1F1B, by the tokens of its micro-batches."""
+        # A pipeline's memory does not depend on the others, except that all ranks share what lives at home.
+        shape = tuple((stage.layers, stage.kind) for stage in pipeline.stages)
+        return self._peak((shape, at), Strategy((pipeline,)), [len(pipeline.stages)], rank)
 
     def _peak(self, form: object, strategy: Strategy, counts: Sequence[int], rank: int) -> Peak:
         """Return what a rank holds of a strategy beside what it owns, by the tokens of all its micro-batches.
@@ -751,11 +774,27 @@ class CostedWork:
 
             ranks = self._costs.ranks
             sent = copied(owners, users, ranks) if op is Op.PULL else reduced(users, owners, ranks)
-            size = float(self._costs.sizes.itemsize if op is Op.PULL else GRADIENT_BYTES)
-            size *= self._costs._transfers[Kind.PULL if op is Op.PULL else Kind.PUSH]
-            src, dst = np.nonzero(sent)
-            self._moved[key] = Transfers(src, dst, sent[src, dst].astype(np.float64) * size)
+            self._moved[key] = self._in_bytes(sent, Kind.PULL if op is Op.PULL else Kind.PUSH)
         return self._moved[key]
+
+    def handed_on(self, bucket: str) -> Transfers:
+        """See `Priced`; buckets that live alike get the same object."""
+        costs = self._costs
+        weights = self._buckets[bucket]
+        if costs.home.copies == 1 or not weights.learns:
+            return NOTHING
+        owners = costs.home_of(weights)
+        if owners not in self._moved:
+            from hydragraph.ir.exchanged import handed_on
+
+            self._moved[owners] = self._in_bytes(handed_on(owners, costs.ranks), Kind.PUSH)
+        return self._moved[owners]
+
+    def _in_bytes(self, sent: Ints, kind: Kind) -> Transfers:
+        """Return elements that travel [sending ranks, receiving ranks] in bytes, as long as they took where seen."""
+        size = self._costs.sizes.itemsize if kind is Kind.PULL else GRADIENT_BYTES
+        src, dst = np.nonzero(sent)
+        return Transfers(src, dst, sent[src, dst].astype(np.float64) * (size * self._costs._transfers[kind]))
 
     def _splits_tokens(self, stages: Sequence[tuple[int, ...]]) -> bool:
         return any(self._where[ranks[0]].kind.sequence_parallel for ranks in stages)
@@ -809,7 +848,8 @@ class CostedWork:
     def _norm_s(self, rank: int) -> float:
         norm = self._costs.piece_profile(rank).norm_s
         rate = self._costs.health.rate(rank)
-        return rate * norm * self._owned(rank) if norm and not math.isinf(rate) else 0.0
+        # What a rank owns counts as much with it as with the other owners.
+        return rate * norm * self._owned(rank) / self._costs.home.copies if norm and not math.isinf(rate) else 0.0
 
     def _owned(self, rank: int) -> float:
         """Return how many elements that learn a rank owns."""
@@ -829,8 +869,9 @@ class CostedWork:
                         seconds |= {(op, block, rank, m): each for rank in stage.ranks}
         seconds |= {(Op.UPDATE, "", rank): self.update_s(rank) for rank in range(self._costs.ranks)}
         pulls, pushes = ({n: dict(self.moved(op, n).pairs) for n in self._holders} for op in (Op.PULL, Op.PUSH))
+        handed = {n: dict(self.handed_on(n).pairs) for n in self._holders}
         rates = {rank: self.handling(rank) for rank in range(self._costs.ranks)}
-        return Work(seconds, pulls, pushes, {}, self.commit_s(), rates)
+        return Work(seconds, pulls, pushes, {}, self.commit_s(), rates, handed)
 
 
 class ProfileBlocks:

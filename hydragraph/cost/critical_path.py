@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from hydragraph.cost.actors import Actor
 from hydragraph.cost.engine import Times
@@ -94,7 +95,9 @@ def critical_path(actors: Sequence[Actor], times: Sequence[Times]) -> CriticalPa
         run.append((a, i))
     if run:
         steps.append(_step(actors, times, run))
-    return CriticalPath(tuple(step for step in steps if step.seconds > 0))
+    # What waits for the sums of a push does not wait for its end, at which they have been handed on to second owners.
+    ends = [replace(step, end_s=min(step.end_s, after.begin_s)) for step, after in pairwise(steps)]
+    return CriticalPath(tuple(step for step in (*ends, *steps[-1:]) if step.seconds > 0))
 
 
 def _chain(times: Sequence[Times]) -> Iterator[tuple[int, int]]:

@@ -7,6 +7,8 @@ clock: what becomes known at some time was made then or later.
     a, b    actors, by number (`cost.actors`): the ranks of a stage, or one rank without work
     i       an instruction of an actor's program, by index
     queue   pull, push or send: one at a time each, in the order of the program; computation is a queue of its own
+    hand    what first owners hand on to second ones: the second half of a push, in a queue of its own; the push ends
+            with it, but lets the next one begin when its sums are there
     ready   when an instruction can begin;  cause: the one that it waited for last, for the critical path
 
 Example: two stages of one rank and one micro-batch; forward takes 1 s, backward 2 s, and a message 0.5 s.
@@ -33,7 +35,7 @@ from hydragraph.ir.text import instruction_text
 from hydragraph.spec.cluster import Cluster
 
 UNKNOWN = -1.0
-_PULL, _PUSH, _SEND = range(3)
+_PULL, _PUSH, _SEND, _HAND = range(4)
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,14 +88,19 @@ class Engine:
         ]
         self._durations = [_durations(actor, work) for actor in actors]
         self._arriving = [_receives(actor) for actor in actors]
-        self._meetings: dict[tuple[Op, str], _Meeting] = {}
+        self._meetings: dict[tuple[int, str], _Meeting] = {}
+        self._summed: list[dict[int, float]] = [{} for _ in actors]  # when the sums of pushes were there, to hand on
         self._at = [0] * len(actors)  # how far each actor is in its compute queue
         self._clock = [0.0] * len(actors)  # when its last computation ended
         self._latest = [-1] * len(actors)  # and which that was
-        self._queues = [(actor.program.pulls, actor.program.pushes, actor.program.sends) for actor in actors]
-        self._next = [[0, 0, 0] for _ in actors]
-        self._free: list[list[float]] = [[0.0, 0.0, 0.0] for _ in actors]  # UNKNOWN while one is under way
-        self._before = [[-1, -1, -1] for _ in actors]
+        self._queues = [
+            (p.pulls, p.pushes, p.sends, tuple(i for i in p.pushes if len(work.handed_on(p.instructions[i].target))))
+            for p in (actor.program for actor in actors)
+        ]
+        self._handed_on = [frozenset(queues[_HAND]) for queues in self._queues]
+        self._next = [[0] * 4 for _ in actors]
+        self._free: list[list[float]] = [[0.0] * 4 for _ in actors]  # UNKNOWN while one is under way
+        self._before = [[-1] * 4 for _ in actors]
         self._open = [
             len(p.pulls) + len(p.pushes) + len(p.sends) + len(p.receives) for p in (a.program for a in actors)
         ]
@@ -141,7 +148,7 @@ class Engine:
         while self._dirty:
             a = self._dirty.popleft()
             self._compute(a)
-            for queue in (_PULL, _PUSH, _SEND):
+            for queue in (_PULL, _PUSH, _SEND, _HAND):
                 self._transfer(a, queue)
 
     def _compute(self, a: int) -> None:
@@ -225,6 +232,13 @@ class Engine:
             i = self._queues[a][queue][self._next[a][queue]]
             ready = self._free[a][queue]
             cause = self._before[a][queue]
+            if queue == _HAND:
+                if i not in self._summed[a]:
+                    return
+                self._free[a][queue] = UNKNOWN
+                self._next[a][queue] += 1
+                self._enter(a, i, max(ready, self._summed[a][i]), i, queue)
+                continue
             end = self.times[a].end
             for need in self.actors[a].program.needs[i]:
                 if end[need] < 0:
@@ -237,7 +251,7 @@ class Engine:
             if queue == _SEND:
                 self._send(a, i, ready, cause)
             else:
-                self._enter(a, i, ready, cause)
+                self._enter(a, i, ready, cause, queue)
 
     def _send(self, a: int, i: int, ready: float, cause: int) -> None:
         actor = self.actors[a]
@@ -251,15 +265,17 @@ class Engine:
         self, a: int, i: int, ready: float, cause: tuple[int, int], seconds: float, used: tuple[tuple[int, float], ...]
     ) -> None:
         times = self.times[a]
-        times.begin[i] = ready
-        times.alone[i] = seconds
-        times.actor[i], times.index[i] = cause if cause[1] >= 0 else (-1, -1)
+        if i in self._summed[a]:  # the second half: a push is alone while it waits between its halves, too
+            times.alone[i] += ready - self._summed[a][i] + seconds
+        else:
+            times.begin[i] = ready
+            times.alone[i] = seconds
+            times.actor[i], times.index[i] = cause if cause[1] >= 0 else (-1, -1)
         self._flows.begin(ready, Flow(a, i, seconds, used))
 
-    def _enter(self, a: int, i: int, ready: float, cause: int) -> None:
+    def _enter(self, a: int, i: int, ready: float, cause: int, queue: int) -> None:
         """Let an actor enter an exchange; whoever has all its partners there begins."""
-        instruction = self.actors[a].program.instructions[i]
-        meeting = self._meeting(instruction.op, instruction.target)
+        meeting = self._meeting(queue, self.actors[a].program.instructions[i].target)
         # Who exchanges nothing, as both ends are on one rank, passes at once.
         row = meeting.passage.partners[a]
         if not row[a]:
@@ -279,23 +295,36 @@ class Engine:
             cause_of = meeting.entered[last][1:]
             self._begin(b, own, float(meeting.latest[b]), cause_of, float(passage.seconds[b]), passage.occupied[b])
 
-    def _meeting(self, op: Op, bucket: str) -> _Meeting:
-        if (op, bucket) not in self._meetings:
-            moved = self._work.moved(op, bucket)
+    def _meeting(self, queue: int, bucket: str) -> _Meeting:
+        if (queue, bucket) not in self._meetings:
+            moved = (
+                self._work.handed_on(bucket)
+                if queue == _HAND
+                else self._work.moved(Op.PULL if queue == _PULL else Op.PUSH, bucket)
+            )
             if moved not in self._passages:  # equal buckets have the same transfers
                 self._passages[moved] = self._roads.passage(moved)
             passage = self._passages[moved]
             count = len(self.actors)
-            self._meetings[op, bucket] = _Meeting(
+            self._meetings[queue, bucket] = _Meeting(
                 passage, passage.partners.sum(1), np.full(count, -1.0), np.full(count, -1), {}
             )
-        return self._meetings[op, bucket]
+        return self._meetings[queue, bucket]
 
     def _finish(self, a: int, i: int, now: float) -> None:
         times = self.times[a]
         actor = self.actors[a]
         op = actor.program.instructions[i].op
         queue = {Op.PULL: _PULL, Op.PUSH: _PUSH, Op.SEND: _SEND}[op]
+        if queue == _PUSH and i in self._handed_on[a]:
+            if i in self._summed[a]:
+                queue = _HAND
+            else:
+                self._summed[a][i] = now
+                self._free[a][queue] = now
+                self._before[a][queue] = i
+                self._dirty.append(a)
+                return
         times.end[i] = now
         self._free[a][queue] = now
         self._before[a][queue] = i

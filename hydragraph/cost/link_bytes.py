@@ -11,7 +11,7 @@ import numpy as np
 
 from hydragraph.cost.messages import GRADIENT_BYTES
 from hydragraph.ir.layout import Ints
-from hydragraph.ir.link import copy, reduce
+from hydragraph.ir.link import copy, hand_on, reduce
 from hydragraph.ir.program import Program
 from hydragraph.passes.layouts import BucketLayouts
 
@@ -59,7 +59,7 @@ class Traffic:
 
 
 def traffic(program: Program, placed: Sequence[BucketLayouts], direction: Direction) -> Traffic:
-    """Return what a pull (in the compute dtype) or a push (in fp32, of what learns) moves."""
+    """Return what a pull (in the compute dtype) or a push (in fp32, of what learns, on to second owners) moves."""
     return moved(placed, direction, program.dtype.itemsize)
 
 
@@ -72,9 +72,10 @@ def moved(placed: Sequence[BucketLayouts], direction: Direction, pulled_bytes: i
             alike.setdefault((id(bucket.home), id(bucket.used)), []).append(bucket)
     parts = [np.zeros((3, 0), np.int64)]
     for (each, *_), count in ((buckets, len(buckets)) for buckets in alike.values()):
-        slices = copy(each.home, each.used) if direction == "pull" else reduce(each.used, each.home)
-        itemsize = pulled_bytes if direction == "pull" else GRADIENT_BYTES
-        parts.append(_by_pair(slices.src, slices.dst, (slices.hi - slices.lo) * itemsize * count))
+        pulls = direction == "pull"
+        links = [copy(each.home, each.used)] if pulls else [reduce(each.used, each.home), hand_on(each.home)]
+        size = (pulled_bytes if pulls else GRADIENT_BYTES) * count
+        parts += [_by_pair(slices.src, slices.dst, (slices.hi - slices.lo) * size) for slices in links]
     src, dst, size = _by_pair(*np.concatenate(parts, axis=1))
     between = src != dst
     return Traffic(src[between], dst[between], size[between], int(size[~between].sum()))

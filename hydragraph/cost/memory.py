@@ -375,7 +375,8 @@ class Walk:
         link = self._known_links[key]
         total = gradients(bucket)
         kept = () if link.outgoing else (total,)  # what is not copied is itself the message
-        self._fly(exchange_name(Op.PUSH, bucket), link.outgoing + link.incoming, *kept)
+        size = max(link.outgoing + link.incoming, link.handed)  # one behind the other
+        self._fly(exchange_name(Op.PUSH, bucket), size, *kept)
         self._alive.drop(total)
 
     def _layouts(self, name: str) -> tuple[Layout, Layout]:

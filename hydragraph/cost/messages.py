@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hydragraph.ir.layout import Ints, Layout
-from hydragraph.ir.link import copy, has_copies, is_all_gather, reduce
+from hydragraph.ir.link import Slices, copy, hand_on, is_all_gather, reduce
 
 WEIGHT_BYTES = 4  # of home weights, fp32
 GRADIENT_BYTES = 4  # gradients are accumulated and pushed in fp32
@@ -13,10 +13,16 @@ GRADIENT_BYTES = 4  # gradients are accumulated and pushed in fp32
 
 @dataclass(frozen=True)
 class MessageBytes:
-    """A bucket's exchange as one rank sees it, in bytes: what is copied to be sent, and what is received."""
+    """A bucket's exchange as one rank sees it, in bytes: what is copied to be sent, and what is received.
+
+    Attributes:
+        outgoing, incoming: of weights, and of gradients on their way to first owners.
+        handed: both together, of gradients that these then hand on to second owners.
+    """
 
     outgoing: int
     incoming: int
+    handed: int = 0
 
 
 def pulled(owners: Layout, users: Layout, rank: int, ranks: int, itemsize: int) -> MessageBytes:
@@ -54,10 +60,21 @@ def pushed(owners: Layout, users: Layout, rank: int, ranks: int) -> MessageBytes
         return MessageBytes(0, 0)  # gradients are added up at home
     sends, receives = reduce(users, owners, rank).of(rank)
     as_it_is = _in_order(sends.src_at, sends.hi - sends.lo, users.local_size(rank))
-    straight = not has_copies(owners) and _in_order(receives.dst_at, receives.hi - receives.lo, owners.local_size(rank))
+    leaving, arriving = hand_on(owners, rank).of(rank)
+    handed = _copied(leaving, leaving.src_at) + _copied(arriving, arriving.dst_at)
     return MessageBytes(
-        0 if as_it_is else sends.elements * GRADIENT_BYTES, 0 if straight else receives.elements * GRADIENT_BYTES
+        0 if as_it_is else sends.elements * GRADIENT_BYTES,
+        _copied(receives, receives.dst_at) * GRADIENT_BYTES,
+        handed * GRADIENT_BYTES,
     )
+
+
+def _copied(slices: Slices, at: Ints) -> int:
+    """Return the elements that pieces of a shard need beside it: none where, one after another, they are a part."""
+    if not len(slices):
+        return 0
+    straight = _in_order(at - at[0], slices.hi - slices.lo, slices.elements)
+    return 0 if straight else slices.elements
 
 
 def _in_order(at: Ints, length: Ints, size: int) -> bool:

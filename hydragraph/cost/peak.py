@@ -32,7 +32,11 @@ class Peak:
 
     def holds(self, tokens: int, limit: float) -> bool:
         """Return whether so many tokens surely fit; those up to the next step are asked about."""
-        return self._at(max(self._step, math.ceil(tokens / self._step) * self._step)) <= limit
+        return self.needs(tokens) <= limit
+
+    def needs(self, tokens: int) -> float:
+        """Return the bytes that so many tokens need at most: those of the next step."""
+        return self._at(max(self._step, math.ceil(tokens / self._step) * self._step))
 
     def most(self, limit: float) -> int:
         """Return the most tokens that fit into so many bytes; 0, where not even a step does, or none matters."""

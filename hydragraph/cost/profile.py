@@ -178,11 +178,12 @@ class Profile:
                 return profile
         if not self.others and not (self.type and type_):  # one of the two has no types
             return self
+        measured = ", ".join(repr(profile.type) for profile in (self, *self.others))
+        more = f", or measure it: hydragraph profile --type {type_} there, and hg.Profile.merge" if type_ else ""
         raise Unsupported(
-            f"device type {type_!r} was not measured",
+            f"device type {type_!r} was not measured" if type_ else "the cluster has devices of no type",
             where=f"profile {self.name}",
-            remedy=f"use {', '.join(repr(p.type) for p in (self, *self.others))} in the cluster, or measure it: "
-            f"hydragraph profile --type {type_} there, and hg.Profile.merge",
+            remedy=f"use {measured} in the cluster{more}",
         )
 
     @property

@@ -140,9 +140,13 @@ class Timeline:
         by_actor = []
         for actor, times in zip(self.actors, self.times, strict=True):
             busy: dict[Stream, float] = {}
+            until: dict[Stream, float] = {}  # while sums of one push are handed on, the next one goes on beside it
             for instruction, begin, end in zip(actor.program.instructions, times.begin, times.end, strict=True):
+                stream = instruction.stream
+                begin = max(begin, until.get(stream, 0.0))
                 if end > begin:
-                    busy[instruction.stream] = busy.get(instruction.stream, 0.0) + end - begin
+                    busy[stream] = busy.get(stream, 0.0) + end - begin
+                    until[stream] = end
             by_actor.append(busy)
         return by_actor
 

@@ -27,7 +27,11 @@ class Priced(Protocol):
         ...
 
     def moved(self, op: Op, bucket: str) -> Transfers:
-        """Return what a pull or a push moves between ranks."""
+        """Return what a pull moves between ranks, or a push to first owners."""
+        ...
+
+    def handed_on(self, bucket: str) -> Transfers:
+        """Return what a push's first owners then move to second ones; of a home of one copy nothing."""
         ...
 
     def message_bytes(self, pipeline: int, micro_batch: int) -> float | None:
@@ -58,7 +62,8 @@ class Work:
     Attributes:
         seconds: (operation, block or "", rank) -> seconds of one forward or backward of every micro-batch, or of the
             update; (operation, block, rank, micro-batch) of one of them, which counts before that.
-        pull_bytes, push_bytes: bucket -> (sending rank, receiving rank) -> bytes; local movements are left out.
+        pull_bytes, push_bytes, handed_bytes: bucket -> (sending rank, receiving rank) -> bytes; local movements are
+            left out.
         activation_bytes: pipeline -> bytes of one micro-batch's hidden state.
         commit: seconds.
         rates: how many times as long a rank takes to begin and end a message; 1 where it is absent.
@@ -70,6 +75,7 @@ class Work:
     activation_bytes: Mapping[int, float] = field(default_factory=dict)
     commit: float = 0.0
     rates: Mapping[int, float] = field(default_factory=dict)
+    handed_bytes: Mapping[str, Mapping[Pair, float]] = field(default_factory=dict)
 
     def computing(self, op: Op, block: str, ranks: Sequence[int], micro_batches: Sequence[int]) -> Sequence[float]:
         """See `Priced`."""
@@ -83,6 +89,11 @@ class Work:
     def moved(self, op: Op, bucket: str) -> Transfers:
         """See `Priced`."""
         pairs = (self.pull_bytes if op is Op.PULL else self.push_bytes).get(bucket)
+        return Transfers.of(pairs) if pairs else NOTHING
+
+    def handed_on(self, bucket: str) -> Transfers:
+        """See `Priced`."""
+        pairs = self.handed_bytes.get(bucket)
         return Transfers.of(pairs) if pairs else NOTHING
 
     def message_bytes(self, pipeline: int, micro_batch: int) -> float:
@@ -121,6 +132,10 @@ class Without:
     def moved(self, op: Op, bucket: str) -> Transfers:
         """See `Priced`."""
         return NOTHING if op.value in self._parts else self._work.moved(op, bucket)
+
+    def handed_on(self, bucket: str) -> Transfers:
+        """See `Priced`."""
+        return NOTHING if "push" in self._parts else self._work.handed_on(bucket)
 
     def message_bytes(self, pipeline: int, micro_batch: int) -> float | None:
         """See `Priced`."""

@@ -24,6 +24,7 @@ from hydragraph.cost.costs import Costs
 from hydragraph.elastic.estimate import NEEDED, Change
 from hydragraph.elastic.events import Event
 from hydragraph.elastic.following import Following
+from hydragraph.elastic.lateness import Lateness
 from hydragraph.elastic.monitor import Monitor
 from hydragraph.elastic.replanning import Question, Replanned
 from hydragraph.planner.policy import Policy
@@ -170,6 +171,7 @@ class Controller:
             self._lengths.extend(replanning.sample)
             self._at_once = replanning.hurried
             self._planned_for = self._asked_for = replanning.planned_for
+            self._lateness = Lateness(bool(replanning.planned_for.rates))
             replanning.planner.start()
 
     def stepped(self, report: Stepped) -> tuple[Event, ...]:
@@ -182,8 +184,24 @@ class Controller:
         if self._replanning is not None:
             events += self._replan(self._replanning, report)
         if self.following is not None:
-            events += self.following.stepped(report.step, self.monitor.health, report.seconds)
+            events += self._follow(self.following, report)
         return tuple(events)
+
+    @property
+    def _health(self) -> Health:
+        """The rates that decisions go by."""
+        known = self.monitor.health
+        return known if self._replanning is None else self._lateness.planned(known)
+
+    def _follow(self, following: Following, report: Stepped) -> tuple[Event, ...]:
+        """Decide where state lives, by what may run and by the largest mini-batch of the last ones."""
+        running: tuple[Strategy, ...] = (report.chosen,)
+        if self._replanning is not None:
+            running += self._replanning.strategies
+        if self._coming is not None:
+            running += self._coming.strategies
+        tokens = max(map(sum, (report.assignment.lengths, *self._lengths)))
+        return following.stepped(report.step, self._health, report.seconds, tuple(dict.fromkeys(running)), tokens)
 
     def released(self) -> Asked | None:
         """Return who plans, ready for the controller of other ranks; None: nobody does."""
@@ -201,7 +219,9 @@ class Controller:
         self._lengths.append(tuple(n for n in report.assignment.lengths if n))
         if self._coming is not None:
             return [] if given.changing() else [self._switched(given, self._coming, report)]
-        self._seconds.append(report.seconds - report.preparing_s)
+        took = report.seconds - report.preparing_s
+        self._seconds.append(took)
+        self._lateness.stepped(report.chosen, report.assignment, report.ranks, self.monitor.health, took)
         if self._rehearsing and not given.planner.busy:
             self._rehearse(given)
         events = []
@@ -228,6 +248,7 @@ class Controller:
             self._switched_at = report.step
             self._cost_s = report.preparing_s
             self._seconds.clear()
+            self._lateness.switched()
             ready = f"ready beside {report.step - coming.event.step - 1} steps"
             event = replace(event, seconds=report.preparing_s, why=f"{event.why}; {ready}")
         self._ask(report.step)
@@ -243,7 +264,7 @@ class Controller:
         """Ask for another plan, if rates have changed, or if the last one was found in a hurry."""
         given = self._replanning
         assert given is not None, "asked of those that plan"
-        health = self.monitor.health
+        health = self._health
         if given.planner.busy:
             return
         if health != self._asked_for and self._may_switch(given, step, health):
@@ -266,7 +287,7 @@ class Controller:
         return Question(
             given.costs.profile,
             given.costs.cluster,
-            given.costs.home,
+            given.costs.home if self.following is None else self.following.target,
             health,
             tuple(self._lengths),
             given.strategies,
@@ -295,7 +316,7 @@ class Controller:
         if saved < given.thrift.gain or not pays:
             why = f"stays {_running(given)}: with {what} {terms}; {planned}"
             return Event(step, "replan", ranks, answer.took_s, why, rates, now_s, after_s, done=False)
-        why = f"to {what}: {terms}; {planned}"
+        why = f"to {what}: {terms}; {planned}{self._waited_for()}"
         if given.switch is None:
             return Event(step, "switch", ranks, self._cost_s, f"dry run, not done: {why}", rates, now_s, after_s, False)
         try:
@@ -308,6 +329,14 @@ class Controller:
         event = Event(step, "switch", ranks, self._cost_s, why, rates, now_s, after_s)
         self._coming = _Coming(event, self._asked_for, strategies, request)
         return event
+
+    def _waited_for(self) -> str:
+        """Say which ranks are planned as slower than they compute, since others waited for them."""
+        known = self.monitor.health
+        late = {rank: rate for rank, rate in self._asked_for.rates.items() if rate > known.rate(rank) > 1}
+        return "".join(
+            f"; others waited for rank {rank}: it is planned as {x:.3g} times as slow" for rank, x in late.items()
+        )
 
 
 def _names(answer: Replanned) -> str:

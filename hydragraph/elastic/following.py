@@ -14,27 +14,51 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from hydragraph.cost.costs import Costs
+from hydragraph.cost.messages import GRADIENT_BYTES
 from hydragraph.elastic.events import Event
-from hydragraph.elastic.rehoming import Rehoming, StateCosts, received, rehoming, stages
+from hydragraph.elastic.rehoming import Rehoming, StateCosts, owned_by, passes, received, rehoming, stages
 from hydragraph.ir.parameter import Bucket
 from hydragraph.spec.health import Health
 from hydragraph.spec.home import Home
+from hydragraph.spec.strategy import Strategy
 
 BESIDE = 0.5  # of a step, in which a part is to come
 COOLDOWN = 6  # steps between two decisions
 
 
 def state_costs(costs: Costs) -> StateCosts:
-    """Return what state costs by a profile and a cluster: updates as measured, moves by the slowest link.
-
-    Memory is taken to be enough: a slow rank's share, spread over the others, is little for each.
-    """
+    """Return what state costs by a profile and a cluster: updates as measured, moves by the slowest link."""
     ranks = range(costs.ranks)
     updates = [costs.piece_profile(rank).update for rank in ranks]
     elements = sum(bucket.size for bucket in costs.buckets)
     per_element = max((update[1] for update in updates if update is not None), default=0.0)
-    links = [costs.cluster.link(a, b).bytes_per_s for a in ranks for b in ranks if a != b]
-    return StateCosts(per_element * elements, costs.state_bytes, min(links, default=1.0))
+    links = [costs.cluster.link(a, b) for a in ranks for b in ranks if a != b]
+    slowest = min((link.bytes_per_s for link in links), default=1.0)
+    messages = 2 * len(costs.buckets) * max((link.latency_s for link in links), default=0.0)  # a pull and a push each
+    return StateCosts(per_element * elements, costs.state_bytes, slowest, messages_s=messages)
+
+
+def with_room(
+    state: StateCosts, costs: Costs, strategies: Sequence[Strategy], tokens: int, owned: Sequence[int]
+) -> StateCosts:
+    """Return what state costs where ranks need memory for stages, too, and messages as an owner has them at most.
+
+    Args:
+        state: what it costs.
+        costs: with the home there is.
+        strategies: that a step may run.
+        tokens: of the largest mini-batch, all of which may be one micro-batch if that fits.
+        owned: elements by rank, for which there is room as they are there.
+    """
+    beside = [0.0] * costs.ranks
+    for strategy in strategies:
+        most = [min(costs.max_len(pipeline, strategy), tokens) for pipeline in strategy.pipelines]
+        beside = list(map(max, beside, costs.beside(strategy, most)))
+    replicas = max((len(strategy.pipelines) for strategy in strategies), default=0)
+    held = costs.state_bytes + GRADIENT_BYTES + replicas * (costs.sizes.itemsize + GRADIENT_BYTES)
+    free = [costs.memory_of(rank) - need for rank, need in enumerate(beside)]
+    room = [max(left, float(size * held)) for left, size in zip(free, owned, strict=True)]
+    return replace(state, free_bytes=room, held_bytes=held)
 
 
 class Following:
@@ -47,13 +71,21 @@ class Following:
         costs: what having and moving state costs.
         steps: of the whole run.
         dry_run: decide and tell, but move nothing.
+        memory: says what ranks have memory for; None: there is enough.
 
     Attributes:
         home: who owns the state now.
     """
 
     def __init__(
-        self, home: Home, ranks: int, buckets: Sequence[Bucket], costs: StateCosts, steps: int, dry_run: bool = False
+        self,
+        home: Home,
+        ranks: int,
+        buckets: Sequence[Bucket],
+        costs: StateCosts,
+        steps: int,
+        dry_run: bool = False,
+        memory: Costs | None = None,
     ) -> None:
         self.home = home
         self._ranks = ranks
@@ -61,6 +93,7 @@ class Following:
         self._costs = costs
         self._steps = steps
         self._dry_run = dry_run
+        self._memory = memory
         self._decided_for = Health()
         self._decided_at: int | None = None
         self._parts: deque[Home] = deque()
@@ -71,17 +104,25 @@ class Following:
         """The home to which state is to go beside the next step; None: it stays, or is on its way."""
         return self._parts[0] if self._parts and not self._under_way else None
 
+    @property
+    def target(self) -> Home:
+        """The home that there will be once all parts have arrived."""
+        return self._parts[-1] if self._parts else self.home
+
     def begun(self) -> None:
         """Take down that state goes to `next` beside the next step."""
         self._under_way = True
 
-    def stepped(self, step: int, health: Health, seconds: float) -> tuple[Event, ...]:
+    def stepped(
+        self, step: int, health: Health, seconds: float, strategies: Sequence[Strategy] = (), tokens: int = 0
+    ) -> tuple[Event, ...]:
         """Decide after a step, by how fast ranks are known to be; return the decision, if there is one.
 
         Args:
             step: its number.
             health: what is known.
             seconds: that it took.
+            strategies, tokens: what ranks need memory for, see `with_room`.
         """
         if self._under_way:
             self.home, self._under_way = self._parts.popleft(), False
@@ -89,16 +130,23 @@ class Following:
         if self._parts or early or health == self._decided_for or health.lost:
             return ()
         self._decided_for = health
-        better = rehoming(self.home, self._ranks, self._buckets, health, self._costs, self._steps - step)
+        costs = self._costs
+        if self._memory is not None:
+            owned = owned_by(self.home, self._ranks, self._buckets)
+            costs = with_room(costs, self._memory.changed(home=self.home), strategies, tokens, owned)
+        better = rehoming(self.home, self._ranks, self._buckets, health, costs, self._steps - step)
         if better is None:
             return ()
-        self._decided_at = step
-        return (self._move(step, health, better, seconds),)
-
-    def _move(self, step: int, health: Health, better: Rehoming, seconds: float) -> Event:
-        at_once = max(1, int(BESIDE * seconds * self._costs.bytes_per_s / self._costs.bytes_per_element))
         home = replace(better.home, nodes=self.home.nodes)
-        parts = list(stages(self.home, home, self._ranks, self._buckets, at_once))
+        at_once = max(1, int(BESIDE * seconds * costs.bytes_per_s / costs.bytes_per_element))
+        for elements in (at_once, 1):
+            parts = list(stages(self.home, home, self._ranks, self._buckets, elements))
+            if passes([self.home, *parts], self._ranks, self._buckets, costs):
+                self._decided_at = step
+                return (self._move(step, health, better, home, parts),)
+        return ()  # there is no memory for both, what a rank owns and what it is to own instead
+
+    def _move(self, step: int, health: Health, better: Rehoming, home: Home, parts: Sequence[Home]) -> Event:
         went = sum(received(self.home, home, self._ranks, self._buckets))
         why = f"state goes to shares {home} in {len(parts)} parts beside steps: {better.why}"
         if self._dry_run:

@@ -5,15 +5,18 @@ Every owner adds up the gradients of its share and updates it after the last pus
     seconds(shares) = max over ranks r of  rate_r x share_r x U      U: a healthy device's seconds for the whole state
 
 It is least where shares go as 1 / rate, as far as memory allows: what a full rank cannot take, the others share in the
-same proportion. A home is worth moving to where what it gains over the steps to come exceeds what moving costs: state
-comes beside the steps (`hydragraph.handover`), and the rank that receives most waits for the gradients of what comes.
+same proportion. An owner also begins and ends the messages of every bucket, however little it owns, and its rate scales
+that, too: a very slow rank had better own nothing. A home is worth moving to where what it gains over the steps to come
+exceeds what moving costs: state comes beside the steps (`hydragraph.handover`), and the rank that receives most waits
+for the gradients of what comes.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import numpy as np
 
@@ -26,6 +29,7 @@ from hydragraph.spec.home import Home
 GAIN = 1.2  # times its cost, that moving must bring
 GRADIENT_BYTES = 4  # of an element, as it is handed on
 ROUNDED = 100  # shares are rounded to such parts of the largest, so that noise in rates moves nothing
+TIGHT = 1.01  # times what shares need, that there must be: they are rounded
 
 
 @dataclass(frozen=True)
@@ -37,12 +41,21 @@ class StateCosts:
         bytes_per_element: of all that moves: weights and what the optimizer keeps (12 with Adam).
         bytes_per_s: at which a rank receives.
         free_bytes: by rank, the memory that there is for state; None: enough.
+        held_bytes: that an element takes of it, with its gradient and messages; None: what moves.
+        messages_s: in which a healthy owner begins and ends its messages of a step.
     """
 
     update_s: float
     bytes_per_element: float
     bytes_per_s: float
     free_bytes: Sequence[float] | None = None
+    held_bytes: float | None = None
+    messages_s: float = 0.0
+
+    @property
+    def held_per_element(self) -> float:
+        """Bytes of an owner's memory for an element."""
+        return self.bytes_per_element if self.held_bytes is None else self.held_bytes
 
 
 @dataclass(frozen=True)
@@ -64,7 +77,12 @@ class Rehoming:
 
 
 def rehoming(
-    running: Home, ranks: int, buckets: Sequence[Bucket], health: Health, costs: StateCosts, steps: int
+    running: Home,
+    ranks: int,
+    buckets: Sequence[Bucket],
+    health: Health,
+    costs: StateCosts,
+    steps: int,
 ) -> Rehoming | None:
     """Return a home that pays within so many steps to come; None: state stays. A pure function.
 
@@ -81,12 +99,13 @@ def rehoming(
     """
     if any(rank < ranks for rank in health.lost):
         raise ValueError(f"rehoming: ranks {list(health.lost)} are lost: move the others to a world without them")
-    shares = best_shares(ranks, health, costs, sum(b.size for b in buckets) * running.copies)
-    home = Home(shares, running.copies, nodes=running.nodes)
+    homes = _homes(running, ranks, buckets, health, _with_way(running, ranks, buckets, costs))
+    held = [home for home in homes if _fits(home, ranks, buckets, costs)]
+    home = min(held or homes, key=lambda each: _seconds(each, ranks, buckets, health, costs))
     before, after = (_seconds(each, ranks, buckets, health, costs) for each in (running, home))
     moving = max(received(running, home, ranks, buckets)) * GRADIENT_BYTES / costs.bytes_per_s
     fits = _fits(running, ranks, buckets, costs)
-    if fits and (before - after) * steps <= GAIN * moving:
+    if fits and (not held or (before - after) * steps <= GAIN * moving):
         return None
     slow = ", ".join(f"rank {rank} {rate:.2f}x" for rank, rate in health.rates.items())
     cause = f"owners wait for {slow or 'the one with most'}" if fits else "a rank has no memory for what it owns"
@@ -94,12 +113,54 @@ def rehoming(
     return Rehoming(home, before, after, moving, why)
 
 
-def best_shares(ranks: int, health: Health, costs: StateCosts, elements: float) -> tuple[float, ...]:
+def _with_way(running: Home, ranks: int, buckets: Sequence[Bucket], costs: StateCosts) -> StateCosts:
+    """Return costs that leave room for the way: an owner's new part of a bucket lives beside the one before."""
+    if costs.free_bytes is None:
+        return costs
+    whole = sum(bucket.size for bucket in buckets)
+    beside = (1 + max(bucket.size for bucket in buckets) / whole) * TIGHT
+    owned = [size * costs.held_per_element for size in owned_by(running, ranks, buckets)]
+    free = [max(most / beside, min(own, most)) for own, most in zip(owned, costs.free_bytes, strict=True)]
+    enough = sum(free) >= whole * running.copies * costs.held_per_element
+    return replace(costs, free_bytes=free) if enough else costs
+
+
+def _homes(running: Home, ranks: int, buckets: Sequence[Bucket], health: Health, costs: StateCosts) -> list[Home]:
+    """Return homes that go by speed and memory: of all ranks, then without the slowest, the two slowest and so on."""
+    elements = sum(b.size for b in buckets) * running.copies
+    slowest = sorted((rank for rank in health if rank < ranks), key=health.rate, reverse=True)
+    nodes = running.nodes or range(ranks)
+    found: list[Home] = []
+    for count in range(len(slowest) + 1):
+        without = slowest[:count]
+        if len({node for rank, node in enumerate(nodes) if rank not in without}) < running.copies:
+            break
+        try:
+            for rounded in (True, False):  # where room is tight, what each has is told in full
+                shares = best_shares(ranks, health, costs, elements, without, rounded)
+                found.append(Home(shares, running.copies, nodes=running.nodes))
+        except ValueError:
+            if not count:
+                raise
+            break
+    return found
+
+
+def best_shares(
+    ranks: int,
+    health: Health,
+    costs: StateCosts,
+    elements: float,
+    without: Collection[int] = (),
+    rounded: bool = True,
+) -> tuple[float, ...]:
     """Return the share of each rank, the largest 1: as its speed, as far as its memory goes.
 
     Args:
         ranks, health, costs: as of `rehoming`.
         elements: of the whole state, all copies together.
+        without: ranks that are to own nothing.
+        rounded: to few digits, so that noise in rates moves nothing.
 
     Raises:
         ValueError: there is not memory enough.
@@ -107,9 +168,10 @@ def best_shares(ranks: int, health: Health, costs: StateCosts, elements: float) 
     speed = np.array([1 / health.rate(rank) for rank in range(ranks)])
     room = np.full(ranks, math.inf)
     if costs.free_bytes is not None:
-        room = np.array(costs.free_bytes, float) / (costs.bytes_per_element * elements)
+        room = np.array(costs.free_bytes, float) / (costs.held_per_element * elements)
+    room[list(without)] = 0.0
     if room.sum() < 1:
-        need = elements * costs.bytes_per_element
+        need = elements * costs.held_per_element
         raise ValueError(
             f"rehoming: the state takes {need / 1e9:.2f} GB, and ranks have {room.sum() * need / 1e9:.2f} GB in all: "
             "use more ranks, or fewer copies"
@@ -121,7 +183,9 @@ def best_shares(ranks: int, health: Health, costs: StateCosts, elements: float) 
         over = ~full & (wanted > room)
         share = np.where(over, room, np.where(full, share, 0 if over.any() else wanted))
         full |= over
-    if np.isfinite(room).any():  # rounding up could be more than there is room for
+    if not rounded:
+        return tuple((share / share.max()).tolist())
+    if costs.free_bytes is not None:  # rounding up could be more than there is room for
         return tuple((np.floor(share / share.max() * ROUNDED * 100) / (ROUNDED * 100)).tolist())
     return tuple((np.rint(share / share.max() * ROUNDED) / ROUNDED).tolist())
 
@@ -163,23 +227,44 @@ def stages(old: Home, new: Home, ranks: int, buckets: Sequence[Bucket], elements
     yield new
 
 
-def _shares(home: Home, bucket: str, ranks: int) -> Sequence[float]:
-    return home.shares_of(bucket) or (1.0,) * ranks
+def passes(way: Sequence[Home], ranks: int, buckets: Sequence[Bucket], costs: StateCosts) -> bool:
+    """Say whether ranks have memory for each step of a way: what they own before it, and what is to live anew.
+
+    Args:
+        way: homes, the running one first.
+    """
+    if costs.free_bytes is None:
+        return True
+    for old, new in pairwise(way):
+        before, after = HomeLayouts(old, ranks), HomeLayouts(new, ranks)
+        moved = [b for b in buckets if _shares(old, b.name, ranks) != _shares(new, b.name, ranks)]
+        for rank, free in enumerate(costs.free_bytes):
+            size = sum(before.of(b).local_size(rank) for b in buckets) + sum(
+                after.of(b).local_size(rank) for b in moved
+            )
+            if size * costs.held_per_element > free:
+                return False
+    return True
 
 
-def _owned(home: Home, ranks: int, buckets: Sequence[Bucket]) -> list[int]:
+def owned_by(home: Home, ranks: int, buckets: Sequence[Bucket]) -> list[int]:
+    """Return the elements that each rank owns."""
     layouts = HomeLayouts(home, ranks)
     return [sum(layouts.of(bucket).local_size(rank) for bucket in buckets) for rank in range(ranks)]
 
 
+def _shares(home: Home, bucket: str, ranks: int) -> Sequence[float]:
+    return home.shares_of(bucket) or (1.0,) * ranks
+
+
 def _seconds(home: Home, ranks: int, buckets: Sequence[Bucket], health: Health, costs: StateCosts) -> float:
     whole = sum(bucket.size for bucket in buckets)
-    each = (health.rate(rank) * size for rank, size in enumerate(_owned(home, ranks, buckets)))
-    return max(each) / whole * costs.update_s
+    owned = enumerate(owned_by(home, ranks, buckets))
+    return max(health.rate(r) * (size / whole * costs.update_s + bool(size) * costs.messages_s) for r, size in owned)
 
 
 def _fits(home: Home, ranks: int, buckets: Sequence[Bucket], costs: StateCosts) -> bool:
     if costs.free_bytes is None:
         return True
-    sizes = _owned(home, ranks, buckets)
-    return all(size * costs.bytes_per_element <= free for size, free in zip(sizes, costs.free_bytes, strict=True))
+    sizes = owned_by(home, ranks, buckets)
+    return all(size * costs.held_per_element <= free for size, free in zip(sizes, costs.free_bytes, strict=True))

@@ -15,9 +15,9 @@ import numpy.typing as npt
 
 from hydragraph.compiled import compiled
 from hydragraph.ir.layout import Ints, Layout
-from hydragraph.ir.link import copy, has_copies, reduce
+from hydragraph.ir.link import copy, reduce
 
-_NEAREST, _OWN, _ANY = range(3)  # which of several that could send one element does: `_cost`
+_NEAREST, _OWN = range(2)  # which of several that could send one element does: `_cost`
 
 
 def copied(source: Layout, target: Layout, ranks: int) -> Ints:
@@ -43,14 +43,18 @@ def reduced(source: Layout, target: Layout, ranks: int) -> Ints:
         ValueError: as `link.reduce`.
     """
     line = np.unique(source.copy, return_inverse=True)[1]
-    twice = has_copies(target)
-    turns = target.rank * (not twice)
     lines = int(line.max(initial=0)) + 1
     nodes = np.zeros(ranks, np.int64)
-    sent = _sent(*_rows(source, target), line, lines, source.size, turns, nodes, _ANY if twice else _OWN, ranks)
+    first = target.first
+    sent = _sent(*_rows(source, first), line, lines, source.size, first.rank * 1, nodes, _OWN, ranks)
     if len(sent) and source.size == target.size:
         return np.asarray(sent)
     raise _refused(reduce, source, target)
+
+
+def handed_on(owners: Layout, ranks: int) -> Ints:
+    """Return how many elements travel from each rank to each other in `link.hand_on(owners)` [ranks, ranks]."""
+    return copied(owners.first, owners.second, ranks)
 
 
 def _rows(source: Layout, target: Layout) -> tuple[npt.NDArray[Any], ...]:
@@ -148,7 +152,7 @@ def _cheapest(rank: Ints, held: Ints, receiver: int, nodes: Ints, way: int) -> t
 
 @compiled
 def _cost(sender: int, receiver: int, nodes: Ints, way: int) -> int:
-    """Return what decides who sends: how far it is (`link.copy`), whether it stays (`link.reduce`), or nothing."""
+    """Return what decides who sends: how far it is (`link.copy`), or whether it stays (`link.reduce`)."""
     if way == _NEAREST:
         return abs(sender - receiver) + int(nodes[sender] != nodes[receiver]) * 2 * len(nodes)
-    return int(way == _OWN and sender != receiver)
+    return int(sender != receiver)

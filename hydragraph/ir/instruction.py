@@ -21,7 +21,7 @@ class Op(Enum):
     BACKWARD = "backward"  # run one block's backward graph, accumulate into G.bucket
     SEND = "send"  # one value to one rank
     RECEIVE = "receive"  # one value from one rank
-    PUSH = "push"  # link G.bucket -> home, summed at the owner
+    PUSH = "push"  # link G.bucket -> home: summed at first owners, who hand the sum on to second ones
     FREE = "free"  # drop values; of a message, once it has left
     COMMIT = "commit"  # agree with all ranks that the gradients are finite; nothing communicates after it
     UPDATE = "update"  # optimizer step on the home shard

@@ -27,6 +27,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from fractions import Fraction
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -57,7 +58,8 @@ class Layout:
         at: int64, where the interval starts in the rank's local buffer.
         copy: int64, which copy of the state the interval belongs to: the index of the stage in a propagation layout,
             0 or 1 in a home layout. Within one copy every element of the bucket is held at least once. Of a home
-            layout, copy 0 is what counts where an element must count once: in norms, and in files.
+            layout, copy 0 is what counts where an element must count once, in norms and in files, and where its
+            gradient is added up: its holder is the *first owner*, that of copy 1 the *second*.
         partial: bool, whether its gradient is PARTIAL, not REPLICA, among the holders in the same copy.
         size: elements of the whole bucket.
         nodes: int64, the node of each rank from 0, -1 where that is not known; None: of a layout without such choices.
@@ -124,6 +126,16 @@ class Layout:
         at = self.at[row] + low - self.lo[row]
         return Layout(self.rank[row], low, high, at, self.copy[row], self.partial[row], self.size, self.nodes)
 
+    @cached_property
+    def first(self) -> Layout:
+        """What first owners own of a home; places in local buffers stay as they are."""
+        return self if (self.copy == 0).all() else self._where(self.copy == 0)
+
+    @cached_property
+    def second(self) -> Layout:
+        """What second owners own of a home, perhaps nothing; places in local buffers stay as they are."""
+        return self._where(self.copy != 0)
+
     @property
     def missing(self) -> tuple[Ints, Ints]:
         """The intervals [lo, hi) of the bucket that no rank holds, ascending, disjoint and not empty."""
@@ -149,9 +161,9 @@ def home(
     """Lay out where a bucket's state lives whatever the strategy: every rank owns its share of the bucket.
 
     One copy is cut into one interval per rank, in the order given; equal shares of a divisible size are exactly equal,
-    which is what the native collectives need. Two copies are one line of twice the size, which is cut node by node, so
-    that a rank owns one interval of it, or two where the second copy begins inside. All cuts but those of exactly equal
-    shares are rounded to multiples of `align` elements, so a small bucket may leave ranks with nothing.
+    which is what the native collectives need. A second copy is the first one, moved on by half of the bucket, so that a
+    rank owns one more interval as long as that, or two where it reaches over the end. All cuts but those of exactly
+    equal shares are rounded to multiples of `align` elements, so a small bucket may leave ranks with nothing.
 
     Args:
         size: elements of the bucket.
@@ -169,21 +181,19 @@ def home(
     weights = np.ones(n) if shares is None else np.asarray(shares, float)
     places = list(range(n)) if nodes is None else list(nodes)
     _check_home(size, ranks, weights, copies, align, places)
-    order, cuts = (np.arange(n), _cuts(size, weights, align)) if copies == 1 else _twice(size, weights, places, align)
-    rank = np.tile(np.asarray(ranks, np.int64)[order], copies)
-    # Copy c is what lies on the c-th part of the line; a rank whose part of the line lies elsewhere gets an empty
-    # interval here, which `_layout` drops.
-    lo, hi = (
-        np.concatenate([np.clip(end - c * size, 0, size) for c in range(copies)]) for end in (cuts[:-1], cuts[1:])
-    )
-    copy = np.repeat(np.arange(copies), n)
-    # By element within a rank: then what it owns of one parameter is contiguous, also where it has two intervals.
+    owners = np.asarray(ranks, np.int64)
+    if copies == 1:
+        cuts = _cuts(size, weights, align)
+        return _layout(owners, cuts[:-1], cuts[1:], np.zeros(n, np.int64), np.ones(n, bool), size)
+    which, lo, hi, copy = _twice(size, weights, places, align)
+    rank = owners[which]
+    # By element within a rank: then what it owns of one parameter is contiguous, also where it has several intervals.
     row = np.lexsort((lo, rank))
-    layout = _layout(rank[row], lo[row], hi[row], copy[row], np.ones(n * copies, bool), size)
-    if copies == 1 or nodes is None:
+    layout = _layout(rank[row], lo[row], hi[row], copy[row], np.ones(len(row), bool), size)
+    if nodes is None:
         return layout
     by_rank = np.full(max(ranks) + 1, -1, np.int64)
-    by_rank[np.asarray(ranks, np.int64)] = nodes
+    by_rank[owners] = nodes
     return replace(layout, nodes=by_rank)
 
 
@@ -199,43 +209,52 @@ def _cuts(size: int, weights: npt.NDArray[np.float64], align: int) -> Ints:
     return cuts
 
 
-def _twice(size: int, weights: npt.NDArray[np.float64], nodes: Sequence[int], align: int) -> tuple[Ints, Ints]:
-    """Cut two copies, one after the other on a line of 2 * size, so that no node owns an element twice.
+def _twice(
+    size: int, weights: npt.NDArray[np.float64], nodes: Sequence[int], align: int
+) -> tuple[Ints, Ints, Ints, Ints]:
+    """Cut two copies, the second half a bucket further than the first, so that no node owns an element twice.
 
-    Element e is at e and at size + e, so a node whose ranks follow one another and reach over at most `size` never has
-    both (McNaughton's wrap-around rule). Three equal ranks, each a node, own a bucket of 6 like this:
+    A node's ranks follow one another in the first copy and reach over half of it at most; so in the second they reach
+    from where that half has passed to where the next begins. Three equal ranks, each a node, own a bucket of 6 so:
 
-        line     0 1 2 3 4 5 | 6 7 8 9 10 11
-        element  0 1 2 3 4 5 | 0 1 2 3  4  5
-        rank     0 0 0 0 1 1 | 1 1 2 2  2  2
+        element  0 1 2 3 4 5
+        first    0 0 1 1 2 2
+        second   1 2 2 0 0 1
 
     Returns:
-        The ranks' indices in the order of the line, and where each one's part of it begins, then the end.
+        Of each interval, perhaps empty: its owner's index, lo, hi, and which copy it is of.
     """
-    # A node's ranks must follow one another on the line: nodes go in order of their first rank.
+    # Nodes go in order of their first rank.
     first = {node: i for i, node in reversed(list(enumerate(nodes)))}
     order = sorted(range(len(nodes)), key=lambda i: first[nodes[i]])
-    exact = [Fraction(float(weights[i])) for i in order]  # a rounded sum could let a node reach beyond `size`
+    exact = [Fraction(float(weights[i])) for i in order]  # a rounded sum could let a node reach over more than half
     total = sum(exact)
     of_node: dict[int, Fraction] = {}
     for i, weight in zip(order, exact, strict=True):
         of_node[nodes[i]] = of_node.get(nodes[i], Fraction(0)) + weight
-    # Only one node can have more than half of all shares. In proportion it would reach over more than one bucket of the
-    # line, and have elements twice; so it gets one bucket's length, and all others together the other.
+    # Only one node can have more than half of all shares. It gets a half of each copy, and all others the other.
     largest = max(of_node, key=lambda node: of_node[node])
-    cuts = [0]
-    at = Fraction(0)  # where the line is cut next, in buckets: from 0 to 2
+    ends = [Fraction(0)]  # of the bucket, from 0 to 1
     for i, weight in zip(order, exact, strict=True):
         if 2 * of_node[largest] <= total:
-            at += 2 * weight / total
-        elif nodes[i] == largest:
-            at += weight / of_node[largest]
+            part = weight / total
         else:
-            at += weight / (total - of_node[largest])
-        copy, part = divmod(at, 1)
-        # Rounded alike in both copies, so that a node which reaches over one bucket at most still does.
-        cuts.append(int(copy) * size + min(round(part * size / align) * align, size))
-    return np.array(order, np.int64), np.array(cuts, np.int64)
+            part = weight / (2 * (of_node[largest] if nodes[i] == largest else total - of_node[largest]))
+        ends.append(ends[-1] + part)
+    unit = 1 if size % len(nodes) == 0 and len(set(exact)) == 1 else align
+
+    def cut(at: Fraction) -> int:
+        # A place is rounded alike in both copies: what does not overlap before does not overlap then.
+        return min(round(at * size / unit) * unit, size) if at < 1 else size
+
+    rows = [(i, cut(lo), cut(hi), 0) for i, lo, hi in zip(order, ends, ends[1:], strict=False)]
+    half = Fraction(1, 2)
+    for i, lo, hi in zip(order, ends, ends[1:], strict=False):
+        for begin, end in ((lo + half, min(hi + half, Fraction(1))), (max(lo - half, Fraction(0)), hi - half)):
+            if begin < end:
+                rows.append((i, cut(begin), cut(end), 1))
+    which, los, his, copy = np.array(rows, np.int64).T
+    return which, los, his, copy
 
 
 def propagation(

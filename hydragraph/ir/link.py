@@ -145,7 +145,7 @@ def reduce(source: Layout, target: Layout, rank: int | None = None) -> Slices:
 
     Every copy in the source contributes its gradient once: from PARTIAL intervals every holder sends, from REPLICA
     intervals one does: the owner itself if it is a holder, otherwise holders take turns. Where the target has two
-    copies, both owners of an element receive the same contributions from the same ranks, and so come to the same bits.
+    copies, first owners alone add up; `hand_on` links their sums to the second ones.
 
     Args:
         source: where gradients were computed (`layout.propagation`).
@@ -158,16 +158,20 @@ def reduce(source: Layout, target: Layout, rank: int | None = None) -> Slices:
     # Each copy gets a line of its own, so that cells, and with them the choice of a holder, are per copy. Copies may be
     # numbered with gaps, lines are not.
     lines = np.unique(source.copy, return_inverse=True)[1]
-    if has_copies(target):  # the choice of a holder may not depend on which owner it is for
-        pairs = _pairs(source, target, lines, rank, np.zeros_like(target.rank))
-        return _slices(pairs, pairs.partial | _one(pairs, np.zeros_like(pairs.src)), rank)
-    pairs = _pairs(source, target, lines, rank, target.rank)
+    pairs = _pairs(source, target.first, lines, rank, target.first.rank)
     return _slices(pairs, pairs.partial | _one(pairs, (pairs.src != pairs.dst).astype(np.int64)), rank)
 
 
-def has_copies(owners: Layout) -> bool:
-    """Say whether a home layout has a second owner of anything."""
-    return bool((owners.copy != 0).any())
+def hand_on(owners: Layout, rank: int | None = None) -> Slices:
+    """Link what first owners have added up to second owners, who so have the same bits; nothing where there are none.
+
+    Places on both sides are in the local buffers of `owners`.
+
+    Args:
+        owners: a home.
+        rank: return only the slices that this rank sends or receives, at less cost.
+    """
+    return copy(owners.first, owners.second, rank)
 
 
 def is_all_gather(source: Layout, target: Layout) -> bool:
@@ -177,6 +181,7 @@ def is_all_gather(source: Layout, target: Layout) -> bool:
 
 def is_reduce_scatter(source: Layout, target: Layout) -> bool:
     """Say whether `reduce(source, target)` is the native reduce-scatter over `target.ranks`, ascending."""
+    target = target.first
     # Several holders of one copy may all have its one gradient (REPLICA), which a reduce-scatter would add up.
     own_copies = len(np.unique(source.copy)) == len(source.copy)
     same_ranks = np.array_equal(source.rank, target.rank)

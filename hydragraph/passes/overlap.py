@@ -1,7 +1,9 @@
 """Overlap: weights in, gradients out, receives and the ends of sends, placed so that they run while the rank computes.
 
 Exchanges of weights and of gradients are grouped operations: every rank enters all of them, in one order, also for
-buckets it does not hold, because its home shard takes part. Entering one does not block.
+buckets it does not hold, because its home shard takes part. Entering one does not block. Where a home has second
+owners, a push goes on by itself once its sums are there: they are handed on in the order of the pushes, beside what the
+rank computes then, and the commit waits for that, too.
 """
 
 from __future__ import annotations

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import index
 
 
 @dataclass(frozen=True)
@@ -25,7 +27,14 @@ class Workload:
     lengths: Sequence[Sequence[int]] = ()
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "lengths", tuple(tuple(map(int, batch)) for batch in self.lengths))
+        try:
+            # Whole numbers of any kind, NumPy's too; what is none would be another length than was meant.
+            object.__setattr__(self, "lengths", tuple(tuple(map(index, batch)) for batch in self.lengths))
+        except TypeError:
+            raise ValueError(
+                f"lengths is {reprlib.repr(self.lengths)}: give the tokens of each sequence of one or more "
+                "mini-batches, whole numbers, as in [[512, 90, 3000], [700, 2048]]"
+            ) from None
         fixed = bool(self.sequences or self.length)
         if fixed == bool(self.lengths):
             raise ValueError(

@@ -50,8 +50,9 @@ def bytes_between(costs: Costs, strategy: Strategy, assignment: Assignment, time
             elif instruction.op in (Op.PULL, Op.PUSH):
                 exchanged.add((instruction.op, instruction.target))
     for op, bucket in exchanged:
-        transfers = work.moved(op, bucket)
-        np.add.at(moved[MOVED.index(op.value)], (transfers.src, transfers.dst), transfers.size)
+        handed = [work.handed_on(bucket)] if op is Op.PUSH else []
+        for transfers in (work.moved(op, bucket), *handed):
+            np.add.at(moved[MOVED.index(op.value)], (transfers.src, transfers.dst), transfers.size)
     for between, sent in work.ring_bytes().items():
         moved[MOVED.index("tp"), *between] += sent
     return moved

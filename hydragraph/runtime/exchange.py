@@ -1,5 +1,7 @@
 """Run a link: one grouped operation per bucket that every rank enters, one message per pair of ranks.
 
+A push to a home of two copies is two links: first owners add up what all ranks computed, then hand the sums on.
+
     source buffer --gather--> outgoing --all-to-all--> incoming --scatter--> target buffer
     [source]                  [sum(sent)]              [sum(received)]       [target]
 
@@ -8,6 +10,9 @@ A gather or scatter that would move every element to where it is already is left
     `is_identity`   the shard is all there is and stays here (one rank): nothing moves
     `native`        equal shards, whole copies: all-gather or reduce-scatter, without buffers between
     `in_order`      incoming is the target, element by element: it is received in place
+
+Of a buffer of which a link reads or writes a part only, source or target is that part, from the first element that
+moves to the last.
     `whole`         every rank that sends has the whole target: rows to add up, instead of a scatter that adds
 
 What is summed here is summed in the order of the source ranks, whichever message came first: the same step gives the
@@ -17,15 +22,15 @@ same bits.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from hydragraph.ir.layout import Layout
-from hydragraph.ir.link import Slices, copy, has_copies, is_all_gather, is_reduce_scatter, reduce
+from hydragraph.ir.layout import Ints, Layout
+from hydragraph.ir.link import Slices, copy, hand_on, is_all_gather, is_reduce_scatter, reduce
 from hydragraph.kernels.exact import joined
 from hydragraph.kernels.slice_copy import SliceTable, slice_copy
 from hydragraph.runtime.buffers import Buffers
@@ -44,10 +49,9 @@ class Exchange:
         sends, receives: pieces of the local source and target buffers, peer by peer in rank order; what stays local
             is the message to oneself.
         sent, received: elements per peer.
-        source, target: elements of this rank's local buffers.
+        source, target: elements of this rank's local buffers, or of the parts of them that take part.
         native: the collective that does the same, where there is one.
-        alike: the target has second owners, which must come to the same bits as the first: contributions are added up
-            in one way on all ranks, even where there is one only.
+        source_at, target_at: where these parts begin in the buffers.
         device: of the buffers.
     """
 
@@ -58,7 +62,8 @@ class Exchange:
     source: int
     target: int
     native: str | None = None
-    alike: bool = False
+    source_at: int = 0
+    target_at: int = 0
     device: torch.device = field(default=torch.device("cpu"), compare=False)
 
     @cached_property
@@ -78,7 +83,7 @@ class Exchange:
     def whole(self) -> int:
         """How many peers send the whole target buffer, if every one that sends does; else 0."""
         peers = sum(map(bool, self.received))
-        if self.alike or any(length not in (0, self.target) for length in self.received):
+        if any(length not in (0, self.target) for length in self.received):
             return 0
         at = 0
         for offset, length in self.receives:  # peer after peer
@@ -102,7 +107,7 @@ class Exchange:
     @property
     def in_order(self) -> bool:
         """Whether what is received, in order, is the target buffer, each element once, so that it needs no staging."""
-        return not self.alike and _is_whole(self.receives, self.target)
+        return _is_whole(self.receives, self.target)
 
 
 def pull_exchange(
@@ -110,39 +115,62 @@ def pull_exchange(
 ) -> Exchange:
     """Lower a link of values for one rank, whose buffers are on a device (default: the CPU)."""
     native = "all_gather" if is_all_gather(source, target) and len(source.ranks) == ranks > 1 else None
-    return _lower(copy(source, target, rank), source, target, rank, ranks, native, False, device)
+    sizes = source.local_size(rank), target.local_size(rank)
+    return _lower(copy(source, target, rank), (0, sizes[0]), (0, sizes[1]), rank, ranks, native, device)
 
 
 def push_exchange(
     source: Layout, target: Layout, rank: int, ranks: int, device: torch.device | None = None
 ) -> Exchange:
-    """Lower a link of gradients for one rank, whose buffers are on a device (default: the CPU)."""
+    """Lower a link of gradients to first owners for one rank, whose buffers are on a device (default: the CPU)."""
     native = "reduce_scatter" if is_reduce_scatter(source, target) and len(target.ranks) == ranks > 1 else None
-    return _lower(reduce(source, target, rank), source, target, rank, ranks, native, has_copies(target), device)
+    slices = reduce(source, target, rank)
+    first = target.first.of(rank)
+    return _lower(
+        slices, (0, source.local_size(rank)), _span(first.at, first.hi - first.lo), rank, ranks, native, device
+    )
+
+
+def hand_exchange(owners: Layout, rank: int, ranks: int, device: torch.device | None = None) -> Exchange | None:
+    """Lower what first owners hand on to second ones, from buffer to the same buffer; None where there are no such."""
+    if not len(owners.second.rank):
+        return None
+    slices = hand_on(owners, rank)
+    sends, receives = slices.of(rank)
+    source = _span(sends.src_at, sends.hi - sends.lo)
+    return _lower(slices, source, _span(receives.dst_at, receives.hi - receives.lo), rank, ranks, None, device)
 
 
 def _lower(
     slices: Slices,
-    source: Layout,
-    target: Layout,
+    source: Piece,
+    target: Piece,
     rank: int,
     ranks: int,
     native: str | None,
-    alike: bool,
     device: torch.device | None,
 ) -> Exchange:
     sends, receives = slices.of(rank)
     return Exchange(
-        _pieces(sends.src_at, sends.hi - sends.lo),
-        _pieces(receives.dst_at, receives.hi - receives.lo),
+        _pieces(sends.src_at - source[0], sends.hi - sends.lo),
+        _pieces(receives.dst_at - target[0], receives.hi - receives.lo),
         _per_peer(sends.dst, sends.hi - sends.lo, ranks),
         _per_peer(receives.src, receives.hi - receives.lo, ranks),
-        source.local_size(rank),
-        target.local_size(rank),
+        source[1],
+        target[1],
         native,
-        alike,
+        source[0],
+        target[0],
         device or torch.device("cpu"),
     )
+
+
+def _span(at: Ints, length: Ints) -> Piece:
+    """Return the part of a buffer from the first of some pieces to the last."""
+    if not len(at):
+        return 0, 0
+    first = int(at.min())
+    return first, int((at + length).max()) - first
 
 
 def _columns(pieces: Sequence[Piece]) -> tuple[Tensor, Tensor]:
@@ -188,13 +216,27 @@ def start_pull(exchange: Exchange, home: Tensor, dtype: torch.dtype, groups: Gro
     return _finisher(message, scatter, outgoing, groups, buffers)
 
 
-def start_push(exchange: Exchange, gradients: Tensor, home: Tensor, groups: Groups, buffers: Buffers) -> Finish:
+def start_push(
+    exchange: Exchange,
+    gradients: Tensor,
+    home: Tensor,
+    groups: Groups,
+    buffers: Buffers,
+    handing: Exchange | None = None,
+) -> Finish:
     """Start moving gradients; the returned function waits and sums them into `home`, in order of the source rank.
 
     Args:
         gradients: this rank's 1-D contribution, empty where it has none; given back to `buffers` when sent.
         home: this rank's 1-D gradient shard, overwritten; of the same dtype.
+        handing: what then hands the sums on to second owners (`hand_exchange`).
     """
+    push = _start_sum(exchange, gradients, _part(home, exchange.target_at, exchange.target), groups, buffers)
+    return _handed_on(push, handing, home, groups, buffers)
+
+
+def _start_sum(exchange: Exchange, gradients: Tensor, home: Tensor, groups: Groups, buffers: Buffers) -> Finish:
+    """Start moving gradients to where they are summed; arguments as of `start_push`."""
     if exchange.is_identity:
 
         def stay() -> Tensor:
@@ -231,26 +273,62 @@ def start_push(exchange: Exchange, gradients: Tensor, home: Tensor, groups: Grou
 
 
 def start_exact_push(
-    exchange: Exchange, parts: Sequence[Tensor], home: Tensor, groups: Groups, buffers: Buffers
+    exchange: Exchange,
+    parts: Sequence[Tensor],
+    home: Tensor,
+    groups: Groups,
+    buffers: Buffers,
+    handing: Exchange | None = None,
 ) -> Finish:
     """Start moving exact sums (`kernels.exact`), which the returned function adds up, then rounds into `home`.
 
     Args:
         parts: this rank's, 1-D fp64, each empty where it has none; given back to `buffers` when sent.
         home: this rank's 1-D fp32 gradient shard, overwritten.
+        handing: as of `start_push`; what is handed on is rounded.
     """
-    totals = [buffers.take(len(home), torch.float64) for _ in parts]
-    pushes = [start_push(exchange, part, total, groups, buffers) for part, total in zip(parts, totals, strict=True)]
+    totals = [buffers.take(exchange.target, torch.float64) for _ in parts]
+    pushes = [_start_sum(exchange, part, total, groups, buffers) for part, total in zip(parts, totals, strict=True)]
 
     def finish() -> Tensor:
         for push in pushes:
             push()
-        joined(totals, home)
+        joined(totals, _part(home, exchange.target_at, exchange.target))
         for total in totals:
             buffers.give(total)
         return home
 
-    return Finish(finish, pushes[-1].message)  # of one communicator, messages end in the order of their beginning
+    push = Finish(finish, pushes[-1].message)  # of one communicator, messages end in the order of their beginning
+    return _handed_on(push, handing, home, groups, buffers)
+
+
+def _handed_on(push: Finish, handing: Exchange | None, home: Tensor, groups: Groups, buffers: Buffers) -> Finish:
+    """Let a push be followed by handing its sums on."""
+    return push if handing is None else replace(push, then=lambda: _start_handing(handing, home, groups, buffers))
+
+
+def _start_handing(exchange: Exchange, home: Tensor, groups: Groups, buffers: Buffers) -> Finish:
+    """Start handing sums on to second owners, out of gradient shards into those of others."""
+    source = _part(home, exchange.source_at, exchange.source)
+    target = _part(home, exchange.target_at, exchange.target)
+    outgoing = _gathered(source, exchange, home.dtype, buffers)
+    incoming = target if exchange.in_order else buffers.take(sum(exchange.received), home.dtype)
+    # Not where gradients travel: ranks begin to hand on whenever a sum of theirs is there, and between two pushes of
+    # theirs, which need not be the same two for all. Before the commit all have begun, in the order of the pushes.
+    message = groups.all_to_all(Role.COMMIT, incoming, outgoing, exchange.received, exchange.sent)
+
+    def put() -> Tensor:
+        if incoming is not target:
+            slice_copy(incoming, target, exchange.scatter)
+            buffers.give(incoming)
+        return home
+
+    return _finisher(message, put, outgoing, groups, buffers)
+
+
+def _part(buffer: Tensor, at: int, size: int) -> Tensor:
+    """Return a part of a 1-D buffer; the buffer itself where that is all of it."""
+    return buffer if size == len(buffer) else buffer[at : at + size]
 
 
 def _gathered(buffer: Tensor, exchange: Exchange, dtype: torch.dtype, buffers: Buffers) -> Tensor:

@@ -301,6 +301,7 @@ class Executor:
 
     def _backward(self, it: _Iteration, instruction: Instruction) -> None:
         self._end_ready(it, Stream.PULL, it.serving)
+        self._hand_on(it)
         block = it.prepared.blocks[instruction.target]
         if block.recompute:
             self._buffers.trim()
@@ -429,7 +430,8 @@ class Executor:
         home = self._home.gradients[name]
         it.values.pop(value, None)  # it is the message's now, which gives its memory back
         it.views.pop(value, None)
-        self._start(it, value, [total], lambda: start_push(exchange, total, home, self._groups, self._buffers))
+        handing = it.prepared.handings.get(name)
+        self._start(it, value, [total], lambda: start_push(exchange, total, home, self._groups, self._buffers, handing))
 
     def _push_exact(self, it: _Iteration, instruction: Instruction) -> None:
         value = gradients(instruction.target)
@@ -438,10 +440,14 @@ class Executor:
         none = [home.new_empty(0, dtype=torch.float64) for _ in exact.GRIDS]
         sums = self._sums(it, value) if value in instruction.reads else none
         it.sums.pop(value, None)  # they are the message's now, which gives their memory back
-        self._start(it, value, sums, lambda: start_exact_push(exchange, sums, home, self._groups, self._buffers))
+        handing = it.prepared.handings.get(instruction.target)
+        self._start(
+            it, value, sums, lambda: start_exact_push(exchange, sums, home, self._groups, self._buffers, handing)
+        )
 
     def _start(self, it: _Iteration, value: Value, sent: Sequence[Tensor], push: Callable[[], Finish]) -> None:
         """Start a push, behind what computes what it sends."""
+        self._hand_on(it)
         self._end_ready(it, Stream.PUSH, it.pushing)
         computed = self.streams.mark()
         with self.streams.on(Stream.PUSH), self._watch.communicating():
@@ -451,6 +457,15 @@ class Executor:
             it.timing.started(value)
             it.pushing[value] = Pending(self.streams, Stream.PUSH, push())
             it.pushed = True
+
+    def _hand_on(self, it: _Iteration, wait: bool = False) -> None:
+        """Begin to hand on the sums that are there to second owners; in the order of the pushes, as on all ranks."""
+        for value, pending in it.pushing.items():
+            if pending.follows:
+                if not (wait or pending.arrived):
+                    break
+                with it.timing.waiting(Stream.PUSH, value, more=True), self._watch.communicating():
+                    pending.go_on()
 
     def _end_ready(self, it: _Iteration, stream: Stream, under_way: dict[Value, Pending]) -> None:
         """End what need not be waited for, so that its memory serves what comes."""
@@ -475,6 +490,7 @@ class Executor:
         """Wait for everything that is under way, then agree with all ranks on loss, norm and finiteness."""
         if self.probe is not None:
             it.timing.probe = self.probe()
+        self._hand_on(it, wait=True)
         for stream, under_way in ((Stream.PULL, it.serving), (Stream.PUSH, it.pushing)):
             for value in list(under_way):
                 self._end(it, stream, under_way, value)

@@ -7,6 +7,8 @@ Traffic is kept apart because a connection is a queue: behind 64 MB of weights, 
     Role.PULL         all ranks           weights from their owners         of the programs' pulls
     Role.PUSH         all ranks           gradients to their owners         of the programs' pushes
     Role.COMMIT       all ranks           totals of a step, objects         of calls
+                                          gradients to second owners        of the programs' pushes, before the totals,
+                                                                            which must wait for them in any case
     Role.MOVE         all ranks           state that moves beside a step    of windows; made when state first moves so
     _Direction.UP     all ranks           stages' messages to higher ranks  of sends, per pair of ranks
     _Direction.DOWN   all ranks           stages' messages to lower ranks   likewise
@@ -17,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import pickle
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -49,6 +52,9 @@ T = TypeVar("T")
 
 # Peers of one grouped operation under NCCL: each holds channel buffers while the group runs.
 _GROUPED = 32
+# Bytes of the message in which rank 0 tells something; what is longer takes another one. The first say how long it is.
+_TOLD = 1 << 14
+_LENGTH = 8
 
 
 class Role(Enum):
@@ -56,7 +62,7 @@ class Role(Enum):
 
     PULL = "pull"  # weights from their owners
     PUSH = "push"  # gradients to their owners
-    COMMIT = "commit"  # agreement before the update, and on programs before they run
+    COMMIT = "commit"  # agreement before the update, and on programs before they run; sums for second owners
     MOVE = "move"  # state to other owners, beside a step
 
 
@@ -91,6 +97,7 @@ class Groups:
         self._waiter = None if watch is None else watch.waiter()
         self._staging = Staging(world.device) if world.backend == "gloo" and world.device.type != "cpu" else None
         self.waited_s = 0.0
+        self._told: tuple[Message, ...] = ()  # by rank 0, of which some ranks may not have them yet
         self._roles: dict[Role, dist.ProcessGroup] = {}
         self._directions: dict[_Direction, dist.ProcessGroup] = {}
         # By sorted ranks, least recently used first; None where this rank is no member. The same keys in the same
@@ -239,6 +246,45 @@ class Groups:
         if self.world.ranks > 1:
             self.call(lambda: dist.all_gather_object(values, value, self._object_group))
         return values
+
+    def tell(self, value: T) -> T:
+        """Rank 0's value, on every rank; for small picklable objects. Rank 0 does not wait until the others have it."""
+        if self.world.ranks == 1:
+            return value
+        for message in self._told:  # of the last time: ranks have met since
+            self.wait(message)
+        self._told = ()
+        leads = self.world.rank == 0
+        data = pickle.dumps(value) if leads else b""
+        first = torch.zeros(_TOLD, dtype=torch.uint8)
+        if leads:
+            beginning = len(data).to_bytes(_LENGTH, "little") + data[: _TOLD - _LENGTH]
+            first[: len(beginning)] = torch.frombuffer(bytearray(beginning), dtype=torch.uint8)
+        messages = [self._from_first(first)]
+        if not leads:
+            self.wait(messages[0])
+            data = first.numpy().tobytes()
+        length = len(data) if leads else int.from_bytes(data[:_LENGTH], "little")
+        if length > _TOLD - _LENGTH:
+            rest = torch.zeros(length - (_TOLD - _LENGTH), dtype=torch.uint8)
+            if leads:
+                rest[:] = torch.frombuffer(bytearray(data[_TOLD - _LENGTH :]), dtype=torch.uint8)
+            messages.append(self._from_first(rest))
+            if not leads:
+                self.wait(messages[1])
+                data += rest.numpy().tobytes()
+        if leads:
+            self._told = tuple(messages)
+            return value
+        told: T = pickle.loads(data[_LENGTH : _LENGTH + length])
+        return told
+
+    def _from_first(self, tensor: Tensor) -> Message:
+        """Starts bringing rank 0's bytes to all."""
+        with self._guard():
+            work = dist.broadcast(tensor, 0, group=self._object_group, async_op=True)
+        assert work is not None
+        return Message(work, kept=(tensor,))
 
     def same_everywhere(self, what: str, text: str) -> None:
         """Checks that a short text, such as a hash, is the same on all ranks.

@@ -61,8 +61,11 @@ def _codes(functions: Collection[Callable[..., Any]]) -> Iterator[CodeType]:
             yield code
             names = {i.argval for i in dis.get_instructions(code) if i.opname == "LOAD_GLOBAL"}
             near = [found.__globals__.get(name) for name in names]
-            for module in (each for each in near if isinstance(each, ModuleType) and _by_users(each)):
-                near += [vars(module).get(name) for name in code.co_names]
+            entered: set[str] = set()  # modules may name one another in a circle
+            for module in near:  # which grows by what its modules have
+                if isinstance(module, ModuleType) and module.__name__ not in entered and _by_users(module):
+                    entered.add(module.__name__)
+                    near += [vars(module).get(name) for name in code.co_names]
             pending += [each for each in near if _by_users(sys.modules.get(getattr(each, "__module__", None) or ""))]
         pending += [cell.cell_contents for cell in found.__closure__ or () if _filled(cell)]
 
@@ -72,7 +75,8 @@ def _by_users(module: ModuleType | None) -> bool:
     path = getattr(module, "__file__", None)
     if path is None:
         return module is sys.modules["__main__"]
-    return not any(path.startswith(place) for place in _INSTALLED)
+    # An environment may see what another one has installed, as with --system-site-packages.
+    return not (path.startswith(_INSTALLED) or "site-packages" in path or "dist-packages" in path)
 
 
 def _within(code: CodeType) -> Iterator[CodeType]:

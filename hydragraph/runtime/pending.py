@@ -19,13 +19,17 @@ class Finish:
     Attributes:
         result: called once, after which the value is there: waits for the message and returns the tensor.
         message: what it waits for; None where it has nothing to wait for.
+        then: begins the exchange that goes on with the result, which is complete at the end of that one; None: it is
+            complete.
     """
 
     result: Callable[[], Tensor]
     message: Message | None = None
+    then: Callable[[], Finish] | None = None
 
     def __call__(self) -> Tensor:
-        return self.result()
+        value = self.result()
+        return value if self.then is None else self.then()()
 
     @property
     def ready(self) -> bool:
@@ -57,7 +61,24 @@ class Pending:
     @property
     def ready(self) -> bool:
         """Whether asking for it would not hold up the host."""
+        return self._end is not None or (self._finish.ready and self._finish.then is None)
+
+    @property
+    def follows(self) -> bool:
+        """Whether an exchange is to begin yet, behind the one under way."""
+        return self._end is None and self._finish.then is not None
+
+    @property
+    def arrived(self) -> bool:
+        """Whether the exchange under way is over."""
         return self._end is not None or self._finish.ready
+
+    def go_on(self) -> None:
+        """Wait for the exchange under way, and begin the one that follows."""
+        assert self._finish.then is not None, "nothing follows"
+        with self._streams.on(self._stream):
+            self._finish.result()
+            self._finish = self._finish.then()
 
     def __call__(self) -> Tensor:
         """Let the current stream wait; return the value, whose memory then outlives what this stream does with it."""

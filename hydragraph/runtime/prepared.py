@@ -17,7 +17,7 @@ from hydragraph.passes.differentiate import Variant
 from hydragraph.passes.layouts import bucket_kinds
 from hydragraph.passes.pipeline import rank_program
 from hydragraph.passes.place import PlacedStage, Placement, place
-from hydragraph.runtime.exchange import Exchange, pull_exchange, push_exchange
+from hydragraph.runtime.exchange import Exchange, hand_exchange, pull_exchange, push_exchange
 from hydragraph.runtime.lru import LRU
 from hydragraph.runtime.variants import Variants, local_parameters, vocabulary_starts
 from hydragraph.spec.stage_kind import StagePart
@@ -60,6 +60,7 @@ class Prepared:
         part: this rank's place in its stage.
         blocks: by name, those of this rank's stage.
         pulls, pushes: by bucket; only those that learn are pushed.
+        handings: by bucket that is pushed, what hands it on to second owners, where the home has such.
         shards: bucket -> for each of its parameters: name -> (offset, length) in the local buffer; where held.
         stages: the rank tuples of all stages, for the tensor-parallel groups.
     """
@@ -69,6 +70,7 @@ class Prepared:
     blocks: Mapping[str, BoundBlock]
     pulls: Mapping[str, Exchange]
     pushes: Mapping[str, Exchange]
+    handings: Mapping[str, Exchange]
     shards: Mapping[str, Mapping[str, tuple[int, int]]]
     stages: tuple[tuple[int, ...], ...]
 
@@ -107,6 +109,7 @@ class Preparer:
         self._known = LRU[tuple[Strategy, tuple[int, ...], Mode], Prepared](capacity)
         # Iterations of one strategy share them; as many as those that are kept can have.
         self._links = LRU[Hashable, tuple[Exchange, Exchange | None]](capacity * len(program.buckets))
+        self._handings: dict[Layout, Exchange | None] = {}
 
     def get(self, strategy: Strategy, counts: tuple[int, ...], mode: Mode) -> Prepared:
         """Return what this rank runs under a strategy, for these counts of micro-batches per pipeline."""
@@ -123,13 +126,16 @@ class Preparer:
         part = here.part_of(self._rank) if here else StagePart()
         blocks = {b.name: self._bind(b, part, here) for b in self._program.blocks[slice(*here.blocks)]} if here else {}
         links = {b.name: self._link(b, placement) for b in self._program.buckets if b.blocks}
+        pushes = {name: push for name, (_, push) in links.items() if push is not None}
+        handings = {name: self._handing(self._homes[name]) for name in pushes}
         mine = placement.held(self._rank)
         return Prepared(
             rank_program(self._program.outline, strategy, counts, self._rank, mode, ranks=self._ranks),
             part,
             blocks,
             {name: pull for name, (pull, _) in links.items()},
-            {name: push for name, (_, push) in links.items() if push is not None},
+            pushes,
+            {name: handing for name, handing in handings.items() if handing is not None},
             {b.name: local_shards(b, part) for b in self._program.buckets if b.name in mine},
             tuple(stage.ranks for stage in placement.stages),
         )
@@ -170,6 +176,11 @@ class Preparer:
             )
 
         return self._links.get(key, make)
+
+    def _handing(self, owners: Layout) -> Exchange | None:
+        if owners not in self._handings:
+            self._handings[owners] = hand_exchange(owners, self._rank, self._ranks, self._device)
+        return self._handings[owners]
 
 
 def local_shards(bucket: Bucket, part: StagePart) -> dict[str, tuple[int, int]]:

@@ -126,14 +126,14 @@ class Timing:
             self._started[value] = self._clock.now()
 
     @contextmanager
-    def waiting(self, stream: Stream, value: str) -> Iterator[None]:
-        """Time a wait for a message of a stream."""
+    def waiting(self, stream: Stream, value: str, more: bool = False) -> Iterator[None]:
+        """Time a wait for a message of a stream; `more`: another one brings the value on from there."""
         began = self._clock.now()
         yield
         ended = self._clock.now()
         self._waits.append((stream, began, ended))
         self._add(Stream.COMPUTE, f"wait {value}", began, ended)
-        if value in self._started:
+        if value in self._started and not more:
             self._add(stream, value, self._started.pop(value), ended)
 
     @contextmanager

@@ -210,6 +210,11 @@ class Cluster:
             for name in pair.types:
                 if name not in self.types:
                     raise ValueError(f"pairs: unknown device type {name!r}: use {', '.join(sorted(self.types))}")
+        known = Counter(frozenset(pair.types) for pair in self.pairs)
+        for pair in self.pairs:
+            if known[frozenset(pair.types)] > 1:
+                a, b = pair.types
+                raise ValueError(f"pairs: {a} and {b} have more than one link: give one, for both directions")
 
     @classmethod
     def of(cls, types: Mapping[str, DeviceType], nodes: tuple[Node, ...], pairs: tuple[Pair, ...] = ()) -> Cluster:
@@ -465,14 +470,18 @@ def _points(rows: object) -> tuple[tuple[float, float], ...]:
 def _number(name: str, value: object) -> float:
     """Return a finite number of at least 0 as it is, an int for an int."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
-        raise ValueError(f"{name} is {value!r}: give a number of at least 0")
+        raise ValueError(f"{name} is {value!r}: give a finite number of at least 0")
     return value
 
 
 def _positive(name: str, value: object) -> float:
-    if _number(name, value) == 0:
-        raise ValueError(f"{name} is 0: give a number above 0")
-    return _number(name, value)
+    try:
+        found = _number(name, value)
+    except ValueError:
+        found = 0
+    if not found:
+        raise ValueError(f"{name} is {value!r}: give a finite number above 0")
+    return found
 
 
 def _whole(name: str, value: float) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Sequence_
 from dataclasses import dataclass
 
 import torch
@@ -40,7 +41,7 @@ class Limit:
                     "cut the sequence, or build the model with more positions"
                 )
             return
-        values = {"input_ids": sequence.ids, "labels": sequence.labels, **sequence.extra}[self.field]
+        values = self._values(sequence)
         outside = self._outside(values)
         if outside is not None:
             at = [int(n) for n in outside]
@@ -49,6 +50,15 @@ class Limit:
                 f"sequence {index}: {self.field} is {int(values[tuple(at)])} at position {place}, outside the "
                 f"{self.low} to {self.high - 1} of {self.where}; mend the data, or build the model with more rows"
             )
+
+    def holds(self, sequences: Sequence_[Sequence]) -> bool:
+        """Say whether all sequences of a mini-batch are within it: in a few operations, however many they are."""
+        if self.field == "position_ids":
+            return all(len(sequence) <= self.high for sequence in sequences)
+        return not sequences or self._outside(torch.cat([self._values(each) for each in sequences])) is None
+
+    def _values(self, sequence: Sequence) -> Tensor:
+        return {"input_ids": sequence.ids, "labels": sequence.labels, **sequence.extra}[self.field]
 
     def _outside(self, values: Tensor) -> Tensor | None:
         """Return the index of the first value outside, [dims]; None: there is none."""

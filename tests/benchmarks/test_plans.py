@@ -9,7 +9,9 @@ from typing import Any, cast
 import pytest
 
 from benchmarks.plans import (
+    Gain,
     Straggling,
+    average_row,
     cluster_of,
     dealt,
     drawn_lengths,
@@ -52,6 +54,19 @@ def test_sequences_are_dealt_in_equal_numbers() -> None:
     assignment = dealt(strategy, (128,) * 10, together=2)
     assert assignment.counts == (2, 3)
     assert sorted(i for p in assignment.micro_batches for m in p for i in m) == list(range(10))
+
+
+def test_gains_are_averaged_beside_what_the_bounds_allow() -> None:
+    plan: Any = SimpleNamespace(seconds=2.0, bound=1.6)
+    rival: Any = SimpleNamespace(seconds=3.0)
+    cells = [
+        Gain("m", "g", "4 A100", 64, plan, rival, None, rival),
+        Gain("m", "g", "8 A100", 64, plan, None, None, rival),
+    ]
+    row = average_row("m", "g", "64", cells, (1.38, None))
+    assert row[4] == "1.50 of 1.88 (published 1.38)"
+    assert row[5] == "nan of nan"
+    assert row[6] == "1.50 of 1.88"
 
 
 def test_the_ideal_is_malleus() -> None:

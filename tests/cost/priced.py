@@ -8,6 +8,7 @@ from hydragraph.cost.pieces import AUX, Constants, Held, Piece, PricedDevice
 from hydragraph.cost.profile import Profile
 from hydragraph.spec.cluster import Cluster, DeviceType, Interconnect, Node
 from hydragraph.spec.health import Health
+from hydragraph.spec.home import Home
 from hydragraph.spec.stage_kind import StageKind
 
 HIDDEN = 512  # bytes of a token's hidden state
@@ -58,7 +59,9 @@ def mixed(outer: Interconnect = SLOW) -> Cluster:
     return Cluster.of(types, nodes)
 
 
-def costs(layers: int, where: Cluster, health: Health | None = None, elements: int = 1000) -> Costs:
+def costs(
+    layers: int, where: Cluster, health: Health | None = None, elements: int = 1000, home: Home | None = None
+) -> Costs:
     every = {"fast": 1.0, "slow": 2.5}
     found = [profile(layers, name, every[name], elements) for name in where.types]
-    return Costs(Profile.merge(found), where, health)
+    return Costs(Profile.merge(found), where, health, home=home)

@@ -22,6 +22,7 @@ from tests.models import llama
 
 STRATEGIES = ["<tp1,pp1>", "<tp2,pp2>", "<tp4,pp1>", "2*<tp1,pp2>", "<[0,1]x3s,[2]x1> + <[3]x4>"]
 HOMES = [EQUAL, Home((3, 0, 2, 1))]
+TWICE = Home((3, 0, 2, 1), copies=2)
 
 
 def homes(program: Program, ranks: int, home: Home = EQUAL) -> dict[str, Layout]:
@@ -81,15 +82,22 @@ def test_a_pull_brings_each_rank_what_it_lacks(program: Program, text: str, home
 
 
 @pytest.mark.parametrize("text", STRATEGIES)
-@pytest.mark.parametrize("home", HOMES, ids=str)
+@pytest.mark.parametrize("home", [*HOMES, TWICE], ids=str)
 def test_a_push_brings_each_owner_all_contributions_once(program: Program, text: str, home: Home) -> None:
-    """Of a replica one holder sends, the owner itself where it is one; of a partial gradient all do."""
+    """Of a replica one holder sends, the owner itself where it is one; of a partial gradient all do.
+
+    A second owner gets the sum from the first one.
+    """
     strategy, ranks = Strategy.parse(text, program.layers), 4
     placed, users = layouts(program, strategy, homes(program, ranks, home)), held(program, strategy)
     incoming: Counter[int] = Counter()
     for each in placed:
         kinds = replicas(program, strategy, each.bucket.name)
-        for rank, lo, hi in zip(each.home.rank.tolist(), each.home.lo, each.home.hi, strict=True):
+        second = each.home.second
+        for rank, elements in zip(second.rank.tolist(), (second.hi - second.lo).tolist(), strict=True):
+            incoming[rank] += elements
+        first = each.home.first
+        for rank, lo, hi in zip(first.rank.tolist(), first.lo, first.hi, strict=True):
             for element in range(lo, hi):
                 for pipeline in {p for p, _, _ in users[each.bucket.name]}:
                     holders = {r for p, r, there in users[each.bucket.name] if p == pipeline and element in there}

@@ -40,11 +40,20 @@ def test_what_second_owners_add() -> None:
     # Ranks 0 and 1 on one node, 2 and 3 on another, each node with everything; rank 0 computes with all of it.
     owners = home(SIZE, range(4), copies=2, nodes=[0, 0, 1, 1])
     users = propagation(BUCKET, ((0,),), [WHOLE])
-    assert pulled(owners, users, 0, 4, 4) == MessageBytes(0, 4 * SIZE)  # the first half its own, the second of rank 1
+    # Two quarters are its own, and those between them come from rank 1.
+    assert pulled(owners, users, 0, 4, 4) == MessageBytes(4 * SIZE, 4 * SIZE)
     # Rank 8 hears from 6, which owns the second half, before it hears from 7, which owns the first.
     apart = home(SIZE, (9, 7, 6, 4), copies=2, nodes=[0, 1, 0, 1], align=1)
     far = propagation(BUCKET, ((8,),), [WHOLE])
     assert pulled(apart, far, 8, 10, 4).outgoing == 4 * SIZE
-    # One contribution to every element is staged all the same, so that both owners add alike.
-    assert pushed(owners, users, 1, 4) == MessageBytes(0, 4 * SIZE // 2)
-    assert pushed(home(SIZE, range(4)), users, 1, 4) == MessageBytes(0, 0)
+    assert pushed(owners, users, 1, 4) == pushed(home(SIZE, range(4)), users, 1, 4) == MessageBytes(0, 0)
+
+
+def test_what_is_handed_on_is_staged_where_it_lies_apart() -> None:
+    # First owners of thirds hand halves of them on: rank 1's first half to rank 2, its second to rank 0. Its own second
+    # copy is at both ends of its shard.
+    bucket = Bucket("b", (Parameter("w", (96,)),), ("b",))
+    users = propagation(bucket, ((0,), (1,), (2,)), [WHOLE] * 3)
+    owners = home(96, range(3), copies=2)
+    found = [pushed(owners, users, rank, 3) for rank in range(3)]
+    assert found == [MessageBytes(0, 4 * 96), MessageBytes(0, 4 * 96, 4 * 64), MessageBytes(0, 4 * 96)]

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import assume, event, given
+from hypothesis import strategies as st
 
 import hydragraph as hg
+from hydragraph.cost.costs import Costs
 from hydragraph.elastic.controller import Controller
 from hydragraph.elastic.events import Event, read_events
 from hydragraph.elastic.following import COOLDOWN, Following, state_costs
@@ -20,7 +25,7 @@ from hydragraph.spec.record import from_record
 from hydragraph.train import loop
 from hydragraph.train.config import TrainConfig
 from hydragraph.train.metrics import read_metrics
-from tests.cost.priced import costs, mixed
+from tests.cost.priced import cluster, costs, mixed
 from tests.elastic.test_rehoming import BUCKETS, COSTS
 from tests.thorough import thorough
 from tests.train.plain import PlainExecutor, Watched, compile_plain, settings
@@ -74,6 +79,50 @@ def test_state_costs_are_the_profiles_and_the_slowest_links() -> None:
     assert known.bytes_per_element == found.state_bytes
 
 
+def roomy(strategy: hg.Strategy, of: Costs, room: Sequence[float], tokens: int) -> Costs:
+    """Return costs on devices that have room for so many times their part of the state beside what they need."""
+    need = of.beside(strategy, [tokens] * len(strategy.pipelines))
+    sizes = [n + of.owned(rank) * 16 * (1 + room[rank]) for rank, n in enumerate(need)]
+    devices = tuple(replace(d, memory_bytes=int(n)) for d, n in zip(of.cluster.devices, sizes, strict=True))
+    return of.changed(cluster=replace(of.cluster, devices=devices))
+
+
+@given(
+    st.lists(st.sampled_from([1.0, 2.57, 5.42, 12.53]), min_size=4, max_size=4),
+    st.lists(st.sampled_from([0.0, 1.0, 3.0, 5.0, 9.0]), min_size=4, max_size=4),
+    st.sampled_from([64, 640, 6400]),
+    st.sampled_from(["4*<tp1,pp1>", "<tp1,pp2> + 2*<tp1,pp1>", "<tp2,pp1>", "<[0]x2,[2]x2> + <[1]x2,[2]x2>"]),
+)
+def test_no_home_is_decided_that_does_not_fit(rates: list[float], room: list[float], tokens: int, text: str) -> None:
+    """Against the memory that `max_len` walks, on the way and at last, of devices with room for more or less."""
+    strategy = hg.Strategy.parse(text, layers=4)
+    found = roomy(strategy, costs(4, cluster(4), elements=10_000), room, tokens)
+    assume(all(found.max_len(p, strategy) >= tokens for p in strategy.pipelines))
+    following = Following(Home(), 4, found.buckets, state_costs(found), 10**9, memory=found)
+    following.stepped(1, Health(dict(enumerate(rates))), 1e-3, (strategy,), tokens)
+    event("moves" if following.next else "stays")
+    while (home := following.next) is not None:
+        after = found.changed(home=home)
+        assert all(after.max_len(p, strategy) >= tokens for p in strategy.pipelines)
+        both = [after.owned(rank) * 16 for rank in range(4)]
+        assert all(size <= after.memory_of(rank) for rank, size in enumerate(both))
+        following.begun()
+        following.stepped(2, Health(), 1.0)
+
+
+@pytest.mark.parametrize(
+    ("room", "shares"), [((0, 0, 0, 9), None), ((3, 3, 3, 9), (0.767, 0.08, 0.767, 1)), ((9, 9, 9, 9), (1, 0, 1, 1))]
+)
+def test_state_stays_or_goes_where_there_is_room(room: tuple[int, ...], shares: tuple[float, ...] | None) -> None:
+    """Beside what a rank owns it needs room for what is to take its place, bucket by bucket."""
+    strategy = hg.Strategy.parse("4*<tp1,pp1>", layers=24)
+    found = roomy(strategy, costs(24, cluster(4), elements=100_000), room, 640)
+    following = Following(Home(), 4, found.buckets, state_costs(found), 10**9, memory=found)
+    events = following.stepped(1, Health({1: 12.53}), 1e-9, (strategy,), 640)
+    assert bool(events) == (shares is not None)
+    assert following.target.shares == (shares if shares is None else pytest.approx(shares, abs=0.02))
+
+
 class Judged:
     """A monitor for which rank 1 is slow from its third step on."""
 
@@ -118,7 +167,7 @@ def train(config: TrainConfig, follows: bool) -> list[tuple[float, ...]]:
         return exe
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop, "_controller", controller)
+        patch.setattr(loop, "controller_of", controller)
         loop.train(config, "new", compiled, Watching())  # type: ignore[arg-type]
     return homes
 
@@ -147,7 +196,7 @@ def test_the_loop_moves_one_part_beside_each_step_and_trains_every_step_once(tmp
 
     config = from_record(TrainConfig, settings(tmp_path) | {"steps": 4, "elastic": {"monitor": True}})
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop, "_controller", lambda *_: Calling(following))
+        patch.setattr(loop, "controller_of", lambda *_: Calling(following))
         outcome = loop.train(config, "new", compiled, Watched())
     assert [metrics.step for metrics in outcome.history] == [1, 2, 3, 4]
     assert len(moves) > 1

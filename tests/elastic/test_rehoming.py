@@ -55,6 +55,18 @@ def test_a_slow_rank_owns_less_where_steps_enough_are_to_come() -> None:
     assert back.home.shares == (1.0,) * 4
 
 
+@pytest.mark.parametrize(("rate", "shares"), [(2.57, (1.0, 0.39)), (5.42, (1.0, 0.18)), (12.53, (1.0, 0.0))])
+def test_a_very_slow_rank_owns_nothing_rather_than_little(rate: float, shares: tuple[float, ...]) -> None:
+    """Each bucket's messages wait for it, whatever it owns; but two copies have two owners."""
+    costs = StateCosts(0.4, 12, 1e6, messages_s=0.01)
+    found = rehoming(Home(), 2, BUCKETS, Health({1: rate}), costs, 1000)
+    assert found is not None
+    assert found.home.shares == shares
+    twice = Home(copies=2, nodes=(0, 1))
+    both = rehoming(twice, 2, BUCKETS, Health({1: rate}), costs, 1000)
+    assert both is None or min(both.home.shares or (1,)) > 0
+
+
 def test_memory_counts_before_speed() -> None:
     """A rank that has no room must give state away, however few steps are to come; two copies stay two."""
     home = Home(copies=2, nodes=(0, 1, 2))

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hydragraph.ir import link
-from hydragraph.ir.exchanged import copied, reduced
+from hydragraph.ir.exchanged import copied, handed_on, reduced
 from hydragraph.ir.layout import Ints, whole
 from hydragraph.ir.link import Slices
 from tests.ir.test_link import Case, cases, homes
@@ -33,6 +33,7 @@ def test_as_many_elements_travel_as_in_the_slices(data: st.DataObject, case: Cas
         owners = replace(owners, nodes=np.arange(data.draw(st.integers(25, 28)), dtype=np.int64) // width)
     np.testing.assert_array_equal(copied(owners, case.layout, RANKS), counted(link.copy(owners, case.layout)))
     np.testing.assert_array_equal(reduced(case.layout, owners, RANKS), counted(link.reduce(case.layout, owners)))
+    np.testing.assert_array_equal(handed_on(owners, RANKS), counted(link.hand_on(owners)))
     # From one layout of many copies to another, as weights are handed from strategy to strategy.
     np.testing.assert_array_equal(copied(case.layout, owners, RANKS), counted(link.copy(case.layout, owners)))
 

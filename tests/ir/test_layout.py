@@ -74,6 +74,11 @@ def test_home_partitions_the_bucket(size: int, ranks: list[int], align: int, dat
     for rank in ranks:  # what it owns of a parameter is contiguous in its buffer
         assert (np.diff(elements(layout, rank)) > 0).all()
     if copies == 2:
+        for rank in ranks:  # the first owner of one interval, the second of as much, to the alignment
+            first, second = layout.first.of(rank), layout.second.of(rank)
+            assert len(first.rank) <= 1
+            assert len(second.rank) <= 2
+            assert abs((first.hi - first.lo).sum() - (second.hi - second.lo).sum()) <= 2 * align
         for lost in owning:
             there = [rank for rank in ranks if on[rank] == lost]
             left = layout.without(there)
@@ -125,15 +130,19 @@ def test_home_by_hand() -> None:
     assert tiny.local_size(5) == 0
     twice = home(9, [7, 3, 5], copies=2, align=1)
     assert [row[:5] for row in rows(twice)] == [
-        (3, 0, 3, 0, 1),
-        (3, 6, 9, 3, 0),
-        (5, 3, 9, 0, 1),
-        (7, 0, 6, 0, 0),
+        *[(3, 0, 2, 0, 1), (3, 3, 6, 2, 0), (3, 8, 9, 5, 1)],
+        *[(5, 2, 4, 0, 1), (5, 6, 9, 2, 0)],
+        *[(7, 0, 3, 0, 0), (7, 4, 8, 3, 1)],
     ]
-    pair_and_one = home(12, [0, 1, 2], copies=2, align=1, nodes=[0, 0, 1])  # node 0 has more than half of the shares
-    assert [row[:5] for row in rows(pair_and_one)] == [(0, 0, 6, 0, 0), (1, 6, 12, 0, 0), (2, 0, 12, 0, 1)]
-    apart = home(12, [0, 1, 2, 3], copies=2, align=1, nodes=[0, 1, 0, 1])  # node by node on the line
-    assert [row[:3] for row in rows(apart)] == [(0, 0, 6), (1, 0, 6), (2, 6, 12), (3, 6, 12)]
+    assert rows(twice.first) == [row for row in rows(twice) if row[4] == 0]
+    assert rows(twice.second) == [row for row in rows(twice) if row[4] == 1]
+    # Node 0 has more than half of the shares; then nodes that are not neighbours.
+    pair_and_one = home(12, [0, 1, 2], copies=2, align=1, nodes=[0, 0, 1])
+    assert [row[:3] for row in rows(pair_and_one.first)] == [(0, 0, 3), (1, 3, 6), (2, 6, 12)]
+    assert [row[:3] for row in rows(pair_and_one.second)] == [(0, 6, 9), (1, 9, 12), (2, 0, 6)]
+    apart = home(12, [0, 1, 2, 3], copies=2, align=1, nodes=[0, 1, 0, 1])
+    assert [row[:3] for row in rows(apart.first)] == [(0, 0, 3), (1, 6, 9), (2, 3, 6), (3, 9, 12)]
+    assert [row[:3] for row in rows(apart.second)] == [(0, 6, 9), (1, 0, 3), (2, 9, 12), (3, 3, 6)]
     assert rows(whole(12, 3)) == [(3, 0, 12, 0, 0, True)]
     with pytest.raises(ValueError, match="read-only"):
         twice.lo[0] = 1

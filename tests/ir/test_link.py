@@ -216,10 +216,12 @@ def test_push_equals_scatter_and_sum(case: Case, data: st.DataObject) -> None:
     check_order(slices)
     have, sums, counts = gradient_oracle(case, data.draw(st.integers(0, 9)))
     got, arrivals = move(slices, have, target), deliver(slices, source, target)
+    handed = link.hand_on(target)
+    handed_sums, handed_counts = move(handed, got, target), move(handed, dict(arrivals), target)  # type: ignore[arg-type]
     for rank in target.ranks:
         owned = elements(target, rank)
-        assert np.array_equal(got[rank], sums[owned])
-        assert np.array_equal(arrivals[rank], counts[owned])
+        assert np.array_equal(got[rank] + handed_sums[rank], sums[owned])
+        assert np.array_equal(arrivals[rank] + handed_counts[rank], counts[owned])
 
 
 @given(cases(), st.data())
@@ -243,8 +245,9 @@ def test_holders_of_a_replica_take_turns() -> None:
     assert np.bincount(slices.src)[10:].tolist() == [2, 2, 2, 2]
     owners = home(16, [0, 1, 4, 5], copies=2, nodes=[0, 0, 1, 1])
     near = link.copy(owners, propagation(norm_of(16), [(2, 7)], {"norm": REPLICA}))
-    assert near.where(near.dst == 2).src.tolist() == [0, 1]  # 4 is as near as 0 to the first cell, 5 not as 1
-    assert near.where(near.dst == 7).src.tolist() == [4, 5]
+    # Ranks 0 and 4 own the first and the third quarter, 1 and 5 the others: 4 is as near to 2 as 0, but 5 not as 1.
+    assert near.where(near.dst == 2).src.tolist() == [0, 0, 1, 1]
+    assert near.where(near.dst == 7).src.tolist() == [4, 4, 5, 5]
 
 
 def test_values_come_from_the_same_node_where_it_has_them() -> None:
@@ -259,16 +262,21 @@ def test_values_come_from_the_same_node_where_it_has_them() -> None:
 
 
 @given(cases(), st.data())
-def test_both_owners_of_an_element_add_up_the_same_in_the_same_order(case: Case, data: st.DataObject) -> None:
-    owners = data.draw(homes(case.bucket.size, copies=2))
-    slices = link.reduce(case.layout, owners)
-    sources: dict[tuple[int, int], list[int]] = {}  # (owner, element) -> who sends, in the order of adding up
-    for src, dst, lo, hi in zip(slices.src.tolist(), slices.dst.tolist(), slices.lo, slices.hi, strict=True):
-        for element in range(lo, hi):
-            sources.setdefault((dst, element), []).append(src)
-    for element in range(case.bucket.size):
-        one, other = (heard for (_, e), heard in sources.items() if e == element)
-        assert one == other
+def test_sums_are_handed_to_second_owners_once_and_never_stay(case: Case, data: st.DataObject) -> None:
+    owners = data.draw(homes(case.bucket.size))
+    slices = link.hand_on(owners)
+    check_order(slices)
+    assert (slices.src != slices.dst).all()
+    arrivals = deliver(slices, owners, owners)
+    for rank in owners.ranks:
+        second = np.zeros(owners.local_size(rank), np.int64)
+        for at, length, copy in zip(*(x.tolist() for x in place_of(owners.of(rank))), strict=True):
+            second[at : at + length] = copy
+        assert np.array_equal(arrivals[rank], second)
+
+
+def place_of(rows: Layout) -> tuple[Ints, Ints, Ints]:
+    return rows.at, rows.hi - rows.lo, rows.copy
 
 
 def norm_of(size: int) -> Bucket:
@@ -304,6 +312,7 @@ def test_one_ranks_share_is_its_part_of_the_whole_table(case: Case, data: st.Dat
     tables = [(link.copy(owners, case.layout), link.copy(owners, case.layout, rank))]
     tables.append((link.copy(case.layout, owners), link.copy(case.layout, owners, rank)))
     tables.append((link.reduce(case.layout, owners), link.reduce(case.layout, owners, rank)))
+    tables.append((link.hand_on(owners), link.hand_on(owners, rank)))
     for table, share in tables:
         expected = table.where((table.src == rank) | (table.dst == rank))
         for name in ("src", "dst", "lo", "hi", "src_at", "dst_at"):
@@ -325,17 +334,22 @@ def test_native_collectives_are_recognised() -> None:
     [
         home(24, [3, 2, 5]),
         home(24, [2, 3, 5], shares=[1, 1, 2], align=2),
-        home(24, [2, 3, 5], copies=2),
         home(24, [2, 3]),
         home(24, [2, 3, 4]),
         home(24, [2, 3, 5, 6]),
     ],
-    ids=["order", "shares", "copies", "fewer", "others", "more"],
+    ids=["order", "shares", "fewer", "others", "more"],
 )
 def test_other_homes_are_not_native(owners: Layout) -> None:
     everyone = propagation(norm_of(24), [(2,), (3,), (5,)], {})
     assert not link.is_all_gather(owners, everyone)
     assert not link.is_reduce_scatter(everyone, owners)
+
+
+def test_first_owners_of_equal_shares_add_up_as_if_there_were_no_second() -> None:
+    everyone, twice = propagation(norm_of(24), [(2,), (3,), (5,)], {}), home(24, [2, 3, 5], copies=2)
+    assert link.is_reduce_scatter(everyone, twice)
+    assert not link.is_all_gather(twice, everyone)
 
 
 def test_tensor_parallel_stages_are_not_native() -> None:

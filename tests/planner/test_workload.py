@@ -31,6 +31,9 @@ def test_typical_sequences_are_as_much_work() -> None:
         ({"sequences": 2.5, "length": 5}, "whole numbers above 0"),
         ({"lengths": [[3], []]}, r"lengths\[1\]"),
         ({"lengths": [[3, 0]]}, "each above 0"),
+        ({"lengths": [[1.5]]}, "whole numbers, as in"),
+        ({"lengths": [5]}, "whole numbers, as in"),
+        ({"lengths": "abc"}, "whole numbers, as in"),
     ],
 )
 def test_what_is_no_workload_is_refused(given: dict[str, object], words: str) -> None:

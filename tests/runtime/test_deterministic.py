@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
@@ -17,9 +17,11 @@ import hydragraph as hg
 from hydragraph.cost.costs import Costs
 from hydragraph.cost.datasheet import datasheet
 from hydragraph.executable import _of_least_cut
-from hydragraph.ir.instruction import Instruction, Op
+from hydragraph.ir.instruction import Op
+from hydragraph.runtime import exchange
 from hydragraph.runtime.deterministic import Deterministic
 from hydragraph.runtime.meeting.member import here
+from hydragraph.runtime.pending import Finish
 from hydragraph.runtime.state import ELEMENTWISE
 from hydragraph.spec.cluster import Cluster, Device, Interconnect
 from tests.models import llama, sequences
@@ -29,6 +31,7 @@ from tests.thorough import thorough
 
 LIMIT = timedelta(seconds=120)
 STEPS = 3
+LAST = 5  # the step before which all strikes have hit, and all ranks are there again
 CLUSTER = Cluster.homogeneous(4, device=Device(1e9, int(8e9), 1e10), within_node=Interconnect(2e9, 1e-6))
 ONE = ["<[0]x1,[2]x1> + <[1]x2>", "4*<tp1,pp1>", "<[3]x2>", "<[1]x1r,[2]x1> + <[0]x2>"]
 TWO = ["<[0,1]x2>", "<[2,0]x1,[1,3]x1>", "2*<tp2,pp1>"]
@@ -118,20 +121,21 @@ def test_where_stages_are_cut_changes_no_bit_of_states_that_lie_otherwise_in_mem
     assert whole == cut
 
 
-def survive(prepared: Ready, struck: bool) -> dict[int, float]:
+# By member: the step in which it is killed, and the moment: at a push, or of the second message of sums to second
+# owners when it is about to leave, under way, or here.
+STRIKES = {2: (1, "push"), 1: (2, "sums"), 3: (3, "under way"), 0: (4, "here")}
+
+
+def survive(prepared: Ready, struck: Sequence[int]) -> tuple[int, dict[int, float]]:
+    """Return this process's number and the losses that it has seen."""
     exe = prepared.executable(ONE[1], adamw, home=hg.Home(copies=2), deterministic=True, check="off")
     member = here()
-
-    def kill(instruction: Instruction) -> None:
-        if exe.steps == 1 and instruction.op is Op.PUSH:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    if struck and member is not None and member.number == 2:
-        exe._session.executor.before = kill
+    if struck and member is not None and member.number in struck:
+        die_in_a_push(exe, *STRIKES[member.number])
     losses = {}
-    while exe.steps < STEPS + 2:
+    while exe.steps < LAST + 1:
         try:
-            while struck and exe.steps == STEPS + 1 and exe.ranks < 4:
+            while struck and exe.steps == LAST and exe.ranks < 4:
                 exe.evaluate(batch(0))
                 if (member := here()) is not None and exe.world.gather(member.called)[0]:
                     raise hg.Stopped(1000)
@@ -140,13 +144,55 @@ def survive(prepared: Ready, struck: bool) -> dict[int, float]:
         except (hg.RankFailure, hg.Stopped) as failure:
             hg.survive(exe, failure)
     exe.close()
-    return losses
+    return member.number if member is not None else -1, losses
 
 
-def test_a_rank_that_is_killed_and_one_that_comes_change_no_bit() -> None:
-    prepared = Ready.of(llama(layers=2), ONE)
-    smooth = hg.launch(survive, 4, prepared, False, timeout=LIMIT)[0]
-    for losses in hg.launch(survive, 4, prepared, True, timeout=LIMIT, elastic=hg.Elastic()):
+def die_in_a_push(exe: hg.Executable, step: int, moment: str) -> None:
+    handed = 0
+    start = exchange._start_handing
+
+    def strike(now: str) -> None:
+        if exe.steps == step and now == moment:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def handing(*arguments: Any) -> Finish:
+        nonlocal handed
+        handed += exe.steps == step
+        if handed == 2:  # one has left
+            strike("sums")
+        finish = start(*arguments)
+        if handed == 2:
+            strike("under way")
+
+        def result() -> Tensor:
+            value = finish.result()
+            strike("here")
+            return value
+
+        return replace(finish, result=result)
+
+    exchange._start_handing = handing  # type: ignore[assignment]
+    exe._session.executor.before = lambda instruction: strike("push") if instruction.op is Op.PUSH else None
+
+
+@pytest.fixture(scope="module")
+def shared() -> Ready:
+    return Ready.of(llama(layers=2), ONE)
+
+
+@pytest.fixture(scope="module")
+def smooth(shared: Ready) -> dict[int, float]:
+    return hg.launch(survive, 4, shared, (), timeout=LIMIT)[0][1]
+
+
+@pytest.mark.parametrize("members", [(2, 1), (3, 0)], ids=["push, sums", "under way, here"])
+def test_ranks_that_are_killed_and_those_that_come_change_no_bit(
+    members: tuple[int, ...], shared: Ready, smooth: dict[int, float]
+) -> None:
+    struck = hg.launch(survive, 4, shared, members, timeout=LIMIT, elastic=hg.Elastic())
+    assert {number for number, _ in struck}.isdisjoint(members)
+    assert len(struck) == 4
+    for _, losses in struck:
         assert losses == {step: smooth[step] for step in losses}
 
 

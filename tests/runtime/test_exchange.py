@@ -8,7 +8,7 @@ import torch
 from hydragraph.ir.layout import GradientKind, Layout, home, propagation
 from hydragraph.ir.parameter import Bucket, Parameter, ShardRule
 from hydragraph.kernels.slice_copy import slice_copy
-from hydragraph.runtime.exchange import Exchange, _sum, push_exchange
+from hydragraph.runtime.exchange import Exchange, _sum, hand_exchange, push_exchange
 
 BUCKET = Bucket("b", (Parameter("v", (7,)), Parameter("w", (4, 6), rule=ShardRule(0, (4,)))), ("layer.0",))
 
@@ -45,3 +45,18 @@ def test_whole_shards_are_summed_as_the_table_sums_them(ranks: int) -> None:
         slice_copy(incoming, by_table, exchange.scatter, accumulate=True)
         _sum(incoming.view(exchange.whole, -1), found)
         assert torch.equal(found, by_table)
+
+
+def test_what_moves_of_a_shard_is_a_part_of_it() -> None:
+    """Rank 1 of 3 owns the second third first, and second what is half a bucket away: both ends of it."""
+    owners = home(48, range(3), copies=2)
+    bucket = Bucket("b", (Parameter("v", (48,)),), ("layer.0",))
+    everyone = propagation(bucket, [(0,), (1,), (2,)], [{"v": GradientKind.REPLICA}] * 3)
+    push = push_exchange(everyone, owners, 1, 3)
+    assert (push.source, push.target_at, push.target, push.whole) == (48, 8, 16, 3)
+    handing = hand_exchange(owners, 1, 3)
+    assert handing is not None
+    assert (handing.source_at, handing.source, handing.sends) == (8, 16, ((8, 8), (0, 8)))
+    assert (handing.target_at, handing.target, handing.receives) == (0, 32, ((0, 8), (24, 8)))
+    assert not handing.in_order
+    assert hand_exchange(home(48, range(3)), 1, 3) is None

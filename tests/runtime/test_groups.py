@@ -50,6 +50,8 @@ def all_kinds(staged: bool) -> list[Tensor]:
     for message in works:
         groups.wait(message)
     assert groups.gather_objects(("x", rank)) == [("x", other) for other in range(ranks)]
+    for long in (10, 10**5, 10):  # in one message, and in two
+        assert groups.tell(("x" * long, rank) if not rank else None) == ("x" * long, 0)
     groups.close()
     return [exchanged, gathered, scattered, summed, received]
 

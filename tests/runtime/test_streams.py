@@ -21,7 +21,7 @@ from hydragraph.runtime.state import HomeState
 from hydragraph.runtime.trace import Timing
 from hydragraph.runtime.variants import Variants
 from hydragraph.spec import workload
-from hydragraph.spec.home import EQUAL
+from hydragraph.spec.home import Home
 from hydragraph.spec.strategy import Strategy
 from tests.fuzz import RANKS, ModelCase, draw_case
 from tests.models import llama, sequences
@@ -40,7 +40,9 @@ def run(
 ) -> int:
     """Run steps of one rank that hears only zeros; return how many accesses were ordered."""
     program, variants = PROGRAMS[seed % 2], VARIANTS[seed % 2]
-    home = HomeState.allocate(program, HomeLayouts(EQUAL, RANKS).by_name(program.buckets), rank)
+    home = HomeState.allocate(
+        program, HomeLayouts(Home(copies=1 + seed // 2 % 2), RANKS).by_name(program.buckets), rank
+    )
     for weights in home.weights.values():
         weights.zero_()
     preparer = Preparer(program, variants, BUFFERS, home.layouts, rank, RANKS)

@@ -81,11 +81,12 @@ def test_link_refuses(a: int, b: int, message: str) -> None:
     ("make", "arguments", "message"),
     [
         (Interconnect, (0, 0), "bytes_per_s is 0"),
-        (Interconnect, (1, -1e-6), "latency_s is -1e-06: give a number of at least 0"),
+        (Interconnect, (1, -1e-6), "latency_s is -1e-06: give a finite number of at least 0"),
         (Interconnect, (float("nan"), 0), "bytes_per_s is nan"),
-        (Interconnect, (float("inf"), 0), "bytes_per_s is inf"),
+        (Interconnect, (float("inf"), 0), "bytes_per_s is inf: give a finite number above 0"),
         (Interconnect, (True, 0), "bytes_per_s is True"),
         (Device, (0, 1, 1), "flops_per_s is 0"),
+        (Device, (-1, 1, 1), "flops_per_s is -1: give a finite number above 0"),
         (Device, (1, 0, 1), "memory_bytes is 0"),
         (Device, (1, 1.5, 1), "memory_bytes is 1.5: give a whole number"),
         (Device, (1, 1, 0), "memory_bytes_per_s is 0"),
@@ -93,6 +94,7 @@ def test_link_refuses(a: int, b: int, message: str) -> None:
         (Cluster, ((), FAST, SLOW), "devices is empty"),
         (Cluster, ((FAST,), FAST, SLOW), "use Device(...)"),
         (Cluster, ((DEVICE,), FAST, None), "use Interconnect(...)"),
+        (Cluster, ((DEVICE,), FAST, SLOW, (), [Pair(("", ""), 1, 0)] * 2), "have more than one link: give one"),
     ],
 )
 def test_values_are_checked(make: Any, arguments: tuple[Any, ...], message: str) -> None:
@@ -104,7 +106,7 @@ def test_values_are_checked(make: Any, arguments: tuple[Any, ...], message: str)
     ("old", "new", "message"),
     [
         ("memory_bytes: 9", "memory: 9", "devices[1]: unknown field 'memory': did you mean 'memory_bytes'?"),
-        ("memory_bytes: 9", "memory_bytes: 80 GB", "devices[1]: memory_bytes is '80 GB': give a number"),
+        ("memory_bytes: 9", "memory_bytes: 80 GB", "devices[1]: memory_bytes is '80 GB': give a finite number above 0"),
         ("latency_s: 7", "latency_ms: 7", "between_nodes: unknown field 'latency_ms': did you mean 'latency_s'?"),
         ("{bytes_per_s: 5, latency_s: 7}", "5", "between_nodes: expected a mapping with bytes_per_s, latency_s"),
         ("within_node: ", "within: ", "cluster: unknown field 'within': did you mean 'within_node'?"),

@@ -3,28 +3,22 @@
 from __future__ import annotations
 
 import os
-from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hydragraph.runtime.meeting.place import Peer
 from hydragraph.runtime.stopping import Stopping
-from hydragraph.spec.home import Home
 from hydragraph.spec.record import from_record
-from hydragraph.survival import Survived
-from hydragraph.train import loop
+from hydragraph.train import saving, telling
 from hydragraph.train.config import TrainConfig
 from hydragraph.train.data import evaluation_batches, open_tokens, prepare
-from hydragraph.train.folder import Checkpoint, RunFolder
-from hydragraph.train.loop import _changes_of, _Course, _lead, _paused, _resumed, _Run, train
+from hydragraph.train.folder import Checkpoint
+from hydragraph.train.loop import train
 from hydragraph.train.metrics import Metrics, read_metrics
-from tests.cost import priced
 from tests.train.plain import PlainExecutor, Watched, compile_plain, settings
 
 
@@ -120,8 +114,9 @@ def test_training_continues_from_an_exported_model(tmp_path: Path) -> None:
 
 
 def test_says_what_a_missing_package_costs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loop, "tensorboard_installed", lambda: False)
-    monkeypatch.setattr(loop, "matplotlib_installed", lambda: False)
+    monkeypatch.setattr(telling, "tensorboard_installed", lambda: False)
+    for module in (saving, telling):
+        monkeypatch.setattr(module, "matplotlib_installed", lambda: False)
     watched = Watched()
     train(config(tmp_path), "new", compile_plain, watched)
     assert ["matplotlib is not installed" in watched.notes[0], "tensorboard is not installed" in watched.notes[1]]
@@ -279,64 +274,3 @@ def test_an_output_that_cannot_be_written_is_refused_before_anything_is_done(
     with pytest.raises(OSError, match=r"run cannot be written \(.* is read-only here\): choose another output"):
         train(config(tmp_path), "new", compile_plain, Watched())
     assert not (tmp_path / "run").exists()
-
-
-def test_a_takeover_that_was_broken_off_is_tried_again(tmp_path: Path) -> None:
-    """Another rank may be lost while this one takes the run's folder over from a lost leader."""
-    folder = RunFolder(tmp_path / "run")
-    nothing: Any = None
-    run = _Run(config(tmp_path), nothing, folder, nothing, (), {}, None, None, None)
-    course = _Course(Watched(), nothing, nothing, nothing, 3, 0, {})
-    survived = Survived(2, 3, (0,), (), (), (), (), None, 0, 0.5, "rank 0 is lost")
-    with ExitStack() as owned:
-        assert _lead(run, course, survived, owned, None).log is not None
-        again = _lead(run, course, survived, owned, None)  # what the first call returned is lost with the failure
-        assert again.log is not None
-        with pytest.raises(ValueError, match="belongs to a run that is under way"):
-            folder.refuse_shared()
-    folder.refuse_shared()
-
-
-def test_who_was_lost_is_told_though_the_ranks_met_twice() -> None:
-    first = Survived(2, 3, (0,), (), (), (1, 2), (), None, 0, 0.5, "rank 0 is lost")  # type: ignore[arg-type]
-    second = Survived(3, 3, (1,), (), (1,), (1, 2), (), None, 0, 0.25, "rank 1 is lost")  # type: ignore[arg-type]
-    told = [(first, 3), (second, 2)]
-    assert [(e.event, e.ranks) for e in _changes_of(told)] == [("fault", (0,)), ("fault", (1,)), ("join", (1,))]
-    assert [_paused(told, rank) for rank in (0, 1)] == [0.75, 0.5], "who came in the second meeting only waited"
-    resumed = _resumed(told, 2, None, 10**6, 0.75)
-    assert (resumed.seconds, resumed.moved_bytes, resumed.ranks) == (0.75, 10**6, (0, 1))
-    back = _resumed([(replace(second, restored=1), 2)], 2, 3, 0, 0.0)
-    assert back.lost_steps == 2
-    assert "all went back to the checkpoint after step 1, 2 steps before" in back.why
-
-
-def test_ranks_that_stay_are_known_by_their_new_numbers(tmp_path: Path) -> None:
-    given = config(tmp_path, elastic={"monitor": True})
-    executor: Any = SimpleNamespace(profile=priced.costs(2, priced.mixed()), owners=Home())
-    world: Any = SimpleNamespace(ranks=4)
-    watching = loop._controller(given, world, executor)
-    watching.monitor._device._held = {1: 2.57, 3: 5.42}
-    left: Any = SimpleNamespace(profile=priced.costs(2, priced.mixed()).of_ranks([0, 2, 3], Home()), owners=Home())
-    nothing: Any = None
-    run = _Run(given, SimpleNamespace(ranks=3), RunFolder(tmp_path / "run"), left, (), {}, None, None, watching)  # type: ignore[arg-type]
-    run = replace(run, watched=(0, 1, 5, 7))
-    course = _Course(Watched(), nothing, nothing, nothing, 3, 0, {})
-    peers = tuple(Peer(member, seat, 0, "") for member, seat in ((7, 3), (0, 0), (9, 1)))
-    survived = Survived(2, 3, (), (), (), peers, (), None, 0, 0.5, "")
-    with ExitStack() as owned:
-        now = _lead(run, course, survived, owned, watching)
-        assert now.controller is not None
-        assert now.controller.monitor.health.rates == {0: 5.42}, "member 7 is rank 0 now, member 1 is lost"
-        assert now.watched == (7, 0, 9)
-    assert watching.monitor.health.rates == {1: 2.57, 3: 5.42}, "the ranks may have to meet once more"
-
-
-def test_ranks_that_are_left_are_watched_by_the_costs_of_their_own_devices(tmp_path: Path) -> None:
-    whole = priced.costs(4, priced.mixed())
-    left = whole.of_ranks([0, 2, 3], Home())
-    executor: Any = SimpleNamespace(profile=left, owners=Home(copies=2))
-    world: Any = SimpleNamespace(ranks=3)
-    controller = loop._controller(config(tmp_path, elastic={"monitor": True}), world, executor)
-    costs = controller.monitor._costs
-    assert [costs.cluster.type_of(rank) for rank in range(costs.ranks)] == ["fast", "slow", "slow"]
-    assert costs.home.copies == 2

@@ -6,9 +6,10 @@ the order of the blocks, the pushes in reverse. With p_b and q_b the seconds of 
     a bucket is there at      P_b = p_0 + ... + p_b, before which no pipeline's first forward gets beyond it
     its gradient is complete  C_b = when the last of the pipelines has run its last backward of the blocks that use it
     and has arrived at        Q_b = max(Q_(b + 1), C_b) + q_b
+    and at second owners at   H_b = max(H_(b + 1), Q_b) + h_b, where there are any, with h_b of handing it on
 
-and the iteration ends at max(Q_0, pipelines' ends), the commit and the slowest update later. What the simulation knows
-besides: ports that transfers and messages between stages share, and owners that meet with some partners earlier.
+and the iteration ends at max(Q_0, H_0, pipelines' ends), the commit and the slowest update later. What the simulation
+knows besides: ports that transfers and messages between stages share, and owners that meet with some partners earlier.
 
 Example: two blocks, one stage, forwards of 1 s, backwards of 2 s, p = q = 1.5 s. Pulls end at 1.5 and 3, forwards at
 2.5 and 4, backwards at 6 and 8; pushes at 7.5 and 9.5.
@@ -50,7 +51,7 @@ class Iterations:
     def __init__(self, costs: Costs, strategy: Strategy) -> None:
         self._costs = costs
         self._strategy = strategy
-        pulled, self._pushed = _passing(costs, strategy)
+        pulled, self._pushed, self._handed = _passing(costs, strategy)
         self._names = [name for name in costs.outline.pull_order if name in pulled]
         arrivals = np.cumsum([pulled[name] for name in self._names]).tolist()
         self._there = dict(zip(self._names, arrivals, strict=True))
@@ -76,10 +77,11 @@ class Iterations:
             for block, end in zip(outline.blocks, ends, strict=True):
                 for name in outline.gradients[block]:
                     complete[name] = max(complete[name], end)
-        arrived = 0.0
+        arrived = handed = 0.0
         for name in reversed(self._names):
             arrived = max(arrived, complete[name]) + self._pushed[name]
-        return max(last, arrived) + self._ending
+            handed = max(handed, arrived) + self._handed[name]
+        return max(last, handed) + self._ending
 
 
 def _ending(costs: Costs) -> float:
@@ -94,14 +96,14 @@ def _ending(costs: Costs) -> float:
         if math.isfinite(rate):
             owned = fraction_of(costs.home, rank, costs.ranks) * learning
             commit = max(commit, rate * profile.commit_s)
-            norm = max(norm, rate * profile.norm_s * owned)
+            norm = max(norm, rate * profile.norm_s * owned / costs.home.copies)
             each = profile.update or (0.0, 0.0)
             update = max(update, rate * (each[0] + each[1] * owned))
     return commit + norm + update
 
 
-def _passing(costs: Costs, strategy: Strategy) -> tuple[dict[str, float], dict[str, float]]:
-    """Return what the slowest rank takes for the pull and for the push of every bucket, whatever the mini-batch."""
+def _passing(costs: Costs, strategy: Strategy) -> tuple[dict[str, float], dict[str, float], dict[str, float]]:
+    """Return what the slowest rank takes for every bucket's pull, push and handing on, whatever the mini-batch."""
     work = costs.work(strategy, Assignment.even([1] * len(strategy.pipelines), 1))
     group = np.full(costs.ranks, -1, dtype=np.int64)
     for number, stage in enumerate(dict.fromkeys(s.devices for p in strategy.pipelines for s in p.stages)):
@@ -112,15 +114,14 @@ def _passing(costs: Costs, strategy: Strategy) -> tuple[dict[str, float], dict[s
     # Equal buckets of blocks between which no pipeline is cut have the same transfers.
     cuts = sorted({end for p in strategy.pipelines for _, end in _spans(costs, p)})
     users = dict(costs.outline.buckets)
-    known: dict[object, tuple[float, float]] = {}
-    found: tuple[dict[str, float], dict[str, float]] = ({}, {})
+    known: dict[object, tuple[float, ...]] = {}
+    found: tuple[dict[str, float], dict[str, float], dict[str, float]] = ({}, {}, {})
     for bucket in costs.buckets:
         places = tuple(bisect(cuts, costs.outline.index[block]) for block in users[bucket.name])
         key = (bucket.form, bucket.learns, places)
         if key not in known:
             moved = (work.moved(op, bucket.name) for op in (Op.PULL, Op.PUSH))
-            pull, push = map(roads.slowest_s, moved)
-            known[key] = pull, push
+            known[key] = tuple(map(roads.slowest_s, (*moved, work.handed_on(bucket.name))))
         for seconds, each in zip(found, known[key], strict=True):
             seconds[bucket.name] = each
     return found

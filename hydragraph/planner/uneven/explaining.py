@@ -73,7 +73,7 @@ def _pipeline(costs: Costs, pipeline: Pipeline) -> str:
     for stage in pipeline.stages:
         kind = costs.cluster.type_of(stage.devices[0]) or "device"
         rate = max(costs.rate(rank) for rank in stage.devices)
-        slow = f" at {rate:.3g}" if rate > 1 else ""
+        slow = f" at {rate:.3g}" if f"{rate:.3g}" != "1" else ""
         marks = " sequence-parallel" * stage.sequence_parallel + " recomputed" * stage.recompute
         stages.append(f"{stage.tp} {kind}{slow}: {stage.layers} layers{marks}")
     return " -> ".join(stages)
@@ -85,7 +85,8 @@ def _owners(costs: Costs, chosen: Settled) -> str:
         return "all ranks own equal parts"
     none = [rank for rank, share in enumerate(shares) if not share]
     owning = [share for share in shares if share]
-    text = f"ranks own {min(owning):.2%} to {max(owning):.2%} of it"
+    least, most = f"{min(owning):.2%}", f"{max(owning):.2%}"
+    text = f"ranks own {least} to {most} of it" if least != most else f"ranks own {least} of it each"
     return text + (f"; none: {_ranks(costs, none)}" if none else "")
 
 

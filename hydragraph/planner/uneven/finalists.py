@@ -2,16 +2,21 @@
 
 its pipelines' recurrence   every proposal              no iteration ends sooner
 with traffic (`exchange`)   while that is below the best that is known
+with fewer pipelines        the best of these, while less traffic saves more than the pipelines did
 memory and owners           those that may still be the best, and what is chosen among
 a simulation                the best, and whatever is estimated to end before it
+
+Every pipeline pulls all weights, so one behind a slow link may cost more than it computes: the search, which knows
+links only roughly, cannot tell. A pipeline that gets no micro-batch costs only.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import compress
 
 from hydragraph.cost.costs import Costs
 from hydragraph.planner.metis.staging import Staged
@@ -20,6 +25,8 @@ from hydragraph.planner.uneven.settle import (
     Candidate,
     Settled,
     Shortage,
+    form_of,
+    owners,
     settle,
     share_out,
     simulated,
@@ -37,6 +44,12 @@ MANY = 64
 SAVES = 0.003
 # Plans that are settled at most, where one is chosen among near-equal ones.
 SETTLED = 6
+# Of the best by estimate, how many are tried with fewer pipelines.
+LEANER = 3
+# Whether others can do the work of pipelines in time is estimated to about this part.
+ROUGHLY = 0.95
+# Where pull and push make an iteration so many times as long, equal owners are tried, too.
+WAITING = 1.05
 # A simulation takes about so many times as long as the estimate of it.
 SIMULATION = 40
 
@@ -100,7 +113,27 @@ def proposals(
         if one.seconds is not None and one.strategy not in found:
             last = one.seconds - costs.fixed(one.strategy)
             found[one.strategy] = Proposal(one.strategy, one.assignment, last, one.seconds, "search")
-    return sorted(found.values(), key=lambda each: each.expected_s)
+    every: dict[Strategy, Proposal] = {}
+    for proposal in sorted(map(_busy, found.values()), key=lambda each: each.expected_s):
+        every.setdefault(proposal.strategy, proposal)
+    return list(every.values())
+
+
+def _busy(proposal: Proposal) -> Proposal:
+    """Return it without the pipelines that run no micro-batch."""
+    assignment = proposal.assignment
+    runs = [bool(count) for count in assignment.counts]
+    if all(runs):
+        return proposal
+    strategies = (proposal.strategy, proposal.across)
+    strategy, across = (None if each is None else _some(each, runs) for each in strategies)
+    assert strategy is not None, "some pipeline runs micro-batches"
+    given = tuple(compress(assignment.micro_batches, runs))
+    return replace(proposal, strategy=strategy, assignment=Assignment(given, assignment.lengths), across=across)
+
+
+def _some(strategy: Strategy, kept: Sequence[bool]) -> Strategy:
+    return Strategy(tuple(compress(strategy.pipelines, kept)), strategy.schedule)
 
 
 def finalists(
@@ -135,11 +168,18 @@ def finalists(
             passed.append(proposal)
             continue
         able = len(settled) < _simulations(costs) and not _late(until, SIMULATION * each_s)
-        one = known.get(proposal.strategy)
-        if one is None:
+        before = known.get(proposal.strategy)
+        # The same pipelines may have other micro-batches here than what found them first gave them.
+        if before is not None and (isinstance(before, Shortage) or before.assignments == (proposal.assignment,)):
+            one = before
+        else:
             one = settle(costs, proposal.strategy, proposal.assignment, proposal.origin, proposal.expected_s)
+            if isinstance(one, Settled) and proposal.expected_s > WAITING * proposal.last_s:
+                one = _owned(costs, one)
         if isinstance(one, Settled) and able and not one.simulated:
             one = simulated(costs, one)
+        if isinstance(before, Settled) and (isinstance(one, Shortage) or before.seconds <= one.seconds):
+            one = before
         known[proposal.strategy] = one
         if isinstance(one, Shortage):
             short.append(one)
@@ -147,6 +187,24 @@ def finalists(
             settled.append(one)
     passed.sort(key=lambda each: each.expected_s)
     return Finalists(tuple(settled), tuple(passed), tuple(short))
+
+
+def _owned(costs: Costs, one: Settled) -> Settled:
+    """Return it with equal owners, of the ranks that train, where memory suffices for them and it then ends sooner.
+
+    Owners of unlike parts hold pieces of others' shards, which travel; what a rank owns of its own shard does not.
+    """
+    devices = set(one.strategy.devices)
+    shares = tuple(int(rank in devices) for rank in range(costs.ranks))
+    equal = replace(one.home, shares=None if all(shares) else shares)
+    if one.strategy.shares or one.home.copies > 1 or equal == one.home:
+        return one
+    (assignment,) = one.assignments
+    seconds = [iteration_s(costs.changed(home=home), one.strategy, assignment) for home in (one.home, equal)]
+    if seconds[1] >= seconds[0] * (1 - SAVES):
+        return one
+    found = owners(costs, one.strategy, assignment, equal)
+    return one if isinstance(found, Shortage) else replace(one, home=equal, memory=found[1])
 
 
 def _estimated(costs: Costs, found: Sequence[Proposal], near: float, until: float | None) -> list[Proposal]:
@@ -161,12 +219,62 @@ def _estimated(costs: Costs, found: Sequence[Proposal], near: float, until: floa
                 continue
             seconds = proposal.expected_s
             if not strategy.shares:
-                # Owners as they would be with memory for all: what they really can hold is looked at later.
-                home = home_of(costs, strategy, [1.0] * costs.ranks, costs.home) or costs.home
-                seconds = iteration_s(costs.changed(home=home), strategy, proposal.assignment)
-            estimates.append(replace(proposal, strategy=strategy, expected_s=seconds))
+                seconds = _estimate(costs, strategy, proposal.assignment)
+            estimates.append(replace(proposal, strategy=strategy, expected_s=seconds, across=None))
             best = min(best, seconds)
-    return estimates
+    return estimates + _improved(costs, estimates, until)
+
+
+def _estimate(costs: Costs, strategy: Strategy, assignment: Assignment) -> float:
+    """Return the seconds with traffic, by owners as they would be with memory for all: rooms are looked at later."""
+    home = home_of(costs, strategy, [1.0] * costs.ranks, costs.home) or costs.home
+    return iteration_s(costs.changed(home=home), strategy, assignment)
+
+
+def _improved(costs: Costs, estimates: Sequence[Proposal], until: float | None) -> list[Proposal]:
+    """Return what the best become without some pipelines, as long as leaving more of them out gains."""
+    known = {each.strategy for each in estimates}
+    found: list[Proposal] = []
+    for start in sorted(estimates, key=lambda each: each.expected_s)[:LEANER]:
+        now = start
+        while not now.strategy.shares:
+            tried = []
+            for each in _leaner(costs, now):
+                if _late(until, 0.0):
+                    return found
+                if each.strategy not in known:
+                    known.add(each.strategy)
+                    tried.append(replace(each, expected_s=_estimate(costs, each.strategy, each.assignment)))
+            best = min(tried, key=lambda each: each.expected_s, default=now)
+            if best.expected_s >= now.expected_s * (1 - SAVES):
+                break
+            found.append(best)
+            now = best
+    return found
+
+
+def _leaner(costs: Costs, proposal: Proposal) -> Iterator[Proposal]:
+    """Yield it without the pipelines of a node, and with those of one kind only, where that may end before it."""
+    strategy, assignment = proposal.strategy, proposal.assignment
+    nodes = [{costs.cluster.node_of(rank) for rank in pipeline.devices} for pipeline in strategy.pipelines]
+    kinds = [(form_of(costs, pipeline), frozenset(on)) for pipeline, on in zip(strategy.pipelines, nodes, strict=True)]
+    without = [tuple(node not in on for on in nodes) for node in sorted(set().union(*nodes))]
+    alone = [tuple(kind == each for each in kinds) for kind in dict.fromkeys(kinds)]
+    together = max(len(batch) for batches in assignment.micro_batches for batch in batches)
+    each = sum(assignment.counts) / len(nodes)
+    filling = max(len(pipeline.stages) for pipeline in strategy.pipelines) - 1
+    for kept in dict.fromkeys([*without, *alone]):
+        share = sum(compress(assignment.counts, kept)) / sum(assignment.counts)
+        if all(kept) or not share:
+            continue
+        # Pipelines that ran so much of the work run more micro-batches for all of it, and fill once.
+        longer = (each / share + filling) / (each + filling)
+        if ROUGHLY * longer * proposal.last_s >= proposal.expected_s:
+            continue
+        left = _some(strategy, kept)
+        shared, last = share_out(costs, left, assignment.lengths, together)
+        if last < proposal.expected_s:
+            yield _busy(replace(proposal, strategy=left, assignment=shared, last_s=last))
 
 
 def _late(until: float | None, needed_s: float) -> bool:

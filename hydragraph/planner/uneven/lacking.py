@@ -36,10 +36,12 @@ def nothing_fits(costs: Costs, workload: Workload, short: Sequence[Shortage]) ->
     small = [rank for rank in running if costs.memory_of(rank) < least]
     if small:
         listed = ", ".join(map(str, small))
+        lost = ", ".join(f"{rank}: inf" for rank in small)
+        without = f"run without ranks {listed} (in the health: {{{lost}}}), or " if len(small) < len(running) else ""
         return Unsupported(
             f"nothing fits: every rank holds the labels of all, {least / 1e9:.3g} GB, and these have less: {listed}",
             where=f"plan of {costs.ranks} devices for {workload}",
-            remedy=f"run without ranks {listed} (in the health: {{{small[0]}: inf}}), or give smaller mini-batches",
+            remedy=f"{without}give smaller mini-batches",
         )
     if short:
         nearest = min(short, key=lambda each: each.bytes)

@@ -157,6 +157,10 @@ def plan(
     del seed
     if isinstance(running, str):
         running = Strategy.parse(running, costs.outline.layers)
+    if isinstance(running, Strategy):
+        running.check(costs.outline.layers, costs.ranks)
+    elif not (running is None or isinstance(running, Plan)):
+        raise ValueError(f"running is {running!r}: give a plan, a strategy or its text, or leave it out")
     with _uncollected():
         return _plan(costs, workload, method, running, deadline_s, WAYS[method] if solver is None else (PUBLISHED,))
 
@@ -175,8 +179,8 @@ def check_question(method: str, deadline_s: float | None = None, solver: str | N
         raise ValueError(
             f'solver {solver!r} groups devices of several types: use it with method="mixed", not {method!r}'
         )
-    if deadline_s is not None and not deadline_s >= 0:
-        raise ValueError(f"deadline_s is {deadline_s}: give seconds from 0, or None to search to the end")
+    if deadline_s is not None and not (isinstance(deadline_s, int | float) and deadline_s >= 0):
+        raise ValueError(f"deadline_s is {deadline_s!r}: give seconds from 0, or None to search to the end")
 
 
 @contextmanager

@@ -10,6 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,6 +29,8 @@ from hydragraph.planner.uneven.sharing import shares
 from hydragraph.spec.assignment import Assignment
 from hydragraph.spec.home import Home
 from hydragraph.spec.strategy import Pipeline, Stage, Strategy
+
+Line = tuple[float, float]  # bytes, and bytes of all that can be owned
 
 # Micro-batches that are moved between pipelines at most, beyond the first sharing.
 MOVES = 64
@@ -286,11 +289,7 @@ def owners(
     """
     limits = [NEAR_LIMIT * costs.memory_of(rank) for rank in range(costs.ranks)]
     needed = needs(costs, strategy, assignment)
-    state = costs.home.copies * state_bytes(costs)
-    lines = [
-        ((need, state + beside), (gradients, state + at_end))
-        for need, (beside, at_end, gradients) in zip(needed, _messages(costs, strategy), strict=True)
-    ]
+    lines = _lines(costs, strategy, needed)
     room = [min((limit - held) / per for held, per in two) for limit, two in zip(limits, lines, strict=True)]
     tightest = min(strategy.devices, key=lambda rank: limits[rank] - needed[rank])
     if limits[tightest] < needed[tightest]:
@@ -299,12 +298,46 @@ def owners(
     if home is None:
         lacking = 1 - sum(max(0.0, part) for part in room)
         return Shortage(strategy, tightest, lacking * sum(two[0][1] for two in lines) / costs.ranks**2)
-    owned = [fraction_of(home, rank, costs.ranks) / home.copies for rank in range(costs.ranks)]
-    memory = tuple(round(max(a + part * b for a, b in two)) for part, two in zip(owned, lines, strict=True))
+    memory = _held(lines, home)
     worst = max(range(costs.ranks), key=lambda rank: memory[rank] / limits[rank])
     if memory[worst] > limits[worst]:
         return Shortage(strategy, worst, memory[worst] - limits[worst])
     return home, memory
+
+
+def held(costs: Costs, strategy: Strategy, home: Home, assignments: Sequence[Assignment]) -> tuple[int, ...]:
+    """Return the bytes that every rank holds when it holds most, of several mini-batches of varying lengths.
+
+    It is told in one for pipelines of one shape, whose largest micro-batches are taken together: the next mini-batch
+    may give any of them what one has in this.
+    """
+    everything = [micro_batches_of(strategy, assignment) for assignment in assignments]
+    shapes = [tuple((s.layers, s.kind) for s in pipeline.stages) for pipeline in strategy.pipelines]
+    largest: dict[object, list[MicroBatch]] = {}
+    tokens: dict[object, int] = {}
+    for each in everything:
+        for shape, batches in zip(shapes, each, strict=True):
+            most = _largest(batches, _most(len(shape), strategy.schedule))
+            few = zip_longest(largest.get(shape, []), most, fillvalue=MicroBatch(0, 0))
+            largest[shape] = [MicroBatch(max(a.tokens, b.tokens), max(a.sequences, b.sequences)) for a, b in few]
+            tokens[shape] = max(tokens.get(shape, 0), _tokens([batches]))
+    every = max(map(_tokens, everything), default=0)
+    needed = _needed(costs, strategy, [largest[s] for s in shapes], [tokens[s] for s in shapes], every)
+    return _held(_lines(costs, strategy, needed), home)
+
+
+def _lines(costs: Costs, strategy: Strategy, needed: Sequence[float]) -> list[tuple[Line, Line]]:
+    """Return what every rank holds by the part of the state that it owns: with most activations, and at the end."""
+    state = costs.home.copies * state_bytes(costs)
+    return [
+        ((need, state + beside), (gradients, state + at_end))
+        for need, (beside, at_end, gradients) in zip(needed, _messages(costs, strategy), strict=True)
+    ]
+
+
+def _held(lines: Sequence[tuple[Line, Line]], home: Home) -> tuple[int, ...]:
+    owned = [fraction_of(home, rank, len(lines)) / home.copies for rank in range(len(lines))]
+    return tuple(round(max(a + part * b for a, b in two)) for part, two in zip(owned, lines, strict=True))
 
 
 def _messages(costs: Costs, strategy: Strategy) -> list[tuple[float, float, float]]:
@@ -342,31 +375,61 @@ def _messages(costs: Costs, strategy: Strategy) -> list[tuple[float, float, floa
 def needs(costs: Costs, strategy: Strategy, assignment: Assignment) -> list[float]:
     """Return the bytes that each rank needs for its stage, beside its share of the state and messages."""
     everything = micro_batches_of(strategy, assignment)
-    every = _tokens(everything)
+    # Once a pipeline is full, further equal micro-batches change nothing but the tokens that are there.
+    most = [_most(len(pipeline.stages), strategy.schedule) for pipeline in strategy.pipelines]
+    shown = [_largest(batches, m) for batches, m in zip(everything, most, strict=True)]
+    return _needed(costs, strategy, shown, [_tokens([batches]) for batches in everything], _tokens(everything))
+
+
+def _needed(
+    costs: Costs, strategy: Strategy, shown: Sequence[list[MicroBatch]], tokens: Sequence[int], every: int
+) -> list[float]:
+    """Return the bytes of `needs`.
+
+    Args:
+        shown: the largest micro-batches of each pipeline, largest first, enough to fill it.
+        tokens: of all micro-batches of each.
+        every: tokens of the mini-batch.
+    """
     # Lost ranks hold nothing, the others see how long all sequences are.
     found = [float(batch_bytes(0, every)) if math.isfinite(costs.health.rate(r)) else 0.0 for r in range(costs.ranks)]
     if strategy.shares:
-        shown = [_largest(b, len(p.stages) + 1) for p, b in zip(strategy.pipelines, everything, strict=True)]
         for rank in dict.fromkeys(strategy.devices):
             mine = [p for p, pipeline in enumerate(strategy.pipelines) if rank in pipeline.devices]
-            more = _tokens(everything[p] for p in mine) - _tokens(shown[p] for p in mine)
+            more = sum(tokens[p] for p in mine) - _tokens(shown[p] for p in mine)
             found[rank] = _walked(costs, strategy, shown, rank) + batch_bytes(more, every - _tokens(shown))
         return found
     known: dict[object, float] = {}
-    for pipeline, batches in zip(strategy.pipelines, everything, strict=True):
+    for pipeline, own, largest in zip(strategy.pipelines, tokens, shown, strict=True):
         shape = tuple((s.layers, s.kind) for s in pipeline.stages)
         alone = Strategy((pipeline,), strategy.schedule)
-        # Once a pipeline is full, further equal micro-batches change nothing but the tokens that are there.
-        few = _largest(batches, len(pipeline.stages) + 1)
-        more = batch_bytes(_tokens([batches]) - _tokens([few]), every - _tokens([few]))
         for position, stage in enumerate(pipeline.stages):
+            few = largest[: _telling(len(pipeline.stages), position, strategy.schedule)]
             # All devices hold the same of the same stage.
             key = (shape, position, tuple(few))
             if key not in known:
                 known[key] = _walked(costs, alone, [few], stage.devices[0])
+            more = batch_bytes(own - _tokens([few]), every - _tokens([few]))
             for rank in stage.devices:
                 found[rank] = known[key] + more
     return found
+
+
+def _telling(stages: int, position: int, schedule: str) -> int | None:
+    """Return how many micro-batches show the most that a stage holds; equal ones beyond only add their tokens.
+
+    Under 1F1B the first of S stages holds S of them, and what comes back for one. Stage s behind it has S - s of its
+    own and, once its gradients are whole, the hidden state of the next, which comes early, and two gradients on their
+    way back. Under GPipe all are in flight at once: None.
+    """
+    if schedule != "1f1b":
+        return None
+    return stages + 1 if position == 0 else stages - position + 3
+
+
+def _most(stages: int, schedule: str) -> int | None:
+    """Return how many micro-batches show the most that any stage of a pipeline holds; None: all."""
+    return None if schedule != "1f1b" else stages + 2
 
 
 def _tokens(batches: Iterable[Sequence[MicroBatch]]) -> int:
@@ -379,5 +442,5 @@ def _walked(costs: Costs, strategy: Strategy, batches: Sequence[Sequence[MicroBa
     return float(walk.peak().total - at_home.state - at_home.shard)
 
 
-def _largest(batches: Sequence[MicroBatch], most: int) -> list[MicroBatch]:
+def _largest(batches: Sequence[MicroBatch], most: int | None) -> list[MicroBatch]:
     return sorted(batches, key=lambda m: (-m.tokens, -m.sequences))[:most]

@@ -12,6 +12,8 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import TypeVar
 
 from hydragraph.cost.costs import Costs
@@ -20,7 +22,7 @@ from hydragraph.errors import Unsupported
 from hydragraph.planner.assigning import assign_pipelines
 from hydragraph.planner.dispatch_search import Effort
 from hydragraph.planner.uneven.exchange import Iterations
-from hydragraph.planner.uneven.settle import Settled, Shortage, form_of, owners
+from hydragraph.planner.uneven.settle import Settled, Shortage, form_of, held, owners
 from hydragraph.planner.uneven.shares import home_of
 from hydragraph.spec.assignment import Assignment
 from hydragraph.spec.home import Home
@@ -32,6 +34,8 @@ T = TypeVar("T")
 QUICK = Effort(kicks=1, enough=2e-2)
 # Strategies of each way of searching that are simulated.
 SIMULATED = 3
+# How often sequences are assigned anew where some rank then lacks memory.
+ROUNDS = 8
 # Ranks up to which they are; beyond, estimates stand.
 FEW = 128
 
@@ -91,18 +95,39 @@ class Varied:
         if home not in self._at_home:
             self._at_home[home] = Varied(self.costs.changed(home=home), self.batches)
         owned = self._at_home[home]
-        pipelines = owned.pipelines(strategy)
-        each = self._of_each(lambda batch: _assigned(owned.costs, strategy, pipelines, batch))
-        assignments, seconds = zip(*each, strict=True)
-        return Settled(strategy, home, assignments, seconds, memory, origin, simulated=self.costs.ranks <= FEW)
+        ranks = range(self.costs.ranks)
+        beside = 0.0
+        for _ in range(ROUNDS):
+            pipelines = owned.pipelines(strategy, beside)
+            each = self._of_each(partial(_assigned, owned.costs, strategy, pipelines))
+            assignments, seconds = zip(*each, strict=True)
+            runs = [a for a, taken in dict.fromkeys(each) if math.isfinite(taken)]
+            memory = held(self.costs, strategy, home, runs) if runs else memory
+            lacks = max(memory[rank] - self.costs.memory_of(rank) for rank in ranks)
+            if lacks <= 0:
+                return Settled(strategy, home, assignments, seconds, memory, origin, simulated=len(ranks) <= FEW)
+            # MaxLen knows nothing of the mini-batch beside a pipeline's own micro-batches, nor of messages. Sequences
+            # are whole: to leave out as much as one of them may take several steps.
+            beside = 2 * beside + lacks
+        worst = max(ranks, key=lambda rank: memory[rank] - self.costs.memory_of(rank))
+        return Shortage(strategy, worst, lacks)
 
     def _of_each(self, of: Callable[[tuple[int, ...]], T]) -> tuple[T, ...]:
         """Return something of each mini-batch; of equal ones it is found out once."""
         known = {batch: of(batch) for batch in dict.fromkeys(self.batches)}
         return tuple(known[batch] for batch in self.batches)
 
-    def pipelines(self, strategy: Strategy) -> Sequence[PipelineCost]:
-        """Return what each pipeline costs; those of one form are computed once."""
+    def pipelines(self, strategy: Strategy, beside: float = 0.0) -> Sequence[PipelineCost]:
+        """Return what each pipeline costs; those of one form are computed once.
+
+        Args:
+            beside: bytes that no micro-batch may take on any rank.
+        """
+        if beside:
+            whole = strategy if strategy.shares else None
+            limits = {p: self.costs.max_len(p, whole, beside) for p in strategy.pipelines}
+            known = zip(strategy.pipelines, self.pipelines(strategy), strict=True)
+            return [replace(cost, max_len=min(cost.max_len, limits[p])) for p, cost in known]
         if strategy.shares:  # what a pipeline takes depends on the others
             return self.costs.pipelines(strategy)
         found = []

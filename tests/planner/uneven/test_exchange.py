@@ -20,10 +20,11 @@ SHAPES = [
     st.sampled_from([1000, 100_000, 1_000_000]),
     st.lists(st.sampled_from([1.0, 2.57]), min_size=4, max_size=4),
     st.integers(1, 9),
+    st.integers(1, 2),
 )
-def test_it_is_near_a_simulation(text: str, elements: int, rates: list[float], count: int) -> None:
+def test_it_is_near_a_simulation(text: str, elements: int, rates: list[float], count: int, copies: int) -> None:
     health = hg.Health({rank: x for rank, x in enumerate(rates) if x > 1})
-    costs = priced.costs(6, priced.mixed(), health, elements=elements)
+    costs = priced.costs(6, priced.mixed(), health, elements=elements, home=hg.Home(copies=copies))
     strategy = hg.Strategy.parse(text, 6)
     assignment = hg.Assignment.even([count] * len(strategy.pipelines), [700] * len(strategy.pipelines))
     simulated = costs.simulate(strategy, assignment).seconds

@@ -3,7 +3,9 @@ import time
 import hydragraph as hg
 from hydragraph.planner.uneven.finalists import finalists, proposals
 from hydragraph.planner.uneven.searching import TOGETHER, search
-from hydragraph.planner.uneven.simple import simple
+from hydragraph.planner.uneven.settle import Settled, settle, simulated
+from hydragraph.planner.uneven.simple import Simple, simple
+from hydragraph.spec.cluster import Cluster, DeviceType, Interconnect, Node
 from tests.cost import priced
 
 LENGTHS = [700] * 12
@@ -26,3 +28,34 @@ def test_a_plan_is_there_however_late_it_is() -> None:
     last = finalists(costs, found, 0.0, time.monotonic() - 1)
     assert len(last.settled) == 1
     assert not last.settled[0].simulated
+
+
+def test_pipelines_that_run_nothing_are_left_out() -> None:
+    costs = priced.costs(6, priced.cluster(4), hg.Health({3: 100.0}))
+    one = Simple(hg.Strategy.parse("4*<tp1,pp1>", 6), together=1, seconds=1.0)
+    (proposal,) = proposals(costs, LENGTHS[:6], [], [], [one])
+    assert proposal.strategy == hg.Strategy.parse("3*<tp1,pp1>", 6)
+    assert proposal.assignment.counts == (2, 2, 2)
+
+
+def test_pipelines_behind_a_link_that_costs_more_than_they_save_are_left_out() -> None:
+    types = {"fast": DeviceType(1e15, 10**9, 1e12)}
+    near, far = (Node("fast", n, priced.FAST, Interconnect(1e6, 1e-6)) for n in (4, 1))
+    costs = priced.costs(6, Cluster.of(types, (near, far)))
+    found = proposals(costs, LENGTHS, [], [], [Simple(hg.Strategy.parse("5*<tp1,pp1>", 6), 1, 1.0)])
+    last = finalists(costs, found, 0.0, None)
+    best = min(last.settled, key=lambda each: each.seconds)
+    assert best.strategy == hg.Strategy.parse("4*<tp1,pp1>", 6)
+    assert best.seconds < 0.9 * costs.simulate(found[0].strategy, found[0].assignment).seconds
+
+
+def test_a_group_of_unlike_rates_owns_alike_where_pieces_would_travel_over_slow_links() -> None:
+    node = Node("fast", 4, Interconnect(1e6, 1e-6), priced.SLOW)
+    cluster = Cluster.of({"fast": DeviceType(1e15, 10**9, 1e12)}, (node,))
+    costs = priced.costs(2, cluster, hg.Health(dict.fromkeys((1, 2, 3), 2.57)), elements=100_000)
+    found = proposals(costs, LENGTHS, [], [], [Simple(hg.Strategy.parse("<tp4,pp1>", 2), 1, 1.0)])
+    (one,) = finalists(costs, found, 0.0, None).settled
+    assert one.home == hg.Home()
+    uneven = settle(costs, one.strategy, found[0].assignment, "", 1.0)
+    assert isinstance(uneven, Settled)
+    assert one.seconds < simulated(costs, uneven).seconds

@@ -197,9 +197,13 @@ def test_types_may_be_measured_with_different_kinds_of_stages() -> None:
 def test_what_is_no_deadline_and_no_strategy_is_refused() -> None:
     costs = priced.costs(4, priced.cluster(2))
     workload = hg.Workload(sequences=4, length=LENGTH)
-    for deadline in (-1.0, math.nan):
+    for deadline in (-1.0, math.nan, "1"):
         with pytest.raises(ValueError, match="give seconds from 0"):
-            hg.plan(costs, workload, deadline_s=deadline)
+            hg.plan(costs, workload, deadline_s=deadline)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="unknown rank"):
+        hg.plan(costs, workload, running="3*<tp1,pp1>")
+    with pytest.raises(ValueError, match="give a plan, a strategy or its text"):
+        hg.plan(costs, workload, running=7)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="strategy text:"):
         hg.plan(costs, workload, running="abc")
     running = "2*<tp1,pp1>"

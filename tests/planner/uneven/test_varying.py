@@ -5,10 +5,12 @@ from itertools import product
 import pytest
 
 import hydragraph as hg
+from hydragraph.cost.costs import Costs
 from hydragraph.planner.uneven.settle import Settled, Shortage
 from hydragraph.planner.uneven.varying import Varied, settle_best, settle_varying
 from hydragraph.spec.cluster import Cluster, DeviceType, Node
 from tests.cost import priced
+from tests.planner.uneven.promises import profile_of
 
 BATCHES = [[3000, *[200] * 12], [400] * 20, [16, 700]]
 STRATEGIES = ("4*<tp1,pp1>", "2*<tp2,pp1>", "<[0,1]x6> + <[2]x6> + <[3]x6>", "<[0,1]x3,[2,3]x3>", "<[0]x6> + <[2,3]x6>")
@@ -58,3 +60,20 @@ def test_owners_that_are_given_stay() -> None:
     settled = Varied(costs, BATCHES).settle(hg.Strategy.parse("2*<tp2,pp1>", 6), "test", home)
     assert isinstance(settled, Settled)
     assert settled.home == home
+
+
+@pytest.mark.parametrize("text", ["<[0]x1>", "2*<tp1,pp1>", "<tp2,pp1>"])
+def test_memory_is_that_of_the_mini_batches_as_assigned_and_fits(text: str) -> None:
+    # The labels of all sequences take a tenth of a device, which MaxLen knows nothing of.
+    nodes = (Node("fast", 2, priced.FAST, priced.SLOW, cards=2),)
+    cluster = Cluster.of({"fast": DeviceType(1e15, 20_000_000, 1e12)}, nodes)
+    costs = Costs(profile_of(1, "fast", (1, 2), recompute=False, ends=1.0), cluster)
+    strategy = hg.Strategy.parse(text, 1)
+    settled = settle_varying(costs, strategy, [[700] * 60, [3000, 3000, *[16] * 40]], "test")
+    assert isinstance(settled, Settled)
+    owned = costs.changed(home=settled.home)
+    walked = [owned.memory(strategy, assignment) for assignment in settled.assignments]
+    for rank, told in enumerate(settled.memory):
+        most = max(each[rank].total for each in walked)
+        assert 0.999 * most <= told <= costs.memory_of(rank)
+        assert told <= 1.1 * most

@@ -1,0 +1,193 @@
+"""A run goes on after ranks were lost, left or came: who leads it now, where it is, and what is told of it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from hydragraph.cost.costs import Costs
+from hydragraph.elastic.controller import Controller
+from hydragraph.elastic.events import Event
+from hydragraph.spec.health import Health
+from hydragraph.survival import Survived, meet_again
+from hydragraph.train.callbacks import Callbacks
+from hydragraph.train.config import TrainConfig
+from hydragraph.train.controlling import controller_of
+from hydragraph.train.course import Course, Run, ahead_of, due
+from hydragraph.train.folder import RunFolder
+from hydragraph.train.metrics import read_metrics
+from hydragraph.train.ranks_file import ranks_of, write_ranks
+from hydragraph.train.saving import checkpoint
+from hydragraph.train.telling import log_step, open_log, tell
+
+TAKEOVER_S = 5.0  # for the run's folder to be let go of by a rank that is lost
+
+
+def go_on(run: Run, course: Course, failure: BaseException | None, owned: ExitStack) -> tuple[Run, str]:
+    """Meet the ranks that are left and those that have come; return the run on them, and why it is to end, or ""."""
+    config, folder, executor = run.config, run.folder, run.executor
+    watching, before = run.controller, run.world.ranks
+
+    def newest() -> Path | None:
+        last = folder.last()
+        return None if last is None else last.path
+
+    compiled: Any = executor  # a Trainable that was compiled
+    health = Health() if watching is None else watching.monitor.health
+    rates = {run.watched[rank]: health.rate(rank) for rank in health}
+    survived = meet_again(compiled, failure, newest, _soon(config), rates)
+    world = executor.world
+    turns = () if config.plan.choose else survived.strategies
+    last, idle_s = course.done, 0.0
+    if last < 0 and world.rank == 0:  # it has come, and nobody is left
+        before, (last, idle_s) = len(survived.lost), _written(folder)
+    lost_to = None if survived.restored is None else last
+    run = replace(run, world=world, strategies=turns, controller=None, watcher=None)
+    course.untold.append((survived, before))
+    with world.calling("go on"):
+        if world.rank == 0:
+            run = lead(run, course, survived, owned, watching)
+        elif watching is not None:
+            watching.close()
+        course.done, course.began = survived.step, folder.began
+        _find_position(run, course)
+        _write_down(run, course)
+        write_run_ranks(run)
+        moved = sum(world.gather(survived.received))
+        told, course.untold = course.untold, []
+        took = max(world.gather(paused(told, world.rank)))
+        if run.watcher is not None:
+            for event in (*changes_of(told), resumed(told, world.ranks, lost_to, moved, took or idle_s)):
+                tell(run, event)
+        if not survived.ending and _unsaved(run, course):
+            checkpoint(run, course)
+    return run, survived.ending
+
+
+def _soon(config: TrainConfig) -> bool:
+    """Say whether ranks go on with a good plan at once, because the best is looked for beside training."""
+    return config.elastic.on and config.elastic.replan and not config.elastic.dry_run
+
+
+def lead(run: Run, course: Course, survived: Survived, owned: ExitStack, watching: Controller | None) -> Run:
+    """Be the rank that writes: take over what a lost one did, or go on with it.
+
+    Args:
+        run, course, survived: how things are.
+        owned: ends what this rank begins.
+        watching: this rank's own controller of the ranks there were; its process that plans is kept.
+    """
+    log = run.log
+    if not course.owns:
+        owned.enter_context(run.folder.taken_over(TAKEOVER_S, course.began))
+        course.owns = True
+    if log is None:
+        run = replace(run, callbacks=Callbacks.load(run.config.callbacks))
+        owned.callback(run.callbacks.call, "on_end")
+    if log is None or survived.restored is not None:
+        if log is not None:
+            log.__exit__(None, None, None)
+        log = owned.enter_context(open_log(run.folder, survived.step, course.watcher))
+        course.watcher.started(survived.step, run.config.steps)
+    run = replace(run, log=log, watcher=course.watcher)
+    if run.config.elastic.on:
+        hurried = _soon(run.config) and isinstance(run.executor.profile, Costs)
+        members = tuple(peer.member for peer in survived.peers)
+        numbers = {before: members.index(m) for before, m in enumerate(run.watched) if m in members}
+        controller = controller_of(run.config, run.world, run.executor, watching, numbers, hurried)
+        owned.callback(controller.close)
+        run = replace(run, controller=controller, watched=members)
+    return run
+
+
+def _find_position(run: Run, course: Course) -> None:
+    """Go back to behind the last mini-batch that counts, which a newcomer is told."""
+    known = run.world.gather(course.positions.get(course.done))
+    position = next((each for each in known if each is not None), None)
+    if position is None:  # all that knew are gone: draw all mini-batches anew
+        course.batches = course.anew()
+        for _ in range(course.done):
+            next(course.batches)
+        position = dict(course.batches.state_dict())
+    course.batches.load_state_dict(dict(position))
+    course.positions = {step: at for step, at in course.positions.items() if step < course.done}
+    course.positions[course.done] = position
+    course.coming = ahead_of(run, course.batches)
+
+
+def _write_down(run: Run, course: Course) -> None:
+    """Evaluate and log the last step, if the rank that was to has not."""
+    missing = run.log is not None and (run.log.history[-1].step if run.log.history else 0) < course.done
+    mine = course.last if course.last is not None and course.last[0] == course.done else None
+    told = run.world.gather((missing, mine))
+    last = next((each for _, each in told if each is not None), None)
+    if told[0][0] and last is not None:
+        log_step(run, *last)
+
+
+def _unsaved(run: Run, course: Course) -> bool:
+    """Say whether the checkpoint after the last step is due, and not there; on all ranks alike."""
+    last = run.folder.last() if run.world.rank == 0 else None
+    there = run.world.gather(-1 if last is None else last.step)[0]
+    course.saved = max(there, 0)
+    course.kept = there >= 0
+    return there < course.done and course.done > 0 and due(course.done, run.config.checkpoint_every, run.config.steps)
+
+
+def write_run_ranks(run: Run) -> None:
+    """Tell which processes are the ranks; all of them call it."""
+    ranks = ranks_of(run.world)
+    if run.log is not None:
+        write_ranks(run.folder.ranks, ranks)
+
+
+def changes_of(told: Sequence[tuple[Survived, int]]) -> Iterator[Event]:
+    """Yield who was lost, left and came; each with how many ranks there were before."""
+    for survived, before in told:
+        step, now = survived.step, len(survived.peers)
+        if survived.lost:
+            yield Event(step, "fault", survived.lost, 0.0, survived.why)
+        if survived.left:
+            yield Event(step, "leave", survived.left, 0.0, f"asked to end; handed over their state: {survived.why}")
+        if survived.joined:
+            yield Event(step, "join", survived.joined, 0.0, f"{before} -> {now} ranks")
+
+
+def paused(told: Sequence[tuple[Survived, int]], rank: int) -> float:
+    """Return how long this rank did not train, in seconds; 0 where it has come, and only waited to be needed."""
+    return sum(survived.seconds for survived, _ in told if rank not in survived.joined)
+
+
+def _written(folder: RunFolder) -> tuple[int, float]:
+    """Return the last step that was written down, and the seconds since then; 0 where none was."""
+    with suppress(FileNotFoundError):
+        done = [metrics.step for metrics in read_metrics(folder.metrics)[-1:]]
+        return done[0] if done else 0, max(0.0, time.time() - folder.metrics.stat().st_mtime)
+    return 0, 0.0
+
+
+def resumed(told: Sequence[tuple[Survived, int]], ranks: int, undone: int | None, moved: int, seconds: float) -> Event:
+    """Return how ranks went on.
+
+    Args:
+        told: how they met, the last time with success.
+        ranks: how many there are.
+        undone: the last step before, where all went back to a checkpoint.
+        moved: bytes of state between ranks.
+        seconds: that nobody trained.
+    """
+    survived, _ = told[-1]
+    step = survived.step
+    strategies = " or ".join(map(str, survived.strategies))
+    state = f"no state was lost, and {moved / 1e6:.3g} MB of it moved"
+    lost = 0
+    if survived.restored is not None:
+        lost = 0 if undone is None else max(0, undone - survived.restored)
+        redone = "" if undone is None else f", {lost} steps before"
+        state = f"state was lost, so all went back to the checkpoint after step {survived.restored}{redone}"
+    why = f"{ranks} ranks go on after step {step} with {strategies}; {state}"
+    return Event(step, "resumed", tuple(range(ranks)), seconds, why, lost_steps=lost, moved_bytes=moved)

@@ -1,0 +1,77 @@
+"""A run goes on without ranks that were lost: who leads, what is told of it, what is known of those that stay."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from hydragraph.runtime.meeting.place import Peer
+from hydragraph.spec.home import Home
+from hydragraph.spec.record import from_record
+from hydragraph.survival import Survived
+from hydragraph.train.config import TrainConfig
+from hydragraph.train.controlling import controller_of
+from hydragraph.train.course import Course, Run
+from hydragraph.train.folder import RunFolder
+from hydragraph.train.going_on import changes_of, lead, paused, resumed
+from tests.cost import priced
+from tests.train.plain import Watched, settings
+
+
+def config(folder: Path, **changes: object) -> TrainConfig:
+    return from_record(TrainConfig, {**settings(folder), **changes})
+
+
+def test_a_takeover_that_was_broken_off_is_tried_again(tmp_path: Path) -> None:
+    """Another rank may be lost while this one takes the run's folder over from a lost leader."""
+    folder = RunFolder(tmp_path / "run")
+    nothing: Any = None
+    run = Run(config(tmp_path), nothing, folder, nothing, (), {}, None, None, None)
+    course = Course(Watched(), nothing, nothing, nothing, 3, 0, {})
+    survived = Survived(2, 3, (0,), (), (), (), (), None, 0, 0.5, "rank 0 is lost")
+    with ExitStack() as owned:
+        assert lead(run, course, survived, owned, None).log is not None
+        again = lead(run, course, survived, owned, None)  # what the first call returned is lost with the failure
+        assert again.log is not None
+        with pytest.raises(ValueError, match="belongs to a run that is under way"):
+            folder.refuse_shared()
+    folder.refuse_shared()
+
+
+def test_who_was_lost_is_told_though_the_ranks_met_twice() -> None:
+    first = Survived(2, 3, (0,), (), (), (1, 2), (), None, 0, 0.5, "rank 0 is lost")  # type: ignore[arg-type]
+    second = Survived(3, 3, (1,), (), (1,), (1, 2), (), None, 0, 0.25, "rank 1 is lost")  # type: ignore[arg-type]
+    told = [(first, 3), (second, 2)]
+    assert [(e.event, e.ranks) for e in changes_of(told)] == [("fault", (0,)), ("fault", (1,)), ("join", (1,))]
+    assert [paused(told, rank) for rank in (0, 1)] == [0.75, 0.5], "who came in the second meeting only waited"
+    on = resumed(told, 2, None, 10**6, 0.75)
+    assert (on.seconds, on.moved_bytes, on.ranks) == (0.75, 10**6, (0, 1))
+    back = resumed([(replace(second, restored=1), 2)], 2, 3, 0, 0.0)
+    assert back.lost_steps == 2
+    assert "all went back to the checkpoint after step 1, 2 steps before" in back.why
+
+
+def test_ranks_that_stay_are_known_by_their_new_numbers(tmp_path: Path) -> None:
+    given = config(tmp_path, elastic={"monitor": True})
+    executor: Any = SimpleNamespace(profile=priced.costs(2, priced.mixed()), owners=Home())
+    world: Any = SimpleNamespace(ranks=4)
+    watching = controller_of(given, world, executor)
+    watching.monitor._device._held = {1: 2.57, 3: 5.42}
+    left: Any = SimpleNamespace(profile=priced.costs(2, priced.mixed()).of_ranks([0, 2, 3], Home()), owners=Home())
+    nothing: Any = None
+    run = Run(given, SimpleNamespace(ranks=3), RunFolder(tmp_path / "run"), left, (), {}, None, None, watching)  # type: ignore[arg-type]
+    run = replace(run, watched=(0, 1, 5, 7))
+    course = Course(Watched(), nothing, nothing, nothing, 3, 0, {})
+    peers = tuple(Peer(member, seat, 0, "") for member, seat in ((7, 3), (0, 0), (9, 1)))
+    survived = Survived(2, 3, (), (), (), peers, (), None, 0, 0.5, "")
+    with ExitStack() as owned:
+        now = lead(run, course, survived, owned, watching)
+        assert now.controller is not None
+        assert now.controller.monitor.health.rates == {0: 5.42}, "member 7 is rank 0 now, member 1 is lost"
+        assert now.watched == (7, 0, 9)
+    assert watching.monitor.health.rates == {1: 2.57, 3: 5.42}, "the ranks may have to meet once more"
