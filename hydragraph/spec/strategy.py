@@ -138,11 +138,12 @@ class Strategy:
         self._check_totals()
 
     def _check_devices(self) -> None:
+        earlier: dict[Pipeline, int] = {}
         for i, pipeline in enumerate(self.pipelines):
-            if pipeline in self.pipelines[:i]:
+            if earlier.setdefault(pipeline, i) != i:
                 raise ValueError(
                     f"pipeline {i}, stage 0: device {pipeline.devices[0]} is already in pipeline "
-                    f"{self.pipelines.index(pipeline)}, stage 0, and so are all stages of these pipelines; leave one "
+                    f"{earlier[pipeline]}, stage 0, and so are all stages of these pipelines; leave one "
                     "out: the other can run its micro-batches too"
                 )
         owners: dict[int, tuple[str, tuple[int, Stage]]] = {}  # of each device: where, which first layer and stage
