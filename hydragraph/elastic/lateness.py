@@ -57,9 +57,8 @@ class Lateness:
         self._late: deque[tuple[float, frozenset[int]]] = deque(maxlen=LOOK)
         self._seconds: deque[float] = deque(maxlen=LOOK)
         self._open = switched  # the plan that runs was made for these rates, and has not been found to be late
-        self._before: tuple[float, dict[int, _Learned]] | None = (
-            None  # steps, and what was planned, before the last try
-        )
+        # What steps took before the last try, and what was planned then.
+        self._before: tuple[float, dict[int, _Learned]] | None = None
         self._ended = False  # the last try was none
 
     def planned(self, health: Health) -> Health:
