@@ -36,8 +36,10 @@ lint: $(STAMP)  ## ruff and the strict type check
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# Before tests begin, as their workers would else all compile the same.
 plans: $(STAMP)
-	$(BIN)/python -m tests.planner.instances --count 20
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m tests.planner.instances --count 20
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m tests.planner.precompiled
 
 tests: plans
 	$(PYTEST)

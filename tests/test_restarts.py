@@ -18,7 +18,7 @@ from tests.commands.tiny import computed, run
 from tests.train.plain import settings
 
 ROOT = Path(__file__).parent.parent
-STEPS, LIMIT_S = 60, 300
+STEPS, LIMIT_S = 40, 300
 LOCAL = [sys.executable, "-m", "hydragraph.cli"]
 TORCHRUN = [
     sys.executable,

@@ -328,6 +328,16 @@ def horizon_of(ends: Floats, pipelines: int) -> float:
 
 
 @compiled
+def _least_end(q: int, terms: Floats, extra: Floats, state: SearchState) -> float:
+    """Return what pipeline q's end and the work that it gets are no more than its end with that work, together.
+
+    An end grows by at least the work, but where a pipeline forms its micro-batches (FORMED): with more tokens it may
+    form more of them, and has a shorter bubble. Then no more is known than that it ends behind all of its work.
+    """
+    return extra[q] + state.loads[q] if terms[MODE] == FORMED else state.ends[q]
+
+
+@compiled
 def best_step(
     p: int, horizon: float, placed: Ints, instance: Instance, extra: Floats, state: SearchState
 ) -> tuple[float, int, int, int]:
@@ -368,8 +378,7 @@ def best_step(
         if end < best:
             for q in range(len(kind_of)):
                 t = kind_of[q]
-                # q's end grows by at least the work that it gets.
-                if q == p or ends[q] > horizon or ends[q] + cost[i, t] >= best:
+                if q == p or ends[q] > horizon or _least_end(q, instance.terms[t], extra, state) + cost[i, t] >= best:
                     continue
                 longest = lengths[min(state.longest[q], i)]
                 end_q = extra[q] + finish(instance.terms[t], loads[q] + cost[i, t], tokens[q] + lengths[i], longest)
@@ -385,7 +394,10 @@ def best_step(
             if q == p or q < 0 or ends[q] > horizon:
                 continue
             t = kind_of[q]
-            if ends[q] + cost[i, t] - cost[k, t] >= best or cost[k, own] == np.inf:
+            if (
+                _least_end(q, instance.terms[t], extra, state) + cost[i, t] - cost[k, t] >= best
+                or cost[k, own] == np.inf
+            ):
                 continue
             grown = loads[q] + cost[i, t] - cost[k, t]
             longest = lengths[min(rest, k)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from hydragraph.cost.profile import PipelineCost
@@ -53,7 +53,12 @@ def after_any_step(problem: Problem, placed: np.ndarray, last: int) -> list[floa
     return ends
 
 
+# With more tokens such a pipeline forms more micro-batches, and ends less than the added work later.
+FORMS_MORE = PipelineCost(a=1e-5, b=0.0625, c=0.0, stages=2, max_len=2000, util_len=453, devices=1)
+
+
 @given(pipelines(), st.lists(st.integers(1, 2000), min_size=1, max_size=8), st.booleans())
+@example((FORMS_MORE, FORMS_MORE), [1, 1, 323, 541, 579], True)
 @settings(max_examples=30)
 def test_descent_ends_where_no_step_helps(kinds: tuple[PipelineCost, ...], sizes: list[int], formed: bool) -> None:
     problem = problem_of(kinds, sizes, formed=formed)

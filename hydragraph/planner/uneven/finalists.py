@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import compress
@@ -257,8 +258,9 @@ def _leaner(costs: Costs, proposal: Proposal) -> Iterator[Proposal]:
     """Yield it without the pipelines of a node, and with those of one kind only, where that may end before it."""
     strategy, assignment = proposal.strategy, proposal.assignment
     nodes = [{costs.cluster.node_of(rank) for rank in pipeline.devices} for pipeline in strategy.pipelines]
-    kinds = [(form_of(costs, pipeline), frozenset(on)) for pipeline, on in zip(strategy.pipelines, nodes, strict=True)]
-    without = [tuple(node not in on for on in nodes) for node in sorted(set().union(*nodes))]
+    forms = [form_of(costs, pipeline) for pipeline in strategy.pipelines]
+    kinds = [(form, frozenset(on)) for form, on in zip(forms, nodes, strict=True)]
+    without = [tuple(node not in on for on in nodes) for node in unlike(costs, forms, nodes)]
     alone = [tuple(kind == each for each in kinds) for kind in dict.fromkeys(kinds)]
     together = max(len(batch) for batches in assignment.micro_batches for batch in batches)
     each = sum(assignment.counts) / len(nodes)
@@ -275,6 +277,24 @@ def _leaner(costs: Costs, proposal: Proposal) -> Iterator[Proposal]:
         shared, last = share_out(costs, left, assignment.lengths, together)
         if last < proposal.expected_s:
             yield _busy(replace(proposal, strategy=left, assignment=shared, last_s=last))
+
+
+def unlike(costs: Costs, forms: Sequence[object], nodes: Sequence[set[int]]) -> Iterator[int]:
+    """Yield one node of each kind: alike are those that are built alike and run as many pipelines of each form.
+
+    Args:
+        forms, nodes: of each pipeline.
+    """
+    runs: dict[int, Counter[object]] = {}
+    for form, on in zip(forms, nodes, strict=True):
+        for number in on:
+            runs.setdefault(number, Counter())[form] += 1
+    kinds: dict[object, int] = {}
+    for number in sorted(runs):
+        node = costs.cluster.node(number)
+        built = (node.type, node.devices, node.cards, node.inner, node.outer)
+        kinds.setdefault((built, frozenset(runs[number].items())), number)
+    yield from kinds.values()
 
 
 def _late(until: float | None, needed_s: float) -> bool:

@@ -1,9 +1,9 @@
 import time
 
 import hydragraph as hg
-from hydragraph.planner.uneven.finalists import finalists, proposals
+from hydragraph.planner.uneven.finalists import finalists, proposals, unlike
 from hydragraph.planner.uneven.searching import TOGETHER, search
-from hydragraph.planner.uneven.settle import Settled, settle, simulated
+from hydragraph.planner.uneven.settle import Settled, form_of, settle, simulated
 from hydragraph.planner.uneven.simple import Simple, simple
 from hydragraph.spec.cluster import Cluster, DeviceType, Interconnect, Node
 from tests.cost import priced
@@ -28,6 +28,16 @@ def test_a_plan_is_there_however_late_it_is() -> None:
     last = finalists(costs, found, 0.0, time.monotonic() - 1)
     assert len(last.settled) == 1
     assert not last.settled[0].simulated
+
+
+def test_of_nodes_that_are_alike_one_is_tried_without() -> None:
+    types = {"fast": DeviceType(1e15, 10**9, 1e12), "slow": DeviceType(4e14, 10**9, 1e12)}
+    fast, slow = (Node(name, 2, priced.FAST, priced.SLOW, count=40) for name in types)
+    costs = priced.costs(6, Cluster.of(types, (fast, slow)), hg.Health({4: 2.57}))
+    pipelines = hg.Strategy.parse("160*<tp1,pp1>", 6).pipelines
+    forms = [form_of(costs, pipeline) for pipeline in pipelines]
+    nodes = [{costs.cluster.node_of(pipeline.devices[0])} for pipeline in pipelines]
+    assert list(unlike(costs, forms, nodes)) == [0, 2, 40], "a healthy fast node, that of rank 4, a slow one"
 
 
 def test_pipelines_that_run_nothing_are_left_out() -> None:

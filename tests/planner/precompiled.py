@@ -1,0 +1,30 @@
+"""What numba compiles of planning, before tests begin: python -m tests.planner.precompiled
+
+Once per installation. The suite's workers, and the processes that tests start, would else all compile it at once.
+"""
+
+from __future__ import annotations
+
+import hydragraph as hg
+from hydragraph.planner import metis
+from hydragraph.planner.uneven.whole_bound import whole_bound
+from tests.cost import priced
+from tests.planner.metis.test_searching import CLUSTER, made_up
+from tests.planner.uneven.promises import LENGTH, METHODS
+
+SEQUENCES = 8
+
+
+def main() -> None:
+    """Plan something small in every way."""
+    costs = priced.costs(6, priced.mixed(), hg.Health({1: 2.57}))
+    for workload in (hg.Workload(SEQUENCES, LENGTH), hg.Workload(lengths=[[LENGTH, *[LENGTH // 4] * SEQUENCES]])):
+        plans = [hg.plan(costs, workload, method=method) for method in METHODS]
+        hg.plan(costs, workload, running=plans[0].strategy, deadline_s=0.1)
+    whole_bound(costs, SEQUENCES, LENGTH, (1,))
+    for mixed_tp in (False, True):
+        metis.search(made_up(), CLUSTER, 6, 16, "exact", mixed_tp=mixed_tp)
+
+
+if __name__ == "__main__":
+    main()
