@@ -394,10 +394,8 @@ def best_step(
             if q == p or q < 0 or ends[q] > horizon:
                 continue
             t = kind_of[q]
-            if (
-                _least_end(q, instance.terms[t], extra, state) + cost[i, t] - cost[k, t] >= best
-                or cost[k, own] == np.inf
-            ):
+            more = cost[i, t] - cost[k, t]
+            if _least_end(q, instance.terms[t], extra, state) + more >= best or cost[k, own] == np.inf:
                 continue
             grown = loads[q] + cost[i, t] - cost[k, t]
             longest = lengths[min(rest, k)]

@@ -5,12 +5,15 @@ Once per installation. The suite's workers, and the processes that tests start, 
 
 from __future__ import annotations
 
+from typing import get_args
+
 import hydragraph as hg
 from hydragraph.planner import metis
+from hydragraph.planner.uneven.planning import Method
 from hydragraph.planner.uneven.whole_bound import whole_bound
 from tests.cost import priced
 from tests.planner.metis.test_searching import CLUSTER, made_up
-from tests.planner.uneven.promises import LENGTH, METHODS
+from tests.planner.uneven.promises import LENGTH
 
 SEQUENCES = 8
 
@@ -19,7 +22,7 @@ def main() -> None:
     """Plan something small in every way."""
     costs = priced.costs(6, priced.mixed(), hg.Health({1: 2.57}))
     for workload in (hg.Workload(SEQUENCES, LENGTH), hg.Workload(lengths=[[LENGTH, *[LENGTH // 4] * SEQUENCES]])):
-        plans = [hg.plan(costs, workload, method=method) for method in METHODS]
+        plans = [hg.plan(costs, workload, method=method) for method in get_args(Method)]
         hg.plan(costs, workload, running=plans[0].strategy, deadline_s=0.1)
     whole_bound(costs, SEQUENCES, LENGTH, (1,))
     for mixed_tp in (False, True):

@@ -23,6 +23,7 @@ from hydragraph.runtime.preparation import left_of
 from hydragraph.runtime.variants import Variants
 from tests.models import llama, sequences
 from tests.runtime.test_launch import die, gone, pids
+from tests.thorough import first
 
 CALLS = "HYDRAGRAPH_TEST_CALLS"
 
