@@ -43,7 +43,7 @@ from hydragraph.runtime.state import OptimizerFactory, check_factory
 from hydragraph.runtime.variants import Variants
 from hydragraph.spec.assignment import Assignment
 from hydragraph.spec.cluster import Cluster
-from hydragraph.spec.home import Home
+from hydragraph.spec.home import Home, home_of
 from hydragraph.spec.strategy import Strategy
 from hydragraph.survival import survive
 
@@ -101,7 +101,7 @@ def compile(
     program: Program | None = None,
     check: str | bool = "auto",
     progress_s: float = PROGRESS_S,
-    home: Home | None = None,
+    home: Home | str | None = None,
     compiled: str | Path | None = None,
     trust: bool = False,
     joining: bool = False,
@@ -142,7 +142,7 @@ def compile(
         progress_s: after so many seconds in which no rank has moved on while some wait for others, all raise, and write
             what they are doing to stderr; give more than any one instruction, or what you do between steps, takes.
         home: which rank owns how much of the weights and the optimizer's state, and whether a second one owns it too;
-            None: equal shares of all ranks.
+            itself or its text, "3,1 copies=2"; None: equal shares of all ranks.
         compiled: a folder of `hydragraph compile`, in place of capturing: nothing is traced, and what was checked when
             it was written is not checked again. What it lacks is compiled here, with a line that says so.
         trust: also load Inductor's code from that folder, which is code: it can do anything that you may.
@@ -164,6 +164,7 @@ def compile(
     """
     frontend.check_model(model, "compile")
     check_factory(optimizer)
+    owners = home_of(home)
     member = here()
     late = member is not None and not member.generation.number
     backend = "eager" if deterministic and backend is None else backend
@@ -209,7 +210,7 @@ def compile(
             planning,
             backend,
             mode,
-            home,
+            owners,
             library,
             variants,
             joining or late,

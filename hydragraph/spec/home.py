@@ -159,6 +159,19 @@ class Home:
 EQUAL = Home()
 
 
+def home_of(given: Home | str | None) -> Home | None:
+    """Return a home that was given as itself or as its text; None stays, for what is usual there.
+
+    Raises:
+        ValueError: it is something else, or a text that `Home.parse` refuses.
+    """
+    if isinstance(given, str):
+        return Home.parse(given)
+    if given is None or isinstance(given, Home):
+        return given
+    raise ValueError(f"home is {given!r}: give hg.Home(shares=[3, 1], copies=2), its text '3,1 copies=2', or None")
+
+
 def _shares(name: str, given: object) -> Shares:
     if isinstance(given, str | Mapping) or not isinstance(given, Sequence) or not given:
         raise ValueError(f"{name} is {given!r}: give a list of one share per rank, such as [3, 3, 1, 0]")

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import hydragraph as hg
+from hydragraph.spec.home import home_of
 from hydragraph.spec.record import from_record, to_record
 
 NUMBERS = st.just(0.0) | st.integers(0, 99).map(float) | st.floats(0, 1e6)
@@ -30,6 +31,15 @@ def test_its_text_and_its_record_read_back_as_its_equal(home: hg.Home) -> None:
     assert hg.Home.parse(str(home)) == home
     assert from_record(hg.Home, to_record(home)) == home
     assert hash(hg.Home.parse(str(home))) == hash(home)
+
+
+def test_a_home_may_be_given_as_its_text() -> None:
+    home = hg.Home(shares=[3, 1], copies=2)
+    assert home_of("3,1 copies=2") == home_of(home) == home
+    assert home_of(None) is None
+    given: Any = [3, 1]
+    with pytest.raises(ValueError, match=r"home is \[3, 1\]: give hg\.Home"):
+        home_of(given)
 
 
 def test_texts_by_hand() -> None:
