@@ -30,7 +30,7 @@ def prepared() -> Ready:
     model = llama(layers=LAYERS, tied=True)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("layers.1.mlp.up" not in name)
-    return Ready.of(model, [WIDE, NARROW])
+    return Ready.of(model, [WIDE, NARROW, "<[0,1]x2>"])
 
 
 def parsed(text: str) -> hg.Strategy:

@@ -66,7 +66,7 @@ def train(prepared: Ready, strategies: list[str], steps: int) -> Run:
 
 
 def check(model: str, strategies: list[str], ranks: int = 4) -> None:
-    steps = max(20, len(strategies))
+    steps = max(8, len(strategies))
     runs = hg.launch(train, ranks, strategies, steps, prepare=partial(ready, model, strategies))
     wanted = reference.train(MODELS[model](), batches(steps), optimizer=lambda p: torch.optim.SGD(p, lr=0.05))
     assert all(run.losses == runs[0].losses for run in runs), "ranks disagree"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import pytest
 import torch
@@ -49,8 +50,8 @@ class Trained:
     sequences: tuple[int, ...]
 
 
-def ready() -> Ready:
-    return Ready.of(llama(layers=LAYERS), [])
+def ready(strategies: Sequence[hg.Strategy] = ()) -> Ready:
+    return Ready.of(llama(layers=LAYERS), list(map(str, strategies)))
 
 
 def batches() -> list[list[Tensor]]:
@@ -79,7 +80,8 @@ def train(prepared: Ready, plans: dict[str, tuple[hg.Costs, Sequence[hg.Strategy
 @pytest.fixture(scope="module")
 def ranks() -> list[dict[str, Trained]]:
     plans = {name: (known, plan.strategies, plan.home) for name, (known, plan) in planned().items()}
-    return hg.launch(train, RANKS, plans, prepare=ready)
+    strategies = [strategy for _, candidates, _ in plans.values() for strategy in candidates]
+    return hg.launch(train, RANKS, plans, prepare=partial(ready, strategies))
 
 
 def test_every_kind_of_plan_trains_as_one_device_does(ranks: list[dict[str, Trained]]) -> None:

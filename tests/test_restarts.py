@@ -92,7 +92,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]
 @pytest.mark.parametrize(
     ("torchrun", "number", "code"),
     [
-        (False, signal.SIGTERM, 0),
+        pytest.param(False, signal.SIGTERM, 0, marks=pytest.mark.thorough),
         pytest.param(False, signal.SIGINT, 130, marks=pytest.mark.thorough),
         # The agent hands a signal on, waits for its ranks, and ends with an error of its own.
         pytest.param(True, signal.SIGTERM, 1, marks=pytest.mark.thorough),

@@ -23,6 +23,7 @@ from hydragraph.passes.differentiate import Variant
 from hydragraph.runtime.launch import launch
 from hydragraph.runtime.variants import Variants
 from tests.models import gpt2, llama, sequences
+from tests.thorough import thorough
 
 
 def stage_check(model: Any, fused_head: bool = False, dtype: torch.dtype = torch.float32) -> StageCheck:
@@ -36,9 +37,9 @@ def parse(text: str) -> hg.Strategy:
 @pytest.mark.parametrize(
     ("make", "options", "strategy"),
     [
-        (llama, {}, "<tp4,pp1>"),
+        pytest.param(llama, {}, "<tp4,pp1>", marks=thorough),
         (partial(llama, tied=True, kv=1), {}, "<[0,1]x2sr>"),
-        (llama, {"fused_head": True}, "<[0,1]x2s>"),
+        pytest.param(llama, {"fused_head": True}, "<[0,1]x2s>", marks=thorough),
         (gpt2, {"fused_head": True, "dtype": torch.bfloat16}, "<[0,1]x1,[2]x1r>"),
     ],
     ids=["tp4", "tied, one kv head", "fused head", "fused head, bf16"],
@@ -76,10 +77,20 @@ def swapped(variant: Variant, index: int) -> Variant:
 @pytest.mark.parametrize(
     ("change", "strategy", "sentence"),
     [
-        (without("all_reduce", "forward"), "<tp2,pp1>", r"under <tp2>: its output is .* times its norm off"),
+        pytest.param(
+            without("all_reduce", "forward"),
+            "<tp2,pp1>",
+            r"under <tp2>: its output is .* times its norm off",
+            marks=thorough,
+        ),
         (without("all_reduce", "backward"), "<tp2,pp1>", r"under <tp2>: the gradient of .* is .* off"),
         (without("all_reduce", "forward", rank=1), "<tp2,pp1>", r"graphs do not run .*ranks of a stage do not meet"),
-        (without("reduce_scatter", "backward"), "<[0,1]x2s>", r"under <tp2s>: its graphs do not run"),
+        pytest.param(
+            without("reduce_scatter", "backward"),
+            "<[0,1]x2s>",
+            r"under <tp2s>: its graphs do not run",
+            marks=thorough,
+        ),
         (swapped, "<tp2,pp1>", r"the gradient of .*norm.* is 1 times its norm off"),
     ],
     ids=["forward", "backward", "one rank", "sequence parallelism", "summed replicas"],

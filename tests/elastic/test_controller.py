@@ -18,8 +18,9 @@ from hydragraph.runtime.trace import Exposed, RankTimes
 from hydragraph.spec.assignment import Assignment
 from hydragraph.spec.health import Health
 from hydragraph.spec.strategy import Strategy
-from tests.elastic.test_replanning import CLUSTER, LAYERS, PROFILE, PROGRAM, RUNNING, request
+from tests.elastic.test_replanning import CLUSTER, LAYERS, PROFILE, RUNNING, request
 from tests.models import llama, sequences
+from tests.ready import Ready
 
 OTHER = hg.Strategy.parse("<[0]x1,[2]x3> + <[3]x4>", layers=LAYERS)
 STEPS = 100
@@ -250,13 +251,18 @@ def test_after_a_switch_nothing_is_asked_for_a_while_and_then_a_repaired_device_
 # Real ranks.
 
 
-def trained(model: Any, program: Any, switch_at: int | None) -> list[tuple[float, str]]:
-    exe = hg.compile(
-        model,
+def ready() -> Ready:
+    return Ready.of(llama(layers=LAYERS), [str(RUNNING), str(OTHER)])
+
+
+def both(prepared: Ready) -> tuple[list[tuple[float, str]], list[tuple[float, str]]]:
+    return trained(prepared, None), trained(prepared, 2)
+
+
+def trained(prepared: Ready, switch_at: int | None) -> list[tuple[float, str]]:
+    exe = prepared.executable(
         RUNNING,
         lambda named: torch.optim.SGD(named, lr=1e-2),
-        device="cpu",
-        program=program,
         check="off",
         profile=PROFILE,
         policy=Policy(workers=0),
@@ -273,9 +279,7 @@ def trained(model: Any, program: Any, switch_at: int | None) -> list[tuple[float
 
 
 def test_all_ranks_switch_at_once_and_losses_stay_the_same() -> None:
-    model = llama(layers=LAYERS)
-    as_ever = hg.launch(trained, 4, model, PROGRAM, None)
-    switching = hg.launch(trained, 4, model, PROGRAM, 2)
+    as_ever, switching = zip(*hg.launch(both, 4, prepare=ready), strict=True)
     assert all(each == switching[0] for each in switching)
     assert [name for _, name in switching[0][:2]] == [str(RUNNING)] * 2
     assert [name for _, name in switching[0][2:]] == [str(OTHER)] * 2

@@ -75,7 +75,7 @@ def close(a: Tensor, b: Tensor, scale: float) -> bool:
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["", "sp"])
-@pytest.mark.parametrize("tp", first((2, 3), [1, 2, 3, 4, 6]))
+@pytest.mark.parametrize("tp", first((3,), [1, 2, 3, 4, 6]))
 @pytest.mark.parametrize("name", list(MODELS))
 def test_sharded_graphs_equal_the_whole_template(name: str, tp: int, sequence_parallel: bool) -> None:
     if sequence_parallel and tp in (1, 4, 6):

@@ -25,7 +25,7 @@ from tests.models import captured, llama
 
 LAYERS, RANKS = 2, 2
 SETTINGS = MeasureSettings(
-    ((1, 1), (2, 1), (1, 2)), (StageKind(2, True), StageKind(1, False, True)), longest=512, repeats=2
+    ((1, 1), (2, 1), (1, 2)), (StageKind(2, True), StageKind(1, False, True)), longest=128, repeats=2
 )
 
 

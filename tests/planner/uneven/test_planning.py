@@ -19,7 +19,7 @@ from tests.planner.uneven.exhaustive import best_seconds
 from tests.planner.uneven.promises import LENGTH, METHODS, keeps_every_promise, profile_of, situations
 
 
-@settings(max_examples=12)
+@settings(max_examples=8)
 @given(situations(), st.sampled_from(METHODS))
 def test_a_plan_keeps_every_promise(situation: tuple[Costs, hg.Workload], method: str) -> None:
     keeps_every_promise(situation, method)
