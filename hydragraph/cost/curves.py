@@ -33,7 +33,11 @@ class Constants:
 
     def seconds(self, lengths: Sequence[int]) -> float:
         """Return the seconds of a micro-batch of sequences of these lengths."""
-        return sum((self.a * n + self.b) * n for n in lengths) + self.c
+        return self.at(sum(lengths), squares(lengths))
+
+    def at(self, tokens: float, squared: float) -> float:
+        """Return the seconds of a micro-batch of so many tokens, by the sum of its squared lengths."""
+        return self.a * squared + self.b * tokens + self.c
 
     def times(self, factor: float) -> Constants:
         """Return it this many times as long."""
@@ -73,12 +77,15 @@ class Table:
         return tuple((length, tuple(sorted(points))) for length, points in sorted(by_length.items()))
 
     def seconds(self, lengths: Sequence[int]) -> float:
-        """Return the seconds of a micro-batch of sequences of these lengths.
+        """Return the seconds of a micro-batch of sequences of these lengths; see `at`."""
+        return self.at(sum(lengths), squares(lengths))
+
+    def at(self, tokens: float, squared: float) -> float:
+        """Return the seconds of a micro-batch of so many tokens, by the sum of its squared lengths.
 
         Raises:
             Unsupported: it is more than twice as large as what was measured.
         """
-        tokens = float(sum(lengths))
         if tokens <= 0:
             return 0.0
         most = max(row[1] for row in self.rows)
@@ -89,7 +96,7 @@ class Table:
                 remedy="measure larger micro-batches, or cut this one",
             )
         # Micro-batches of the same tokens differ in attention, which goes by the sum of l^2: so in this mean length.
-        length = sum(n * n for n in lengths) / tokens
+        length = squared / tokens
         # Lines of the neighbouring lengths, each read at these tokens, and joined by a line over the length.
         at = bisect_left([measured for measured, _ in self._lines], length)
         if at == 0 or at == len(self._lines):
@@ -133,6 +140,11 @@ class Table:
 
 
 Curve = Constants | Table
+
+
+def squares(lengths: Sequence[int]) -> int:
+    """Return the sum of squared lengths, which with that of the lengths is all that a curve asks of a micro-batch."""
+    return sum(n * n for n in lengths)
 
 
 def curve_record(curve: Curve) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from hydragraph.cost.curves import Constants, Curve, Table
+from hydragraph.cost.curves import Constants, Curve, Table, squares
 from hydragraph.cost.schedule import Rows, exchanged_end, pipeline_end
 from hydragraph.spec.cluster import Interconnect
 
@@ -120,14 +120,17 @@ class StageCost:
 
     def apart(self, lengths: Sequence[int]) -> tuple[float, float, float]:
         """Return the seconds of aux, forward and backward."""
+        return self.at(sum(lengths), squares(lengths))
+
+    def at(self, tokens: int, squared: int) -> tuple[float, float, float]:
+        """Return the same of a micro-batch of so many tokens, by the sum of its squared lengths."""
         # The slowest kind of rank counts, and it may be another one forward than backward.
         early, one, two = (
-            max((sum(n * curve.seconds(lengths) for n, curve in parts) for parts in every), default=0.0)
+            max((sum(n * curve.at(tokens, squared) for n, curve in parts) for parts in every), default=0.0)
             for every in (self.aux, self.forward, self.backward)
         )
         if self.rings is None:
             return early, one, two
-        tokens = sum(lengths)
         return early, one + self.rings[0].seconds(tokens), two + self.rings[1].seconds(tokens)
 
     @property

@@ -338,8 +338,22 @@ def _least_end(q: int, terms: Floats, extra: Floats, state: SearchState) -> floa
 
 
 @compiled
+def alike(instance: Instance) -> Ints:
+    """Return for each sequence [n] the first that is like it, in tokens and in seconds on every kind of pipeline."""
+    n, kinds = instance.cost.shape
+    first = np.arange(n)
+    for i in range(1, n):
+        same = instance.lengths[i] == instance.lengths[i - 1]
+        for t in range(kinds):
+            same = same and instance.cost[i, t] == instance.cost[i - 1, t]
+        if same:
+            first[i] = first[i - 1]
+    return first
+
+
+@compiled
 def best_step(
-    p: int, horizon: float, placed: Ints, instance: Instance, extra: Floats, state: SearchState
+    p: int, horizon: float, placed: Ints, instance: Instance, extra: Floats, state: SearchState, first: Ints
 ) -> tuple[float, int, int, int]:
     """Return the step that brings the end of pipeline p and of its partner forward most.
 
@@ -349,6 +363,7 @@ def best_step(
     Args:
         p: the last pipeline to finish.
         horizon: pipelines that finish later than this are no partners.
+        first: see `alike`: of sequences that are alike in one pipeline, one is looked at.
 
     Returns:
         The later end of both, i, k (-1: a move), q; i is -1 where no step helps.
@@ -366,9 +381,12 @@ def best_step(
     best_i = -1
     best_k = -1
     best_q = -1
+    looked_at = -1  # of p
+    seen = np.empty(len(kind_of), np.int64)  # of each partner
     for i in range(n):
-        if placed[i] != p:
+        if placed[i] != p or first[i] == looked_at:
             continue
+        looked_at = first[i]
         # p without i: if i is its longest, the second longest takes over, and the bubble gets shorter too.
         rest = state.second[p] if i == state.longest[p] else state.longest[p]
         left = loads[p] - cost[i, own]
@@ -389,10 +407,12 @@ def best_step(
                     best_k = -1
                     best_q = q
         # Swaps: for a shorter sequence only, because a longer one would put p's end back.
+        seen[:] = looked_at
         for k in range(i + 1, n):
             q = placed[k]
-            if q == p or q < 0 or ends[q] > horizon:
+            if q == p or q < 0 or ends[q] > horizon or seen[q] == first[k]:
                 continue
+            seen[q] = first[k]
             t = kind_of[q]
             more = cost[i, t] - cost[k, t]
             if _least_end(q, instance.terms[t], extra, state) + more >= best or cost[k, own] == np.inf:
@@ -429,13 +449,14 @@ def descend(placed: Ints, instance: Instance, extra: Floats) -> float:
     state = no_state(pipelines)
     changed = np.ones(pipelines, np.bool_)
     near = True
+    first = alike(instance)
     while True:
         recount(placed, instance, extra, changed, state)
         last = np.argmax(state.ends)
         # Partners that finish early have most room. With many pipelines it is quicker to look at those alone, and at
         # all of them only where these have nothing to offer.
         horizon = horizon_of(state.ends, NEAR) if near and pipelines > NEAR else np.inf
-        _, i, k, q = best_step(last, horizon, placed, instance, extra, state)
+        _, i, k, q = best_step(last, horizon, placed, instance, extra, state, first)
         if i >= 0:
             placed[i] = q
             if k >= 0:

@@ -21,6 +21,11 @@ def test_constants_by_hand() -> None:
     assert CONSTANTS.times(2).seconds([1000]) == pytest.approx(2 * CONSTANTS.seconds([1000]))
 
 
+@pytest.mark.parametrize("curve", [CONSTANTS, Table(((1, 100, 0.1), (4, 400, 0.2), (1, 400, 0.3)))])
+def test_tokens_and_squared_lengths_are_all_that_a_curve_asks_for(curve: Constants | Table) -> None:
+    assert curve.at(3 * 90, 3 * 90**2) == curve.seconds([90] * 3)
+
+
 ROWS = [(n,) for n in (256, 1024, 4096)] + [(n // 4,) * 4 for n in (256, 1024, 4096)]
 
 

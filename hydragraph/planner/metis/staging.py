@@ -236,36 +236,37 @@ def _layers(
                 continue
             stage = Stage(example, 1, recompute=recompute)
             for size in sorted(sizes):
-                found[kind, tp, size] = _measured(costs, stage, [length] * size)
+                found[kind, tp, size] = _measured(costs, stage, size, length)
     return found
 
 
-def _measured(costs: Costs, stage: Stage, lengths: list[int]) -> list[_Layer]:
-    """Return every layer on a stage's ranks for a micro-batch; layers of equal blocks are alike."""
+def _measured(costs: Costs, stage: Stage, sequences: int, length: int) -> list[_Layer]:
+    """Return every layer on a stage's ranks for a micro-batch of equal sequences; layers of equal blocks are alike."""
     alike: dict[tuple[str, ...], _Layer] = {}
     found = []
     for layer in range(costs.outline.layers):
         span = costs.outline.span(layer, layer + 1)
         templates = costs.profile.blocks[slice(*span)]
         if templates not in alike:
-            alike[templates] = _one(costs, stage, span, lengths)
+            alike[templates] = _one(costs, stage, span, sequences, length)
         found.append(alike[templates])
     return found
 
 
-def _one(costs: Costs, stage: Stage, span: tuple[int, int], lengths: list[int]) -> _Layer:
+def _one(costs: Costs, stage: Stage, span: tuple[int, int], sequences: int, length: int) -> _Layer:
     pieces = costs.pieces(costs.cluster.type_of(stage.devices[0]), stage.kind)
     # What micro-batches keep is a line over equal sequences: graphs are looked at for one and for two of them.
-    one, two = (MicroBatch(n * lengths[0], n) for n in (1, 2))
+    one, two = (MicroBatch(n * length, n) for n in (1, 2))
     state = 0.0
     kept = 0.0
     for at in range(*span):
         piece = pieces[costs.profile.blocks[at]]
         state += costs.sizes.itemsize * piece.parameters + GRADIENT_BYTES * (piece.parameters - piece.frozen)
         each, both = (costs.blocks.footprint(costs.outline.blocks[at], StagePart(stage.kind, 0), n) for n in (one, two))
-        kept += _kept(each) + (len(lengths) - 1) * (_kept(both) - _kept(each))
+        kept += _kept(each) + (sequences - 1) * (_kept(both) - _kept(each))
     several = 1 + _MESSAGES if costs.ranks > 1 else 1.0
-    return _Layer(sum(costs.stage(stage, span).seconds(lengths)), several * state, kept)
+    seconds = sum(costs.stage(stage, span).at(sequences * length, sequences * length**2))
+    return _Layer(seconds, several * state, kept)
 
 
 def _kept(held: Footprint) -> int:
@@ -319,7 +320,8 @@ def laid_out(costs: Costs, devices: Devices, found: Found, length: int, recomput
     """Return what a search found as pipelines with sequences, priced and walked where they are a strategy."""
     pipelines = pipelines_of(found, devices.ranks(found.types), recompute)
     together = max(1, found.problem.batch // (found.batches * len(pipelines)))
-    seconds = [max(sum(stage.seconds([length] * together)) for stage in costs.stages(each)) for each in pipelines]
+    load = together * length, together * length**2
+    seconds = [max(sum(stage.at(*load)) for stage in costs.stages(each)) for each in pipelines]
     alone = len({d for p in pipelines for d in p.devices}) == sum(len(p.devices) for p in pipelines)
     # Pipelines that share a stage wait for one another, so none of them is quicker.
     assignment = _assigned(found.problem.batch, together, seconds if alone else [1.0] * len(pipelines), length)

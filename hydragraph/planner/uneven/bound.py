@@ -55,6 +55,7 @@ def _bound(costs: Costs, lengths: Counter[int]) -> float:
     spent = np.full((len(sites), len(templates)), math.inf)
     alone = np.full((len(sites), len(templates)), math.inf)
     longest = max(lengths)
+    tokens, squared = (sum(times * n**power for n, times in lengths.items()) for power in (1, 2))
     for s, site in enumerate(sites):
         for kind in costs.profile.of(site.type).pieces:
             if kind.tp > largest[site] or any(heads % kind.tp for heads in costs.sizes.heads):
@@ -63,9 +64,8 @@ def _bound(costs: Costs, lengths: Counter[int]) -> float:
             for t, template in enumerate(templates):
                 at = costs.profile.blocks.index(template)
                 cost = healthy.stage(stage, (at, at + 1))
-                together = [n for n, times in lengths.items() for _ in range(times)]
                 # What a micro-batch costs beside its sequences is paid at least once; auxiliary values are left out.
-                spent[s, t] = min(spent[s, t], kind.tp * sum(cost.apart(together)[1:]))
+                spent[s, t] = min(spent[s, t], kind.tp * sum(cost.at(tokens, squared)[1:]))
                 alone[s, t] = min(alone[s, t], sum(cost.apart([longest])[1:]))
     # Variables: the part of each template's work that each site does, then T.
     count = len(sites) * len(templates)
