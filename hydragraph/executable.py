@@ -8,8 +8,8 @@ import inspect
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -29,11 +29,11 @@ from hydragraph.errors import RankFailure, Stopped, Unsupported
 from hydragraph.frontend.adapters import is_peft
 from hydragraph.frontend.initialise import initial_buffers, initial_parameters, is_meta
 from hydragraph.frontend.packed import own_fields
-from hydragraph.handover import Handover
+from hydragraph.holding import Holding
 from hydragraph.ir.outline import Mode
 from hydragraph.ir.program import Program
 from hydragraph.ir.text import instruction_text
-from hydragraph.migration import Moved, Restore, bring, keep, kept
+from hydragraph.migration import Moved, Restore, bring, keep
 from hydragraph.mini_batch import AssignedBatch, MiniBatch, digest, packed
 from hydragraph.modes import own_modes
 from hydragraph.passes.check_strategy import check_strategy
@@ -51,7 +51,7 @@ from hydragraph.runtime.groups import Groups
 from hydragraph.runtime.launch import World
 from hydragraph.runtime.meeting.member import CALLED, here
 from hydragraph.runtime.probe import MOST_S, Probe
-from hydragraph.runtime.standing import Held, Meeting, Place, Progress, ProgressLog, Standing, meet
+from hydragraph.runtime.standing import Progress, ProgressLog, meet
 from hydragraph.runtime.state import HomeState, OptimizerFactory
 from hydragraph.runtime.trace import Exposed, RankTimes, Span, mean_exposed
 from hydragraph.runtime.variants import Variants
@@ -211,9 +211,7 @@ class Executable:
         self.progress_s = PROGRESS_S
         self._buffers = {name: buffer.to(world.device) for name, buffer in buffers.items()}
         seed = torch.initial_seed()
-        self._start: Callable[[], Iterable[Mapping[str, Tensor]]] | None = None
-        if is_meta(model):
-            self._start = lambda: initial_parameters(model, seed, blocks)
+        self._holding = Holding((lambda: initial_parameters(model, seed, blocks)) if is_meta(model) else None)
 
         def fill(groups: Groups, state: HomeState) -> None:
             if is_meta(model):
@@ -223,13 +221,7 @@ class Executable:
                 state.fill(dict(model.named_parameters()))
 
         self._closed = False
-        self._held: Session | None = None  # what this rank works with
         self._choosing: Chooser | None = None
-        self._arriving: Session | None = None  # what a move fills
-        self._arrived = False  # whether it has
-        self._handover: Handover | None = None  # what moves beside the next step
-        self._generation = self._generation_ahead = 0
-        self._called: tuple[int, ...] = ()
         self._communications = 0
         self.stopping = 0
         self.watched = False
@@ -254,7 +246,7 @@ class Executable:
             self.strategies = _of_least_cut(plans.profile, among) if alike and plans.profile else among(plans.profile)
             self._check_sums(self.strategies)
             self._planning = replace(plans, profile=self.given_profile)
-            self._held = self._begin_session(world, home or Home(), fill)
+            self._holding.held = self._begin_session(world, home or Home(), fill)
             self._choose()
 
     # What a training script calls.
@@ -371,7 +363,7 @@ class Executable:
 
         Parameters are the fp32 master weights. Other ranks take part and get {}.
         """
-        self._begin()
+        self._holding.begin()
         return self._state(frozenset(self._model_tensors))
 
     @_call("save_pretrained")
@@ -387,7 +379,7 @@ class Executable:
         Raises:
             Unsupported: the model is none of transformers', or has no adapters to merge.
         """
-        self._begin()
+        self._holding.begin()
         shell = check_shell(self._shell, merged)
         keys = shell.keys(merged)
         state = self._state(frozenset(self._model_tensors) if keys is None else keys)
@@ -409,7 +401,7 @@ class Executable:
                 The next `save`, `load`, `wait_saved`, `close` and the end of the process wait for it; an error is
                 raised by the first of these or by the next step, on every rank.
         """
-        self._begin()
+        self._holding.begin()
         self._session.saver.wait()
         save = self._session.saver.start if asynchronous else store.save
         save(Path(path), self.home, self.optimizer, {"steps": self._steps, "user": extra or {}}, self.groups)
@@ -424,7 +416,7 @@ class Executable:
             pieces: where this rank keeps them; all ranks have the same places.
             extra: plain data of yours, which `move` returns where it goes back.
         """
-        self._begin()
+        self._holding.begin()
         keep(self._session, pieces, extra or {})
 
     @_call("wait_saved")
@@ -438,7 +430,7 @@ class Executable:
         self._session.saver.wait()
         self._stop_handover()
         extra = store.load(Path(path), self.home, self.optimizer, self.groups)
-        self._start = None
+        self._holding.loaded()
         self._session.log.restored(int(extra["steps"]))
         return dict(extra["user"])
 
@@ -458,17 +450,16 @@ class Executable:
         self._stop_handover()
         names = pretrained.Names.of(None if self._shell is None else self._shell.model, self._model_tensors)
         pretrained.load(Path(path), self.home, self._session.buffers, names, self.groups)
-        self._start = None
+        self._holding.loaded()
 
     def close(self) -> None:
         """Wait for what is being saved, and drop the communicators; all ranks call it, also after a failure."""
-        if self._held is None:
-            self._closed = True
-            return
         self._closed = True
+        if self._holding.held is None:
+            return
         try:
             self._chooser.close()
-            with nullcontext() if self._watch.broken else self._watch.calling("close"):
+            with self._calling("close"):
                 self._stop_handover()
                 self._session.saver.close()
         finally:
@@ -483,18 +474,17 @@ class Executable:
         Alone: no other rank is waited for, unless a save is being written. `move` calls it, too; call it before the
         process group is destroyed that these communicators belong to.
         """
-        if self._held is not None:
+        if self._holding.held is not None:
             try:
-                self._held.saver.close()
+                self._holding.held.saver.close()
             except Exception as error:
                 _LOG.warning("a save was not completed: %s", error)
             try:
-                with nullcontext() if self._watch.broken else self._watch.calling("leave"):
+                with self._calling("leave"):
                     self._stop_handover()
             except RankFailure as failure:
                 _LOG.info("state did not come beside the steps: %s", failure)
-        sessions = (self._held, self._arriving)
-        for groups in {id(session.groups): session.groups for session in sessions if session is not None}.values():
+        for groups in self._holding.groups:
             groups.close()
 
     def move(
@@ -532,16 +522,16 @@ class Executable:
         if self._closed:
             raise ValueError("move: this executable is closed; compile again")
         began = time.perf_counter()
-        stays = self._held is not None and world is self._held.world and not world.watch.broken
+        holding = self._holding
+        stays = holding.held is not None and world is holding.held.world and not world.watch.broken
         stays = stays and list(before) == list(range(world.ranks))
         chosen = stays and strategy is None and profile is None
         self._stop_handover() if stays else self.leave()
         self._watch = world.watch
         with own_modes("move"), world.watch.calling("move"):
-            self._called = (*self._called, world.rank)
-            told = world.gather((self._standing(), self.strategies))
+            told = world.gather((holding.standing(world.rank), self.strategies))
             meeting = meet([standing for standing, _ in told], before)
-            finished = self._agree(meeting)
+            finished = holding.agree(meeting, world.rank, self._max_grad_norm)
             known = told[meeting.leader or 0][1]
             self._planning = replace(self._planning, profile=self._alike(profile or self._planning.profile))
             plans = self._planning
@@ -550,15 +540,15 @@ class Executable:
             )
             self._check_sums(self.strategies)
             self._planning = replace(self._planning, profile=self._alike(self._planning.profile))
-            old, counts = self._held, meeting.before[world.rank] is not None
+            counts = meeting.before[world.rank] is not None
             log = ProgressLog(Progress(meeting.updates, meeting.norm))
-            ending = self._held if stays else None
-            session = self._arriving = self._begin_session(world, home, lambda groups, state: None, log, ending)
-            brought = bring(session, old if counts else None, meeting, restore)
-            self._generation_ahead = meeting.generation + 1
-            self._arrived = True
+            ending = holding.held if stays else None
+            session = self._begin_session(world, home, lambda groups, state: None, log, ending)
+            holding.expect(session)
+            brought = bring(session, holding.held if counts else None, meeting, restore)
+            holding.arrived(meeting.generation + 1)
             session.groups.gather_objects(None)  # everybody has everything: from here on nobody needs anybody
-            self._take()
+            holding.take()
             self._choose(chosen)
         step = self._steps
         seconds = time.perf_counter() - began
@@ -581,71 +571,27 @@ class Executable:
         Raises:
             ValueError: on all ranks: the home does not fit, or state is on its way to another already.
         """
-        if self._handover is not None:
-            on_its_way = self._handover.arriving.owners.home
+        if self._holding.handover is not None:
+            on_its_way = self._holding.handover.arriving.owners.home
             raise agreed(ValueError(f"rehome: state is on its way to {on_its_way}: train a step first"))
-        self._begin()
+        self._holding.begin()
         held = self._session
         arriving = self._begin_session(
             held.world, home, lambda groups, state: None, ProgressLog(held.log.progress), held, agreed_before=True
         )
-        self._handover = Handover.begin(held, arriving)
-        self._arriving, self._arrived, self._generation_ahead = arriving, False, self._generation + 1
+        self._holding.hand_over(arriving)
 
     def _stop_handover(self) -> None:
-        """End what is on its way; of ranks that go on together, all have then sent and received the same."""
-        handover, self._handover = self._handover, None
-        if handover is None:
-            return
-        self._arrived = handover.whole
-        if not self._watch.broken:
-            handover.settle()
-
-    def _go_over(self) -> None:
-        """Work with the new owners from now on, if a step has brought them all."""
-        handover = self._handover
-        if handover is not None and handover.whole:
-            self._handover = None
-            self._take()
+        self._holding.stop_handover(self._watch.broken)
 
     def _update(self, norm: float) -> None:
         """Update what this rank owns, which is what it owns from now on."""
-        self._go_over()
+        self._holding.go_over()
         self._session.update(norm, self._max_grad_norm)
 
-    def _standing(self) -> Standing | None:
-        """Return what this rank has."""
-        if self._held is None:
-            return None
-        self._begin()
-        arrived = self._place(self._arriving, self._generation_ahead) if self._arriving and self._arrived else None
-        return Standing(self._place(self._held, self._generation), arrived, self._called[:-1])
-
-    @staticmethod
-    def _place(session: Session, generation: int) -> Held:
-        world = session.world
-        return Held(Place(generation, world.rank, world.ranks, session.owners.home), session.log.progress)
-
-    def _agree(self, meeting: Meeting) -> bool:
-        """Come to the state that all have agreed on; say whether this rank has finished a step for that."""
-        if self._arrived and meeting.generation == self._generation_ahead:
-            self._take()
-        self._arriving, self._arrived = None, False
-        held = self._held
-        if held is None or meeting.before[self._watch.rank] is None:
-            return False
-        behind = held.log.progress.updates < meeting.updates
-        if behind:
-            _LOG.info("finished step %d, which other ranks had finished", meeting.updates)
-            held.update(meeting.norm, self._max_grad_norm)
-        return behind
-
-    def _take(self) -> None:
-        """Work with what a move has brought from now on."""
-        assert self._arriving is not None, "it has arrived"
-        self._held = kept(self._arriving, self._held)
-        self._generation = self._generation_ahead
-        self._arriving, self._arrived, self._start, self._called = None, False, None, ()
+    def _calling(self, what: str) -> AbstractContextManager[object]:
+        """Let ranks watch each other in a call, unless a failure has parted them."""
+        return nullcontext() if self._watch.broken else self._watch.calling(what)
 
     @property
     def strategy(self) -> Strategy:
@@ -727,9 +673,7 @@ class Executable:
 
     @property
     def _session(self) -> Session:
-        if self._held is None:
-            raise ValueError("this executable has joined no ranks yet: call move first")
-        return self._held
+        return self._holding.session
 
     @property
     def _steps(self) -> int:
@@ -801,15 +745,9 @@ class Executable:
             return profile.changed(profile=self._sums.alike(profile.profile))
         return self._sums.alike(profile)
 
-    def _begin(self) -> None:
-        """Give a model that was built on the meta device its initial weights, unless some were loaded."""
-        start, self._start = self._start, None
-        for tensors in start() if start is not None else ():
-            self.home.fill(tensors)
-
     def _iterate(self, sequences: Batches, given: Strategy | str | None, mode: Mode) -> StepReport:
         """Run one iteration on every rank; what all ranks refuse together is an agreed error, and no rank's failure."""
-        self._begin()
+        self._holding.begin()
         log.at_step(self._steps + (mode == "train"))
         began = time.perf_counter()
         self._communications += 1
@@ -821,10 +759,10 @@ class Executable:
             self._prepare(work, mode)
             preparing_s = time.perf_counter() - assigned
             self._session.executor.probe = self._probe if self._probes(mode) else None
-            self._session.executor.beside = self._handover if trains else None
+            self._session.executor.beside = self._holding.handover if trains else None
             spans = self.spans if trains else None
             outcome = self._session.execute(work, mode, batch.tokens, self._update, self._steps + 1, spans)
-            self._go_over()  # also where nothing was updated, since nothing is finite
+            self._holding.go_over()  # also where nothing was updated, since nothing is finite
         if trains:
             self._lasted = time.perf_counter() - began
         if not outcome.finite:

@@ -146,7 +146,7 @@ def strike_at(patch: pytest.MonkeyPatch, exe: hg.Executable, moment: str) -> Non
         (Groups, "all_to_all", sent),
         (Handover, "end", lambda *_: stop()),
         (Handover, "end", handed_on),
-        (exe, "_take", stop),
+        (exe._holding, "take", stop),
         (Session, "update", torn),
     ]
     patch.setattr(*where[MOMENTS.index(moment)])

@@ -305,7 +305,7 @@ def cut_moves(prepared: Ready) -> tuple[list[float], list[tuple[int, str]]]:
     exe = compiled(prepared, clip=None)
     losses, outcomes = train(exe, [0]), []
     everybody: list[int | None] = [*range(RANKS)]
-    for number, (victim, at) in enumerate([(2, "bring"), (1, "_take")], start=1):
+    for number, (victim, at) in enumerate([(2, "bring"), (1, "take")], start=1):
         exe.leave()
         world = regroup(2 * number - 1, range(RANKS))
         assert world is not None
@@ -313,12 +313,12 @@ def cut_moves(prepared: Ready) -> tuple[list[float], list[tuple[int, str]]]:
             if world.rank == victim and at == "bring":
                 patch.setattr("hydragraph.executable.bring", lambda *_: stop())
             elif world.rank == victim:
-                patch.setattr(exe, "_take", stop)
+                patch.setattr(exe._holding, "take", stop)
             try:
                 exe.move(world, hg.Home([1, 2, 3, 4], copies=2), everybody)
                 exe.step(batch(number))  # those who have ended it cannot go on alone
             except (hg.RankFailure, StruckError) as error:
-                outcomes.append((exe._generation, type(error).__name__))
+                outcomes.append((exe._holding.generation, type(error).__name__))
         exe.leave()
         world = regroup(2 * number, range(RANKS))
         assert world is not None
