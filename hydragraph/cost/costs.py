@@ -169,8 +169,12 @@ class Costs:
 
     def of_ranks(self, ranks: Sequence[int], home: Home) -> Costs:
         """Return the costs on some of these ranks, which are numbered in this order from now on, under a home."""
-        health = Health({new: self.health.rate(old) for new, old in enumerate(ranks) if self.health.rate(old) > 1})
-        return self.changed(cluster=self.cluster.of_ranks(ranks), health=health, home=home)
+        return self.changed(cluster=self.cluster.of_ranks(ranks), health=self.health.of_ranks(ranks), home=home)
+
+    def reordered(self, ranks: Sequence[int]) -> Costs:
+        """Return the costs on the same ranks, which are numbered in this order from now on."""
+        cluster = self.cluster.reordered(ranks)
+        return self.changed(cluster=cluster, health=self.health.of_ranks(ranks), home=self.home.reordered(ranks))
 
     # Pipelines.
 

@@ -352,6 +352,15 @@ class Cluster:
         pairs = tuple(pair for pair in self.pairs if types.issuperset(pair.types))
         return replace(self, devices=devices, pairs=pairs)
 
+    def reordered(self, ranks: Sequence[int]) -> Cluster:
+        """Return it with all its ranks in another order, and its nodes numbered in the order of their first ranks."""
+        same = self.of_ranks(ranks)
+        used = dict.fromkeys(device.node for device in same.devices)
+        numbers = {old: new for new, old in enumerate(dict.fromkeys([*used, *range(len(self.nodes))]))}
+        devices = tuple(replace(device, node=numbers[device.node]) for device in same.devices)
+        nodes = tuple(self.nodes[old] for old in numbers) if self.nodes else ()
+        return replace(same, devices=devices, nodes=nodes)
+
     def _occupied(self) -> list[Node]:
         """Return the nodes that have devices here, with as many as these are."""
         numbers = [device.node for device in self.devices]

@@ -8,7 +8,7 @@ As YAML, rates by rank, of those that are not healthy:
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -51,6 +51,10 @@ class Health:
     def with_rate(self, rank: int, rate: float) -> Health:
         """Return it with one rank's rate changed."""
         return Health({**self.rates, rank: rate})
+
+    def of_ranks(self, ranks: Sequence[int]) -> Health:
+        """Return that of some ranks, which are numbered in this order from now on."""
+        return Health({new: self.rate(old) for new, old in enumerate(ranks)})
 
     @classmethod
     def load(cls, path: str | Path) -> Health:

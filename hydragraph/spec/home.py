@@ -9,7 +9,9 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
-from typing import Any
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 Shares = tuple[float, ...]
 
@@ -69,6 +71,19 @@ class Home:
     def shares_of(self, bucket: str) -> Sequence[float] | None:
         """Return a bucket's shares by rank; None: equal ones."""
         return self.buckets.get(bucket, self.shares)
+
+    def reordered(self, ranks: Sequence[int]) -> Home:
+        """Return it for the same ranks in another order."""
+
+        def of(each: Sequence[T]) -> tuple[T, ...]:
+            return tuple(each[rank] for rank in ranks)
+
+        return Home(
+            None if self.shares is None else of(self.shares),
+            self.copies,
+            {name: of(shares) for name, shares in self.buckets.items()},
+            None if self.nodes is None else of(self.nodes),
+        )
 
     def check(self, ranks: int, buckets: Sequence[str] | None = None) -> None:
         """Check that it is for so many ranks and for a model of these buckets.

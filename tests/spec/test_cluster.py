@@ -225,5 +225,9 @@ def test_some_of_its_devices_keep_their_types_and_links(tmp_path: Path) -> None:
     again = Cluster.load(tmp_path / "fewer.yaml")
     assert [again.type_of(rank) for rank in range(3)] == ["a", "c", "c"]
     assert all(again.link(i, j) == fewer.link(i, j) for i in range(3) for j in range(3) if i != j)
+    other = whole.reordered([4, 5, 1, 0, 2, 3])
+    assert [other.node_of(rank) for rank in range(6)] == [0, 0, 1, 1, 2, 2]
+    assert [other.type_of(rank) for rank in range(6)] == ["c", "c", "a", "a", "b", "b"]
+    assert [node.type for node in other.nodes] == ["c", "a", "b"]
     unnamed = Cluster((replace(DEVICE, flops_per_s=1.0), DEVICE, DEVICE), FAST, SLOW)
     assert [unnamed.of_ranks([2, 1]).type_of(rank) for rank in range(2)] == ["other 1", "other 1"]

@@ -42,6 +42,13 @@ def test_a_home_may_be_given_as_its_text() -> None:
         home_of(given)
 
 
+def test_it_follows_its_ranks_into_another_order() -> None:
+    home = hg.Home([3, 1, 0], 2, {"embed": [0, 1, 2]}, [0, 0, 1])
+    assert home.reordered([2, 0, 1]) == hg.Home([0, 3, 1], 2, {"embed": [2, 0, 1]}, [1, 0, 0])
+    assert home.reordered([2, 0, 1]).reordered([1, 2, 0]) == home
+    assert hg.Home().reordered([1, 0]) == hg.Home()
+
+
 def test_texts_by_hand() -> None:
     assert hg.Home.parse("equal") == hg.Home()
     assert hg.Home.parse("3,3,1,0 copies=2") == hg.Home(shares=[3, 3, 1, 0], copies=2)

@@ -25,6 +25,7 @@ from hydragraph.planner.uneven.bound import bound as bound_of
 from hydragraph.planner.uneven.explaining import Rival, explanation
 from hydragraph.planner.uneven.finalists import Finalists, Proposal, finalists, proposals
 from hydragraph.planner.uneven.lacking import nothing_fits
+from hydragraph.planner.uneven.ordering import order_of, told
 from hydragraph.planner.uneven.pooled import pooled
 from hydragraph.planner.uneven.prices import SAFETY, Market, state_bytes
 from hydragraph.planner.uneven.regrouping import Yard, climbed
@@ -210,9 +211,13 @@ def _plan(
     looked = Finalists((), (), ())
     # The search's lines are near the exact walk: where that finds everything too large, it searches with less memory.
     short: list[Shortage] = []
-    market = Market(costs)
+    order = order_of(costs)
+    listed = order == list(range(costs.ranks))
+    ordered = costs if listed else costs.reordered(order)
+    market = Market(ordered)
     for safety in SAFETIES:
-        looked = _looked_at(costs, workload, method, ways, near, until, safety, market)
+        looked = _looked_at(ordered, workload, method, ways, near, until, safety, market)
+        looked = looked if listed else told(looked, order)
         short += looked.short
         if looked.settled or not looked.short:
             break
@@ -228,7 +233,9 @@ def _plan(
     best = min(each.seconds for each in able)
     equal = [each for each in able if each.seconds <= best * (1 + near)]
     chosen = min(equal, key=lambda each: (moved[each.strategy], each.strategy != before, each.seconds))
-    if not chosen.simulated and until is None and not workload.lengths:
+    # What ranks own follows their order, so with another order traffic is a little different.
+    exact = chosen.simulated and listed
+    if not exact and until is None and (chosen.simulated or not workload.lengths):
         chosen = simulated(costs, chosen)
     useful = _useful(costs, workload, chosen, settled) if workload.lengths else [chosen]
     rivals = _rivals(chosen, settled, passed, short)
