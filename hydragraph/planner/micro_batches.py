@@ -155,8 +155,10 @@ def form(
     bounds = np.empty(high - low + 1)
     for v in range(low, high + 1):
         bounds[v - low] = price(objective, largest_at_least(work, v), total, v, stages, c)
-    # Best bound first: once a packing is as good as the next bound, no V that is left can beat it.
-    tried = np.full((len(bounds), n), -1, np.int64)
+    # Best bound first: once a packing is as good as the next bound, no V that is left can beat it. Those packings alone
+    # are kept that kicks are for: short sequences may have thousands of V.
+    tried = np.full((KICKED, n), -1, np.int64)
+    kept = np.full(KICKED, -1)  # V - low of each, the best first
     values = np.full(len(bounds), np.inf)
     best = np.inf
     open_bounds = bounds.copy()
@@ -165,24 +167,31 @@ def form(
         if open_bounds[at] >= best * (1 - 1e-9):
             break
         open_bounds[at] = np.inf
-        tried[at] = spread_evenly(work, lengths, low + at, max_len)
-        values[at] = priced(tried[at], work, low + at, objective, stages, c)
+        placed = spread_evenly(work, lengths, low + at, max_len)
+        values[at] = priced(placed, work, low + at, objective, stages, c)
         best = min(best, values[at])
+        for k in range(KICKED):
+            if kept[k] < 0 or (values[at], at) < (values[kept[k]], kept[k]):
+                kept[k + 1 :] = kept[k:-1].copy()
+                tried[k + 1 :] = tried[k:-1].copy()
+                kept[k] = at
+                tried[k] = placed
+                break
     # On one stage SUM does not depend on the largest micro-batch: kicks, which level it, would gain nothing.
     if objective == EQ1 or stages > 1:
-        open_values = values.copy()
-        for _ in range(min(KICKED, len(values))):
-            at = np.argmin(open_values)
+        for k in range(KICKED):
+            at = kept[k]
             # What its own bound already excludes, kicks cannot save.
-            if open_values[at] < np.inf and bounds[at] < best * (1 - ENOUGH):
+            if at >= 0 and values[at] < np.inf and bounds[at] < best * (1 - ENOUGH):
                 enough = largest_at_least(work, low + at) * (1 + ENOUGH)
-                kick_evenly(tried[at], work, lengths, low + at, max_len, kicks, enough)
-                values[at] = priced(tried[at], work, low + at, objective, stages, c)
+                kick_evenly(tried[k], work, lengths, low + at, max_len, kicks, enough)
+                values[at] = priced(tried[k], work, low + at, objective, stages, c)
                 best = min(best, values[at])
-            open_values[at] = np.inf
     at = np.argmin(values)
     if best < np.inf:
-        return values[at], min(bounds.min(), values[at]), low + at, tried[at]
+        for k in range(KICKED):
+            if kept[k] == at:
+                return values[at], min(bounds.min(), values[at]), low + at, tried[k]
     # Capacity is too tight for the numbers of Appendix C: sequences of 3 3 3 tokens need 3 micro-batches of 5, not 2.
     for count in range(high + 1, n + 1):
         placed = spread_evenly(work, lengths, count, max_len)
