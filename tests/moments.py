@@ -62,12 +62,16 @@ class Strike:
         call: which one, from 1, of those that are made within it; if it has fewer, its end.
         rank: of the ranks there are then, modulo their number; a newcomer is whoever comes.
         how: it is killed, it is stopped, or it lives and hangs.
+        at: only calls of functions of this name count; "": all do.
+        also: the next rank does the same, at the same call: both owners of what the first one owns first.
     """
 
     window: str
     call: int
     rank: int
     how: How = "kill"
+    at: str = ""
+    also: bool = False
 
 
 @dataclass(frozen=True)
@@ -124,7 +128,7 @@ class Plan:
 def window(plan: Plan, which: str, rank: int | None, ranks: int) -> Iterator[None]:
     """Strike this process inside, if it is its turn."""
     number, strike = plan.next()
-    mine = strike is not None and strike.window == which and rank in (None, strike.rank % ranks)
+    mine = strike is not None and strike.window == which and rank in (None, *_struck(strike, ranks))
     if which not in plan.opened:
         mine = mine and ranks > 2  # two are left, at least
     elif mine:
@@ -133,10 +137,11 @@ def window(plan: Plan, which: str, rank: int | None, ranks: int) -> Iterator[Non
         yield
         return
     seen = 0
+    claims = ("hit", "also") if strike.also else ("hit",)
 
     def hit(where: str) -> None:
         sys.setprofile(None)
-        if plan.claim(f"hit-{number}", json.dumps([which, seen, where])):
+        if any(plan.claim(f"{each}-{number}", json.dumps([which, seen, where])) for each in claims):
             if strike.how != "hang":
                 os.kill(os.getpid(), signal.SIGSTOP if strike.how == "stop" else signal.SIGKILL)
             while True:  # a stop takes effect a little later
@@ -144,7 +149,8 @@ def window(plan: Plan, which: str, rank: int | None, ranks: int) -> Iterator[Non
 
     def called(frame: FrameType, event: str, what: Any) -> None:
         nonlocal seen
-        if event in ("call", "c_call") and frame.f_globals.get("__name__", "").startswith("hydragraph."):
+        counts = frame.f_code.co_name == strike.at and event == "call" if strike.at else event in ("call", "c_call")
+        if counts and frame.f_globals.get("__name__", "").startswith("hydragraph."):
             seen += 1
             if seen == strike.call:
                 hit(f"{frame.f_globals['__name__']}:{frame.f_lineno} {frame.f_code.co_name}")
@@ -155,6 +161,10 @@ def window(plan: Plan, which: str, rank: int | None, ranks: int) -> Iterator[Non
     finally:
         sys.setprofile(None)
         hit("its end")
+
+
+def _struck(strike: Strike, ranks: int) -> tuple[int, ...]:
+    return tuple((strike.rank + more) % ranks for more in range(1 + strike.also))
 
 
 def adamw(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:

@@ -52,3 +52,22 @@ def test_who_hangs_at_any_moment_of_a_meeting_is_given_up(tmp_path: Path) -> Non
     plan = Plan(tuple(Strike(*each, number % 4, "hang") for number, each in enumerate(calls)), struck)
     came = run(prepared, plan)
     assert not wrong(plan, came, run(prepared, Plan((), calm, steps=max(came.losses))))
+
+
+@thorough
+def test_sums_that_are_being_handed_on_to_second_owners_are_lost_with_one_owner_or_with_both(tmp_path: Path) -> None:
+    prepared, struck, calm = ready(), tmp_path / "struck", tmp_path / "calm"
+    for folder in (struck, calm):
+        folder.mkdir()
+    moments = [("_start_handing", 1), ("_start_handing", 3), ("put", 1), ("put", 2), ("go_on", 2), ("_commit", 1)]
+    strikes = [
+        Strike("step", call, number % 4, at=at, also=also)
+        for also in (False, True)
+        for number, (at, call) in enumerate(moments)
+    ]
+    plan = Plan(tuple(strikes), struck)
+    came = run(prepared, plan)
+    assert not wrong(plan, came, run(prepared, Plan((), calm, steps=max(came.losses))))
+    within = [came.hits[number][2] for number, strike in enumerate(strikes) if came.hits[number][2] != "its end"]
+    assert len(within) > len(strikes) / 2
+    assert all((struck / f"also-{number}").exists() for number, strike in enumerate(strikes) if strike.also)

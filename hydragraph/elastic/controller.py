@@ -15,7 +15,7 @@ now, then 5 s x 3 / 4 = 3.75 s are expected.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Protocol
@@ -107,6 +107,7 @@ class Replanning:
         sample: lengths of mini-batches, by which to plan before enough were seen.
         hurried: whether what the run chooses from at first was found at once, so that the best is to be looked for.
         planned_for: the rates of ranks that this was planned for.
+        late: what slow ranks cost beyond their rates, as far as is known.
     """
 
     costs: Costs
@@ -122,6 +123,7 @@ class Replanning:
     sample: tuple[tuple[int, ...], ...] = ()
     hurried: bool = False
     planned_for: Health = field(default_factory=Health)
+    late: Lateness = field(default_factory=Lateness)
 
 
 @dataclass(frozen=True)
@@ -171,7 +173,7 @@ class Controller:
             self._lengths.extend(replanning.sample)
             self._at_once = replanning.hurried
             self._planned_for = self._asked_for = replanning.planned_for
-            self._lateness = Lateness(bool(replanning.planned_for.rates))
+            self._lateness = replanning.late
             replanning.planner.start()
 
     def stepped(self, report: Stepped) -> tuple[Event, ...]:
@@ -188,8 +190,8 @@ class Controller:
         return tuple(events)
 
     @property
-    def _health(self) -> Health:
-        """The rates that decisions go by."""
+    def health(self) -> Health:
+        """The rates that decisions go by: those of the monitor, and more for ranks that others wait for."""
         known = self.monitor.health
         return known if self._replanning is None else self._lateness.planned(known)
 
@@ -201,7 +203,11 @@ class Controller:
         if self._coming is not None:
             running += self._coming.strategies
         tokens = max(map(sum, (report.assignment.lengths, *self._lengths)))
-        return following.stepped(report.step, self._health, report.seconds, tuple(dict.fromkeys(running)), tokens)
+        return following.stepped(report.step, self.health, report.seconds, tuple(dict.fromkeys(running)), tokens)
+
+    def late_among(self, numbers: Mapping[int, int], switched: bool) -> Lateness:
+        """Return what is known of slow ranks that stay, see `Lateness.among`."""
+        return Lateness(switched) if self._replanning is None else self._lateness.among(numbers, switched)
 
     def released(self) -> Asked | None:
         """Return who plans, ready for the controller of other ranks; None: nobody does."""
@@ -264,7 +270,7 @@ class Controller:
         """Ask for another plan, if rates have changed, or if the last one was found in a hurry."""
         given = self._replanning
         assert given is not None, "asked of those that plan"
-        health = self._health
+        health = self.health
         if given.planner.busy:
             return
         if health != self._asked_for and self._may_switch(given, step, health):

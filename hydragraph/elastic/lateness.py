@@ -12,6 +12,10 @@ AHEAD is more than 1, since what is fixed does not shrink with a pipeline's shar
 nothing where nothing is best. A plan is only ever looked at until it is late; one that was made for less lateness and
 made steps no shorter is taken back, and nothing more is tried as long as rates stay: it cannot go back and forth.
 
+Rates are noisy, and told again whenever they have changed by a quarter. What was learned of a rank goes for rates that
+are about the one it was learned with, however often they are told, also once the rank was well or had another rate
+meanwhile, and among other ranks: it is of the device.
+
 Example: rank 1 takes 13 times as long, and of a step of 2.2 s rank 0 waits 0.6 s at the end. It is planned as
 13 x (1 + 2 x 0.6 / 1.6) = 22.8 times as slow; steps of 1.7 s follow.
 """
@@ -20,7 +24,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
@@ -33,7 +37,7 @@ AHEAD = 2.0
 MATTERS = 0.05  # of the rest of a step, that it must be late by
 LOOK = 4  # steps that say how late a plan is
 USUAL = 8  # healthy steps that say what waits are usual
-SAME = 1.25  # a rate that has fallen by more is another one: what was learned with it is forgotten
+SAME = 1.6  # rates farther apart are others: what `estimate.Sensitivity.change` lets pass, twice
 
 
 @dataclass(frozen=True)
@@ -42,6 +46,10 @@ class _Learned:
 
     known: float
     planned: float
+
+    def goes_for(self, rate: float) -> bool:
+        """Say whether it was learned with about this rate; up to the one that is planned, that is no less."""
+        return self.known / SAME <= rate <= max(self.planned, SAME * self.known)
 
 
 class Lateness:
@@ -60,11 +68,25 @@ class Lateness:
         # What steps took before the last try, and what was planned then.
         self._before: tuple[float, dict[int, _Learned]] | None = None
         self._ended = False  # the last try was none
+        self._rates = Health()  # with which it was begun to look, and to try
+
+    def among(self, numbers: Mapping[int, int], switched: bool = False) -> Lateness:
+        """Return one that knows ranks by other numbers, and what was learned of those that stay.
+
+        Args:
+            numbers: by those before; ranks without one are gone.
+            switched: as for a new one.
+        """
+        found = Lateness(switched)
+        learned = self._learned if self._before is None else self._before[1]
+        found._learned = {numbers[rank]: each for rank, each in learned.items() if rank in numbers}
+        found._usual.extend(self._usual)
+        return found
 
     def planned(self, health: Health) -> Health:
         """Return the rates that plans are to go by."""
-        self._forget(health)
-        return Health({rank: max(rate, self._planned(rank, rate)) for rank, rate in health.rates.items()})
+        self._told(health)
+        return Health({rank: self._planned(rank, rate) for rank, rate in health.rates.items()})
 
     def switched(self) -> None:
         """Take down that another plan runs."""
@@ -87,7 +109,7 @@ class Lateness:
             health: as it is known.
             seconds: that it took.
         """
-        self._forget(health)
+        self._told(health)
         late = lateness(strategy, assignment, ranks, health)
         if not health.rates:
             self._usual.append(late[0])
@@ -119,17 +141,30 @@ class Lateness:
             self._learned[rank] = _Learned(rate, (1 + AHEAD * beyond) * self._planned(rank, rate))
 
     def _planned(self, rank: int, rate: float) -> float:
-        return self._learned[rank].planned if rank in self._learned else rate
+        learned = self._learned.get(rank)
+        return max(rate, learned.planned) if learned is not None and learned.goes_for(rate) else rate
 
-    def _forget(self, health: Health) -> None:
-        """Forget what was learned of ranks that have other rates by now."""
-        for rank, learned in list(self._learned.items()):
-            rate = health.rate(rank)
-            if not learned.known / SAME <= rate <= learned.planned:
-                self._learned.clear()
-                self._before = None
-                self._ended = False
-                return
+    def _told(self, health: Health) -> None:
+        """Begin anew where rates are others than those that were looked at: a try that was under way says nothing."""
+        if health == self._rates or _alike(health, self._rates, self._learned):
+            return
+        self._rates = health
+        if self._before is not None:
+            self._learned, self._before = self._before[1], None
+        self._ended = False
+        self._late.clear()
+        self._seconds.clear()
+
+
+def _alike(health: Health, before: Health, learned: Mapping[int, _Learned]) -> bool:
+    """Say whether rates are about what they were, or what was learned with these."""
+
+    def same(rank: int) -> bool:
+        then, now = before.rate(rank), health.rate(rank)
+        known = (_Learned(then, then), learned.get(rank, _Learned(then, then)))
+        return any(each.goes_for(then) and each.goes_for(now) for each in known)
+
+    return set(health) == set(before) and all(map(same, health))
 
 
 def lateness(

@@ -115,15 +115,13 @@ class Monitor:
             return ()  # graphs are compiled and memory is taken: no rank is as fast as it will be
         before = self.health
         work: dict[int, dict[Kind, tuple[float, float]]] = {}
-        crowd: dict[int, dict[Kind, tuple[float, float]]] = {}
+        crowded = {rank: (times.ran + times.queued) / times.ran for rank, times in enumerate(ranks) if times.ran > 0}
         for rank, kinds in predict(self._costs, strategy, assignment).items():
-            times = ranks[rank]
-            ready = times.ran + times.queued
-            crowded = ready / times.ran if times.ran > 0 else 1.0
-            own = {kind: times.own[self._templates.index(kind.template)] / crowded for kind in kinds}
-            work[rank] = {kind: (own[kind], seconds) for kind, seconds in kinds.items() if own[kind] > 0}
-            if times.ran > 0:
-                crowd[rank] = {"core": (crowded, 1.0)}
+            own = {kind: ranks[rank].own[self._templates.index(kind.template)] for kind in kinds}
+            alone = {kind: seconds / crowded.get(rank, 1.0) for kind, seconds in own.items()}
+            work[rank] = {kind: (alone[kind], seconds) for kind, seconds in kinds.items() if alone[kind] > 0}
+        # Of idle ranks, too, by their probes: else what was known of their cores would stay for ever.
+        crowd: dict[int, dict[Kind, tuple[float, float]]] = {r: {"core": (ratio, 1.0)} for r, ratio in crowded.items()}
         changed = self._device.observe({rank: each for rank, each in work.items() if each}, self._idle(ranks))
         changed += self._core.observe(crowd)
         named = sorted({change.rank for change in changed})

@@ -30,6 +30,7 @@ from hydragraph.runtime.groups import Groups, Role
 from hydragraph.runtime.message import Message
 from hydragraph.runtime.pending import Finish, Pending
 from hydragraph.runtime.prepared import BoundBlock, Prepared, shard_view
+from hydragraph.runtime.probe import Probed
 from hydragraph.runtime.rounded import Rounded
 from hydragraph.runtime.scheduled import Scheduled, unknown
 from hydragraph.runtime.standing import ProgressLog
@@ -129,7 +130,7 @@ class Executor:
         self._rounded = rounded
         self._log = log or ProgressLog()
         self.before: Callable[[Instruction], None] | None = None
-        self.probe: Callable[[], float] | None = None
+        self.probe: Callable[[], Probed] | None = None
         self.beside: Beside | None = None
         self._scheduled = Scheduled() if device.type == "cpu" else unknown
         self._buffers = Buffers(device, self.streams)
@@ -489,7 +490,7 @@ class Executor:
     def _commit(self, it: _Iteration) -> IterationOutcome:
         """Wait for everything that is under way, then agree with all ranks on loss, norm and finiteness."""
         if self.probe is not None:
-            it.timing.probe = self.probe()
+            it.timing.probed(self.probe())
         self._hand_on(it, wait=True)
         for stream, under_way in ((Stream.PULL, it.serving), (Stream.PUSH, it.pushing)):
             for value in list(under_way):

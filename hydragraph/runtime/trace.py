@@ -10,6 +10,7 @@ from pathlib import Path
 
 from hydragraph.cost.trace_file import Event, TracedStep, write_events
 from hydragraph.ir.instruction import Stream
+from hydragraph.runtime.probe import Probed
 from hydragraph.runtime.streams import Clock, HostClock, Reading
 
 
@@ -36,7 +37,7 @@ class RankTimes:
         own: seconds in which it computed blocks, by their template in the order of `Program.kinds`, without what it
             waited for other ranks inside of them.
         ran, queued: of these, seconds that its thread ran, and that it was ready to but others had its core; both 0
-            where that is not known, as on a GPU.
+            where that is not known, as on a GPU. Of a rank that computed none, of its probe.
         probe: products per second in a probe (`runtime.probe`); 0: it made none.
     """
 
@@ -81,13 +82,12 @@ class Timing:
 
     Attributes:
         kinds: how many templates blocks have; what runs them says so.
-        probe: what a probe gave, see `RankTimes`.
     """
 
     def __init__(self, step: int = 0, spans: list[Span] | None = None, clock: Clock | None = None) -> None:
         self.spans = spans
         self.kinds = 0
-        self.probe = 0.0
+        self._probe = 0.0
         self._works: list[tuple[int, Reading, Reading, float]] = []
         self._ran = 0.0
         self._queued = 0.0
@@ -110,7 +110,9 @@ class Timing:
     @property
     def times(self) -> RankTimes:
         """How this rank has spent the iteration so far; the device's queues must have been finished."""
-        return RankTimes(time.perf_counter() - self._began, self.exposed, self.own, self._ran, self._queued, self.probe)
+        return RankTimes(
+            time.perf_counter() - self._began, self.exposed, self.own, self._ran, self._queued, self._probe
+        )
 
     @property
     def own(self) -> tuple[float, ...]:
@@ -155,6 +157,12 @@ class Timing:
         now = scheduled()
         self._ran += now[0] - ran
         self._queued += now[1] - queued
+
+    def probed(self, found: Probed) -> None:
+        """Take down what a probe found."""
+        self._probe = found.per_s
+        if not self._works:
+            self._ran, self._queued = found.ran, found.queued
 
     @contextmanager
     def running(self, name: str) -> Iterator[None]:

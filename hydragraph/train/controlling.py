@@ -9,6 +9,7 @@ from hydragraph.cost.datasheet import datasheet
 from hydragraph.elastic.controller import Controller, Replanning
 from hydragraph.elastic.estimate import Sensitivity
 from hydragraph.elastic.following import Following, state_costs
+from hydragraph.elastic.lateness import Lateness
 from hydragraph.elastic.monitor import Monitor
 from hydragraph.elastic.replanning import Replanned, Replanner
 from hydragraph.planner.policy import Policy
@@ -50,6 +51,8 @@ def controller_of(
     planner = None if before is None else before.released()
     if not config.elastic.replan:
         return Controller(monitor)
+    switched = hurried and bool(monitor.health.rates)
+    late = Lateness() if before is None else before.late_among(numbers or {}, switched)
 
     def switch(answer: Replanned) -> None:
         assert answer.request is not None, "an answer that is not refused has a request"
@@ -78,7 +81,8 @@ def controller_of(
             refused=lambda: executor.change_refused,
             sample=tuple(tuple(lengths) for lengths in executor.planning.lengths or ()),
             hurried=hurried,
-            planned_for=monitor.health if hurried else Health(),
+            planned_for=late.planned(monitor.health) if hurried else Health(),
+            late=late,
         ),
         following if world.ranks > 1 else None,
     )

@@ -37,7 +37,7 @@ def go_on(run: Run, course: Course, failure: BaseException | None, owned: ExitSt
         return None if last is None else last.path
 
     compiled: Any = executor  # a Trainable that was compiled
-    health = Health() if watching is None else watching.monitor.health
+    health = Health() if watching is None else watching.health
     rates = {run.watched[rank]: health.rate(rank) for rank in health}
     survived = meet_again(compiled, failure, newest, _soon(config), rates)
     world = executor.world

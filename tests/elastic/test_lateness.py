@@ -73,19 +73,59 @@ def test_plans_settle_and_are_never_worse_than_at_first(ranks: int, rate: float,
         assert len(set(seconds)) == 1, "what is right is left alone"
 
 
-def test_a_rank_that_heals_or_gets_slower_in_steps_is_planned_by_what_is_known_then() -> None:
+def test_what_was_learned_goes_for_rates_that_are_about_those_it_was_learned_with() -> None:
     world = World(2, 0.03)
     lateness = Lateness()
     world.steady(lateness, Health({1: 5.42}), 30)
     learned = lateness.planned(Health({1: 5.42})).rate(1)
     assert learned > 5.42 * 1.1
-    assert lateness.planned(Health({1: 5.0})).rate(1) == learned, "noise"
-    assert lateness.planned(Health({1: 12.53})) == Health({1: 12.53})
-    assert lateness.planned(Health({1: 5.42})) == Health({1: 5.42}), "forgotten"
+    for told in (5.0, 7.0, 4.0, 6.8, 5.42):  # noise
+        assert lateness.planned(Health({1: told})).rate(1) == max(told, learned)
+    assert lateness.planned(Health({1: 12.53})) == Health({1: 12.53}), "another rate"
+    assert lateness.planned(Health({1: 2.57})) == Health({1: 2.57}), "another rate"
+    assert lateness.planned(Health()) == Health()
+    assert lateness.planned(Health({1: 5.42})).rate(1) == learned, "it is the same rank"
+    assert lateness.planned(Health({0: 5.42})) == Health({0: 5.42}), "and this is another"
     world.steady(lateness, Health({1: 12.53}), 30)
     assert lateness.planned(Health({1: 12.53})).rate(1) > 12.53 * 1.1
-    assert lateness.planned(Health()) == Health()
-    assert lateness.planned(Health({1: 12.53})) == Health({1: 12.53}), "forgotten when it was well"
+
+
+def test_a_rate_that_is_told_again_and_again_changes_no_plan() -> None:
+    """As of a rank that was left with nothing to do, and was told as 23.2, 31.1, 23.1, 31.3 and 21.6."""
+    world = World(2, 0.1)
+    lateness = Lateness()
+    world.steady(lateness, Health({1: 14.5}), 30)
+    planned = {lateness.planned(Health({1: told})).rate(1) for told in (14.5, 23.2, 15.0, 23.1, 12.0, 21.6, 10.0)}
+    assert len(planned) == 1
+    for told in (14.5, 12.0, 17.0, 14.5):
+        world.steady(lateness, Health({1: told}), 2 * LOOK)
+    assert {lateness.planned(Health({1: 14.5})).rate(1)} == planned, "nor is anything tried again"
+
+
+def test_a_try_that_rates_have_overtaken_is_as_if_it_had_not_been() -> None:
+    world = World(2, 0.1)
+    lateness = Lateness()
+    lateness.switched()
+    health = Health({1: 5.42})
+    for _ in range(LOOK):
+        assignment, ranks, seconds = world.step(health, health)
+        lateness.stepped(world.strategy, assignment, ranks, health, seconds)
+    assert lateness.planned(health).rate(1) > 5.42, "tried"
+    lateness.planned(Health({0: 3.0, 1: 5.42}))
+    assert lateness.planned(health) == health
+
+
+@pytest.mark.parametrize("numbers", [{0: 0, 1: 1}, {0: 1, 1: 0}, {1: 2}])
+def test_what_was_learned_follows_its_rank_among_others(numbers: dict[int, int]) -> None:
+    world = World(2, 0.03)
+    before = Lateness()
+    world.steady(before, Health({1: 5.42}), 30)
+    after = before.among(numbers, switched=True)
+    expected = before.planned(Health({1: 5.42})).rate(1)
+    for rank in range(3):
+        known = expected if rank == numbers[1] else 5.42
+        assert after.planned(Health({rank: 5.42})).rate(rank) == known
+    assert before.among({0: 0}).planned(Health({0: 5.42})) == Health({0: 5.42}), "its rank is gone"
 
 
 def test_what_makes_steps_no_shorter_is_taken_back() -> None:

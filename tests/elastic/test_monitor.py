@@ -39,7 +39,7 @@ def times(step: int, slow: dict[int, float], crowd: dict[int, float] | None = No
     for rank in range(4):
         kinds = {kind.template: seconds for kind, seconds in predicted.get(rank, {}).items()}
         wrong = {template: 3.0 + i for i, template in enumerate(templates)}
-        ran = sum(wrong[t] * s for t, s in kinds.items())
+        ran = sum(wrong[t] * s for t, s in kinds.items()) or 0.1
         crowded = (crowd or {}).get(rank, 1.0)
         rate = slow.get(rank, 1.0)
         own = tuple(rate * crowded * wrong[t] * kinds.get(t, 0.0) for t in templates)
@@ -82,6 +82,16 @@ def test_an_idle_rank_is_known_by_its_probes() -> None:
     assert observed(monitor, range(12, 15), {3: 5.42}) == [3]
     assert monitor.health.rates == {3: pytest.approx(5.42, rel=1e-6)}
     assert observed(monitor, range(15, 19), {}) == [3]
+
+
+def test_the_core_of_an_idle_rank_is_known_by_its_probes_too() -> None:
+    """Else a rank that was left with nothing to do would keep the rate that its core had when it computed."""
+    monitor = Monitor(costs())
+    observed(monitor, range(20), {})
+    assert set(observed(monitor, range(20, 24), {3: 5.0}, {3: 2.0})) == {3}
+    assert monitor.health.rates == {3: pytest.approx(10.0, rel=1e-6)}
+    assert set(observed(monitor, range(24, 28), {3: 5.0})) == {3}
+    assert monitor.health.rates == {3: pytest.approx(5.0, rel=1e-6)}
 
 
 def test_of_ranks_that_stay_rates_and_probes_are_known() -> None:
