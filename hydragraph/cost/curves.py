@@ -6,6 +6,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from operator import mul
 from typing import Any
 
 from hydragraph.errors import Unsupported
@@ -33,7 +34,7 @@ class Constants:
 
     def seconds(self, lengths: Sequence[int]) -> float:
         """Return the seconds of a micro-batch of sequences of these lengths."""
-        return sum((self.a * n + self.b) * n for n in lengths) + self.c
+        return self.a * sum(map(mul, lengths, lengths)) + self.b * sum(lengths) + self.c
 
     def times(self, factor: float) -> Constants:
         """Return it this many times as long."""

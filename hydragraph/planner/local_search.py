@@ -61,6 +61,9 @@ SINGLE = 2.0
 NEAR = 16
 # Part of the last end that a step must save: rounding alone must not keep the search going for ever.
 LEAST_GAIN = 1e-12
+# Among more sequences than this, a step looks at so many of them that it must save more.
+MANY = 4096
+LEAST_OF_MANY = 1e-4
 
 
 class Instance(NamedTuple):
@@ -345,6 +348,7 @@ def best_step(
 
     A step moves sequence i from p to q, or swaps it for a shorter sequence k of q; only their ends change. What
     cannot beat the best step so far by its work alone is passed over before `finish` is asked: that is most steps.
+    Of p's sequences of one length the first stands for all.
 
     Args:
         p: the last pipeline to finish.
@@ -362,13 +366,18 @@ def best_step(
     n = len(placed)
     own = kind_of[p]
     # Moves and swaps in functions of their own would make the whole search a tenth slower.
-    best = ends[p] * (1.0 - LEAST_GAIN)
+    best = ends[p] * (1.0 - (LEAST_OF_MANY if n > MANY else LEAST_GAIN))
     best_i = -1
     best_k = -1
     best_q = -1
+    tried = -1.0  # tokens of the sequence of p that was looked at last
+    shorter = 0  # the first sequence that has fewer
     for i in range(n):
-        if placed[i] != p:
+        if placed[i] != p or lengths[i] == tried:
             continue
+        tried = lengths[i]
+        while shorter < n and lengths[shorter] >= tried:
+            shorter += 1
         # p without i: if i is its longest, the second longest takes over, and the bubble gets shorter too.
         rest = state.second[p] if i == state.longest[p] else state.longest[p]
         left = loads[p] - cost[i, own]
@@ -389,7 +398,7 @@ def best_step(
                     best_k = -1
                     best_q = q
         # Swaps: for a shorter sequence only, because a longer one would put p's end back.
-        for k in range(i + 1, n):
+        for k in range(shorter, n):
             q = placed[k]
             if q == p or q < 0 or ends[q] > horizon:
                 continue
