@@ -6,6 +6,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from operator import mul
 from typing import Any
 
 from hydragraph.errors import Unsupported
@@ -144,7 +145,7 @@ Curve = Constants | Table
 
 def squares(lengths: Sequence[int]) -> int:
     """Return the sum of squared lengths, which with that of the lengths is all that a curve asks of a micro-batch."""
-    return sum(n * n for n in lengths)
+    return sum(map(mul, lengths, lengths))
 
 
 def curve_record(curve: Curve) -> Any:

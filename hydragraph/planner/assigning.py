@@ -252,7 +252,7 @@ def improved(start: Bounded, cut: Cut, effort: Effort, seed: int) -> Cut:
     """Return an assignment improved by its schedule; it is never worse."""
     arrays = (cut.placed.copy(), cut.batch.copy(), cut.order.copy(), cut.count.copy())
     enough = start.seconds * (1 + effort.enough)
-    improve(*arrays, start.given, effort.kicks_for(len(cut.count)), TASKS, enough, seed)
+    improve(*arrays, start.given, effort.kicks_for(len(cut.count), len(cut.placed)), TASKS, enough, seed)
     # Where costs are tables, the search went by constants that come near them: the tables decide.
     return min(cut, _cut(start, *arrays), key=lambda each: each.seconds)
 

@@ -19,22 +19,25 @@ from hydragraph.planner.bound import Relaxation, relax
 from hydragraph.planner.local_search import Floats, Instance, Ints
 from hydragraph.planner.problem import Problem
 
+# Sequences from which on kicks become fewer: each then takes longer, and longest first leaves less to gain.
+MANY = 1024
+
 
 @dataclass(frozen=True)
 class Effort:
     """How long to search. Of either, more of it takes the same steps and then further ones: it is never worse.
 
     Attributes:
-        kicks: of the iterated local search, for up to 10 pipelines; fewer for more.
+        kicks: of the iterated local search, for up to 10 pipelines and `MANY` sequences; fewer for more of either.
         enough: stop at this gap to the bound; more effort is a smaller one.
     """
 
     kicks: int = 50
     enough: float = 1e-3
 
-    def kicks_for(self, pipelines: int) -> int:
-        """Return the kicks for so many pipelines, rounded up, so that some effort never becomes none."""
-        return -(-self.kicks * 10 // max(10, pipelines))
+    def kicks_for(self, pipelines: int, sequences: int) -> int:
+        """Return the kicks for so many of both, rounded up, so that some effort never becomes none."""
+        return -(-self.kicks * 10 * MANY // (max(10, pipelines) * max(MANY, sequences)))
 
 
 # Shuffles of Alg. 1, and starts in which pipelines refuse what is longer than a random length; fewer of both for more
@@ -134,7 +137,7 @@ def kicked(problem: Problem, placed: Ints, extra: Floats, relaxed: Relaxation, e
         seed: of the kicks.
     """
     improved = placed.copy()
-    kicks = effort.kicks_for(len(problem.pipelines))
+    kicks = effort.kicks_for(len(problem.pipelines), len(problem.lengths))
     enough = relaxed.seconds * (1 + effort.enough)
     local_search.kick(improved, problem.instance, extra, kicks, enough, seed)
     return improved

@@ -61,6 +61,9 @@ SINGLE = 2.0
 NEAR = 16
 # Part of the last end that a step must save: rounding alone must not keep the search going for ever.
 LEAST_GAIN = 1e-12
+# Among more sequences than this, a step looks at so many of them that it must save more.
+MANY = 4096
+LEAST_OF_MANY = 1e-4
 
 
 class Instance(NamedTuple):
@@ -338,32 +341,18 @@ def _least_end(q: int, terms: Floats, extra: Floats, state: SearchState) -> floa
 
 
 @compiled
-def alike(instance: Instance) -> Ints:
-    """Return for each sequence [n] the first that is like it, in tokens and in seconds on every kind of pipeline."""
-    n, kinds = instance.cost.shape
-    first = np.arange(n)
-    for i in range(1, n):
-        same = instance.lengths[i] == instance.lengths[i - 1]
-        for t in range(kinds):
-            same = same and instance.cost[i, t] == instance.cost[i - 1, t]
-        if same:
-            first[i] = first[i - 1]
-    return first
-
-
-@compiled
 def best_step(
-    p: int, horizon: float, placed: Ints, instance: Instance, extra: Floats, state: SearchState, first: Ints
+    p: int, horizon: float, placed: Ints, instance: Instance, extra: Floats, state: SearchState
 ) -> tuple[float, int, int, int]:
     """Return the step that brings the end of pipeline p and of its partner forward most.
 
     A step moves sequence i from p to q, or swaps it for a shorter sequence k of q; only their ends change. What
     cannot beat the best step so far by its work alone is passed over before `finish` is asked: that is most steps.
+    Of a pipeline's sequences of one length the first stands for all.
 
     Args:
         p: the last pipeline to finish.
         horizon: pipelines that finish later than this are no partners.
-        first: see `alike`: of sequences that are alike in one pipeline, one is looked at.
 
     Returns:
         The later end of both, i, k (-1: a move), q; i is -1 where no step helps.
@@ -377,16 +366,19 @@ def best_step(
     n = len(placed)
     own = kind_of[p]
     # Moves and swaps in functions of their own would make the whole search a tenth slower.
-    best = ends[p] * (1.0 - LEAST_GAIN)
+    best = ends[p] * (1.0 - (LEAST_OF_MANY if n > MANY else LEAST_GAIN))
     best_i = -1
     best_k = -1
     best_q = -1
-    looked_at = -1  # of p
-    seen = np.empty(len(kind_of), np.int64)  # of each partner
+    tried = -1.0  # tokens of the sequence of p that was looked at last
+    shorter = 0  # the first sequence that has fewer
+    seen = np.empty(len(kind_of))  # tokens of the sequence of each partner that was looked at last
     for i in range(n):
-        if placed[i] != p or first[i] == looked_at:
+        if placed[i] != p or lengths[i] == tried:
             continue
-        looked_at = first[i]
+        tried = lengths[i]
+        while shorter < n and lengths[shorter] >= tried:
+            shorter += 1
         # p without i: if i is its longest, the second longest takes over, and the bubble gets shorter too.
         rest = state.second[p] if i == state.longest[p] else state.longest[p]
         left = loads[p] - cost[i, own]
@@ -407,12 +399,12 @@ def best_step(
                     best_k = -1
                     best_q = q
         # Swaps: for a shorter sequence only, because a longer one would put p's end back.
-        seen[:] = looked_at
-        for k in range(i + 1, n):
+        seen[:] = tried
+        for k in range(shorter, n):
             q = placed[k]
-            if q == p or q < 0 or ends[q] > horizon or seen[q] == first[k]:
+            if q == p or q < 0 or ends[q] > horizon or seen[q] == lengths[k]:
                 continue
-            seen[q] = first[k]
+            seen[q] = lengths[k]
             t = kind_of[q]
             more = cost[i, t] - cost[k, t]
             if _least_end(q, instance.terms[t], extra, state) + more >= best or cost[k, own] == np.inf:
@@ -449,14 +441,13 @@ def descend(placed: Ints, instance: Instance, extra: Floats) -> float:
     state = no_state(pipelines)
     changed = np.ones(pipelines, np.bool_)
     near = True
-    first = alike(instance)
     while True:
         recount(placed, instance, extra, changed, state)
         last = np.argmax(state.ends)
         # Partners that finish early have most room. With many pipelines it is quicker to look at those alone, and at
         # all of them only where these have nothing to offer.
         horizon = horizon_of(state.ends, NEAR) if near and pipelines > NEAR else np.inf
-        _, i, k, q = best_step(last, horizon, placed, instance, extra, state, first)
+        _, i, k, q = best_step(last, horizon, placed, instance, extra, state)
         if i >= 0:
             placed[i] = q
             if k >= 0:

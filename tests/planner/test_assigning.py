@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from dataclasses import replace
 
 import numpy as np
@@ -157,6 +158,13 @@ def test_a_deadline_of_nothing_still_gives_a_plan() -> None:
     check(PROFILE.pipelines(MIXED), sizes, quick)
     assert planner.assign(MIXED, PROFILE, sizes).seconds <= quick.seconds
     check(PROFILE.pipelines(MIXED), sizes, planner.assign(MIXED, PROFILE, sizes, deadline_s=1e-9))
+
+
+def test_very_many_sequences_are_assigned_in_seconds() -> None:
+    began = time.process_time()
+    found = planner.assign(MIXED, PROFILE, [1] * 20_000)
+    assert time.process_time() - began < 20
+    assert sorted(i for p in found.micro_batches for m in p for i in m) == list(range(20_000))
 
 
 def test_degenerate_mini_batches() -> None:

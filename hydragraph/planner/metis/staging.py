@@ -43,6 +43,8 @@ _MOST_TYPES = 5
 # Of weights and gradients, what messages of pull and push hold at once; and of memory, what is used.
 _MESSAGES = 0.7
 _SAFETY = 0.97
+# Seconds that a simulation takes about for a micro-batch on a stage, on one core.
+_STEP_S = 1e-3
 # Metis counts memory in MB and bandwidth in 2^20 bytes per millisecond.
 _MB = 2**20
 
@@ -55,8 +57,9 @@ class Staged:
         found: what the search came to; its cost is an estimate in milliseconds.
         pipelines: as many as the largest dp; those that share a stage name the same one.
         assignment: of the workload's sequences.
-        seconds: of an iteration, by `Costs.seconds`; None where the pipelines are no Strategy.
-        memory: bytes that each rank holds when it holds most; empty where the pipelines are no Strategy.
+        seconds: of an iteration, by `Costs.seconds`, or simulated where stages are shared; in a hurry without what is
+            fixed. None where the pipelines are no Strategy, or to simulate them would take too long.
+        memory: bytes that each rank holds when it holds most; empty where the pipelines are no Strategy, or in a hurry.
     """
 
     found: Found
@@ -126,7 +129,7 @@ def staged(
                 continue  # nothing fits with so many micro-batches in flight; with fewer something may
             key = (found.types, found.groups, found.degrees, found.layers, found.batches, recompute)
             if key not in laid:
-                laid[key] = laid_out(costs, devices, found, length, recompute)
+                laid[key] = laid_out(costs, devices, found, length, recompute, until)
             plan = laid[key]
             if _fits(costs, plan, flying):
                 plans.setdefault(plan.pipelines, plan)
@@ -316,8 +319,15 @@ def pipelines_of(plan: Plan, ranks: list[int], recompute: bool = False) -> tuple
     return tuple(Pipeline(stages) for stages in zip(*by_stage, strict=True))
 
 
-def laid_out(costs: Costs, devices: Devices, found: Found, length: int, recompute: bool) -> Staged:
-    """Return what a search found as pipelines with sequences, priced and walked where they are a strategy."""
+def laid_out(
+    costs: Costs, devices: Devices, found: Found, length: int, recompute: bool, until: float | None = None
+) -> Staged:
+    """Return what a search found as pipelines with sequences, priced and walked where they are a strategy.
+
+    Args:
+        until: by this time (of `time.monotonic`) it is priced without simulations and memory, or not at all: whoever
+            takes it looks at both.
+    """
     pipelines = pipelines_of(found, devices.ranks(found.types), recompute)
     together = max(1, found.problem.batch // (found.batches * len(pipelines)))
     load = together * length, together * length**2
@@ -329,8 +339,15 @@ def laid_out(costs: Costs, devices: Devices, found: Found, length: int, recomput
         strategy = Strategy(pipelines)
     except ValueError:
         return Staged(found, pipelines, assignment, None, ())
-    memory = _memory(costs, strategy, assignment)
-    return Staged(found, pipelines, assignment, costs.seconds(strategy, assignment), memory)
+    memory = _memory(costs, strategy, assignment) if until is None else ()
+    if not strategy.shares:
+        price = costs.seconds if until is None else costs.pipelines_end
+        return Staged(found, pipelines, assignment, price(strategy, assignment), memory)
+    # What is fixed is told too large where pipelines that share stages hide it behind one another.
+    steps = sum(count * len(p.stages) for count, p in zip(assignment.counts, pipelines, strict=True))
+    if until is not None and time.monotonic() + _STEP_S * steps > until:
+        return Staged(found, pipelines, assignment, None, memory)
+    return Staged(found, pipelines, assignment, costs.simulate(strategy, assignment).seconds, memory)
 
 
 def _memory(costs: Costs, strategy: Strategy, assignment: Assignment) -> tuple[int, ...]:

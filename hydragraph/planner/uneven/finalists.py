@@ -112,7 +112,9 @@ def proposals(
             found[each.strategy] = Proposal(each.strategy, assignment, last, last, "simple")
     for one in stages:
         if one.seconds is not None and one.strategy not in found:
-            last = one.seconds - costs.fixed(one.strategy)
+            # Where stages are shared, the seconds are those of a simulation, and only owners can make them fewer.
+            shares = one.strategy.shares
+            last = one.seconds if shares else costs.pipelines_end(one.strategy, one.assignment)
             found[one.strategy] = Proposal(one.strategy, one.assignment, last, one.seconds, "search")
     every: dict[Strategy, Proposal] = {}
     for proposal in sorted(map(_busy, found.values()), key=lambda each: each.expected_s):

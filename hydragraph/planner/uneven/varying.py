@@ -199,8 +199,7 @@ def _assigned(
 
 
 def traffic_in_line(owned: Costs, strategy: Strategy) -> Callable[[Assignment], float]:
-    """Return what estimates the seconds of a strategy's iterations without a simulation."""
+    """Return what estimates the seconds of a strategy's iterations; where stages are shared, a simulation says them."""
     if strategy.shares:
-        fixed = owned.fixed(strategy)
-        return lambda assignment: owned.pipelines_end(strategy, assignment) + fixed
+        return lambda assignment: owned.simulate(strategy, assignment).seconds
     return Iterations(owned, strategy).seconds

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+import time
 from dataclasses import replace
 
 import pytest
@@ -37,7 +38,8 @@ def check(costs: Costs, sequences: int, order: Order) -> None:
         assigned = sorted(i for batches in plan.assignment.micro_batches for batch in batches for i in batch)
         assert assigned == list(range(sequences))
         if plan.seconds is not None:
-            assert plan.seconds == costs.seconds(plan.strategy, plan.assignment)
+            whole = costs.simulate(plan.strategy, plan.assignment).seconds
+            assert plan.seconds == (whole if plan.strategy.shares else costs.seconds(plan.strategy, plan.assignment))
             held = [memory.total for memory in costs.memory(plan.strategy, plan.assignment)]
             assert all(held[rank] <= costs.memory_of(rank) for rank in used)
 
@@ -51,6 +53,18 @@ def test_stragglers_lost_devices_and_odd_numbers() -> None:
     check(priced.costs(6, priced.mixed(), Health({1: 3.0})), 8, "memory")
     check(priced.costs(5, priced.cluster(4, 2)), 6, "memory")
     check(priced.costs(5, priced.mixed(), Health({3: math.inf})), 8, "exact")
+
+
+def test_in_a_hurry_plans_are_priced_without_simulations_and_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Costs, "fixed", lambda *_: pytest.fail("a simulation"))
+    monkeypatch.setattr(Costs, "walk", lambda *_: pytest.fail("a walk"))
+    costs = priced.costs(6, priced.mixed())
+    plans = staged(costs, 8, 256, "exact", time.monotonic() + 60)
+    for plan in plans:
+        if plan.seconds is not None and not plan.strategy.shares:
+            assert plan.seconds == costs.pipelines_end(plan.strategy, plan.assignment)
+            assert not plan.memory
+    assert any(plan.seconds is not None for plan in plans)
 
 
 def scarce(elements: int, memory: int) -> Costs:
@@ -112,7 +126,7 @@ def test_stages_of_different_degrees_are_laid_out_over_all_sequences() -> None:
     assert plan.assignment.counts == (2, 2)
     assert [len(batch) for batches in plan.assignment.micro_batches for batch in batches] == [2] * 4
     if plan.seconds is not None:  # where strategies may share stages
-        assert plan.seconds == costs.seconds(plan.strategy, plan.assignment)
+        assert plan.seconds == costs.simulate(plan.strategy, plan.assignment).seconds
         assert len(plan.memory) == 4
 
 
