@@ -17,6 +17,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, repeat
 
 import numpy as np
 from numpy.typing import NDArray
@@ -227,15 +228,24 @@ class Bench:
 
     def _balanced(self, groups: Mapping[int, int], number: int) -> Counter[Multiset]:
         """Give each group, the quickest first, to the pipeline that is slowest so far."""
+        first, *others = sorted(groups, key=lambda i: (-self.speed[i], i))
+        # While all are equally quick, they take groups in turn.
+        turns, more = divmod(groups[first], number)
+        taken = [turns + 1] * more + [turns] * (number - more)
+        quick = [0.0, *accumulate(repeat(self.speed[first], turns + 1))]
         # (its speed, how many stages it has, which it is): of equally quick ones the shortest takes the next.
-        queue = [(0.0, 0, p) for p in range(number)]
-        members: list[list[int]] = [[] for _ in range(number)]
-        for form in sorted(groups, key=lambda i: (-self.speed[i], i)):
+        queue = [(quick[n], n, p) for p, n in enumerate(taken)]
+        heapq.heapify(queue)
+        members: dict[int, list[int]] = {}
+        for form in others:
             for _ in range(groups[form]):
-                quick, depth, p = heapq.heappop(queue)
-                members[p].append(form)
-                heapq.heappush(queue, (quick + self.speed[form], depth + 1, p))
-        return Counter(tuple(sorted(m)) for m in members)
+                speed, depth, p = heapq.heappop(queue)
+                members.setdefault(p, []).append(form)
+                heapq.heappush(queue, (speed + self.speed[form], depth + 1, p))
+        alone = {n: (first,) * n for n in dict.fromkeys(taken)}
+        return Counter(
+            tuple(sorted((*alone[n], *members[p]))) if p in members else alone[n] for p, n in enumerate(taken)
+        )
 
     def _sorted(self, groups: Mapping[int, int], number: int) -> Counter[Multiset]:
         """Cut the groups, sorted by form, into runs of as equal numbers as can be: most pipelines of one form."""

@@ -40,6 +40,18 @@ def test_exchanges_lose_no_group_and_never_slow_down(rates: dict[int, float], mi
         assert better.seconds == pytest.approx(bench.price(dict(better.pipelines)))
 
 
+@settings(max_examples=20)
+@given(st.lists(st.integers(1, 40), min_size=4, max_size=4), st.integers(1, 30))
+def test_the_quickest_groups_go_first_each_to_the_slowest_pipeline(counts: list[int], number: int) -> None:
+    bench, forms = bench_of({0: 1.5, 2: 12.53}, 40)
+    groups = dict(zip(forms, counts, strict=False))
+    pipelines: list[list[int]] = [[] for _ in range(number)]
+    for form in sorted(groups, key=lambda i: (-bench.speed[i], i)):
+        for _ in range(groups[form]):
+            min(pipelines, key=lambda each: (sum(bench.speed[i] for i in each), len(each))).append(form)
+    assert next(bench.starts(groups, number)) == Counter(tuple(sorted(each)) for each in pipelines)
+
+
 def test_the_slowest_group_comes_first_and_gets_the_fewest_layers() -> None:
     bench, counts = bench_of({0: 2.57}, 40)
     laid = bench.lay(tuple(sorted(form for form, n in counts.items() for _ in range(n)))[:4], 40)
