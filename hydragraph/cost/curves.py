@@ -34,7 +34,8 @@ class Constants:
 
     def seconds(self, lengths: Sequence[int]) -> float:
         """Return the seconds of a micro-batch of sequences of these lengths."""
-        return self.a * sum(map(mul, lengths, lengths)) + self.b * sum(lengths) + self.c
+        squares: int = sum(map(mul, lengths, lengths))
+        return self.a * squares + self.b * sum(lengths) + self.c
 
     def times(self, factor: float) -> Constants:
         """Return it this many times as long."""
