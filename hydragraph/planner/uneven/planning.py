@@ -10,7 +10,7 @@ import gc
 import math
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -23,6 +23,7 @@ from hydragraph.ir.link import copy
 from hydragraph.planner.metis.staging import Staged, staged
 from hydragraph.planner.uneven.bound import bound as bound_of
 from hydragraph.planner.uneven.explaining import Rival, explanation
+from hydragraph.planner.uneven.fewer import with_fewer
 from hydragraph.planner.uneven.finalists import Finalists, Proposal, finalists, proposals
 from hydragraph.planner.uneven.lacking import nothing_fits
 from hydragraph.planner.uneven.ordering import order_of, told
@@ -214,9 +215,15 @@ def _plan(
     order = order_of(costs)
     listed = order == list(range(costs.ranks))
     ordered = costs if listed else costs.reordered(order)
+    least = bound_of(costs, workload.batches)
+    ask = partial(_looked_at, workload=workload, method=method, ways=ways, near=near, until=until)
     market = Market(ordered)
     for safety in SAFETIES:
-        looked = _looked_at(ordered, workload, method, ways, near, until, safety, market)
+        looked = ask(ordered, safety=safety, market=market)
+        if method != "search":  # its space is that of plans on all devices
+            # By the widest way, and without what improves only the best: each set of nodes is a problem of its own.
+            quickly = partial(ask, safety=safety, ways=ways[:1], method="mixed")
+            looked = _on_fewer(ordered, looked, least, quickly, until)
         looked = looked if listed else told(looked, order)
         short += looked.short
         if looked.settled or not looked.short:
@@ -239,7 +246,6 @@ def _plan(
         chosen = simulated(costs, chosen)
     useful = _useful(costs, workload, chosen, settled) if workload.lengths else [chosen]
     rivals = _rivals(chosen, settled, passed, short)
-    least = bound_of(costs, workload.batches)
     limits = tuple(costs.memory_of(rank) for rank in range(costs.ranks))
     took = time.monotonic() - began
     text = explanation(costs, workload, chosen, least, rivals, moved[chosen.strategy], took)
@@ -305,6 +311,26 @@ def _looked_at(
         tuple(sorted((p for s, p in passed.items() if s not in known), key=lambda each: each.expected_s)),
         tuple(each for each in known.values() if isinstance(each, Shortage)),
     )
+
+
+def _on_fewer(
+    costs: Costs, looked: Finalists, least: float, ask: Callable[..., Finalists], until: float | None
+) -> Finalists:
+    """Return also what is found on fewer nodes, where that may be better than the best so far."""
+    found = {each.strategy: each for each in looked.settled}
+    passed = {each.strategy: each for each in looked.passed}
+    for some, part in with_fewer(costs):
+        best = min((each.seconds for each in found.values()), default=0.0)
+        if _late(until) or least >= part * best:
+            continue
+        also = ask(some, market=Market(some))
+        for each in also.settled:
+            if each.strategy not in found or each.seconds < found[each.strategy].seconds:
+                found[each.strategy] = each
+        for proposal in also.passed:
+            passed.setdefault(proposal.strategy, proposal)
+    left = (each for strategy, each in passed.items() if strategy not in found)
+    return Finalists(tuple(found.values()), tuple(sorted(left, key=lambda each: each.expected_s)), looked.short)
 
 
 def _tight(costs: Costs) -> bool:
