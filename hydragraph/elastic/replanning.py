@@ -15,6 +15,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, cast
@@ -222,7 +223,9 @@ class Replanner:
         """Begin to answer a question."""
         assert not self.busy, "one question at a time"
         self._answer = None
-        self._thread = threading.Thread(target=self._serve, args=(question,), name="hydragraph-replanner", daemon=True)
+        self.start()
+        given = question, self._process
+        self._thread = threading.Thread(target=self._serve, args=given, name="hydragraph-replanner", daemon=True)
         self._thread.start()
 
     def answer(self) -> Replanned | None:
@@ -238,25 +241,32 @@ class Replanner:
         self._unwanted = self._thread is not None
 
     def close(self) -> None:
-        """End the process."""
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
-            for pipe in (self._process.stdin, self._process.stdout):
-                cast(IO[bytes], pipe).close()
-            self._process = None
+        """End the process, also while it answers: the thread that waits for it then ends as well."""
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+            if self._thread is not None:
+                self._thread.join()  # it must not read from what is closed
+            _reap(process)
 
-    def _serve(self, question: Question) -> None:
+    def _serve(self, question: Question, process: subprocess.Popen[bytes]) -> None:
         try:
-            self.start()
-            process = self._process
-            assert process is not None
             pickle.dump(question, cast(IO[bytes], process.stdin))
             cast(IO[bytes], process.stdin).flush()
             self._answer = cast(Replanned, pickle.load(cast(IO[bytes], process.stdout)))
         except _GONE as error:
-            self._process = None
+            if self._process is process:  # nobody has closed it: it has ended by itself
+                self._process = None
+                process.kill()
+                _reap(process)
             self._answer = Replanned((), None, None, 0.0, 0.0, 0.0, f"the process that plans has ended ({error!r})")
+
+
+def _reap(process: subprocess.Popen[bytes]) -> None:
+    process.wait()
+    for pipe in (process.stdin, process.stdout):
+        with suppress(OSError):  # what was to be written finds nobody
+            cast(IO[bytes], pipe).close()
 
 
 def _started() -> subprocess.Popen[bytes]:

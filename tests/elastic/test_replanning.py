@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from dataclasses import replace
 
@@ -91,6 +92,22 @@ def test_a_process_that_died_is_a_refusal_and_the_next_question_starts_another()
         assert planner._process.poll() is None if planner._process else False
     finally:
         planner.close()
+
+
+def test_who_plans_ends_with_a_question_under_way() -> None:
+    """As at the end of a run, or where another rank leads by now."""
+    planner = Replanner()
+    planner.start()
+    process = planner._process
+    assert process is not None
+    process.send_signal(signal.SIGSTOP)  # it will not answer
+    planner.ask(question(Health({1: 5.42})))
+    planner.close()
+    assert process.returncode == -signal.SIGKILL
+    assert planner.process is None
+    answer = planner.answer()
+    assert answer is not None
+    assert answer.refused
 
 
 def test_a_question_about_ranks_that_are_gone_is_forgotten_and_the_process_stays() -> None:
