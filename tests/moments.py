@@ -63,7 +63,7 @@ class Strike:
         rank: of the ranks there are then, modulo their number; a newcomer is whoever comes.
         how: it is killed, it is stopped, or it lives and hangs.
         at: only calls of functions of this name count; "": all do.
-        also: the next rank does the same, at the same call: both owners of what the first one owns first.
+        also: the rank across does the same, at the same call: some part has only these owners, among all ranks.
     """
 
     window: str
@@ -131,6 +131,7 @@ def window(plan: Plan, which: str, rank: int | None, ranks: int) -> Iterator[Non
     mine = strike is not None and strike.window == which and rank in (None, *_struck(strike, ranks))
     if which not in plan.opened:
         mine = mine and ranks > 2  # two are left, at least
+        mine = mine and (ranks == RANKS or not strike.also)  # of three, one may own everything
     elif mine:
         mine = (plan.folder / f"opened-{number}").exists()
     if strike is None or not mine:
@@ -164,7 +165,8 @@ def window(plan: Plan, which: str, rank: int | None, ranks: int) -> Iterator[Non
 
 
 def _struck(strike: Strike, ranks: int) -> tuple[int, ...]:
-    return tuple((strike.rank + more) % ranks for more in range(1 + strike.also))
+    # Neighbours own no part alone in most homes of `home_of`; ranks across do in all.
+    return tuple((strike.rank + more * (ranks // 2)) % ranks for more in range(1 + strike.also))
 
 
 def adamw(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
@@ -200,7 +202,9 @@ def train(prepared: Ready, plan: Plan) -> int:
             except (hg.RankFailure, hg.Stopped) as failure:
                 opened: Window = "room" if isinstance(failure, hg.Stopped) else "recover"
                 with window(plan, opened, exe.rank, exe.ranks):
-                    hg.survive(exe, failure, restore=plan.folder / "saved")
+                    survived = hg.survive(exe, failure, restore=plan.folder / "saved")
+                if survived.restored is not None:
+                    plan.claim(f"restored-{survived.generation}", "")
     exe.close()
     return exe.steps
 

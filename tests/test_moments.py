@@ -70,4 +70,5 @@ def test_sums_that_are_being_handed_on_to_second_owners_are_lost_with_one_owner_
     assert not wrong(plan, came, run(prepared, Plan((), calm, steps=max(came.losses))))
     within = [came.hits[number][2] for number, strike in enumerate(strikes) if came.hits[number][2] != "its end"]
     assert len(within) > len(strikes) / 2
+    assert len(list(struck.glob("restored-*"))) == sum(strike.also for strike in strikes), "one owner is enough"
     assert all((struck / f"also-{number}").exists() for number, strike in enumerate(strikes) if strike.also)

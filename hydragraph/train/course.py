@@ -73,6 +73,7 @@ class Course:
         owns: whether the run's folder is this process's own: to take over may fail half way, and is tried again.
         untold: how ranks met when another was lost before anybody had told of it, with how many there were before.
         began: when the run began that the folder holds; None: this process has never been one of its ranks.
+        callbacks: of a rank that came to lead, begun; None: it never has.
     """
 
     watcher: Watcher
@@ -87,6 +88,7 @@ class Course:
     kept: bool = False
     untold: list[tuple[Survived, int]] = field(default_factory=list)
     began: float | None = None
+    callbacks: Callbacks | None = None
 
 
 def ahead_of(run: Run, batches: MiniBatches | Mixture) -> Ahead:

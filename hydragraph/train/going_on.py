@@ -21,7 +21,7 @@ from hydragraph.train.course import Course, Run, ahead_of, due
 from hydragraph.train.folder import RunFolder
 from hydragraph.train.metrics import read_metrics
 from hydragraph.train.ranks_file import ranks_of, write_ranks
-from hydragraph.train.saving import checkpoint
+from hydragraph.train.saving import checkpoint, forget_unsaved
 from hydragraph.train.telling import log_step, open_log, tell
 
 TAKEOVER_S = 5.0  # for the run's folder to be let go of by a rank that is lost
@@ -40,6 +40,7 @@ def go_on(run: Run, course: Course, failure: BaseException | None, owned: ExitSt
     health = Health() if watching is None else watching.health
     rates = {run.watched[rank]: health.rate(rank) for rank in health}
     survived = meet_again(compiled, failure, newest, _soon(config), rates)
+    forget_unsaved(run)
     world = executor.world
     turns = () if config.plan.choose else survived.strategies
     last, idle_s = course.done, 0.0
@@ -86,8 +87,11 @@ def lead(run: Run, course: Course, survived: Survived, owned: ExitStack, watchin
         owned.enter_context(run.folder.taken_over(TAKEOVER_S, course.began))
         course.owns = True
     if log is None:
-        run = replace(run, callbacks=Callbacks.load(run.config.callbacks))
-        owned.callback(run.callbacks.call, "on_end")
+        if course.callbacks is None:
+            course.callbacks = Callbacks.load(run.config.callbacks)
+            owned.callback(course.callbacks.call, "on_end")
+            course.callbacks.call("on_start", run.config)  # in this process they have begun nothing
+        run = replace(run, callbacks=course.callbacks)
     if log is None or survived.restored is not None:
         if log is not None:
             log.__exit__(None, None, None)

@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from hydragraph.elastic.events import Event, append_event, read_events
-from hydragraph.runtime.checkpoint.folder import prune
+from hydragraph.runtime.checkpoint.folder import complete, prune
 from hydragraph.runtime.checkpoint.manifest import Damaged
 from hydragraph.runtime.launch import World
 from hydragraph.runtime.trace import write_trace
@@ -88,6 +88,12 @@ def settle_checkpoints(run: Run) -> None:
     while run.saving:
         run.callbacks.call("on_checkpoint", *run.saving.pop())
     _prune(run)
+
+
+def forget_unsaved(run: Run) -> None:
+    """Expect no more what was being saved when a rank was lost, unless it is whole: callbacks would look for it."""
+    whole = {place for _, place in complete(run.folder.checkpoints)}
+    run.saving[:] = [(step, place) for step, place in run.saving if place in whole]
 
 
 def _prune(run: Run) -> None:

@@ -19,6 +19,7 @@ from hydragraph.train.controlling import controller_of
 from hydragraph.train.course import Course, Run
 from hydragraph.train.folder import RunFolder
 from hydragraph.train.going_on import changes_of, lead, paused, resumed
+from hydragraph.train.saving import forget_unsaved
 from tests.cost import priced
 from tests.train.plain import Watched, settings
 
@@ -41,6 +42,46 @@ def test_a_takeover_that_was_broken_off_is_tried_again(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="belongs to a run that is under way"):
             folder.refuse_shared()
     folder.refuse_shared()
+
+
+class Began:
+    """A callback that must begin before it is told of a step."""
+
+    seen: list[str] = []  # noqa: RUF012 - of all instances
+
+    def on_start(self, config: TrainConfig) -> None:
+        self.seen.append(f"start {config.steps}")
+
+    def on_end(self) -> None:
+        self.seen.append("end")
+
+
+def test_callbacks_of_a_rank_that_comes_to_lead_begin_once_and_end_once(tmp_path: Path) -> None:
+    Began.seen.clear()
+    nothing: Any = None
+    given = config(tmp_path, callbacks=[f"{__name__}:Began"])
+    run = Run(given, nothing, RunFolder(tmp_path / "run"), nothing, (), {}, None, None, None)
+    course = Course(Watched(), nothing, nothing, nothing, 3, 0, {})
+    survived = Survived(2, 3, (0,), (), (), (), (), None, 0, 0.5, "rank 0 is lost")
+    with ExitStack() as owned:
+        first = lead(run, course, survived, owned, None)
+        again = lead(run, course, survived, owned, None)  # the first was broken off
+        assert again.callbacks is first.callbacks
+        assert Began.seen == [f"start {given.steps}"]
+    assert Began.seen == [f"start {given.steps}", "end"]
+
+
+def test_a_checkpoint_that_was_lost_with_a_rank_is_no_more_expected(tmp_path: Path) -> None:
+    """Else callbacks are told of a folder that is not there, once something is saved again."""
+    nothing: Any = None
+    folder = RunFolder(tmp_path / "run")
+    run = Run(config(tmp_path), nothing, folder, nothing, (), {}, None, None, None)
+    for step in (2, 4):
+        folder.place(step).mkdir(parents=True)
+        run.saving.append((step, folder.place(step)))
+    (folder.place(2) / "complete.json").write_text("{}")
+    forget_unsaved(run)
+    assert run.saving == [(2, folder.place(2))], "it is whole: callbacks are yet to be told"
 
 
 def test_who_was_lost_is_told_though_the_ranks_met_twice() -> None:
