@@ -28,7 +28,7 @@ from hydragraph.planner.uneven.finalists import Finalists, Proposal, finalists, 
 from hydragraph.planner.uneven.lacking import nothing_fits
 from hydragraph.planner.uneven.ordering import order_of, told
 from hydragraph.planner.uneven.pooled import pooled
-from hydragraph.planner.uneven.prices import SAFETY, Market, state_bytes
+from hydragraph.planner.uneven.prices import SAFETY, Market, healthy, state_bytes
 from hydragraph.planner.uneven.regrouping import Yard, climbed
 from hydragraph.planner.uneven.searching import MIXED, PUBLISHED, STRAGGLER, TOGETHER, Way, search, sizes_of
 from hydragraph.planner.uneven.settle import Candidate, Settled, Shortage, simulated, strategies_of
@@ -212,7 +212,8 @@ def _plan(
     looked = Finalists((), (), ())
     # The search's lines are near the exact walk: where that finds everything too large, it searches with less memory.
     short: list[Shortage] = []
-    order = order_of(costs)
+    # A rank that has become slow keeps its place among those that a plan is made for anew: else its state would move.
+    order = order_of(costs if running is None else healthy(costs))
     listed = order == list(range(costs.ranks))
     ordered = costs if listed else costs.reordered(order)
     least = bound_of(costs, workload.batches)
