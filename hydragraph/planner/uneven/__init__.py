@@ -10,6 +10,8 @@ pooled.py      a candidate's layers again, where stages and owners of the state 
 simple.py      equal pipelines in node order, which no plan may lose to
 exchange.py    when an iteration ends, pull and push included, without a simulation
 finalists.py   from many candidates to the few that are looked at exactly
+ordering.py    ranks in an order of planning's own, and what is found in theirs
+fewer.py       parts of a cluster, where messages take longer than computing
 settle.py      a candidate -> a strategy with its assignment, home, exact seconds and memory
 varying.py     what strategies take for lengths that vary, traffic included: an estimate of many, a few exactly
 regrouping.py  better ones for them, by moves of devices between pipelines
