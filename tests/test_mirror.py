@@ -61,6 +61,7 @@ ELSEWHERE = {
     "frontend/packed.py": ("frontend/test_capture.py", "packed batches and the loss"),
     "frontend/rebound.py": ("frontend/test_blocks.py", "functions that were copied with their module"),
     "frontend/shards.py": ("frontend/test_capture.py", "how parameters are cut across blocks"),
+    "holding.py": ("test_migration.py", "what ranks have after moves, also those that are cut off"),
     "ir/instruction.py": ("ir/test_text.py", "every instruction, printed and parsed"),
     "ir/placeholders.py": ("ir/test_program.py", "where they stand in a program"),
     "ir/rank_program.py": ("ir/test_text.py", "whole programs, printed and parsed"),

@@ -33,7 +33,7 @@ LARGEST = 5_000_000  # parameters of a configuration that is still tiny
 
 # what configs call their sizes; each is set where a family's config has it
 SIZES: dict[str, Any] = {
-    **dict.fromkeys(["vocab_size", "vocab_size_per_layer_input"], 101),
+    **dict.fromkeys(["vocab_size", "unpadded_vocab_size", "vocab_size_per_layer_input"], 101),
     **dict.fromkeys(["hidden_size", "d_model", "n_embd", "embedding_size", "emb_dim", "word_embed_proj_dim"], 64),
     **dict.fromkeys(["intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size", "ffn_hidden", "d_ff"], 96),
     **dict.fromkeys(["decoder_ffn_dim", "encoder_ffn_dim", "dim_ff", "expert_ffn_hidden_size"], 96),

@@ -36,6 +36,7 @@ def test_a_family_is_what_the_table_says(family: str) -> None:
 
 
 def test_nothing_in_the_table_is_wrong() -> None:
-    _, rows = families.documented()
-    assert set(rows) == set(families.NAMES)  # type: ignore[attr-defined]
+    version, rows = families.documented()
+    if version == transformers.__version__:  # others have other families
+        assert set(rows) == set(families.NAMES)  # type: ignore[attr-defined]
     assert not [row for row in rows.values() if "WRONG" in row]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from hydragraph.cost.profile import PipelineCost
@@ -77,7 +77,9 @@ def test_a_step_is_the_best_of_all_though_of_equal_sequences_one_is_looked_at(
 ) -> None:
     problem = problem_of(kinds, sizes, formed=formed)
     count, nothing = len(kinds), np.zeros(len(kinds))
-    placed = np.array([data.draw(st.integers(0, count - 1)) for _ in sizes])
+    fitting = [np.flatnonzero(np.isfinite(row[problem.kind_of])).tolist() for row in problem.cost]
+    assume(all(fitting))
+    placed = np.array([data.draw(st.sampled_from(each)) for each in fitting])
     state = local_search.no_state(count)
     local_search.recount(placed, problem.instance, nothing, np.ones(count, np.bool_), state)
     last = int(np.argmax(state.ends))

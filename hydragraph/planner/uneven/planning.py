@@ -12,7 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal, get_args
 
@@ -209,32 +209,33 @@ def _plan(
     _check_copies(costs)
     until = None if deadline_s is None else began + deadline_s
     near = NEAR if running is not None else 0.0
-    looked = Finalists((), (), ())
-    # The search's lines are near the exact walk: where that finds everything too large, it searches with less memory.
-    short: list[Shortage] = []
     # A rank that has become slow keeps its place among those that a plan is made for anew: else its state would move.
     order = order_of(costs if running is None else healthy(costs))
     listed = order == list(range(costs.ranks))
     ordered = costs if listed else costs.reordered(order)
-    least = bound_of(costs, workload.batches)
     ask = partial(_looked_at, workload=workload, method=method, ways=ways, near=near, until=until)
     market = Market(ordered)
+    looked = Finalists((), (), ())
+    # The search's lines are near the exact walk: where that finds everything too large, it searches with less memory.
+    short: list[Shortage] = []
     for safety in SAFETIES:
         looked = ask(ordered, safety=safety, market=market)
-        if method != "search":  # its space is that of plans on all devices
-            # By the widest way, and without what improves only the best: each set of nodes is a problem of its own.
-            quickly = partial(ask, safety=safety, ways=ways[:1], method="mixed")
-            looked = _on_fewer(ordered, looked, least, quickly, until)
-        looked = looked if listed else told(looked, order)
         short += looked.short
         if looked.settled or not looked.short:
             break
+    least = bound_of(costs, workload.batches) if looked.settled else math.inf
+    if method != "search" and PUBLISHED not in ways:  # these plan on all devices
+        # By the widest way, and without what improves only the best: each set of nodes is a problem of its own.
+        quickly = partial(ask, safety=safety, ways=ways[:1], method="mixed")
+        looked = _on_fewer(ordered, looked, least, quickly, until)
+    looked = replace(looked, short=tuple(short))
+    looked = looked if listed else told(looked, order)
     settled = looked.settled
     passed = looked.passed
     # Where lengths vary, a strategy that does not take the longest sequence can still be a candidate for others.
     able = [each for each in settled if math.isfinite(each.seconds)]
     if not able:
-        raise nothing_fits(costs, workload, short)
+        raise nothing_fits(costs, workload, looked.short)
     before = running.strategy if isinstance(running, Plan) else running
     home_before = running.home if isinstance(running, Plan) else costs.home
     moved = {each.strategy: moved_bytes(costs, home_before, each.home) for each in settled}
@@ -246,7 +247,7 @@ def _plan(
     if not exact and until is None and (chosen.simulated or not workload.lengths):
         chosen = simulated(costs, chosen)
     useful = _useful(costs, workload, chosen, settled) if workload.lengths else [chosen]
-    rivals = _rivals(chosen, settled, passed, short)
+    rivals = _rivals(chosen, settled, passed, looked.short)
     limits = tuple(costs.memory_of(rank) for rank in range(costs.ranks))
     took = time.monotonic() - began
     text = explanation(costs, workload, chosen, least, rivals, moved[chosen.strategy], took)
