@@ -33,6 +33,7 @@ SILENT_S = (
 )
 _BEAT_S = 0.25
 _ROLL_S = 1.0
+_PATIENCE, _LITTLE = timedelta(seconds=10), timedelta(seconds=2)  # for the store; PyTorch tries twice as long
 _STARTS = 3  # if something ends it again and again, its machine is taken for lost
 
 
@@ -71,7 +72,14 @@ class Sentinel:
             package = str(Path(__file__).parents[3])
             paths = [package, *filter(None, [os.environ.get("PYTHONPATH")])]
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "hydragraph.runtime.failure.sentinel", json.dumps(asdict(self._post))],
+                [
+                    sys.executable,
+                    "-P",
+                    "-m",
+                    "hydragraph.runtime.failure.sentinel",
+                    json.dumps(asdict(self._post)),
+                    str(os.getpid()),
+                ],
                 stdin=subprocess.DEVNULL,
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
                 start_new_session=True,  # an interrupt that is meant for the ranks must not silence their machine
@@ -130,12 +138,18 @@ class _Others:
         return f"{self._namespace}/beat/{machine}"
 
 
-def stand(post: Post) -> None:
-    """Be a sentinel, until the ranks of this machine have left, or have ended and all know, or the store is gone."""
-    timeout = timedelta(seconds=10)
+def stand(post: Post, starter: int) -> None:
+    """Be a sentinel, until the ranks of this machine have left, or have ended and all know, or the store is gone.
+
+    Args:
+        starter: the process that started it.
+    """
+    # Where a run ends as its sentinel begins, the store may be gone with it: then it is not looked for so long.
+    patience = _PATIENCE if os.getppid() == starter else _LITTLE
     store = dist.TCPStore(  # type: ignore[attr-defined]
-        post.address, post.port, None, False, timeout=timeout, wait_for_workers=False
+        post.address, post.port, None, False, timeout=patience, wait_for_workers=False
     )
+    store.set_timeout(_PATIENCE)
     roll = Roll(store, post.namespace, post.machine)
     ledger = Ledger(store, post.namespace)
     board = Board.open(post.board, post.ranks)
@@ -191,6 +205,6 @@ def _fault(
 
 if __name__ == "__main__":
     try:
-        stand(Post(**json.loads(sys.argv[1])))
+        stand(Post(**json.loads(sys.argv[1])), int(sys.argv[2]))
     except (RuntimeError, OSError, KeyboardInterrupt):  # the store or the board is gone, and with it whom to tell
         sys.exit(1)
