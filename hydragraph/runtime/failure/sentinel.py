@@ -149,7 +149,6 @@ def stand(post: Post, starter: int) -> None:
     store = dist.TCPStore(  # type: ignore[attr-defined]
         post.address, post.port, None, False, timeout=patience, wait_for_workers=False
     )
-    store.set_timeout(_PATIENCE)
     roll = Roll(store, post.namespace, post.machine)
     ledger = Ledger(store, post.namespace)
     board = Board.open(post.board, post.ranks)
