@@ -77,7 +77,7 @@ def test_plans_are_as_quick_however_nodes_and_devices_are_listed(varying: bool) 
     assert [plan.seconds for plan in plans] == pytest.approx([plans[0].seconds] * 3, rel=0.01)
 
 
-def test_a_rank_that_becomes_slow_keeps_its_place_and_state_stays_where_it_is() -> None:
+def test_planning_again_for_a_rank_that_became_slow_moves_about_what_its_node_owns() -> None:
     nodes = [("fast", (1.0,) * 4)] * 4
     work = hg.Workload(sequences=32, length=700)
     plan = hg.plan(costs_of(nodes), work)
@@ -85,4 +85,4 @@ def test_a_rank_that_becomes_slow_keeps_its_place_and_state_stays_where_it_is() 
     again = hg.plan(slow, work, running=plan)
     everything = 12 * sum(bucket.size for bucket in slow.buckets)  # weights and two moments in fp32
     assert again.strategy != plan.strategy
-    assert again.moved_bytes <= everything / 4, "about what the slow rank's node owns"
+    assert again.moved_bytes <= everything / 4
