@@ -33,6 +33,7 @@ from hydragraph.spec.strategy import Strategy
 _LOG = logging.getLogger(__name__)
 
 DEADLINE_S = 20.0  # after which the best plan so far is taken
+ATTEMPTS = 2  # at an answer; a process may be killed for want of memory that was another's
 # What a pipe to a process that is gone raises.
 _GONE = (BrokenPipeError, EOFError, OSError, pickle.UnpicklingError)
 
@@ -201,6 +202,7 @@ class Replanner:
         self._thread: threading.Thread | None = None
         self._answer: Replanned | None = None
         self._unwanted = False  # what is under way
+        self._closing = False
 
     @property
     def busy(self) -> bool:
@@ -216,16 +218,16 @@ class Replanner:
 
     def start(self) -> None:
         """Start the process now, so that the first question need not wait for it."""
+        self._closing = False
         if self._process is None:
             self._process = _started()
 
     def ask(self, question: Question) -> None:
-        """Begin to answer a question."""
+        """Begin to answer a question: twice, where the process ends amid the first answer."""
         assert not self.busy, "one question at a time"
         self._answer = None
         self.start()
-        given = question, self._process
-        self._thread = threading.Thread(target=self._serve, args=given, name="hydragraph-replanner", daemon=True)
+        self._thread = threading.Thread(target=self._serve, args=(question,), name="hydragraph-replanner", daemon=True)
         self._thread.start()
 
     def answer(self) -> Replanned | None:
@@ -242,24 +244,34 @@ class Replanner:
 
     def close(self) -> None:
         """End the process, also while it answers: the thread that waits for it then ends as well."""
-        process, self._process = self._process, None
-        if process is not None:
+        self._closing = True
+        while (process := self._process) is not None:
             process.kill()
             if self._thread is not None:
                 self._thread.join()  # it must not read from what is closed
-            _reap(process)
+            if self._process is process:
+                self._end(process)
 
-    def _serve(self, question: Question, process: subprocess.Popen[bytes]) -> None:
-        try:
-            pickle.dump(question, cast(IO[bytes], process.stdin))
-            cast(IO[bytes], process.stdin).flush()
-            self._answer = cast(Replanned, pickle.load(cast(IO[bytes], process.stdout)))
-        except _GONE as error:
-            if self._process is process:  # nobody has closed it: it has ended by itself
-                self._process = None
-                process.kill()
-                _reap(process)
-            self._answer = Replanned((), None, None, 0.0, 0.0, 0.0, f"the process that plans has ended ({error!r})")
+    def _serve(self, question: Question) -> None:
+        for _ in range(ATTEMPTS):
+            process = self._process = self._process or _started()
+            if self._closing:
+                return  # it was not there yet when others were ended: `close` waits for this thread, and ends it
+            try:
+                pickle.dump(question, cast(IO[bytes], process.stdin))
+                cast(IO[bytes], process.stdin).flush()
+                self._answer = cast(Replanned, pickle.load(cast(IO[bytes], process.stdout)))
+                return
+            except _GONE as error:
+                self._answer = _refusal(f"the process that plans has ended ({error!r})")
+                self._end(process)
+                if self._closing:
+                    return
+
+    def _end(self, process: subprocess.Popen[bytes]) -> None:
+        self._process = None
+        process.kill()
+        _reap(process)
 
 
 def _reap(process: subprocess.Popen[bytes]) -> None:

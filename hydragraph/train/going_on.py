@@ -30,7 +30,8 @@ TAKEOVER_S = 5.0  # for the run's folder to be let go of by a rank that is lost
 def go_on(run: Run, course: Course, failure: BaseException | None, owned: ExitStack) -> tuple[Run, str]:
     """Meet the ranks that are left and those that have come; return the run on them, and why it is to end, or ""."""
     config, folder, executor = run.config, run.folder, run.executor
-    watching, before = run.controller, run.world.ranks
+    watching = run.controller
+    before = len(course.untold[-1][0].peers) if course.untold else run.world.ranks
 
     def newest() -> Path | None:
         last = folder.last()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import signal
+import subprocess
+import sys
 import time
 from dataclasses import replace
 
@@ -11,6 +13,7 @@ import pytest
 import hydragraph as hg
 from hydragraph.cost.costs import Costs
 from hydragraph.cost.datasheet import datasheet
+from hydragraph.elastic import replanning
 from hydragraph.elastic.replanning import Question, Replanned, Replanner, costs_of, replan
 from hydragraph.planner.policy import Policy
 from hydragraph.planner.request import PlanRequest
@@ -75,23 +78,45 @@ def test_another_process_gives_the_same_answer_and_ends() -> None:
         planner.close()
 
 
-def test_a_process_that_died_is_a_refusal_and_the_next_question_starts_another() -> None:
+def test_a_process_that_died_is_started_again_and_asked_again() -> None:
     planner = Replanner()
     try:
         planner.start()
-        assert planner._process is not None
-        planner._process.kill()
-        planner._process.wait()
-        planner.ask(question(Health()))
-        assert planner._thread is not None
-        planner._thread.join()
-        answer = planner.answer()
-        assert answer is not None
-        assert answer.refused.startswith("the process that plans has ended")
-        planner.start()
-        assert planner._process.poll() is None if planner._process else False
+        first = planner._process
+        assert first is not None
+        first.kill()
+        first.wait()
+        answer = _answer(planner)
+        assert answer.refused == ""
+        assert planner._process is not first
     finally:
         planner.close()
+
+
+def test_a_process_that_dies_each_time_is_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+    started = []
+
+    def ends_at_once() -> subprocess.Popen[bytes]:
+        process = subprocess.Popen([sys.executable, "-c", ""], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        started.append(process)
+        return process
+
+    monkeypatch.setattr(replanning, "_started", ends_at_once)
+    planner = Replanner()
+    answer = _answer(planner)
+    planner.close()
+    assert answer.refused.startswith("the process that plans has ended")
+    assert [process.poll() for process in started] == [0, 0]
+    assert planner.process is None
+
+
+def _answer(planner: Replanner) -> Replanned:
+    planner.ask(question(Health()))
+    assert planner._thread is not None
+    planner._thread.join()
+    answer = planner.answer()
+    assert answer is not None
+    return answer
 
 
 def test_who_plans_ends_with_a_question_under_way() -> None:
@@ -121,12 +146,7 @@ def test_a_question_about_ranks_that_are_gone_is_forgotten_and_the_process_stays
         assert not planner.busy
         assert planner.answer() is None
         process = planner._process
-        planner.ask(question(Health()))
-        assert planner._thread is not None
-        planner._thread.join()
-        answer = planner.answer()
-        assert answer is not None
-        assert not answer.refused
+        assert not _answer(planner).refused
         assert planner._process is process
     finally:
         planner.close()
