@@ -401,7 +401,7 @@ class Costs:
         """Return what a rank of a pipeline's stage holds under 1F1B, by the tokens of its micro-batches."""
         # A pipeline's memory does not depend on the others, except that all ranks share what lives at home.
         shape = tuple((stage.layers, stage.kind) for stage in pipeline.stages)
-        return self._peak((shape, at), Strategy((pipeline,)), [len(pipeline.stages)], rank)
+        return self._peak((shape, at), Strategy((pipeline,)), [telling(len(pipeline.stages), at)], rank)
 
     def _peak(self, form: object, strategy: Strategy, counts: Sequence[int], rank: int) -> Peak:
         """Return what a rank holds of a strategy beside what it owns, by the tokens of all its micro-batches.
@@ -686,6 +686,16 @@ class Costs:
         )
 
 
+def telling(stages: int, position: int) -> int:
+    """Return how many micro-batches show the most that a stage holds under 1F1B: more only add their tokens.
+
+    The first of S stages holds S of them, and what comes back for one. Stage s behind it has S - s of its own and, once
+    its gradients are whole, the hidden state of the next, which comes early, and two gradients on their way back. With
+    one micro-batch alone, gradients would be sent as they come, and never be whole.
+    """
+    return stages + 1 if position == 0 else stages - position + 3
+
+
 def micro_batches_of(strategy: Strategy, assignment: Assignment) -> list[list[MicroBatch]]:
     """Return the packed micro-batches of every pipeline, padded where tokens must divide."""
     by_pipeline = []
@@ -916,7 +926,7 @@ class ProfileBlocks:
         added = piece.held.added if piece.held else False
         gradients = 0 if added else GRADIENT_BYTES * (piece.parameters - piece.frozen)
         if piece.held is None:  # an older profile knows the sums only
-            output = self.hidden_bytes * tokens
+            output = 0 if block == self.outline.blocks[-1] else self.hidden_bytes * tokens  # the last gives a number
             kept = max(0, round(piece.kept * tokens) - output)
             working = round(piece.fixed + piece.working * tokens)
             return Footprint(output, kept, frozenset(), output + kept + working, working, gradients)

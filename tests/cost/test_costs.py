@@ -14,7 +14,7 @@ import hydragraph as hg
 from hydragraph.cost.costs import Costs, micro_batches_of
 from hydragraph.cost.curves import Table
 from hydragraph.cost.footprint import MicroBatch
-from hydragraph.cost.memory import Walk
+from hydragraph.cost.memory import Walk, batch_bytes
 from hydragraph.cost.pieces import Constants, Piece
 from hydragraph.cost.profile import Profile
 from hydragraph.cost.simulate import simulate
@@ -364,17 +364,36 @@ def test_memory_is_walked_over_time() -> None:
     assert peaks[0].state == 12 * found.owned(0)
 
 
-def test_the_longest_micro_batch_fills_a_rank() -> None:
-    found = costs(4, cluster(2), elements=10**5)
-    strategy = Strategy.parse("<tp1,pp2>", 4)
+def giving_numbers(found: Costs) -> Costs:
+    """Return costs of a head that gives a number: what the made-up one gives stays, as large as a hidden state."""
+    profile = found.profile.of(found.cluster.type_of(0))
+    pieces = {}
+    for kind, each in profile.pieces.items():
+        head = each["head"]
+        assert head.held is not None
+        pieces[kind] = {**each, "head": replace(head, held=replace(head.held, output=(4.0, 0.0)))}
+    return Costs(replace(profile, pieces=pieces), found.cluster)
+
+
+@pytest.mark.parametrize("text", ["<tp1,pp1>", "<tp2,pp1>", "<tp1,pp2>", "<[0]x2r,[1]x2>", "<tp1,pp3>"])
+def test_however_many_micro_batches_of_max_len_fit_and_longer_ones_do_not(text: str) -> None:
+    """One alone sends its gradients as they come; from two on they are whole while activations are."""
+    found = giving_numbers(costs(4, cluster(3), elements=10**6))
+    strategy = Strategy.parse(text, 4)
+    limit = found.memory_of(0)
     tokens = found.pipeline(strategy.pipelines[0]).max_len
-    limit = 1e9
 
-    def held(n: int) -> int:
-        batches = [[MicroBatch(n, 1)] * 2]
-        return max(found.walk(strategy, batches, rank, messages=False).peak().total for rank in (0, 1))
+    def held(count: int, n: int) -> float:
+        """Return what the fullest rank holds, without the ids of mini-batches, which have no limit."""
+        batches = [[MicroBatch(n, 1)] * count]
+        most = max(found.walk(strategy, batches, rank, messages=False).peak().total for rank in strategy.devices)
+        return most - batch_bytes(count * n, count * n)
 
-    assert held(tokens - 2) <= limit < held(tokens + 2)  # lines are rounded to bytes
+    assert tokens > 0
+    counts = range(1, 8)
+    assert max(held(count, tokens) for count in counts) <= limit
+    longer = tokens + 4 * 64  # some steps of tokens and all their ids
+    assert max(held(count, longer) for count in counts) + batch_bytes(4 * longer, 4 * longer) > limit
 
 
 def test_tables_price_an_iteration() -> None:

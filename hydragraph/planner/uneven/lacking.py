@@ -25,11 +25,12 @@ MANY = 8
 NEARLY = 1.05
 
 
-def nothing_fits(costs: Costs, workload: Workload, short: Sequence[Shortage]) -> Unsupported:
+def nothing_fits(costs: Costs, workload: Workload, short: Sequence[Shortage], safety: float = SAFETY) -> Unsupported:
     """Return the error of a workload that no plan fits, with how far off it is and what would help.
 
     Args:
         short: plans that were looked at exactly, with what they lack.
+        safety: the part of all memory with which the search found nothing that fits.
     """
     running = [rank for rank in range(costs.ranks) if math.isfinite(costs.health.rate(rank))]
     least = batch_bytes(0, max(map(sum, workload.batches)))
@@ -55,7 +56,7 @@ def nothing_fits(costs: Costs, workload: Workload, short: Sequence[Shortage]) ->
             f"{state / 1e9:.3g} GB of their {room / 1e9:.3g} GB, beside weights, gradients and activations of stages"
         )
         first = ""
-    wishes = _wishes(costs, workload)
+    wishes = _wishes(costs, workload, safety)
     found = f"it would fit with {' or with '.join(wishes)}; " if wishes else ""
     return Unsupported(
         f"nothing fits: {why}",
@@ -65,19 +66,19 @@ def nothing_fits(costs: Costs, workload: Workload, short: Sequence[Shortage]) ->
     )
 
 
-def _wishes(costs: Costs, workload: Workload) -> list[str]:
+def _wishes(costs: Costs, workload: Workload, safety: float) -> list[str]:
     """Return what alone would make something fit."""
     longest = workload.longest
     sequences = workload.typical.sequences
     found = []
-    memory = _least(lambda times: fits(costs, sequences, longest, times * SAFETY), MOST)
-    if math.isfinite(memory):
+    memory = _least(lambda times: fits(costs, sequences, longest, times * safety), MOST)
+    if 1 < memory < math.inf:
         found.append(f"{memory:.3g} times the memory in each device")
-    shorter = _least(lambda times: fits(costs, sequences, max(1, int(longest / times))), longest)
+    shorter = _least(lambda times: fits(costs, sequences, max(1, int(longest / times)), safety), longest)
     if 1 < shorter < math.inf:
         found.append(f"sequences of at most {max(1, int(longest / shorter)):,} tokens")
     for times in (2, 4, MANY):
-        if fits(_several(costs, times), sequences, longest):
+        if fits(_several(costs, times), sequences, longest, safety):
             found.append(f"{times} times as many such devices")
             break
     return found

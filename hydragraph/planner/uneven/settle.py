@@ -15,7 +15,7 @@ from itertools import zip_longest
 import numpy as np
 from numpy.typing import NDArray
 
-from hydragraph.cost.costs import Costs, micro_batches_of
+from hydragraph.cost.costs import Costs, micro_batches_of, telling
 from hydragraph.cost.footprint import MicroBatch
 from hydragraph.cost.memory import batch_bytes
 from hydragraph.cost.pieces import GRADIENT_BYTES
@@ -404,7 +404,8 @@ def _needed(
         shape = tuple((s.layers, s.kind) for s in pipeline.stages)
         alone = Strategy((pipeline,), strategy.schedule)
         for position, stage in enumerate(pipeline.stages):
-            few = largest[: _telling(len(pipeline.stages), position, strategy.schedule)]
+            # Under GPipe all are in flight at once.
+            few = largest[: telling(len(pipeline.stages), position)] if strategy.schedule == "1f1b" else largest
             # All devices hold the same of the same stage.
             key = (shape, position, tuple(few))
             if key not in known:
@@ -413,18 +414,6 @@ def _needed(
             for rank in stage.devices:
                 found[rank] = known[key] + more
     return found
-
-
-def _telling(stages: int, position: int, schedule: str) -> int | None:
-    """Return how many micro-batches show the most that a stage holds; equal ones beyond only add their tokens.
-
-    Under 1F1B the first of S stages holds S of them, and what comes back for one. Stage s behind it has S - s of its
-    own and, once its gradients are whole, the hidden state of the next, which comes early, and two gradients on their
-    way back. Under GPipe all are in flight at once: None.
-    """
-    if schedule != "1f1b":
-        return None
-    return stages + 1 if position == 0 else stages - position + 3
 
 
 def _most(stages: int, schedule: str) -> int | None:
@@ -443,4 +432,10 @@ def _walked(costs: Costs, strategy: Strategy, batches: Sequence[Sequence[MicroBa
 
 
 def _largest(batches: Sequence[MicroBatch], most: int | None) -> list[MicroBatch]:
-    return sorted(batches, key=lambda m: (-m.tokens, -m.sequences))[:most]
+    """Return the largest micro-batches, largest first; so many of them, where that is said.
+
+    Where there are fewer, the largest counts several times: a run cuts every mini-batch by what fits while a pipeline
+    is full (`Costs.max_len`), so what would fit only otherwise is refused there.
+    """
+    found = sorted(batches, key=lambda m: (-m.tokens, -m.sequences))[:most]
+    return found[:1] * ((most or 0) - len(found)) + found
