@@ -3,6 +3,7 @@
 its pipelines' recurrence   every proposal              no iteration ends sooner
 with traffic (`exchange`)   while that is below the best that is known
 with fewer pipelines        the best of these, while less traffic saves more than the pipelines did
+with its own micro-batches  the best of these, cut as a run would cut them: of other sizes for each pipeline
 memory and owners           those that may still be the best, and what is chosen among
 a simulation                the best, and whatever is estimated to end before it
 
@@ -20,7 +21,9 @@ from dataclasses import dataclass, replace
 from itertools import compress
 
 from hydragraph.cost.costs import Costs
+from hydragraph.errors import Unsupported
 from hydragraph.planner.metis.staging import Staged
+from hydragraph.planner.request import PlanRequest
 from hydragraph.planner.uneven.exchange import iteration_s
 from hydragraph.planner.uneven.settle import (
     Candidate,
@@ -47,6 +50,8 @@ SAVES = 0.003
 SETTLED = 6
 # Of the best by estimate, how many are tried with fewer pipelines.
 LEANER = 3
+# Of the best by estimate, how many are given the micro-batches that a run would give them.
+CUT = 4
 # Whether others can do the work of pipelines in time is estimated to about this part.
 ROUGHLY = 0.95
 # Where pull and push make an iteration so many times as long, equal owners are tried, too.
@@ -144,7 +149,7 @@ def finalists(
     found: Sequence[Proposal],
     near: float,
     until: float | None,
-    known: dict[Strategy, Settled | Shortage] | None = None,
+    known: dict[tuple[Strategy, Assignment], Settled | Shortage] | None = None,
 ) -> Finalists:
     """Look at the most promising proposals exactly.
 
@@ -152,7 +157,7 @@ def finalists(
         found: see `proposals`.
         near: what is within this part of the best is settled, too.
         until: after this time (of `time.monotonic`) nothing more is looked at than one plan that fits.
-        known: strategies that were looked at before; those that are looked at here are added.
+        known: what was looked at before; what is looked at here is added.
     """
     known = {} if known is None else known
     began = time.monotonic()
@@ -167,23 +172,21 @@ def finalists(
         best = min((one.seconds for one in settled), default=math.inf)
         worth = proposal not in others and proposal.expected_s < best * (1 + (near or -SAVES))
         enough = len(settled) >= (SETTLED if near else _simulations(costs))
+        if any(one.strategy == proposal.strategy for one in settled):
+            continue  # with better micro-batches
         if settled and (_late(until, 0.0) or not worth or enough):
             passed.append(proposal)
             continue
         able = len(settled) < _simulations(costs) and not _late(until, SIMULATION * each_s)
-        before = known.get(proposal.strategy)
-        # The same pipelines may have other micro-batches here than what found them first gave them.
-        if before is not None and (isinstance(before, Shortage) or before.assignments == (proposal.assignment,)):
-            one = before
-        else:
-            one = settle(costs, proposal.strategy, proposal.assignment, proposal.origin, proposal.expected_s)
+        asked = (proposal.strategy, proposal.assignment)
+        one = known.get(asked)
+        if one is None:
+            one = settle(costs, *asked, proposal.origin, proposal.expected_s)
             if isinstance(one, Settled) and proposal.expected_s > WAITING * proposal.last_s:
                 one = _owned(costs, one)
         if isinstance(one, Settled) and able and not one.simulated:
             one = simulated(costs, one)
-        if isinstance(before, Settled) and (isinstance(one, Shortage) or before.seconds <= one.seconds):
-            one = before
-        known[proposal.strategy] = one
+        known[asked] = one
         if isinstance(one, Shortage):
             short.append(one)
         else:
@@ -225,7 +228,8 @@ def _estimated(costs: Costs, found: Sequence[Proposal], near: float, until: floa
                 seconds = _estimate(costs, strategy, proposal.assignment)
             estimates.append(replace(proposal, strategy=strategy, expected_s=seconds, across=None))
             best = min(best, seconds)
-    return estimates + _improved(costs, estimates, until)
+    estimates += _improved(costs, estimates, until)
+    return estimates + _cut(costs, estimates, until)
 
 
 def _estimate(costs: Costs, strategy: Strategy, assignment: Assignment) -> float:
@@ -253,6 +257,28 @@ def _improved(costs: Costs, estimates: Sequence[Proposal], until: float | None) 
                 break
             found.append(best)
             now = best
+    return found
+
+
+def _cut(costs: Costs, estimates: Sequence[Proposal], until: float | None) -> list[Proposal]:
+    """Return the best with micro-batches as a run cuts them, where they then end sooner.
+
+    The search counts in micro-batches of one size. A pipeline of its own may be quicker with few large ones, and the
+    last to end with one sequence less: 32 sequences on devices of which one is slow are 9, 9, 9 and 5 at once.
+    """
+    found = []
+    for each in sorted(estimates, key=lambda one: one.expected_s)[:CUT]:
+        if each.strategy.shares or _late(until, 0.0):
+            continue
+        try:
+            request = PlanRequest((costs.pipelines(each.strategy),), (0.0,))
+            cut = request.choose(each.assignment.lengths)
+        except Unsupported:  # a sequence is too long for equal owners, which a plan need not have
+            continue
+        expected = _estimate(costs, each.strategy, cut.assignment)
+        if expected < each.expected_s:
+            better = replace(each, assignment=cut.assignment, last_s=cut.seconds, expected_s=expected)
+            found.append(_busy(better))
     return found
 
 

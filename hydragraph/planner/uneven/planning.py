@@ -235,7 +235,7 @@ def _plan(
     # Where lengths vary, a strategy that does not take the longest sequence can still be a candidate for others.
     able = [each for each in settled if math.isfinite(each.seconds)]
     if not able:
-        raise nothing_fits(costs, workload, looked.short)
+        raise nothing_fits(costs, workload, looked.short, safety)
     before = running.strategy if isinstance(running, Plan) else running
     home_before = running.home if isinstance(running, Plan) else costs.home
     moved = {each.strategy: moved_bytes(costs, home_before, each.home) for each in settled}
@@ -302,16 +302,24 @@ def _looked_at(
     plain = [] if PUBLISHED in ways else _simple(costs, workload, safety, market)
     if workload.lengths:
         return _varying(costs, workload, every, plain, method == "auto", until, safety)
-    known: dict[Strategy, Settled | Shortage] = {}
+    known: dict[tuple[Strategy, Assignment], Settled | Shortage] = {}
     passed: dict[Strategy, Proposal] = {}
     for candidates, stages in every:
         found = proposals(costs, workload.batches[0], candidates, stages, plain)
         for each in finalists(costs, found, near, until, known).passed:
             passed.setdefault(each.strategy, each)
+    # One strategy may have been looked at with several assignments.
+    settled: dict[Strategy, Settled] = {}
+    short: dict[Strategy, Shortage] = {}
+    for (strategy, _), one in known.items():
+        if isinstance(one, Shortage):
+            short[strategy] = one
+        elif strategy not in settled or one.seconds < settled[strategy].seconds:
+            settled[strategy] = one
     return Finalists(
-        tuple(each for each in known.values() if isinstance(each, Settled)),
-        tuple(sorted((p for s, p in passed.items() if s not in known), key=lambda each: each.expected_s)),
-        tuple(each for each in known.values() if isinstance(each, Shortage)),
+        tuple(settled.values()),
+        tuple(sorted((passed[s] for s in passed.keys() - {*settled, *short}), key=lambda each: each.expected_s)),
+        tuple(each for strategy, each in short.items() if strategy not in settled),
     )
 
 

@@ -1,6 +1,9 @@
 import time
 
+import pytest
+
 import hydragraph as hg
+from hydragraph.planner.request import PlanRequest
 from hydragraph.planner.uneven.finalists import finalists, proposals, unlike
 from hydragraph.planner.uneven.searching import TOGETHER, search
 from hydragraph.planner.uneven.settle import Settled, form_of, settle, simulated
@@ -20,6 +23,19 @@ def test_the_best_is_simulated_and_what_was_passed_ends_later() -> None:
     for each in last.passed:
         assert costs.simulate(each.strategy, each.assignment).seconds >= best * 0.99
     assert {each.strategy for each in last.passed}.isdisjoint(each.strategy for each in last.settled)
+
+
+@pytest.mark.parametrize("rank", range(4))
+@pytest.mark.parametrize(("sequences", "rate"), [(32, 1.6), (64, 3.0), (7, 12.0), (16, 1.0)])
+def test_a_plan_is_as_quick_as_what_a_run_makes_of_its_strategy(rank: int, sequences: int, rate: float) -> None:
+    """A run cuts mini-batches in micro-batches of its own; by those of one size, others' strategies looked quicker."""
+    costs = priced.costs(6, priced.cluster(4), hg.Health({rank: rate}))
+    lengths = (100,) * sequences
+    found = hg.plan(costs, hg.Workload(sequences=sequences, length=100))
+    owned = costs.changed(home=found.home)
+    for strategy in (found.strategy, hg.Strategy.parse("4*<tp1,pp1>", 6)):
+        cut = PlanRequest((owned.pipelines(strategy),), (0.0,)).choose(lengths)
+        assert found.seconds <= owned.simulate(strategy, cut.assignment).seconds * 1.003
 
 
 def test_a_plan_is_there_however_late_it_is() -> None:
