@@ -42,10 +42,12 @@ class Peak:
         """Return the most tokens that fit into so many bytes; 0, where not even a step does, or none matters."""
         if self._at(self._step) > limit:
             return 0
-        tokens = 0.0
+        tokens = slope = 0.0
         at = self._start
         for _ in range(ROUNDS):
             here = self._at(at)
+            if slope and abs(here - (limit - slope * (tokens - at))) <= 1:  # the line goes on to here
+                break
             slope = (self._at(at + self._step) - here) / self._step
             if slope <= 0:
                 return 0

@@ -22,11 +22,12 @@ from hydragraph.cost.profile import PipelineCost
 from hydragraph.errors import Unsupported
 from hydragraph.planner.assigning import PlannedAssignment, assign_pipelines
 from hydragraph.planner.dispatch_search import Effort
+from hydragraph.planner.uneven.cutting import alike
 from hydragraph.planner.uneven.finalists import proposals
 from hydragraph.planner.uneven.prices import SAFETY
 from hydragraph.planner.uneven.regrouping import Yard
 from hydragraph.planner.uneven.searching import STRAGGLER, TOGETHER, search, sizes_of
-from hydragraph.planner.uneven.settle import Candidate, form_of
+from hydragraph.planner.uneven.settle import Candidate
 from hydragraph.planner.uneven.simple import simple
 from hydragraph.planner.uneven.varying import QUICK, traffic_in_line
 from hydragraph.planner.workload import Workload
@@ -84,7 +85,7 @@ def plan_at_once(
         if len(found) >= FEWEST and time.monotonic() > began + deadline_s:
             break
         # The search's own line of memory says that all of its pipelines hold the longest sequence.
-        pipelines = _pipelines(costs, strategy, workload.longest if strategy in promising else None)
+        pipelines = alike(costs, strategy, workload.longest if strategy in promising else None)
         if max(p.max_len for p in pipelines) >= workload.longest and min(p.max_len for p in pipelines) > 0:
             found.append(_estimate(costs, strategy, pipelines, batch, QUICK))
     for each in sorted(found, key=lambda one: one.seconds):
@@ -141,15 +142,6 @@ def _promising(costs: Costs, workload: Workload, until: float) -> list[Strategy]
     plain = simple(costs, count, length, sizes, workload.longest, SAFETY)
     found = proposals(costs, typical.batches[0], list(unlike.values())[:MOST], [], plain)
     return [each.strategy for each in found[:MOST]]
-
-
-def _pipelines(costs: Costs, strategy: Strategy, limit: int | None) -> tuple[PipelineCost, ...]:
-    if strategy.shares:
-        return costs.pipelines(strategy)
-    forms = [form_of(costs, pipeline) for pipeline in strategy.pipelines]
-    alike = dict(zip(forms, strategy.pipelines, strict=True))
-    known = {form: costs.pipeline(pipeline, strategy.schedule, limit) for form, pipeline in alike.items()}
-    return tuple(known[form] for form in forms)
 
 
 def _estimate(

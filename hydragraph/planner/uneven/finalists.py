@@ -23,8 +23,8 @@ from itertools import compress
 from hydragraph.cost.costs import Costs
 from hydragraph.errors import Unsupported
 from hydragraph.planner.metis.staging import Staged
-from hydragraph.planner.request import PlanRequest
-from hydragraph.planner.uneven.exchange import iteration_s
+from hydragraph.planner.uneven.cutting import cut, promised
+from hydragraph.planner.uneven.exchange import Iterations, iteration_s
 from hydragraph.planner.uneven.settle import (
     Candidate,
     Settled,
@@ -215,6 +215,7 @@ def _owned(costs: Costs, one: Settled) -> Settled:
 
 def _estimated(costs: Costs, found: Sequence[Proposal], near: float, until: float | None) -> list[Proposal]:
     """Return proposals with their traffic, but for those that end later than the best without it."""
+    clock = _Clock(costs)
     best = math.inf
     estimates: list[Proposal] = []
     for proposal in found:
@@ -225,20 +226,29 @@ def _estimated(costs: Costs, found: Sequence[Proposal], near: float, until: floa
                 continue
             seconds = proposal.expected_s
             if not strategy.shares:
-                seconds = _estimate(costs, strategy, proposal.assignment)
+                seconds = clock.seconds(strategy, proposal.assignment)
             estimates.append(replace(proposal, strategy=strategy, expected_s=seconds, across=None))
             best = min(best, seconds)
-    estimates += _improved(costs, estimates, until)
-    return estimates + _cut(costs, estimates, until)
+    estimates += _improved(costs, clock, estimates, until)
+    return estimates + _cut(costs, clock, estimates, until)
 
 
-def _estimate(costs: Costs, strategy: Strategy, assignment: Assignment) -> float:
-    """Return the seconds with traffic, by owners as they would be with memory for all: rooms are looked at later."""
-    home = home_of(costs, strategy, [1.0] * costs.ranks, costs.home) or costs.home
-    return iteration_s(costs.changed(home=home), strategy, assignment)
+class _Clock:
+    """Estimates seconds with traffic, by owners as they would be with memory for all: rooms are looked at later."""
+
+    def __init__(self, costs: Costs) -> None:
+        self._costs = costs
+        self._known: dict[Strategy, Iterations] = {}
+
+    def seconds(self, strategy: Strategy, assignment: Assignment) -> float:
+        """Return the seconds of an iteration."""
+        if strategy not in self._known:
+            home = home_of(self._costs, strategy, [1.0] * self._costs.ranks, self._costs.home) or self._costs.home
+            self._known[strategy] = Iterations(self._costs.changed(home=home), strategy)
+        return self._known[strategy].seconds(assignment)
 
 
-def _improved(costs: Costs, estimates: Sequence[Proposal], until: float | None) -> list[Proposal]:
+def _improved(costs: Costs, clock: _Clock, estimates: Sequence[Proposal], until: float | None) -> list[Proposal]:
     """Return what the best become without some pipelines, as long as leaving more of them out gains."""
     known = {each.strategy for each in estimates}
     found: list[Proposal] = []
@@ -251,7 +261,7 @@ def _improved(costs: Costs, estimates: Sequence[Proposal], until: float | None) 
                     return found
                 if each.strategy not in known:
                     known.add(each.strategy)
-                    tried.append(replace(each, expected_s=_estimate(costs, each.strategy, each.assignment)))
+                    tried.append(replace(each, expected_s=clock.seconds(each.strategy, each.assignment)))
             best = min(tried, key=lambda each: each.expected_s, default=now)
             if best.expected_s >= now.expected_s * (1 - SAVES):
                 break
@@ -260,25 +270,28 @@ def _improved(costs: Costs, estimates: Sequence[Proposal], until: float | None) 
     return found
 
 
-def _cut(costs: Costs, estimates: Sequence[Proposal], until: float | None) -> list[Proposal]:
-    """Return the best with micro-batches as a run cuts them, where they then end sooner.
+def _cut(costs: Costs, clock: _Clock, estimates: Sequence[Proposal], until: float | None) -> list[Proposal]:
+    """Return the most promising with micro-batches as a run cuts them, where they then end sooner.
 
-    The search counts in micro-batches of one size. A pipeline of its own may be quicker with few large ones, and the
-    last to end with one sequence less: 32 sequences on devices of which one is slow are 9, 9, 9 and 5 at once.
+    Traffic hides behind the first and the last micro-batch of a pipeline, so larger ones also hide more of it.
     """
+    able = [each for each in estimates if not each.strategy.shares]
+    promises = {
+        each.strategy: clock.seconds(each.strategy, promised(costs, each.strategy, each.assignment.lengths))
+        for each in able
+        if not _late(until, 0.0)
+    }
     found = []
-    for each in sorted(estimates, key=lambda one: one.expected_s)[:CUT]:
-        if each.strategy.shares or _late(until, 0.0):
-            continue
+    for each in sorted(able, key=lambda one: promises.get(one.strategy, math.inf))[:CUT]:
+        if _late(until, 0.0):
+            break
         try:
-            request = PlanRequest((costs.pipelines(each.strategy),), (0.0,))
-            cut = request.choose(each.assignment.lengths)
+            assignment, last = cut(costs, each.strategy, each.assignment.lengths)
         except Unsupported:  # a sequence is too long for equal owners, which a plan need not have
             continue
-        expected = _estimate(costs, each.strategy, cut.assignment)
-        if expected < each.expected_s:
-            better = replace(each, assignment=cut.assignment, last_s=cut.seconds, expected_s=expected)
-            found.append(_busy(better))
+        seconds = clock.seconds(each.strategy, assignment)
+        if seconds < each.expected_s:
+            found.append(_busy(replace(each, assignment=assignment, last_s=last, expected_s=seconds)))
     return found
 
 
