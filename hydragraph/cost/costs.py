@@ -30,7 +30,7 @@ from hydragraph.cost.actors import stage_actors
 from hydragraph.cost.corrections import Corrections, corrected
 from hydragraph.cost.curves import Constants, Curve, Table
 from hydragraph.cost.footprint import Footprint, MicroBatch
-from hydragraph.cost.memory import STATE_BYTES, Blocks, Memory, MemoryCurve, Walk, exchange_name
+from hydragraph.cost.memory import STATE_BYTES, Blocks, Memory, MemoryCurve, Walk, exchange_name, telling
 from hydragraph.cost.messages import GRADIENT_BYTES, WEIGHT_BYTES
 from hydragraph.cost.model import ModelSizes
 from hydragraph.cost.peak import Peak
@@ -684,16 +684,6 @@ class Costs:
             state_bytes=self.state_bytes,
             over=over,
         )
-
-
-def telling(stages: int, position: int) -> int:
-    """Return how many micro-batches show the most that a stage holds under 1F1B: more only add their tokens.
-
-    The first of S stages holds S of them, and what comes back for one. Stage s behind it has S - s of its own and, once
-    its gradients are whole, the hidden state of the next, which comes early, and two gradients on their way back. With
-    one micro-batch alone, gradients would be sent as they come, and never be whole.
-    """
-    return stages + 1 if position == 0 else stages - position + 3
 
 
 def micro_batches_of(strategy: Strategy, assignment: Assignment) -> list[list[MicroBatch]]:

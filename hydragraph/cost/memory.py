@@ -205,6 +205,16 @@ def batch_bytes(own: int, every: int) -> int:
     return INTEGER_BYTES * (3 * own + every)
 
 
+def telling(stages: int, position: int) -> int:
+    """Return how many micro-batches show the most that a stage holds under 1F1B: more only add their tokens.
+
+    The first of S stages holds S of them, and what comes back for one. Stage s behind it has S - s of its own and, once
+    its gradients are whole, the hidden state of the next, which comes early, and two gradients on their way back. With
+    one micro-batch alone, gradients would be sent as they come, and never be whole.
+    """
+    return stages + 1 if position == 0 else stages - position + 3
+
+
 def exchange_name(op: Op, bucket: str) -> str:
     """Return what a walk calls a pull or a push that is under way."""
     return f"{op.value} {bucket}"

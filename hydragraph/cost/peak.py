@@ -42,18 +42,18 @@ class Peak:
         """Return the most tokens that fit into so many bytes; 0, where not even a step does, or none matters."""
         if self._at(self._step) > limit:
             return 0
-        tokens = slope = 0.0
+        tokens = 0.0
         at = self._start
         for _ in range(ROUNDS):
             here = self._at(at)
-            if slope and abs(here - (limit - slope * (tokens - at))) <= 1:  # the line goes on to here
-                break
             slope = (self._at(at + self._step) - here) / self._step
             if slope <= 0:
                 return 0
             tokens = at + (limit - here) / slope
             before, at = at, max(self._step, math.floor(tokens / self._step) * self._step)
-            if at == before:
+            behind = at + self._step
+            # Lines bend upwards only: one that goes on to behind the answer has not bent before it.
+            if at == before or abs(self._at(behind) - (limit + slope * (behind - tokens))) <= 1:
                 break
         self._start = at
         return max(0, math.floor(tokens))

@@ -265,7 +265,7 @@ class Replanner:
             except _GONE as error:
                 self._answer = _refusal(f"the process that plans has ended ({error!r})")
                 self._end(process)
-                if self._closing:
+                if self._closing or self._unwanted:
                     return
 
     def _end(self, process: subprocess.Popen[bytes]) -> None:

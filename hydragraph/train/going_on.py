@@ -31,7 +31,7 @@ def go_on(run: Run, course: Course, failure: BaseException | None, owned: ExitSt
     """Meet the ranks that are left and those that have come; return the run on them, and why it is to end, or ""."""
     config, folder, executor = run.config, run.folder, run.executor
     watching = run.controller
-    before = len(course.untold[-1][0].peers) if course.untold else run.world.ranks
+    before = ranks_before(course.untold, run.world.ranks)
 
     def newest() -> Path | None:
         last = folder.last()
@@ -160,6 +160,11 @@ def changes_of(told: Sequence[tuple[Survived, int]]) -> Iterator[Event]:
             yield Event(step, "leave", survived.left, 0.0, f"asked to end; handed over their state: {survived.why}")
         if survived.joined:
             yield Event(step, "join", survived.joined, 0.0, f"{before} -> {now} ranks")
+
+
+def ranks_before(untold: Sequence[tuple[Survived, int]], ranks: int) -> int:
+    """Return how many ranks there were before they meet: those of the last meeting, where nobody has told of it yet."""
+    return len(untold[-1][0].peers) if untold else ranks
 
 
 def paused(told: Sequence[tuple[Survived, int]], rank: int) -> float:

@@ -22,7 +22,7 @@ from hydragraph.cost.profile import PipelineCost
 from hydragraph.errors import Unsupported
 from hydragraph.planner.assigning import PlannedAssignment, assign_pipelines
 from hydragraph.planner.dispatch_search import Effort
-from hydragraph.planner.uneven.cutting import alike
+from hydragraph.planner.uneven.cutting import pipeline_costs
 from hydragraph.planner.uneven.finalists import proposals
 from hydragraph.planner.uneven.prices import SAFETY
 from hydragraph.planner.uneven.regrouping import Yard
@@ -85,7 +85,7 @@ def plan_at_once(
         if len(found) >= FEWEST and time.monotonic() > began + deadline_s:
             break
         # The search's own line of memory says that all of its pipelines hold the longest sequence.
-        pipelines = alike(costs, strategy, workload.longest if strategy in promising else None)
+        pipelines = pipeline_costs(costs, strategy, workload.longest if strategy in promising else None)
         if max(p.max_len for p in pipelines) >= workload.longest and min(p.max_len for p in pipelines) > 0:
             found.append(_estimate(costs, strategy, pipelines, batch, QUICK))
     for each in sorted(found, key=lambda one: one.seconds):

@@ -24,9 +24,10 @@ ANY = 2**62
 # Of a bisection: the end is known to a billionth of where it began; and what that does to a number of sequences.
 HALVES = 30
 ROUNDING = 1e-6
+LEAST_S = 1e-12  # that a sequence takes
 
 
-def alike(costs: Costs, strategy: Strategy, limit: int | None = None) -> tuple[PipelineCost, ...]:
+def pipeline_costs(costs: Costs, strategy: Strategy, limit: int | None = None) -> tuple[PipelineCost, ...]:
     """Return what each pipeline costs; of pipelines of one form one is looked at.
 
     Args:
@@ -46,8 +47,8 @@ def cut(costs: Costs, strategy: Strategy, lengths: Sequence[int]) -> tuple[Assig
     Raises:
         Unsupported: a sequence is too long for all pipelines, with owners as the costs have them.
     """
-    found = assign_pipelines(alike(costs, strategy), lengths)
-    return found, found.seconds
+    found = assign_pipelines(pipeline_costs(costs, strategy), lengths)
+    return Assignment(found.micro_batches, found.lengths), found.seconds
 
 
 def promised(costs: Costs, strategy: Strategy, lengths: Sequence[int]) -> Assignment:
@@ -57,10 +58,9 @@ def promised(costs: Costs, strategy: Strategy, lengths: Sequence[int]) -> Assign
     micro-batch, on its slowest stage. With m = sqrt((S - 1) A n / c), if that is at least 1, these are
     A n + 2 sqrt((S - 1) A c n) + (S - 1) c; n that end by a time follow, and a bisection over the time.
     """
-    length = lengths[0]
-    kinds = [_Kind(p.stages, (p.a * length + p.b) * length, max(0.0, p.c)) for p in alike(costs, strategy, ANY)]
+    kinds = [_Kind.of(each, lengths[0]) for each in pipeline_costs(costs, strategy, ANY)]
     every = Counter(kinds)
-    high = max(kind.end(len(lengths)) for kind in every)
+    high = 2 * max(kind.end(len(lengths)) for kind in every)  # surely enough, however it is rounded
     low = 0.0
     for _ in range(HALVES):
         middle = (low + high) / 2
@@ -86,6 +86,11 @@ class _Kind:
     stages: int
     each: float
     fixed: float
+
+    @classmethod
+    def of(cls, pipeline: PipelineCost, length: int) -> _Kind:
+        """Return that of sequences of one length. What was fitted to noise may seem to cost less than nothing."""
+        return cls(pipeline.stages, max(LEAST_S, (pipeline.a * length + pipeline.b) * length), max(0.0, pipeline.c))
 
     def micro_batches(self, n: int) -> float:
         """Return the best number of them for n sequences."""

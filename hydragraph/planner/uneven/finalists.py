@@ -275,14 +275,14 @@ def _cut(costs: Costs, clock: _Clock, estimates: Sequence[Proposal], until: floa
 
     Traffic hides behind the first and the last micro-batch of a pipeline, so larger ones also hide more of it.
     """
-    able = [each for each in estimates if not each.strategy.shares]
-    promises = {
-        each.strategy: clock.seconds(each.strategy, promised(costs, each.strategy, each.assignment.lengths))
-        for each in able
-        if not _late(until, 0.0)
-    }
+    promises: dict[Strategy, tuple[float, Proposal]] = {}
+    for each in estimates:
+        strategy = each.strategy
+        if not strategy.shares and strategy not in promises and not _late(until, 0.0):
+            best = promised(costs, strategy, each.assignment.lengths)
+            promises[strategy] = clock.seconds(strategy, best), each
     found = []
-    for each in sorted(able, key=lambda one: promises.get(one.strategy, math.inf))[:CUT]:
+    for _, each in sorted(promises.values(), key=lambda pair: pair[0])[:CUT]:
         if _late(until, 0.0):
             break
         try:

@@ -318,9 +318,13 @@ def _looked_at(
             settled[strategy] = one
     return Finalists(
         tuple(settled.values()),
-        tuple(sorted((passed[s] for s in passed.keys() - {*settled, *short}), key=lambda each: each.expected_s)),
+        tuple(sorted((p for s, p in passed.items() if s not in settled and s not in short), key=_expected)),
         tuple(each for strategy, each in short.items() if strategy not in settled),
     )
+
+
+def _expected(proposal: Proposal) -> float:
+    return proposal.expected_s
 
 
 def _on_fewer(
@@ -340,7 +344,7 @@ def _on_fewer(
         for proposal in also.passed:
             passed.setdefault(proposal.strategy, proposal)
     left = (each for strategy, each in passed.items() if strategy not in found)
-    return Finalists(tuple(found.values()), tuple(sorted(left, key=lambda each: each.expected_s)), looked.short)
+    return Finalists(tuple(found.values()), tuple(sorted(left, key=_expected)), looked.short)
 
 
 def _tight(costs: Costs) -> bool:
@@ -436,7 +440,7 @@ def _varying(
     ]
     return Finalists(
         tuple(each for each in known.values() if isinstance(each, Settled)),
-        tuple(sorted(passed, key=lambda each: each.expected_s)),
+        tuple(sorted(passed, key=_expected)),
         tuple(each for each in known.values() if isinstance(each, Shortage)),
     )
 

@@ -15,9 +15,9 @@ from itertools import zip_longest
 import numpy as np
 from numpy.typing import NDArray
 
-from hydragraph.cost.costs import Costs, micro_batches_of, telling
+from hydragraph.cost.costs import Costs, micro_batches_of
 from hydragraph.cost.footprint import MicroBatch
-from hydragraph.cost.memory import batch_bytes
+from hydragraph.cost.memory import batch_bytes, telling
 from hydragraph.cost.pieces import GRADIENT_BYTES
 from hydragraph.cost.stages import StageCost, stages_end
 from hydragraph.planner.stage_terms import end_of, scratch_of
