@@ -158,7 +158,8 @@ class Devices:
             raise Unsupported(
                 "all devices are lost", where="plan", remedy="give a health in which some rank still runs"
             )
-        self._nodes = nodes
+        # Groups of 1, 2, 4, ... ranks are taken in this order: behind a node of an odd number they would span two.
+        self._nodes = dict(sorted(nodes.items(), key=lambda item: -(len(item[1]) & -len(item[1]))))
         several = len({node for node, _ in nodes}) > 1
         types: dict[str, DeviceType] = {}
         for (number, kind), ranks in nodes.items():
@@ -176,7 +177,7 @@ class Devices:
                 where='plan, method "search"',
                 remedy='use method="auto" or "straggler"',
             )
-        self.cluster = Cluster(types, tuple((kind, len(ranks)) for (_, kind), ranks in nodes.items()))
+        self.cluster = Cluster(types, tuple((kind, len(ranks)) for (_, kind), ranks in self._nodes.items()))
 
     def ranks(self, types: tuple[str, ...]) -> list[int]:
         """Return the ranks in an order of types."""

@@ -148,3 +148,18 @@ def test_too_many_kinds_of_devices_are_refused() -> None:
         staged(priced.costs(5, priced.cluster(8), health), 8, 256)
     with pytest.raises(Unsupported, match="all devices are lost"):
         staged(priced.costs(5, priced.cluster(2), Health(dict.fromkeys(range(2), math.inf))), 8, 256)
+
+
+@pytest.mark.parametrize("rank", range(0, 12, 2))
+def test_groups_stay_in_nodes_wherever_one_of_them_is_broken(rank: int) -> None:
+    """Behind a node of an odd number of equal devices, groups of two would span two nodes."""
+    nodes = (spec.Node("fast", 2, priced.FAST, spec.Interconnect(1e8, 1e-5), count=6),)
+    cluster = spec.Cluster.of({"fast": spec.DeviceType(1e15, 10**9, 1e12)}, nodes)
+    found = [
+        staged(priced.costs(6, cluster, Health({each: 1.6})), 7, 700, "exact")[0]
+        for each in (rank, len(cluster.devices) - 1)
+    ]
+    for each in found:
+        groups = [stage.devices for pipeline in each.pipelines for stage in pipeline.stages if stage.tp > 1]
+        assert all(len({cluster.node_of(device) for device in group}) == 1 for group in groups)
+    assert found[0].seconds == pytest.approx(found[1].seconds, rel=1e-3)
