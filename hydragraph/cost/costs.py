@@ -12,7 +12,7 @@ Formulas of the papers -> functions:
 
     AutoHet, T* = max_j { sum_i t_i^j + (K - 1) max_c t_c^j } + T_sync  `Costs.seconds`: the recurrence itself, `fixed`
     Malleus, y = rho_k max x_g: a stage is as slow as its slowest rank   `Costs.stages`; x_g is `Costs.rate`
-    Malleus, l mu + nu <= C: what fits                                   `Costs.max_len`, by walking each rank's memory
+    Malleus, l mu + nu <= C: what fits                                   `Costs.max_len`, by walking memory: `Reach`
     Hydraulis, section 5.2, mutual slices of pull and push               `CostedWork.moved`
 """
 
@@ -30,12 +30,12 @@ from hydragraph.cost.actors import stage_actors
 from hydragraph.cost.corrections import Corrections, corrected
 from hydragraph.cost.curves import Constants, Curve, Table
 from hydragraph.cost.footprint import Footprint, MicroBatch
-from hydragraph.cost.memory import STATE_BYTES, Blocks, Memory, MemoryCurve, Walk, exchange_name, telling
+from hydragraph.cost.memory import STATE_BYTES, Blocks, Memory, MemoryCurve, Walk, exchange_name
 from hydragraph.cost.messages import GRADIENT_BYTES, WEIGHT_BYTES
 from hydragraph.cost.model import ModelSizes
-from hydragraph.cost.peak import Peak
 from hydragraph.cost.pieces import AUX, Piece
 from hydragraph.cost.profile import PipelineCost, Profile
+from hydragraph.cost.reach import Reach
 from hydragraph.cost.sharing import turns
 from hydragraph.cost.simulate import SimulatedSpan, Timeline, run
 from hydragraph.cost.stack import Stack
@@ -59,8 +59,6 @@ from hydragraph.spec.strategy import Pipeline, Stage, Strategy
 OWN = Stack()
 # Micro-batches per stage of the iteration by which `fixed` is judged: enough for traffic to hide behind.
 FILLED = 2
-# Programs whose peaks are kept, of about a megabyte each.
-PEAKS = 256
 
 
 class Costs:
@@ -120,7 +118,7 @@ class Costs:
         self.blocks: Blocks = blocks or ProfileBlocks(self)
         self.home.check(self.ranks, [bucket.name for bucket in self.buckets])
         self._owners = HomeLayouts(self.home.on([device.node for device in cluster.devices]), self.ranks)
-        self._peaks: dict[object, Peak] = {}
+        self._reach = Reach(self)
 
     @property
     def ranks(self) -> int:
@@ -163,8 +161,8 @@ class Costs:
             state_bytes=self.state_bytes,
             corrections=self.corrections,
         )
-        if costs.profile is self.profile and costs.cluster is self.cluster:
-            costs._peaks = self._peaks  # who is slow, and who owns what, is not in them
+        if costs.profile is self.profile and costs.ranks == self.ranks:
+            costs._reach = Reach(costs, self._reach)
         return costs
 
     def of_ranks(self, ranks: Sequence[int], home: Home) -> Costs:
@@ -338,13 +336,7 @@ class Costs:
                 None: it shares none.
             beside: bytes that every rank must have left besides.
         """
-        limits = [self._max_len(pipeline, beside)]
-        for stage in pipeline.stages:
-            sharing = [] if strategy is None else [p for p in strategy.pipelines if stage in p.stages]
-            if len(sharing) > 1:
-                for rank in self._unlike(stage):
-                    limits.append(self._shared_peak(stage, sharing, rank).most(self._left(rank) - beside))
-        return min(limits)
+        return self._reach.max_len(pipeline, strategy, beside)
 
     def beside(self, strategy: Strategy, tokens: Sequence[int]) -> list[float]:
         """Return the bytes that each rank needs beside what it owns, by the peaks that `max_len` goes by.
@@ -352,81 +344,10 @@ class Costs:
         Args:
             tokens: of the longest micro-batch of each pipeline.
         """
-        found = [0.0] * self.ranks
-        for pipeline, most in zip(strategy.pipelines, tokens, strict=True):
-            for at, stage in enumerate(pipeline.stages):
-                sharing = [p for p in strategy.pipelines if stage in p.stages]
-                for rank in stage.devices:
-                    peak = self._stage_peak(pipeline, at, rank)
-                    found[rank] = max(found[rank], peak.needs(most))
-                    if len(sharing) > 1:
-                        found[rank] = max(found[rank], self._shared_peak(stage, sharing, rank).needs(most))
-        return found
+        return self._reach.beside(strategy, tokens)
 
-    def _shared_peak(self, stage: Stage, sharing: Sequence[Pipeline], rank: int) -> Peak:
-        """Return what a rank of a stage holds that pipelines share, by the tokens of all their micro-batches.
-
-        In whatever turns they come, stage s of S has at most S - s micro-batches of a pipeline in flight, and the last
-        stage of a model one in all.
-        """
-        left = [len(p.stages) - p.stages.index(stage) for p in sharing]
-        # GPipe has all of them in flight at once; one more for what 1F1B has received for its next forward.
-        last = left[0] == 1
-        flying = Strategy(tuple(sharing), "1f1b" if last else "gpipe")
-        counts = left if last else [left[0] + 1, *left[1:]]
-        return self._peak((tuple(p.stages for p in sharing), stage), flying, counts, rank)
-
-    def _unlike(self, stage: Stage) -> list[int]:
-        """Return one rank of each kind: of a stage, those of one type that own as much are alike."""
-        return list({(self.cluster.type_of(rank), self.owned(rank)): rank for rank in reversed(stage.devices)}.values())
-
-    def _max_len(self, pipeline: Pipeline, beside: float = 0.0) -> int:
-        profile = self.piece_profile(pipeline.devices[0])
-        measured = profile.limits.get((pipeline.stages[0].tp, len(pipeline.stages)))
-        if measured is not None and all(s.kind == StageKind(pipeline.stages[0].tp) for s in pipeline.stages):
-            return int(measured)
-        most: int | None = None
-        for at, stage in enumerate(pipeline.stages):
-            for rank in self._unlike(stage):
-                peak = self._stage_peak(pipeline, at, rank)
-                # Most stages are not the one that decides, which one look at them tells.
-                left = self._left(rank) - beside
-                if most is None or not peak.holds(most, left):
-                    found = peak.most(left)
-                    most = found if most is None else min(most, found)
-        assert most is not None, "a pipeline has stages, and a stage ranks"
-        return most
-
-    def _stage_peak(self, pipeline: Pipeline, at: int, rank: int) -> Peak:
-        """Return what a rank of a pipeline's stage holds under 1F1B, by the tokens of its micro-batches."""
-        # A pipeline's memory does not depend on the others, except that all ranks share what lives at home.
-        shape = tuple((stage.layers, stage.kind) for stage in pipeline.stages)
-        return self._peak((shape, at), Strategy((pipeline,)), [telling(len(pipeline.stages), at)], rank)
-
-    def _peak(self, form: object, strategy: Strategy, counts: Sequence[int], rank: int) -> Peak:
-        """Return what a rank holds of a strategy beside what it owns, by the tokens of all its micro-batches.
-
-        Args:
-            form: what it depends on: all devices hold the same of the same stage.
-        """
-        if form not in self._peaks:
-            if len(self._peaks) >= PEAKS:
-                self._peaks.pop(next(iter(self._peaks)))
-            walk = self.walk(strategy, [[MicroBatch(1, 1)] * count for count in counts], rank, messages=False)
-            owned = self._owned_bytes(rank)
-
-            def bytes_at(tokens: int) -> float:
-                batches = [[MicroBatch(tokens, 1)] * count for count in counts]
-                return walk.again(batches).peak().total - owned
-
-            self._peaks[form] = Peak(bytes_at, step=64 * max(s.tp for p in strategy.pipelines for s in p.stages))
-        return self._peaks[form]
-
-    def _left(self, rank: int) -> float:
-        """Return the bytes that a rank may use beside what it owns."""
-        return self.memory_of(rank) - self._owned_bytes(rank)
-
-    def _owned_bytes(self, rank: int) -> int:
+    def owned_bytes(self, rank: int) -> int:
+        """Return the bytes of what a rank owns, in any case: weights, what the optimizer keeps, gradients."""
         learning = self.owned(rank, True)
         return (self.state_bytes + GRADIENT_BYTES) * learning + WEIGHT_BYTES * self.owned(rank, False)
 

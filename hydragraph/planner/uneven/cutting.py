@@ -95,6 +95,8 @@ class _Kind:
     def micro_batches(self, n: int) -> float:
         """Return the best number of them for n sequences."""
         waiting = (self.stages - 1) * self.each * n
+        if not waiting:  # one stage: none waits for another
+            return 1.0
         return max(1.0, math.sqrt(waiting / self.fixed)) if self.fixed else max(1.0, float(n))
 
     def end(self, n: int) -> float:

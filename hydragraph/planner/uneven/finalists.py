@@ -15,10 +15,11 @@ from __future__ import annotations
 
 import math
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import compress
+from heapq import heappop, heappush
+from itertools import compress, count
 
 from hydragraph.cost.costs import Costs
 from hydragraph.errors import Unsupported
@@ -52,6 +53,8 @@ SETTLED = 6
 LEANER = 3
 # Of the best by estimate, how many are given the micro-batches that a run would give them.
 CUT = 4
+# What they then take is seldom less than this part of what was promised.
+PROMISED = 0.97
 # Whether others can do the work of pipelines in time is estimated to about this part.
 ROUGHLY = 0.95
 # Where pull and push make an iteration so many times as long, equal owners are tried, too.
@@ -161,22 +164,25 @@ def finalists(
     """
     known = {} if known is None else known
     began = time.monotonic()
-    estimates = _estimated(costs, found, near, until)
+    clock = _Clock(costs)
+    estimates = _estimated(costs, clock, found, near, until)
     each_s = (time.monotonic() - began) / max(1, len(estimates))
     # Without an estimate they are looked at only while nothing fits.
-    others = [each for each in found if each.strategy not in {one.strategy for one in estimates}]
-    passed: list[Proposal] = []
-    settled: list[Settled] = []
+    estimated = {one.strategy for one in estimates}
+    others = [each for each in found if each.strategy not in estimated]
+    queue = _Queue(costs, clock, estimates, others, until)
+    settled: dict[Strategy, Settled] = {}
     short: list[Shortage] = []
-    for proposal in [*sorted(estimates, key=lambda each: each.expected_s), *others]:
-        best = min((one.seconds for one in settled), default=math.inf)
-        worth = proposal not in others and proposal.expected_s < best * (1 + (near or -SAVES))
+    while True:
+        best = min((one.seconds for one in settled.values()), default=math.inf)
         enough = len(settled) >= (SETTLED if near else _simulations(costs))
-        if any(one.strategy == proposal.strategy for one in settled):
+        if settled and (_late(until, 0.0) or enough):
+            break
+        proposal = queue.next(best * (1 + (near or -SAVES)))
+        if proposal is None:
+            break
+        if proposal.strategy in settled:
             continue  # with better micro-batches
-        if settled and (_late(until, 0.0) or not worth or enough):
-            passed.append(proposal)
-            continue
         able = len(settled) < _simulations(costs) and not _late(until, SIMULATION * each_s)
         asked = (proposal.strategy, proposal.assignment)
         one = known.get(asked)
@@ -190,9 +196,77 @@ def finalists(
         if isinstance(one, Shortage):
             short.append(one)
         else:
-            settled.append(one)
-    passed.sort(key=lambda each: each.expected_s)
-    return Finalists(tuple(settled), tuple(passed), tuple(short))
+            settled[proposal.strategy] = one
+    passed = [each for each in queue.left() if each.strategy not in settled]
+    return Finalists(tuple(settled.values()), tuple(passed), tuple(short))
+
+
+class _Queue:
+    """Proposals, the most promising first, each with micro-batches as a run cuts them where it then ends sooner.
+
+    Traffic hides behind the first and the last micro-batch of a pipeline, so larger ones also hide more of it. How long
+    they may be takes a while to find out: they are cut when it is their turn, by what may be promised (`promised`).
+
+    Args:
+        estimates: with their traffic.
+        others: those that come last.
+    """
+
+    def __init__(
+        self,
+        costs: Costs,
+        clock: _Clock,
+        estimates: Sequence[Proposal],
+        others: Sequence[Proposal],
+        until: float | None,
+    ) -> None:
+        self._costs = costs
+        self._clock = clock
+        self._until = until
+        self._cut = 0
+        self._cut_s = 0.0  # that one took at most
+        self._numbers = count()
+        # Seconds, in which order of equal ones, and whether it is still to be cut.
+        self._heap: list[tuple[float, int, bool, Proposal]] = []
+        for each in estimates:
+            self._add(each.expected_s, each)
+        for each in estimates:
+            if not each.strategy.shares and not _late(until, 0.0):
+                best = promised(costs, each.strategy, each.assignment.lengths)
+                self._add(PROMISED * clock.seconds(each.strategy, best), each, uncut=True)
+        self._others = deque(others)
+
+    def _add(self, seconds: float, proposal: Proposal, uncut: bool = False) -> None:
+        heappush(self._heap, (seconds, next(self._numbers), uncut, proposal))
+
+    def next(self, limit: float) -> Proposal | None:
+        """Return the next one, if it may take fewer seconds than so many; others only without a limit."""
+        while self._heap and self._heap[0][0] < limit:
+            _, _, uncut, each = heappop(self._heap)
+            if not uncut:
+                return each
+            # What is cut is settled next, which takes about as long.
+            if self._cut < CUT and not _late(self._until, 2 * self._cut_s):
+                self._cut += 1
+                began = time.monotonic()
+                self._try(each)
+                self._cut_s = max(self._cut_s, time.monotonic() - began)
+        return self._others.popleft() if self._others and math.isinf(limit) else None
+
+    def _try(self, each: Proposal) -> None:
+        """Add it as it is cut, if that ends sooner."""
+        try:
+            assignment, last = cut(self._costs, each.strategy, each.assignment.lengths)
+        except Unsupported:  # a sequence is too long for equal owners, which a plan need not have
+            return
+        seconds = self._clock.seconds(each.strategy, assignment)
+        if seconds < each.expected_s:
+            self._add(seconds, _busy(replace(each, assignment=assignment, last_s=last, expected_s=seconds)))
+
+    def left(self) -> list[Proposal]:
+        """Return those that were never looked at, the most promising first."""
+        found = [each for _, _, uncut, each in self._heap if not uncut]
+        return sorted([*found, *self._others], key=lambda each: each.expected_s)
 
 
 def _owned(costs: Costs, one: Settled) -> Settled:
@@ -213,9 +287,10 @@ def _owned(costs: Costs, one: Settled) -> Settled:
     return one if isinstance(found, Shortage) else replace(one, home=equal, memory=found[1])
 
 
-def _estimated(costs: Costs, found: Sequence[Proposal], near: float, until: float | None) -> list[Proposal]:
+def _estimated(
+    costs: Costs, clock: _Clock, found: Sequence[Proposal], near: float, until: float | None
+) -> list[Proposal]:
     """Return proposals with their traffic, but for those that end later than the best without it."""
-    clock = _Clock(costs)
     best = math.inf
     estimates: list[Proposal] = []
     for proposal in found:
@@ -229,8 +304,7 @@ def _estimated(costs: Costs, found: Sequence[Proposal], near: float, until: floa
                 seconds = clock.seconds(strategy, proposal.assignment)
             estimates.append(replace(proposal, strategy=strategy, expected_s=seconds, across=None))
             best = min(best, seconds)
-    estimates += _improved(costs, clock, estimates, until)
-    return estimates + _cut(costs, clock, estimates, until)
+    return estimates + _improved(costs, clock, estimates, until)
 
 
 class _Clock:
@@ -267,31 +341,6 @@ def _improved(costs: Costs, clock: _Clock, estimates: Sequence[Proposal], until:
                 break
             found.append(best)
             now = best
-    return found
-
-
-def _cut(costs: Costs, clock: _Clock, estimates: Sequence[Proposal], until: float | None) -> list[Proposal]:
-    """Return the most promising with micro-batches as a run cuts them, where they then end sooner.
-
-    Traffic hides behind the first and the last micro-batch of a pipeline, so larger ones also hide more of it.
-    """
-    promises: dict[Strategy, tuple[float, Proposal]] = {}
-    for each in estimates:
-        strategy = each.strategy
-        if not strategy.shares and strategy not in promises and not _late(until, 0.0):
-            best = promised(costs, strategy, each.assignment.lengths)
-            promises[strategy] = clock.seconds(strategy, best), each
-    found = []
-    for _, each in sorted(promises.values(), key=lambda pair: pair[0])[:CUT]:
-        if _late(until, 0.0):
-            break
-        try:
-            assignment, last = cut(costs, each.strategy, each.assignment.lengths)
-        except Unsupported:  # a sequence is too long for equal owners, which a plan need not have
-            continue
-        seconds = clock.seconds(each.strategy, assignment)
-        if seconds < each.expected_s:
-            found.append(_busy(replace(each, assignment=assignment, last_s=last, expected_s=seconds)))
     return found
 
 

@@ -63,6 +63,8 @@ STAGED = 2
 # Plans within this part of the best count as equally good; the one that moves fewest bytes is taken. Moving the
 # state of 70B once takes 64 devices of 50 GB/s 0.3 s, an iteration 18 s: a plan that saves more soon pays for it.
 NEAR = 0.005
+# Of a deadline, the part that may be searched in; then what was found is looked at.
+SEARCHING = 0.9
 # Plans that are improved for varying lengths.
 CLIMBS = 3
 # Candidates of which the iteration planner takes the best, where lengths vary; each must save this part of the time.
@@ -207,7 +209,7 @@ def _plan(
 ) -> Plan:
     began = time.monotonic()
     _check_copies(costs)
-    until = None if deadline_s is None else began + deadline_s
+    until = None if deadline_s is None else began + SEARCHING * deadline_s
     near = NEAR if running is not None else 0.0
     # A rank that has become slow keeps its place among those that a plan is made for anew: else its state would move.
     order = order_of(costs if running is None else healthy(costs))
@@ -227,7 +229,7 @@ def _plan(
     if method != "search" and PUBLISHED not in ways:  # these plan on all devices
         # By the widest way, and without what improves only the best: each set of nodes is a problem of its own.
         quickly = partial(ask, safety=safety, ways=ways[:1], method="mixed")
-        looked = _on_fewer(ordered, looked, least, quickly, until)
+        looked = _on_fewer(ordered, looked, least, quickly, until, time.monotonic() - began)
     looked = replace(looked, short=tuple(short))
     looked = looked if listed else told(looked, order)
     settled = looked.settled
@@ -328,16 +330,23 @@ def _expected(proposal: Proposal) -> float:
 
 
 def _on_fewer(
-    costs: Costs, looked: Finalists, least: float, ask: Callable[..., Finalists], until: float | None
+    costs: Costs, looked: Finalists, least: float, ask: Callable[..., Finalists], until: float | None, whole_s: float
 ) -> Finalists:
-    """Return also what is found on fewer nodes, where that may be better than the best so far."""
+    """Return also what is found on fewer nodes, where that may be better than the best so far.
+
+    Args:
+        whole_s: what looking at all nodes took: of fewer ones about as much less is expected.
+    """
     found = {each.strategy: each for each in looked.settled}
     passed = {each.strategy: each for each in looked.passed}
+    took_s = 0.0
     for some, part in with_fewer(costs):
         best = min((each.seconds for each in found.values()), default=0.0)
-        if _late(until) or least >= part * best:
+        if _late(until, took_s or part * whole_s) or least >= part * best:
             continue
+        began = time.monotonic()
         also = ask(some, market=Market(some))
+        took_s = max(took_s, time.monotonic() - began)
         for each in also.settled:
             if each.strategy not in found or each.seconds < found[each.strategy].seconds:
                 found[each.strategy] = each
@@ -353,8 +362,9 @@ def _tight(costs: Costs) -> bool:
     return costs.home.copies * state_bytes(costs) > TIGHT * sum(map(costs.memory_of, running))
 
 
-def _late(until: float | None) -> bool:
-    return until is not None and time.monotonic() > until
+def _late(until: float | None, needed_s: float = 0.0) -> bool:
+    """Return whether something that takes so long would end after a time."""
+    return until is not None and time.monotonic() + needed_s > until
 
 
 def _pooled(costs: Costs, workload: Workload, candidates: Sequence[Candidate], until: float | None) -> list[Candidate]:
