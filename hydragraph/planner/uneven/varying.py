@@ -77,13 +77,17 @@ class Varied:
         """Return about the seconds of an iteration, on average; `below_s` as for `by_batch`."""
         return mean(self.by_batch(strategy, below_s))
 
-    def settle(self, strategy: Strategy, origin: str, home: Home | None = None) -> Settled | Shortage:
+    def settle(
+        self, strategy: Strategy, origin: str, home: Home | None = None, simulating: bool = True
+    ) -> Settled | Shortage:
         """Give the state its owners, walk memory, and simulate every mini-batch as the iteration planner assigns it.
 
         Args:
             origin: see `settle.Candidate`.
             home: who owns the state, where that is given.
+            simulating: or, if there is no time for it, estimate it.
         """
+        simulating = simulating and self.costs.ranks <= FEW
         # What a stage needs does not depend on who owns the state, so its useful micro-batches stand for all.
         useful = max(max(profile.util.values(), default=1) for profile in self.costs.profiles)
         counts = [2 * len(p.stages) for p in strategy.pipelines]
@@ -99,13 +103,13 @@ class Varied:
         beside = 0.0
         for _ in range(ROUNDS):
             pipelines = owned.pipelines(strategy, beside)
-            each = self._of_each(partial(_assigned, owned.costs, strategy, pipelines))
+            each = self._of_each(partial(_assigned, owned.costs, strategy, pipelines, simulating))
             assignments, seconds = zip(*each, strict=True)
             runs = [a for a, taken in dict.fromkeys(each) if math.isfinite(taken)]
             memory = held(self.costs, strategy, home, runs) if runs else memory
             lacks = max(memory[rank] - self.costs.memory_of(rank) for rank in ranks)
             if lacks <= 0:
-                return Settled(strategy, home, assignments, seconds, memory, origin, simulated=len(ranks) <= FEW)
+                return Settled(strategy, home, assignments, seconds, memory, origin, simulated=simulating)
             # MaxLen knows nothing of the mini-batch beside a pipeline's own micro-batches, nor of messages. Sequences
             # are whole: to leave out as much as one of them may take several steps.
             beside = 2 * beside + lacks
@@ -157,8 +161,8 @@ def settle_best(
 
     Args:
         origins: strategies, the most promising first, and which way of searching each came from.
-        until: after this time (of `time.monotonic`) the first one that fits is enough.
-        known: what was settled before; what is settled here is added.
+        until: after this time (of `time.monotonic`) one that fits is enough, and it is not simulated.
+        known: what was settled before, by other ways of searching, too; what is settled here is added.
     """
     late = lambda: until is not None and time.monotonic() > until  # noqa: E731
     order = list(origins)
@@ -166,12 +170,15 @@ def settle_best(
         order.sort(key=lambda strategy: _rank(varied.by_batch(strategy)) if not late() else (math.inf, math.inf))
     able = 0
     for strategy in order:
-        if able >= most or (able and late()):
+        if able >= most or (late() and any(map(_takes_all, known.values()))):
             return
         if strategy not in known:
-            known[strategy] = varied.settle(strategy, origins[strategy])
-        found = known[strategy]
-        able += isinstance(found, Settled) and math.isfinite(found.seconds)
+            known[strategy] = varied.settle(strategy, origins[strategy], simulating=not late())
+        able += _takes_all(known[strategy])
+
+
+def _takes_all(found: Settled | Shortage) -> bool:
+    return isinstance(found, Settled) and math.isfinite(found.seconds)
 
 
 def mean(by_batch: Sequence[float]) -> float:
@@ -186,16 +193,16 @@ def _rank(by_batch: Sequence[float]) -> tuple[float, float]:
 
 
 def _assigned(
-    owned: Costs, strategy: Strategy, pipelines: Sequence[PipelineCost], batch: Sequence[int]
+    owned: Costs, strategy: Strategy, pipelines: Sequence[PipelineCost], simulating: bool, batch: Sequence[int]
 ) -> tuple[Assignment, float]:
     try:
         found = assign_pipelines(pipelines, batch)
     except Unsupported:
         return Assignment(((),) * len(pipelines), tuple(batch)), math.inf
     assignment = Assignment(found.micro_batches, found.lengths)
-    if owned.ranks > FEW:
-        return assignment, traffic_in_line(owned, strategy)(assignment)
-    return assignment, owned.simulate(strategy, assignment).seconds
+    if simulating:
+        return assignment, owned.simulate(strategy, assignment).seconds
+    return assignment, traffic_in_line(owned, strategy)(assignment)
 
 
 def traffic_in_line(owned: Costs, strategy: Strategy) -> Callable[[Assignment], float]:
