@@ -63,7 +63,8 @@ class _Meeting:
     left: np.ndarray
     latest: np.ndarray
     last: np.ndarray
-    entered: dict[int, tuple[int, int, int]]  # actor -> its instruction, and what let it enter
+    # Actor -> its instruction, when it came, and what let it enter.
+    entered: dict[int, tuple[int, float, tuple[int, int]]]
 
 
 class Engine:
@@ -281,19 +282,28 @@ class Engine:
         if not row[a]:
             self._begin(a, i, ready, (a, cause), 0.0, ())
             return
-        meeting.entered[a] = (i, a, cause)
+        meeting.entered[a] = (i, ready, (a, cause))
+        if meeting.passage.whole:
+            if len(meeting.entered) == len(self.actors):
+                last = max(meeting.entered, key=lambda b: meeting.entered[b][1])  # of equal ones the first that came
+                self._begin_together(meeting, range(len(self.actors)), [last] * len(self.actors))
+            return
         # Every partner waits for the last of its own partners, and partners differ: groups that exchange nothing with
         # each other do not wait for each other.
         later = row & (meeting.latest < ready)
         meeting.latest[later] = ready
         meeting.last[later] = a
         meeting.left[row] -= 1
-        for b in np.flatnonzero(row & (meeting.left == 0)).tolist():
-            last = int(meeting.last[b])
+        there = np.flatnonzero(row & (meeting.left == 0))
+        self._begin_together(meeting, there.tolist(), meeting.last[there].tolist())
+
+    def _begin_together(self, meeting: _Meeting, actors: Sequence[int], lasts: Sequence[int]) -> None:
+        """Let actors begin an exchange, each when the last of its partners has come."""
+        passage = meeting.passage
+        for b, last in zip(actors, lasts, strict=True):
             own = meeting.entered[b][0]
-            passage = meeting.passage
-            cause_of = meeting.entered[last][1:]
-            self._begin(b, own, float(meeting.latest[b]), cause_of, float(passage.seconds[b]), passage.occupied[b])
+            _, ready, cause = meeting.entered[last]
+            self._begin(b, own, ready, cause, float(passage.seconds[b]), passage.occupied[b])
 
     def _meeting(self, queue: int, bucket: str) -> _Meeting:
         if (queue, bucket) not in self._meetings:

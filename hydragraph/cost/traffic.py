@@ -71,6 +71,11 @@ class Passage:
     partners: NDArray[np.bool_]
     occupied: tuple[tuple[tuple[int, float], ...], ...]
 
+    @cached_property
+    def whole(self) -> bool:
+        """Whether all groups exchange something with all."""
+        return bool(self.partners.all())
+
 
 @dataclass(frozen=True, eq=False)
 class _Exchange:
