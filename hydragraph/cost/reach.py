@@ -14,19 +14,37 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from hydragraph.cost.footprint import MicroBatch
-from hydragraph.cost.memory import telling
+from hydragraph.cost.memory import Walk, telling
 from hydragraph.cost.peak import Peak
+from hydragraph.cost.profile import Profile
+from hydragraph.ir.outline import Outline
+from hydragraph.spec.cluster import Cluster
 from hydragraph.spec.stage_kind import StageKind
 from hydragraph.spec.strategy import Pipeline, Stage, Strategy
 
-if TYPE_CHECKING:
-    from hydragraph.cost.costs import Costs
-
 # Programs whose peaks are kept, of about a megabyte each.
 PEAKS = 256
+
+
+class Memories(Protocol):
+    """What is asked of `Costs`."""
+
+    profile: Profile
+    cluster: Cluster
+    outline: Outline
+
+    @property
+    def ranks(self) -> int: ...
+    def piece_profile(self, rank: int) -> Profile: ...
+    def memory_of(self, rank: int) -> float: ...
+    def owned(self, rank: int, learning: bool | None = None) -> int: ...
+    def owned_bytes(self, rank: int) -> int: ...
+    def walk(
+        self, strategy: Strategy, batches: Sequence[Sequence[MicroBatch]], rank: int, messages: bool = True
+    ) -> Walk: ...
 
 
 class Reach:
@@ -38,7 +56,7 @@ class Reach:
             and where ranks are is not in them.
     """
 
-    def __init__(self, costs: Costs, other: Reach | None = None) -> None:
+    def __init__(self, costs: Memories, other: Reach | None = None) -> None:
         self._costs = costs
         self._peaks: dict[object, Peak] = {} if other is None else other._peaks
 
