@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -9,6 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import hydragraph as hg
+from hydragraph.cost.pieces import Constants, Piece
+from hydragraph.cost.profile import Profile
 from hydragraph.planner.request import PlanRequest
 from hydragraph.planner.uneven.cutting import cut, promised
 from hydragraph.planner.uneven.settle import share_out
@@ -16,6 +19,18 @@ from hydragraph.spec.strategy import Strategy
 from tests.cost import priced
 
 STRATEGIES = ("4*<tp1,pp1>", "2*<tp1,pp1> + <tp2,pp1>", "<[0]x3,[1]x3> + <[2]x4,[3]x2>", "<tp1,pp1> + <tp1,pp3>")
+
+
+def without_constants(profile: Profile) -> Profile:
+    """Return a profile whose micro-batches take nothing by themselves, as in one from a datasheet."""
+
+    def free(piece: Piece) -> Piece:
+        assert isinstance(piece.forward, Constants)
+        assert isinstance(piece.backward, Constants)
+        return replace(piece, forward=replace(piece.forward, c=0.0), backward=replace(piece.backward, c=0.0))
+
+    pieces = {kind: {name: free(piece) for name, piece in each.items()} for kind, each in profile.pieces.items()}
+    return replace(profile, pieces=pieces)
 
 
 def even(n: int, m: int) -> list[list[int]]:
@@ -44,6 +59,15 @@ def test_a_promise_runs_every_sequence_once_and_is_seldom_behind_the_best(
     )
     # It goes by the slowest stage alone, and counts the others as slow.
     assert best * (1 - 1e-9) <= costs.pipelines_end(strategy, found) <= best * 1.35
+
+
+def test_a_pipeline_of_one_stage_is_promised_one_micro_batch() -> None:
+    """Nothing waits to be filled, and traffic hides best behind a long one, even where micro-batches cost nothing."""
+    costs = priced.costs(6, priced.cluster(4))
+    for profile in (costs.profile, without_constants(costs.profile)):
+        found = promised(costs.changed(profile=profile), Strategy.parse("4*<tp1,pp1>", 6), [100] * 32)
+        assert found.counts == (1, 1, 1, 1)
+        assert [len(m) for p in found.micro_batches for m in p] == [8, 8, 8, 8]
 
 
 @pytest.mark.parametrize(("text", "rank"), product(STRATEGIES, (0, 3)))

@@ -52,6 +52,17 @@ def test_the_best_by_estimate_are_settled_until_enough_fit() -> None:
     hurried: dict[hg.Strategy, Settled | Shortage] = {}
     settle_best(Varied(costs, BATCHES), origins, time.monotonic() - 1, hurried)
     assert list(hurried) == [next(iter(origins))]
+    (only,) = hurried.values()
+    assert isinstance(only, Settled)
+    assert not only.simulated
+    exact = known.get(only.strategy) or varied.settle(only.strategy, "test")
+    assert isinstance(exact, Settled)
+    assert only.assignments == exact.assignments
+    assert 0.95 * exact.seconds <= only.seconds <= 1.05 * exact.seconds
+    # What another way of searching found is then enough, too.
+    others = {hg.Strategy.parse("2*<tp1,pp2>", 6): "another"}
+    settle_best(Varied(costs, BATCHES), others, time.monotonic() - 1, hurried)
+    assert list(hurried) == [next(iter(origins))]
 
 
 def test_owners_that_are_given_stay() -> None:
