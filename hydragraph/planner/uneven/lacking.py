@@ -25,6 +25,26 @@ MANY = 8
 NEARLY = 1.05
 
 
+def check_labels(costs: Costs, workload: Workload) -> None:
+    """Refuse devices that are too small for what every rank holds, whatever the plan: the labels of all sequences.
+
+    Raises:
+        Unsupported: which these are.
+    """
+    running = _running(costs)
+    least = batch_bytes(0, max(map(sum, workload.batches)))
+    small = [rank for rank in running if costs.memory_of(rank) < least]
+    if small:
+        listed = ", ".join(map(str, small))
+        lost = ", ".join(f"{rank}: inf" for rank in small)
+        without = f"run without ranks {listed} (in the health: {{{lost}}}), or " if len(small) < len(running) else ""
+        raise Unsupported(
+            f"nothing fits: every rank holds the labels of all, {least / 1e9:.3g} GB, and these have less: {listed}",
+            where=f"plan of {costs.ranks} devices for {workload}",
+            remedy=f"{without}give smaller mini-batches",
+        )
+
+
 def nothing_fits(costs: Costs, workload: Workload, short: Sequence[Shortage], safety: float = SAFETY) -> Unsupported:
     """Return the error of a workload that no plan fits, with how far off it is and what would help.
 
@@ -32,18 +52,7 @@ def nothing_fits(costs: Costs, workload: Workload, short: Sequence[Shortage], sa
         short: plans that were looked at exactly, with what they lack.
         safety: the part of all memory with which the search found nothing that fits.
     """
-    running = [rank for rank in range(costs.ranks) if math.isfinite(costs.health.rate(rank))]
-    least = batch_bytes(0, max(map(sum, workload.batches)))
-    small = [rank for rank in running if costs.memory_of(rank) < least]
-    if small:
-        listed = ", ".join(map(str, small))
-        lost = ", ".join(f"{rank}: inf" for rank in small)
-        without = f"run without ranks {listed} (in the health: {{{lost}}}), or " if len(small) < len(running) else ""
-        return Unsupported(
-            f"nothing fits: every rank holds the labels of all, {least / 1e9:.3g} GB, and these have less: {listed}",
-            where=f"plan of {costs.ranks} devices for {workload}",
-            remedy=f"{without}give smaller mini-batches",
-        )
+    running = _running(costs)
     if short:
         nearest = min(short, key=lambda each: each.bytes)
         why = f"the nearest, {nearest.strategy.name}: {nearest}"
@@ -64,6 +73,10 @@ def nothing_fits(costs: Costs, workload: Workload, short: Sequence[Shortage], sa
         remedy=f"{found}{first}allow recomputation and higher tensor-parallel degrees (a measured profile needs them "
         "measured: hydragraph profile --recompute), shorten the sequences, or add devices, which share the state",
     )
+
+
+def _running(costs: Costs) -> list[int]:
+    return [rank for rank in range(costs.ranks) if math.isfinite(costs.health.rate(rank))]
 
 
 def _wishes(costs: Costs, workload: Workload, safety: float) -> list[str]:

@@ -25,7 +25,7 @@ from hydragraph.planner.uneven.bound import bound as bound_of
 from hydragraph.planner.uneven.explaining import Rival, explanation
 from hydragraph.planner.uneven.fewer import with_fewer
 from hydragraph.planner.uneven.finalists import Finalists, Proposal, finalists, proposals
-from hydragraph.planner.uneven.lacking import nothing_fits
+from hydragraph.planner.uneven.lacking import check_labels, nothing_fits
 from hydragraph.planner.uneven.ordering import order_of, told
 from hydragraph.planner.uneven.pooled import pooled
 from hydragraph.planner.uneven.prices import SAFETY, Market, healthy, state_bytes
@@ -209,6 +209,7 @@ def _plan(
 ) -> Plan:
     began = time.monotonic()
     _check_copies(costs)
+    check_labels(costs, workload)
     until = None if deadline_s is None else began + SEARCHING * deadline_s
     near = NEAR if running is not None else 0.0
     # A rank that has become slow keeps its place among those that a plan is made for anew: else its state would move.
