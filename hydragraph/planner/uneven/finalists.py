@@ -3,7 +3,7 @@
 its pipelines' recurrence   every proposal              no iteration ends sooner
 with traffic (`exchange`)   while that is below the best that is known
 with fewer pipelines        the best of these, while less traffic saves more than the pipelines did
-with its own micro-batches  the best of these, cut as a run would cut them: of other sizes for each pipeline
+with its own micro-batches  those that may then be best, each in its turn: cut for each pipeline, as a run cuts them
 memory and owners           those that may still be the best, and what is chosen among
 a simulation                the best, and whatever is estimated to end before it
 
