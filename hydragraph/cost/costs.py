@@ -161,7 +161,8 @@ class Costs:
             state_bytes=self.state_bytes,
             corrections=self.corrections,
         )
-        if costs.profile is self.profile and costs.ranks == self.ranks:
+        alike = costs.ranks == self.ranks and tuple(costs.cluster.types) == tuple(self.cluster.types)
+        if costs.profile is self.profile and alike:
             costs._reach = Reach(costs, self._reach)
         return costs
 

@@ -21,6 +21,7 @@ from hydragraph.cost.memory import Walk, telling
 from hydragraph.cost.peak import Peak
 from hydragraph.cost.profile import Profile
 from hydragraph.ir.outline import Outline
+from hydragraph.ir.parameter import Bucket
 from hydragraph.spec.cluster import Cluster
 from hydragraph.spec.stage_kind import StageKind
 from hydragraph.spec.strategy import Pipeline, Stage, Strategy
@@ -35,6 +36,7 @@ class Memories(Protocol):
     profile: Profile
     cluster: Cluster
     outline: Outline
+    buckets: tuple[Bucket, ...]
 
     @property
     def ranks(self) -> int: ...
@@ -52,8 +54,8 @@ class Reach:
 
     Args:
         costs: of the model on the cluster.
-        other: of costs with the same profile and as many ranks, whose peaks are used too: who is slow, who owns what
-            and where ranks are is not in them.
+        other: of costs with the same profile and types and as many ranks, whose peaks are used too: who is slow, who
+            owns what and where ranks are is not in them.
     """
 
     def __init__(self, costs: Memories, other: Reach | None = None) -> None:
@@ -102,26 +104,37 @@ class Reach:
     def _deciding(self, pipeline: Pipeline) -> Iterator[tuple[int, int]]:
         """Yield positions of stages and ranks of them that may decide: where these have room, all have."""
         ends = accumulate((stage.layers for stage in pipeline.stages), initial=0)
-        blocks = [Counter(self._blocks[slice(*self._costs.outline.span(*two))]) for two in pairwise(ends)]
+        contents = [self._contents(*self._costs.outline.span(*two)) for two in pairwise(ends)]
         looked: list[tuple[StageKind, Counter[object], float]] = []  # between the first and the last
         for at, stage in enumerate(pipeline.stages):
             between = 0 < at < len(pipeline.stages) - 1
             for rank in self._unlike(stage):
                 left = self._left(rank)
                 if between and any(
-                    kind == stage.kind and blocks[at] <= held and room <= left for kind, held, room in looked
+                    kind == stage.kind and contents[at] <= held and room <= left for kind, held, room in looked
                 ):
                     continue
                 if between:
-                    looked.append((stage.kind, blocks[at], left))
+                    looked.append((stage.kind, contents[at], left))
                 yield at, rank
 
-    @cached_property
-    def _blocks(self) -> list[object]:
-        """What of each block decides its memory: its template, whether it runs a backward, and what of it learns."""
+    def _contents(self, first: int, end: int) -> Counter[object]:
+        """Return what of blocks [first, end) decides their memory, and how often.
+
+        Of each block its template, and whether it runs a backward; of all of them the buckets, which blocks may share.
+        """
         outline = self._costs.outline
-        learns = [len(outline.gradients[block]) for block in outline.blocks]
-        return [(t, at >= outline.lowest, learns[at]) for at, t in enumerate(self._costs.profile.blocks)]
+        names = {name for block in outline.blocks[first:end] for name in outline.weights[block]}
+        templates = self._costs.profile.blocks
+        blocks = [(templates[at], at >= outline.lowest) for at in range(first, end)]
+        return Counter([*blocks, *(self._kinds[name] for name in names)])
+
+    @cached_property
+    def _kinds(self) -> dict[str, int]:
+        """The number of each bucket's kind: equal ones take as much."""
+        numbers: dict[object, int] = {}
+        kinds = {bucket.name: (bucket.form, bucket.learns) for bucket in self._costs.buckets}
+        return {name: numbers.setdefault(kind, len(numbers)) for name, kind in kinds.items()}
 
     def _unlike(self, stage: Stage) -> list[int]:
         """Return one rank of each kind: of a stage, those of one type that own as much are alike."""

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from unittest.mock import patch
 
 from hypothesis import given, settings
@@ -8,6 +9,7 @@ from hypothesis import strategies as st
 import hydragraph as hg
 from hydragraph.cost.costs import Costs
 from hydragraph.cost.memory import Walk
+from hydragraph.cost.profile import Profile
 from hydragraph.spec.cluster import Cluster, DeviceType, Node
 from hydragraph.spec.home import Home
 from hydragraph.spec.strategy import Pipeline, Stage, Strategy
@@ -70,6 +72,23 @@ def test_few_stages_of_a_deep_pipeline_are_walked() -> None:
         assert walked == [0, 1, 6], "the first, one between, the last"
         assert costs.changed(health=hg.Health({2: 3.0})).max_len(Strategy.parse("<tp1,pp7>", LAYERS).pipelines[0]) > 0
         assert len(walked) == 3, "who is slow is not in it"
+
+
+def test_other_types_of_as_many_ranks_are_walked_anew() -> None:
+    """Graphs of one type of device may hold more than those of another."""
+    fast, slow = (priced.profile(6, name) for name in ("fast", "slow"))
+    pieces = {}
+    for kind, each in slow.pieces.items():
+        layer = each["layer"]
+        assert layer.held is not None
+        pieces[kind] = {**each, "layer": replace(layer, held=replace(layer.held, saved=(64.0, 9000.0)))}
+    profile = Profile.merge([fast, replace(slow, pieces=pieces)])
+    types = {name: DeviceType(1e15, 10**9, 1e12) for name in ("fast", "slow")}
+    here, there = (Cluster.of({n: types[n]}, (Node(n, 2, priced.FAST, priced.SLOW, cards=2),)) for n in types)
+    pipeline = Strategy.parse("<tp1,pp2>", 6).pipelines[0]
+    costs = Costs(profile, here)
+    longest = costs.max_len(pipeline)
+    assert costs.changed(cluster=there).max_len(pipeline) == Costs(profile, there).max_len(pipeline) < longest / 4
 
 
 def test_more_layers_or_less_memory_behind_are_looked_at() -> None:
