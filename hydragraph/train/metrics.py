@@ -8,6 +8,7 @@ import math
 import os
 import resource
 import sys
+import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from importlib.util import find_spec
@@ -110,6 +111,19 @@ def read_metrics(path: Path) -> list[Metrics]:
     return [_parse(line, f"{path}:{number}") for number, line in enumerate(lines, start=1)]
 
 
+def _await_later_name(events: Path) -> None:
+    """Wait until a new event file's name sorts behind those that are there.
+
+    TensorBoard reads a folder's files in the order of their names, "events.out.tfevents.<second>.<host>.<pid>.<n>", and
+    takes what a later one says for a restart. Of two begun in one second, "10" would sort before "9", and the steps of
+    a resumed run would vanish behind those of the run before.
+    """
+    begun = [path.name.split(".")[3] for path in events.glob("events.out.tfevents.*")]
+    newest = max((int(second) for second in begun if second.isdecimal()), default=0)
+    while newest == int(time.time()):  # one of a clock that is ahead is not waited for
+        time.sleep(0.05)
+
+
 class MetricsLog:
     """Writes metrics as they come; a context manager.
 
@@ -128,6 +142,7 @@ class MetricsLog:
         if events is not None:
             from torch.utils.tensorboard import SummaryWriter
 
+            _await_later_name(events)
             self._events = SummaryWriter(str(events), purge_step=after + 1)  # type: ignore[no-untyped-call]
 
     def __enter__(self) -> MetricsLog:

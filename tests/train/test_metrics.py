@@ -54,8 +54,11 @@ def test_names_a_line_that_is_no_metrics(tmp_path: Path) -> None:
         read_metrics(tmp_path / "m")
 
 
-def test_tensorboard_shows_each_step_once_after_resuming(tmp_path: Path) -> None:
+def test_tensorboard_shows_each_step_once_after_resuming(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    writer = pytest.importorskip("tensorboard.summary.writer.event_file_writer")
+    numbers = iter(range(9, 100))  # of event files: of two begun in one second, "10" would be read before "9"
+    monkeypatch.setattr(writer._global_uid, "get", lambda: next(numbers))
     write(tmp_path / "m", range(1, 6), 0, tmp_path / "events")
     write(tmp_path / "m", range(4, 8), 3, tmp_path / "events")
     events = accumulator.EventAccumulator(str(tmp_path / "events"))
