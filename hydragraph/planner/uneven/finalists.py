@@ -16,9 +16,9 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 from itertools import compress, count
 
 from hydragraph.cost.costs import Costs
@@ -40,6 +40,7 @@ from hydragraph.planner.uneven.settle import (
 from hydragraph.planner.uneven.shares import home_of
 from hydragraph.planner.uneven.simple import Simple
 from hydragraph.spec.assignment import Assignment
+from hydragraph.spec.home import Home
 from hydragraph.spec.strategy import Strategy
 
 # Ranks up to which three plans are simulated, and up to which two are.
@@ -61,6 +62,9 @@ ROUGHLY = 0.95
 WAITING = 1.05
 # A simulation takes about so many times as long as the estimate of it.
 SIMULATION = 40
+
+# Bytes of state that change their owner when ranks own it like this.
+Moved = Callable[[Home], int]
 
 
 @dataclass(frozen=True)
@@ -153,6 +157,7 @@ def finalists(
     near: float,
     until: float | None,
     known: dict[tuple[Strategy, Assignment], Settled | Shortage] | None = None,
+    moved: Moved | None = None,
 ) -> Finalists:
     """Look at the most promising proposals exactly.
 
@@ -161,6 +166,8 @@ def finalists(
         near: what is within this part of the best is settled, too.
         until: after this time (of `time.monotonic`) nothing more is looked at than one plan that fits.
         known: what was looked at before; what is looked at here is added.
+        moved: bytes that change their owner for a home; of proposals within `near` of each other, those are looked at
+            first that move fewest. None: those first that end first.
     """
     known = {} if known is None else known
     began = time.monotonic()
@@ -170,7 +177,7 @@ def finalists(
     # Without an estimate they are looked at only while nothing fits.
     estimated = {one.strategy for one in estimates}
     others = [each for each in found if each.strategy not in estimated]
-    queue = _Queue(costs, clock, estimates, others, until)
+    queue = _Queue(costs, clock, estimates, others, until, near, moved)
     settled: dict[Strategy, Settled] = {}
     short: list[Shortage] = []
     while True:
@@ -219,10 +226,14 @@ class _Queue:
         estimates: Sequence[Proposal],
         others: Sequence[Proposal],
         until: float | None,
+        near: float,
+        moved: Moved | None,
     ) -> None:
         self._costs = costs
         self._clock = clock
         self._until = until
+        self._near = near
+        self._moved = moved
         self._cut = 0
         self._cut_s = 0.0  # that one took at most
         self._numbers = count()
@@ -242,7 +253,7 @@ class _Queue:
     def next(self, limit: float) -> Proposal | None:
         """Return the next one, if it may take fewer seconds than so many; others only without a limit."""
         while self._heap and self._heap[0][0] < limit:
-            _, _, uncut, each = heappop(self._heap)
+            uncut, each = self._pop(limit)
             if not uncut:
                 return each
             # What is cut is settled next, which takes about as long.
@@ -252,6 +263,18 @@ class _Queue:
                 self._try(each)
                 self._cut_s = max(self._cut_s, time.monotonic() - began)
         return self._others.popleft() if self._others and math.isinf(limit) else None
+
+    def _pop(self, limit: float) -> tuple[bool, Proposal]:
+        """Take the most promising one out; or, of those about as promising, the one that moves fewest bytes."""
+        if self._moved is None:
+            return heappop(self._heap)[2:]
+        limit = min(limit, self._heap[0][0] * (1 + self._near))
+        equal = [entry for entry in self._heap if entry[0] < limit] or self._heap[:1]
+        homes = [self._clock.home(each.strategy) for *_, each in equal]
+        _, entry = min(zip(map(self._moved, homes), equal, strict=True), key=lambda two: (two[0], *two[1][:2]))
+        self._heap.remove(entry)
+        heapify(self._heap)
+        return entry[2:]
 
     def _try(self, each: Proposal) -> None:
         """Add it as it is cut, if that ends sooner."""
@@ -313,13 +336,20 @@ class _Clock:
     def __init__(self, costs: Costs) -> None:
         self._costs = costs
         self._known: dict[Strategy, Iterations] = {}
+        self._homes: dict[Strategy, Home] = {}
 
     def seconds(self, strategy: Strategy, assignment: Assignment) -> float:
         """Return the seconds of an iteration."""
         if strategy not in self._known:
-            home = home_of(self._costs, strategy, [1.0] * self._costs.ranks, self._costs.home) or self._costs.home
-            self._known[strategy] = Iterations(self._costs.changed(home=home), strategy)
+            self._known[strategy] = Iterations(self._costs.changed(home=self.home(strategy)), strategy)
         return self._known[strategy].seconds(assignment)
+
+    def home(self, strategy: Strategy) -> Home:
+        """Return who would own the state."""
+        if strategy not in self._homes:
+            found = home_of(self._costs, strategy, [1.0] * self._costs.ranks, self._costs.home)
+            self._homes[strategy] = found or self._costs.home
+        return self._homes[strategy]
 
 
 def _improved(costs: Costs, clock: _Clock, estimates: Sequence[Proposal], until: float | None) -> list[Proposal]:

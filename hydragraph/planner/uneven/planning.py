@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from typing import Literal, get_args
 
 from hydragraph.cost.costs import Costs
@@ -24,7 +24,7 @@ from hydragraph.planner.metis.staging import Staged, staged
 from hydragraph.planner.uneven.bound import bound as bound_of
 from hydragraph.planner.uneven.explaining import Rival, explanation
 from hydragraph.planner.uneven.fewer import with_fewer
-from hydragraph.planner.uneven.finalists import Finalists, Proposal, finalists, proposals
+from hydragraph.planner.uneven.finalists import Finalists, Moved, Proposal, finalists, proposals
 from hydragraph.planner.uneven.lacking import check_labels, nothing_fits
 from hydragraph.planner.uneven.ordering import order_of, told
 from hydragraph.planner.uneven.pooled import pooled
@@ -216,7 +216,19 @@ def _plan(
     order = order_of(costs if running is None else healthy(costs))
     listed = order == list(range(costs.ranks))
     ordered = costs if listed else costs.reordered(order)
-    ask = partial(_looked_at, workload=workload, method=method, ways=ways, near=near, until=until)
+    before = running.strategy if isinstance(running, Plan) else running
+    home_before = running.home if isinstance(running, Plan) else costs.home
+    places = sorted(range(costs.ranks), key=order.__getitem__)
+
+    @cache
+    def moved(home: Home) -> int:
+        return moved_bytes(costs, home_before, home)
+
+    def moved_as_ordered(home: Home) -> int:
+        return moved(home if listed else home.reordered(places))
+
+    cheapest = None if running is None else moved_as_ordered
+    ask = partial(_looked_at, workload=workload, method=method, ways=ways, near=near, until=until, moved=cheapest)
     market = Market(ordered)
     looked = Finalists((), (), ())
     # The search's lines are near the exact walk: where that finds everything too large, it searches with less memory.
@@ -239,12 +251,9 @@ def _plan(
     able = [each for each in settled if math.isfinite(each.seconds)]
     if not able:
         raise nothing_fits(costs, workload, looked.short, safety)
-    before = running.strategy if isinstance(running, Plan) else running
-    home_before = running.home if isinstance(running, Plan) else costs.home
-    moved = {each.strategy: moved_bytes(costs, home_before, each.home) for each in settled}
     best = min(each.seconds for each in able)
     equal = [each for each in able if each.seconds <= best * (1 + near)]
-    chosen = min(equal, key=lambda each: (moved[each.strategy], each.strategy != before, each.seconds))
+    chosen = min(equal, key=lambda each: (moved(each.home), each.strategy != before, each.seconds))
     # What ranks own follows their order, so with another order traffic is a little different.
     exact = chosen.simulated and listed
     if not exact and until is None and (chosen.simulated or not workload.lengths):
@@ -253,7 +262,7 @@ def _plan(
     rivals = _rivals(chosen, settled, passed, looked.short)
     limits = tuple(costs.memory_of(rank) for rank in range(costs.ranks))
     took = time.monotonic() - began
-    text = explanation(costs, workload, chosen, least, rivals, moved[chosen.strategy], took)
+    text = explanation(costs, workload, chosen, least, rivals, moved(chosen.home), took)
     return Plan(
         chosen.strategy,
         chosen.home,
@@ -265,7 +274,7 @@ def _plan(
         least,
         rivals,
         chosen.assignments[0],
-        moved[chosen.strategy],
+        moved(chosen.home),
         chosen.origin,
         chosen.simulated,
         took,
@@ -282,6 +291,7 @@ def _looked_at(
     until: float | None,
     safety: float,
     market: Market,
+    moved: Moved | None,
 ) -> Finalists:
     """Search by every way, and look at what each of them finds as if it were alone: so all ways are never worse."""
     typical = workload.typical
@@ -309,7 +319,7 @@ def _looked_at(
     passed: dict[Strategy, Proposal] = {}
     for candidates, stages in every:
         found = proposals(costs, workload.batches[0], candidates, stages, plain)
-        for each in finalists(costs, found, near, until, known).passed:
+        for each in finalists(costs, found, near, until, known, moved).passed:
             passed.setdefault(each.strategy, each)
     # One strategy may have been looked at with several assignments.
     settled: dict[Strategy, Settled] = {}
