@@ -1,6 +1,7 @@
 """From many proposals to the few that are looked at exactly: what is cheap to know decides what is worth more.
 
-its pipelines' recurrence   every proposal              no iteration ends sooner
+its pipelines' recurrence   every proposal              no iteration ends sooner,
+what cards must carry       every proposal              nor before this
 with traffic (`exchange`)   while that is below the best that is known
 with fewer pipelines        the best of these, while less traffic saves more than the pipelines did
 with its own micro-batches  those that may then be best, each in its turn: cut for each pipeline, as a run cuts them
@@ -24,6 +25,7 @@ from itertools import compress, count
 from hydragraph.cost.costs import Costs
 from hydragraph.errors import Unsupported
 from hydragraph.planner.metis.staging import Staged
+from hydragraph.planner.uneven.carrying import Cards
 from hydragraph.planner.uneven.cutting import cut, promised
 from hydragraph.planner.uneven.exchange import Iterations, iteration_s
 from hydragraph.planner.uneven.settle import (
@@ -73,10 +75,11 @@ class Proposal:
 
     Attributes:
         strategy, assignment: what would run.
-        last_s: when its last pipeline ends, beside pull, push and update: nothing ends sooner.
+        last_s: when its last pipeline ends, beside pull, push and update.
         expected_s: seconds of an iteration, roughly.
         origin: which way of searching it came from.
         across: the same with its pipelines placed otherwise, if that is possible.
+        least_s: what no iteration of it is below, by its pipelines and by what cards carry.
     """
 
     strategy: Strategy
@@ -85,6 +88,7 @@ class Proposal:
     expected_s: float
     origin: str
     across: Strategy | None = None
+    least_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -129,9 +133,18 @@ def proposals(
             last = one.seconds if shares else costs.pipelines_end(one.strategy, one.assignment)
             found[one.strategy] = Proposal(one.strategy, one.assignment, last, one.seconds, "search")
     every: dict[Strategy, Proposal] = {}
-    for proposal in sorted(map(_busy, found.values()), key=lambda each: each.expected_s):
+    cards = Cards(costs)
+    carried = (_carried(cards, _busy(each)) for each in found.values())
+    for proposal in sorted(carried, key=lambda each: each.expected_s):
         every.setdefault(proposal.strategy, proposal)
     return list(every.values())
+
+
+def _carried(cards: Cards, proposal: Proposal) -> Proposal:
+    """Return it as expected to end when cards have carried all, at least."""
+    strategies = [each for each in (proposal.strategy, proposal.across) if each is not None and not each.shares]
+    least = min(map(cards.least_s, strategies), default=0.0)
+    return replace(proposal, expected_s=max(proposal.expected_s, least), least_s=max(proposal.last_s, least))
 
 
 def _busy(proposal: Proposal) -> Proposal:
@@ -313,11 +326,11 @@ def _owned(costs: Costs, one: Settled) -> Settled:
 def _estimated(
     costs: Costs, clock: _Clock, found: Sequence[Proposal], near: float, until: float | None
 ) -> list[Proposal]:
-    """Return proposals with their traffic, but for those that end later than the best without it."""
+    """Return proposals with their traffic, but for those that cannot end before the best."""
     best = math.inf
     estimates: list[Proposal] = []
     for proposal in found:
-        if estimates and (_late(until, 0.0) or proposal.last_s >= best * (1 + near)):
+        if estimates and (_late(until, 0.0) or proposal.least_s >= best * (1 + near)):
             continue
         for strategy in (proposal.strategy, proposal.across):
             if strategy is None:

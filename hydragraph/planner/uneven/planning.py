@@ -312,7 +312,7 @@ def _looked_at(
     if method == "search" or (method == "auto" and until is None and costs.ranks <= FEW):
         every.append(([], _staged(costs, typical, method, until)))
     # What was published has no such candidates.
-    plain = [] if PUBLISHED in ways else _simple(costs, workload, safety, market)
+    plain = [] if PUBLISHED in ways else _simple(costs, workload, safety, market, apart=until is not None)
     if workload.lengths:
         return _varying(costs, workload, every, plain, method == "auto", until, safety)
     known: dict[tuple[Strategy, Assignment], Settled | Shortage] = {}
@@ -477,10 +477,10 @@ def _starts(varied: Varied) -> list[Strategy]:
     return list(dict.fromkeys([*order[:1], *alike]))[:CLIMBS]
 
 
-def _simple(costs: Costs, workload: Workload, safety: float, market: Market) -> list[Simple]:
+def _simple(costs: Costs, workload: Workload, safety: float, market: Market, apart: bool) -> list[Simple]:
     typical = workload.typical
     sizes, _ = sizes_of(costs, typical.sequences, typical.length)
-    return simple(costs, typical.sequences, typical.length, sizes, _reaches(workload)[0], safety, market)
+    return simple(costs, typical.sequences, typical.length, sizes, _reaches(workload)[0], safety, market, apart)
 
 
 def _origins(candidates: Sequence[Candidate], stages: Sequence[Staged], plain: Sequence[Simple]) -> dict[Strategy, str]:

@@ -6,7 +6,8 @@ that a search that is cut short has something to return.
 
 Example: nodes of 2 and 2 ranks, 6 layers. Degree 1, two stages: <[0]x3,[1]x3> + <[2]x3,[3]x3>, and with the stages
 across the nodes <[0]x3,[2]x3> + <[1]x3,[3]x3>; if ranks 2 and 3 are twice as fast, <[0]x2,[2]x4> + <[1]x2,[3]x4>, too.
-The quickest group by itself, <[2]x6>, is the best plan of a model that is too small for its traffic.
+The quickest group by itself, <[2]x6>, is the best plan of a model that is too small for its traffic; where that is
+asked for, the plans of one node of each kind are there as well: <[2]x6> + <[3]x6>, <[2]x3,[3]x3>.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hydragraph.cost.costs import Costs
-from hydragraph.planner.uneven.groups import nodes_of
+from hydragraph.planner.uneven.groups import NodeDevices, nodes_of
 from hydragraph.planner.uneven.layers import spread
 from hydragraph.planner.uneven.prices import SAFETY, Market, Prices, Site, reserves
 from hydragraph.planner.uneven.sharing import least_seconds
@@ -78,6 +79,7 @@ def simple(
     reach: int = 0,
     safety: float = SAFETY,
     market: Market | None = None,
+    apart: bool = False,
 ) -> list[Simple]:
     """Return the simple plans that should end first, the most promising first.
 
@@ -88,28 +90,45 @@ def simple(
         reach: tokens that every micro-batch must be able to have; default: its own.
         safety: the part of a device's memory that may be planned with.
         market: prices that others have asked for, too; default: its own.
+        apart: whether also those that use one node only: where sending between nodes takes longer than computing,
+            the best plan may be one of them (`fewer` finds better ones, later).
     """
     market = market or Market(costs)
     tokens = sequences * length
-    every = {degree: g for degree in _degrees(costs) if (g := _groups(costs, degree, tokens, safety)) is not None}
+    nodes = nodes_of(costs)
+    sets = [nodes, *(((node,) for node in _unlike(costs, nodes)) if apart and len(nodes) > 1 else ())]
+    every = [
+        (number == 0, degree, groups)
+        for number, some in enumerate(sets)
+        for degree in _degrees(costs)
+        if (groups := _groups(costs, some, degree, tokens, safety)) is not None
+    ]
+    everywhere = [groups for whole, _, groups in every if whole]
     found: dict[tuple[_Groups, int, bool, bool], tuple[_Laid, int]] = {}
     alone: dict[int, _Groups] = {}
     for together in sizes:
         prices = market.prices([length] * together, reach)
-        for degree, groups in every.items():
-            one = alone.setdefault(degree, _quickest(prices, groups, degree))
-            for of in (groups, one) if len(groups.ranks) > 1 else (groups,):
+        for whole, degree, groups in every:
+            several = whole and len(groups.ranks) > 1
+            one = [alone.setdefault(degree, _quickest(prices, groups, degree))] if several else []
+            for of in (groups, *one):
                 for key, laid in _priced(prices, of, degree, -(-sequences // together)):
                     if (of, *key) not in found or laid.seconds < found[of, *key][0].seconds:
                         found[of, *key] = laid, together
     plans = []
-    rows = [[each for each in found.items() if each[0][0] in every.values() and each[0][3] == s] for s in (False, True)]
-    for each in (*rows, [each for each in found.items() if each[0][0] not in every.values()]):
+    rows = [[each for each in found.items() if each[0][0] in everywhere and each[0][3] == s] for s in (False, True)]
+    for each in (*rows, [each for each in found.items() if each[0][0] not in everywhere]):
         best = sorted(each, key=lambda one: one[1][0].seconds)
         for (groups, depth, by_stage, _), (laid, together) in best[:KEPT]:
             order = _order(len(groups.ranks), depth, by_stage)
             plans.append(Simple(_strategy(groups, order, laid), together, laid.seconds))
     return sorted(plans, key=lambda plan: plan.seconds)
+
+
+def _unlike(costs: Costs, nodes: Sequence[NodeDevices]) -> list[NodeDevices]:
+    """Return one node of each kind."""
+    kinds = {(node.site, node.rates, tuple(map(costs.memory_of, node.devices))): node for node in reversed(nodes)}
+    return list(kinds.values())
 
 
 def _quickest(prices: Prices, groups: _Groups, degree: int) -> _Groups:
@@ -138,12 +157,12 @@ def _degrees(costs: Costs) -> list[int]:
     return sorted(tp for tp in set.intersection(*measured) if not any(heads % tp for heads in costs.sizes.heads))
 
 
-def _groups(costs: Costs, degree: int, tokens: int, safety: float) -> _Groups | None:
-    """Return all running devices in groups of a degree; None, where some node's do not come out even."""
+def _groups(costs: Costs, nodes: Sequence[NodeDevices], degree: int, tokens: int, safety: float) -> _Groups | None:
+    """Return all running devices of nodes in groups of a degree; None, where some node's do not come out even."""
     state = reserves(costs, tokens)
     ranks = []
     sites = []
-    for node in nodes_of(costs):
+    for node in nodes:
         devices = sorted(node.devices)
         if len(devices) % degree:
             return None
