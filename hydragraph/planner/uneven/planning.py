@@ -63,8 +63,10 @@ STAGED = 2
 # Plans within this part of the best count as equally good; the one that moves fewest bytes is taken. Moving the
 # state of 70B once takes 64 devices of 50 GB/s 0.3 s, an iteration 18 s: a plan that saves more soon pays for it.
 NEAR = 0.005
-# Of a deadline, the part that may be searched in; then what was found is looked at.
+# Of a deadline, the part after which nothing more is begun; and of that, the part after which what was found is looked
+# at: without traffic, nobody knows what is best.
 SEARCHING = 0.9
+FINDING = 0.65
 # Plans that are improved for varying lengths.
 CLIMBS = 3
 # Candidates of which the iteration planner takes the best, where lengths vary; each must save this part of the time.
@@ -296,17 +298,19 @@ def _looked_at(
     """Search by every way, and look at what each of them finds as if it were alone: so all ways are never worse."""
     typical = workload.typical
     reaches = _reaches(workload)
-    ask = partial(search, costs, typical.sequences, typical.length, until=until, market=market)
+    now = time.monotonic()
+    ended = None if until is None else now + FINDING * (until - now)
+    ask = partial(search, costs, typical.sequences, typical.length, until=ended, market=market)
     every: list[tuple[list[Candidate], list[Staged]]] = []
     for way in ways:
         candidates: list[Candidate] = []
         for reach in reaches:
             candidates += _unlike(ask(way, reach=reach, safety=safety))
         if not workload.lengths and not way.published:
-            candidates += _pooled(costs, workload, candidates, until)
-            if _tight(costs) and not _late(until):
+            candidates += _pooled(costs, workload, candidates, ended)
+            if _tight(costs) and not _late(ended):
                 # What is a little too large as long as all own alike may fit where first stages own less.
-                candidates += _pooled(costs, workload, _unlike(ask(way, safety=ROOMY * safety)), until)
+                candidates += _pooled(costs, workload, _unlike(ask(way, safety=ROOMY * safety)), ended)
         every.append((candidates, []))
     # Among more ranks its search takes long, so there it has to be asked for.
     if method == "search" or (method == "auto" and until is None and costs.ranks <= FEW):

@@ -28,7 +28,8 @@ from hydragraph.spec.stage_kind import StageKind
 from hydragraph.spec.strategy import Pipeline, Stage, Strategy
 
 Floats = NDArray[np.float64]
-# Of the simple plans with equal layers, and of those with layers by speed, how many are looked at.
+# Of the simple plans with equal layers, of those with layers by speed, and of those of a group or a node only, how many
+# are looked at.
 KEPT = 4
 # Of a group's option (`prices.Option`).
 NUMBERS = (
@@ -116,9 +117,13 @@ def simple(
                     if (of, *key) not in found or laid.seconds < found[of, *key][0].seconds:
                         found[of, *key] = laid, together
     plans = []
-    rows = [[each for each in found.items() if each[0][0] in everywhere and each[0][3] == s] for s in (False, True)]
-    for each in (*rows, [each for each in found.items() if each[0][0] not in everywhere]):
-        best = sorted(each, key=lambda one: one[1][0].seconds)
+    lone = list(alone.values())
+    rows: dict[object, list[tuple[tuple[_Groups, int, bool, bool], tuple[_Laid, int]]]] = {}
+    for each in sorted(found.items(), key=lambda one: one[1][0].seconds):
+        groups, _, _, by_speed = each[0]
+        row = by_speed if groups in everywhere else "a group" if groups in lone else "a node"
+        rows.setdefault(row, []).append(each)
+    for best in rows.values():
         for (groups, depth, by_stage, _), (laid, together) in best[:KEPT]:
             order = _order(len(groups.ranks), depth, by_stage)
             plans.append(Simple(_strategy(groups, order, laid), together, laid.seconds))

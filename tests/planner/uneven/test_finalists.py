@@ -4,9 +4,10 @@ import pytest
 
 import hydragraph as hg
 from hydragraph.planner.request import PlanRequest
-from hydragraph.planner.uneven.finalists import finalists, proposals, unlike
+from hydragraph.planner.uneven.finalists import Moved, finalists, proposals, unlike
 from hydragraph.planner.uneven.searching import TOGETHER, search
-from hydragraph.planner.uneven.settle import Settled, form_of, settle, simulated
+from hydragraph.planner.uneven.settle import Settled, Shortage, form_of, settle, simulated
+from hydragraph.planner.uneven.shares import fraction_of
 from hydragraph.planner.uneven.simple import Simple, simple
 from hydragraph.spec.cluster import Cluster, DeviceType, Interconnect, Node
 from tests.cost import priced
@@ -44,6 +45,34 @@ def test_a_plan_is_there_however_late_it_is() -> None:
     last = finalists(costs, found, 0.0, time.monotonic() - 1)
     assert len(last.settled) == 1
     assert not last.settled[0].simulated
+
+
+def test_of_equally_good_plans_the_one_that_moves_least_is_looked_at_first() -> None:
+    costs = priced.costs(6, priced.cluster(4))
+    some = [hg.Strategy.parse(text, 6) for text in ("<[0]x6> + <[1]x6>", "<[2]x6> + <[3]x6>", "<[0]x3,[1]x3>")]
+    found = proposals(costs, LENGTHS, [], [], [Simple(each, 1, 1.0) for each in some])
+
+    def first(near: float, moved: Moved | None) -> hg.Strategy:
+        looked_at: dict[tuple[hg.Strategy, hg.Assignment], Settled | Shortage] = {}
+        finalists(costs, found, near, None, looked_at, moved)
+        return next(strategy for strategy, _ in looked_at)
+
+    def of_first_rank(home: hg.Home) -> int:
+        return round(1000 * fraction_of(home, 0, 4))
+
+    assert first(0.0, None) == some[0]
+    assert first(0.005, of_first_rank) == some[1]
+    # What takes longer is not taken for moving nothing.
+    assert first(0.005, lambda home: 1 - int(home == hg.Home((1, 1, 0, 0)))) in some[:2]
+
+
+def test_what_cards_must_carry_is_expected() -> None:
+    near = Node("fast", 2, priced.FAST, Interconnect(1e6, 1e-6))
+    costs = priced.costs(6, Cluster.of({"fast": DeviceType(1e15, 10**9, 1e12)}, (near, near)), elements=100_000)
+    some = [hg.Strategy.parse(text, 6) for text in ("4*<tp1,pp1>", "<[0]x6> + <[1]x6>")]
+    found = proposals(costs, LENGTHS, [], [], [Simple(each, 1, 1.0) for each in some])
+    assert [each.strategy for each in found] == some[::-1], "four devices compute in less time, and wait for cards"
+    assert found[1].expected_s == found[1].least_s > found[1].last_s
 
 
 def test_of_nodes_that_are_alike_one_is_tried_without() -> None:
