@@ -19,6 +19,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from heapq import heapify, heappop, heappush
 from itertools import compress, count
 
@@ -67,6 +68,8 @@ SIMULATION = 40
 
 # Bytes of state that change their owner when ranks own it like this.
 Moved = Callable[[Home], int]
+# The same with the seconds of a simulation.
+Exactly = Callable[[Settled], Settled]
 
 
 @dataclass(frozen=True)
@@ -171,6 +174,7 @@ def finalists(
     until: float | None,
     known: dict[tuple[Strategy, Assignment], Settled | Shortage] | None = None,
     moved: Moved | None = None,
+    exactly: Exactly | None = None,
 ) -> Finalists:
     """Look at the most promising proposals exactly.
 
@@ -181,8 +185,10 @@ def finalists(
         known: what was looked at before; what is looked at here is added.
         moved: bytes that change their owner for a home; of proposals within `near` of each other, those are looked at
             first that move fewest. None: those first that end first.
+        exactly: simulates; default: with these costs.
     """
     known = {} if known is None else known
+    exactly = exactly or partial(simulated, costs)
     began = time.monotonic()
     clock = _Clock(costs)
     estimates = _estimated(costs, clock, found, near, until)
@@ -211,7 +217,7 @@ def finalists(
             if isinstance(one, Settled) and proposal.expected_s > WAITING * proposal.last_s:
                 one = _owned(costs, one)
         if isinstance(one, Settled) and able and not one.simulated:
-            one = simulated(costs, one)
+            one = exactly(one)
         known[asked] = one
         if isinstance(one, Shortage):
             short.append(one)

@@ -73,17 +73,16 @@ def _device(costs: Costs, rank: int) -> Key:
 def told(found: Finalists, order: Sequence[int]) -> Finalists:
     """Return what was found in the ranks that planning counted in this order."""
     names = dict(enumerate(order))
-    places = [0] * len(order)
-    for new, old in names.items():
-        places[old] = new
-    settled = tuple(_settled(each, names, places) for each in found.settled)
+    settled = tuple(as_told(each, order) for each in found.settled)
     passed = tuple(_proposal(each, names) for each in found.passed)
     short = tuple(Shortage(_named(e.strategy, names)[0], names[e.rank], e.bytes) for e in found.short)
     return Finalists(settled, passed, short)
 
 
-def _settled(each: Settled, names: dict[int, int], places: Sequence[int]) -> Settled:
-    strategy, pipelines = _named(each.strategy, names)
+def as_told(each: Settled, order: Sequence[int]) -> Settled:
+    """Return one of them in the ranks that planning counted in this order."""
+    strategy, pipelines = _named(each.strategy, dict(enumerate(order)))
+    places = places_of(order)
     return replace(
         each,
         strategy=strategy,
@@ -91,6 +90,11 @@ def _settled(each: Settled, names: dict[int, int], places: Sequence[int]) -> Set
         assignments=tuple(_assigned(assignment, pipelines) for assignment in each.assignments),
         memory=tuple(each.memory[place] for place in places),
     )
+
+
+def places_of(order: Sequence[int]) -> list[int]:
+    """Return where each rank is in an order."""
+    return sorted(range(len(order)), key=order.__getitem__)
 
 
 def _proposal(each: Proposal, names: dict[int, int]) -> Proposal:

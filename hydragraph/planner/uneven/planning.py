@@ -24,9 +24,9 @@ from hydragraph.planner.metis.staging import Staged, staged
 from hydragraph.planner.uneven.bound import bound as bound_of
 from hydragraph.planner.uneven.explaining import Rival, explanation
 from hydragraph.planner.uneven.fewer import with_fewer
-from hydragraph.planner.uneven.finalists import Finalists, Moved, Proposal, finalists, proposals
+from hydragraph.planner.uneven.finalists import Exactly, Finalists, Moved, Proposal, finalists, proposals
 from hydragraph.planner.uneven.lacking import check_labels, nothing_fits
-from hydragraph.planner.uneven.ordering import order_of, told
+from hydragraph.planner.uneven.ordering import as_told, order_of, places_of, told
 from hydragraph.planner.uneven.pooled import pooled
 from hydragraph.planner.uneven.prices import SAFETY, Market, healthy, state_bytes
 from hydragraph.planner.uneven.regrouping import Yard, climbed
@@ -220,7 +220,7 @@ def _plan(
     ordered = costs if listed else costs.reordered(order)
     before = running.strategy if isinstance(running, Plan) else running
     home_before = running.home if isinstance(running, Plan) else costs.home
-    places = sorted(range(costs.ranks), key=order.__getitem__)
+    places = places_of(order)
 
     @cache
     def moved(home: Home) -> int:
@@ -229,8 +229,21 @@ def _plan(
     def moved_as_ordered(home: Home) -> int:
         return moved(home if listed else home.reordered(places))
 
-    cheapest = None if running is None else moved_as_ordered
-    ask = partial(_looked_at, workload=workload, method=method, ways=ways, near=near, until=until, moved=cheapest)
+    def exactly(each: Settled) -> Settled:
+        """Simulate it on the ranks as given: what ranks own follows their order, and with it traffic."""
+        found = simulated(costs, each if listed else as_told(each, order))
+        return replace(each, by_batch=found.by_batch, simulated=True)
+
+    ask = partial(
+        _looked_at,
+        workload=workload,
+        method=method,
+        ways=ways,
+        near=near,
+        until=until,
+        moved=None if running is None else moved_as_ordered,
+        exactly=exactly,
+    )
     market = Market(ordered)
     looked = Finalists((), (), ())
     # The search's lines are near the exact walk: where that finds everything too large, it searches with less memory.
@@ -256,8 +269,8 @@ def _plan(
     best = min(each.seconds for each in able)
     equal = [each for each in able if each.seconds <= best * (1 + near)]
     chosen = min(equal, key=lambda each: (moved(each.home), each.strategy != before, each.seconds))
-    # What ranks own follows their order, so with another order traffic is a little different.
-    exact = chosen.simulated and listed
+    # Where lengths vary, they were simulated in the order of planning.
+    exact = chosen.simulated and (listed or not workload.lengths)
     if not exact and until is None and (chosen.simulated or not workload.lengths):
         chosen = simulated(costs, chosen)
     useful = _useful(costs, workload, chosen, settled) if workload.lengths else [chosen]
@@ -294,6 +307,7 @@ def _looked_at(
     safety: float,
     market: Market,
     moved: Moved | None,
+    exactly: Exactly,
 ) -> Finalists:
     """Search by every way, and look at what each of them finds as if it were alone: so all ways are never worse."""
     typical = workload.typical
@@ -323,7 +337,7 @@ def _looked_at(
     passed: dict[Strategy, Proposal] = {}
     for candidates, stages in every:
         found = proposals(costs, workload.batches[0], candidates, stages, plain)
-        for each in finalists(costs, found, near, until, known, moved).passed:
+        for each in finalists(costs, found, near, until, known, moved, exactly).passed:
             passed.setdefault(each.strategy, each)
     # One strategy may have been looked at with several assignments.
     settled: dict[Strategy, Settled] = {}

@@ -13,7 +13,7 @@ asked for, the plans of one node of each kind are there as well: <[2]x6> + <[3]x
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -187,14 +187,14 @@ def _priced(
     """
     count = len(groups.ranks)
     depths = [d for d in range(1, min(count, prices.layers) + 1) if count % d == 0 and count // d <= micro_batches]
-    columns = _columns(prices, groups, degree)
-    if not columns:
+    kinds, numbers = _options(prices, groups, degree)
+    if not kinds:
         return
     for depth in depths:
         equal = np.diff(prices.layers * np.arange(depth + 1) // depth)
         for by_stage in (False, True) if 1 < depth < count else (False,):
-            rows = _Rows(groups, columns, _order(count, depth, by_stage), micro_batches, prices)
-            for choice in range(len(columns)):
+            rows = _Rows(groups, kinds, numbers, _order(count, depth, by_stage), micro_batches, prices)
+            for choice in range(len(kinds)):
                 if rows.fit(equal, np.full(depth, choice)):
                     yield (depth, by_stage, False), rows.laid(equal, np.full(depth, choice))
                     break
@@ -208,7 +208,7 @@ class _Rows:
     """Stages of all pipelines by kind of stage: arrays [kinds, pipelines, stages] of seconds and bytes.
 
     Args:
-        columns: of each kind, its numbers for every group.
+        kinds, numbers: of stages, and what they take of every group [kinds, groups].
         order: which group is which stage of which pipeline [pipelines, stages].
         micro_batches: of all pipelines together.
         prices: of such micro-batches.
@@ -217,17 +217,18 @@ class _Rows:
     def __init__(
         self,
         groups: _Groups,
-        columns: Sequence[tuple[StageKind, dict[str, Floats]]],
+        kinds: Sequence[StageKind],
+        numbers: Mapping[str, Floats],
         order: NDArray[np.int64],
         micro_batches: int,
         prices: Prices,
     ) -> None:
         width, depth = order.shape
-        of = {name: np.stack([numbers[name][order] for _, numbers in columns]) for name in NUMBERS}
+        of = {name: each[:, order] for name, each in numbers.items()}
         first = np.arange(depth) == 0
         last = np.arange(depth) == depth - 1
         rate = groups.rates[order]
-        self._kinds = [kind for kind, _ in columns]
+        self._kinds = kinds
         self._micro_batches = micro_batches
         self._count = -(-micro_batches // width)
         self._layer_s = rate * of["layer_s"]
@@ -263,15 +264,15 @@ class _Rows:
         return _Laid(tuple(layers.tolist()), tuple(self._kinds[k] for k in chosen.tolist()), float(seconds))
 
 
-def _columns(prices: Prices, groups: _Groups, degree: int) -> list[tuple[StageKind, dict[str, Floats]]]:
-    """Return kinds of stages that all groups know, the quickest first, each with its numbers as arrays [groups]."""
-    by_site = {site: {o.kind: o for o in prices.options(site, degree)} for site in dict.fromkeys(groups.sites)}
-    found = []
-    for kind in set.intersection(*(set(options) for options in by_site.values())):
-        rows = {site: [getattr(options[kind], name) for name in NUMBERS] for site, options in by_site.items()}
-        table = np.array([rows[site] for site in groups.sites]).T
-        found.append((kind, dict(zip(NUMBERS, table, strict=True))))
-    return sorted(found, key=lambda each: (float(each[1]["layer_s"].max()), each[0]))
+def _options(prices: Prices, groups: _Groups, degree: int) -> tuple[list[StageKind], dict[str, Floats]]:
+    """Return kinds of stages that all groups know, the quickest first, and their numbers as arrays [kinds, groups]."""
+    sites = list(dict.fromkeys(groups.sites))
+    by_site = [{o.kind: o for o in prices.options(site, degree)} for site in sites]
+    common = set.intersection(*map(set, by_site))
+    kinds = sorted(common, key=lambda kind: (max(options[kind].layer_s for options in by_site), kind))
+    which = [sites.index(site) for site in groups.sites]
+    every = {name: np.array([[getattr(of[kind], name) for of in by_site] for kind in kinds]) for name in NUMBERS}
+    return kinds, {name: table[:, which] if kinds else table for name, table in every.items()}
 
 
 def _order(groups: int, depth: int, by_stage: bool) -> NDArray[np.int64]:
