@@ -27,6 +27,7 @@ from hydragraph.elastic.following import Following
 from hydragraph.elastic.lateness import Lateness
 from hydragraph.elastic.monitor import Monitor
 from hydragraph.elastic.replanning import Question, Replanned
+from hydragraph.elastic.slow import Slow
 from hydragraph.planner.policy import Policy
 from hydragraph.planner.request import PlanRequest
 from hydragraph.runtime.trace import RankTimes
@@ -194,6 +195,15 @@ class Controller:
         """The rates that decisions go by: those of the monitor, and more for ranks that others wait for."""
         known = self.monitor.health
         return known if self._replanning is None else self._lateness.planned(known)
+
+    @property
+    def slow(self) -> Mapping[int, Slow]:
+        """What is known of slow ranks, and what was learned of those that others waited for."""
+        learned = {} if self._replanning is None else self._lateness.learned
+        known = self.monitor.slow
+        return {
+            rank: replace(known.get(rank, Slow()), learned=learned.get(rank)) for rank in sorted({*known, *learned})
+        }
 
     def _follow(self, following: Following, report: Stepped) -> tuple[Event, ...]:
         """Decide where state lives, by what may run and by the largest mini-batch of the last ones."""

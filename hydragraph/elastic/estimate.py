@@ -107,12 +107,18 @@ class Estimator:
     Args:
         sensitivity: when a rate counts.
         certain: standard deviations of healthy ranks' residuals that a rank must lie beyond.
+        held: rates above 1 that are known already.
     """
 
-    def __init__(self, sensitivity: Sensitivity | None = None, certain: float = CERTAIN) -> None:
+    def __init__(
+        self,
+        sensitivity: Sensitivity | None = None,
+        certain: float = CERTAIN,
+        held: Mapping[int, float] | None = None,
+    ) -> None:
         self._sensitivity = sensitivity or Sensitivity()
         self._certain = certain
-        self._held: dict[int, float] = {}  # rates above 1
+        self._held = dict(held or {})
         self._kinds: dict[Kind, _Kind] = {}
         self._residuals: dict[int, deque[float]] = {}  # logarithms, of the rank's last iterations
         self._recent: deque[Mapping[int, float]] = deque()  # the last residuals of all ranks

@@ -57,10 +57,11 @@ class Lateness:
 
     Args:
         switched: whether the plan that runs was made for the rates there are.
+        learned: of ranks, the rate with which it was learned, and the one that they are planned as.
     """
 
-    def __init__(self, switched: bool = False) -> None:
-        self._learned: dict[int, _Learned] = {}
+    def __init__(self, switched: bool = False, learned: Mapping[int, tuple[float, float]] | None = None) -> None:
+        self._learned = {rank: _Learned(*each) for rank, each in (learned or {}).items()}
         self._usual: deque[float] = deque(maxlen=USUAL)
         self._late: deque[tuple[float, frozenset[int]]] = deque(maxlen=LOOK)
         self._seconds: deque[float] = deque(maxlen=LOOK)
@@ -77,11 +78,15 @@ class Lateness:
             numbers: by those before; ranks without one are gone.
             switched: as for a new one.
         """
-        found = Lateness(switched)
-        learned = self._learned if self._before is None else self._before[1]
-        found._learned = {numbers[rank]: each for rank, each in learned.items() if rank in numbers}
+        found = Lateness(switched, {numbers[rank]: each for rank, each in self.learned.items() if rank in numbers})
         found._usual.extend(self._usual)
         return found
+
+    @property
+    def learned(self) -> Mapping[int, tuple[float, float]]:
+        """What was learned of ranks, as a new one takes it; without a try that is under way."""
+        learned = self._learned if self._before is None else self._before[1]
+        return {rank: (each.known, each.planned) for rank, each in learned.items()}
 
     def planned(self, health: Health) -> Health:
         """Return the rates that plans are to go by."""

@@ -24,6 +24,7 @@ from statistics import median_low
 
 from hydragraph.cost.costs import Costs
 from hydragraph.elastic.estimate import Change, Estimator, Kind, Sensitivity
+from hydragraph.elastic.slow import Slow
 from hydragraph.errors import Unsupported
 from hydragraph.ir.instruction import Op
 from hydragraph.passes.place import place
@@ -59,13 +60,17 @@ class Monitor:
     Args:
         costs: of the model on healthy ranks.
         sensitivity: when a rate counts.
+        slow: ranks that are known to be slow.
     """
 
-    def __init__(self, costs: Costs, sensitivity: Sensitivity | None = None) -> None:
+    def __init__(
+        self, costs: Costs, sensitivity: Sensitivity | None = None, slow: Mapping[int, Slow] | None = None
+    ) -> None:
+        known = (slow or {}).items()
         self._costs = costs.changed(health=Health())
         self._templates = tuple(dict.fromkeys(costs.profile.blocks))
-        self._device = Estimator(sensitivity)
-        self._core = Estimator(sensitivity, certain=CROWDED)
+        self._device = Estimator(sensitivity, held={rank: each.device for rank, each in known if each.device > 1})
+        self._core = Estimator(sensitivity, CROWDED, {rank: each.core for rank, each in known if each.core > 1})
         self._strategy: Strategy | None = None
         self._probed: dict[int, float] = {}  # the first probe of each rank
 
@@ -82,11 +87,16 @@ class Monitor:
         return found
 
     @property
-    def health(self) -> Health:
-        """The rates of ranks as they are known now."""
+    def slow(self) -> Mapping[int, Slow]:
+        """What is known of slow ranks now."""
         device = self._device.rates
         core = self._core.rates
-        return Health({rank: device.get(rank, 1.0) * core.get(rank, 1.0) for rank in {*device, *core}})
+        return {rank: Slow(device.get(rank, 1.0), core.get(rank, 1.0)) for rank in sorted({*device, *core})}
+
+    @property
+    def health(self) -> Health:
+        """The rates of ranks as they are known now."""
+        return Health({rank: each.rate for rank, each in self.slow.items()})
 
     @property
     def scatter(self) -> tuple[float, float]:

@@ -12,6 +12,7 @@ from hydragraph.elastic.following import Following, state_costs
 from hydragraph.elastic.lateness import Lateness
 from hydragraph.elastic.monitor import Monitor
 from hydragraph.elastic.replanning import Replanned, Replanner
+from hydragraph.elastic.slow import Slow
 from hydragraph.planner.policy import Policy
 from hydragraph.runtime.launch import World
 from hydragraph.spec.default_cluster import default_cluster
@@ -27,6 +28,7 @@ def controller_of(
     before: Controller | None = None,
     numbers: Mapping[int, int] | None = None,
     hurried: bool = False,
+    slow: Mapping[int, Slow] | None = None,
 ) -> Controller:
     """Return what watches the ranks, by measured costs or, without any, by the model's operations on equal devices.
 
@@ -35,7 +37,9 @@ def controller_of(
         before: of the ranks that there were: what it knows of those that stay counts, and its process that plans stays.
         numbers: of those that stay, by the numbers they had.
         hurried: whether what runs was found at once, so that the best is to be looked for.
+        slow: ranks that a controller has known to be slow which is gone; where there is none before.
     """
+    slow = slow or {}
     known, home = executor.profile, executor.owners  # of the ranks that there are now
     if isinstance(known, Costs):
         costs = known.changed(home=home)
@@ -45,14 +49,17 @@ def controller_of(
         cluster = default_cluster(world.ranks)
         costs = Costs(datasheet(executor.program, cluster), cluster, home=home)
     if before is None:
-        monitor = Monitor(costs, Sensitivity(config.elastic.enter, config.elastic.leave))
+        monitor = Monitor(costs, Sensitivity(config.elastic.enter, config.elastic.leave), slow)
     else:
         monitor = before.monitor.among(costs, numbers or {})
     planner = None if before is None else before.released()
     if not config.elastic.replan:
         return Controller(monitor)
     switched = hurried and bool(monitor.health.rates)
-    late = Lateness() if before is None else before.late_among(numbers or {}, switched)
+    if before is None:
+        late = Lateness(switched, {rank: each.learned for rank, each in slow.items() if each.learned is not None})
+    else:
+        late = before.late_among(numbers or {}, switched)
 
     def switch(answer: Replanned) -> None:
         assert answer.request is not None, "an answer that is not refused has a request"

@@ -72,6 +72,11 @@ class RunFolder:
         return self.path / "ranks.json"
 
     @property
+    def slow(self) -> Path:
+        """What the rank that leads knows of slow ranks."""
+        return self.path / "slow.json"
+
+    @property
     def picture(self) -> Path:
         """The loss curve."""
         return self.path / "loss.png"

@@ -12,6 +12,7 @@ from typing import Any
 from hydragraph.cost.costs import Costs
 from hydragraph.elastic.controller import Controller
 from hydragraph.elastic.events import Event
+from hydragraph.elastic.lateness import Lateness
 from hydragraph.spec.health import Health
 from hydragraph.survival import Survived, meet_again
 from hydragraph.train.callbacks import Callbacks
@@ -22,6 +23,7 @@ from hydragraph.train.folder import RunFolder
 from hydragraph.train.metrics import read_metrics
 from hydragraph.train.ranks_file import ranks_of, write_ranks
 from hydragraph.train.saving import checkpoint, forget_unsaved
+from hydragraph.train.slow_file import read_slow
 from hydragraph.train.telling import log_step, open_log, tell
 
 TAKEOVER_S = 5.0  # for the run's folder to be let go of by a rank that is lost
@@ -38,8 +40,7 @@ def go_on(run: Run, course: Course, failure: BaseException | None, owned: ExitSt
         return None if last is None else last.path
 
     compiled: Any = executor  # a Trainable that was compiled
-    health = Health() if watching is None else watching.health
-    rates = {run.watched[rank]: health.rate(rank) for rank in health}
+    rates = _known_rates(run, course)
     survived = meet_again(compiled, failure, newest, _soon(config), rates)
     forget_unsaved(run)
     world = executor.world
@@ -68,6 +69,19 @@ def go_on(run: Run, course: Course, failure: BaseException | None, owned: ExitSt
         if not survived.ending and _unsaved(run, course):
             checkpoint(run, course)
     return run, survived.ending
+
+
+def _known_rates(run: Run, course: Course) -> dict[int, float]:
+    """Return the rates of slow members: as this rank has watched them, or as the one wrote down that did."""
+    if run.controller is not None:
+        health = run.controller.health
+        return {run.watched[rank]: health.rate(rank) for rank in health}
+    if not run.config.elastic.on:
+        return {}
+    slow = read_slow(run.folder, course.began)
+    late = Lateness(learned={member: each.learned for member, each in slow.items() if each.learned is not None})
+    health = late.planned(Health({member: each.rate for member, each in slow.items() if each.rate > 1}))
+    return {member: health.rate(member) for member in health}
 
 
 def _soon(config: TrainConfig) -> bool:
@@ -103,7 +117,9 @@ def lead(run: Run, course: Course, survived: Survived, owned: ExitStack, watchin
         hurried = _soon(run.config) and isinstance(run.executor.profile, Costs)
         members = tuple(peer.member for peer in survived.peers)
         numbers = {before: members.index(m) for before, m in enumerate(run.watched) if m in members}
-        controller = controller_of(run.config, run.world, run.executor, watching, numbers, hurried)
+        written = read_slow(run.folder, run.folder.began) if watching is None else {}
+        slow = {members.index(m): each for m, each in written.items() if m in members}
+        controller = controller_of(run.config, run.world, run.executor, watching, numbers, hurried, slow)
         owned.callback(controller.close)
         run = replace(run, controller=controller, watched=members)
     return run

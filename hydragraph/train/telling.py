@@ -14,6 +14,7 @@ from hydragraph.train.folder import RunFolder
 from hydragraph.train.metrics import Metrics, MetricsLog, peak_memory, tensorboard_installed
 from hydragraph.train.optimizer import learning_rate
 from hydragraph.train.picture import matplotlib_installed
+from hydragraph.train.slow_file import write_slow
 from hydragraph.train.trainable import StepResult, Watcher
 
 
@@ -54,8 +55,12 @@ def log_step(run: Run, step: int, report: StepResult) -> None:
     run.callbacks.call("on_step", metrics)
     if losses:
         run.callbacks.call("on_evaluate", metrics)
-    for event in run.controller.stepped(report) if run.controller is not None else ():
-        tell(run, event)
+    if run.controller is not None:
+        before = run.controller.slow
+        for event in run.controller.stepped(report):
+            tell(run, event)
+        if run.controller.slow != before and run.watched:
+            write_slow(run.folder, {run.watched[rank]: each for rank, each in run.controller.slow.items()})
 
 
 def _evaluate(run: Run, strategy: Strategy | None) -> dict[str, float]:

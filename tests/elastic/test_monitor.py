@@ -13,6 +13,7 @@ from hydragraph.errors import Unsupported
 from hydragraph.runtime.trace import Exposed, RankTimes
 from hydragraph.spec.assignment import Assignment
 from hydragraph.spec.default_cluster import default_cluster
+from hydragraph.spec.health import Health
 from tests.models import llama
 
 LAYERS = 2
@@ -111,3 +112,14 @@ def test_costs_of_another_model_are_refused() -> None:
     short = [RankTimes(1.0, Exposed(), (1.0,)) for _ in range(4)]
     with pytest.raises(Unsupported, match="measure this model"):
         monitor.observe(STRATEGY, assignment(0), short)
+
+
+def test_what_another_knew_of_slow_ranks_is_no_news() -> None:
+    before = Monitor(costs())
+    observed(before, range(20), {})
+    observed(before, range(20, 23), {1: 2.57}, {2: 2.0})
+    after = Monitor(costs(), slow=before.slow)
+    assert after.health == before.health != Health()
+    assert observed(after, range(12), {1: 2.57}, {2: 2.0}) == []
+    assert observed(after, range(12, 16), {}) == [1, 2], "they have recovered"
+    assert after.slow == {}

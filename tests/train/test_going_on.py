@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 
+from hydragraph.elastic.slow import Slow
 from hydragraph.runtime.meeting.place import Peer
+from hydragraph.spec.health import Health
 from hydragraph.spec.home import Home
 from hydragraph.spec.record import from_record
 from hydragraph.survival import Survived
@@ -18,8 +20,9 @@ from hydragraph.train.config import TrainConfig
 from hydragraph.train.controlling import controller_of
 from hydragraph.train.course import Course, Run
 from hydragraph.train.folder import RunFolder
-from hydragraph.train.going_on import changes_of, lead, paused, ranks_before, resumed
+from hydragraph.train.going_on import _known_rates, changes_of, lead, paused, ranks_before, resumed
 from hydragraph.train.saving import forget_unsaved
+from hydragraph.train.slow_file import write_slow
 from tests.cost import priced
 from tests.train.plain import Watched, settings
 
@@ -118,3 +121,34 @@ def test_ranks_that_stay_are_known_by_their_new_numbers(tmp_path: Path) -> None:
         assert now.controller.monitor.health.rates == {0: 5.42}, "member 7 is rank 0 now, member 1 is lost"
         assert now.watched == (7, 0, 9)
     assert watching.monitor.health.rates == {1: 2.57, 3: 5.42}, "the ranks may have to meet once more"
+
+
+def test_who_leads_after_a_lost_one_knows_what_that_one_knew(tmp_path: Path) -> None:
+    given = config(tmp_path, elastic={"replan": True}, plan={"choose": True, "profile": "measured.json"})
+    folder = RunFolder(tmp_path / "run")
+    folder.begin(given, "new")
+    slow = {5: Slow(device=2.57), 7: Slow(device=5.42, core=1.5, learned=(8.13, 16.0)), 9: Slow(core=2.0)}
+    write_slow(folder, slow)
+    left: Any = SimpleNamespace(
+        profile=priced.costs(2, priced.mixed()).of_ranks([0, 2, 3], Home()),
+        owners=Home(),
+        program=SimpleNamespace(buckets=()),
+        strategies=(),
+        request=None,
+        planning=SimpleNamespace(lengths=()),
+    )
+    nothing: Any = None
+    world: Any = SimpleNamespace(ranks=3, rank=0)
+    run = Run(given, world, folder, left, (), {}, None, None, None)
+    course = Course(Watched(), nothing, nothing, nothing, 3, 0, {})
+    course.began = folder.began
+    assert _known_rates(run, course) == {5: 2.57, 7: 16.0, 9: 2.0}, "others were seen to wait for member 7"
+    peers = tuple(Peer(member, seat, 0, "") for member, seat in ((7, 3), (11, 0), (9, 1)))
+    survived = Survived(2, 3, (0,), (), (1,), peers, (), None, 0, 0.5, "rank 0 is lost")
+    with ExitStack() as owned:
+        now = lead(run, course, survived, owned, None)
+        assert now.controller is not None
+        assert now.controller.slow == {0: slow[7], 2: slow[9]}, "members 7 and 9 are ranks 0 and 2 now"
+        assert now.controller.health == Health({0: 16.0, 2: 2.0})
+    course.began = folder.began - 1.0
+    assert _known_rates(run, course) == {}, "another run's"
