@@ -53,6 +53,7 @@ ELSEWHERE = {
     "cost/traffic.py": ("cost/test_costs.py", "pull and push"),
     "cost/what_if.py": ("cost/test_costs.py", "one number changed"),
     "cost/work.py": ("cost/test_simulate.py", "instructions and their seconds"),
+    "elastic/slow.py": ("train/test_slow_file.py", "what is known of slow ranks, written and read"),
     "elastic/worker.py": ("elastic/test_replanning.py", "the process that plans again"),
     "executable.py": ("test_api.py", "all its calls; test_parity.py and runtime/test_calls.py over ranks"),
     "frontend/adapters.py": ("test_peft.py", "models with adapters"),
