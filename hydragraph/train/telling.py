@@ -56,11 +56,12 @@ def log_step(run: Run, step: int, report: StepResult) -> None:
     if losses:
         run.callbacks.call("on_evaluate", metrics)
     if run.controller is not None:
-        before = run.controller.slow
+        before = run.controller.slow if run.watched else {}
         for event in run.controller.stepped(report):
             tell(run, event)
-        if run.controller.slow != before and run.watched:
-            write_slow(run.folder, {run.watched[rank]: each for rank, each in run.controller.slow.items()})
+        slow = run.controller.slow if run.watched else {}
+        if slow != before:
+            write_slow(run.folder, {run.watched[rank]: each for rank, each in slow.items()})
 
 
 def _evaluate(run: Run, strategy: Strategy | None) -> dict[str, float]:
