@@ -290,6 +290,7 @@ class RunFolder:
             self.metrics,
             self.happenings,
             self.ranks,
+            self.slow,
             self.picture,
             self.trace,
             self.corrections,

@@ -147,7 +147,8 @@ def _write_down(run: Run, course: Course) -> None:
     told = run.world.gather((missing, mine))
     last = next((each for _, each in told if each is not None), None)
     if told[0][0] and last is not None:
-        log_step(run, *last)
+        # The ranks that it reports of were numbered otherwise: nothing is decided by it.
+        log_step(replace(run, controller=None), *last)
 
 
 def _unsaved(run: Run, course: Course) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict
+from typing import Any
 
 from hydragraph.elastic.slow import Slow
 from hydragraph.train.folder import RunFolder
@@ -36,9 +37,14 @@ def read_slow(folder: RunFolder, began: float | None) -> dict[int, Slow]:
         found = json.loads(folder.slow.read_text(encoding="utf-8"))
         if found["began"] != began:
             return {}
-        return {
-            int(member): Slow(each["device"], each["core"], each["learned"] and tuple(each["learned"]))
-            for member, each in found["members"].items()
-        }
+        return {int(member): _read(each) for member, each in found["members"].items()}
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return {}  # ranks are found out anew
+
+
+def _read(each: Mapping[str, Any]) -> Slow:
+    learned = each["learned"]
+    if learned is not None:
+        known, planned = learned
+        learned = float(known), float(planned)
+    return Slow(float(each["device"]), float(each["core"]), learned)

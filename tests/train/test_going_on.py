@@ -16,11 +16,12 @@ from hydragraph.spec.health import Health
 from hydragraph.spec.home import Home
 from hydragraph.spec.record import from_record
 from hydragraph.survival import Survived
+from hydragraph.train import going_on
 from hydragraph.train.config import TrainConfig
 from hydragraph.train.controlling import controller_of
 from hydragraph.train.course import Course, Run
 from hydragraph.train.folder import RunFolder
-from hydragraph.train.going_on import _known_rates, changes_of, lead, paused, ranks_before, resumed
+from hydragraph.train.going_on import _known_rates, _write_down, changes_of, lead, paused, ranks_before, resumed
 from hydragraph.train.saving import forget_unsaved
 from hydragraph.train.slow_file import write_slow
 from tests.cost import priced
@@ -152,3 +153,24 @@ def test_who_leads_after_a_lost_one_knows_what_that_one_knew(tmp_path: Path) -> 
         assert now.controller.health == Health({0: 16.0, 2: 2.0})
     course.began = folder.began - 1.0
     assert _known_rates(run, course) == {}, "another run's"
+
+
+def test_a_step_that_a_lost_leader_did_not_write_down_decides_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was of the ranks there were, which had other numbers."""
+    nothing: Any = None
+    world: Any = SimpleNamespace(gather=lambda mine: [mine])
+    log: Any = SimpleNamespace(history=[])
+    knowing: Any = object()
+    run = Run(config(tmp_path), world, RunFolder(tmp_path / "run"), nothing, (), {}, None, log, knowing)
+    course = Course(Watched(), nothing, nothing, nothing, 3, 0, {})
+    report: Any = object()
+    course.last = (3, report)
+    written: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(going_on, "log_step", lambda *given: written.append(given))
+    _write_down(run, course)
+    ((by, step, what),) = written
+    assert (step, what) == (3, report)
+    assert by.controller is None
+    assert by.log is log

@@ -16,6 +16,9 @@ from hydragraph.train.slow_file import read_slow, write_slow
 RATES = st.floats(1.0, 1e6)
 SLOW = st.builds(Slow, RATES, RATES, st.none() | st.tuples(RATES, RATES))
 
+NULL = '{"began": 5.0, "members": {"1": {"device": null, "core": 1.0, "learned": null}}}'
+SHORT = '{"began": 5.0, "members": {"1": {"device": 2.0, "core": 1.0, "learned": [2.0]}}}'
+
 
 def begun(path: Path, began: float) -> RunFolder:
     path.mkdir(exist_ok=True)
@@ -34,7 +37,9 @@ def test_what_is_written_is_read_by_the_same_run_only(
     assert read_slow(begun(folder.path, 6.0), 6.0) == {}, "it was resumed, with other members"
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"began": 5.0}', '{"began": 5.0, "members": {"a": {}}}'])
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", "{}", '{"began": 5.0}', '{"began": 5.0, "members": {"a": {}}}', NULL, SHORT]
+)
 def test_a_file_that_says_nothing_stops_nobody(tmp_path: Path, text: str) -> None:
     folder = begun(tmp_path, 5.0)
     assert read_slow(folder, 5.0) == {}

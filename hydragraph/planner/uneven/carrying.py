@@ -1,7 +1,9 @@
 """What network cards must carry in an iteration, whoever owns the state: no iteration ends before they have.
 
-Each pipeline pulls all weights and pushes all gradients once. Let its stages on node n take w_n of the weights' bytes
-and g_n of the gradients', summed over pipelines (W and G over nodes), and let n own a part f_n of the state. Then
+That is, as long as a rank owns the same part of all buckets, as in all homes that planning makes, and a
+tensor-parallel group is in one node. Each pipeline pulls all weights and pushes all gradients once. Let its stages on
+node n take w_n of the weights' bytes and g_n of the gradients', summed over pipelines (W and G over nodes), and let n
+own a part f_n of the state. Then
 
     n takes in    (1 - f_n) w_n + f_n (G - g_n)
     n sends       (1 - f_n) g_n + f_n (W - w_n)
@@ -18,9 +20,10 @@ from __future__ import annotations
 
 import numpy as np
 
+from hydragraph.cost.accounts import Kind
 from hydragraph.cost.costs import Costs
 from hydragraph.cost.pieces import GRADIENT_BYTES
-from hydragraph.spec.cluster import Node
+from hydragraph.spec.cluster import Cluster
 from hydragraph.spec.strategy import Strategy
 
 
@@ -33,16 +36,17 @@ class Cards:
         blocks = len(costs.outline.blocks)
         first = {name: min(costs.outline.index[block] for block in users) for name, users in costs.outline.buckets}
         weights, gradients = np.zeros(blocks + 1), np.zeros(blocks + 1)
+        pull, push = map(costs.corrections.factor, (Kind.PULL, Kind.PUSH))
         for bucket in costs.buckets:
-            weights[first[bucket.name] + 1] += costs.sizes.itemsize * bucket.size
-            gradients[first[bucket.name] + 1] += GRADIENT_BYTES * bucket.size * bucket.learns
+            weights[first[bucket.name] + 1] += pull * costs.sizes.itemsize * bucket.size
+            gradients[first[bucket.name] + 1] += push * GRADIENT_BYTES * bucket.size * bucket.learns
         # Of all blocks before each.
         self._weights: list[float] = np.cumsum(weights).tolist()
         self._gradients: list[float] = np.cumsum(gradients).tolist()
         nodes = [device.node for device in costs.cluster.devices]
         places = {number: place for place, number in enumerate(dict.fromkeys(nodes))}
         self._node = [places[number] for number in nodes]
-        self._speed = np.array([_speed(costs.cluster.node(number)) for number in places])
+        self._speed = np.array([_speed(costs.cluster, number) for number in places])
 
     def least_s(self, strategy: Strategy) -> float:
         """Return seconds that no iteration is below, of pipelines that all run micro-batches and share no stage."""
@@ -70,7 +74,9 @@ class Cards:
         return float(max((np.maximum(taken, sent) / self._speed).max(), together / self._speed.sum()))
 
 
-def _speed(node: Node) -> float:
-    """Return the bytes/s that a node's cards can carry in one direction."""
-    link = node.outer
-    return node.cards * max(link.bytes_per_s, *(speed for _, speed in link.points), 0.0)
+def _speed(cluster: Cluster, number: int) -> float:
+    """Return the bytes/s that a node's cards can carry in one direction, to whichever other node that is most."""
+    node = cluster.node(number)
+    types = {device.type for device in cluster.devices if device.node == number}
+    links = [node.outer, *(pair.link for pair in cluster.pairs if not types.isdisjoint(pair.types))]
+    return node.cards * max(max(link.bytes_per_s, *(speed for _, speed in link.points), 0.0) for link in links)

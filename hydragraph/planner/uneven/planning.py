@@ -63,8 +63,9 @@ STAGED = 2
 # Plans within this part of the best count as equally good; the one that moves fewest bytes is taken. Moving the
 # state of 70B once takes 64 devices of 50 GB/s 0.3 s, an iteration 18 s: a plan that saves more soon pays for it.
 NEAR = 0.005
-# Of a deadline, the part after which nothing more is begun; and of that, the part after which what was found is looked
-# at: without traffic, nobody knows what is best.
+# Of a deadline, the part after which nothing more is begun; and of that, the part after which ways of searching end, so
+# that what they found is looked at: without traffic, nobody knows what is best. (Metis's own search, where it is asked
+# for, ends by the first.)
 SEARCHING = 0.9
 FINDING = 0.65
 # Plans that are improved for varying lengths.

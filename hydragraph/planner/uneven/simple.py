@@ -7,7 +7,7 @@ that a search that is cut short has something to return.
 Example: nodes of 2 and 2 ranks, 6 layers. Degree 1, two stages: <[0]x3,[1]x3> + <[2]x3,[3]x3>, and with the stages
 across the nodes <[0]x3,[2]x3> + <[1]x3,[3]x3>; if ranks 2 and 3 are twice as fast, <[0]x2,[2]x4> + <[1]x2,[3]x4>, too.
 The quickest group by itself, <[2]x6>, is the best plan of a model that is too small for its traffic; where that is
-asked for, the plans of one node of each kind are there as well: <[2]x6> + <[3]x6>, <[2]x3,[3]x3>.
+asked for, the plans of the quickest node of each kind are there as well: <[2]x6> + <[3]x6>, <[2]x3,[3]x3>.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def simple(
     market = market or Market(costs)
     tokens = sequences * length
     nodes = nodes_of(costs)
-    sets = [nodes, *(((node,) for node in _unlike(costs, nodes)) if apart and len(nodes) > 1 else ())]
+    sets = [nodes, *(((node,) for node in _strongest(nodes)) if apart and len(nodes) > 1 else ())]
     every = [
         (number == 0, degree, groups)
         for number, some in enumerate(sets)
@@ -130,10 +130,12 @@ def simple(
     return sorted(plans, key=lambda plan: plan.seconds)
 
 
-def _unlike(costs: Costs, nodes: Sequence[NodeDevices]) -> list[NodeDevices]:
-    """Return one node of each kind."""
-    kinds = {(node.site, node.rates, tuple(map(costs.memory_of, node.devices))): node for node in reversed(nodes)}
-    return list(kinds.values())
+def _strongest(nodes: Sequence[NodeDevices]) -> list[NodeDevices]:
+    """Return the node of each kind, by types of devices and links, whose devices together are quickest today."""
+    found: dict[Site, NodeDevices] = {}
+    for node in sorted(nodes, key=lambda each: -sum(1 / rate for rate in each.rates)):
+        found.setdefault(node.site, node)
+    return list(found.values())
 
 
 def _quickest(prices: Prices, groups: _Groups, degree: int) -> _Groups:

@@ -14,7 +14,7 @@ import logging
 import shutil
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -43,7 +43,7 @@ from hydragraph.runtime.checkpoint.optimizer import (
 )
 from hydragraph.runtime.checkpoint.planners import ShardedLoad, ShardedSave
 from hydragraph.runtime.checkpoint.sharing import read_alike, same_copy, see
-from hydragraph.runtime.failure.agreement import Failure, raise_first, together, together_own
+from hydragraph.runtime.failure.agreement import together, together_own
 from hydragraph.runtime.groups import Groups
 from hydragraph.runtime.sharded import OwnedBoxes, sharded, sharded_weights
 from hydragraph.runtime.state import HomeState
@@ -200,7 +200,7 @@ def load(path: PathLike, home: HomeState, optimizer: torch.optim.Optimizer | Non
     contents: dict[str, OwnedBoxes | bytes] = {_ENTRY: b"", **sharded_weights(home)}
     for name, tensors in states.items():
         contents |= {state_key(state, name): sharded(home.pieces[name], t) for state, t in tensors.items()}
-    _run(dcp_load, groups, what, state_dict=contents, storage_reader=reader, planner=ShardedLoad())
+    together(groups, what, lambda: _read(contents, reader))
     entry = decoded(cast(bytes, contents[_ENTRY]))
     if optimizer is not None:
         together(
@@ -244,15 +244,15 @@ def _write_entries(prepared: PendingCheckpoint, groups: Groups) -> None:
     together(groups, what, finish)
 
 
-def _run(action: Callable[..., object], groups: Groups, what: str, **arguments: object) -> None:
-    """Call DCP's load over all ranks."""
+def _read(contents: dict[str, OwnedBoxes | bytes], reader: Reader) -> None:
+    """Read what a rank asks for, by DCP, on this rank alone: all that others could tell is which files to read."""
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")  # which is what being alone means
-            groups.call(lambda: action(no_dist=groups.world.ranks == 1, **arguments))
+            dcp_load(contents, storage_reader=reader, planner=ShardedLoad(), no_dist=True)
     except CheckpointException as exception:
-        raised = {rank: error for rank, (error, _) in exception.failures.items()}
-        raise_first({r: Failure.of(e) for r, e in raised.items()}, raised.get(groups.world.rank), what)
+        error, _ = next(iter(exception.failures.values()))
+        raise error from None
 
 
 def _shapes(home: HomeState) -> dict[str, tuple[int, ...]]:
