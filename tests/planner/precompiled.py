@@ -25,8 +25,8 @@ def main() -> None:
         plans = [hg.plan(costs, workload, method=method) for method in get_args(Method)]
         hg.plan(costs, workload, running=plans[0].strategy, deadline_s=0.1)
     whole_bound(costs, SEQUENCES, LENGTH, (1,))
-    for mixed_tp in (False, True):
-        metis.search(made_up(), CLUSTER, 6, 16, "exact", mixed_tp=mixed_tp)
+    for order in ("naive", "exact"):
+        metis.search(made_up(), CLUSTER, 6, 16, order)
 
 
 if __name__ == "__main__":
