@@ -24,7 +24,7 @@ from hydragraph.planner.stage_terms import end_of, scratch_of
 from hydragraph.planner.uneven.groups import Group
 from hydragraph.planner.uneven.pipelines import Bench, Laid, Partition
 from hydragraph.planner.uneven.prices import state_bytes
-from hydragraph.planner.uneven.shares import fraction_of, home_of
+from hydragraph.planner.uneven.shares import fraction_of, home_of, lacking
 from hydragraph.planner.uneven.sharing import shares
 from hydragraph.spec.assignment import Assignment
 from hydragraph.spec.home import Home
@@ -296,8 +296,8 @@ def owners(
         return Shortage(strategy, tightest, needed[tightest] - limits[tightest])
     home = home or home_of(costs, strategy, room, costs.home)
     if home is None:
-        lacking = 1 - sum(max(0.0, part) for part in room)
-        return Shortage(strategy, tightest, lacking * sum(two[0][1] for two in lines) / costs.ranks**2)
+        part = lacking(costs, room, costs.home)
+        return Shortage(strategy, tightest, part * sum(two[0][1] for two in lines) / costs.ranks**2)
     memory = _held(lines, home)
     worst = max(range(costs.ranks), key=lambda rank: memory[rank] / limits[rank])
     if memory[worst] > limits[worst]:

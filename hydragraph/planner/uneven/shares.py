@@ -28,6 +28,9 @@ STEPS = (32, 1024)
 # How often what rounding made too large is made smaller.
 CORRECTED = 8
 _HALVINGS = 80
+# Decimal places of shares that are not rounded to steps, and what sums of them are exact to.
+PLACES = 9
+EXACT = 1e-9
 
 
 def filled(seconds: Floats, room: Floats) -> Floats | None:
@@ -52,6 +55,33 @@ def filled(seconds: Floats, room: Floats) -> Floats | None:
             low = middle
     parts = np.minimum(room, high / seconds)
     return np.asarray(parts / parts.sum())
+
+
+def filled_apart(seconds: Floats, room: Floats, nodes: Sequence[int]) -> Floats | None:
+    """Return parts as `filled` does, of two copies on different nodes: no node has more than half of all parts.
+
+    A node that would have more owns the whole state once, and all others share the second copy (`ir.layout`).
+
+    Args:
+        nodes: of each rank.
+    """
+    parts = filled(seconds, room)
+    if parts is None:
+        return None
+    of_node = _of_node(parts, nodes)
+    if of_node.max() <= 0.5:
+        return parts
+    largest = np.array(nodes) == np.unique(nodes)[of_node.argmax()]
+    for some in (largest, ~largest):
+        half = filled(seconds[some], 2 * room[some])
+        if half is None:
+            return None
+        parts[some] = half / 2
+    return parts
+
+
+def _of_node(parts: Floats, nodes: Sequence[int]) -> Floats:
+    return np.asarray(np.bincount(np.unique(nodes, return_inverse=True)[1], parts), dtype=np.float64)
 
 
 def seconds_of_shares(costs: Costs, strategy: Strategy) -> Floats:
@@ -87,11 +117,18 @@ def home_of(costs: Costs, strategy: Strategy, room: Sequence[float], given: Home
     seconds = np.where(np.isfinite(seconds), seconds, 1.0)
     idle = np.ones(costs.ranks, dtype=np.bool_)
     idle[list(strategy.devices)] = False
+    nodes = _nodes(costs, given)
     # Idle ranks own something where the others alone have no room, or are all on one node and copies are wanted.
     for free in (np.where(idle, 0.0, able), able):
-        parts = filled(seconds, free)
-        shares = None if parts is None else _rounded(parts, free)
-        if shares is not None and _apart(costs, given, shares):
+        parts = filled(seconds, free) if given.copies == 1 else filled_apart(seconds, free, nodes)
+        if parts is not None and given.copies > 1 and _of_node(parts, nodes).max() > 0.5 - EXACT:
+            shares = np.round(parts / parts.max(), PLACES)  # in few steps, that node would get more than half, or less
+        else:
+            shares = None if parts is None else _rounded(parts, free)
+        if (
+            shares is not None
+            and len({node for node, share in zip(nodes, shares, strict=True) if share}) >= given.copies
+        ):
             if float(shares.min()) == float(shares.max()):
                 return Home(copies=given.copies, nodes=given.nodes)
             return Home(tuple(map(_plain, shares)), copies=given.copies, nodes=given.nodes)
@@ -115,12 +152,21 @@ def _rounded(parts: Floats, room: Floats) -> Floats:
     return np.asarray(relative)
 
 
-def _apart(costs: Costs, given: Home, shares: Floats) -> bool:
-    """Whether owners are on as many nodes as there are copies; on one node each rank counts as a node."""
+def lacking(costs: Costs, room: Sequence[float], given: Home) -> float:
+    """Return the part of the state that ranks have no room for; of two copies, a node takes one at most.
+
+    Args:
+        room, given: as of `home_of`.
+    """
+    able = np.clip(np.array(room, dtype=np.float64), 0.0, 1.0)
+    most = 1.0 if given.copies == 1 else 0.5
+    return float(1 - np.minimum(_of_node(able, _nodes(costs, given)), most).sum())
+
+
+def _nodes(costs: Costs, given: Home) -> Sequence[int]:
+    """Return the node of each rank; on one node each rank counts as a node."""
     nodes = given.nodes or [device.node for device in costs.cluster.devices]
-    if len(set(nodes)) == 1:
-        nodes = range(costs.ranks)
-    return len({node for node, share in zip(nodes, shares, strict=True) if share}) >= given.copies
+    return range(costs.ranks) if len(set(nodes)) == 1 else nodes
 
 
 def fraction_of(home: Home, rank: int, ranks: int) -> float:

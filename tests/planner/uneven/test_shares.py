@@ -4,7 +4,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.optimize import linprog
 
-from hydragraph.planner.uneven.shares import filled, fraction_of, home_of
+from hydragraph.ir import layout as layouts
+from hydragraph.planner.uneven.shares import filled, filled_apart, fraction_of, home_of
+from hydragraph.spec.cluster import Cluster, DeviceType, Interconnect, Node
 from hydragraph.spec.health import Health
 from hydragraph.spec.home import Home
 from hydragraph.spec.strategy import Strategy
@@ -35,6 +37,51 @@ def test_water_filling_is_the_linear_programs_optimum(ranks: list[tuple[float, f
     assert found.sum() == pytest.approx(1)
     assert (found <= room + 1e-6).all()
     assert (found * seconds).max() == pytest.approx(solved.fun, rel=1e-6, abs=1e-9)
+
+
+@given(RANKS.filter(lambda ranks: len(ranks) > 1), st.data())
+def test_two_copies_fill_as_the_linear_program_in_which_no_node_has_more_than_half(
+    ranks: list[tuple[float, float]], data: st.DataObject
+) -> None:
+    count = len(ranks)
+    nodes = data.draw(st.lists(st.integers(0, 2), min_size=count, max_size=count))
+    seconds = np.array([k for k, _ in ranks])
+    room = np.array([r for _, r in ranks])
+    found = filled_apart(seconds, room, nodes)
+    of_node = [[float(node == each) for each in nodes] for node in range(3)]
+    solved = linprog(
+        [*[0.0] * count, 1.0],
+        np.vstack([np.hstack([np.diag(seconds), -np.ones((count, 1))]), [[*row, 0.0] for row in of_node]]),
+        [*[0.0] * count, *[0.5] * 3],
+        np.array([[*[1.0] * count, 0.0]]),
+        [1.0],
+        bounds=[*((0, r) for r in room), (0, None)],
+    )
+    if found is None:
+        # To what a linear program's tolerance lets through.
+        assert not solved.success or min(room.sum(), *(room @ (1 - np.array(row)) + 0.5 for row in of_node)) < 1 + 1e-6
+        return
+    assert found.sum() == pytest.approx(1)
+    assert (found <= room + 1e-6).all()
+    assert (np.array(of_node) @ found <= 0.5 + 1e-9).all()
+    assert (found * seconds).max() == pytest.approx(solved.fun, rel=1e-6, abs=1e-9)
+
+
+@pytest.mark.parametrize("count", [(4, 2), (1, 3), (5, 1)])
+def test_what_two_copies_on_unequal_nodes_take_is_what_ranks_own(count: tuple[int, int]) -> None:
+    """The node with less devices, behind a slow link, owns a whole copy all the same: there is no third node."""
+    types = {"fast": DeviceType(1e15, 10**9, 1e12)}
+    slow = Interconnect(1e6, 1e-6)
+    nodes = (Node("fast", count[0], priced.FAST, priced.SLOW), Node("fast", count[1], priced.FAST, slow))
+    costs = priced.costs(4, Cluster.of(types, nodes), elements=100_000)
+    ranks = sum(count)
+    home = home_of(costs, Strategy.parse("<[0]x4>", 4), [1.0] * ranks, Home(copies=2))
+    assert home is not None
+    placed = home.on([device.node for device in costs.cluster.devices])
+    layout = layouts.home(96_000, range(ranks), placed.shares, 2, nodes=placed.nodes)
+    for rank in range(ranks):
+        owned = sum(hi - lo for r, lo, hi in zip(layout.rank, layout.lo, layout.hi, strict=True) if r == rank)
+        assert owned / 96_000 == pytest.approx(fraction_of(home, rank, ranks), abs=0.02)
 
 
 def test_equal_ranks_own_equal_parts() -> None:
