@@ -11,7 +11,7 @@ PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint plans tests thorough docs newcomer matrix clean
+.PHONY: help setup demo test lint plans plans-of-devices plans-of-metis tests thorough docs newcomer matrix clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "make %-8s %s\n", $$1, $$2}'
@@ -36,10 +36,15 @@ lint: $(STAMP)  ## ruff and the strict type check
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# Before tests begin, as their workers would else all compile the same.
-plans: $(STAMP)
+# Before tests begin, as their workers would else all compile the same. The two compile nothing in common.
+plans: plans-of-devices plans-of-metis
+
+plans-of-devices: $(STAMP)
 	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m tests.planner.instances --count 20
-	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m tests.planner.precompiled
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m tests.planner.precompiled devices
+
+plans-of-metis: $(STAMP)
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m tests.planner.precompiled metis
 
 tests: plans
 	$(PYTEST)

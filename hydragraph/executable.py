@@ -41,6 +41,7 @@ from hydragraph.passes.compiled import choose_backend
 from hydragraph.passes.limits import limits_of
 from hydragraph.past import Past
 from hydragraph.planner.request import PlanRequest
+from hydragraph.promise import Call, Promise
 from hydragraph.runtime.checkpoint import store
 from hydragraph.runtime.checkpoint.pieces import Pieces
 from hydragraph.runtime.deterministic import Deterministic
@@ -138,6 +139,10 @@ def _call(what: str) -> Callable[[Callable[Concatenate[Executable, P], T]], Call
                     raise TypeError(f"{what}: {name} is {given[name]!r}; give a path, as a text or a pathlib.Path")
             if self._closed:
                 raise ValueError(f"{what}: this executable is closed; call it before close(), or compile again")
+            if self._promised is not None and what != "step":
+                raise ValueError(
+                    f"{what}: all ranks have promised that a step comes first; train it, or promise none before this"
+                )
             with own_modes(what), self._watch.calling(what):
                 return method(self, *args, **kwargs)
 
@@ -223,6 +228,8 @@ class Executable:
         self._closed = False
         self._choosing: Chooser | None = None
         self._communications = 0
+        self._next: Promise | None = None  # for behind the step that comes
+        self._promised: Promise | None = None  # by all ranks: the step that comes
         self.stopping = 0
         self.watched = False
         self._probe = Probe(world.device)
@@ -268,6 +275,7 @@ class Executable:
             FloatingPointError: the loss or a gradient is not finite; nothing was updated.
             RankFailure: another rank failed; nothing was updated.
             Stopped: a rank has set `stopping`.
+            ValueError: the mini-batch is malformed, differs between ranks, or is not the one that was promised.
         """
         if self.optimizer is None:
             raise Unsupported("it was compiled without an optimizer", where="step", remedy="pass optimizer= to compile")
@@ -280,6 +288,19 @@ class Executable:
         """
         if self._chooser.plans:
             self._chooser.announce(MiniBatch.of(sequences, self.program.causal, self._fields, self._limits).lengths)
+
+    def promise(self, sequences: Batches, strategy: Strategy | str | None = None) -> None:
+        """Promise that behind the next step comes another one, with this; all ranks promise alike.
+
+        They then agree on it while that step's gradients are on their way, and the one that is promised begins without
+        a meeting (`hydragraph.promise`). Nothing has to be promised. Until it is trained, any other call but `close`,
+        `leave` and `move` is refused; a rank that asks to stop once all have agreed is heard a step later.
+
+        Args:
+            sequences: the very object that `step` will be called with; leave its tensors as they are.
+            strategy: for that step.
+        """
+        self._next = Promise(sequences, strategy) if self.world.ranks > 1 else None
 
     def choose_from(
         self,
@@ -523,6 +544,7 @@ class Executable:
             raise ValueError("move: this executable is closed; compile again")
         began = time.perf_counter()
         holding = self._holding
+        self._next = self._promised = None
         stays = holding.held is not None and world is holding.held.world and not world.watch.broken
         stays = stays and list(before) == list(range(world.ranks))
         chosen = stays and strategy is None and profile is None
@@ -760,11 +782,15 @@ class Executable:
             preparing_s = time.perf_counter() - assigned
             self._session.executor.probe = self._probe if self._probes(mode) else None
             self._session.executor.beside = self._holding.handover if trains else None
+            self._session.executor.says = self._says if trains else None
             spans = self.spans if trains else None
             outcome = self._session.execute(work, mode, batch.tokens, self._update, self._steps + 1, spans)
             self._holding.go_over()  # also where nothing was updated, since nothing is finite
         if trains:
             self._lasted = time.perf_counter() - began
+            coming, self._next = self._next, None
+            if coming is not None and coming.heard(outcome.said) and outcome.finite:
+                self._promised = coming
         if not outcome.finite:
             raise FloatingPointError(
                 f"loss {outcome.loss:.4g}, gradient norm {outcome.grad_norm:.4g}: not finite, so nothing was updated; "
@@ -804,6 +830,40 @@ class Executable:
 
         Raises, agreed: what is wrong with it, with a save in the background, or between the ranks; `Stopped`.
         """
+        promised = self._promised
+        if promised is not None:
+            if not promised.is_of(sequences, given):
+                raise ValueError("step: all ranks have promised another mini-batch, or another strategy; train that one")
+            self._promised = None
+            assert promised.call is not None and promised.ranks is not None, "all ranks have agreed on it"
+            call, ranks = promised.call, promised.ranks
+        else:
+            call = self._checked(sequences, given, mode)
+            ranks = self._session.compare(call.mark, self._asked() if mode == "train" else 0)
+        if ranks.unsaved:
+            try:
+                self._session.saver.wait()
+            except Exception as error:
+                agreed(error)
+                raise
+            raise AssertionError("a save in the background fails on all ranks, so waiting for it raises")
+        if not ranks.same:
+            try:
+                own = f"{call.mark:016x}" if call.refused is None else f"refused: {call.refused}"
+                self._session.agree("mini-batch, strategy or call", own)
+            except ValueError as error:
+                raise agreed(error) from call.refused
+            raise AssertionError("digests differ, so the agreement fails")
+        if call.refused is not None:
+            raise agreed(call.refused)
+        if ranks.stopping:
+            _LOG.info("a rank is asked to stop (%d): the step is not begun", ranks.stopping)
+            raise agreed(Stopped(ranks.stopping))
+        assert call.batch is not None
+        return call.batch, call.strategy
+
+    def _checked(self, sequences: Batches, given: Strategy | str | None, mode: Mode) -> Call:
+        """Check what this rank is about to run; what is wrong with it is part of what ranks agree on."""
         batch: MiniBatch | None = None
         strategy: Strategy | None = None
         refused: Exception | None = None
@@ -817,30 +877,16 @@ class Executable:
         except Exception as error:  # of the user's own iterable, too
             refused = error
         # A refusal is compared like a mini-batch: ranks that all refuse the same go on alike.
-        call = repr(refused) if refused is not None else repr((str(strategy), mode))
-        mark = digest(call, batch)
-        ranks = self._session.compare(mark, self._asked() if mode == "train" else 0)
-        if ranks.unsaved:
-            try:
-                self._session.saver.wait()
-            except Exception as error:
-                agreed(error)
-                raise
-            raise AssertionError("a save in the background fails on all ranks, so waiting for it raises")
-        if not ranks.same:
-            try:
-                own = f"{mark:016x}" if refused is None else f"refused: {refused}"
-                self._session.agree("mini-batch, strategy or call", own)
-            except ValueError as error:
-                raise agreed(error) from refused
-            raise AssertionError("digests differ, so the agreement fails")
-        if refused is not None:
-            raise agreed(refused)
-        if ranks.stopping:
-            _LOG.info("a rank is asked to stop (%d): the step is not begun", ranks.stopping)
-            raise agreed(Stopped(ranks.stopping))
-        assert batch is not None
-        return batch, strategy
+        text = repr(refused) if refused is not None else repr((str(strategy), mode))
+        return Call(batch, strategy, refused, digest(text, batch))
+
+    def _says(self) -> tuple[int, ...]:
+        """Return what this rank says at the end of a step of the next one."""
+        coming = self._next
+        if coming is None:
+            return self._session.saying(-1, 0)
+        coming.call = self._checked(coming.sequences, coming.strategy, "train")
+        return self._session.saying(coming.call.mark, self._asked())
 
     def _asked(self) -> int:
         """Return by what this rank asks that the next step is not begun: to stop, or to meet other ranks first."""

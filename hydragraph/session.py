@@ -146,6 +146,16 @@ class Session:
         self.groups.all_reduce(Role.COMMIT, most, ReduceOp.MAX)
         return RanksCompared(bool(most[0] == -most[1]), bool(most[2]), int(most[3]))
 
+    def saying(self, digest: int, stopping: int) -> tuple[int, ...]:
+        """Return what `compare` would compare, as this rank says it at a commit (`Executor.says`); `RanksCompared.of` reads it.
+
+        Args:
+            digest: 62 bits over the call that comes next; -1: it is not known.
+            stopping: as for `compare`.
+        """
+        high, low = divmod(digest, 1 << 31)
+        return high, low, int(self.saver.failed), stopping
+
     def execute(
         self,
         work: AssignedBatch,
@@ -229,6 +239,13 @@ class RanksCompared:
     same: bool
     unsaved: bool
     stopping: int
+
+    @staticmethod
+    def of(said: Sequence[tuple[int, ...]]) -> RanksCompared:
+        """Return what ranks have learned of one another at a commit, by what each has said (`Session.saying`)."""
+        high, _, unsaved, stopping = (max(numbers) for numbers in zip(*said, strict=True))
+        same = high >= 0 and len({each[:2] for each in said}) == 1
+        return RanksCompared(same, bool(unsaved), stopping)
 
 
 def _same(old: Layout, new: Layout) -> Layout:

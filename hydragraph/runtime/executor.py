@@ -39,6 +39,7 @@ from hydragraph.runtime.streams import DeviceStreams, streams_of
 from hydragraph.runtime.trace import Exposed, RankTimes, Timing
 
 _ROW = 1024  # elements
+SAYS = 4  # numbers
 
 
 @dataclass(frozen=True)
@@ -50,12 +51,14 @@ class IterationOutcome:
         grad_norm: of all gradients together, which frozen parameters do not have; 0 for an evaluation.
         finite: whether both are finite; otherwise nothing was updated.
         ranks: by rank, how it spent the iteration.
+        said: by rank, what it says of what comes next (`Executor.says`).
     """
 
     loss: float
     grad_norm: float
     finite: bool
     ranks: tuple[RankTimes, ...]
+    said: tuple[tuple[int, ...], ...]
 
 
 class Beside(Protocol):
@@ -106,6 +109,8 @@ class Executor:
         before: called with every instruction before it runs; for injecting failures and for tracing.
         probe: called before the commit, for `RankTimes.probe`; None: nothing is.
         beside: what goes on beside the iteration; None: nothing does.
+        says: called while gradients are on their way: what this rank tells all others at the commit, `SAYS` whole
+            numbers below 2**53; None: zeros.
     """
 
     def __init__(
@@ -132,6 +137,7 @@ class Executor:
         self.before: Callable[[Instruction], None] | None = None
         self.probe: Callable[[], Probed] | None = None
         self.beside: Beside | None = None
+        self.says: Callable[[], tuple[int, ...]] | None = None
         self._scheduled = Scheduled() if device.type == "cpu" else unknown
         self._buffers = Buffers(device, self.streams)
         self._aux = program.templates[program.aux.template]
@@ -491,16 +497,18 @@ class Executor:
         """Wait for everything that is under way, then agree with all ranks on loss, norm and finiteness."""
         if self.probe is not None:
             it.timing.probed(self.probe())
+        says = self.says() if self.says is not None else (0,) * SAYS
         self._hand_on(it, wait=True)
         for stream, under_way in ((Stream.PULL, it.serving), (Stream.PUSH, it.pushing)):
             for value in list(under_way):
                 self._end(it, stream, under_way, value)
         with self._watch.waiting():
             self.streams.finish()  # times are known then
-        # [the parts of the loss, those of the norm's square, then of every rank its times, in its own place]
+        # [the parts of the loss, those of the norm's square, then of every rank what it says, and its times, in its own
+        # place]
         world = self._groups.world
         mine = it.timing.times
-        row = [mine.seconds, *astuple(mine.exposed), mine.ran, mine.queued, mine.probe, *mine.own]
+        row = [*says, mine.seconds, *astuple(mine.exposed), mine.ran, mine.queued, mine.probe, *mine.own]
         losses = [loss for value, loss in it.values.items() if value.kind is ValueKind.LOSS]
         losses = losses if it.prepared.part.index == 0 else []
         add = self._exact_totals if self._exact else self._plain_totals
@@ -519,9 +527,11 @@ class Executor:
             loss, square = totals[:at].view(2, -1).sum(1).tolist()
             square /= scale**2
             times = totals[at:].tolist()
-        rows = (times[first : first + len(row)] for first in range(0, len(times), len(row)))
-        ranks = tuple(RankTimes(each[0], Exposed(*each[1:4]), tuple(each[7:]), *each[4:7]) for each in rows)
-        return IterationOutcome(loss / it.tokens, square**0.5, bool(torch.isfinite(totals).all()), ranks)
+        rows = [times[first : first + len(row)] for first in range(0, len(times), len(row))]
+        said = tuple(tuple(map(int, each[:SAYS])) for each in rows)
+        spent = (each[SAYS:] for each in rows)
+        ranks = tuple(RankTimes(each[0], Exposed(*each[1:4]), tuple(each[7:]), *each[4:7]) for each in spent)
+        return IterationOutcome(loss / it.tokens, square**0.5, bool(torch.isfinite(totals).all()), ranks, said)
 
     def _plain_totals(self, it: _Iteration, losses: Sequence[Tensor]) -> tuple[Tensor, float]:
         """Return [2, 1]: this rank's part of the loss and of the squared norm, which is scaled by 1."""

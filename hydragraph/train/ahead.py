@@ -20,22 +20,37 @@ class Source(Protocol):
 
 
 class Ahead:
-    """Reads `count` mini-batches ahead and announces each one once.
+    """Reads mini-batches ahead, at least one, which ranks agree on early (`hydragraph.promise`).
 
     Attributes:
         position: of the source behind the mini-batch returned last: where a resumed run must go on.
     """
 
     def __init__(self, source: Source, count: int, announce: Callable[[Sequence[Drawn]], None]) -> None:
+        """Begin to read where a source is.
+
+        Args:
+            count: how many are planned ahead of the one that is trained.
+            announce: called with each one once, if any is.
+        """
         self._source = source
         self._count = count
         self._announce = announce
         self._waiting: deque[tuple[list[Drawn], dict[str, Any]]] = deque()
         self.position = dict(source.state_dict())
 
-    def take(self, last: bool = False) -> list[Drawn]:
-        """Return the next mini-batch; `last`: nothing behind it will be needed."""
-        upcoming = 1 if last or not self._count else 1 + self._count
+    @property
+    def following(self) -> list[Drawn] | None:
+        """The mini-batch behind the one returned last; None: nothing behind that is needed."""
+        return self._waiting[0][0] if self._waiting else None
+
+    def take(self, left: int) -> list[Drawn]:
+        """Return the next mini-batch.
+
+        Args:
+            left: how many are still needed, this one included.
+        """
+        upcoming = min(left, 1 + max(1, self._count))
         while len(self._waiting) < upcoming:
             batch = next(self._source)
             if self._count:

@@ -56,6 +56,10 @@ class Run:
     traced: list[TracedStep] = field(default_factory=list)
     watched: tuple[int, ...] = ()  # the members that the controller knows, by their ranks then (`runtime.meeting`)
 
+    def strategy_of(self, step: int) -> Strategy | None:
+        """Return the strategy whose turn it is in a step; None: the executor chooses."""
+        return self.strategies[(step - 1) % len(self.strategies)] if self.strategies else None
+
 
 @dataclass
 class Course:

@@ -45,7 +45,7 @@ from hydragraph.train.model import adapted, build_model, check_vocabulary, skele
 from hydragraph.train.optimizer import learning_rate, optimizer_factory
 from hydragraph.train.plan_input import read_costs
 from hydragraph.train.saving import checkpoint, finish, load, naming_the_checkpoint, settle_checkpoints, write_spans
-from hydragraph.train.telling import log_step, open_log, peak_of
+from hydragraph.train.telling import evaluates, log_step, open_log, peak_of
 from hydragraph.train.together import together
 from hydragraph.train.trainable import StepResult, Watcher
 
@@ -307,7 +307,7 @@ def _steps(run: Run, course: Course, stopping: Requests) -> int:
     for step in range(first, config.steps + 1):
         if executor.spans is not None and step == first + TRACED_STEPS:
             write_spans(run)
-        sequences = course.coming.take(last=step + config.plan.ahead > config.steps)
+        sequences = course.coming.take(config.steps + 1 - step)
         try:
             while not _trained(run, course, step, sequences, stopping.signal):
                 _rehome(run)
@@ -340,8 +340,9 @@ def _rehome(run: Run) -> None:
     """Let a part of the state go to where it is to live, beside the next step; all ranks call it."""
     following = run.controller.following if run.controller is not None else None
     home = run.world.gather(None if following is None else following.next)[0]
-    assert home is not None, "the rank that leads has called for it"
     run.executor.stopping = 0
+    if home is None:  # it called for it a step ago, and has thought better of it since
+        return
     run.executor.rehome(home)
     if following is not None:
         following.begun()
@@ -350,7 +351,11 @@ def _rehome(run: Run) -> None:
 def _train_step(run: Run, course: Course, step: int, sequences: list[Drawn]) -> None:
     """Train on one mini-batch, evaluate where it is time, and log both."""
     config = run.config
-    strategy = run.strategies[(step - 1) % len(run.strategies)] if run.strategies else None
+    strategy = run.strategy_of(step)
+    following = course.coming.following
+    meets = due(step, config.checkpoint_every, config.steps) or evaluates(run, step)
+    if following is not None and not meets:
+        run.executor.promise(following, run.strategy_of(step + 1))
     lr = learning_rate(step, config.steps, config.optimizer.lr, config.schedule)
     for group in run.executor.optimizer.param_groups:
         group["lr"] = lr

@@ -18,12 +18,16 @@ from hydragraph.train.slow_file import write_slow
 from hydragraph.train.trainable import StepResult, Watcher
 
 
+def evaluates(run: Run, step: int) -> bool:
+    """Say whether it is time to evaluate after a step."""
+    every = run.config.evaluate_every
+    return bool(every) and due(step, every, run.config.steps)
+
+
 def log_step(run: Run, step: int, report: StepResult) -> None:
     """Evaluate after a step where it is time, and log both."""
     config = run.config
-    strategy = run.strategies[(step - 1) % len(run.strategies)] if run.strategies else None
-    evaluate = config.evaluate_every and due(step, config.evaluate_every, config.steps)
-    losses = _evaluate(run, strategy) if evaluate else {}
+    losses = _evaluate(run, run.strategy_of(step)) if evaluates(run, step) else {}
     if run.log is None or run.watcher is None:
         return
     metrics = Metrics(

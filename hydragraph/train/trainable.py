@@ -78,6 +78,9 @@ class Trainable(Protocol):
     def announce(self, sequences: Sequence[Drawn]) -> None:
         """Tell what a later step will bring."""
 
+    def promise(self, sequences: Sequence[Drawn], strategy: Strategy | None = None) -> None:
+        """Promise that a step with this comes behind the next one, which no other call parts from it."""
+
     def step(self, sequences: Sequence[Drawn], strategy: Strategy | None = None) -> Any:
         """Train on one global mini-batch; return a `StepResult`, or raise `Stopped` if any rank has `stopping`."""
 

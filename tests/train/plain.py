@@ -49,6 +49,7 @@ class PlainExecutor:
         self.optimizer: torch.optim.Optimizer = optimizer(list(model.named_parameters()))
         self.steps, self.fail_at = 0, fail_at
         self.stopping = 0
+        self.promised: Sequence[Tensor] = ()
 
     def step(self, sequences: Sequence[Tensor], strategy: Strategy | None = None) -> PlainReport:
         if self.stopping:
@@ -62,6 +63,9 @@ class PlainExecutor:
         norm = nn.utils.get_total_norm([p.grad for p in self.model.parameters() if p.grad is not None])
         self.optimizer.step()
         return PlainReport(loss.item(), tokens, norm.item(), str(strategy), len(sequences))
+
+    def promise(self, sequences: Sequence[Tensor], strategy: Strategy | None = None) -> None:
+        self.promised = sequences
 
     def announce(self, sequences: Sequence[Tensor]) -> None:
         self.announced.append(list(sequences))

@@ -37,8 +37,8 @@ def test_mini_batches_and_positions_are_those_without_it(count: int) -> None:
     coming = Ahead(source, count, lambda batch: announced.append(number(batch)))
     assert coming.position == {"at": 0}
     for step in range(1, 6):
-        last = step + count > 5
-        assert number(coming.take(last)) == step
+        assert number(coming.take(left=6 - step)) == step
         assert coming.position == {"at": step}
+        assert (number(coming.following) == step + 1) if coming.following else step == 5
         assert announced == list(range(1, min(step + count, 5) + 1)) if count else not announced
     assert source.at == 5  # nothing is read that no step needs
