@@ -833,10 +833,9 @@ class Executable:
         promised = self._promised
         if promised is not None:
             if not promised.is_of(sequences, given):
-                raise ValueError("step: all ranks have promised another mini-batch, or another strategy; train that one")
+                raise ValueError("step: all ranks have promised another mini-batch or strategy; call it with that one")
             self._promised = None
-            assert promised.call is not None and promised.ranks is not None, "all ranks have agreed on it"
-            call, ranks = promised.call, promised.ranks
+            call, ranks = promised.agreed
         else:
             call = self._checked(sequences, given, mode)
             ranks = self._session.compare(call.mark, self._asked() if mode == "train" else 0)

@@ -57,6 +57,13 @@ class Promise:
         self.ranks = RanksCompared.of(said)
         return self.ranks.same
 
+    @property
+    def agreed(self) -> tuple[Call, RanksCompared]:
+        """The call, and what ranks know of one another; once all have promised it."""
+        assert self.call is not None, "ranks compare what they have checked"
+        assert self.ranks is not None, "ranks have met at a commit"
+        return self.call, self.ranks
+
     def is_of(self, sequences: Batches, strategy: Strategy | str | None) -> bool:
         """Say whether it is kept by a step that is called with this."""
         return sequences is self.sequences and strategy == self.strategy

@@ -147,7 +147,7 @@ class Session:
         return RanksCompared(bool(most[0] == -most[1]), bool(most[2]), int(most[3]))
 
     def saying(self, digest: int, stopping: int) -> tuple[int, ...]:
-        """Return what `compare` would compare, as this rank says it at a commit (`Executor.says`); `RanksCompared.of` reads it.
+        """Return what `compare` would compare, as this rank says it at a commit (`RanksCompared.of` reads it).
 
         Args:
             digest: 62 bits over the call that comes next; -1: it is not known.

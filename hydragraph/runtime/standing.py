@@ -1,7 +1,7 @@
 """What ranks have when they meet to move their state, and how they agree on one state of the whole model.
 
 A rank may be lost at any instruction, so those that meet again need not have come equally far. They can be one update
-apart, and no more, because every step begins and ends with all ranks:
+apart, and no more, because every step ends with all ranks:
 
     a rank was lost            who is where                                  what is done
     before the commit          nobody has updated                            gradients are dropped, the step is repeated
