@@ -162,6 +162,7 @@ class Executable:
         past: what ran among ranks that there were (`survival`).
         watched: set it on all ranks, and those that a step leaves idle probe their device now and then.
         stopping: set it on any rank, to a number above 0, and the next `step` does nothing and raises `Stopped` on all.
+        listens: called whenever ranks agree on a step; a number above 0 asks as `stopping` does, also amid a step.
     """
 
     def __init__(
@@ -231,6 +232,7 @@ class Executable:
         self._next: Promise | None = None  # for behind the step that comes
         self._promised: Promise | None = None  # by all ranks: the step that comes
         self.stopping = 0
+        self.listens: Callable[[], int] | None = None
         self.watched = False
         self._probe = Probe(world.device)
         self._lasted: float | None = None  # seconds of the last step
@@ -890,7 +892,8 @@ class Executable:
     def _asked(self) -> int:
         """Return by what this rank asks that the next step is not begun: to stop, or to meet other ranks first."""
         member = here()
-        return max(self.stopping, CALLED if member is not None and member.called else 0)
+        called = CALLED if member is not None and member.called else 0
+        return max(self.stopping, self.listens() if self.listens is not None else 0, called)
 
     def _work(self, batch: MiniBatch, strategy: Strategy | None) -> AssignedBatch:
         """Assign a mini-batch that all ranks have, and pack this rank's part of it."""

@@ -128,24 +128,26 @@ def test_a_rank_that_breaks_its_promise_fails_and_is_named() -> None:
         hg.launch(another, RANKS, small_llama(), timeout=LIMIT)
 
 
-def stops(ready: Ready) -> int:
-    """Return how many steps there have been when ranks stop, which one asks for with step 2 promised already."""
+def stops(ready: Ready, hears: bool) -> int:
+    """Return how many steps there have been when ranks stop, which one asks for in step 2 at the latest."""
     exe = ready.executable(STRATEGY, adamw)
+    if hears:  # while the step is under way
+        exe.listens = lambda: 7 if exe.rank == 1 and exe.steps == 2 else 0
     coming = batch(0)
-    for step in range(10):
+    for step in range(3):
         now, coming = coming, batch(step + 1)
         exe.promise(coming)
-        exe.stopping = 7 if exe.rank == 1 and step == 2 else 0
-        if step == 3:
-            with pytest.raises(hg.Stopped):
-                exe.step(now)
-            break
+        if exe.rank == 1 and step == 2 and not hears:  # which ranks have promised already
+            exe.stopping = 7
         exe.step(now)
+    with pytest.raises(hg.Stopped):
+        exe.step(coming)
     return exe.steps
 
 
-def test_a_request_to_stop_is_heard_at_the_end_of_the_step_that_was_promised() -> None:
-    assert hg.launch(stops, RANKS, small_llama(), timeout=LIMIT) == [3] * RANKS
+@pytest.mark.parametrize("hears", [False, True])
+def test_a_request_to_stop_is_heard_at_the_end_of_the_step_that_was_promised(hears: bool) -> None:
+    assert hg.launch(stops, RANKS, small_llama(), hears, timeout=LIMIT) == [3] * RANKS
 
 
 def grows(ready: Ready) -> int:

@@ -303,6 +303,7 @@ def _steps(run: Run, course: Course, stopping: Requests) -> int:
     """Train to the end or until a rank is asked to stop; return what asked, or 0."""
     config = run.config
     executor = run.executor
+    executor.listens = lambda: stopping.signal  # also what comes while a step is under way
     first = course.done + 1
     for step in range(first, config.steps + 1):
         if executor.spans is not None and step == first + TRACED_STEPS:

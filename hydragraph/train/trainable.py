@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -52,6 +52,7 @@ class Trainable(Protocol):
     spans: list[Span] | None
     decision: str
     stopping: int
+    listens: Callable[[], int] | None
     watched: bool
     program: Program
     profile: Profile | Costs | None

@@ -49,6 +49,7 @@ class PlainExecutor:
         self.optimizer: torch.optim.Optimizer = optimizer(list(model.named_parameters()))
         self.steps, self.fail_at = 0, fail_at
         self.stopping = 0
+        self.listens: Callable[[], int] | None = None
         self.promised: Sequence[Tensor] = ()
 
     def step(self, sequences: Sequence[Tensor], strategy: Strategy | None = None) -> PlainReport:
