@@ -242,6 +242,7 @@ class Executable:
         self.past = Past()
         self._recent: tuple[Strategy, ...] = ()
         self._running: tuple[Strategy, tuple[int, ...], Mode] | None = None
+        self._ran: dict[int, tuple[Strategy, tuple[int, ...], Mode]] = {}  # by the iteration's number, the last two
         if joining and given != "auto":
             several = [given] if isinstance(given, Strategy | str) else given
             self._check_sums([strategy_for(each, program) for each in several])
@@ -294,12 +295,14 @@ class Executable:
     def promise(self, sequences: Batches, strategy: Strategy | str | None = None) -> None:
         """Promise that behind the next step comes another one, with this; all ranks promise alike.
 
+        It goes for the next call of `step` alone, also where that is refused.
         They then agree on it while that step's gradients are on their way, and the one that is promised begins without
         a meeting (`hydragraph.promise`). Nothing has to be promised. Until it is trained, any other call but `close`,
         `leave` and `move` is refused; a rank that asks to stop once all have agreed is heard a step later.
 
         Args:
-            sequences: the very object that `step` will be called with; leave its tensors as they are.
+            sequences: the very object that `step` will be called with, which can be gone through twice; leave its
+                tensors as they are.
             strategy: for that step.
         """
         self._next = Promise(sequences, strategy) if self.world.ranks > 1 else None
@@ -553,8 +556,9 @@ class Executable:
         self._stop_handover() if stays else self.leave()
         self._watch = world.watch
         with own_modes("move"), world.watch.calling("move"):
-            told = world.gather((holding.standing(world.rank), self.strategies))
-            meeting = meet([standing for standing, _ in told], before)
+            told = world.gather((holding.standing(world.rank), self.strategies, self._communications))
+            meeting = meet([standing for standing, _, _ in told], before)
+            self._communications = max(number for _, _, number in told)
             finished = holding.agree(meeting, world.rank, self._max_grad_norm)
             known = told[meeting.leader or 0][1]
             self._planning = replace(self._planning, profile=self._alike(profile or self._planning.profile))
@@ -776,6 +780,9 @@ class Executable:
         began = time.perf_counter()
         self._communications += 1
         trains = mode == "train"
+        coming: Promise | None = None
+        if trains:  # also if this step is refused: it is promised by the next one anew, or not at all
+            coming, self._next = self._next, None
         with self._watch.step(self._communications, self._describe):
             batch, strategy = self._meet(sequences, given, mode)
             work = self._work(batch, strategy)
@@ -784,13 +791,12 @@ class Executable:
             preparing_s = time.perf_counter() - assigned
             self._session.executor.probe = self._probe if self._probes(mode) else None
             self._session.executor.beside = self._holding.handover if trains else None
-            self._session.executor.says = self._says if trains else None
             spans = self.spans if trains else None
-            outcome = self._session.execute(work, mode, batch.tokens, self._update, self._steps + 1, spans)
+            says = functools.partial(self._says, coming)
+            outcome = self._session.execute(work, mode, batch.tokens, self._update, self._steps + 1, spans, says)
             self._holding.go_over()  # also where nothing was updated, since nothing is finite
         if trains:
             self._lasted = time.perf_counter() - began
-            coming, self._next = self._next, None
             if coming is not None and coming.heard(outcome.said) and outcome.finite:
                 self._promised = coming
         if not outcome.finite:
@@ -881,9 +887,8 @@ class Executable:
         text = repr(refused) if refused is not None else repr((str(strategy), mode))
         return Call(batch, strategy, refused, digest(text, batch))
 
-    def _says(self) -> tuple[int, ...]:
-        """Return what this rank says at the end of a step of the next one."""
-        coming = self._next
+    def _says(self, coming: Promise | None) -> tuple[int, ...]:
+        """Return what this rank says of the next step at the end of one."""
         if coming is None:
             return self._session.saying(-1, 0)
         coming.call = self._checked(coming.sequences, coming.strategy, "train")
@@ -914,6 +919,8 @@ class Executable:
     def _prepare(self, work: AssignedBatch, mode: Mode) -> None:
         """Build what this rank runs. If some rank cannot, all raise, agreed: nothing has been sent yet."""
         self._running = (work.strategy, work.assignment.counts, mode)
+        self._ran = {number: ran for number, ran in self._ran.items() if number == self._communications - 1}
+        self._ran[self._communications] = self._running
         if mode == "train":
             others = (strategy for strategy in self._recent if strategy != work.strategy)
             self._recent = (work.strategy, *others)[:RECENT]
@@ -945,10 +952,14 @@ class Executable:
         tensors = {**buffers, **parameters}
         return {key: tensors[source] for key, source in sources.items()}
 
-    def _describe(self, rank: int, index: int) -> str:
+    def _describe(self, rank: int, index: int, number: int) -> str:
+        """Return the text of an instruction; another rank may be one iteration behind, or ahead."""
         if self._running is None:
             return ""
-        return instruction_text(self._session.preparer.describe(*self._running, rank).instructions[index])
+        if number > self._communications:
+            return f"instruction {index} of the next step"  # which nobody has told this rank
+        running = self._ran.get(number, self._running)
+        return instruction_text(self._session.preparer.describe(*running, rank).instructions[index])
 
 
 def _of_least_cut(

@@ -164,6 +164,7 @@ class Session:
         update: Callable[[float], None],
         step: int,
         spans: list[Span] | None,
+        says: Callable[[], tuple[int, ...]],
     ) -> IterationOutcome:
         """Run one iteration that is prepared.
 
@@ -174,6 +175,7 @@ class Session:
             update: called with the gradient norm where weights are updated.
             step: its number, for the times of instructions.
             spans: takes these times; None: they are not kept.
+            says: called once this rank has computed, for what it tells all others (`saying`).
         """
         prepared = self.preparer.get(work.strategy, work.assignment.counts, mode)
         batches = {
@@ -182,7 +184,7 @@ class Session:
             for m, batch in zip(role.micro_batches, work.batches[role.pipeline], strict=True)
         }
         timing = Timing(step, spans, self.executor.streams.clock())
-        return self.executor.run(prepared, batches, tokens, update, self.buffers, timing)
+        return self.executor.run(prepared, batches, tokens, update, self.buffers, timing, says)
 
     def gather(self, shards: Mapping[str, Tensor], names: frozenset[str] | None = None) -> dict[str, Tensor]:
         """Return full natural CPU tensors by parameter name on rank 0, {} elsewhere; all ranks call it.

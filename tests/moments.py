@@ -195,11 +195,13 @@ def train(prepared: Ready, plan: Plan) -> int:
             exe = prepared.executable(
                 list(TEXTS), adamw, home=hg.Home(copies=plan.copies), deterministic=True, progress_s=PROGRESS_S
             )
+        promised: dict[int, list[Tensor]] = {}  # by how many steps there are before it
         while True:
             try:
-                if not one_more(plan, exe):
+                if not one_more(plan, exe, promised):
                     break
             except (hg.RankFailure, hg.Stopped) as failure:
+                promised.clear()
                 opened: Window = "room" if isinstance(failure, hg.Stopped) else "recover"
                 with window(plan, opened, exe.rank, exe.ranks):
                     survived = hg.survive(exe, failure, restore=plan.folder / "saved")
@@ -209,21 +211,30 @@ def train(prepared: Ready, plan: Plan) -> int:
     return exe.steps
 
 
-def one_more(plan: Plan, exe: hg.Executable) -> bool:
-    """Train one step more, with all that is between two, and wait for newcomers; False where it was the last."""
+def one_more(plan: Plan, exe: hg.Executable, promised: dict[int, list[Tensor]]) -> bool:
+    """Train one step more, with all that is between two, and wait for newcomers; False where it was the last.
+
+    Every second step is promised, and nothing comes before it.
+    """
     saved, told = plan.folder / "saved", plan.folder / f"told-{os.getpid()}"
     with exe.world.calling("train"):
         if exe.steps >= exe.world.gather(plan.last(exe.steps))[0]:
             return False
         if exe.ranks == RANKS:
             plan.open(exe.rank, exe.ranks)
-        if not saved.exists() or exe.steps % SAVES == 0:
-            with window(plan, "save", exe.rank, exe.ranks):
-                exe.save(saved)
-        with window(plan, "move", exe.rank, exe.ranks):
-            exe.rehome(home_of(exe.steps, exe.ranks, plan.copies))
+        at = exe.steps
+        given = promised.pop(at, None)
+        if given is None:
+            if not saved.exists() or at % SAVES == 0:
+                with window(plan, "save", exe.rank, exe.ranks):
+                    exe.save(saved)
+            with window(plan, "move", exe.rank, exe.ranks):
+                exe.rehome(home_of(at, exe.ranks, plan.copies))
+            given = batch(at)
+        if at % 2 == 0:
+            exe.promise(promised.setdefault(at + 1, batch(at + 1)))
         with window(plan, "step", exe.rank, exe.ranks):
-            report = exe.step(batch(exe.steps))
+            report = exe.step(given)
         with told.open("a") as file:
             file.write(f"{report.step} {report.loss.hex()}\n")
         wait_for_all(plan, exe)

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import gc
+import os
+import signal
+import time
+import weakref
 from datetime import timedelta
 from typing import Any
 from unittest import mock
@@ -84,6 +89,13 @@ def refusals(ready: Ready) -> list[float]:
         else:
             with pytest.raises(ValueError, match=r"mini-batch, strategy or call differs .* on ranks \[0\]"):
                 exe.step(promised if first else coming)
+    # A promise goes for one call, also for one that is refused.
+    coming = batch(1)
+    exe.promise(coming)
+    with pytest.raises(ValueError, match="no target token"):
+        exe.step([])
+    step(coming)
+    exe.evaluate(batch(0))
     # All promise what no step takes; it is refused by all, and they go on.
     wrong = [torch.tensor([1, -5])]
     exe.promise(wrong)
@@ -105,7 +117,7 @@ def refusals(ready: Ready) -> list[float]:
 def test_what_ranks_do_not_promise_alike_or_no_step_takes_is_refused_as_ever() -> None:
     by_rank = hg.launch(refusals, RANKS, small_llama(), timeout=LIMIT)
     assert all(losses == by_rank[0] for losses in by_rank)
-    assert len(by_rank[0]) == 6
+    assert len(by_rank[0]) == 7
 
 
 def another(ready: Ready) -> str:
@@ -148,6 +160,56 @@ def stops(ready: Ready, hears: bool) -> int:
 @pytest.mark.parametrize("hears", [False, True])
 def test_a_request_to_stop_is_heard_at_the_end_of_the_step_that_was_promised(hears: bool) -> None:
     assert hg.launch(stops, RANKS, small_llama(), hears, timeout=LIMIT) == [3] * RANKS
+
+
+def killed(ready: Ready) -> str:
+    """Lose a rank in its update, while the others are in the next step already, which has another program."""
+    exe = ready.executable(STRATEGY, Mortal)
+    coming = batch(0)
+    for step in range(4):
+        now, coming = coming, batch(step + 1)
+        exe.promise(coming, turn(step + 1))
+        try:
+            exe.step(now, turn(step))
+        except RankFailure as failure:
+            return failure.instruction
+    return "nobody was lost"
+
+
+class Mortal(torch.optim.AdamW):
+    def __init__(self, named: Any) -> None:
+        super().__init__(named, lr=1e-2)
+        self.steps = 0
+
+    def step(self, closure: Any = None) -> Any:
+        self.steps += 1
+        if self.steps == 3 and join("cpu").rank == RANKS - 1:
+            time.sleep(0.5)  # until the others are in the next step
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().step(closure)
+
+
+def test_where_a_rank_was_lost_is_told_by_the_program_of_its_own_step() -> None:
+    with pytest.raises(RankFailure) as lost:
+        hg.launch(killed, RANKS, small_llama(), timeout=LIMIT)
+    assert lost.value.instruction.split() == ["compute", "update"]
+
+
+def freed(ready: Ready) -> bool:
+    exe = ready.executable(STRATEGY, adamw)
+    exe.promise(coming := batch(1))
+    exe.step(batch(0))
+    exe.step(coming)
+    exe.close()
+    gc.collect()
+    gc.disable()
+    gone = weakref.ref(exe)
+    del exe
+    return gone() is None
+
+
+def test_an_executable_that_nobody_has_any_more_is_gone_at_once() -> None:
+    assert all(hg.launch(freed, RANKS, small_llama(), timeout=LIMIT))
 
 
 def grows(ready: Ready) -> int:

@@ -109,6 +109,11 @@ class Following:
         """The home that there will be once all parts have arrived."""
         return self._parts[-1] if self._parts else self.home
 
+    @property
+    def moving(self) -> bool:
+        """Whether state has a way to go yet, behind the part that is under way beside this step."""
+        return len(self._parts) > self._under_way
+
     def begun(self) -> None:
         """Take down that state goes to `next` beside the next step."""
         self._under_way = True

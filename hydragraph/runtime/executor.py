@@ -51,7 +51,7 @@ class IterationOutcome:
         grad_norm: of all gradients together, which frozen parameters do not have; 0 for an evaluation.
         finite: whether both are finite; otherwise nothing was updated.
         ranks: by rank, how it spent the iteration.
-        said: by rank, what it says of what comes next (`Executor.says`).
+        said: by rank, what it says of what comes next.
     """
 
     loss: float
@@ -109,8 +109,6 @@ class Executor:
         before: called with every instruction before it runs; for injecting failures and for tracing.
         probe: called before the commit, for `RankTimes.probe`; None: nothing is.
         beside: what goes on beside the iteration; None: nothing does.
-        says: called while gradients are on their way: what this rank tells all others at the commit, `SAYS` whole
-            numbers below 2**53; None: zeros.
     """
 
     def __init__(
@@ -137,7 +135,6 @@ class Executor:
         self.before: Callable[[Instruction], None] | None = None
         self.probe: Callable[[], Probed] | None = None
         self.beside: Beside | None = None
-        self.says: Callable[[], tuple[int, ...]] | None = None
         self._scheduled = Scheduled() if device.type == "cpu" else unknown
         self._buffers = Buffers(device, self.streams)
         self._aux = program.templates[program.aux.template]
@@ -165,6 +162,7 @@ class Executor:
         update: Callable[[float], None],
         aux_buffers: Mapping[str, Tensor],
         timing: Timing,
+        says: Callable[[], tuple[int, ...]] = lambda: (0,) * SAYS,
     ) -> IterationOutcome:
         """Run one iteration.
 
@@ -175,6 +173,8 @@ class Executor:
             update: called with the gradient norm where the program updates, if that norm is finite.
             aux_buffers: the values of the aux graph's buffers.
             timing: measures this iteration: waits and, where it keeps spans, every instruction and message.
+            says: called while gradients are on their way: what this rank tells all others at the commit, `SAYS` whole
+                numbers below 2**53.
         """
         timing.kinds = len(self._program.kinds)
         self._buffers.begin()
@@ -195,7 +195,7 @@ class Executor:
             name = instruction_text(instruction) if timing.spans is not None else ""
             with timing.running(name):
                 if instruction.op is Op.COMMIT:
-                    outcome = self._commit(iteration)
+                    outcome = self._commit(iteration, says)
                 elif instruction.op is Op.UPDATE:
                     assert outcome is not None
                     if outcome.finite:
@@ -493,11 +493,11 @@ class Executor:
             if value.kind is ValueKind.WEIGHTS:
                 self._buffers.give(freed)
 
-    def _commit(self, it: _Iteration) -> IterationOutcome:
+    def _commit(self, it: _Iteration, says: Callable[[], tuple[int, ...]]) -> IterationOutcome:
         """Wait for everything that is under way, then agree with all ranks on loss, norm and finiteness."""
         if self.probe is not None:
             it.timing.probed(self.probe())
-        says = self.says() if self.says is not None else (0,) * SAYS
+        said = says()
         self._hand_on(it, wait=True)
         for stream, under_way in ((Stream.PULL, it.serving), (Stream.PUSH, it.pushing)):
             for value in list(under_way):
@@ -508,7 +508,7 @@ class Executor:
         # place]
         world = self._groups.world
         mine = it.timing.times
-        row = [*says, mine.seconds, *astuple(mine.exposed), mine.ran, mine.queued, mine.probe, *mine.own]
+        row = [*said, mine.seconds, *astuple(mine.exposed), mine.ran, mine.queued, mine.probe, *mine.own]
         losses = [loss for value, loss in it.values.items() if value.kind is ValueKind.LOSS]
         losses = losses if it.prepared.part.index == 0 else []
         add = self._exact_totals if self._exact else self._plain_totals
@@ -528,10 +528,10 @@ class Executor:
             square /= scale**2
             times = totals[at:].tolist()
         rows = [times[first : first + len(row)] for first in range(0, len(times), len(row))]
-        said = tuple(tuple(map(int, each[:SAYS])) for each in rows)
+        by_rank = tuple(tuple(map(int, each[:SAYS])) for each in rows)
         spent = (each[SAYS:] for each in rows)
         ranks = tuple(RankTimes(each[0], Exposed(*each[1:4]), tuple(each[7:]), *each[4:7]) for each in spent)
-        return IterationOutcome(loss / it.tokens, square**0.5, bool(torch.isfinite(totals).all()), ranks, said)
+        return IterationOutcome(loss / it.tokens, square**0.5, bool(torch.isfinite(totals).all()), ranks, by_rank)
 
     def _plain_totals(self, it: _Iteration, losses: Sequence[Tensor]) -> tuple[Tensor, float]:
         """Return [2, 1]: this rank's part of the loss and of the squared norm, which is scaled by 1."""

@@ -354,8 +354,7 @@ def _train_step(run: Run, course: Course, step: int, sequences: list[Drawn]) -> 
     config = run.config
     strategy = run.strategy_of(step)
     following = course.coming.following
-    meets = due(step, config.checkpoint_every, config.steps) or evaluates(run, step)
-    if following is not None and not meets:
+    if following is not None and not _meets_after(run, step):
         run.executor.promise(following, run.strategy_of(step + 1))
     lr = learning_rate(step, config.steps, config.optimizer.lr, config.schedule)
     for group in run.executor.optimizer.param_groups:
@@ -375,6 +374,12 @@ def _train_step(run: Run, course: Course, step: int, sequences: list[Drawn]) -> 
         seconds = report.seconds - report.planning_s
         run.traced.append(TracedStep(report.step, report.strategy, report.assignment, seconds))
     log_step(run, step, report)
+
+
+def _meets_after(run: Run, step: int) -> bool:
+    """Say whether something comes between a step and the next; where one rank alone knows of it, all meet as well."""
+    moves = run.controller is not None and run.controller.following is not None and run.controller.following.moving
+    return moves or due(step, run.config.checkpoint_every, run.config.steps) or evaluates(run, step)
 
 
 def _end_early(run: Run, course: Course, ending: str) -> RunOutcome:

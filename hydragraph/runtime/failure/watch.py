@@ -127,7 +127,7 @@ class Watch:
         self.ranks = ranks
         log.at_rank(rank, ranks)
         # An executable that nobody uses any more must not live on because it was watched.
-        self._describe: Callable[[], Callable[[int, int], str] | None] = lambda: None
+        self._describe: Callable[[], Callable[[int, int, int], str] | None] = lambda: None
         self._fault: Fault | None = None
         self._step = 0
         self._inside = 0  # calls under way, on all threads
@@ -234,12 +234,13 @@ class Watch:
                 raise
 
     @contextmanager
-    def step(self, number: int, describe: Callable[[int, int], str] | None = None) -> Iterator[None]:
+    def step(self, number: int, describe: Callable[[int, int, int], str] | None = None) -> Iterator[None]:
         """Run one step inside: as `calling`, but whatever is raised is this rank's failure, unless it is `agreed`.
 
         Args:
             number: the step's, for the others' errors if this rank fails in it.
-            describe: the text of the instruction at (rank, index); also called from the watching thread.
+            describe: the text of the instruction at (rank, index) in a step, by its number, as a rank may be one step
+                away from this one; also called from the watching thread.
 
         Raises:
             RankFailure: another rank failed in it, or any rank before.
@@ -576,24 +577,28 @@ class Watch:
     def _instruction(self, rank: int) -> str:
         """Return the instruction or the call that a rank is at, or "" where nothing is known of it."""
         progress = self._board.read(rank)
-        return progress.call if progress.instruction is None else self._described(rank, progress.instruction)
+        return (
+            progress.call
+            if progress.instruction is None
+            else self._described(rank, progress.instruction, progress.step)
+        )
 
     def _here(self) -> str:
         """Return where this thread is."""
         beside = threading.get_ident() != self._main and self._calls
         return self._calls[-1] if beside else self._instruction(self.rank)
 
-    def _described(self, rank: int, index: int) -> str:
+    def _described(self, rank: int, index: int, step: int) -> str:
         describe = self._describe()
         try:
-            return f"instruction {index}" if describe is None else describe(rank, index)
+            return f"instruction {index}" if describe is None else describe(rank, index, step)
         except Exception:  # a bad description must not hide the fault
             return f"instruction {index}"
 
     def _failure(self, fault: Fault) -> RankFailure:
         where = fault.instruction
         if fault.index is not None:
-            where = self._described(fault.rank, fault.index)
+            where = self._described(fault.rank, fault.index, fault.step)
         return RankFailure(fault.rank, where, f"{fault.error}; {_REMEDY}", fault.host)
 
 

@@ -30,7 +30,7 @@ NAMES = ("pull", "receive", "send", "finish", "commit")
 LIMIT_S = 10.0
 
 
-def describe(rank: int, index: int) -> str:
+def describe(rank: int, index: int, step: int = 0) -> str:
     return f"{NAMES[index]} of {rank}"
 
 
