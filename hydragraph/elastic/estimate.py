@@ -14,6 +14,9 @@ predicted seconds. Three unknowns explain their ratio, and all are learned from 
 - scatter: 1.4826 median deviations or half of the 95th percentile of deviations, whichever is more: both are about one
   standard deviation where errors are normal, and the second one knows of bursts.
 
+A rank that is known to be slow and is given little work takes long for what is in no prediction, such as to begin a
+micro-batch. That is no rate: with less than LITTLE of the busiest rank's work, only that it is faster is believed.
+
 Sums of seconds count and not single instructions: a device that is stopped for 60 ms of every 100 delays few of its
 instructions, each by much.
 
@@ -39,6 +42,7 @@ NEEDED = 3
 OF = 4
 CERTAIN = 3.0
 PARTIAL = 0.85  # of the later ones: a first iteration below it was slow in part only
+LITTLE = 0.1  # of the expected seconds of the rank that has most
 SHARED = 0.5  # of a rank's predicted seconds that must be of known kinds
 
 _T = TypeVar("_T")
@@ -176,7 +180,8 @@ class Estimator:
         Returns:
             the ranks whose rate has changed by it.
         """
-        logs = self._logs(work)
+        known = self._known(work)
+        logs = {rank: math.log(measured / expected) for rank, (measured, expected) in known.items()}
         common = self._common(logs)
         residuals = {rank: log - common for rank, log in logs.items()}
         self._learn(work, residuals, common)
@@ -186,11 +191,15 @@ class Estimator:
             # Only now: of a rank that has been found meanwhile, they were no noise.
             then = self._recent.popleft()
             self._healthy.append({rank: value for rank, value in then.items() if rank not in self._held})
+        little = LITTLE * max((expected for _, expected in known.values()), default=0.0)
+        for rank, held in self._held.items():
+            if rank in known and known[rank][1] < little:
+                residuals[rank] = min(residuals[rank], math.log(held))
         residuals |= {rank: math.log(ratio) for rank, ratio in (idle or {}).items()}
         return tuple(change for rank in sorted(residuals) if (change := self._judged(rank, residuals[rank])))
 
-    def _logs(self, work: Work) -> dict[int, float]:
-        """Return log(measured / expected) of ranks whose kinds of work are known."""
+    def _known(self, work: Work) -> dict[int, tuple[float, float]]:
+        """Return measured and expected seconds of ranks whose kinds of work are known."""
         found = {}
         for rank, kinds in work.items():
             known = {kind: each for kind, each in kinds.items() if self._kind(kind).known}
@@ -198,7 +207,7 @@ class Estimator:
             whole = sum(predicted for _, predicted in kinds.values())
             if known and sum(predicted for _, predicted in known.values()) >= SHARED * whole:
                 expected = sum(self._kinds[kind].factor * predicted for kind, (_, predicted) in known.items())
-                found[rank] = math.log(measured / expected)
+                found[rank] = measured, expected
         return found
 
     def _common(self, logs: Mapping[int, float]) -> float:

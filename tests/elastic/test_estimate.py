@@ -72,6 +72,28 @@ def test_who_is_well_again_is_let_go(seed: int, rank: int, level: float) -> None
     assert estimator.rates == {}
 
 
+def test_what_a_slow_rank_with_little_work_takes_besides_is_no_rate() -> None:
+    estimator = Estimator()
+    trace(3, BEFORE + 6, stepping(1, 8.0), estimator=estimator)
+    held = estimator.rates[1]
+    assert held == pytest.approx(8, rel=0.15)
+    draw = random.Random(5)
+
+    def observe(work: float, slower: float) -> tuple[Change, ...]:
+        kinds = {rank: {"own": (math.exp(draw.gauss(0, NOISE)), 1.0)} for rank in (0, 2, 3)}
+        return estimator.observe({**kinds, 1: {"own": (slower * work * math.exp(draw.gauss(0, NOISE)), work)}})
+
+    for _ in range(8):  # a new kind of work is learned first
+        observe(1.0, held)
+    assert not any(observe(0.05, 3 * held) for _ in range(12))
+    assert estimator.rates == {1: held}
+    changes = [change for _ in range(6) for change in observe(0.05, held / 3)]  # but that it is faster counts
+    assert changes[-1].rate == pytest.approx(held / 3, rel=0.15)
+    changes = [change for _ in range(6) for change in observe(0.5, held)]  # and with more work, whatever it is
+    assert changes[-1].rate == pytest.approx(held, rel=0.15)
+    assert [change.rate for _ in range(6) for change in observe(0.05, 1.0)] == [1.0], "it is well again"
+
+
 @pytest.mark.parametrize("noise", [0.02, 0.1])
 def test_nobody_is_named_where_nobody_is_slow(noise: float) -> None:
     found = trace(1, 500, healthy, noise=noise, busy=0.6)
