@@ -295,10 +295,10 @@ class Executable:
     def promise(self, sequences: Batches, strategy: Strategy | str | None = None) -> None:
         """Promise that behind the next step comes another one, with this; all ranks promise alike.
 
-        It goes for the next call of `step` alone, also where that is refused.
-        They then agree on it while that step's gradients are on their way, and the one that is promised begins without
-        a meeting (`hydragraph.promise`). Nothing has to be promised. Until it is trained, any other call but `close`,
-        `leave` and `move` is refused; a rank that asks to stop once all have agreed is heard a step later.
+        Ranks then agree on it while that step's gradients are on their way, and the one that is promised begins without
+        a meeting (`hydragraph.promise`). Nothing has to be promised, and a promise goes with the next call of `step`
+        alone, also where that is refused. Once all have agreed, any other call but `close`, `leave` and `move` is
+        refused until the step is trained, and a rank that asks to stop is heard a step later.
 
         Args:
             sequences: the very object that `step` will be called with, which can be gone through twice; leave its

@@ -188,19 +188,25 @@ class Calling:
 def test_the_loop_moves_one_part_beside_each_step_and_trains_every_step_once(tmp_path: Path) -> None:
     following = Following(Home(), 4, BUCKETS, StateCosts(1e6, 12, 20_000), 10_000)
     moves: list[tuple[int, Home]] = []
+    promises: list[int] = []
 
     def compiled(*args: Any, **named: Any) -> PlainExecutor:
         exe = compile_plain(*args, **named)
         exe.rehome = lambda home: moves.append((exe.steps, home))  # type: ignore[attr-defined]
+        exe.promise = lambda *_: promises.append(exe.steps)  # type: ignore[method-assign]
         return exe
 
-    config = from_record(TrainConfig, settings(tmp_path) | {"steps": 4, "elastic": {"monitor": True}})
+    seldom = {"evaluate_every": 0, "checkpoint_every": 0}
+    config = from_record(TrainConfig, settings(tmp_path) | seldom | {"steps": 4, "elastic": {"monitor": True}})
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loop, "controller_of", lambda *_: Calling(following))
         outcome = loop.train(config, "new", compiled, Watched())
     assert [metrics.step for metrics in outcome.history] == [1, 2, 3, 4]
     assert len(moves) > 1
     assert [steps for steps, _ in moves] == [*range(1, len(moves) + 1)], "a part beside each step"
+    assert promises == [0, *range(len(moves), 3)], (
+        "all meet before a part sets out, and the last step has none behind it"
+    )
     assert following.home == moves[-1][1] == HOME_OF_SLOW
     assert [event.event for event in read_events(tmp_path / "run" / "events.jsonl")].count("migrate") == 1
 
