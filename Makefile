@@ -11,7 +11,7 @@ PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint plans plans-of-devices plans-of-metis tests thorough docs newcomer matrix clean
+.PHONY: help setup demo test lint plans plans-of-devices plans-of-metis tests thorough docs newcomer matrix slowest clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "make %-8s %s\n", $$1, $$2}'
@@ -40,7 +40,6 @@ lint: $(STAMP)  ## ruff and the strict type check
 plans: plans-of-devices plans-of-metis
 
 plans-of-devices: $(STAMP)
-	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m tests.planner.instances --count 20
 	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m tests.planner.precompiled devices
 
 plans-of-metis: $(STAMP)
@@ -51,6 +50,9 @@ tests: plans
 
 test: $(STAMP)  ## lint and the tests
 	@$(MAKE) --no-print-directory -j2 lint tests
+
+slowest: plans  ## run the tests and list those that cost most CPU seconds
+	$(PYTEST) --spent 40
 
 thorough: plans  ## every test, larger samples, and two thousand drawn modules (hours)
 	$(PYTEST) -m '' --hypothesis-profile=thorough

@@ -6,6 +6,8 @@ import os
 
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # read when transformers is imported, so before the tests are
 
+import functools
+import gc
 import multiprocessing
 import signal
 import threading
@@ -16,9 +18,11 @@ from unittest import mock
 import pytest
 from hypothesis import settings
 from hypothesis.internal.conjecture import providers
+from typer import main, testing
 
 from hydragraph.check import run
 from hydragraph.runtime import launch
+from tests.spent import Spent
 
 run.AUTO = "off"  # these tests compare by themselves; those of the check ask for it. tests/warm.py does so for ranks
 
@@ -37,10 +41,32 @@ if "CI" in os.environ:
     # or another distribution of the tests over workers, would draw other examples.
     mock.patch.object(providers, "is_local_module_file", create=True, return_value=False).start()
 
+# typer would build all commands anew in each test of the command line, for a tenth of a second.
+mock.patch.object(testing, "_get_command", functools.cache(main.get_command), create=True).start()
+
+GC_THRESHOLD = 20_000  # new objects between collections: tracing makes many, and few of them are garbage
+
 # Ranks are forked from a process that has imported this: what tests import costs each of them nothing.
 _SHARED = ["pytest", "hypothesis", "transformers.models.gpt2.modeling_gpt2", "tests.warm"]
 multiprocessing.get_context("forkserver").set_forkserver_preload([*launch.PRELOAD, *_SHARED])
-forkserver.ensure_running()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--spent", type=int, default=0, metavar="N", help="list the N tests and files of most CPU seconds")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(Spent(config.getoption("spent")))
+    distributes = config.getoption("numprocesses", None) and "PYTEST_XDIST_WORKER" not in os.environ
+    if not distributes:  # to workers, each of which starts a server of its own
+        forkserver.ensure_running()
+
+
+def pytest_collection_finish() -> None:
+    """Keep the garbage collector from visiting, again and again, what was imported and lasts until the end."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(GC_THRESHOLD)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

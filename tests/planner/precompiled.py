@@ -13,10 +13,12 @@ from hydragraph.planner import metis
 from hydragraph.planner.uneven.planning import Method
 from hydragraph.planner.uneven.whole_bound import whole_bound
 from tests.cost import priced
+from tests.planner.instances import broken, draw
 from tests.planner.metis.test_searching import CLUSTER, made_up
 from tests.planner.uneven.promises import LENGTH
 
 SEQUENCES = 8
+INSTANCES = 20  # enough to call every function that plans a mini-batch
 
 
 def devices() -> None:
@@ -26,6 +28,8 @@ def devices() -> None:
         plans = [hg.plan(costs, workload, method=method) for method in get_args(Method)]
         hg.plan(costs, workload, running=plans[0].strategy, deadline_s=0.1)
     whole_bound(costs, SEQUENCES, LENGTH, (1,))
+    for seed in range(INSTANCES):
+        broken(draw(seed))
 
 
 def as_metis_does() -> None:
