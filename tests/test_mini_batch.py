@@ -10,11 +10,13 @@ import hydragraph as hg
 from tests import reference
 from tests.models import gpt2, sequences
 from tests.ready import Ready
+from tests.thorough import first
 
 STRATEGIES = ["<[0,1]x2>", "2*<tp1,pp1>"]
 
 
-def ready() -> Ready:
+@pytest.fixture(scope="module")
+def prepared() -> Ready:
     return Ready.of(gpt2(layers=2), STRATEGIES)
 
 
@@ -42,10 +44,10 @@ def on_a_rank(prepared: Ready, strategy: str) -> tuple[list[str], dict[str, Tens
     return messages, exe.gradients(padded), exe.gradients([plain[0].repeat(2, 1).t()[:, 0], plain[1].int()])
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_values_outside_are_refused_at_every_degree_and_padded_batches_are_cut(strategy: str) -> None:
+@pytest.mark.parametrize("strategy", first(STRATEGIES[:1], STRATEGIES))
+def test_values_outside_are_refused_at_every_degree_and_padded_batches_are_cut(strategy: str, prepared: Ready) -> None:
     wanted = reference.train(gpt2(layers=2), [sequences([5, 3])], lambda p: torch.optim.SGD(p, lr=0.1)).gradients[0]
-    runs = hg.launch(on_a_rank, 2, strategy, prepare=ready)
+    runs = hg.launch(on_a_rank, 2, prepared, strategy)
     for messages, _, _ in runs:
         ids, negative, labels, long, left = messages
         assert ids.startswith("sequence 1: input_ids is 101 at position 1, outside the 0 to 100 of transformer.wte")
@@ -78,8 +80,8 @@ def switched(prepared: Ready) -> tuple[str, str, list[float]]:
     return str(caught.value), str(unknown.value), losses
 
 
-def test_a_refused_strategy_breaks_nothing() -> None:
-    runs = hg.launch(switched, 2, prepare=ready)
+def test_a_refused_strategy_breaks_nothing(prepared: Ready) -> None:
+    runs = hg.launch(switched, 2, prepared)
     for message, _, losses in runs:
         assert message.startswith("strategy <tp2,pp1>")
         assert "it cannot be compiled (AssertionError: no graph of this); choose another strategy" in message

@@ -192,7 +192,7 @@ def trained(alone: bool) -> tuple[list[float], dict[str, Tensor], int]:
 
     torch.manual_seed(0)
     model = llama(layers=2)
-    strategies = [hg.Strategy.parse(text, layers=2) for text in ("<tp2,pp1>", "<tp1,pp2>")]
+    strategies = [hg.Strategy.parse(text, layers=2) for text in ("<tp2,pp1>", "<[1,0]x2>")]
     with (
         mock.patch.object(Variants, "_compile", counted),
         mock.patch.object(api, "once_per_machine", own if alone else once_per_machine),
