@@ -10,7 +10,7 @@ import hydragraph as hg
 from tests.fuzz import PER_LAUNCH, RANKS, differences, draw_model, launch_of
 from tests.module_cases import draw, outcome
 
-CASES, MODULES = 4, 6  # a day
+CASES, MODULES = 4, 3  # a day
 
 
 def test_todays_random_cases_equal_one_device() -> None:

@@ -12,6 +12,7 @@ import torch
 
 import hydragraph as hg
 from tests.models import llama, sequences
+from tests.thorough import thorough
 
 
 @contextmanager
@@ -47,7 +48,9 @@ def plain_losses() -> list[float]:
 
 
 @pytest.mark.parametrize(
-    "mode", [torch.no_grad, torch.inference_mode, lambda: torch.device("meta")], ids=["no_grad", "inference", "device"]
+    "mode",
+    [pytest.param(torch.no_grad, marks=thorough), torch.inference_mode, lambda: torch.device("meta")],
+    ids=["no_grad", "inference", "device"],
 )
 def test_modes_change_nothing(mode: Callable[[], AbstractContextManager[Any]], monkeypatch: pytest.MonkeyPatch) -> None:
     expected = plain_losses()

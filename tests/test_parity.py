@@ -15,7 +15,7 @@ import hydragraph as hg
 from tests import reference
 from tests.models import gpt2, llama, sequences
 from tests.ready import Ready
-from tests.thorough import first
+from tests.thorough import thorough
 
 LAYERS = 4
 LENGTHS = [20, 7, 33, 1, 12, 5]  # one of them has no target
@@ -34,6 +34,10 @@ LOPSIDED = [
     "<[2,0]x2sr,[1,3]x2s>",
     "2*<tp1,pp2>",
 ]
+
+
+# Unequal degrees and depths, stages in odd order, equal shards, GPipe, sequence parallelism, recomputation, idle ranks.
+EVERY_FEATURE = [*LOPSIDED[:2], *LOPSIDED[3:6]]
 
 
 @dataclass
@@ -81,7 +85,12 @@ def check(model: str, strategies: list[str], ranks: int = 4) -> None:
     assert all(not run.weights and not any(run.gradients) for run in runs[1:])
 
 
-@pytest.mark.parametrize("model", first(["llama"], MODELS))
+def test_strategies_with_every_feature_equal_one_device() -> None:
+    check("llama", EVERY_FEATURE)
+
+
+@thorough
+@pytest.mark.parametrize("model", MODELS)
 def test_lopsided_strategies_in_turn_equal_one_device(model: str) -> None:
     more = {"llama": ["<tp4,pp1>", "<[3,1,0,2]x4sr>"], "gpt2": ["<[2,0,1]x4s>"]}
     if model == "tied llama":  # what ties change is where the table is: together, apart, cut, or in several places
@@ -113,6 +122,7 @@ def any_strategy(draw: st.DrawFn) -> str:
     return " + ".join(text) + draw(st.sampled_from(["", " gpipe"]))
 
 
+@thorough  # `tests/test_fuzz.py` draws strategies in every run
 @settings(
     max_examples=1,
     derandomize=True,

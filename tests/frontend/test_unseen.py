@@ -20,6 +20,7 @@ from hydragraph.frontend.capture import capture
 from tests.frontend.execute import batch, loss
 from tests.models import llama, randomised
 from tests.own_models import Layer, Own, alone
+from tests.thorough import first, thorough
 
 
 class Reversed(torch.autograd.Function):
@@ -273,7 +274,7 @@ def test_autocast_around_capture_is_refused() -> None:
         capture(own(), blocks="stack")
 
 
-@pytest.mark.parametrize("shape", [(2,), (1, 1, 2), None])
+@pytest.mark.parametrize("shape", [(2,), pytest.param((1, 1, 2), marks=thorough), None])
 def test_a_loss_that_is_no_number_is_refused(shape: tuple[int, ...] | None) -> None:
     with pytest.raises(Unsupported, match=r"Own: its loss is .*; return one number"):
         capture(own(), blocks="stack", loss=lambda x, b: x.sum().expand(shape) if shape else x.shape[1])  # type: ignore[return-value]
@@ -321,7 +322,9 @@ def weight_norm(model: Any) -> None:
         parametrizations.weight_norm(block.down)
 
 
-@pytest.mark.parametrize("change", [by_method, by_closure, of_a_submodule, of_the_model, weight_norm])
+@pytest.mark.parametrize(
+    "change", first([by_closure, weight_norm], [by_method, by_closure, of_a_submodule, of_the_model, weight_norm])
+)
 def test_forwards_of_instances_and_parametrizations_are_honoured(change: Callable[[Any], None]) -> None:
     model = own()
     change(model)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from itertools import product
 
 import pytest
 import torch
@@ -74,9 +75,20 @@ def close(a: Tensor, b: Tensor, scale: float) -> bool:
     return bool((a - b).norm() <= 1e-5 * b.norm() + 1e-7 * scale)
 
 
-@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["", "sp"])
-@pytest.mark.parametrize("tp", first((3,), [1, 2, 3, 4, 6]))
-@pytest.mark.parametrize("name", list(MODELS))
+@pytest.mark.parametrize(
+    ("name", "tp", "sequence_parallel"),
+    first(
+        [
+            ("llama", 3, True),
+            ("grouped", 3, False),
+            ("shared kv heads", 3, True),
+            ("one kv head", 2, False),
+            ("gpt2", 3, False),
+            ("gpt2", 3, True),
+        ],
+        product(MODELS, [1, 2, 3, 4, 6], [False, True]),
+    ),
+)
 def test_sharded_graphs_equal_the_whole_template(name: str, tp: int, sequence_parallel: bool) -> None:
     if sequence_parallel and tp in (1, 4, 6):
         pytest.skip("one rank has nothing to split, and more tell nothing that two and three do not")

@@ -185,7 +185,9 @@ def smooth(shared: Ready) -> dict[int, float]:
     return hg.launch(survive, 4, shared, (), timeout=LIMIT)[0][1]
 
 
-@pytest.mark.parametrize("members", [(2, 1), (3, 0)], ids=["push, sums", "under way, here"])
+@pytest.mark.parametrize(
+    "members", [pytest.param((2, 1), marks=thorough), (3, 0)], ids=["push, sums", "under way, here"]
+)
 def test_ranks_that_are_killed_and_those_that_come_change_no_bit(
     members: tuple[int, ...], shared: Ready, smooth: dict[int, float]
 ) -> None:

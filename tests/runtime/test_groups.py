@@ -15,6 +15,7 @@ from hydragraph.runtime.collectives import AnyCollectives, Collectives
 from hydragraph.runtime.groups import Groups, Role, in_rounds
 from hydragraph.runtime.launch import World, join, launch
 from hydragraph.runtime.message import Message, Staging
+from tests.thorough import thorough
 
 TIMEOUT = timedelta(seconds=60)
 ALONE = World(0, 1, 0, torch.device("cpu"), "gloo")
@@ -186,7 +187,9 @@ def check_head(ranks: tuple[int, ...], results: list[Results]) -> None:
     torch.testing.assert_close(torch.cat([result["gradient of rows"] for result in results]), head.grad)
 
 
-@pytest.mark.parametrize("ranks", [(0, 1), (2, 0, 1), (3, 1, 0, 2)])
+@pytest.mark.parametrize(
+    "ranks", [pytest.param((0, 1), marks=thorough), (2, 0, 1), pytest.param((3, 1, 0, 2), marks=thorough)]
+)
 def test_collectives_at_every_size_and_in_the_stages_order(ranks: tuple[int, ...]) -> None:
     results = launch(tensor_parallel, len(ranks), [ranks], SIZES)
     check_collectives(ranks, [results[rank][ranks] for rank in ranks], SIZES)

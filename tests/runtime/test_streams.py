@@ -73,7 +73,7 @@ def sequence(tokens: int, seed: int) -> workload.Sequence:
     return workload.Sequence(ids, ids)
 
 
-@settings(max_examples=8, deadline=None, derandomize=True)
+@settings(max_examples=settings().max_examples // 10, deadline=None, derandomize=True)
 @given(st.integers(0, 10**6), st.integers(0, RANKS - 1))
 def test_nothing_is_read_too_early_or_overwritten_too_soon(seed: int, rank: int) -> None:
     strategy = Strategy.parse(draw_case(seed, KIND).strategy, LAYERS)

@@ -19,6 +19,7 @@ from hydragraph.runtime import variants
 from hydragraph.runtime.variants import Variants
 from hydragraph.spec.stage_kind import StageKind, StagePart
 from tests.models import MODELS, captured, llama
+from tests.thorough import thorough
 
 
 @pytest.fixture(autouse=True)
@@ -65,7 +66,7 @@ def test_executables_of_one_model_share_what_they_compile(caplog: pytest.LogCapt
 @pytest.mark.parametrize(
     "other",
     [
-        lambda: Variants(capture(llama(layers=2, width=104))),
+        pytest.param(lambda: Variants(capture(llama(layers=2, width=104))), marks=thorough),
         lambda: Variants(capture(llama(layers=2, kv=4))),
         lambda: Variants(captured("llama")[0], "default"),
         lambda: Variants(captured("llama")[0], added=True),

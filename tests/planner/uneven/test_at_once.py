@@ -8,13 +8,16 @@ from hydragraph.planner.uneven.planning import plan
 from hydragraph.planner.workload import Workload
 from hydragraph.spec.cluster import Cluster, DeviceType, Node
 from tests.cost import priced
+from tests.thorough import first
 
 WORKLOAD = Workload(lengths=[[3000, *[200] * 12], [400] * 20, [16, 700]])
 FIRST = hg.Strategy.parse("2*<tp1,pp1> + <[2,3]x6>", 6)
 SOON = 0.1
 
 
-@pytest.mark.parametrize("rates", [{}, {3: 5.42}, {0: 2.57, 1: 12.53}, {0: math.inf}])
+@pytest.mark.parametrize(
+    "rates", first([{3: 5.42}, {0: math.inf}], [{}, {3: 5.42}, {0: 2.57, 1: 12.53}, {0: math.inf}])
+)
 def test_it_takes_the_longest_sequence_and_is_near_a_plan_that_was_searched_to_the_end(rates: dict[int, float]) -> None:
     costs = priced.costs(6, priced.mixed(), hg.Health(rates), elements=300_000)
     found = plan_at_once(costs, WORKLOAD, (FIRST,), SOON)
