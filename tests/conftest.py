@@ -7,7 +7,6 @@ import os
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # read when transformers is imported, so before the tests are
 
 import functools
-import gc
 import multiprocessing
 import signal
 import threading
@@ -44,8 +43,6 @@ if "CI" in os.environ:
 # typer would build all commands anew in each test of the command line, for a tenth of a second.
 mock.patch.object(testing, "_get_command", functools.cache(main.get_command), create=True).start()
 
-GC_THRESHOLD = 20_000  # new objects between collections: tracing makes many, and few of them are garbage
-
 # Ranks are forked from a process that has imported this: what tests import costs each of them nothing.
 _SHARED = ["pytest", "hypothesis", "transformers.models.gpt2.modeling_gpt2", "tests.warm"]
 multiprocessing.get_context("forkserver").set_forkserver_preload([*launch.PRELOAD, *_SHARED])
@@ -60,13 +57,6 @@ def pytest_configure(config: pytest.Config) -> None:
     distributes = config.getoption("numprocesses", None) and "PYTEST_XDIST_WORKER" not in os.environ
     if not distributes:  # to workers, each of which starts a server of its own
         forkserver.ensure_running()
-
-
-def pytest_collection_finish() -> None:
-    """Keep the garbage collector from visiting, again and again, what was imported and lasts until the end."""
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(GC_THRESHOLD)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

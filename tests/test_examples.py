@@ -25,7 +25,6 @@ ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"
 
 
-@thorough
 def test_the_llama_example_trains() -> None:
     command = [sys.executable, str(EXAMPLES / "train_llama.py"), "3"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)

@@ -100,7 +100,7 @@ def test_every_kind_of_instruction_has_a_victim() -> None:
     assert VICTIMS.keys() == set(Op)
 
 
-@pytest.mark.parametrize("op", first((Op.PULL, Op.UPDATE), Op))
+@pytest.mark.parametrize("op", first((Op.PULL, Op.PUSH, Op.UPDATE), Op))
 def test_a_rank_killed_at_any_instruction_is_named_by_all(
     op: Op, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -186,9 +186,7 @@ def get_ready() -> int:
 
 
 @pytest.mark.parametrize(
-    ("sign", "how"),
-    [(signal.SIGKILL, "prepare=get_ready"), pytest.param(signal.SIGINT, "prepare=None", marks=pytest.mark.thorough)],
-    ids=["prepared", "plain"],
+    ("sign", "how"), [(signal.SIGKILL, "prepare=get_ready"), (signal.SIGINT, "prepare=None")], ids=["prepared", "plain"]
 )
 def test_ranks_end_with_their_launcher(sign: signal.Signals, how: str, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
