@@ -207,7 +207,8 @@ class Executable:
             variants = Variants(
                 program, backend=backend, device=world.device, fused_head=inductor, added=True, library=library
             )
-        self._variants = variants
+        # Another process of this machine may have made them, for a GPU of its own.
+        self._variants = variants.on(world.device) if variants.portable else variants
         self._optimizer = optimizer
         self._planning = plans
         self._first_profile = plans.profile

@@ -29,6 +29,7 @@ from torch import Tensor, fx, nn
 
 from hydragraph.errors import Unsupported
 from hydragraph.ir.graph_data import value_of
+from hydragraph.passes.bind import bind
 from hydragraph.passes.clean import remove_dead_code
 from hydragraph.passes.differentiate import Variant
 from hydragraph.private.inductor import (
@@ -102,6 +103,7 @@ def compile_variant(
     Raises:
         Unsupported: Inductor fails.
     """
+    variant = bind(variant, device)
     # The forward's inputs, and what it saves, are the backward's inputs; so it is compiled first, for its fake results.
     fakes = {
         name: _place(value_of(node), device, strides.get(name))

@@ -21,6 +21,7 @@ from hydragraph.ir.program import Program
 from hydragraph.ir.text import instruction_text
 from hydragraph.ir.value import Value, ValueKind, aux, gradients, weights
 from hydragraph.kernels import exact
+from hydragraph.passes.bind import bind_graph
 from hydragraph.passes.differentiate import COLLECTIVES, saved_names
 from hydragraph.private.values import Form
 from hydragraph.runtime.buffers import Buffers
@@ -138,6 +139,7 @@ class Executor:
         self._scheduled = Scheduled() if device.type == "cpu" else unknown
         self._buffers = Buffers(device, self.streams)
         self._aux = program.templates[program.aux.template]
+        self._aux_graph = bind_graph(self._aux.graph, device)
         self._parameters = program.parameters
         places = {template: place for place, template in enumerate(program.kinds)}
         self._kinds = {block.name: places[block.template] for block in program.blocks}
@@ -258,7 +260,7 @@ class Executor:
         if instruction.target == "aux":
             buffers = [it.aux_buffers[name] for name in self._aux.buffers]
             fields = [batch[name] for name in self._aux.inputs]
-            it.values[instruction.writes[0]] = self._aux.graph(*buffers, *fields)
+            it.values[instruction.writes[0]] = self._aux_graph(*buffers, *fields)
             return
         block = it.prepared.blocks[instruction.target]
         shards = self._weights(it, instruction)

@@ -21,7 +21,7 @@ from statistics import median
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from hydragraph.cost import fitting
 from hydragraph.cost.fitting import Lengths, Measured, Measurements
@@ -31,6 +31,7 @@ from hydragraph.cost.pieces import AUX, Constants, Piece, PricedDevice
 from hydragraph.cost.profile import Profile, Scheme
 from hydragraph.frontend.packed import own_fields
 from hydragraph.ir.program import Block, Program, Template
+from hydragraph.passes.bind import bind_graph
 from hydragraph.passes.compiled import choose_backend
 from hydragraph.passes.differentiate import COLLECTIVES, saved_names
 from hydragraph.runtime.batch import pack
@@ -479,8 +480,12 @@ class _Bench:
         template = self._program.templates[self._program.aux.template]
         arguments = [self._buffers[name] for name in aux.buffers] + [batch[name] for name in template.inputs]
         with torch.no_grad():
-            values: Sequence[Tensor] = template.graph(*arguments)
+            values: Sequence[Tensor] = self._aux_graph(*arguments)
         return values
+
+    @cached_property
+    def _aux_graph(self) -> fx.GraphModule:
+        return bind_graph(self._program.templates[self._program.aux.template].graph, self._device)
 
     def _aux_run(self) -> _Run:
         def run(batch: dict[str, Tensor], aux: Sequence[Tensor]) -> Callable[[], None]:

@@ -5,6 +5,7 @@ The programs of one process share what they have in common: a second executable 
 
 from __future__ import annotations
 
+import copy
 import logging
 import time
 from collections.abc import Hashable, Iterable, Iterator, Mapping
@@ -18,6 +19,7 @@ from hydragraph.ir.layout import GradientKind
 from hydragraph.ir.parameter import Parameter
 from hydragraph.ir.program import Block, Program, Template
 from hydragraph.log import doing
+from hydragraph.passes.bind import bind
 from hydragraph.passes.differentiate import Variant, start_of
 from hydragraph.passes.graph_passes import VariantSpec, make_variant, passes_for
 from hydragraph.passes.place import place
@@ -35,6 +37,7 @@ _LOG = logging.getLogger(__name__)
 
 _shared: WeakValueDictionary[Hashable, Variant] = WeakValueDictionary()  # what any program of this process keeps
 _seconds: WeakKeyDictionary[Variant, Mapping[str, float]] = WeakKeyDictionary()  # of each graph pass
+_bound: WeakKeyDictionary[Variant, dict[torch.device, Variant]] = WeakKeyDictionary()  # eager graphs, by device
 
 
 class Library(Protocol):
@@ -54,7 +57,7 @@ class Variants:
         program: the captured model.
         partitioner: "min_cut" or "default" (functorch's).
         backend: "eager", or "inductor", which compiles their graphs for `device`.
-        device: what they run on.
+        device: what they run on. Eager graphs are kept as they were traced, on the CPU, and bound to it by `get`.
         capacity: how many are kept, the most recently used; whoever holds another keeps it alive.
         fused_head: make the head and the loss one operator.
         added: let products add gradients up where they can; not under Inductor, and in fp32 only, as the sums are.
@@ -83,7 +86,9 @@ class Variants:
         self._device = device
         self._fused_head = fused_head
         self._added = added
-        self._how = (partitioner, backend, device, fused_head, program.dtype)
+        # Eager graphs are the same for every device, and so can be made in one process and run in another.
+        made_for = None if backend == "eager" else device
+        self._how = (partitioner, backend, made_for, fused_head, program.dtype)
         self._known = LRU[Hashable, Variant](capacity)
         self.strategies: set[Strategy] = set()
         self._kinds: dict[tuple[str, StageKind], Mapping[str, GradientKind]] = {}
@@ -96,7 +101,7 @@ class Variants:
         return len(self._known)
 
     def get(self, block: Block, part: StagePart) -> Variant:
-        """Return the variant of a block for one rank of a stage, compiling it once while it is kept."""
+        """Return the variant of a block for one rank of a stage, bound to the device; made once while it is kept."""
         spec = self.spec(block, part)
         key = self._key(spec)
 
@@ -108,7 +113,8 @@ class Variants:
                 _LOG.info("took %s for %s from what this process has compiled", block.name, _form(part))
             return variant
 
-        return self._known.get(key, make)
+        variant = self._known.get(key, make)
+        return variant if self._backend != "eager" else _on(variant, self._device)
 
     def _key(self, spec: VariantSpec) -> Hashable:
         """Return what tells a spec's variant from others."""
@@ -131,6 +137,13 @@ class Variants:
             for strategy in strategies
             for block, part in self._parts(strategy)
         )
+
+    def on(self, device: torch.device) -> Variants:
+        """Return the same eager variants for another device of this process, sharing what is compiled."""
+        assert self.portable, "a backend's own code belongs to its device"
+        other = copy.copy(self)
+        other._device = device
+        return other
 
     def adopt(self, others: Variants) -> None:
         """Keep what another process has compiled for the same program."""
@@ -221,6 +234,16 @@ class Variants:
             parameters = local_parameters(self.program, block, template)
             self._kinds[key] = gradient_kinds(template, parameters, part)
         return self._kinds[key]
+
+
+def _on(variant: Variant, device: torch.device) -> Variant:
+    """Return an eager variant bound to a device, once for each while the variant is kept."""
+    if device.type == "cpu":
+        return variant
+    bound = _bound.setdefault(variant, {})
+    if device not in bound:
+        bound[device] = bind(variant, device)
+    return bound[device]
 
 
 def _form(part: StagePart) -> str:

@@ -1,0 +1,52 @@
+"""Pass `bind`: move a graph's device constants to the device that it will run on.
+
+Graphs are traced on CPU fakes, so they name the CPU: in casts that autograd wrote, in `arange` and `new_zeros` of the
+model, and in tensors that a model makes of Python numbers.
+
+    before     _to_copy(x, dtype=torch.float32, device=cpu)      _tensor_constant0 on the CPU
+    after      _to_copy(x, dtype=torch.float32, device=cuda:0)   _tensor_constant0 on cuda:0
+
+Traced graphs stay on the CPU, where they are shared between processes and written to files; a process binds the graphs
+that it runs. Fake values in `node.meta` remain those of the trace.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, fx
+
+if TYPE_CHECKING:
+    from hydragraph.passes.differentiate import Variant
+
+
+def bind(variant: Variant, device: torch.device) -> Variant:
+    """Return a variant whose graphs make every tensor on `device`; the same one for the CPU, where graphs are traced."""
+    if device.type == "cpu":
+        return variant
+    return replace(
+        variant, forward=bind_graph(variant.forward, device), backward=bind_graph(variant.backward, device)
+    )
+
+
+def bind_graph(module: fx.GraphModule, device: torch.device) -> fx.GraphModule:
+    """Return a graph whose device constants and attached tensors are on `device`; the same one for the CPU."""
+    if device.type == "cpu":
+        return module
+
+    def moved(value: Any) -> Any:
+        return device if isinstance(value, torch.device) else value
+
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(module.graph, {}))
+    constants: dict[str, Any] = {}
+    for node in graph.nodes:
+        node.args = tuple(map(moved, node.args))
+        node.kwargs = {name: moved(value) for name, value in node.kwargs.items()}
+        if node.op == "get_attr":
+            constant = operator.attrgetter(str(node.target))(module)
+            constants[str(node.target)] = constant.to(device) if isinstance(constant, Tensor) else constant
+    return fx.GraphModule(constants, graph)

@@ -1,0 +1,110 @@
+"""Graphs on a GPU that is not there: no node of any family's graphs names another device, interpreted or compiled."""
+
+from __future__ import annotations
+
+import functools
+from itertools import product
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import hydragraph as hg
+from hydragraph.ir.program import Program
+from hydragraph.passes.bind import bind, bind_graph
+from hydragraph.passes.graph_passes import VariantSpec
+from hydragraph.runtime.variants import Variants
+from hydragraph.spec.stage_kind import StageKind, StagePart
+from tests.fake_gpu import GPU, compile_for_gpu, interpret, misplaced
+from tests.models import MODELS
+from tests.thorough import thorough
+
+FORMS = (StageKind(), StageKind(recompute=True), StageKind(2), StageKind(2, True))
+DTYPES = (torch.bfloat16, torch.float32)
+
+
+@functools.cache
+def program(name: str, dtype: torch.dtype) -> Program:
+    return hg.capture(MODELS[name](), dtype=dtype, check="off")
+
+
+def gate(captured: Program, form: StageKind, backend: str) -> int:
+    """Put one block of every template through a form and a backend; return how many graphs were looked at."""
+    inductor = backend == "inductor"
+    variants = Variants(captured, fused_head=inductor, added=not inductor)
+    looked = 0
+    for block in {block.template: block for block in captured.blocks}.values():
+        spec: VariantSpec = variants.spec(block, StagePart(form, 0))
+        traced = variants.get(block, StagePart(form, 0))
+        bound = bind(traced, GPU)
+        interpret(bound, spec)
+        if inductor:
+            bound, _ = compile_for_gpu(traced, spec)
+        for graph in (bound.forward, bound.backward):
+            assert misplaced(graph) == [], f"{captured.model} {block.name} {form} {backend}"
+            looked += 1
+    return looked
+
+
+# A cast and a norm in every layer, `arange` and `new_zeros` of experts, a head of its own: what has pinned graphs so far.
+KEPT = {
+    ("llama", torch.bfloat16, FORMS[3], "eager"),
+    ("qwen3", torch.bfloat16, FORMS[2], "inductor"),
+    ("mixtral", torch.float32, FORMS[0], "inductor"),
+    ("gpt2", torch.bfloat16, FORMS[1], "eager"),
+}
+CASES = [
+    pytest.param(*case, marks=() if case in KEPT else thorough)
+    for case in product(MODELS, DTYPES, FORMS, ("eager", "inductor"))
+]
+
+
+@pytest.mark.parametrize(("name", "dtype", "form", "backend"), CASES)
+def test_graphs_run_on_a_gpu(name: str, dtype: torch.dtype, form: StageKind, backend: str) -> None:
+    captured = program(name, dtype)
+    try:
+        assert gate(captured, form, backend) > 0
+    except hg.Unsupported as refused:  # what cannot be cut in this form, on any device
+        if "Inductor cannot compile" in str(refused):
+            raise
+
+
+class Constants(nn.Module):
+    """Makes tensors in its forward, as custom modules do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(32, 16)
+        self.layers = nn.ModuleList([nn.Linear(16, 16) for _ in range(2)])
+        self.head = nn.Linear(16, 32)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        scale = torch.tensor([1.0, 2.0] * 8)
+        hidden = self.embed(input_ids) * scale
+        kinds = nn.functional.one_hot(input_ids % 16, 16).to(hidden.dtype)
+        hidden = hidden + kinds + torch.arange(16) * torch.zeros(16)
+        for layer in self.layers:
+            hidden = hidden + layer(hidden) * torch.ones(16).masked_fill(torch.arange(16) > 7, 0.5)
+        return self.head(hidden)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_tensors_that_a_module_makes_are_on_the_gpu(dtype: torch.dtype) -> None:
+    captured = hg.capture(Constants(), dtype=dtype, check="off", example={"input_ids": torch.arange(6)})
+    mode = torch._subclasses.fake_tensor.FakeTensorMode(allow_non_fake_inputs=True)
+    for template in captured.templates.values():
+        with mode:  # which moves the attached tensors too
+            assert misplaced(bind_graph(template.graph, GPU)) == []
+
+
+def test_the_cpu_runs_graphs_as_they_were_traced() -> None:
+    captured = program("llama", torch.bfloat16)
+    variants = Variants(captured)
+    traced = variants.get(captured.blocks[1], StagePart())
+    assert bind(traced, torch.device("cpu")) is traced
+    assert misplaced(traced.backward)  # what this file is for: casts that name the CPU
+    there = variants.on(GPU)
+    bound = there.get(captured.blocks[1], StagePart())
+    assert misplaced(bound.backward) == []
+    assert there.get(captured.blocks[1], StagePart()) is bound
+    assert variants.get(captured.blocks[1], StagePart()) is traced
