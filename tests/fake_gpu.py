@@ -1,4 +1,4 @@
-"""A GPU that is not there: fake CUDA tensors go through graphs, and operands on two devices are refused as on a real one."""
+"""A GPU that is not there: fake CUDA tensors go through graphs, which refuse operands on two devices as real ones do."""
 
 from __future__ import annotations
 
@@ -100,8 +100,14 @@ def compile_for_gpu(variant: Variant, spec: VariantSpec) -> tuple[Variant, int]:
         return lambda arguments: None
 
     strides = {name: shard_strides(parameter, spec.part) for name, parameter in spec.parameters.items()}
-    with mock.patch("torch._inductor.compile_fx.compile_fx_inner", generate):
+    with mock.patch("torch._inductor.compile_fx.compile_fx_inner", generate), mock.patch.object(Tensor, "copy_", _copy):
         return compiled.compile_variant(variant, strides, GPU, where=spec.where), given
+
+
+def _copy(into: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
+    """Copy below autograd, whose own kernel asks for a device guard that a build for CPUs lacks."""
+    with torch._C._AutoDispatchBelowAutograd():
+        return torch.ops.aten.copy_.default(into, source, non_blocking)
 
 
 def _inputs(variant: Variant, spec: VariantSpec) -> dict[str, Any]:
@@ -135,7 +141,11 @@ class _Scalars(torch.utils._python_dispatch.TorchDispatchMode):
 @contextmanager
 def numbers() -> Iterator[None]:
     """Let the host read fake numbers."""
-    with _Scalars(), mock.patch.object(torch.Tensor, "tolist", _tolist), mock.patch.object(torch.Tensor, "__bool__", _true):
+    with (
+        _Scalars(),
+        mock.patch.object(torch.Tensor, "tolist", _tolist),
+        mock.patch.object(torch.Tensor, "__bool__", _true),
+    ):
         yield
 
 

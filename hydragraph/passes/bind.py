@@ -27,9 +27,7 @@ def bind(variant: Variant, device: torch.device) -> Variant:
     """Return a variant whose graphs make every tensor on `device`; the same one for the CPU, where graphs are traced."""
     if device.type == "cpu":
         return variant
-    return replace(
-        variant, forward=bind_graph(variant.forward, device), backward=bind_graph(variant.backward, device)
-    )
+    return replace(variant, forward=bind_graph(variant.forward, device), backward=bind_graph(variant.backward, device))
 
 
 def bind_graph(module: fx.GraphModule, device: torch.device) -> fx.GraphModule:

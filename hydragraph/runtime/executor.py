@@ -478,6 +478,8 @@ class Executor:
 
     def _end_ready(self, it: _Iteration, stream: Stream, under_way: dict[Value, Pending]) -> None:
         """End what need not be waited for, so that its memory serves what comes."""
+        if self.streams.queued:
+            return  # ended on their own streams, as they began: computation waits at the commit, which needs them
         for value in list(under_way):
             if not under_way[value].ready:
                 break

@@ -46,7 +46,7 @@ def gate(captured: Program, form: StageKind, backend: str) -> int:
     return looked
 
 
-# A cast and a norm in every layer, `arange` and `new_zeros` of experts, a head of its own: what has pinned graphs so far.
+# Casts in every layer, `arange` and `new_zeros` of experts, a tied head: what has pinned graphs so far.
 KEPT = {
     ("llama", torch.bfloat16, FORMS[3], "eager"),
     ("qwen3", torch.bfloat16, FORMS[2], "inductor"),

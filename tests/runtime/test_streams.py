@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import product
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import pytest
 import torch
@@ -25,7 +26,7 @@ from hydragraph.spec.home import Home
 from hydragraph.spec.strategy import Strategy
 from tests.fuzz import RANKS, ModelCase, draw_case
 from tests.models import llama, sequences
-from tests.runtime.recorder import RaceError, Recorder, RecordingGroups, RecordingStreams, Unwatched
+from tests.runtime.recorder import RaceError, Recorder, RecordingGroups, RecordingStreams, Times, Unwatched
 
 LAYERS = 2  # of the captured model
 KIND = ModelCase("llama", LAYERS, 4, 2, False, 102, 101, torch.float32)
@@ -129,3 +130,44 @@ def test_a_buffer_is_reused_behind_its_mark_only() -> None:
             taken.sum()
             buffers.give(taken)
     assert recorder.accesses >= 24
+
+
+class WaitsOfComputation(RecordingStreams):
+    """Notes when the compute queue waits outside the instructions that end a step, and what for."""
+
+    reason = ""
+    unasked: ClassVar[list[str]] = []
+
+    def wait(self, mark: Times) -> None:
+        if self.recorder.current == Stream.COMPUTE.value and not self.reason:
+            self.unasked.append(str(mark))
+        super().wait(mark)
+
+
+def asked_for(monkeypatch: pytest.MonkeyPatch, owner: type, method: str, streams_of: Callable[[Any], Any]) -> None:
+    """Let waits inside a method have a reason."""
+    called = getattr(owner, method)
+
+    def wrapped(self: Any, *arguments: Any) -> Any:
+        streams = streams_of(self)
+        before, streams.reason = streams.reason, method
+        try:
+            return called(self, *arguments)
+        finally:
+            streams.reason = before
+
+    monkeypatch.setattr(owner, method, wrapped)
+
+
+def test_computation_never_waits_for_what_it_does_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    # What an instruction reads, a buffer that it takes, and the commit, which needs all of them.
+    asked_for(monkeypatch, Executor, "_arrive", lambda executor: executor.streams)
+    asked_for(monkeypatch, Executor, "_commit", lambda executor: executor.streams)
+    asked_for(monkeypatch, Buffers, "take", lambda buffers: buffers._streams)
+    asked_for(monkeypatch, RecordingGroups, "all_reduce", lambda groups: WaitsOfComputation)
+    WaitsOfComputation.unasked.clear()
+    # Each rank serves the other's layer; or gradients are pushed while others are computed.
+    for text in ("<[0]x1,[1]x1>", "<[0]x2> + <[1]x2>"):
+        for seed in (0, 1):
+            run(Strategy.parse(text, LAYERS), 0, seed, WaitsOfComputation)
+    assert WaitsOfComputation.unasked == []
