@@ -63,7 +63,8 @@ def kernels_command(
     cuda = where.type == "cuda"
     full = cuda if size is None else size is Size.FULL
     sweep = Sweep(where, torch.bfloat16 if cuda else torch.float32, full, cuda if compiled is None else compiled)
-    _show(bench_kernels(names or (), sweep, _tell), csv, picture, json, markdown)
+    keep = (lambda report: None) if json is None else (lambda report: report.save(json))
+    _show(bench_kernels(names or (), sweep, _tell, keep), csv, picture, json, markdown)
 
 
 def link_command(

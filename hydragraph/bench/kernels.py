@@ -35,11 +35,17 @@ class KernelRow:
     peak_megabytes: float
 
 
-def bench_kernels(names: Sequence[str], sweep: Sweep, tell: Callable[[str], None] = lambda what: None) -> Report:
+def bench_kernels(
+    names: Sequence[str],
+    sweep: Sweep,
+    tell: Callable[[str], None] = lambda what: None,
+    keep: Callable[[Report], None] = lambda report: None,
+) -> Report:
     """Measure kernels by name; none means all.
 
     Args:
         tell: called with what is measured next.
+        keep: called with the report so far after every case, so that a time limit loses one case at most.
 
     Raises:
         ValueError: an unknown name, or a side that computes something else than the reference.
@@ -55,6 +61,11 @@ def bench_kernels(names: Sequence[str], sweep: Sweep, tell: Callable[[str], None
             case_rows, refused = measure(case, sweep.device, ceilings)
             rows += case_rows
             notes += [note for note in refused if note not in notes]
+            keep(_report(rows, notes, sweep, ceilings))
+    return _report(rows, notes, sweep, ceilings)
+
+
+def _report(rows: Sequence[KernelRow], notes: Sequence[str], sweep: Sweep, ceilings: Ceilings) -> Report:
     bars = tuple(Bar(f"{r.kernel}\n{r.size}", r.side, r.percent) for r in rows)
     title = f"Kernels on {ceilings.device}"
     targets = kernel_targets(rows if sweep.full and sweep.device.type == "cuda" else ())
