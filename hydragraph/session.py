@@ -143,7 +143,7 @@ class Session:
         if self.world.ranks == 1:
             return RanksCompared(True, self.saver.failed, stopping)
         most = torch.tensor([digest, -digest, int(self.saver.failed), stopping], device=self.world.device)
-        self.groups.all_reduce(Role.COMMIT, most, ReduceOp.MAX)
+        most = self.groups.reduce_to_host(Role.COMMIT, most, ReduceOp.MAX)
         return RanksCompared(bool(most[0] == -most[1]), bool(most[2]), int(most[3]))
 
     def saying(self, digest: int, stopping: int) -> tuple[int, ...]:

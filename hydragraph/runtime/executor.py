@@ -525,12 +525,10 @@ class Executor:
         if self.beside is not None:
             self.beside.end()
         self._log.gathered()
-        self._groups.all_reduce(Role.COMMIT, totals)
-        self._watch.check()  # an aborted communicator may have let us through
-        with self._watch.waiting():  # of a GPU, the numbers come once all ranks have given theirs
-            loss, square = totals[:at].view(2, -1).sum(1).tolist()
-            square /= scale**2
-            times = totals[at:].tolist()
+        totals = self._groups.reduce_to_host(Role.COMMIT, totals)
+        loss, square = totals[:at].view(2, -1).sum(1).tolist()
+        square /= scale**2
+        times = totals[at:].tolist()
         rows = [times[first : first + len(row)] for first in range(0, len(times), len(row))]
         by_rank = tuple(tuple(map(int, each[:SAYS])) for each in rows)
         spent = (each[SAYS:] for each in rows)
@@ -561,10 +559,7 @@ class Executor:
         most = torch.stack([exact.largest(counted, self._device), torch.zeros_like(totals[0, 0])])
         if it.largest is not None:
             most[1] = it.largest
-        self._groups.all_reduce(Role.COMMIT, most, ReduceOp.MAX)
-        self._watch.check()
-        with self._watch.waiting():
-            of_home, added = most.tolist()
+        of_home, added = self._groups.reduce_to_host(Role.COMMIT, most, ReduceOp.MAX).tolist()
         if added > exact.LARGEST and math.isfinite(of_home):
             raise agreed(
                 FloatingPointError(

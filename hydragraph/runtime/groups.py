@@ -97,6 +97,7 @@ class Groups:
         self._waiter = None if watch is None else watch.waiter()
         self._staging = Staging(world.device) if world.backend == "gloo" and world.device.type != "cpu" else None
         self.waited_s = 0.0
+        self._reductions = 0  # to the host, counted alike on all ranks
         self._told: tuple[Message, ...] = ()  # by rank 0, of which some ranks may not have them yet
         self._roles: dict[Role, dist.ProcessGroup] = {}
         self._directions: dict[_Direction, dist.ProcessGroup] = {}
@@ -239,6 +240,37 @@ class Groups:
                 work = dist.all_reduce(host, operation, group=self._roles[role], async_op=True)
             assert work is not None
             self.wait(Message(work, None if staging is None else lambda: staging.arrived(host, tensor)))
+
+    def reduce_to_host(
+        self, role: Role, tensor: Tensor, operation: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
+    ) -> Tensor:
+        """Reduce a tensor over all ranks and return the result in host memory, the same bits on every rank.
+
+        An aborted NCCL communicator raises no error: its kernels return, and the result is whatever memory holds. So
+        the failure watch is asked after the host has waited, and every rank marks its own place with the number of this
+        reduction, which no earlier content of that memory has.
+
+        Raises:
+            RankFailure: another rank failed meanwhile.
+            RuntimeError: the reduction ended before every rank took part; within a call that the watch knows of, it
+                becomes the RankFailure that explains it.
+        """
+        ranks = self.world.ranks
+        if ranks == 1:
+            return tensor.to("cpu", copy=True)
+        self._reductions += 1
+        marks = tensor.new_zeros(ranks)
+        marks[self.world.rank] = self._reductions
+        reduced = torch.cat([tensor.flatten(), marks])
+        self.all_reduce(role, reduced, operation)
+        with nullcontext() if self._watch is None else self._watch.waiting():
+            on_host = reduced.to("cpu", copy=True)  # waits until the current stream has them
+        if self._watch is not None:
+            self._watch.check()
+        if not bool((on_host[-ranks:] == self._reductions).all()):
+            with self._guard():
+                raise RuntimeError("a reduction ended before every rank took part: its communicator was aborted")
+        return on_host[:-ranks].view(tensor.shape)
 
     def gather_objects(self, value: T) -> list[T]:
         """Every rank's value, by rank; for small picklable objects."""

@@ -263,6 +263,10 @@ class RecordingGroups:
     def all_reduce(self, role: Role, tensor: Tensor, operation: object = None) -> None:
         self.wait(self._message(role.value, [tensor], [tensor]))
 
+    def reduce_to_host(self, role: Role, tensor: Tensor, operation: object = None) -> Tensor:
+        self.all_reduce(role, tensor)
+        return tensor.to("cpu", copy=True)
+
     def send(self, tensor: Tensor, peer: int, tag: int) -> RecordedMessage:
         return self._message(f"to {peer}", [tensor], [])
 

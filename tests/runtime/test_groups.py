@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from datetime import timedelta
+from typing import Any, cast
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hydragraph.errors import RankFailure
 from hydragraph.kernels.linear_cross_entropy import reference
 from hydragraph.runtime.collectives import AnyCollectives, Collectives
 from hydragraph.runtime.groups import Groups, Role, in_rounds
@@ -42,6 +46,9 @@ def all_kinds(staged: bool) -> list[Tensor]:
     groups.wait(groups.reduce_scatter(Role.PUSH, scattered, value(rank, 2 * ranks)))
     summed = value(rank, 5)
     groups.all_reduce(Role.COMMIT, summed)
+    for largest in (groups.reduce_to_host(Role.COMMIT, torch.tensor([rank, -rank]), dist.ReduceOp.MAX) for _ in "ab"):
+        assert largest.tolist() == [ranks - 1, 0]
+    assert torch.equal(groups.reduce_to_host(Role.COMMIT, torch.ones(2, 2)), torch.full((2, 2), float(ranks)))
     # Every pair both ways, tags posted in opposite orders.
     received = torch.empty(2, ranks)
     works = []
@@ -236,7 +243,7 @@ def test_alone_everything_is_a_copy() -> None:
         assert start(out) is None
         assert torch.equal(out, inp)
     groups.all_reduce(Role.COMMIT, inp)
-    assert inp.tolist() == [0, 1, 2, 3]
+    assert groups.reduce_to_host(Role.COMMIT, inp).tolist() == inp.tolist() == [0, 1, 2, 3]
     assert groups.gather_objects("x") == ["x"]
     groups.same_everywhere("program", "x")
     (collectives,) = groups.tensor_parallel([(0,)]).values()
@@ -252,3 +259,40 @@ def test_alone_everything_is_a_copy() -> None:
 def test_refuses_parts_that_are_unequal() -> None:
     with pytest.raises(ValueError, match="dimension 1 of"):
         Collectives((0, 1), 0).reduce_scatter(torch.ones(2, 3), 1)
+
+
+class Watched:
+    """A failure watch whose fault becomes known while the host waits, as it does when it aborts a communicator."""
+
+    communicating = staticmethod(nullcontext)
+
+    def __init__(self, fails: bool) -> None:
+        self.failed, self.fails = False, fails
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        self.failed = self.fails
+        yield
+
+    def check(self) -> None:
+        if self.failed:
+            raise RankFailure(1, "commit", "killed", "host")
+
+    def waiter(self) -> None:
+        """Return none: nothing waits here."""
+
+
+class Queueing(Groups):
+    """One of two ranks whose reductions are only queued, as NCCL's are; an abort leaves what memory held."""
+
+    def all_reduce(self, role: Role, tensor: Tensor, operation: Any = None) -> None:
+        """Leave the tensor as it is."""
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_numbers_of_an_aborted_reduction_are_never_returned(known: bool) -> None:
+    groups = Queueing(ALONE, TIMEOUT, watch=cast(Any, Watched(fails=known)))
+    groups.world = replace(ALONE, ranks=2)
+    error, match = (RankFailure, "killed") if known else (RuntimeError, "before every rank took part")
+    with pytest.raises(error, match=match):
+        groups.reduce_to_host(Role.COMMIT, torch.zeros(3))
