@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
@@ -29,3 +32,40 @@ def drop(groups: list[Any]) -> None:
     groups.clear()
 
     threading.Thread(target=kept.clear, name="hydragraph-drop", daemon=True).start()
+
+
+@contextmanager
+def unbound() -> Iterator[None]:
+    """Make groups inside that do not inherit the device which `init_process_group(device_id=)` bound."""
+    default = dist.group.WORLD
+    bound = None if default is None else default.bound_device_id
+    if default is None or bound is None:
+        yield
+        return
+    default.bound_device_id = None
+    try:
+        yield
+    finally:
+        default.bound_device_id = bound
+
+
+def abort_together(groups: Sequence[dist.ProcessGroup]) -> None:
+    """Abort NCCL's communicators as one NCCL group: one after another, aborts can deadlock (PyTorch issue 119797)."""
+    leader = _nccl_of(groups[0]) if groups else None
+    if leader is not None:
+        leader._group_start()
+    try:
+        for group in groups:
+            group.abort()
+    finally:
+        if leader is not None:
+            leader._group_end()
+
+
+def _nccl_of(group: dist.ProcessGroup) -> Any:
+    """Return a group's NCCL backend; None if it has none."""
+    try:
+        backend = group._get_backend(torch.device("cuda"))
+    except RuntimeError:
+        return None
+    return backend if hasattr(backend, "_group_start") else None

@@ -61,6 +61,7 @@ class Collectives:
         group: their communicator; None for a single rank.
         guard: entered around the start of every communication.
         wait: waits for a communication that was started, and says so to the failure watch.
+        native: use the backend's own collectives at every size, as NCCL's are the fastest; gloo's are not.
     """
 
     ranks: tuple[int, ...]
@@ -68,6 +69,7 @@ class Collectives:
     group: dist.ProcessGroup | None = None
     guard: Guard = nullcontext
     wait: Wait = _wait
+    native: bool = False
 
     @property
     def size(self) -> int:
@@ -117,7 +119,7 @@ class Collectives:
         if self.size == 1:
             return x.clone()
         parts = list(x.chunk(self.size, dim))
-        if not self._native:
+        if not self.native:
             # At every size: gloo's own moves no less, and this adds in a fixed order.
             return _sum(self._exchange(parts))
         assert self.group is not None
@@ -141,13 +143,9 @@ class Collectives:
 
     head_loss = head_loss
 
-    @property
-    def _native(self) -> bool:
-        return self.group is not None and dist.get_backend(self.group) == "nccl"
-
     def _exchanges(self, x: Tensor) -> bool:
         limit = _EXCHANGE_BYTES_PAIR if self.size == 2 else _EXCHANGE_BYTES
-        return self.size == 1 or (not self._native and x.numel() * x.element_size() <= limit)
+        return self.size == 1 or (not self.native and x.numel() * x.element_size() <= limit)
 
     def _native_all_reduce(self, x: Tensor, operation: dist.ReduceOp.RedOpType) -> Tensor:
         out = x.clone(memory_format=torch.contiguous_format)

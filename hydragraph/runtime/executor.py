@@ -181,6 +181,7 @@ class Executor:
         timing.kinds = len(self._program.kinds)
         self._buffers.begin()
         collectives = self._groups.tensor_parallel(prepared.stages)
+        self._groups.connect(prepared.program)
         mine = next(iter(collectives.values()), None)
         iteration = _Iteration(prepared, batches, tokens, mine, timing, aux_buffers)
         outcome: IterationOutcome | None = None

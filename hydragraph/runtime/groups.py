@@ -22,17 +22,19 @@ import logging
 import pickle
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from datetime import timedelta
 from enum import Enum
+from functools import partial
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hydragraph.private.process_groups import drop
+from hydragraph.ir.rank_program import RankProgram
+from hydragraph.private.process_groups import abort_together, drop, unbound
 from hydragraph.runtime.collectives import (
     AnyCollectives,
     Collectives,
@@ -41,6 +43,7 @@ from hydragraph.runtime.collectives import (
     all_gather,
     reduce_scatter,
 )
+from hydragraph.runtime.connecting import Pair, connecting_order, pairs
 from hydragraph.runtime.failure.watch import Watch
 from hydragraph.runtime.launch import World
 from hydragraph.runtime.message import Message, Operation, Staging, Works
@@ -104,18 +107,21 @@ class Groups:
         # By sorted ranks, least recently used first; None where this rank is no member. The same keys in the same
         # order on all ranks, so that they make and drop groups together.
         self._tensor_parallel: OrderedDict[tuple[int, ...], dist.ProcessGroup | None] = OrderedDict()
+        self._pairs: set[Pair] = set()  # of which this rank is one end, and which are connected
         if world.ranks > 1:
             began = time.perf_counter()
+            if watch is not None:
+                watch.also_abort(self.abort)  # before anything connects: a rank may be lost meanwhile
             with nullcontext() if watch is None else watch.guarding():
-                self._roles = {role: self._of_all(role.value) for role in Role if role is not Role.MOVE}
-                self._directions = {direction: self._of_all(direction.value) for direction in _Direction}
+                for role in Role:
+                    if role is not Role.MOVE:
+                        self._roles[role] = self._of_all(role.value)
+                for direction in _Direction:
+                    self._directions[direction] = self._of_all(direction.value)
                 self._settle()
-                if world.backend == "nccl":
-                    self._connect(self._roles.values())
+                self._connect(*self._roles.values())
             seconds = time.perf_counter() - began
             _LOG.info("made the communicators of %d ranks over %s in %.2f s", world.ranks, world.backend, seconds)
-            if watch is not None:
-                watch.also_abort(self.abort)
 
     def call(self, function: Callable[[], T]) -> T:
         """Return what a function returns that waits for other ranks, over whatever communicator.
@@ -133,11 +139,14 @@ class Groups:
     def _new(self, name: str, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
         """A communicator of these ranks; None where this rank is not among them."""
         # Never use_local_synchronization: the names it makes differ between ranks when groups are irregular.
-        group = self.call(
-            lambda: dist.new_group(
-                list(ranks), timeout=self._timeout, backend=self.world.backend, group_desc=f"hydragraph-{name}"
+        # Unbound: a group that inherits a device has one communicator for all of its pairs of ranks, so messages to
+        # different peers wait for each other, and programs deadlock that end with a communicator per pair.
+        with unbound():
+            group = self.call(
+                lambda: dist.new_group(
+                    list(ranks), timeout=self._timeout, backend=self.world.backend, group_desc=f"hydragraph-{name}"
+                )
             )
-        )
         return group if isinstance(group, dist.ProcessGroup) else None
 
     def _settle(self) -> None:
@@ -151,18 +160,38 @@ class Groups:
         with nullcontext() if self._watch is None else self._watch.guarding():
             self._roles[Role.MOVE] = self._of_all(Role.MOVE.value)
             self._settle()
-            if self.world.backend == "nccl":
-                self._connect([self._roles[Role.MOVE]])
+            self._connect(self._roles[Role.MOVE])
 
-    def _connect(self, groups: Iterable[dist.ProcessGroup]) -> None:
-        """Lets NCCL's communicators meet: in the first operation of each, all ranks must take part."""
-        for group in groups:
-            dist.all_reduce(torch.zeros(1, device=self.world.device), group=group)
+    def _connect(self, *groups: dist.ProcessGroup) -> None:
+        """Connect NCCL's communicators of these groups, on all members of each in the same order.
+
+        NCCL makes a communicator in its first operation, which blocks the host until all members take part. Amid a step
+        that would hold up what other ranks wait for, so it happens here; and on a thread that the watch can leave.
+        """
+        if self.world.backend == "nccl":
+            for group in groups:
+                self.call(partial(_first_all_reduce, group, self.world.device))
+
+    def connect(self, program: RankProgram) -> None:
+        """Connect this rank with those that its program sends to or receives from; all ranks call it with theirs.
+
+        Both ends of a pair find it in their programs, and all ranks go through pairs in one order, so that no two wait
+        for each other.
+        """
+        if self.world.backend != "nccl":
+            return  # gloo has connected all ranks when it made the groups
+        rank = self.world.rank
+        for pair in sorted(pairs(program) - self._pairs, key=connecting_order):
+            source, destination = pair
+            operation, peer = (dist.send, destination) if rank == source else (dist.recv, source)
+            group = self._direction(source, destination)
+            self.call(partial(_first_message, operation, peer, group, self.world.device))
+            self._pairs.add(pair)
 
     @property
     def _object_group(self) -> dist.ProcessGroup | None:
-        """Where objects travel: they are CPU tensors, so under NCCL the default group, which has gloo beside it."""
-        return self._roles[Role.COMMIT] if self.world.backend == "gloo" else None
+        """The group for objects, which are CPU tensors: under NCCL the one that `join` found or made."""
+        return self._roles[Role.COMMIT] if self.world.backend == "gloo" else self.world.objects
 
     def wait(self, message: Message | None) -> None:
         """Waits for what an operation returned, on gloo until it is done, on NCCL on the current stream only."""
@@ -377,6 +406,7 @@ class Groups:
                 for ranks in missing:
                     self._tensor_parallel[ranks] = self._new("tp-" + "-".join(map(str, ranks)), ranks)
                 self._settle()
+                self._connect(*(group for ranks in missing if (group := self._tensor_parallel[ranks]) is not None))
             _LOG.info("made tensor-parallel communicators of ranks %s", " and ".join(map(str, missing)))
         for ranks in needed:
             self._tensor_parallel.move_to_end(ranks)
@@ -391,7 +421,8 @@ class Groups:
 
     def _collectives(self, ranks: tuple[int, ...]) -> AnyCollectives:
         group = self._tensor_parallel[tuple(sorted(ranks))] if len(ranks) > 1 else None
-        collectives = Collectives(ranks, self.world.rank, group, self._guard, self.wait)
+        native = self.world.backend == "nccl"
+        collectives = Collectives(ranks, self.world.rank, group, self._guard, self.wait, native)
         return collectives if group is None or self._staging is None else StagedCollectives(collectives, self._staging)
 
     def _evict(self, capacity: int) -> None:
@@ -406,12 +437,11 @@ class Groups:
     def abort(self) -> None:
         """Ends pending operations of NCCL communicators from any thread; gloo's end when their sockets are cut."""
         if self.world.backend == "nccl":
-            for group in self._all():
-                group.abort()
+            abort_together(self._all())
 
     def close(self) -> None:
         """Drops all communicators."""
-        groups = list(self._all())
+        groups = self._all()
         self._roles = {}
         self._directions = {}
         self._tensor_parallel.clear()
@@ -425,10 +455,24 @@ class Groups:
         if self._watch is not None and self._watch.broken:
             drop(groups)  # gloo's destructor waits for operations, and some of them may never end
 
-    def _all(self) -> Iterator[dist.ProcessGroup]:
-        yield from self._roles.values()
-        yield from self._directions.values()
-        yield from (group for group in self._tensor_parallel.values() if group is not None)
+    def _all(self) -> list[dist.ProcessGroup]:
+        # Copies, each made at once: the watch asks from its own thread while this rank may be making groups.
+        made = [*self._roles.copy().values(), *self._directions.copy().values()]
+        return made + [group for group in self._tensor_parallel.copy().values() if group is not None]
+
+
+def _first_all_reduce(group: dist.ProcessGroup, device: torch.device) -> None:
+    """Run a group's first operation and wait for its result."""
+    arrived = torch.ones(1, device=device)
+    dist.all_reduce(arrived, group=group)
+    arrived.item()
+
+
+def _first_message(operation: Callable[..., object], peer: int, group: dist.ProcessGroup, device: torch.device) -> None:
+    """Run the first operation between this rank and a peer and wait for its end."""
+    arrived = torch.ones(1, device=device)
+    operation(arrived, peer, group)
+    arrived.item()
 
 
 def in_rounds(

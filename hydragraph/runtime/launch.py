@@ -14,7 +14,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
 from typing import Any, TypeVar
@@ -24,7 +24,9 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store  # type: ignore[attr-defined]
 
 from hydragraph.runtime import fork_server
+from hydragraph.runtime.adopted import backend_of, check_moves, gpu_name, object_group
 from hydragraph.runtime.crew import GUARD, Context, run_crew
+from hydragraph.runtime.cuda_environment import set_cuda_environment
 from hydragraph.runtime.failure.newest import watch_of
 from hydragraph.runtime.failure.watch import Watch
 from hydragraph.runtime.forked_server import ensure_forked
@@ -67,9 +69,10 @@ class World:
         rank, ranks: which of how many; 0 of 1 without any process group.
         local_rank: which of the ranks of this host.
         device: what this process computes on.
-        backend: "nccl" where every rank of the host has a GPU of its own, else "gloo".
+        backend: "nccl" where every rank has a GPU of its own, else "gloo".
         watch: over the ranks, from here until this process ends.
         node: where it runs: ranks of the same one may be lost together.
+        objects: the group in which objects travel; None: the default one.
     """
 
     rank: int
@@ -79,16 +82,17 @@ class World:
     backend: str
     watch: Watch = field(default_factory=lambda: Watch(None, 0, 1), compare=False, repr=False)
     node: str = ""
+    objects: dist.ProcessGroup | None = field(default=None, compare=False, repr=False)
 
     def gather(self, value: T) -> list[T]:
-        """Return every rank's value, by rank; small picklable objects, over the default process group.
+        """Return every rank's value, by rank; small picklable objects.
 
         Raises:
             RankFailure: within a call that the watch knows of, where another rank failed.
         """
         values: list[T] = [value] * self.ranks
         if self.ranks > 1:
-            gather = lambda: dist.all_gather_object(values, value)  # noqa: E731
+            gather = lambda: dist.all_gather_object(values, value, self.objects)  # noqa: E731
             self.watch.call(gather)
         return values
 
@@ -104,27 +108,32 @@ def join(device: torch.device | str | None = None) -> World:
         device: what to compute on; a GPU without an index means this rank's. None: a GPU where there is one.
 
     Raises:
-        ValueError: hydragraph does not compute on the device, or this machine has none.
+        ValueError: hydragraph does not compute on the device, this machine has none, or the process group there is
+            moves nothing.
         RankFailure: another rank failed meanwhile.
     """
     device, local_rank = _of_this_rank(device)
-    backend = _backend(device)
+    name = gpu_name(device)
     launched = {"RANK", "WORLD_SIZE"} <= os.environ.keys()
     if not dist.is_initialized() and launched:
         # Objects (hashes, host names) travel as CPU tensors, also where weights do not.
-        kind = "cpu:gloo,cuda:nccl" if backend == "nccl" else "gloo"
+        kind = "gloo" if name is None else "cpu:gloo,cuda:nccl"
         rank = int(os.environ["RANK"])
         ranks = int(os.environ["WORLD_SIZE"])
         meet(kind, _store_of_launcher(rank, ranks), rank, ranks)
     if not dist.is_initialized():
-        return World(0, 1, 0, device, backend)
+        return World(0, 1, 0, device, backend_of([name]))
     rank = dist.get_rank()
     ranks = dist.get_world_size()
     group = dist.group.WORLD
     assert group is not None
+    check_moves(group)
     watch = watch_of(group, group.get_group_store, rank, ranks)
     node = f"{socket.gethostname()} {os.environ.get('GROUP_RANK', '')}"  # torchrun may start two on one host
-    return World(rank, ranks, local_rank, device, backend, watch, node)
+    world = World(rank, ranks, local_rank, device, "gloo", watch, node)
+    with watch.calling("join"):
+        world = replace(world, objects=watch.call(lambda: object_group(group)))
+        return replace(world, backend=backend_of(world.gather(name)))
 
 
 def apart(device: torch.device | str | None = None) -> World:
@@ -133,11 +142,13 @@ def apart(device: torch.device | str | None = None) -> World:
     Args, Raises: as of `join`.
     """
     device, local_rank = _of_this_rank(device)
-    return World(0, 1, local_rank, device, _backend(device))
+    return World(0, 1, local_rank, device, backend_of([gpu_name(device)]))
 
 
 def _of_this_rank(asked: torch.device | str | None) -> tuple[torch.device, int]:
     """Return what this process computes on, and which of the ranks of its host it is."""
+    if str(asked) != "cpu" and torch.backends.cuda.is_built():
+        set_cuda_environment(os.environ)  # before anything starts CUDA
     device = _device(asked)
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     if device.type == "cuda":
@@ -177,13 +188,6 @@ def _store_of_launcher(rank: int, ranks: int) -> Store:
     joining = dist.PrefixStore("hydragraph/generations", store)  # type: ignore[attr-defined]
     name = generation(joining, rank, ranks, _ARRIVAL) if shared else "first"
     return dist.PrefixStore(f"hydragraph/{name}", store)  # type: ignore[attr-defined, no-any-return]
-
-
-def _backend(device: torch.device) -> str:
-    """NCCL refuses two ranks on one GPU; gloo does not."""
-    if device.type != "cuda" or not dist.is_nccl_available():
-        return "gloo"
-    return "nccl" if int(os.environ.get("LOCAL_WORLD_SIZE", "1")) <= torch.cuda.device_count() else "gloo"
 
 
 def launch(

@@ -22,6 +22,7 @@ from typing import Any, Protocol
 import torch
 
 from hydragraph import log
+from hydragraph.runtime.cuda_environment import set_cuda_environment
 from hydragraph.runtime.failure.newest import newest_watch
 from hydragraph.runtime.meeting.member import Dismissed, Member, be, meet
 from hydragraph.runtime.meeting.place import Peer, Place
@@ -223,6 +224,8 @@ def _take(seat: Seat) -> None:
         MASTER_ADDR=seat.host,
         MASTER_PORT=str(seat.port),
     )
+    if torch.backends.cuda.is_built():
+        set_cuda_environment(os.environ)  # before what the rank runs starts CUDA
     loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
     # Else gloo resolves the host's name, which may lead outside or nowhere.
     if loopback is not None and _is_loopback(seat.host):

@@ -273,6 +273,9 @@ class RecordingGroups:
     def receive(self, tensor: Tensor, peer: int, tag: int) -> RecordedMessage:
         return self._message(f"from {peer}", [], [tensor])
 
+    def connect(self, program: object) -> None:
+        """Do nothing: there is nobody to connect with."""
+
     def tensor_parallel(self, rank_sets: Sequence[tuple[int, ...]]) -> dict[tuple[int, ...], RecordingCollectives]:
         mine = [ranks for ranks in rank_sets if self.world.rank in ranks]
         return {ranks: RecordingCollectives(ranks, ranks.index(self.world.rank)) for ranks in mine}

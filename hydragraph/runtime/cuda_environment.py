@@ -1,0 +1,40 @@
+"""Environment variables that CUDA and PyTorch's NCCL groups read once, set before they do."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import MutableMapping
+
+_LOG = logging.getLogger(__name__)
+
+_ERROR_HANDLING = (
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING",
+    "NCCL_ASYNC_ERROR_HANDLING",
+)  # PyTorch reads the first that is set
+_NO_HANDLING = "0"
+_CLEAN_UP_ONLY = "2"
+_CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
+
+
+def set_cuda_environment(environment: MutableMapping[str, str]) -> None:
+    """Set what a rank that computes on a GPU needs; what the user has set stays, with a warning where it is harmful.
+
+    - `TORCH_NCCL_ASYNC_ERROR_HANDLING=0`: at its default, 3, a thread of PyTorch ends this process as soon as NCCL
+      reports that a peer is lost, before the failure watch has found out which rank failed, and also where survivors
+      could go on. The watch aborts communicators itself, which PyTorch supports at 0 only
+      (`torch.distributed.distributed_c10d._abort_process_group`).
+    - `CUDA_DEVICE_MAX_CONNECTIONS=32`: at its default, 8, streams share hardware queues: computation, four kinds of
+      messages and each communicator's own stream are more than 8, and one would wait for another that it need not.
+    """
+    chosen = next((name for name in _ERROR_HANDLING if name in environment), None)
+    if chosen is None:
+        environment[_ERROR_HANDLING[0]] = _NO_HANDLING
+    elif environment[chosen] not in (_NO_HANDLING, _CLEAN_UP_ONLY):
+        _LOG.warning(
+            "%s=%s lets PyTorch end this process when another rank is lost, so an elastic run cannot continue and no "
+            "error names the lost rank: unset it, or set it to %s",
+            chosen,
+            environment[chosen],
+            _NO_HANDLING,
+        )
+    environment.setdefault(_CONNECTIONS, "32")
