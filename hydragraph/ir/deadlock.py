@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import takewhile
 
 from hydragraph.ir.instruction import Instruction, Op
+from hydragraph.ir.queues import Transport, run_queues
 from hydragraph.ir.rank_program import RankProgram
 from hydragraph.ir.value import Value, ValueKind
 
@@ -33,23 +35,39 @@ class Deadlock:
         return tuple(path if path[-1] not in self.waits else path[path.index(path[-1]) :])
 
 
-def find_deadlock(programs: Sequence[RankProgram]) -> Deadlock | None:
+def find_deadlock(programs: Sequence[RankProgram], transport: Transport = Transport.GLOO) -> Deadlock | None:
     """Run all programs together; return None when all of them end.
 
-    Sends are buffered, and everything else that could wait, waits: a receive for its message, whoever frees a message
-    for its receiver to have it, a computation for its tensor-parallel peers to be at the same one and for every rank to
-    have entered the pulls of its weights, the commit for all ranks. Programs that end here end whatever runs ahead in
-    reality, since running ahead only takes waits away.
+    Over gloo, sends are buffered, and everything else that could wait, waits: a receive for its message, whoever frees
+    a message for its receiver to have it, a computation for its tensor-parallel peers to be at the same one and for
+    every rank to have entered the pulls of its weights, the commit for all ranks. Programs that end here end whatever
+    runs ahead in reality, since running ahead only takes waits away. So they end over `Transport.NCCL`, too, where the
+    host runs ahead of everything; not always over the other two, where messages wait for more (`ir.queues`).
 
     Args:
         programs: one per rank, in the order of the ranks.
+        transport: the way messages go.
     """
     thin = _thinned(programs)
-    if thin is not None and not _Run(thin).run().waits():
+    waits_of = _waits if transport is Transport.GLOO else partial(_waits_queued, transport=transport)
+    if thin is not None and transport is not Transport.NCCL_LAZY and not waits_of(thin)[1]:
         return None
-    run = _Run(programs).run()  # all of them, to say where they stop
+    at, waits = waits_of(programs)  # all of them, to say where they stop
+    return Deadlock(at, waits) if waits else None
+
+
+_Waits = tuple[dict[int, int], dict[int, tuple[int, ...]]]  # rank -> where it is stuck; rank -> whom it waits for
+
+
+def _waits(programs: Sequence[RankProgram]) -> _Waits:
+    run = _Run(programs).run()
     waits = run.waits()
-    return Deadlock({rank: run.at[rank] for rank in waits}, waits) if waits else None
+    return {rank: run.at[rank] for rank in waits}, waits
+
+
+def _waits_queued(programs: Sequence[RankProgram], transport: Transport) -> _Waits:
+    stuck = run_queues(programs, transport)
+    return {rank: each.at for rank, each in stuck.items()}, {rank: each.waits for rank, each in stuck.items()}
 
 
 def _thinned(programs: Sequence[RankProgram]) -> list[RankProgram] | None:

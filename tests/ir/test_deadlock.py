@@ -5,16 +5,19 @@ from __future__ import annotations
 from dataclasses import replace
 from random import Random
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hydragraph.ir.deadlock import Deadlock, _Run, _thinned, find_deadlock
 from hydragraph.ir.instruction import Instruction, Op
 from hydragraph.ir.outline import Mode, Outline
+from hydragraph.ir.queues import Transport, run_queues
 from hydragraph.ir.rank_program import RankProgram, Role
 from hydragraph.ir.value import Value, activation, message, weights
 from hydragraph.passes.pipeline import rank_programs
 from hydragraph.spec.strategy import Strategy
+from tests import fuzz
 from tests.passes.test_pipeline import iterations, model, shared
 
 
@@ -123,3 +126,65 @@ def test_most_of_a_long_program_is_left_out() -> None:
     assert all(4 * len(one.instructions) < len(other.instructions) for one, other in zip(thin, programs, strict=True))
     late = replace(programs[0], instructions=tuple(sorted(programs[0].instructions, key=lambda i: i.op is Op.PULL)))
     assert _thinned([late, *programs[1:]]) is None
+
+
+QUEUED = (Transport.NCCL, Transport.NCCL_LAZY, Transport.NCCL_BOUND)
+# Of 1,115 and 845 drawn strategies with shared stages, 2 and 1 deadlock with one communicator per direction.
+BOUND = [
+    ("<[3]x2,[4,0]x2s> + <[5]x2s,[4,0]x2s> + <[3]x2,[2]x2> + <[5]x2s,[2]x2>", (5, 6, 0, 3), 6),
+    ("<[7]x2,[1]x1sr,[2,0]x1s> + <[7]x2,[3]x1r,[2,0]x1s> + <[7]x2,[5,4]x1,[2,0]x1s>", (6, 5, 4), 8),
+]
+
+
+@pytest.mark.parametrize(("strategy", "counts", "ranks"), BOUND)
+def test_one_communicator_per_direction_may_deadlock_where_one_per_pair_does_not(
+    strategy: str, counts: tuple[int, ...], ranks: int
+) -> None:
+    programs = rank_programs(model(4), Strategy.parse(strategy, 4), counts, ranks=ranks)
+    deadlocks = {transport: find_deadlock(programs, transport) for transport in Transport}
+    assert [transport for transport, deadlock in deadlocks.items() if deadlock] == [Transport.NCCL_BOUND]
+    bound = deadlocks[Transport.NCCL_BOUND]
+    assert bound is not None
+    assert all(bound.waits.values())
+
+
+@settings(max_examples=25)
+@given(st.one_of(iterations(), shared()), st.randoms(use_true_random=False))
+def test_what_ends_over_gloo_ends_over_nccl_with_a_communicator_per_pair(
+    iteration: tuple[Outline, Strategy, list[int], Mode, int], random: Random
+) -> None:
+    """With instructions moved, too, except messages without their other end, which gloo alone lets be."""
+    outline, strategy, counts, mode, ranks = iteration
+    programs = list(rank_programs(outline, strategy, counts, mode, ranks=ranks))
+    assert not any(find_deadlock(programs, transport) for transport in QUEUED[:2])
+    at = random.randrange(ranks)
+    body = list(programs[at].instructions)
+    if body:
+        taken = body.pop(random.randrange(len(body)))
+        body.insert(random.randint(0, len(body)), taken)
+    programs[at] = replace(programs[at], instructions=tuple(body))
+    if find_deadlock(programs) is None:
+        assert find_deadlock(programs, Transport.NCCL) is None
+    for transport in QUEUED[::2]:
+        assert bool(run_queues(programs, transport)) == bool(find_deadlock(programs, transport))  # thinned or not
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(("ranks", "of_shared"), [(4, 1.0), (6, 1.0), (8, 1.0), (6, 0.0)])
+def test_thousands_of_drawn_programs(ranks: int, of_shared: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fuzz, "RANKS", ranks)
+    ended = dict.fromkeys(Transport, 0)
+    drawn = 0
+    for seed in range(2000):
+        draw = Random(seed)
+        text = (fuzz._shared if draw.random() < of_shared else fuzz._strategy)(draw, 4)
+        strategy = Strategy.parse(text, 4)
+        counts = tuple(draw.randint(0, 6) for _ in strategy.pipelines)
+        if sum(counts):
+            programs = rank_programs(model(4), strategy, counts, ranks=ranks)
+            drawn += 1
+            for transport in Transport:
+                ended[transport] += find_deadlock(programs, transport) is None
+    assert drawn > 1500
+    assert ended[Transport.GLOO] == ended[Transport.NCCL] == ended[Transport.NCCL_LAZY] == drawn
+    assert ended[Transport.NCCL_BOUND] > 0.99 * drawn

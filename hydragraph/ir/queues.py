@@ -1,0 +1,253 @@
+"""A device's queues, run without a device, to see whether programs over NCCL come to their end.
+
+gloo lets a rank's host wait for a message. NCCL lets a queue of the device wait: the host queues the whole program, and
+each communicator carries out its operations one after another, as soon as both ends have come to them.
+
+    host         queues everything in program order; it waits only where a communicator connects at its first use
+    compute      runs in program order; a computation waits for its messages, its weights and its tensor-parallel peers
+    messages     run in program order per communicator; a message waits for all that was computed before the last send
+                 before it, and until both ends have come to it
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+from hydragraph.ir.instruction import Instruction, Op
+from hydragraph.ir.rank_program import RankProgram
+from hydragraph.ir.value import Value, ValueKind
+
+_COMPUTED = (Op.FORWARD, Op.BACKWARD)
+
+
+class Transport(Enum):
+    """The way messages between ranks go."""
+
+    GLOO = "gloo"
+    NCCL = "NCCL, a communicator per pair of ranks and direction, connected before the program runs"
+    NCCL_LAZY = "NCCL, a communicator per pair of ranks and direction, connected at its first use"
+    NCCL_BOUND = "NCCL, a communicator per direction, as groups have that are bound to a device"
+
+
+@dataclass(frozen=True)
+class Stuck:
+    """Where a rank stops.
+
+    Attributes:
+        at: the index of its instruction.
+        waits: the ranks it waits for; itself, where one of its queues waits for another.
+    """
+
+    at: int
+    waits: tuple[int, ...]
+
+
+@dataclass(eq=False)
+class _Message:
+    """One end of a message.
+
+    Attributes:
+        at: the index of its instruction.
+        after: how many of the rank's computations it waits for.
+    """
+
+    rank: int
+    peer: int
+    sends: bool
+    at: int
+    after: int
+    done: bool = False
+
+
+@dataclass(frozen=True)
+class _Computation:
+    """A place in the compute queue: it runs when its messages are there, with its peers."""
+
+    at: int
+    key: tuple[Op, str, int | None]
+    peers: tuple[int, ...]
+    messages: tuple[_Message, ...]
+    unpulled: tuple[int, ...]
+
+
+@dataclass
+class _Rank:
+    compute: list[_Computation] = field(default_factory=list)
+    done: int = 0  # computations
+    queues: dict[Hashable, deque[_Message]] = field(default_factory=lambda: defaultdict(deque))
+
+
+def run_queues(programs: Sequence[RankProgram], transport: Transport) -> dict[int, Stuck]:
+    """Return, for each rank that does not come to its end, where it stops; nothing if all do.
+
+    Args:
+        programs: one per rank, in the order of the ranks.
+        transport: any but gloo.
+    """
+    if transport is Transport.NCCL_LAZY and (stuck := _connect(programs)):
+        return stuck
+    ranks = _queued(programs, transport)
+    _run(ranks, transport)
+    return {rank: stuck for rank, each in enumerate(ranks) if (stuck := _stuck(rank, ranks, transport)) is not None}
+
+
+# The host.
+
+
+def _connect(programs: Sequence[RankProgram]) -> dict[int, Stuck]:
+    """Let hosts pass the first uses of communicators, at which all members must be; return where they stop."""
+    met: set[Hashable] = set()
+    meetings: list[deque[tuple[int, Hashable, tuple[int, ...]]]] = []
+    for program in programs:
+        uses = ((at, *_use(program, i)) for at, i in enumerate(program.instructions) if _uses(program, i))
+        first: dict[Hashable, tuple[int, Hashable, tuple[int, ...]]] = {}
+        for use in uses:
+            first.setdefault(use[1], use)
+        meetings.append(deque(first.values()))
+    waiting = deque(range(len(programs)))
+    while waiting:
+        queue = meetings[waiting.popleft()]
+        while queue:
+            _, key, members = queue[0]
+            if not all(meetings[r] and meetings[r][0][1] == key for r in members):
+                break
+            met.add(key)
+            for rank in members:
+                meetings[rank].popleft()
+                waiting.append(rank)
+    return {
+        rank: Stuck(
+            queue[0][0], tuple(r for r in queue[0][2] if not (meetings[r] and meetings[r][0][1] == queue[0][1]))
+        )
+        for rank, queue in enumerate(meetings)
+        if queue
+    }
+
+
+def _uses(program: RankProgram, instruction: Instruction) -> bool:
+    """Say whether an instruction uses a communicator that is connected at its first use."""
+    together = instruction.op in _COMPUTED and len(program.tp) > 1
+    return together or instruction.op in (Op.SEND, Op.RECEIVE)
+
+
+def _use(program: RankProgram, instruction: Instruction) -> tuple[Hashable, tuple[int, ...]]:
+    """Return the communicator that an instruction uses, and its members."""
+    if instruction.op in _COMPUTED:
+        members = tuple(sorted(program.tp))
+        return members, members
+    assert instruction.peer is not None, "a send or receive has a peer"
+    pair = (program.rank, instruction.peer)
+    return ("message", *(pair if instruction.op is Op.SEND else pair[::-1])), pair
+
+
+# The device.
+
+
+def _queued(programs: Sequence[RankProgram], transport: Transport) -> list[_Rank]:
+    """Return the queues as hosts fill them."""
+    lacking: Mapping[str, tuple[int, ...]] = _lacking(programs)
+    everyone = tuple(range(len(programs)))
+    ranks = []
+    for program in programs:
+        rank = _Rank()
+        by_value: dict[Value, _Message] = {}
+        marked = 0  # computations before the last send: the stream that starts messages waits for these
+        for at, instruction in enumerate(program.instructions):
+            if instruction.op in (Op.SEND, Op.RECEIVE):
+                assert instruction.peer is not None, "a send or receive has a peer"
+                sends = instruction.op is Op.SEND
+                marked = len(rank.compute) if sends else marked
+                end = _Message(program.rank, instruction.peer, sends, at, marked)
+                rank.queues[_communicator(end, transport)].append(end)
+                by_value |= dict.fromkeys(instruction.writes, end)
+            elif instruction.op in (*_COMPUTED, Op.FREE, Op.COMMIT):
+                computes = instruction.op in _COMPUTED
+                # The value itself where `after` leaves it out: a computation cannot read what is not there.
+                needs = dict.fromkeys(by_value[v] for v in (*instruction.after, *instruction.reads) if v in by_value)
+                if instruction.op is Op.FREE and not any(v.kind is ValueKind.MESSAGE for v in instruction.reads):
+                    continue
+                buckets = (v.bucket for v in instruction.reads if computes and v.kind is ValueKind.WEIGHTS)
+                absent = tuple(dict.fromkeys(r for bucket in buckets for r in lacking.get(bucket, everyone)))
+                peers = program.tp if computes else everyone if instruction.op is Op.COMMIT else (program.rank,)
+                key = (instruction.op, instruction.target, instruction.micro_batch)
+                rank.compute.append(_Computation(at, key, tuple(peers), tuple(needs), absent))
+        ranks.append(rank)
+    return ranks
+
+
+def _lacking(programs: Sequence[RankProgram]) -> dict[str, tuple[int, ...]]:
+    """Return by bucket the ranks that never enter its pull, which therefore never ends."""
+    entered = [{i.target for i in program.instructions if i.op is Op.PULL} for program in programs]
+    return {bucket: tuple(r for r, own in enumerate(entered) if bucket not in own) for bucket in set().union(*entered)}
+
+
+def _communicator(end: _Message, transport: Transport) -> Hashable:
+    pair = (end.rank, end.peer) if end.sends else (end.peer, end.rank)
+    return pair[1] > pair[0] if transport is Transport.NCCL_BOUND else pair
+
+
+def _run(ranks: list[_Rank], transport: Transport) -> None:
+    """Run all queues as far as they get."""
+    waiting = deque(range(len(ranks)))
+    while waiting:
+        rank = waiting.popleft()
+        moved = True
+        while moved:
+            moved = False
+            while (computation := _current(ranks[rank])) is not None and not _late(rank, computation, ranks):
+                for peer in computation.peers:
+                    ranks[peer].done += 1
+                    waiting.extend([peer] if peer != rank else [])
+                moved = True
+            for queue in ranks[rank].queues.values():
+                while queue and (other := _other_end(queue[0], ranks, transport)) is not None:
+                    end = queue.popleft()
+                    ranks[end.peer].queues[_communicator(other, transport)].popleft()
+                    end.done = other.done = moved = True
+                    waiting.append(end.peer)
+
+
+def _current(rank: _Rank) -> _Computation | None:
+    return rank.compute[rank.done] if rank.done < len(rank.compute) else None
+
+
+def _late(rank: int, computation: _Computation, ranks: Sequence[_Rank]) -> bool:
+    """Say whether a computation, or its peers' part of it, has to wait."""
+    for peer in computation.peers:
+        current = computation if peer == rank else _current(ranks[peer])
+        if current is None or current.key != computation.key or current.unpulled:
+            return True
+        if not all(message.done for message in current.messages):
+            return True
+    return False
+
+
+def _other_end(end: _Message, ranks: Sequence[_Rank], transport: Transport) -> _Message | None:
+    """Return the other end of a message at the head of a queue, if it has come to its queue's head, too."""
+    queue = ranks[end.peer].queues.get(_communicator(end, transport)) if end.peer < len(ranks) else None
+    if not queue or ranks[end.rank].done < end.after:
+        return None
+    other = queue[0]
+    meets = other.peer == end.rank and other.sends is not end.sends and ranks[other.rank].done >= other.after
+    return other if meets else None
+
+
+def _stuck(rank: int, ranks: Sequence[_Rank], transport: Transport) -> Stuck | None:
+    """Return where a rank has stopped; None if it has come to its end."""
+    computation = _current(ranks[rank])
+    if computation is None:
+        left = next((queue[0] for queue in ranks[rank].queues.values() if queue), None)
+        return None if left is None else Stuck(left.at, (left.peer,))
+    late = [message for message in computation.messages if not message.done]
+    if late:
+        head = ranks[rank].queues[_communicator(late[0], transport)][0]
+        return Stuck(computation.at, (rank if ranks[rank].done < head.after else head.peer,))
+    if computation.unpulled:
+        return Stuck(computation.at, computation.unpulled)
+    current = {peer: _current(ranks[peer]) for peer in computation.peers if peer != rank}
+    behind = tuple(peer for peer, its in current.items() if its is None or its.key != computation.key)
+    # Peers that are at the same computation, but cannot run their part of it.
+    return Stuck(computation.at, behind or tuple(current))
