@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,6 +18,7 @@ from hydragraph.candidates import Choices, Planning, candidates_of
 from hydragraph.check.check import CheckedModel
 from hydragraph.check.run import check_here, check_on_hosts, mode_of
 from hydragraph.cost.costs import Costs
+from hydragraph.cost.messages import GRADIENT_BYTES
 from hydragraph.cost.profile import Profile
 from hydragraph.cost.simulate import Timeline
 from hydragraph.cost.simulate import simulate as simulate_programs
@@ -106,6 +107,7 @@ def compile(
     trust: bool = False,
     joining: bool = False,
     deterministic: bool = False,
+    window: int | None = None,
 ) -> Executable:
     """Compile a model for training under a strategy that every step may change.
 
@@ -152,6 +154,8 @@ def compile(
         deterministic: losses, gradients and weights have the same bits whatever pipelines, micro-batches, ranks and
             homes there are: sequences are computed one by one, and their gradients added up exactly. Strategies then
             have one tensor-parallel degree for all stages; see docs/deterministic.md.
+        window: the most bytes of fp32 gradients that a rank may have in flight at once, and for as many elements those
+            of weights; one bucket always passes. Default: two of the largest blocks.
 
     Raises:
         TypeError: `model` is no module.
@@ -164,6 +168,8 @@ def compile(
     """
     frontend.check_model(model, "compile")
     check_factory(optimizer)
+    if window is not None and window < 0:
+        raise ValueError(f"compile: window is {window}: give bytes, or None for two of the largest blocks")
     owners = home_of(home)
     member = here()
     late = member is not None and not member.generation.number
@@ -198,6 +204,8 @@ def compile(
                 program, variants = once_per_machine(world, "capture", key, captured, get_ready if plans else None)
         else:
             _check_origin(program, model, dtype, given=example is not None or loss is not None)
+        if window is not None:
+            program = replace(program, window=window // GRADIENT_BYTES)
         planning = Planning(profile, lengths, policy or Policy())
         executable = Executable(
             model,

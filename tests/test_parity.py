@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -57,10 +58,10 @@ def ready(model: str, strategies: list[str]) -> Ready:
     return Ready.of(MODELS[model](), strategies)
 
 
-def train(prepared: Ready, strategies: list[str], steps: int) -> Run:
+def train(prepared: Ready, strategies: list[str], steps: int, options: dict[str, Any]) -> Run:
     """On every rank: gradients under each strategy first (nothing is updated), then training across all of them."""
     chosen = [hg.Strategy.parse(s, layers=LAYERS) for s in strategies]
-    exe = prepared.executable(chosen[0], lambda named: torch.optim.SGD(named, lr=0.05))
+    exe = prepared.executable(chosen[0], lambda named: torch.optim.SGD(named, lr=0.05), **options)
     data = batches(steps)
     gradients = [exe.gradients(data[0], strategy=s) for s in chosen]
     losses = [exe.step(data[i], strategy=chosen[i % len(chosen)]).loss for i in range(steps)]
@@ -69,9 +70,9 @@ def train(prepared: Ready, strategies: list[str], steps: int) -> Run:
     return Run(losses, gradients, weights)
 
 
-def check(model: str, strategies: list[str], ranks: int = 4) -> None:
+def check(model: str, strategies: list[str], ranks: int = 4, **options: Any) -> None:
     steps = max(8, len(strategies))
-    runs = hg.launch(train, ranks, strategies, steps, prepare=partial(ready, model, strategies))
+    runs = hg.launch(train, ranks, strategies, steps, options, prepare=partial(ready, model, strategies))
     wanted = reference.train(MODELS[model](), batches(steps), optimizer=lambda p: torch.optim.SGD(p, lr=0.05))
     assert all(run.losses == runs[0].losses for run in runs), "ranks disagree"
     for found, loss in zip(runs[0].losses, wanted.losses, strict=True):
@@ -130,6 +131,6 @@ def any_strategy(draw: st.DrawFn) -> str:
     phases=[Phase.generate],
     suppress_health_check=list(HealthCheck),
 )
-@given(st.lists(any_strategy(), min_size=5, max_size=5, unique=True))
-def test_random_strategies_equal_one_device(strategies: list[str]) -> None:
-    check("gpt2", strategies)
+@given(st.lists(any_strategy(), min_size=5, max_size=5, unique=True), st.sampled_from([0, 100_000]))
+def test_random_strategies_equal_one_device(strategies: list[str], window: int) -> None:
+    check("gpt2", strategies, window=window)

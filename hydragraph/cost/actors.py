@@ -72,9 +72,10 @@ class Compiled:
                 needs.append(())
                 before[i] = latest
                 continue
-            needs.append(
-                tuple(sorted({maker.get(value, i) for value in instruction.after})) if instruction.after else ()
-            )
+            # Pulls and pushes are one after another here, so the window adds no wait.
+            windowed = instruction.op in (Op.PULL, Op.PUSH)
+            after = [value for value in instruction.after if not windowed or value in instruction.reads]
+            needs.append(tuple(sorted({maker.get(value, i) for value in after})) if after else ())
             queues[_QUEUES.get(instruction.op, "compute")].append(i)
             if instruction.op is Op.SEND:
                 what = message_of(instruction)

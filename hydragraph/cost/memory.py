@@ -326,6 +326,8 @@ class Walk:
         for value in instruction.after:
             if value.kind is ValueKind.WEIGHTS:  # an exchange is over for both sides: what this rank gave has left, too
                 self._alive.drop(exchange_name(Op.PULL, value.bucket))
+            elif instruction.op is Op.PUSH and value not in instruction.reads:
+                self._alive.drop(exchange_name(Op.PUSH, value.bucket))
         if instruction.op is Op.PULL:
             self._pull(instruction.target, held=bool(instruction.writes))
         elif instruction.op is Op.FORWARD:

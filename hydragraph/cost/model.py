@@ -101,7 +101,10 @@ class ModelSizes:
         # Buckets that no block uses have a home, but no instruction pulls or pushes them.
         used = [w for w in self.weights if w.blocks]
         return Outline(
-            self.blocks, tuple((w.name, w.blocks) for w in used), tuple(w.name for w in used if not w.learns)
+            self.blocks,
+            tuple((w.name, w.blocks) for w in used),
+            tuple(w.name for w in used if not w.learns),
+            tuple(bucket.size for bucket in self._buckets if bucket.blocks),
         )
 
     def buckets(self) -> tuple[Bucket, ...]:

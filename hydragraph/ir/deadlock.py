@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import takewhile
 
 from hydragraph.ir.instruction import Instruction, Op
 from hydragraph.ir.queues import Transport, run_queues
@@ -38,11 +37,12 @@ class Deadlock:
 def find_deadlock(programs: Sequence[RankProgram], transport: Transport = Transport.GLOO) -> Deadlock | None:
     """Run all programs together; return None when all of them end.
 
-    Over gloo, sends are buffered, and everything else that could wait, waits: a receive for its message, whoever frees
-    a message for its receiver to have it, a computation for its tensor-parallel peers to be at the same one and for
-    every rank to have entered the pulls of its weights, the commit for all ranks. Programs that end here end whatever
-    runs ahead in reality, since running ahead only takes waits away. So they end over `Transport.NCCL`, too, where the
-    host runs ahead of everything; not always over the other two, where messages wait for more (`ir.queues`).
+    Over gloo, sends are buffered, and everything else that could wait, waits: a receive for its message, the
+    instruction that frees a message for its receiver to have it, a computation for its tensor-parallel peers to be at
+    the same one and for every rank to have entered the pulls of its weights, a pull or push for every rank to have
+    entered the earlier ones that must be over, the commit for all ranks. Programs that end here end whatever runs ahead
+    in reality, since running ahead only takes waits away. So they end over `Transport.NCCL` as well, where the host
+    runs ahead of everything; not always over the other two, where messages wait for more (`ir.queues`).
 
     Args:
         programs: one per rank, in the order of the ranks.
@@ -71,37 +71,50 @@ def _waits_queued(programs: Sequence[RankProgram], transport: Transport) -> _Wai
 
 
 def _thinned(programs: Sequence[RankProgram]) -> list[RankProgram] | None:
-    """Leave out what no rank can wait at; None where that is not plain to see.
+    """Leave out what no rank can wait at for ever; None where that is not plain to see.
 
-    - Every rank enters all pulls before anything that can wait, so no computation waits for weights for ever.
-    - The ranks of a stage run the same computations in the same order. Between two of them that no member has anything
-      in between to wait at, they come together from the first to the second, so the first stands for both.
-    - A push, an update and a free of values wait for nobody.
+    - All ranks enter the pulls, and the pushes, in one order, and wait at the same places for earlier ones to be over.
+    - Up to its last pull a rank receives nothing and waits for no receiver: it can wait for pulls alone, and for its
+      tensor-parallel peers. The rank that has entered the fewest pulls waits for none, so all ranks get past the pulls.
+    - From the first push on that waits for others, it sends and receives nothing: no message depends on pushes, and the
+      rank that has entered the fewest waits for none.
+    - The ranks of a stage run the same computations in the same order, and enter the same exchanges between them.
+      Between two computations that no member has anything in between to wait at, they come together from the first to
+      the second, so the first stands for both.
+    - An update and a free of values wait for nobody.
 
         rank 0   receive h0.0   f1 f2 f3   send h3.0        rank 1   receive h0.0   f1 f2   receive h9.0   f3
         thinned  receive h0.0   f1    f3   send h3.0                 receive h0.0   f1      receive h9.0   f3
     """
-    if not _all_pulled_first(programs):
-        return None
-    orders: dict[tuple[int, ...], list[Computation]] = {}  # what each stage's ranks compute
-    entries: dict[tuple[int, ...], set[int]] = {}  # which of these some rank comes to after it may have waited
+    exchanges = [(i.op, i.target, _room(i)) for i in programs[0].instructions if i.op in _EXCHANGED]
+    orders: dict[tuple[int, ...], list[Step]] = {}  # what each stage's ranks compute and enter
+    entries: dict[tuple[int, ...], set[int]] = {}  # which computations some rank comes to after it may have waited
     for program in programs:
-        computed: list[Computation] = []
+        if not _exchanges_apart(program):
+            return None
+        steps: list[Step] = []
         entered = entries.setdefault(program.tp, {0})
+        count = 0
         for instruction in program.instructions:
             if instruction.op in _COMPUTED:
-                computed.append((instruction.op, instruction.target, instruction.micro_batch))
+                count += 1
+                steps.append((instruction.op, instruction.target, instruction.micro_batch))
+            elif instruction.op in _EXCHANGED:
+                steps.append((instruction.op, instruction.target, _room(instruction)))
             elif _can_wait(instruction):
-                entered.add(len(computed))
-        if orders.setdefault(program.tp, computed) != computed:
+                entered.add(count)
+        if [step for step in steps if step[0] in _EXCHANGED] != exchanges:
+            return None
+        if orders.setdefault(program.tp, steps) != steps:
             return None
     if any(rank >= len(programs) or programs[rank].tp != tp for tp in orders for rank in tp):
         return None
     return [_kept(program, entries[program.tp]) for program in programs]
 
 
-Computation = tuple[Op, str, int | None]
+Step = tuple[Op, str, int | tuple[Value, ...] | None]
 _COMPUTED = (Op.FORWARD, Op.BACKWARD)
+_EXCHANGED = (Op.PULL, Op.PUSH)
 
 
 def _kept(program: RankProgram, entered: Container[int]) -> RankProgram:
@@ -125,17 +138,31 @@ def _can_wait(instruction: Instruction) -> bool:
     return instruction.op in (Op.RECEIVE, Op.COMMIT)
 
 
-def _all_pulled_first(programs: Sequence[RankProgram]) -> bool:
-    """Say whether every rank enters, before all that can wait, the pull of every bucket that any rank computes with."""
-    needed: set[str] = set()
-    entered: list[set[str]] = []
-    for program in programs:
-        first = list(takewhile(lambda i: not (i.op in _COMPUTED or _can_wait(i)), program.instructions))
-        entered.append({i.target for i in first if i.op is Op.PULL})
-        for i in program.instructions[len(first) :]:
-            if i.op in _COMPUTED:
-                needed.update(value.bucket for value in i.reads if value.kind is ValueKind.WEIGHTS)
-    return all(needed <= each for each in entered)
+def _room(instruction: Instruction) -> tuple[Value, ...]:
+    """Return the earlier exchanges that a pull or a push waits for."""
+    return tuple(value for value in instruction.after if value not in instruction.reads)
+
+
+def _exchanges_apart(program: RankProgram) -> bool:
+    """Say whether a rank waits for others' exchanges before and behind its messages only, and for earlier ones only."""
+    entered: set[tuple[Op, str]] = set()
+    pulls = sum(i.op is Op.PULL for i in program.instructions)
+    waited = False  # for a push
+    for i in program.instructions:
+        if i.op in _COMPUTED:
+            read = (value.bucket for value in i.reads if value.kind is ValueKind.WEIGHTS)
+            if any((Op.PULL, bucket) not in entered for bucket in read):
+                return False
+        elif i.op in _EXCHANGED:
+            if any((i.op, value.bucket) not in entered for value in _room(i)):
+                return False
+            waited = waited or (i.op is Op.PUSH and bool(_room(i)))
+            entered.add((i.op, i.target))
+            pulls -= i.op is Op.PULL
+        # Behind pushes messages may be waited for still, whose receivers have asked for them before their own.
+        elif (pulls and _can_wait(i)) or (waited and i.op in (Op.SEND, Op.RECEIVE)):
+            return False
+    return True
 
 
 def _peer(instruction: Instruction) -> int:
@@ -144,7 +171,7 @@ def _peer(instruction: Instruction) -> int:
 
 
 class _Run:
-    """How far each rank has come, the messages under way, and how many ranks have entered each pull."""
+    """How far each rank has come, the messages under way, and how many ranks have entered each exchange."""
 
     def __init__(self, programs: Sequence[RankProgram]) -> None:
         self.programs = programs
@@ -152,7 +179,7 @@ class _Run:
         self.sent: Counter[tuple[int, int]] = Counter()  # (from, to) -> messages, which arrive in order
         self.received: Counter[tuple[int, int]] = Counter()
         self.turn: dict[tuple[int, Value], int] = {}  # (from, message) -> how many must have been received
-        self.pulled: Counter[str] = Counter()
+        self.entered: Counter[tuple[Op, str]] = Counter()  # by exchange: how many ranks have
         self.committing: set[int] = set()  # who has come to the commit
 
     def run(self) -> _Run:
@@ -207,22 +234,23 @@ class _Run:
             # arrived when n have been received.
             messages = [value for value in instruction.reads if value.kind is ValueKind.MESSAGE]
             return tuple(m.peer for m in messages if self.received[rank, m.peer] < self.turn.get((rank, m), 0))
+        if instruction.op in _EXCHANGED:
+            return self._behind({(instruction.op, value.bucket) for value in _room(instruction)})
         if instruction.op not in (Op.FORWARD, Op.BACKWARD, Op.COMMIT):
             return ()
         late = tuple(
             r for r in self._together(rank, instruction) if r != rank and not self._same(instruction, self._current(r))
         )
         # A pull's weights are here once every rank has entered the pull: each of them may be an owner that sends.
-        buckets = {value.bucket for value in instruction.reads if value.kind is ValueKind.WEIGHTS}
-        unpulled = {bucket for bucket in buckets if self.pulled[bucket] < len(self.programs)}
-        if not unpulled:
-            return late
-        behind = (r for r in range(len(self.programs)) if unpulled & {i.target for i in self._ahead(r)})
-        return (*late, *behind)
+        return (*late, *self._behind({(Op.PULL, v.bucket) for v in instruction.reads if v.kind is ValueKind.WEIGHTS}))
 
-    def _ahead(self, rank: int) -> Iterator[Instruction]:
-        """Yield the pulls that a rank has yet to enter."""
-        return (i for i in self.programs[rank].instructions[self.at[rank] :] if i.op is Op.PULL)
+    def _behind(self, exchanges: set[tuple[Op, str]]) -> tuple[int, ...]:
+        """Return the ranks that have yet to enter some of these exchanges."""
+        missing = {each for each in exchanges if self.entered[each] < len(self.programs)}
+        if not missing:
+            return ()
+        ahead = (self.programs[rank].instructions[self.at[rank] :] for rank in range(len(self.programs)))
+        return tuple(rank for rank, left in enumerate(ahead) if any((i.op, i.target) in missing for i in left))
 
     @staticmethod
     def _same(one: Instruction, other: Instruction | None) -> bool:
@@ -238,14 +266,14 @@ class _Run:
                 self.turn[rank, message] = self.sent[rank, _peer(instruction)]
         elif instruction.op is Op.RECEIVE:
             self.received[_peer(instruction), rank] += 1
-        elif instruction.op is Op.PULL:
-            self.pulled[instruction.target] += 1
+        elif instruction.op in _EXCHANGED:
+            self.entered[instruction.op, instruction.target] += 1
 
     def _woken(self, instruction: Instruction) -> Sequence[int]:
         """Return the ranks that may have waited for what has just run."""
         if instruction.op in (Op.SEND, Op.RECEIVE):
             return (_peer(instruction),)
-        # Only the last rank to enter a pull lets others go on. Peers of a computation, or of the commit, need no
+        # Only the last rank to enter an exchange lets others go on. Peers of a computation, or of the commit, need no
         # waking: the last one to get there steps all of them (`_together`).
-        complete = instruction.op is Op.PULL and self.pulled[instruction.target] == len(self.programs)
+        complete = self.entered[instruction.op, instruction.target] == len(self.programs)
         return range(len(self.programs)) if complete else ()

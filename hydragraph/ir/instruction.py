@@ -94,7 +94,8 @@ class Instruction:
         reads: the values it needs.
         writes: the values it makes, or (G.*) adds to.
         after: those of its reads that another stream makes, and that it therefore waits for. Of a free, messages alone:
-            it lets go of a message once that has left, and of other values at once.
+            it lets go of a message once that has left, and of other values at once. Of a pull or push, the weights or
+            gradients of earlier ones, too, which must be over: so few bytes are in flight (`passes.window`).
     """
 
     op: Op

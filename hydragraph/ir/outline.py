@@ -23,6 +23,9 @@ class Outline:
         blocks: the first block ("embed"), one block per layer ("layer.0", ...), the last block ("head").
         buckets: (bucket, blocks that use it) pairs; a tied weight is a bucket that several blocks use.
         frozen: those buckets that get no gradient.
+        elements: of each bucket, in the order of `buckets`; empty: all buckets have one.
+        window: the most elements of weights, and of gradients, that may be in flight at once; at least one bucket
+            always is. Default: two of the largest blocks.
 
     Raises:
         ValueError: naming the block or bucket, when there are fewer than two blocks, when a name occurs twice or could
@@ -32,6 +35,8 @@ class Outline:
     blocks: tuple[str, ...]
     buckets: tuple[tuple[str, tuple[str, ...]], ...]
     frozen: tuple[str, ...] = ()
+    elements: tuple[int, ...] = ()
+    window: int | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "blocks", tuple(self.blocks))
@@ -50,6 +55,10 @@ class Outline:
         for name, blocks in self.buckets:
             if not blocks or not set(blocks) <= set(self.blocks):
                 raise ValueError(f"bucket {name!r} is used by {blocks}: name at least one block of {self.blocks}")
+        if self.elements and len(self.elements) != len(self.buckets):
+            raise ValueError(
+                f"elements has {len(self.elements)} numbers for {len(self.buckets)} buckets: give each one"
+            )
         strangers = set(self.frozen) - {name for name, _ in self.buckets}
         if strangers:
             raise ValueError(f"frozen is {self.frozen}: {sorted(strangers)} are no buckets; name some that are")
@@ -63,6 +72,19 @@ class Outline:
     def index(self) -> Mapping[str, int]:
         """Each block's position k; its output is `h{k}`."""
         return {block: k for k, block in enumerate(self.blocks)}
+
+    @cached_property
+    def sizes(self) -> Mapping[str, int]:
+        """The elements of each bucket."""
+        elements = self.elements or (1,) * len(self.buckets)
+        return {name: size for (name, _), size in zip(self.buckets, elements, strict=True)}
+
+    @cached_property
+    def in_flight(self) -> int:
+        """The most elements in flight at once: the window, or two of the largest blocks."""
+        if self.window is not None:
+            return self.window
+        return 2 * max(sum(self.sizes[name] for name in names) for names in self.weights.values())
 
     @cached_property
     def pull_order(self) -> tuple[str, ...]:

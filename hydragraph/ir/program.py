@@ -108,6 +108,7 @@ class Program:
             RoBERTa's padding id. Its position is -1.
         positions: how many tokens a sequence may have, by the model's config, and the setting that says so.
         origin: a digest of what the model was: its modules and its config.
+        window: the most elements of weights, and of gradients, in flight at once (`ir.outline`); `compile` sets it.
     """
 
     model: str
@@ -122,6 +123,7 @@ class Program:
     unplaced: int | None = None
     positions: tuple[int, str] | None = None
     origin: str = ""
+    window: int | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         # Without what is worked out from them.
@@ -144,6 +146,8 @@ class Program:
             blocks=tuple(b.name for b in self.blocks),
             buckets=tuple((b.name, b.blocks) for b in self.buckets if b.blocks),
             frozen=tuple(b.name for b in self.buckets if b.blocks and not b.learns),
+            elements=tuple(b.size for b in self.buckets if b.blocks),
+            window=self.window,
         )
 
     @cached_property

@@ -7,7 +7,7 @@ receives; and all programs, run together, come to their end.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -251,7 +251,9 @@ def _check_values(program: RankProgram) -> None:
                 raise _fail(program, index, f"{value} is {'freed' if instruction.op is Op.FREE else 'read'}, but {why}")
             last[value] = index
         needed = waits(instruction, {value: alive[value].stream for value in instruction.reads})
-        if set(instruction.after) != set(needed) or len(instruction.after) != len(needed):
+        # What else a pull or a push waits for, `_check_window` checks.
+        after = [value for value in instruction.after if value in needed or instruction.op not in (Op.PULL, Op.PUSH)]
+        if set(after) != set(needed) or len(after) != len(needed):
             expected = ", ".join(sorted(needed)) or "nothing"
             raise _fail(program, index, f"it should wait for what other streams make of its reads: {expected}")
         if instruction.op is Op.FREE:
@@ -278,6 +280,8 @@ def _check_exchanges(ones: Sequence[tuple[RankProgram, _Site]], outline: Outline
     used = frozenset(bucket for _, site in ones for bucket in site.buckets)
     for program, site in ones:
         _check_exchange(program, site, Op.PULL, used)
+        _check_window(program, outline, Op.PULL)
+        _check_window(program, outline, Op.PUSH)
         _check_exchange(program, site, Op.PUSH, used - {*outline.frozen} if mode != "evaluate" else frozenset())
         _check_pushed_values(program)
         _check_end(program, mode)
@@ -309,6 +313,23 @@ def _check_exchange(program: RankProgram, site: _Site, op: Op, buckets: frozense
             raise _fail(program, index, f"this rank {'holds' if mine else 'does not hold'} {instruction.target}")
     for bucket in sorted(missing):
         raise VerificationError(f"the {op.value} of {bucket} is missing; every rank takes part in it", program.rank)
+
+
+def _check_window(program: RankProgram, outline: Outline, op: Op) -> None:
+    """Check that every pull or push waits for the oldest ones under way until it fits the window, and for no others."""
+    under_way: deque[Value] = deque()
+    named = weights if op is Op.PULL else gradients
+    for index, instruction in enumerate(program.instructions):
+        if instruction.op is not op:
+            continue
+        left = outline.in_flight - outline.sizes[instruction.target]
+        over = []
+        while under_way and sum(outline.sizes[value.bucket] for value in under_way) > left:
+            over.append(under_way.popleft())
+        if [value for value in instruction.after if value not in instruction.reads] != over:
+            expected = ", ".join(over) or "none"
+            raise _fail(program, index, f"of earlier ones that are under way it should wait for: {expected}")
+        under_way.append(named(instruction.target))
 
 
 def _check_pushed_values(program: RankProgram) -> None:

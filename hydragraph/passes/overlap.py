@@ -17,23 +17,26 @@ from hydragraph.ir.outline import Mode
 from hydragraph.ir.rank_program import RankProgram
 from hydragraph.ir.value import Value, ValueKind, activation, activation_gradient, gradients, weights
 from hydragraph.passes.place import Placement
+from hydragraph.passes.window import free_to_wait, interleaved, windowed
 
 
 def overlap(placement: Placement, mode: Mode, program: RankProgram) -> RankProgram:
     """Add pulls, pushes (of gradients), commit and update (to train), post receives early, and set what waits for what.
 
-    Pulls come first, in block order. Pushes of what is not frozen follow in reverse. The commit reads what it ends: the
-    losses, which it sums, and the gradients, whose pushes it waits for. What is then on its way to other stages is
-    freed before it.
+    Pulls come first, in block order; pushes of what is not frozen follow in reverse. Both wait for earlier ones where
+    the window (`passes.window`) is full. The commit reads what it ends: the losses, which it sums, and the gradients,
+    whose pushes it waits for. What is then on its way to other stages is freed before it.
     """
     mine = placement.held(program.rank)
     buckets = tuple(bucket for bucket, _ in placement.holders)
     work = _post_early(placement, program)
     pulls = [Instruction(Op.PULL, bucket, writes=(weights(bucket),) if bucket in mine else ()) for bucket in buckets]
+    pulls = windowed(pulls, placement.outline)
     losses = tuple(value for instruction in work for value in instruction.writes if value.kind is ValueKind.LOSS)
     if mode == "evaluate":
         commit = Instruction(Op.COMMIT, reads=losses)
-        return replace(program, instructions=_with_waits([*pulls, *_with_ends(placement, program.rank, work), commit]))
+        ended = _with_ends(placement, program.rank, work)
+        return replace(program, instructions=_with_waits([*interleaved(pulls, ended), commit]))
     pushes = [
         Instruction(Op.PUSH, bucket, reads=(gradients(bucket),) if bucket in mine else ())
         for bucket in reversed(buckets)
@@ -42,8 +45,14 @@ def overlap(placement: Placement, mode: Mode, program: RankProgram) -> RankProgr
     totals = tuple(value for push in pushes for value in push.reads)
     update = (Instruction(Op.UPDATE),) if mode == "train" else ()
     end = (Instruction(Op.COMMIT, reads=(*losses, *totals)), *update)
-    pushed = _with_pushes(work, pushes)
-    return replace(program, instructions=_with_waits([*pulls, *_with_ends(placement, program.rank, pushed), *end]))
+    pushed = _with_pushes(work, windowed(pushes, placement.outline), _free_to_wait(placement, program.rank, work))
+    ended = _with_ends(placement, program.rank, pushed)
+    return replace(program, instructions=_with_waits([*interleaved(pulls, ended), *end]))
+
+
+def _free_to_wait(placement: Placement, rank: int, work: Sequence[Instruction]) -> int:
+    stage = placement.stage_of.get(rank)
+    return free_to_wait(work, stage is None or not any(role.previous for role in stage.roles))
 
 
 def _post_early(placement: Placement, program: RankProgram) -> list[Instruction]:
@@ -84,11 +93,12 @@ def _earliest(placement: Placement, rank: int, before: Sequence[Instruction], in
     return at
 
 
-def _with_pushes(work: Sequence[Instruction], pushes: Sequence[Instruction]) -> list[Instruction]:
+def _with_pushes(work: Sequence[Instruction], pushes: Sequence[Instruction], free: int) -> list[Instruction]:
     """Insert the pushes in the order given, each as soon as its gradient is complete and those before it are issued.
 
     They go before the next computation, not right behind the last one, because a send that another stage waits for
     should leave first. Pushes of others' buckets wait for the rank's last forward: no gradient is complete earlier.
+    Pushes that wait for earlier ones come at index `free` of the work at the earliest.
     """
     complete = {
         value: i for i, instruction in enumerate(work) if instruction.op is Op.BACKWARD for value in instruction.writes
@@ -99,7 +109,11 @@ def _with_pushes(work: Sequence[Instruction], pushes: Sequence[Instruction]) -> 
     issued = 0
     for i, instruction in enumerate(work):
         if instruction.stream is Stream.COMPUTE and i > last_forward:
-            while issued < len(pushes) and all(complete[value] < i for value in pushes[issued].reads):
+            while (
+                issued < len(pushes)
+                and all(complete[value] < i for value in pushes[issued].reads)
+                and (i >= free or not pushes[issued].after)
+            ):
                 placed.append(pushes[issued])
                 issued += 1
         placed.append(instruction)
@@ -144,11 +158,11 @@ def _with_ends(placement: Placement, rank: int, work: Sequence[Instruction]) -> 
 
 
 def _with_waits(instructions: Sequence[Instruction]) -> tuple[Instruction, ...]:
-    """Set each instruction's `after`."""
+    """Set each instruction's `after`, in front of what the window has set."""
     stream_of: dict[Value, Stream] = {}
     waiting: list[Instruction] = []
     for each in instructions:
-        after = waits(each, stream_of)
+        after = (*waits(each, stream_of), *each.after)
         # Not by `replace`, which takes several times as long, for each of thousands of instructions.
         waiting.append(
             Instruction(each.op, each.target, each.micro_batch, each.peer, each.reads, each.writes, after)

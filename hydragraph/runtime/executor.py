@@ -194,7 +194,10 @@ class Executor:
             if self.beside is not None:
                 self.beside.go_on()
             for value in instruction.after:
-                self._arrive(iteration, value)
+                if instruction.op in (Op.PULL, Op.PUSH):
+                    self._make_room(iteration, instruction.stream, value)
+                else:
+                    self._arrive(iteration, value)
             name = instruction_text(instruction) if timing.spans is not None else ""
             with timing.running(name):
                 if instruction.op is Op.COMMIT:
@@ -230,6 +233,23 @@ class Executor:
         if pending is not None:
             with it.timing.waiting(Stream.PULL if value.kind is ValueKind.WEIGHTS else Stream.P2P, value):
                 it.values[value] = pending()
+
+    def _make_room(self, it: _Iteration, stream: Stream, value: Value) -> None:
+        """End an earlier pull or push, so that what it takes beside weights and home gradients is free again."""
+        arriving = it.arriving.get(value)
+        if arriving is not None:  # a block has yet to wait for these weights itself
+            with it.timing.waiting(stream, value):
+                arriving.end()
+            return
+        under_way = it.serving if stream is Stream.PULL else it.pushing
+        pending = under_way.get(value)
+        if pending is None:
+            return
+        if pending.follows:
+            with it.timing.waiting(stream, value, more=True), self._watch.communicating():
+                pending.go_on()
+        with self.streams.on(stream):  # the stream waits that needs the room, not the one that computes
+            self._end(it, stream, under_way, value)
 
     def _pull(self, it: _Iteration, instruction: Instruction) -> None:
         name = instruction.target

@@ -80,6 +80,10 @@ class Pending:
             self._finish.result()
             self._finish = self._finish.then()
 
+    def end(self) -> None:
+        """Wait until it is there, on its own stream; whoever asks for it later need not."""
+        self._ended()
+
     def __call__(self) -> Tensor:
         """Let the current stream wait; return the value, whose memory then outlives what this stream does with it."""
         value, mark = self._ended()

@@ -64,7 +64,8 @@ def iterations(draw: st.DrawFn) -> Iteration:
     counts = [draw(st.integers(0, 3)) for _ in pipelines]
     assume(any(counts))
     strategy = Strategy(tuple(pipelines), draw(st.sampled_from(["1f1b", "gpipe"])))
-    outline = Outline(blocks, buckets, tuple(sorted(frozen)))
+    elements = tuple(draw(st.integers(1, 3)) for _ in buckets)
+    outline = Outline(blocks, buckets, tuple(sorted(frozen)), elements, draw(st.none() | st.integers(0, 4)))
     mode: Mode = draw(st.sampled_from(["train", "gradients", "evaluate"]))
     return Iteration(
         outline, mode, rank_programs(outline, strategy, counts, mode, ranks=ranks + draw(st.integers(0, 1)))
@@ -312,6 +313,8 @@ class Replay:
         pulled = {value.bucket for value in instruction.reads if value.kind is ValueKind.WEIGHTS}
         if instruction.op in (Op.FORWARD, Op.BACKWARD):
             return all((Op.PULL, bucket) in mine for bucket in pulled for mine in self.exchanges)
+        if instruction.op in (Op.PULL, Op.PUSH):
+            return all((instruction.op, v.bucket) in mine for v in _room(instruction) for mine in self.exchanges)
         if instruction.op is Op.FREE:
             messages = [value for value in instruction.reads if value.kind is ValueKind.MESSAGE]
             return all(self.received[rank, v.peer] >= self.turn.get((rank, v), 0) for v in messages)
@@ -356,7 +359,8 @@ class Replay:
                 self.turn[rank, message] = self.sent[rank, peer]
         elif op in (Op.PULL, Op.PUSH):
             self.exchanges[rank].append((op, instruction.target))
-        term = (op, instruction.target, instruction.micro_batch, terms)
+        # Other waits for room leave other numbers of bytes in flight.
+        term = (op, instruction.target, instruction.micro_batch, terms, _room(instruction))
         if op not in (Op.FORWARD, Op.BACKWARD, Op.SEND):
             if (op, instruction.target) in self.results[rank]:
                 raise BrokenError("done twice")
@@ -397,6 +401,12 @@ class Replay:
 
     def _number(self, term: object) -> int:
         return self.numbers.setdefault(term, len(self.numbers))
+
+
+def _room(instruction: Instruction) -> tuple[Value, ...]:
+    """Return the earlier exchanges that a pull or a push waits for."""
+    exchanged = instruction.op in (Op.PULL, Op.PUSH)
+    return tuple(value for value in instruction.after if value not in instruction.reads) if exchanged else ()
 
 
 def equal(one: Programs, other: Programs) -> bool:

@@ -59,6 +59,18 @@ def test_golden_text_of_all_ranks(mode):
 
 
 @st.composite
+def outlines(draw, layers):
+    """Draw a model of so many layers, whose window may be smaller than a bucket."""
+    outline = model(layers, draw(st.booleans()))
+    if draw(st.booleans()):
+        outline = replace(outline, frozen=draw(st.lists(st.sampled_from([n for n, _ in outline.buckets]), unique=True)))
+    if draw(st.booleans()):
+        elements = tuple(draw(st.integers(1, 3)) for _ in outline.buckets)
+        outline = replace(outline, elements=elements, window=draw(st.none() | st.integers(0, 6)))
+    return outline
+
+
+@st.composite
 def iterations(draw):
     layers = draw(st.integers(1, 5))
     shapes = []
@@ -71,9 +83,7 @@ def iterations(draw):
     pipelines = tuple(Pipeline([Stage([next(devices) for _ in range(tp)], n) for tp, n in shape]) for shape in shapes)  # type: ignore[arg-type]
     counts = [draw(st.integers(0, 5)) for _ in pipelines]
     strategy = Strategy(pipelines, draw(st.sampled_from(["1f1b", "gpipe"])))
-    outline = model(layers, draw(st.booleans()))
-    if draw(st.booleans()):
-        outline = replace(outline, frozen=draw(st.lists(st.sampled_from([n for n, _ in outline.buckets]), unique=True)))
+    outline = draw(outlines(layers))
     return outline, strategy, counts, draw(st.sampled_from(["train", "evaluate"])), ranks
 
 
@@ -96,9 +106,7 @@ def shared(draw):
             pipelines.append(Pipeline(tuple(stages)))
     counts = [draw(st.integers(0, 9)) for _ in pipelines]
     strategy = Strategy(tuple(pipelines), draw(st.sampled_from(["1f1b", "1f1b", "gpipe"])))
-    outline = model(layers, draw(st.booleans()))
-    if draw(st.booleans()):
-        outline = replace(outline, frozen=draw(st.lists(st.sampled_from([n for n, _ in outline.buckets]), unique=True)))
+    outline = draw(outlines(layers))
     return outline, strategy, counts, draw(st.sampled_from(["train", "train", "evaluate"])), next(devices)
 
 
