@@ -108,6 +108,7 @@ def compile(
     joining: bool = False,
     deterministic: bool = False,
     window: int | None = None,
+    push_dtype: torch.dtype = torch.float32,
 ) -> Executable:
     """Compile a model for training under a strategy that every step may change.
 
@@ -156,6 +157,8 @@ def compile(
             have one tensor-parallel degree for all stages; see docs/deterministic.md.
         window: the most bytes of fp32 gradients that a rank may have in flight at once, and for as many elements those
             of weights; one bucket always passes. Default: two of the largest blocks.
+        push_dtype: what gradients travel to their owners in: `torch.bfloat16` halves the bytes. Each rank rounds its
+            sum over micro-batches once; owners add up, and keep, fp32. Not together with `deterministic`.
 
     Raises:
         TypeError: `model` is no module.
@@ -170,6 +173,13 @@ def compile(
     check_factory(optimizer)
     if window is not None and window < 0:
         raise ValueError(f"compile: window is {window}: give bytes, or None for two of the largest blocks")
+    if push_dtype not in (torch.float32, torch.bfloat16):
+        raise ValueError(f"compile: push_dtype is {push_dtype}: give torch.float32 or torch.bfloat16")
+    if deterministic and push_dtype != torch.float32:
+        raise ValueError(
+            f"compile: push_dtype {push_dtype} rounds each rank's sum, which depends on the ranks there are: leave it "
+            "out with deterministic"
+        )
     owners = home_of(home)
     member = here()
     late = member is not None and not member.generation.number
@@ -204,8 +214,9 @@ def compile(
                 program, variants = once_per_machine(world, "capture", key, captured, get_ready if plans else None)
         else:
             _check_origin(program, model, dtype, given=example is not None or loss is not None)
-        if window is not None:
-            program = replace(program, window=window // GRADIENT_BYTES)
+        limit = None if window is None else window // GRADIENT_BYTES
+        if (program.window, program.push_dtype) != (limit, push_dtype):
+            program = replace(program, window=limit, push_dtype=push_dtype)
         planning = Planning(profile, lengths, policy or Policy())
         executable = Executable(
             model,

@@ -134,3 +134,44 @@ def any_strategy(draw: st.DrawFn) -> str:
 @given(st.lists(any_strategy(), min_size=5, max_size=5, unique=True), st.sampled_from([0, 100_000]))
 def test_random_strategies_equal_one_device(strategies: list[str], window: int) -> None:
     check("gpt2", strategies, window=window)
+
+
+def gradients_in(prepared: Ready, strategies: list[str], home: hg.Home) -> list[list[dict[str, Tensor]]]:
+    """On every rank: the gradients under each strategy, pushed in fp32 and in bf16."""
+    both = []
+    for dtype in (torch.float32, torch.bfloat16):
+        exe = prepared.executable(strategies[0], None, home=home, push_dtype=dtype, check="off")
+        both.append([exe.gradients(batches(1)[0], strategy=hg.Strategy.parse(s, LAYERS)) for s in strategies])
+        exe.close()
+    return both
+
+
+@pytest.mark.parametrize("home", [hg.Home([3, 0, 1, 2]), hg.Home(copies=2)], ids=str)
+def test_gradients_pushed_in_16_bits_are_off_by_their_rounding_only(home: hg.Home) -> None:
+    strategies = ["4*<tp1,pp1>", "<[0,1]x3s,[2]x1r> + <[3]x4>"]
+    exact, rounded = hg.launch(gradients_in, 4, strategies, home, prepare=partial(ready, "llama", strategies))[0]
+    for one, other in zip(exact, rounded, strict=True):
+        assert any(not torch.equal(one[name], other[name]) for name in one)
+        for name, gradient in one.items():
+            # Each of four terms is off by 2**-9 of itself, and terms may cancel out.
+            assert (other[name] - gradient).norm() <= 2**-7 * gradient.norm(), name
+
+
+def test_a_gradient_that_stays_on_its_rank_is_not_rounded() -> None:
+    strategies = ["<[1]x4>"]
+    home = hg.Home([0, 1])
+    exact, rounded = hg.launch(gradients_in, 2, strategies, home, prepare=partial(ready, "llama", strategies))[0]
+    assert all(torch.equal(one, rounded[0][name]) for name, one in exact[0].items())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"push_dtype": torch.float16}, "push_dtype is torch.float16"),
+        ({"push_dtype": torch.bfloat16, "deterministic": True}, "leave it out with deterministic"),
+        ({"window": -1}, "window is -1"),
+    ],
+)
+def test_how_gradients_cannot_travel(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        hg.compile(MODELS["llama"](), "<tp1,pp1>", device="cpu", **options)

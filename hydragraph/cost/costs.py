@@ -73,6 +73,7 @@ class Costs:
         blocks: tells exactly what compiled graphs hold; None: the profile's lines.
         stack: the runtime; another than hydragraph's own is priced by `seconds` only, and has no simulation.
         state_bytes: per element at home that learns: its weight and what the optimizer keeps.
+        push_itemsize: bytes of an element of a gradient as it travels to its owner.
         corrections: what runs that were priced so have shown (`hydragraph compare`); they correct all seconds.
 
     Raises:
@@ -91,8 +92,10 @@ class Costs:
         stack: Stack = OWN,
         state_bytes: int = STATE_BYTES,
         corrections: Corrections | None = None,
+        push_itemsize: int = GRADIENT_BYTES,
     ) -> None:
         self.stack = stack
+        self.push_itemsize = push_itemsize
         self.state_bytes = state_bytes
         self.profile = profile
         self.cluster = cluster
@@ -160,6 +163,7 @@ class Costs:
             stack=self.stack,
             state_bytes=self.state_bytes,
             corrections=self.corrections,
+            push_itemsize=self.push_itemsize,
         )
         alike = costs.ranks == self.ranks and tuple(costs.cluster.types) == tuple(self.cluster.types)
         if costs.profile is self.profile and alike:
@@ -709,7 +713,10 @@ class CostedWork:
 
             ranks = self._costs.ranks
             sent = copied(owners, users, ranks) if op is Op.PULL else reduced(users, owners, ranks)
-            self._moved[key] = self._in_bytes(sent, Kind.PULL if op is Op.PULL else Kind.PUSH)
+            costs = self._costs
+            pulls = op is Op.PULL
+            size = costs.sizes.itemsize if pulls else costs.push_itemsize
+            self._moved[key] = self._in_bytes(sent, Kind.PULL if pulls else Kind.PUSH, size)
         return self._moved[key]
 
     def handed_on(self, bucket: str) -> Transfers:
@@ -722,12 +729,11 @@ class CostedWork:
         if owners not in self._moved:
             from hydragraph.ir.exchanged import handed_on
 
-            self._moved[owners] = self._in_bytes(handed_on(owners, costs.ranks), Kind.PUSH)
+            self._moved[owners] = self._in_bytes(handed_on(owners, costs.ranks), Kind.PUSH, GRADIENT_BYTES)
         return self._moved[owners]
 
-    def _in_bytes(self, sent: Ints, kind: Kind) -> Transfers:
+    def _in_bytes(self, sent: Ints, kind: Kind, size: int) -> Transfers:
         """Return elements that travel [sending ranks, receiving ranks] in bytes, as long as they took where seen."""
-        size = self._costs.sizes.itemsize if kind is Kind.PULL else GRADIENT_BYTES
         # Most pairs exchange nothing: numpy finds the others among truths, in one row, six times as quickly.
         at = np.flatnonzero(sent != 0)
         src, dst = np.divmod(at, sent.shape[1])
@@ -818,6 +824,7 @@ class ProfileBlocks:
         self.outline = costs.outline
         self.buckets = costs.buckets
         self.itemsize = costs.sizes.itemsize
+        self.push_itemsize = costs.push_itemsize
         self.hidden_bytes = costs.sizes.hidden_bytes
         self._templates = dict(zip(costs.outline.blocks, costs.profile.blocks, strict=True))
         self._types = tuple(costs.cluster.types)

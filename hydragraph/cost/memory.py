@@ -17,7 +17,15 @@ from typing import Protocol
 
 from hydragraph.cost.alive import Alive
 from hydragraph.cost.footprint import Footprint, MicroBatch, footprint, made_bytes, token_bytes
-from hydragraph.cost.messages import GRADIENT_BYTES, WEIGHT_BYTES, MessageBytes, pulled, pulled_bytes, pushed
+from hydragraph.cost.messages import (
+    GRADIENT_BYTES,
+    WEIGHT_BYTES,
+    MessageBytes,
+    pulled,
+    pulled_bytes,
+    pushed,
+    summed_bytes,
+)
 from hydragraph.ir.home import HomeLayouts
 from hydragraph.ir.instruction import Instruction, Op
 from hydragraph.ir.layout import GradientKind, Layout, propagation
@@ -109,6 +117,11 @@ class Blocks(Protocol):
         ...
 
     @property
+    def push_itemsize(self) -> int:
+        """Bytes of an element of a gradient as it is pushed."""
+        ...
+
+    @property
     def hidden_bytes(self) -> int:
         """Bytes of one token's hidden state."""
         ...
@@ -144,6 +157,7 @@ class CompiledBlocks:
         self.outline = program.outline
         self.buckets = program.buckets
         self.itemsize = program.dtype.itemsize
+        self.push_itemsize = program.push_dtype.itemsize
         self.hidden_bytes = token_bytes(program.templates[program.blocks[0].template].graph)
 
     def footprint(self, block: str, part: StagePart, batch: MicroBatch) -> Footprint:
@@ -267,6 +281,7 @@ class Walk:
         self._known_layouts: dict[object, tuple[Layout, Layout]] = {}
         self._layouts_of: dict[str, tuple[Layout, Layout]] = {}
         self._known_links: dict[tuple[Op, int], MessageBytes] = {}
+        self._known_sums: dict[int, int] = {}
         self._begin(micro_batches)
 
     def again(self, micro_batches: Sequence[Sequence[MicroBatch]]) -> Walk:
@@ -369,7 +384,7 @@ class Walk:
             self._known_links[key] = (
                 pulled(*layouts, self._rank, self._ranks, self._model.itemsize)
                 if self._messages
-                else MessageBytes(0, pulled_bytes(layouts[1], self._rank, self._ranks, self._model.itemsize))
+                else MessageBytes(0, pulled_bytes(*layouts, self._rank, self._model.itemsize))
             )
         link = self._known_links[key]
         self._fly(exchange_name(Op.PULL, bucket), link.outgoing)
@@ -383,7 +398,7 @@ class Walk:
         layouts = self._layouts(bucket)
         key = (Op.PUSH, id(layouts))
         if key not in self._known_links:
-            self._known_links[key] = pushed(*layouts, self._rank, self._ranks)
+            self._known_links[key] = pushed(*layouts, self._rank, self._model.push_itemsize)
         link = self._known_links[key]
         total = gradients(bucket)
         kept = () if link.outgoing else (total,)  # what is not copied is itself the message
@@ -399,10 +414,16 @@ class Walk:
         owners = self._home_of(bucket)
         key = (bucket.form, self._holders[name], id(owners))
         if key not in self._known_layouts:
-            kinds = {p.name: GradientKind.REPLICA for p in bucket.parameters}  # sizes do not depend on them
-            self._known_layouts[key] = owners, propagation(bucket, self._holders[name], kinds)
+            kinds = [self._kind(ranks) for ranks in self._holders[name]]
+            each = [{p.name: kind for p in bucket.parameters} for kind in kinds]
+            self._known_layouts[key] = owners, propagation(bucket, self._holders[name], each)
         self._layouts_of[name] = self._known_layouts[key]
         return self._layouts_of[name]
+
+    def _kind(self, ranks: tuple[int, ...]) -> GradientKind:
+        # Of what each rank of a stage holds whole; what is cut has one holder, so its kind makes no difference.
+        split = self._stages[ranks[0]].kind.sequence_parallel
+        return GradientKind.PARTIAL if split else GradientKind.REPLICA
 
     # Activations.
 
@@ -441,8 +462,13 @@ class Walk:
 
     def _begin_sums(self, values: Sequence[Value]) -> None:
         for value in values:
-            size = self._layouts(value.bucket)[1].local_size(self._rank)
-            self._alive.add(value, "gradients", GRADIENT_BYTES * size if self._ranks > 1 else 0)
+            self._alive.add(value, "gradients", self._summed_bytes(self._layouts(value.bucket)))
+
+    def _summed_bytes(self, layouts: tuple[Layout, Layout]) -> int:
+        key = id(layouts)
+        if key not in self._known_sums:
+            self._known_sums[key] = summed_bytes(*layouts, self._rank)
+        return self._known_sums[key]
 
     def _hidden(self, value: Value, whole: bool = True) -> None:
         size = self._hidden_bytes(value.micro_batch)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hydragraph.ir.layout import Ints, Layout
-from hydragraph.ir.link import Slices, copy, hand_on, is_all_gather, reduce
+from hydragraph.ir.link import Slices, copy, hand_on, is_all_gather, reduce, stays, sums_stay
 
 WEIGHT_BYTES = 4  # of home weights, fp32
 GRADIENT_BYTES = 4  # gradients are accumulated and pushed in fp32
@@ -33,38 +33,53 @@ def pulled(owners: Layout, users: Layout, rank: int, ranks: int, itemsize: int) 
         rank, ranks: whose part.
         itemsize: bytes of an element as it travels.
     """
-    incoming = pulled_bytes(users, rank, ranks, itemsize)
-    if ranks == 1 and itemsize == WEIGHT_BYTES:
-        return MessageBytes(0, incoming)
+    incoming = pulled_bytes(owners, users, rank, itemsize)
     shard = owners.local_size(rank)
+    if not incoming and stays(owners, users):
+        return MessageBytes(0, 0)
     if is_all_gather(owners, users) and len(owners.ranks) == ranks > 1:
         return MessageBytes(0 if itemsize == WEIGHT_BYTES else shard * itemsize, incoming)
     sends, receives = copy(owners, users, rank).of(rank)
     as_it_is = itemsize == WEIGHT_BYTES and _in_order(sends.src_at, sends.hi - sends.lo, shard)
     # From two owners, parts come in the order of ranks, not of elements, and are then put in their places.
     staged = not _in_order(receives.dst_at, receives.hi - receives.lo, users.local_size(rank))
+    if not staged and stays(owners, users):
+        return MessageBytes(0, incoming)  # what is put side by side, or cast, are the weights
     copied = (0 if as_it_is else sends.elements) + (receives.elements if staged else 0)
     return MessageBytes(copied * itemsize, incoming)
 
 
-def pulled_bytes(users: Layout, rank: int, ranks: int, itemsize: int) -> int:
-    """Return what of a bucket's weights a rank then holds; arguments as for `pulled`."""
-    if ranks == 1 and itemsize == WEIGHT_BYTES:
-        return 0  # the home shard itself
+def pulled_bytes(owners: Layout, users: Layout, rank: int, itemsize: int) -> int:
+    """Return what of a bucket's weights a rank then holds beside its home shard; arguments as for `pulled`."""
+    if itemsize == WEIGHT_BYTES and stays(owners, users):
+        sends, receives = copy(owners, users, rank).of(rank)
+        if _same(sends, owners.local_size(rank), receives, users.local_size(rank)):
+            return 0  # the home shard itself
     return users.local_size(rank) * itemsize
 
 
-def pushed(owners: Layout, users: Layout, rank: int, ranks: int) -> MessageBytes:
+def summed_bytes(owners: Layout, users: Layout, rank: int) -> int:
+    """Return what a rank adds a bucket's gradients up in, beside its home shard; arguments as for `pulled`."""
+    own = users.local_size(rank)
+    if sums_stay(users, owners):
+        sends, receives = reduce(users, owners, rank).of(rank)
+        if _same(sends, own, receives, owners.local_size(rank)):
+            return 0  # they are added up at home
+    return GRADIENT_BYTES * own
+
+
+def pushed(owners: Layout, users: Layout, rank: int, itemsize: int = GRADIENT_BYTES) -> MessageBytes:
     """Return what pushing a bucket's gradients takes; arguments as for `pulled`."""
-    if ranks == 1:
-        return MessageBytes(0, 0)  # gradients are added up at home
+    if sums_stay(users, owners) and not len(owners.second.rank):
+        return MessageBytes(0, 0)
     sends, receives = reduce(users, owners, rank).of(rank)
-    as_it_is = _in_order(sends.src_at, sends.hi - sends.lo, users.local_size(rank))
+    rounded = itemsize != GRADIENT_BYTES
+    as_it_is = not rounded and _in_order(sends.src_at, sends.hi - sends.lo, users.local_size(rank))
     leaving, arriving = hand_on(owners, rank).of(rank)
     handed = _copied(leaving, leaving.src_at) + _copied(arriving, arriving.dst_at)
     return MessageBytes(
-        0 if as_it_is else sends.elements * GRADIENT_BYTES,
-        _copied(receives, receives.dst_at) * GRADIENT_BYTES,
+        0 if as_it_is else sends.elements * itemsize,
+        (receives.elements if rounded else _copied(receives, receives.dst_at)) * itemsize,
         handed * GRADIENT_BYTES,
     )
 
@@ -75,6 +90,16 @@ def _copied(slices: Slices, at: Ints) -> int:
         return 0
     straight = _in_order(at - at[0], slices.hi - slices.lo, slices.elements)
     return 0 if straight else slices.elements
+
+
+def _same(sends: Slices, source: int, receives: Slices, target: int) -> bool:
+    """Say whether what stays on a rank is one whole buffer, and in the same place in the other."""
+    lengths = sends.hi - sends.lo, receives.hi - receives.lo
+    return (
+        source == target
+        and _in_order(sends.src_at, lengths[0], source)
+        and _in_order(receives.dst_at, lengths[1], target)
+    )
 
 
 def _in_order(at: Ints, length: Ints, size: int) -> bool:

@@ -174,6 +174,25 @@ def hand_on(owners: Layout, rank: int | None = None) -> Slices:
     return copy(owners.first, owners.second, rank)
 
 
+def stays(source: Layout, target: Layout) -> bool:
+    """Say whether `copy(source, target)` moves nothing from one rank to another: each has all that it needs."""
+    if not {*target.ranks} <= {*source.ranks}:
+        return False
+    return all(_keeps(copy(source, target, rank), rank) for rank in target.ranks)
+
+
+def sums_stay(source: Layout, target: Layout) -> bool:
+    """Say whether `reduce(source, target)` moves nothing from one rank to another: each owner computed all alone."""
+    owners = target.first.ranks
+    if not {*owners} <= {*source.ranks}:
+        return False
+    return all(_keeps(reduce(source, target, rank), rank) for rank in owners)
+
+
+def _keeps(slices: Slices, rank: int) -> bool:
+    return bool((slices.src == rank).all() and (slices.dst == rank).all())
+
+
 def is_all_gather(source: Layout, target: Layout) -> bool:
     """Say whether `copy(source, target)` is the native all-gather of equal shards over `source.ranks`, ascending."""
     return _equal_shards(source) and _whole_everywhere(target) and np.array_equal(source.rank, target.rank)

@@ -108,7 +108,8 @@ class Program:
             RoBERTa's padding id. Its position is -1.
         positions: how many tokens a sequence may have, by the model's config, and the setting that says so.
         origin: a digest of what the model was: its modules and its config.
-        window: the most elements of weights, and of gradients, in flight at once (`ir.outline`); `compile` sets it.
+        push_dtype: what gradients travel to their owners in, who add them up in fp32; `compile` sets it, and window.
+        window: the most elements of weights, and of gradients, in flight at once (`ir.outline`).
     """
 
     model: str
@@ -123,6 +124,7 @@ class Program:
     unplaced: int | None = None
     positions: tuple[int, str] | None = None
     origin: str = ""
+    push_dtype: torch.dtype = torch.float32
     window: int | None = None
 
     def __getstate__(self) -> dict[str, Any]:

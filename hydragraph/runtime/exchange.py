@@ -7,7 +7,8 @@ A push to a home of two copies is two links: first owners add up what all ranks 
 
 A gather or scatter that would move every element to where it is already is left out, and so is the buffer behind it:
 
-    `is_identity`   the shard is all there is and stays here (one rank): nothing moves
+    `stays`         no rank sends anything to another: nobody enters a message
+    `is_identity`   besides, the source buffer is the target buffer, element by element: nothing moves
     `native`        equal shards, whole copies: all-gather or reduce-scatter, without buffers between
     `in_order`      incoming is the target, element by element: it is received in place
 
@@ -30,7 +31,7 @@ import torch
 from torch import Tensor
 
 from hydragraph.ir.layout import Ints, Layout
-from hydragraph.ir.link import Slices, copy, hand_on, is_all_gather, is_reduce_scatter, reduce
+from hydragraph.ir.link import Slices, copy, hand_on, is_all_gather, is_reduce_scatter, reduce, stays, sums_stay
 from hydragraph.kernels.exact import joined
 from hydragraph.kernels.slice_copy import SliceTable, slice_copy
 from hydragraph.runtime.buffers import Buffers
@@ -52,6 +53,7 @@ class Exchange:
         source, target: elements of this rank's local buffers, or of the parts of them that take part.
         native: the collective that does the same, where there is one.
         source_at, target_at: where these parts begin in the buffers.
+        stays: no rank of the link, this one or another, sends anything to another.
         device: of the buffers.
     """
 
@@ -64,6 +66,7 @@ class Exchange:
     native: str | None = None
     source_at: int = 0
     target_at: int = 0
+    stays: bool = False
     device: torch.device = field(default=torch.device("cpu"), compare=False)
 
     @cached_property
@@ -98,10 +101,7 @@ class Exchange:
         """Whether the target buffer is the source buffer: nothing moves at all."""
         whole = ((0, self.source),)
         return (
-            self.native is None
-            and self.source == self.target
-            and self.sends == self.receives == whole
-            and (len(self.sent) == 1)
+            self.native is None and self.source == self.target and self.sends == self.receives == whole and self.stays
         )
 
     @property
@@ -116,7 +116,8 @@ def pull_exchange(
     """Lower a link of values for one rank, whose buffers are on a device (default: the CPU)."""
     native = "all_gather" if is_all_gather(source, target) and len(source.ranks) == ranks > 1 else None
     sizes = source.local_size(rank), target.local_size(rank)
-    return _lower(copy(source, target, rank), (0, sizes[0]), (0, sizes[1]), rank, ranks, native, device)
+    lowered = _lower(copy(source, target, rank), (0, sizes[0]), (0, sizes[1]), rank, ranks, native, device)
+    return replace(lowered, stays=stays(source, target))
 
 
 def push_exchange(
@@ -126,9 +127,10 @@ def push_exchange(
     native = "reduce_scatter" if is_reduce_scatter(source, target) and len(target.ranks) == ranks > 1 else None
     slices = reduce(source, target, rank)
     first = target.first.of(rank)
-    return _lower(
+    lowered = _lower(
         slices, (0, source.local_size(rank)), _span(first.at, first.hi - first.lo), rank, ranks, native, device
     )
+    return replace(lowered, stays=sums_stay(source, target))
 
 
 def hand_exchange(owners: Layout, rank: int, ranks: int, device: torch.device | None = None) -> Exchange | None:
@@ -200,10 +202,14 @@ def start_pull(exchange: Exchange, home: Tensor, dtype: torch.dtype, groups: Gro
         message = groups.all_gather(Role.PULL, target, outgoing)
         return _finisher(message, lambda: target, outgoing, groups, buffers)
     outgoing = _gathered(home, exchange, dtype, buffers)
-    if groups.world.ranks == 1 and exchange.in_order:  # nobody to exchange with
+    if exchange.stays and exchange.in_order:
         return Finish(lambda: outgoing)
     incoming = buffers.take(sum(exchange.received), dtype)
-    message = groups.all_to_all(Role.PULL, incoming, outgoing, exchange.received, exchange.sent)
+    message = None
+    if exchange.stays:
+        incoming.copy_(outgoing)
+    else:
+        message = groups.all_to_all(Role.PULL, incoming, outgoing, exchange.received, exchange.sent)
     if exchange.in_order:
         return _finisher(message, lambda: incoming, outgoing, groups, buffers)
 
@@ -223,6 +229,7 @@ def start_push(
     groups: Groups,
     buffers: Buffers,
     handing: Exchange | None = None,
+    dtype: torch.dtype = torch.float32,
 ) -> Finish:
     """Start moving gradients; the returned function waits and sums them into `home`, in order of the source rank.
 
@@ -230,12 +237,15 @@ def start_push(
         gradients: this rank's 1-D contribution, empty where it has none; given back to `buffers` when sent.
         home: this rank's 1-D gradient shard, overwritten; of the same dtype.
         handing: what then hands the sums on to second owners (`hand_exchange`).
+        dtype: what they are rounded to before they are sent; gradients that stay on their rank are not.
     """
-    push = _start_sum(exchange, gradients, _part(home, exchange.target_at, exchange.target), groups, buffers)
+    push = _start_sum(exchange, gradients, _part(home, exchange.target_at, exchange.target), groups, buffers, dtype)
     return _handed_on(push, handing, home, groups, buffers)
 
 
-def _start_sum(exchange: Exchange, gradients: Tensor, home: Tensor, groups: Groups, buffers: Buffers) -> Finish:
+def _start_sum(
+    exchange: Exchange, gradients: Tensor, home: Tensor, groups: Groups, buffers: Buffers, dtype: torch.dtype
+) -> Finish:
     """Start moving gradients to where they are summed; arguments as of `start_push`."""
     if exchange.is_identity:
 
@@ -246,17 +256,30 @@ def _start_sum(exchange: Exchange, gradients: Tensor, home: Tensor, groups: Grou
             return home
 
         return Finish(stay)
-    if exchange.native and groups.world.backend == "nccl":  # gloo's own is slower: it copies what it is given
+    if exchange.stays:
+
+        def add_own() -> Tensor:
+            outgoing = _gathered(gradients, exchange, home.dtype, buffers)
+            home.zero_()
+            slice_copy(outgoing, home, exchange.scatter, accumulate=True)
+            buffers.give(outgoing)
+            buffers.give(gradients)
+            return home
+
+        return Finish(add_own)
+    if (
+        exchange.native and dtype == home.dtype and groups.world.backend == "nccl"
+    ):  # gloo's own is slower: it copies what it is given
         message = groups.reduce_scatter(Role.PUSH, home, gradients)
         return _finisher(message, lambda: home, gradients, groups, buffers)
     # With two large buffers alive at a time instead of three: what is copied is given back before incoming is taken.
-    outgoing = _gathered(gradients, exchange, gradients.dtype, buffers)
+    outgoing = _gathered(gradients, exchange, dtype, buffers)
     if outgoing is not gradients:
         buffers.give(gradients)
-    if exchange.in_order:  # one contribution to every element
+    if exchange.in_order and dtype == home.dtype:  # one contribution to every element
         message = groups.all_to_all(Role.PUSH, home, outgoing, exchange.received, exchange.sent)
         return _finisher(message, lambda: home, outgoing, groups, buffers)
-    incoming = buffers.take(sum(exchange.received), gradients.dtype)
+    incoming = buffers.take(sum(exchange.received), dtype)
     message = groups.all_to_all(Role.PUSH, incoming, outgoing, exchange.received, exchange.sent)
 
     def add() -> Tensor:
@@ -288,7 +311,10 @@ def start_exact_push(
         handing: as of `start_push`; what is handed on is rounded.
     """
     totals = [buffers.take(exchange.target, torch.float64) for _ in parts]
-    pushes = [_start_sum(exchange, part, total, groups, buffers) for part, total in zip(parts, totals, strict=True)]
+    pushes = [
+        _start_sum(exchange, part, total, groups, buffers, torch.float64)
+        for part, total in zip(parts, totals, strict=True)
+    ]
 
     def finish() -> Tensor:
         for push in pushes:
@@ -341,9 +367,14 @@ def _gathered(buffer: Tensor, exchange: Exchange, dtype: torch.dtype, buffers: B
 
 
 def _sum(rows: Tensor, into: Tensor) -> None:
-    """Add two or more rows up, in order."""
-    torch.add(rows[0], rows[1], out=into)
-    for row in rows[2:]:
+    """Add two or more rows up, in order, in the dtype of `into`."""
+    if rows.dtype == into.dtype:
+        torch.add(rows[0], rows[1], out=into)
+        rows = rows[2:]
+    else:
+        into.copy_(rows[0])
+        rows = rows[1:]
+    for row in rows:
         into.add_(row)
 
 

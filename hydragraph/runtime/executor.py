@@ -404,8 +404,9 @@ class Executor:
 
     def _gradient_buffer(self, it: _Iteration, bucket: str) -> Tensor:
         exchange = it.prepared.pushes[bucket]
-        if exchange.is_identity:
-            return self._home.gradients[bucket]
+        home = self._home.gradients[bucket]
+        if exchange.is_identity and len(home) == exchange.target:  # of a second copy there is more
+            return home
         return self._buffers.take(exchange.source)
 
     def _send(self, it: _Iteration, instruction: Instruction) -> None:
@@ -461,7 +462,10 @@ class Executor:
         it.values.pop(value, None)  # it is the message's now, which gives its memory back
         it.views.pop(value, None)
         handing = it.prepared.handings.get(name)
-        self._start(it, value, [total], lambda: start_push(exchange, total, home, self._groups, self._buffers, handing))
+        dtype = self._program.push_dtype
+        self._start(
+            it, value, [total], lambda: start_push(exchange, total, home, self._groups, self._buffers, handing, dtype)
+        )
 
     def _push_exact(self, it: _Iteration, instruction: Instruction) -> None:
         value = gradients(instruction.target)

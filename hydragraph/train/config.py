@@ -499,6 +499,7 @@ class TrainConfig:
             ends all the same.
         progress_s: seconds in which no rank moves on while some wait; then all fail, and say what they were doing.
         deterministic: the same bits whatever ranks, pipelines and homes there are, also where ranks are lost; slower.
+        push_dtype: what gradients travel to their owners in, who add them up in fp32: float32 or bfloat16.
         output: the run folder.
     """
 
@@ -531,6 +532,7 @@ class TrainConfig:
     grace_s: float = 30.0
     progress_s: float = 600.0
     deterministic: bool = False
+    push_dtype: str = "float32"
     output: str = "runs/train"
 
     def __post_init__(self) -> None:
@@ -571,6 +573,9 @@ class TrainConfig:
             raise ValueError(f"deterministic is {self.deterministic!r}: give true or false")
         if self.deterministic and self.backend == "inductor":
             raise ValueError('deterministic: code by Inductor depends on the sizes it has seen: set backend to "eager"')
+        _check_choice("push_dtype", self.push_dtype, PUSH_DTYPES)
+        if self.deterministic and self.push_dtype != "float32":
+            raise ValueError(f"push_dtype is {self.push_dtype}: it rounds sums, so leave it out with deterministic")
         _check_text("output", self.output)
         if self.elastic.copies > self.home.copies:
             object.__setattr__(self, "home", replace(self.home, copies=self.elastic.copies))

@@ -231,6 +231,7 @@ def _compiled(
         progress_s=config.progress_s,
         home=config.home,
         deterministic=config.deterministic,
+        push_dtype=getattr(torch, config.push_dtype),
         **joining,
     )
 

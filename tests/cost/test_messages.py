@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hydragraph.cost.messages import MessageBytes, pulled, pushed
+from hydragraph.cost.messages import MessageBytes, pulled, pushed, summed_bytes
 from hydragraph.ir.layout import GradientKind, home, propagation
 from hydragraph.ir.parameter import Bucket, Parameter, ShardRule
 
@@ -15,7 +15,7 @@ WHOLE = {"w": GradientKind.REPLICA}
 
 def test_alone_nothing_travels_unless_the_dtype_changes() -> None:
     owners, users = home(SIZE, range(1)), propagation(BUCKET, ((0,),), [WHOLE])
-    assert pulled(owners, users, 0, 1, 4) == pushed(owners, users, 0, 1) == MessageBytes(0, 0)
+    assert pulled(owners, users, 0, 1, 4) == pushed(owners, users, 0) == MessageBytes(0, 0)
     assert pulled(owners, users, 0, 1, 2).incoming == 2 * SIZE
 
 
@@ -25,15 +25,23 @@ def test_data_parallel_ranks_send_their_shards_as_they_are(rank: int) -> None:
     assert pulled(owners, users, rank, 2, 4) == MessageBytes(0, 4 * SIZE)
     assert pulled(owners, users, rank, 2, 2) == MessageBytes(2 * SIZE // 2, 2 * SIZE)  # rounded first
     # The whole gradient is sent as it is; the shard comes from both, its own part too.
-    assert pushed(owners, users, rank, 2).outgoing == 0
-    assert pushed(owners, users, rank, 2).incoming > 0
+    assert pushed(owners, users, rank).outgoing == 0
+    assert pushed(owners, users, rank).incoming > 0
+
+
+def test_where_the_user_owns_all_nothing_is_sent_or_copied() -> None:
+    owners, users = home(SIZE, [1]), propagation(BUCKET, ((1,),), [WHOLE])
+    for rank in range(2):
+        assert pulled(owners, users, rank, 2, 4) == pushed(owners, users, rank) == MessageBytes(0, 0)
+        assert summed_bytes(owners, users, rank) == 0
+        assert pulled(owners, users, rank, 2, 2) == MessageBytes(0, 2 * SIZE * rank)  # rounded
 
 
 def test_a_rank_without_a_stage_receives_no_weights() -> None:
     owners, users = home(SIZE, range(2)), propagation(BUCKET, ((0,),), [WHOLE])
     assert pulled(owners, users, 1, 2, 4) == MessageBytes(0, 0)
     assert pulled(owners, users, 0, 2, 4).incoming == 4 * SIZE
-    assert pushed(owners, users, 1, 2).outgoing == 0
+    assert pushed(owners, users, 1).outgoing == 0
 
 
 def test_what_second_owners_add() -> None:
@@ -46,7 +54,7 @@ def test_what_second_owners_add() -> None:
     apart = home(SIZE, (9, 7, 6, 4), copies=2, nodes=[0, 1, 0, 1], align=1)
     far = propagation(BUCKET, ((8,),), [WHOLE])
     assert pulled(apart, far, 8, 10, 4).outgoing == 4 * SIZE
-    assert pushed(owners, users, 1, 4) == pushed(home(SIZE, range(4)), users, 1, 4) == MessageBytes(0, 0)
+    assert pushed(owners, users, 1) == pushed(home(SIZE, range(4)), users, 1) == MessageBytes(0, 0)
 
 
 def test_what_is_handed_on_is_staged_where_it_lies_apart() -> None:
@@ -55,5 +63,5 @@ def test_what_is_handed_on_is_staged_where_it_lies_apart() -> None:
     bucket = Bucket("b", (Parameter("w", (96,)),), ("b",))
     users = propagation(bucket, ((0,), (1,), (2,)), [WHOLE] * 3)
     owners = home(96, range(3), copies=2)
-    found = [pushed(owners, users, rank, 3) for rank in range(3)]
+    found = [pushed(owners, users, rank) for rank in range(3)]
     assert found == [MessageBytes(0, 4 * 96), MessageBytes(0, 4 * 96, 4 * 64), MessageBytes(0, 4 * 96)]
