@@ -145,7 +145,8 @@ def compile(
         progress_s: after so many seconds in which no rank has moved on while some wait for others, all raise, and write
             what they are doing to stderr; give more than any one instruction, or what you do between steps, takes.
         home: which rank owns how much of the weights and the optimizer's state, and whether a second one owns it too;
-            itself or its text, "3,1 copies=2"; None: equal shares of all ranks.
+            itself or its text: "3,1 copies=2", "equal" shares of all ranks, "stages" for the ranks that compute a
+            block, or "auto" for those that exchange least within the ranks' memory. None: "auto".
         compiled: a folder of `hydragraph compile`, in place of capturing: nothing is traced, and what was checked when
             it was written is not checked again. What it lacks is compiled here, with a line that says so.
         trust: also load Inductor's code from that folder, which is code: it can do anything that you may.
@@ -346,7 +347,7 @@ class RankPrograms(Sequence[RankProgram]):
         cluster: Cluster | Costs,
         tokens: int | Sequence[int] = 2048,
         efficiency: float | None = None,
-        home: Home | None = None,
+        home: Home | str | None = None,
     ) -> Timeline:
         """Price the programs: an event simulation of every stream of every rank.
 
@@ -355,13 +356,13 @@ class RankPrograms(Sequence[RankProgram]):
             tokens: of one micro-batch, one sequence, the same for all pipelines or one number for each.
             efficiency: of the datasheet, the part of its FLOP/s that computation reaches; default:
                 `cost.datasheet.EFFICIENCY`.
-            home: of a cluster: who owns state; None: equal shares of all ranks. Costs have their own.
+            home: of a cluster: who owns state; None: as `compile` chooses for the strategy. Costs have their own.
         """
         from hydragraph.cost.datasheet import EFFICIENCY, datasheet
 
         costs = cluster
         if isinstance(costs, Cluster):
-            costs = Costs(datasheet(self.program, costs, efficiency or EFFICIENCY), costs, home=home)
+            costs = Costs(datasheet(self.program, costs, efficiency or EFFICIENCY), costs, home=home_of(home))
         busy = {role.pipeline: len(role.micro_batches) for p in self.programs.headers for role in p.roles}
         counts = [busy.get(i, 0) for i in range(len(self.strategy.pipelines))]
         work = costs.work(self.strategy, Assignment.even(counts, tokens))

@@ -5,11 +5,13 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from hydragraph.beforehand import Beforehand, Readying
+from hydragraph.cost.chosen_home import question_of
 from hydragraph.cost.costs import Costs
+from hydragraph.cost.home_choice import Question, choose_home
 from hydragraph.cost.profile import Profile, Scheme
 from hydragraph.cost.schemes import schemes_of
 from hydragraph.errors import Unsupported
@@ -25,6 +27,7 @@ from hydragraph.runtime.groups import Groups
 from hydragraph.runtime.launch import World
 from hydragraph.runtime.once import Offer
 from hydragraph.spec.assignment import Assignment
+from hydragraph.spec.default_cluster import cluster_on
 from hydragraph.spec.home import Home
 from hydragraph.spec.strategy import Strategy
 
@@ -387,6 +390,77 @@ def candidates_among(world: World, given: Choices, *how: Any) -> tuple[Strategy,
         raise found
     assert found is not None, "rank 0 searches"
     return found
+
+
+def home_among(
+    world: World,
+    program: Program,
+    home: Home,
+    strategies: Sequence[Strategy],
+    planning: Planning,
+    weights: Sequence[float] | None = None,
+) -> Home:
+    """Return, on all ranks of a world, a home whose owners are chosen for strategies; rank 0 chooses.
+
+    Args:
+        world: of the ranks; all of them call it.
+        program: the model.
+        home: with a rule; one without stays as it is.
+        strategies: that run.
+        planning: measured costs, if there are any: they know links, rates and memory.
+        weights: how often each strategy runs.
+
+    Raises:
+        ValueError: on all ranks: the home does not fit them.
+    """
+    if home.rule is None:
+        return home
+    nodes = world.gather(world.node)
+    chosen: Home | ValueError | None = None
+    if world.rank == 0:
+        try:
+            question = _question(program, home, strategies, planning, [nodes.index(node) for node in nodes])
+            chosen = choose_home(replace(question, weights=None if weights is None else tuple(weights)))
+        except ValueError as refused:
+            chosen = refused
+    chosen = world.gather(chosen)[0]
+    if isinstance(chosen, ValueError):
+        raise chosen
+    assert chosen is not None, "rank 0 chooses"
+    return chosen
+
+
+def _question(
+    program: Program, home: Home, strategies: Sequence[Strategy], planning: Planning, nodes: Sequence[int]
+) -> Question:
+    """Return what a choice goes by on ranks of these nodes."""
+    costs = planning.profile
+    if isinstance(costs, Profile):
+        known = costs.blocks and costs.device is not None and len(set(nodes)) == 1
+        costs = Costs(costs, costs.cluster(len(nodes))) if known else None
+    if home.copies > 1:
+        home = replace(home, nodes=home.nodes or tuple(nodes))
+    if costs is None:
+        return _unmeasured(program, strategies, home, nodes)
+    longest = max((n for batch in planning.lengths or () for n in batch), default=None)
+    question = question_of(costs, strategies, home, longest)
+    return replace(question, outline=program.outline, buckets=program.buckets)
+
+
+def home_on(program: Program, strategies: Sequence[Strategy], home: Home, nodes: Sequence[int]) -> Home:
+    """Return a home whose owners are chosen for strategies on ranks of these nodes, of which nothing is measured.
+
+    Strategies that do not fit the ranks or the model take no part.
+    """
+    fitting = [strategy for strategy in strategies if _runs(program, strategy, len(nodes))]
+    if home.rule is None or not fitting:
+        return home.without_rule
+    return choose_home(_unmeasured(program, fitting, home, nodes))
+
+
+def _unmeasured(program: Program, strategies: Sequence[Strategy], home: Home, nodes: Sequence[int]) -> Question:
+    size = program.dtype.itemsize
+    return Question(program.outline, program.buckets, tuple(strategies), cluster_on(nodes), home, size)
 
 
 def strategy_for(given: Strategy | str, program: Program) -> Strategy:

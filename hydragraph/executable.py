@@ -21,7 +21,16 @@ from torch import Tensor, nn
 from hydragraph import log
 from hydragraph.ahead.load import Compiled
 from hydragraph.beforehand import Readying
-from hydragraph.candidates import Choices, Chooser, Planning, candidates_among, candidates_of, request_of, strategy_for
+from hydragraph.candidates import (
+    Choices,
+    Chooser,
+    Planning,
+    candidates_among,
+    candidates_of,
+    home_among,
+    request_of,
+    strategy_for,
+)
 from hydragraph.check.stages import StageCheck
 from hydragraph.cost.costs import Costs
 from hydragraph.cost.profile import Profile
@@ -61,7 +70,7 @@ from hydragraph.runtime.weights.directory import Shell
 from hydragraph.runtime.weights.directory import check as check_shell
 from hydragraph.session import Session, agree, first_of
 from hydragraph.spec.assignment import Assignment
-from hydragraph.spec.home import Home
+from hydragraph.spec.home import AUTO, Home, home_of
 from hydragraph.spec.padded import Batches
 from hydragraph.spec.strategy import Strategy
 from hydragraph.version import __version__
@@ -213,7 +222,7 @@ class Executable:
         self._planning = plans
         self._first_profile = plans.profile
         self.given = given
-        self.wanted_home = home or Home()
+        self.wanted_home = AUTO if home is None else home
         self.device = world.device
         self.progress_s = PROGRESS_S
         self._buffers = {name: buffer.to(world.device) for name, buffer in buffers.items()}
@@ -248,16 +257,17 @@ class Executable:
             several = [given] if isinstance(given, Strategy | str) else given
             self._check_sums([strategy_for(each, program) for each in several])
         if not joining:
-            known = self._variants.strategies
+            known, wanted = self._variants.strategies, self.wanted_home
 
             def among(profile: Profile | Costs | None) -> tuple[Strategy, ...]:
-                return candidates_among(world, given, program, world.ranks, profile, plans.lengths, home, known)
+                return candidates_among(world, given, program, world.ranks, profile, plans.lengths, wanted, known)
 
             alike = self._sums is not None and given == "auto"
             self.strategies = _of_least_cut(plans.profile, among) if alike and plans.profile else among(plans.profile)
             self._check_sums(self.strategies)
             self._planning = replace(plans, profile=self.given_profile)
-            self._holding.held = self._begin_session(world, home or Home(), fill)
+            chosen = home_among(world, program, wanted, self.strategies, self._planning)
+            self._holding.held = self._begin_session(world, chosen, fill)
             self._choose()
 
     # What a training script calls.
@@ -517,7 +527,7 @@ class Executable:
     def move(
         self,
         world: World,
-        home: Home,
+        home: Home | str | None,
         before: Sequence[int | None],
         restore: Restore | None = None,
         strategy: Choices | None = None,
@@ -533,7 +543,8 @@ class Executable:
         Args:
             world: this process's place from now on; its process group is there. The same as before: only the home is
                 another.
-            home: who owns the state from now on.
+            home: who owns the state from now on, itself or its text; with a rule ("auto"), owners are chosen for the
+                strategies. None: as in `compile`.
             before: by rank of the new world, its rank in the old one; None: a newcomer, whatever it has. Old ranks that
                 are not named are lost.
             restore: read where a part of the state is lost with them; then all ranks go back to it. A checkpoint of
@@ -549,6 +560,8 @@ class Executable:
         if self._closed:
             raise ValueError("move: this executable is closed; compile again")
         began = time.perf_counter()
+        given = home_of(home)
+        home = self.wanted_home if given is None else given
         holding = self._holding
         self._next = self._promised = None
         stays = holding.held is not None and world is holding.held.world and not world.watch.broken
@@ -569,6 +582,7 @@ class Executable:
             )
             self._check_sums(self.strategies)
             self._planning = replace(self._planning, profile=self._alike(self._planning.profile))
+            home = home_among(world, self.program, home, self.strategies, self._planning)
             counts = meeting.before[world.rank] is not None
             log = ProgressLog(Progress(meeting.updates, meeting.norm))
             ending = holding.held if stays else None
@@ -586,7 +600,7 @@ class Executable:
         return Moved(step, finished, restored, brought.extra, brought.received, seconds)
 
     @_call("rehome")
-    def rehome(self, home: Home) -> None:
+    def rehome(self, home: Home | str) -> None:
         """Let state go to where another home has it, beside the next step, which ends with it there; all ranks call it.
 
         The step computes what it would have, and all that follows does so by the new home, to the bit as if `move` had
@@ -595,7 +609,7 @@ class Executable:
         is loaded or moved otherwise, nothing has changed.
 
         Args:
-            home: who owns the state from then on.
+            home: who owns the state from then on; with a rule ("auto"), owners are chosen for the strategies.
 
         Raises:
             ValueError: on all ranks: the home does not fit, or state is on its way to another already.
@@ -605,8 +619,10 @@ class Executable:
             raise agreed(ValueError(f"rehome: state is on its way to {on_its_way}: train a step first"))
         self._holding.begin()
         held = self._session
+        given = home_of(home) or self.wanted_home
+        chosen = home_among(held.world, self.program, given, self.strategies, self._planning)
         arriving = self._begin_session(
-            held.world, home, lambda groups, state: None, ProgressLog(held.log.progress), held, agreed_before=True
+            held.world, chosen, lambda groups, state: None, ProgressLog(held.log.progress), held, agreed_before=True
         )
         self._holding.hand_over(arriving)
 

@@ -256,9 +256,9 @@ def home_for(wanted: Home, seats: Sequence[int], leaving: Sequence[int] = ()) ->
     """
     copies = wanted.copies if len(seats) - len(leaving) >= wanted.copies else 1
     if not leaving and wanted.shares is None and not wanted.buckets:
-        return Home(copies=copies)
+        return Home(copies=copies, rule=wanted.rule)
     each = {name: _shares(shares, seats, leaving) for name, shares in wanted.buckets.items()}
-    return Home(_shares(wanted.shares, seats, leaving), copies, each)
+    return Home(_shares(wanted.shares, seats, leaving), copies, each, rule=wanted.rule)
 
 
 def _shares(wanted: Sequence[float] | None, seats: Sequence[int], leaving: Sequence[int]) -> tuple[float, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from hydragraph.bench.link import Overlap, simulated
 from hydragraph.bench.link_measure import measure_rank, over_ranks
 from hydragraph.bench.report import Bar, Cell, Report
 from hydragraph.bench.shapes import meta_model
+from hydragraph.candidates import home_on
 from hydragraph.cost.link_bytes import Direction, Traffic, traffic
 from hydragraph.frontend.capture import capture
 from hydragraph.ir.home import HomeLayouts
@@ -101,7 +102,9 @@ def bench_link(settings: LinkSettings, tell: Callable[[str], None] = lambda what
     ranks = _ranks(settings, [strategy for _, strategy in strategies])
     cluster = settings.cluster or default_cluster(ranks)
     settings.home.check(ranks, [bucket.name for bucket in program.buckets])
-    owners = HomeLayouts(settings.home.on([device.node for device in cluster.devices]), ranks)
+    nodes = [device.node for device in cluster.devices]
+    settings = replace(settings, home=home_on(program, [strategy for _, strategy in strategies], settings.home, nodes))
+    owners = HomeLayouts(settings.home.on(nodes), ranks)
     homes = owners.by_name(program.buckets)
     placed = {strategy: layouts(program, strategy, homes) for _, strategy in strategies}
     legs = [_Leg(way, strategy, traffic(program, placed[strategy], way)) for way, strategy in strategies]

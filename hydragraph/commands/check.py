@@ -131,7 +131,7 @@ def _costs(
     blocks = CompiledBlocks(program, variants.get)
     degrees = sorted({stage.tp for s in strategies for p in s.pipelines for stage in p.stages})
     priced = datasheet(program, where, degrees=degrees) if profile is None else read_profile(profile)
-    return strategies, Costs(
+    costs = Costs(
         priced,
         where,
         home=config.home,
@@ -139,6 +139,7 @@ def _costs(
         state_bytes=state_bytes(config.optimizer, program.dtype, device),
         corrections=read_corrections(corrections),
     )
+    return strategies, costs.of_strategies(*strategies, tokens=config.data.max_length)
 
 
 def _step(config: TrainConfig, strategy: Strategy, lengths: Path | None) -> Assignment:

@@ -121,6 +121,7 @@ def compile_quietly(config: TrainConfig, micro_batches: str, output: Path, trust
     from hydragraph.ahead.manifest import Check
     from hydragraph.ahead.model_record import model_record
     from hydragraph.ahead.save import named_variants, save
+    from hydragraph.candidates import home_on
     from hydragraph.check.check import CheckedModel
     from hydragraph.check.run import check_here, mode_of
     from hydragraph.check.stages import StageCheck
@@ -144,14 +145,14 @@ def compile_quietly(config: TrainConfig, micro_batches: str, output: Path, trust
         line = check_here(CheckedModel(model, program), config.check)
         seconds = time.perf_counter() - began
         config.home.check(config.ranks, [bucket.name for bucket in program.buckets])
-        owners = HomeLayouts(config.home.on([0] * config.ranks), config.ranks)
+        parsed = [_parsed(text, program.layers) for text in config.strategies]
+        usable = [strategy for strategy in parsed if not isinstance(strategy, CompiledStrategy)]
+        home = home_on(program, usable, config.home, [0] * config.ranks)
+        owners = HomeLayouts(home.on([0] * config.ranks), config.ranks)
         compiler = Compiler(
             program, owners, chosen, device, lambda what: bar.update(task, advance=1, description=escape(what))
         )
-        parsed = [_parsed(text, program.layers) for text in config.strategies]
-        bar.update(
-            task, total=compiler.steps([strategy for strategy in parsed if not isinstance(strategy, CompiledStrategy)])
-        )
+        bar.update(task, total=compiler.steps(usable))
         with _threads_of_a_rank(config.ranks):
             compiled = [_compiled(compiler, strategy, micro_batches) for strategy in parsed]
         summary = summarise(program, compiler, compiled, seconds)

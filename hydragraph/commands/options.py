@@ -20,7 +20,8 @@ HomeText = Annotated[
     str | None,
     typer.Option(
         "--home",
-        help='Instead of the config\'s: the share of the state by rank, as in "3,3,1,0 copies=2"; equal: equal.',
+        help='Instead of the config\'s: the share of the state by rank, as in "3,3,1,0 copies=2"; equal: equal shares; '
+        "stages: the ranks that compute a block; auto: those that exchange least.",
     ),
 ]
 CorrectionsFile = Annotated[

@@ -27,9 +27,12 @@ import numpy as np
 
 from hydragraph.cost.accounts import Kind
 from hydragraph.cost.actors import stage_actors
+from hydragraph.cost.chosen_home import question_of
 from hydragraph.cost.corrections import Corrections, corrected
 from hydragraph.cost.curves import Constants, Curve, Table
+from hydragraph.cost.exchanges import elements_sent
 from hydragraph.cost.footprint import Footprint, MicroBatch
+from hydragraph.cost.home_choice import choose_home
 from hydragraph.cost.memory import STATE_BYTES, Blocks, Memory, MemoryCurve, Walk, exchange_name
 from hydragraph.cost.messages import GRADIENT_BYTES, WEIGHT_BYTES
 from hydragraph.cost.model import ModelSizes
@@ -45,14 +48,14 @@ from hydragraph.cost.work import NOTHING, Priced, Without, Work
 from hydragraph.errors import Unsupported
 from hydragraph.ir.home import HomeLayouts
 from hydragraph.ir.instruction import Op, Stream
-from hydragraph.ir.layout import GradientKind, Ints, Layout, propagation
+from hydragraph.ir.layout import Ints, Layout
 from hydragraph.ir.outline import Outline
 from hydragraph.ir.parameter import Bucket
 from hydragraph.passes.place import Placement, place
 from hydragraph.spec.assignment import Assignment
 from hydragraph.spec.cluster import Cluster, Interconnect
 from hydragraph.spec.health import Health
-from hydragraph.spec.home import Home
+from hydragraph.spec.home import AUTO, Home
 from hydragraph.spec.stage_kind import StageKind, StagePart
 from hydragraph.spec.strategy import Pipeline, Stage, Strategy
 
@@ -68,8 +71,9 @@ class Costs:
         profile: of the model, for every type of device of the cluster.
         cluster: one device per rank.
         health: rates of ranks; None: those that the corrections say, and without corrections all are healthy.
-        home: who owns weights and optimizer state; None: equal shares of all ranks. Without nodes of its own, copies
-            go by those of the cluster.
+        home: who owns weights and optimizer state. One with a rule has its owners chosen for the strategy that is
+            priced, as a run of it does (`of_strategies`); None: by the rule "auto". Without nodes of its own, copies go
+            by those of the cluster.
         blocks: tells exactly what compiled graphs hold; None: the profile's lines.
         stack: the runtime; another than hydragraph's own is priced by `seconds` only, and has no simulation.
         state_bytes: per element at home that learns: its weight and what the optimizer keeps.
@@ -103,7 +107,7 @@ class Costs:
         self.health = self.corrections.health if health is None else health
         # How many times as long transfers take: asked for once, as there are many of them.
         self._transfers = {kind: self.corrections.factor(kind) for kind in (Kind.PULL, Kind.PUSH, Kind.P2P)}
-        self.home = home or Home()
+        self.home = AUTO if home is None else home
         for rank in self.health:
             if rank >= len(cluster.devices):
                 raise ValueError(f"health names rank {rank}: the cluster has {len(cluster.devices)} devices (from 0)")
@@ -120,7 +124,9 @@ class Costs:
         self._given_blocks = blocks
         self.blocks: Blocks = blocks or ProfileBlocks(self)
         self.home.check(self.ranks, [bucket.name for bucket in self.buckets])
-        self._owners = HomeLayouts(self.home.on([device.node for device in cluster.devices]), self.ranks)
+        placed = self.home.without_rule.on([device.node for device in cluster.devices])
+        self._owners = HomeLayouts(placed, self.ranks)
+        self._chosen: dict[tuple[Strategy, ...], Costs] = {}
         self._reach = Reach(self)
 
     @property
@@ -158,7 +164,7 @@ class Costs:
             profile or self.profile,
             cluster or self.cluster,
             self.health if health is None else health,
-            home=home or self.home,
+            home=self.home if home is None else home,
             blocks=self._given_blocks,
             stack=self.stack,
             state_bytes=self.state_bytes,
@@ -178,6 +184,22 @@ class Costs:
         """Return the costs on the same ranks, which are numbered in this order from now on."""
         cluster = self.cluster.reordered(ranks)
         return self.changed(cluster=cluster, health=self.health.of_ranks(ranks), home=self.home.reordered(ranks))
+
+    def of_strategies(self, *strategies: Strategy, tokens: int | None = None) -> Costs:
+        """Return the costs under the home that is chosen for some strategies together; these, if theirs has no rule.
+
+        Args:
+            tokens: of the largest micro-batch, beside which ranks have memory for state; default: as many as use a
+                device well.
+        """
+        if self.home.rule is None:
+            return self
+        if strategies not in self._chosen or tokens is not None:
+            for strategy in strategies:
+                strategy.check(self.outline.layers, self.ranks, self.sizes.heads)
+            home = choose_home(question_of(self, strategies, tokens=tokens))
+            self._chosen[strategies] = self.changed(home=home)
+        return self._chosen[strategies]
 
     # Pipelines.
 
@@ -208,6 +230,8 @@ class Costs:
         Raises:
             Unsupported, ValueError: as `pipeline`.
         """
+        if self.home.rule is not None:
+            return self.of_strategies(strategy).pipelines(strategy)
         alone = tuple(self.pipeline(p, strategy.schedule) for p in strategy.pipelines)
         if not strategy.shares:
             return alone
@@ -469,6 +493,8 @@ class Costs:
         It is what a simulated iteration takes longer for them: each pipeline runs two micro-batches per stage of as
         many tokens as use a device well, beside which part of the traffic hides.
         """
+        if self.home.rule is not None and self.stack.own:
+            return self.of_strategies(strategy).fixed(strategy)
         key = (strategy.pipelines, strategy.schedule)
         if key not in self._fixed and self.stack.all_reduce:
             self._fixed[key] = self._all_reduced(strategy)
@@ -545,6 +571,8 @@ class Costs:
 
     def simulate(self, strategy: Strategy, assignment: Assignment) -> Timeline:
         """Simulate one iteration, as `hg.simulate`."""
+        if self.home.rule is not None:
+            return self.of_strategies(strategy).simulate(strategy, assignment)
         work = self.work(strategy, assignment)
 
         def curves(timeline: Timeline) -> Sequence[MemoryCurve]:
@@ -566,7 +594,7 @@ class Costs:
                 remedy="use costs.seconds(strategy, assignment), or costs of hydragraph's own stack",
             )
         strategy.check(self.outline.layers, self.ranks, self.sizes.heads)
-        return CostedWork(self, strategy, assignment)
+        return CostedWork(self.of_strategies(strategy), strategy, assignment)
 
     def memory(self, strategy: Strategy, assignment: Assignment | None = None) -> tuple[Memory, ...]:
         """Return what every rank holds when it holds most, if all exchanges take as long as they may.
@@ -587,6 +615,8 @@ class Costs:
 
     def walks(self, strategy: Strategy, assignment: Assignment) -> list[Walk]:
         """Return the walk through every rank's program."""
+        if self.home.rule is not None:
+            return self.of_strategies(strategy).walks(strategy, assignment)
         batches = micro_batches_of(strategy, assignment)
         return [self.walk(strategy, batches, rank) for rank in range(self.ranks)]
 
@@ -706,16 +736,10 @@ class CostedWork:
         owners = self._costs.home_of(weights)
         key = (op, weights.form, owners, stages)
         if key not in self._moved:
-            # Where tokens are split, each rank of a stage saw a part of them, and its gradients are partial sums.
-            sums = GradientKind.PARTIAL if self._splits_tokens(stages) else GradientKind.REPLICA
-            users = propagation(weights, stages, {p.name: sums for p in weights.parameters})
-            from hydragraph.ir.exchanged import copied, reduced  # it needs numba, which prices without traffic do not
-
-            ranks = self._costs.ranks
-            sent = copied(owners, users, ranks) if op is Op.PULL else reduced(users, owners, ranks)
             costs = self._costs
             pulls = op is Op.PULL
             size = costs.sizes.itemsize if pulls else costs.push_itemsize
+            sent = elements_sent(op, weights, owners, stages, self._splits_tokens(stages), costs.ranks)
             self._moved[key] = self._in_bytes(sent, Kind.PULL if pulls else Kind.PUSH, size)
         return self._moved[key]
 

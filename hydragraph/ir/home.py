@@ -14,7 +14,7 @@ class HomeLayouts:
     """Where each bucket's state lives; buckets of equal size and shares have one layout, made when it is asked for.
 
     Args:
-        home: on its nodes, if it has copies (`Home.on`); without, each rank counts as a node.
+        home: chosen, without a rule; on its nodes, if it has copies (`Home.on`); without, each rank counts as a node.
         ranks: how many there are.
 
     Raises:
@@ -22,6 +22,7 @@ class HomeLayouts:
     """
 
     def __init__(self, home: Home, ranks: int) -> None:
+        assert home.rule is None, f"home {home}: its owners are chosen before layouts are made"
         home.check(ranks)
         self.home = home
         self.ranks = ranks

@@ -1,6 +1,7 @@
 """Home: which rank owns how much of the model's state, whatever the strategy, and whether a second rank owns it too.
 
-As text, shares by rank, then what is not the default: "3,3,1,0 copies=2 embed=1,1,0,0", "8*1,8*0.5", "equal".
+As text, shares by rank, then what is not the default: "3,3,1,0 copies=2 embed=1,1,0,0", "8*1,8*0.5", "equal". The texts
+"auto" and "stages" leave the owners of each block to be chosen for the strategies that run (`cost.home_choice`).
 """
 
 from __future__ import annotations
@@ -9,11 +10,13 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar, get_args
 
 T = TypeVar("T")
 
 Shares = tuple[float, ...]
+
+Rule = Literal["auto", "stages"]
 
 _EQUAL_TEXT = "equal"
 
@@ -31,6 +34,9 @@ class Home:
             `shares`.
         nodes: which node each rank is on, for copies; None: the hosts that ranks run on, or each rank by itself where
             all run on one.
+        rule: how the owners of buckets without shares of their own are chosen once the strategies are known: "stages",
+            the ranks of the stages that use the bucket; "auto", those that exchange least, as far as memory goes. Then
+            `shares` says how much each of them owns relative to the others. None: `shares` are the owners.
 
     Raises:
         ValueError: naming the shares that are not numbers of at least 0, or all 0, or not as many as others.
@@ -40,8 +46,11 @@ class Home:
     copies: int = 1
     buckets: Mapping[str, Sequence[float]] = field(default_factory=dict)
     nodes: Sequence[int] | None = None
+    rule: Rule | None = None
 
     def __post_init__(self) -> None:
+        if self.rule is not None and self.rule not in get_args(Rule):
+            raise ValueError(f"rule is {self.rule!r}: use auto, stages, or leave it out")
         if self.shares is not None:
             object.__setattr__(self, "shares", _shares("shares", self.shares))
         if not isinstance(self.buckets, Mapping):
@@ -58,7 +67,7 @@ class Home:
             raise ValueError(f"{lengths}: give every list one number per rank")
 
     def __hash__(self) -> int:
-        return hash((self.shares, self.copies, tuple(self.buckets.items()), self.nodes))
+        return hash((self.shares, self.copies, tuple(self.buckets.items()), self.nodes, self.rule))
 
     def _lists(self) -> list[tuple[str, Sequence[float]]]:
         """Return what has one entry per rank, by name."""
@@ -83,7 +92,13 @@ class Home:
             self.copies,
             {name: of(shares) for name, shares in self.buckets.items()},
             None if self.nodes is None else of(self.nodes),
+            self.rule,
         )
+
+    @property
+    def without_rule(self) -> Home:
+        """The home that its shares alone make: where state is while no strategy is known."""
+        return replace(self, rule=None)
 
     def check(self, ranks: int, buckets: Sequence[str] | None = None) -> None:
         """Check that it is for so many ranks and for a model of these buckets.
@@ -119,7 +134,7 @@ class Home:
             ValueError: it is for another number of ranks, or asks for copies where all owners are on one node.
         """
         self.check(len(nodes))
-        if self.copies == 1:
+        if self.copies == 1 or self.rule is not None:  # chosen owners are on several nodes
             return self
         alone = len(set(nodes)) == 1
         placed = replace(self, nodes=self.nodes or tuple(range(len(nodes)) if alone else _nodes(nodes)))
@@ -136,7 +151,10 @@ class Home:
     # Text.
 
     def __str__(self) -> str:
-        parts = [_EQUAL_TEXT if self.shares is None else _text(self.shares)]
+        shares = None if self.shares is None else _text(self.shares)
+        parts = [shares or _EQUAL_TEXT]
+        if self.rule is not None:
+            parts = [self.rule] if shares is None else [self.rule, f"shares={shares}"]
         if self.copies != 1:
             parts.append(f"copies={self.copies}")
         if self.nodes is not None:
@@ -151,7 +169,11 @@ class Home:
             ValueError: showing the piece of the text that is wrong.
         """
         first, *others = text.split() or [""]
-        values: dict[str, Any] = {} if first == _EQUAL_TEXT else {"shares": _numbers(text, first)}
+        values: dict[str, Any] = {}
+        if first in get_args(Rule):
+            values["rule"] = first
+        elif first != _EQUAL_TEXT:
+            values["shares"] = _numbers(text, first)
         buckets: dict[str, Shares] = {}
         for part in others:
             name, equals, value = part.partition("=")
@@ -161,7 +183,7 @@ class Home:
                 )
             if name == "copies":
                 values[name] = int(value) if value.isdecimal() else value
-            elif name == "nodes":
+            elif name == "nodes" or (name == "shares" and "rule" in values):
                 values[name] = _numbers(text, value)
             else:
                 buckets[name] = _numbers(text, value)
@@ -172,6 +194,7 @@ class Home:
 
 
 EQUAL = Home()
+AUTO = Home(rule="auto")
 
 
 def home_of(given: Home | str | None) -> Home | None:
@@ -184,7 +207,9 @@ def home_of(given: Home | str | None) -> Home | None:
         return Home.parse(given)
     if given is None or isinstance(given, Home):
         return given
-    raise ValueError(f"home is {given!r}: give hg.Home(shares=[3, 1], copies=2), its text '3,1 copies=2', or None")
+    raise ValueError(
+        f"home is {given!r}: give hg.Home(shares=[3, 1], copies=2), its text '3,1 copies=2', 'auto', 'equal', or None"
+    )
 
 
 def _shares(name: str, given: object) -> Shares:

@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 
 from hydragraph.data.documents import FORMATS, OVERLONG, TRAIN_ON, Fields
-from hydragraph.spec.home import EQUAL, Home
+from hydragraph.spec.home import AUTO, Home
 from hydragraph.spec.record import flow_yaml, from_record, load_record, to_record
 from hydragraph.train.whole import write_whole
 
@@ -475,8 +475,9 @@ class TrainConfig:
             on_checkpoint(step, path): called on rank 0. "wandb" logs to Weights & Biases.
         strategies: texts such as "<tp2,pp1> + <tp1,pp2>", paths of YAML files, or such YAML written out; steps take
             them in turn, or the best for each (`plan.choose`); "auto" alone proposes them (`plan.profile`).
-        home: which rank owns how much of the weights and the optimizer's state: a text such as "3,3,1,0 copies=2", or
-            {shares: [3, 3, 1, 0], copies: 2}; default: equal shares.
+        home: which rank owns how much of the weights and the optimizer's state: "auto", the ranks that exchange least
+            for the strategies; "stages", those that compute a block; "equal", all alike; a text such as
+            "3,3,1,0 copies=2", or {shares: [3, 3, 1, 0], copies: 2}.
         steps: how many mini-batches to train on; 0: as many as `epochs` says.
         epochs: instead, how many times to pass over all tokens of the data; 0: as `steps` says.
         ranks: local processes to start, where no launcher such as torchrun has started any.
@@ -509,7 +510,7 @@ class TrainConfig:
     steps: int = 0
     epochs: float | None = None
     ranks: int = 1
-    home: Home = EQUAL
+    home: Home = AUTO
     optimizer: OptimizerConfig = OptimizerConfig()
     schedule: ScheduleConfig = ScheduleConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()

@@ -215,11 +215,12 @@ def test_a_rate_scales_all_that_its_rank_does() -> None:
     assignment = assigned([[700], [700]])
     for text in ("<tp1,pp2>", "<[0,1]x4>", "<[0]x4>"):
         strategy = Strategy.parse(text, 4)
-        healthy = costs(4, late).simulate(strategy, assignment).seconds
-        slow = costs(4, late, hg.Health({0: 3.0, 1: 3.0})).simulate(strategy, assignment).seconds
+        healthy = costs(4, late, home=hg.Home()).simulate(strategy, assignment).seconds
+        slow = costs(4, late, hg.Health({0: 3.0, 1: 3.0}), home=hg.Home()).simulate(strategy, assignment).seconds
         assert slow == pytest.approx(3 * healthy)
-    # The slower end of a message counts, and a rank without layers takes part in pull, push and commit.
-    one = costs(4, late, hg.Health({1: 3.0})).simulate(Strategy.parse("<[0]x4>", 4), assignment).seconds
+    # The slower end of a message counts, and an owner without layers takes part in pull, push and commit.
+    owning = costs(4, late, hg.Health({1: 3.0}), home=hg.Home())
+    one = owning.simulate(Strategy.parse("<[0]x4>", 4), assignment).seconds
     assert healthy * 1.1 < one < slow
 
 

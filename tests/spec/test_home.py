@@ -23,7 +23,8 @@ def homes(draw: st.DrawFn) -> hg.Home:
     nodes = draw(st.none() | st.lists(st.integers(0, 5), min_size=n, max_size=n))
     names = st.sampled_from(["embed", "layer.0", "layer.1", "lm_head.weight"])
     buckets = draw(st.dictionaries(names, lists, max_size=3))
-    return hg.Home(draw(st.none() | lists), draw(st.sampled_from((1, 2))), buckets, nodes)
+    rule = draw(st.sampled_from((None, "auto", "stages")))
+    return hg.Home(draw(st.none() | lists), draw(st.sampled_from((1, 2))), buckets, nodes, rule)
 
 
 @given(homes())
@@ -51,6 +52,8 @@ def test_it_follows_its_ranks_into_another_order() -> None:
 
 def test_texts_by_hand() -> None:
     assert hg.Home.parse("equal") == hg.Home()
+    assert hg.Home.parse("auto") == hg.Home(rule="auto")
+    assert str(hg.Home([2, 1], 2, rule="stages")) == "stages shares=2,1 copies=2"
     assert hg.Home.parse("3,3,1,0 copies=2") == hg.Home(shares=[3, 3, 1, 0], copies=2)
     assert hg.Home.parse("8*1,8*0.5").shares == (1.0,) * 8 + (0.5,) * 8
     mixed = hg.Home([1, 1, 1, 1], 2, {"embed": [1, 0, 0, 1]}, [0, 0, 0, 1])
@@ -78,6 +81,7 @@ def test_texts_by_hand() -> None:
         ("1,1 nodes=0,0.5", "nodes: rank 1 is on node 0.5"),
         ("1,1 twice", "write copies=2"),
         ("1,1 copies=1 copies=2", "write copies=2"),
+        ("1,1 shares=1,1", "write copies=2"),
     ],
 )
 def test_unusable_texts_are_refused(text: str, said: str) -> None:

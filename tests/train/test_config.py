@@ -128,7 +128,7 @@ def test_a_wrong_override_is_named(tmp_path: Path, text: str, sentence: str) -> 
 
 
 def test_a_home_is_a_text_or_a_mapping(tmp_path: Path) -> None:
-    assert TrainConfig.load(write(tmp_path, {})).home == Home()
+    assert TrainConfig.load(write(tmp_path, {})).home == Home(rule="auto")
     text = TrainConfig.load(write(tmp_path, {"home": "3,1 copies=2 embed=1,1"}))
     mapping = TrainConfig.load(write(tmp_path, {"home": {"shares": [3, 1], "copies": 2, "buckets": {"embed": [1, 1]}}}))
     assert text == mapping

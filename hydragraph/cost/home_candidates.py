@@ -1,0 +1,112 @@
+"""Candidate owners of one bucket: parts of it by rank, which add up to 1.
+
+Let a stage of t ranks need 1 / t of the bucket on each of them. Candidates for strategies s with weights w_s are
+
+    by need      parts as ranks need the bucket under one strategy, or on average over all
+    groups       the ranks of one stage alone; of two strategies, the ranks that both use
+    all          equal parts of all ranks
+    subsets      every set of ranks, in worlds of at most `FEW` ranks
+
+A rank's part is then multiplied by its ability (its share where the user gives shares, the inverse of its rate): a rank
+without any owns nothing. Of two copies, candidates on one node get their second copy from the ranks of other nodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import combinations
+
+import numpy as np
+from numpy.typing import NDArray
+
+Parts = NDArray[np.float64]
+Stages = tuple[tuple[int, ...], ...]  # the ranks of each stage that uses a bucket
+
+FEW = 4
+MOST = 8  # stages of one strategy, or second nodes, that are candidates by themselves
+PLACES = 9  # decimals by which two candidates are the same
+
+
+def candidates(
+    users: Mapping[int, Stages], weights: Sequence[float], ability: Parts, copies: int, nodes: Sequence[int], wide: bool
+) -> list[Parts]:
+    """Return candidates, without repetition, the one by mean need first.
+
+    Args:
+        users: by the strategy's number, the stages that use the bucket.
+        weights: of the strategies.
+        ability: of each rank, 0: it owns nothing [ranks].
+        copies: of the state.
+        nodes: of each rank.
+        wide: whether more than needs are looked at.
+    """
+    ranks = len(ability)
+    needs = {number: needed(stages, ranks) for number, stages in users.items()}
+    every: list[Parts] = [np.sum([weights[number] * need for number, need in needs.items()], axis=0), *needs.values()]
+    if wide:
+        every += _groups(users, needs, ranks)
+        every.append(np.ones(ranks))
+        if ranks <= FEW:
+            every += subsets(ranks)
+    able = [parts * ability for parts in every]
+    found = [parts / parts.sum() for parts in able if parts.sum() > 0] or [ability / ability.sum()]
+    if copies > 1:
+        found = [twice for parts in found for twice in with_second_copy(parts, ability, nodes)]
+    return unlike(found)
+
+
+def needed(stages: Stages, ranks: int) -> Parts:
+    """Return the part of a bucket that each rank needs for its stage."""
+    parts = np.zeros(ranks)
+    for stage in stages:
+        parts[list(stage)] += 1 / len(stage)
+    return parts
+
+
+def subsets(ranks: int) -> list[Parts]:
+    """Return equal parts of every set of ranks."""
+    sets = (chosen for size in range(1, ranks + 1) for chosen in combinations(range(ranks), size))
+    return [_of(chosen, ranks) for chosen in sets]
+
+
+def with_second_copy(parts: Parts, ability: Parts, nodes: Sequence[int]) -> Iterator[Parts]:
+    """Yield parts of two copies together, of which no node has more than half.
+
+    Args:
+        parts: of one copy.
+        ability, nodes: of each rank.
+    """
+    places = np.asarray(nodes)
+    numbers = np.unique(places)
+    of_node = [float(parts[places == node].sum()) for node in numbers]
+    most = numbers[int(np.argmax(of_node))]
+    inside = places == most
+    if max(of_node) <= 0.5:
+        yield parts
+        return
+    others = np.where(inside, 0.0, parts)
+    seconds = [others, np.where(inside, 0.0, ability)]
+    seconds += [np.where(places == node, ability, 0.0) for node in numbers[:MOST] if node != most]
+    for second in seconds:
+        if second.sum() > 0:
+            yield np.where(inside, parts / parts[inside].sum(), second / second.sum()) / 2
+
+
+def unlike(every: Sequence[Parts]) -> list[Parts]:
+    """Return parts without repetition, in their order."""
+    return list({tuple(np.round(parts, PLACES)): parts for parts in reversed(every)}.values())[::-1]
+
+
+def _groups(users: Mapping[int, Stages], needs: Mapping[int, Parts], ranks: int) -> Iterator[Parts]:
+    for stages in users.values():
+        yield from (_of(stage, ranks) for stage in dict.fromkeys(stages[:MOST]))
+    for one, other in combinations(needs.values(), 2):
+        for both in (one * other > 0, one + other > 0):
+            if both.any():
+                yield both.astype(float)
+
+
+def _of(chosen: Sequence[int], ranks: int) -> Parts:
+    parts = np.zeros(ranks)
+    parts[list(chosen)] = 1.0
+    return parts

@@ -1,0 +1,268 @@
+"""The choice of a home: which ranks own each bucket's state, for the strategies that run.
+
+Every iteration a bucket b is pulled by the stages that use it and its gradients are pushed back. With x_b the parts of
+b that ranks own (`cost.home_candidates`), let p_s(x), q_s(x) and h_s(x) be the seconds of the slowest rank for pulling
+it, pushing it and handing it to second owners under strategy s, from the bytes of its links (`ir.exchanged`) on the
+cluster (`cost.traffic`). Of strategies that run with the frequencies w_s, choose
+
+    x_b = argmin  e_b(x),   e_b(x) = sum_s w_s (p_s(x) + q_s(x) + h_s(x))
+
+and of equal ones the one that moves fewest bytes, then the one whose largest part is smallest. Ranks enter the
+exchanges of buckets one after another in the same order, so what an iteration exchanges takes at most the sum over
+buckets: the choice is separable, each bucket by itself, as long as every rank has room for what it then owns. Where one
+does not, a linear program over the same candidates chooses for all buckets at once (`cost.home_room`).
+
+Buckets of equal form that the same stages use are one class, whose choice is made once: a model has few of them. For
+one strategy on links that are all alike, parts by need are the choice (but for stages of unlike degrees in small
+worlds): each rank then receives what it does not own of its need, in balance with what it sends, and a stage that is
+alone with a bucket exchanges nothing.
+
+Example: two pipelines of two stages, <[0]x2,[1]x2> + <[2]x2,[3]x2>. The first layers go to ranks 0 and 2 in halves, the
+others to 1 and 3. Alone, <[0]x2,[1]x2> would have them on ranks 0 and 1, and exchange nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+
+from hydragraph.cost.exchanges import elements_sent
+from hydragraph.cost.home_candidates import FEW, Parts, Stages, candidates
+from hydragraph.cost.home_room import within
+from hydragraph.cost.messages import GRADIENT_BYTES
+from hydragraph.cost.traffic import Roads, Transfers
+from hydragraph.ir.instruction import Op
+from hydragraph.ir.layout import home as home_layout
+from hydragraph.ir.outline import Outline
+from hydragraph.ir.parameter import Bucket
+from hydragraph.passes.place import place
+from hydragraph.spec.cluster import Cluster
+from hydragraph.spec.health import Health
+from hydragraph.spec.home import Home
+from hydragraph.spec.strategy import Strategy
+
+SAME = 1e-9  # relative difference of seconds, and of bytes, that counts as none
+
+
+@dataclass(frozen=True)
+class Question:
+    """What a choice goes by; ranks that have the same make the same choice.
+
+    Attributes:
+        outline, buckets: of the model.
+        strategies: that run.
+        cluster: one device per rank, their nodes and links.
+        home: its rule, copies, nodes, shares (of the ranks relative to each other) and buckets that are not chosen.
+        itemsize: bytes of a weight that is pulled.
+        weights: how often each strategy runs; None: equally often.
+        health: rates of ranks: a slow one owns less of a bucket, a lost one nothing.
+        room: elements that each rank has memory for; None: enough.
+    """
+
+    outline: Outline
+    buckets: tuple[Bucket, ...]
+    strategies: tuple[Strategy, ...]
+    cluster: Cluster
+    home: Home
+    itemsize: int = 4
+    weights: tuple[float, ...] | None = None
+    health: Health = Health()  # noqa: RUF009
+    room: tuple[float, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Class:
+    """Buckets of equal form that the same stages use.
+
+    Attributes:
+        buckets: of the model.
+        users: by the number of the strategy, the stages that use them.
+    """
+
+    buckets: tuple[Bucket, ...]
+    users: dict[int, Stages]
+
+
+def choose_home(question: Question) -> Home:
+    """Return a home without a rule; one that has none is returned as it is. A pure function.
+
+    Raises:
+        ValueError: the home has shares for other ranks, or asks for a copy on another node where there is none.
+    """
+    home = question.home
+    if home.rule is None:
+        return home
+    home.check(len(question.cluster.devices))
+    choice = _Choice(question)
+    parts = choice.parts()
+    plain = {name: numbers(each) for name, each in parts.items()}
+    equal = (1.0,) * choice.ranks
+    if len({*plain.values()}) == 1 and not home.buckets:
+        (shares,) = {*plain.values()}
+        return Home(None if shares == equal else shares, home.copies, nodes=home.nodes)
+    others = {name: shares for name, shares in plain.items() if shares != (home.shares or equal)}
+    return replace(home, rule=None, buckets={**others, **home.buckets})
+
+
+def expected_s(question: Question, home: Home) -> float:
+    """Return the seconds of exchanges that an iteration is expected to have under a home: the sum of e_b."""
+    choice = _Choice(replace(question, home=home))
+    total = 0.0
+    for each in choice.classes(without=()):
+        for bucket in each.buckets:
+            shares = np.asarray(home.shares_of(bucket.name) or (1.0,) * choice.ranks, float)
+            total += choice.price(each, shares / shares.sum())[0]
+    return total
+
+
+def numbers(parts: Parts) -> tuple[float, ...]:
+    """Return parts as relative shares, whole numbers where they are such."""
+    shares = parts / parts[parts > 0].min()
+    whole = np.rint(shares)
+    return tuple(map(float, whole if np.allclose(shares, whole, rtol=0, atol=1e-6) else parts / parts.max()))
+
+
+class _Choice:
+    def __init__(self, question: Question) -> None:
+        self._question = question
+        self.ranks = len(question.cluster.devices)
+        count = len(question.strategies)
+        weights = np.asarray(question.weights or (1.0,) * count, float)
+        self._weights: list[float] = (weights / weights.sum()).tolist()
+        nodes = question.home.nodes or [device.node for device in question.cluster.devices]
+        self._nodes = list(range(self.ranks)) if len(set(nodes)) == 1 else list(nodes)
+        shares = np.asarray(question.home.shares or (1.0,) * self.ranks, float)
+        self._ability = shares / np.array([question.health.rate(rank) for rank in range(self.ranks)])
+        self._known: dict[object, tuple[float, float]] = {}
+
+    def parts(self) -> dict[str, Parts]:
+        """Return the parts of every bucket that is chosen."""
+        classes = self.classes(without=tuple(self._question.home.buckets))
+        narrow = self._question.home.rule == "stages"
+        ranked = [self._ranked(each, wide=not narrow and self._mixed(each)) for each in classes]
+        best = {b.name: row[0] for each, row in zip(classes, ranked, strict=True) for b in each.buckets}
+        if narrow or self._question.room is None or self._fits(classes, best):
+            return best
+        return self._repaired(classes) or best
+
+    def classes(self, without: Sequence[str]) -> list[Class]:
+        """Return the classes of the buckets that blocks use, but for some."""
+        question = self._question
+        holders = [
+            dict(place(question.outline, strategy, [1] * len(strategy.pipelines)).holders)
+            for strategy in question.strategies
+        ]
+        found: dict[object, list[Bucket]] = {}
+        users: dict[object, dict[int, Stages]] = {}
+        for bucket in question.buckets:
+            used = {number: each[bucket.name] for number, each in enumerate(holders) if bucket.name in each}
+            if used and bucket.name not in without:
+                key = (bucket.form, bucket.learns, tuple(used.items()))
+                found.setdefault(key, []).append(bucket)
+                users[key] = used
+        return [Class(tuple(buckets), users[key]) for key, buckets in found.items()]
+
+    def _mixed(self, each: Class) -> bool:
+        """Return whether more than needs are looked at: several strategies, links that differ, stages cut unlike."""
+        cluster = self._question.cluster
+        if len(self._question.strategies) > 1 or len(cluster.types) > 1 or cluster.pairs:
+            return True
+        degrees = {len(stage) for stages in each.users.values() for stage in stages}
+        return self.ranks <= FEW and len(degrees) > 1
+
+    def _candidates(self, each: Class, wide: bool) -> list[Parts]:
+        copies = self._question.home.copies
+        return candidates(each.users, self._weights, self._ability, copies, self._nodes, wide)
+
+    def _ranked(self, each: Class, wide: bool) -> list[Parts]:
+        """Return candidates, the best first."""
+        found = self._candidates(each, wide)
+        if len(found) == 1 or self._question.home.rule == "stages":
+            return found
+        priced = [(*self.price(each, parts), float(parts.max())) for parts in found]
+        units = [max((row[i] for row in priced), default=0.0) * SAME or 1.0 for i in range(3)]
+        order = sorted(range(len(found)), key=lambda i: [round(v / u) for v, u in zip(priced[i], units, strict=True)])
+        return [found[i] for i in order]
+
+    def price(self, each: Class, parts: Parts) -> tuple[float, float]:
+        """Return the seconds and the bytes that a bucket of a class is expected to take in an iteration."""
+        bucket = each.buckets[0]
+        key = (id(each), tuple(parts))
+        if key not in self._known:
+            home = self._question.home
+            owners = home_layout(bucket.size, range(self.ranks), parts, home.copies, nodes=self._layout_nodes)
+            rows = [
+                (self._weights[number], moved)
+                for number, stages in each.users.items()
+                for moved in self._exchanges(bucket, owners, stages, self._splits(number))
+            ]
+            self._known[key] = (
+                sum(weight * self._roads.slowest_s(moved) for weight, moved in rows),
+                sum(weight * moved.total for weight, moved in rows),
+            )
+        return self._known[key]
+
+    @property
+    def _layout_nodes(self) -> list[int] | None:
+        return self._nodes if self._question.home.copies > 1 else None
+
+    @cached_property
+    def _roads(self) -> Roads:
+        ranks = np.arange(self.ranks)
+        rates = np.array([self._question.health.rate(rank) for rank in ranks.tolist()])
+        return Roads(self._question.cluster, ranks, np.where(np.isfinite(rates), rates, 1.0))
+
+    def _splits(self, number: int) -> bool:
+        stages = (stage for pipeline in self._question.strategies[number].pipelines for stage in pipeline.stages)
+        return any(stage.sequence_parallel for stage in stages)
+
+    def _exchanges(self, bucket: Bucket, owners: object, stages: Stages, splits: bool) -> list[Transfers]:
+        from hydragraph.ir.exchanged import handed_on
+        from hydragraph.ir.layout import Layout
+
+        assert isinstance(owners, Layout)
+        sent = [(elements_sent(Op.PULL, bucket, owners, stages, splits, self.ranks), self._question.itemsize)]
+        if bucket.learns:
+            sent.append((elements_sent(Op.PUSH, bucket, owners, stages, splits, self.ranks), GRADIENT_BYTES))
+            if self._question.home.copies > 1:
+                sent.append((handed_on(owners, self.ranks), GRADIENT_BYTES))
+        found = []
+        for elements, size in sent:
+            src, dst = np.nonzero(elements)
+            found.append(Transfers(src, dst, elements[src, dst] * float(size)))
+        return found
+
+    def _fits(self, classes: Sequence[Class], parts: dict[str, Parts]) -> bool:
+        room = self._question.room
+        assert room is not None, "asked where memory is known"
+        owned = sum((self._copied(b) * parts[b.name] for each in classes for b in each.buckets), np.zeros(self.ranks))
+        return bool((owned <= np.asarray(room)).all())
+
+    def _copied(self, bucket: Bucket) -> int:
+        return self._question.home.copies * bucket.size
+
+    def _repaired(self, classes: Sequence[Class]) -> dict[str, Parts] | None:
+        """Return parts that ranks have memory for; None: there are none."""
+        room = np.asarray(self._question.room, float)
+        able = np.where(self._ability > 0, np.maximum(room, 0.0), 0.0)
+        if not able.sum():
+            return None
+        choices = []
+        for each in classes:
+            found = self._candidates(each, wide=True)
+            if self._question.home.copies == 1:
+                found += [one for rank, one in enumerate(np.eye(self.ranks)) if able[rank]]
+            elif len({node for node, free in zip(self._nodes, able, strict=True) if free}) > 1:
+                found += candidates({0: ()}, [1.0], able, 2, self._nodes, wide=True)
+            choices.append([*found, able / able.sum()] if self._question.home.copies == 1 else found)
+        seconds = [[self.price(each, p)[0] for p in row] for each, row in zip(classes, choices, strict=True)]
+        counts = [len(each.buckets) for each in classes]
+        sizes = [self._copied(each.buckets[0]) for each in classes]
+        dealt = within(counts, sizes, choices, seconds, room)
+        if dealt is None:
+            return None
+        every = zip(classes, dealt, strict=True)
+        return {b.name: parts for each, row in every for b, parts in zip(each.buckets, row, strict=True)}

@@ -1,0 +1,77 @@
+"""Owners within the ranks' memory: the linear program that repairs the best owners of each bucket alone.
+
+Let class k have n_k buckets of z_k elements, whose candidate c gives rank r the part p_cr and takes e_kc seconds. With
+m copies and room for M_r elements on rank r, choose how much x_kc of the class goes by each candidate:
+
+    minimise    sum_kc n_k e_kc x_kc
+    subject to  sum_c x_kc = 1                            for every class k
+                m sum_kc n_k z_k p_cr x_kc <= M_r         for every rank r
+                x_kc >= 0
+
+Whole buckets go by one candidate as far as x allows, and the others of a class share what is left of it in mixed parts,
+so that every rank owns what the program says. Parts of one rank each are among the candidates: with one copy, whatever
+fits in total is feasible.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from hydragraph.cost.home_candidates import Parts
+
+EXACT = 1e-9
+FULL = 1 - 1e-6  # of the room, that may be planned: solvers and cuts round
+
+
+def within(
+    counts: Sequence[int],
+    sizes: Sequence[int],
+    choices: Sequence[Sequence[Parts]],
+    seconds: Sequence[Sequence[float]],
+    room: Parts,
+) -> list[list[Parts]] | None:
+    """Return parts for each bucket of each class; None where memory does not suffice.
+
+    Args:
+        counts: buckets of each class.
+        sizes: elements of a bucket of each class, all copies together.
+        choices, seconds: candidates of each class, and what each takes.
+        room: elements that each rank has memory for [ranks].
+    """
+    from scipy.optimize import linprog  # only state that does not fit needs it
+
+    flat = [(k, parts, cost) for k, row in enumerate(choices) for parts, cost in zip(row, seconds[k], strict=True)]
+    cost = np.array([counts[k] * each for k, _, each in flat])
+    owned = np.array([counts[k] * sizes[k] * parts for k, parts, _ in flat]).T
+    whole = np.zeros((len(counts), len(flat)))
+    whole[[k for k, _, _ in flat], np.arange(len(flat))] = 1.0
+    scale = max(float(cost.max()), EXACT)
+    limit = FULL * np.maximum(room, 0.0)
+    unit = max(float(limit.max()), 1.0)
+    solved = linprog(cost / scale, owned / unit, limit / unit, whole, np.ones(len(counts)), method="highs")
+    if not solved.success:
+        return None
+    found: list[list[Parts]] = []
+    for k, count in enumerate(counts):
+        chosen = [(parts, count * x) for (at, parts, _), x in zip(flat, solved.x, strict=True) if at == k]
+        found.append(dealt(chosen, count))
+    return found
+
+
+def dealt(chosen: Sequence[tuple[Parts, float]], count: int) -> list[Parts]:
+    """Return parts for each of some equal buckets: whole ones by one candidate each, and the others in mixed parts.
+
+    Args:
+        chosen: candidates, and how many buckets each is to have; these add up to `count`.
+        count: of buckets.
+    """
+    buckets: list[Parts] = []
+    left = np.zeros_like(chosen[0][0])
+    for parts, times in chosen:
+        alone = int(times + EXACT * count)
+        buckets += [parts] * alone
+        left += max(0.0, times - alone) * parts
+    mixed = count - len(buckets)
+    return [*buckets, *[left / left.sum()] * mixed] if mixed else buckets
