@@ -71,6 +71,7 @@ from hydragraph.runtime.weights.directory import check as check_shell
 from hydragraph.session import Session, agree, first_of
 from hydragraph.spec.assignment import Assignment
 from hydragraph.spec.home import AUTO, Home, home_of
+from hydragraph.spec.home_text import owners_text
 from hydragraph.spec.padded import Batches
 from hydragraph.spec.strategy import Strategy
 from hydragraph.version import __version__
@@ -760,6 +761,8 @@ class Executable:
             ending,
             deterministic=self._sums is not None,
         )
+        names = [bucket.name for bucket in self.program.buckets]
+        _LOG.info("state: %s", owners_text(session.owners.home, names, world.ranks))
         if self._sums is not None and session.optimizer is not None:
             self._sums.check_optimizer(session.optimizer)
         return session

@@ -61,6 +61,7 @@ def check_command(
     """
     from hydragraph.cost.fit import advice, fit
     from hydragraph.spec.cluster import Cluster
+    from hydragraph.spec.home_text import owners_text
     from hydragraph.train.checks import check_settings
 
     if cluster is not None and memory is not None:
@@ -83,6 +84,7 @@ def check_command(
         print(json.dumps({"source": costs.source, "strategies": records}, indent=1))
     else:
         print(costs.source)
+        print(f"state: {owners_text(costs.home, [bucket.name for bucket in costs.buckets], costs.ranks)}")
         _print(fits)
         for fitting, _ in fits:
             console().print(_parts(fitting))

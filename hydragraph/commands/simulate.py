@@ -106,6 +106,7 @@ def simulate_command(
     for weights (pull), gradients (push) and activations (p2p), on average over ranks, as a run's metrics count it.
     """
     from hydragraph.spec.health import Health
+    from hydragraph.spec.home_text import owners_text
 
     settings = TrainConfig.load(config, overrides or ())
     where = chosen_cluster(cluster, devices, settings.ranks)
@@ -123,6 +124,10 @@ def simulate_command(
     priced = _priced(settings, parsed, costs, micro_batches, tokens, lengths)
     print(costs.source)
     _print_table(priced, where)
+    for shown, _ in priced:
+        owned = costs.of_strategies(shown.strategy)
+        text = owners_text(owned.home, [bucket.name for bucket in costs.buckets], costs.ranks)
+        print(f"state of {shown.strategy.name}: {text}")
     for change in changes or ():
         _print_change(priced, costs, change)
     if critical:

@@ -4,26 +4,29 @@
 
 A part is as much as a rank receives within BESIDE of a step, on links that others use, too: so it is there when the
 step ends, and what training waits for are its gradients (`Executable.rehome`). A decision is kept for a while, since
-rates are noisy.
+rates are noisy. Where owners are chosen for the strategies, it is made again when other strategies have run of late.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import replace
 
 from hydragraph.cost.costs import Costs
+from hydragraph.cost.home_choice import Question
 from hydragraph.cost.messages import GRADIENT_BYTES
 from hydragraph.elastic.events import Event
 from hydragraph.elastic.rehoming import Rehoming, StateCosts, owned_by, passes, received, rehoming, stages
 from hydragraph.ir.parameter import Bucket
 from hydragraph.spec.health import Health
-from hydragraph.spec.home import Home
+from hydragraph.spec.home import Home, Rule
 from hydragraph.spec.strategy import Strategy
 
 BESIDE = 0.5  # of a step, in which a part is to come
 COOLDOWN = 6  # steps between two decisions
+MIX = 16  # steps whose strategies say what runs
+CHANGED = 0.25  # of these, that have to have run other strategies before a home is chosen again
 
 
 def state_costs(costs: Costs) -> StateCosts:
@@ -72,6 +75,7 @@ class Following:
         steps: of the whole run.
         dry_run: decide and tell, but move nothing.
         memory: says what ranks have memory for; None: there is enough.
+        rule: by which owners are chosen for the strategies that run; None: they are not.
 
     Attributes:
         home: who owns the state now.
@@ -86,6 +90,7 @@ class Following:
         steps: int,
         dry_run: bool = False,
         memory: Costs | None = None,
+        rule: Rule | None = None,
     ) -> None:
         self.home = home
         self._ranks = ranks
@@ -94,6 +99,9 @@ class Following:
         self._steps = steps
         self._dry_run = dry_run
         self._memory = memory
+        self._rule = rule if memory is not None else None
+        self._mix: deque[Strategy] = deque(maxlen=MIX)
+        self._decided_mix: dict[Strategy, float] = {}
         self._decided_for = Health()
         self._decided_at: int | None = None
         self._parts: deque[Home] = deque()
@@ -127,19 +135,24 @@ class Following:
             step: its number.
             health: what is known.
             seconds: that it took.
-            strategies, tokens: what ranks need memory for, see `with_room`.
+            strategies: the one that ran, then others that ranks need memory for.
+            tokens: of the largest mini-batch, see `with_room`.
         """
+        self._mix.extend(strategies[:1])
         if self._under_way:
             self.home, self._under_way = self._parts.popleft(), False
         early = self._decided_at is not None and step - self._decided_at < COOLDOWN
-        if self._parts or early or health == self._decided_for or health.lost:
+        mix = self._changed_mix()
+        if self._parts or early or (health == self._decided_for and mix is None) or health.lost:
             return ()
         self._decided_for = health
+        self._decided_mix = mix or self._decided_mix
         costs = self._costs
         if self._memory is not None:
             owned = owned_by(self.home, self._ranks, self._buckets)
             costs = with_room(costs, self._memory.changed(home=self.home), strategies, tokens, owned)
-        better = rehoming(self.home, self._ranks, self._buckets, health, costs, self._steps - step)
+        question = self._question(health, costs)
+        better = rehoming(self.home, self._ranks, self._buckets, health, costs, self._steps - step, question)
         if better is None:
             return ()
         home = replace(better.home, nodes=self.home.nodes)
@@ -150,6 +163,36 @@ class Following:
                 self._decided_at = step
                 return (self._move(step, health, better, home, parts),)
         return ()  # there is no memory for both, what a rank owns and what it is to own instead
+
+    def _changed_mix(self) -> dict[Strategy, float] | None:
+        """Return how often each strategy has run of late; None: owners do not go by it, or it is much as before."""
+        if self._rule is None or len(self._mix) < MIX:
+            return None
+        mix = {strategy: count / MIX for strategy, count in Counter(self._mix).items()}
+        before = self._decided_mix
+        moved = sum(abs(mix.get(s, 0.0) - before.get(s, 0.0)) for s in {*mix, *before}) / 2
+        return mix if moved >= CHANGED else None
+
+    def _question(self, health: Health, costs: StateCosts) -> Question | None:
+        """Return what the choice of owners goes by; None: owners are not chosen."""
+        if self._rule is None or self._memory is None or not self._mix:
+            return None
+        mix = Counter(self._mix)
+        room = None
+        if costs.free_bytes is not None:
+            room = tuple(free / costs.held_per_element for free in costs.free_bytes)
+        asked = self._memory
+        return Question(
+            asked.outline,
+            tuple(self._buckets),
+            tuple(mix),
+            asked.cluster,
+            Home(copies=self.home.copies, nodes=self.home.nodes, rule=self._rule),
+            asked.sizes.itemsize,
+            tuple(map(float, mix.values())),
+            health,
+            room,
+        )
 
     def _move(self, step: int, health: Health, better: Rehoming, home: Home, parts: Sequence[Home]) -> Event:
         went = sum(received(self.home, home, self._ranks, self._buckets))

@@ -9,6 +9,9 @@ same proportion. An owner also begins and ends the messages of every bucket, how
 that, too: a very slow rank had better own nothing. A home is worth moving to where what it gains over the steps to come
 exceeds what moving costs: state comes beside the steps (`hydragraph.handover`), and the rank that receives most waits
 for the gradients of what comes.
+
+Where owners are chosen for the strategies (`cost.home_choice`), what these exchange under a home is added to its
+seconds, and the home that the choice gives for them is among those that are looked at.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from itertools import pairwise
 
 import numpy as np
 
+from hydragraph.cost.home_choice import Question, choose_home, expected_s
 from hydragraph.ir.home import HomeLayouts
 from hydragraph.ir.link import move
 from hydragraph.ir.parameter import Bucket
@@ -83,16 +87,19 @@ def rehoming(
     health: Health,
     costs: StateCosts,
     steps: int,
+    question: Question | None = None,
 ) -> Rehoming | None:
     """Return a home that pays within so many steps to come; None: state stays. A pure function.
 
     Args:
         running: who owns what now, with nodes where it has copies.
         ranks: how many there are; none of them is lost.
-        buckets: of the model; those with shares of their own lose them.
+        buckets: of the model; those with shares of their own lose them, unless the choice gives them others.
         health: how slow ranks are.
         costs: what state costs.
         steps: to come.
+        question: what the choice of owners goes by: the strategies that run, how often, and how slow ranks are; None:
+            owners are not chosen for strategies.
 
     Raises:
         ValueError: a rank is lost, or there is not memory enough for the state anywhere.
@@ -100,15 +107,25 @@ def rehoming(
     if any(rank < ranks for rank in health.lost):
         raise ValueError(f"rehoming: ranks {list(health.lost)} are lost: move the others to a world without them")
     homes = _homes(running, ranks, buckets, health, _with_way(running, ranks, buckets, costs))
+    if question is not None:
+        homes.append(replace(choose_home(question), nodes=running.nodes))
+
+    def seconds(home: Home) -> float:
+        exchanged = 0.0 if question is None else expected_s(question, home)
+        return _seconds(home, ranks, buckets, health, costs) + exchanged
+
     held = [home for home in homes if _fits(home, ranks, buckets, costs)]
-    home = min(held or homes, key=lambda each: _seconds(each, ranks, buckets, health, costs))
-    before, after = (_seconds(each, ranks, buckets, health, costs) for each in (running, home))
+    home = min(held or homes, key=seconds)
+    before, after = seconds(running), seconds(home)
     moving = max(received(running, home, ranks, buckets)) * GRADIENT_BYTES / costs.bytes_per_s
     fits = _fits(running, ranks, buckets, costs)
     if fits and (not held or (before - after) * steps <= GAIN * moving):
         return None
     slow = ", ".join(f"rank {rank} {rate:.2f}x" for rank, rate in health.rates.items())
-    cause = f"owners wait for {slow or 'the one with most'}" if fits else "a rank has no memory for what it owns"
+    waited = f"owners wait for {slow or 'the one with most'}"
+    if question is not None and not slow:
+        waited = "other strategies run than the state lies for"
+    cause = waited if fits else "a rank has no memory for what it owns"
     why = f"{cause}: {before:.4f} s of a step become {after:.4f} s for {moving:.2f} s of moving, {steps} steps to come"
     return Rehoming(home, before, after, moving, why)
 

@@ -73,6 +73,7 @@ def controller_of(
         config.steps,
         config.elastic.dry_run,
         costs,
+        config.home.rule,
     )
     return Controller(
         monitor,

@@ -16,11 +16,12 @@ import hydragraph as hg
 from hydragraph.cost.costs import Costs
 from hydragraph.elastic.controller import Controller
 from hydragraph.elastic.events import Event, read_events
-from hydragraph.elastic.following import COOLDOWN, Following, state_costs
+from hydragraph.elastic.following import COOLDOWN, MIX, Following, state_costs
 from hydragraph.elastic.rehoming import StateCosts
 from hydragraph.runtime.launch import World
+from hydragraph.spec.cluster import Interconnect
 from hydragraph.spec.health import Health
-from hydragraph.spec.home import Home
+from hydragraph.spec.home import Home, Rule
 from hydragraph.spec.record import from_record
 from hydragraph.train import loop
 from hydragraph.train.config import TrainConfig
@@ -57,6 +58,30 @@ def test_a_slow_rank_gives_state_away_in_parts_and_gets_it_back() -> None:
     (back,) = following.stepped(6 + COOLDOWN, Health(), 100.0)
     assert back.event == "migrate"
     assert "in 1 parts" in back.why, "beside a longer step more can come"
+
+
+def test_state_goes_to_where_the_strategies_of_late_use_it_if_that_pays() -> None:
+    where = cluster(2, 1, outer=Interconnect(1e6, 0.0))
+    found = costs(4, where, home=Home())
+    pipeline, both = (hg.Strategy.parse(text, 4) for text in ("<tp1,pp2>", "2*<tp1,pp1>"))
+    of_stages = found.changed(home=Home(rule="auto")).of_strategies(pipeline).home
+
+    def following(steps: int, rule: Rule | None = "auto") -> Following:
+        return Following(Home(), 2, found.buckets, state_costs(found), steps, memory=found, rule=rule)
+
+    moving = following(10_000)
+    for step in range(1, MIX):
+        assert moving.stepped(step, Health(), 100.0, [pipeline, both]) == (), "too few steps to tell"
+    (event,) = moving.stepped(MIX, Health(), 100.0, [pipeline, both])
+    assert "other strategies run than the state lies for" in event.why
+    assert moving.target == of_stages
+    moving.begun()
+    events = [e for step in range(MIX + 1, 4 * MIX) for e in moving.stepped(step, Health(), 100.0, [both, pipeline])]
+    assert events
+    assert all(event.event == "migrate" for event in events)
+    # Where little is to come, or owners are not chosen, it stays.
+    for still in (following(MIX), following(10_000, None)):
+        assert not any(still.stepped(step, Health(), 100.0, [pipeline]) for step in range(1, 2 * MIX))
 
 
 def test_what_does_not_pay_a_dry_run_and_lost_ranks_move_nothing() -> None:

@@ -1,0 +1,68 @@
+"""Owners in words: `layers 0-3 on ranks 0,1; layers 4-7 on rank 2`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from itertools import groupby
+
+from hydragraph.spec.home import Home
+
+_LAYER = re.compile(r"layer\.(\d+)(/\w+)?")
+
+
+def owners_text(home: Home, buckets: Sequence[str], ranks: int) -> str:
+    """Return which ranks own which buckets, neighbours with equal owners together.
+
+    Args:
+        home: whose owners are chosen.
+        buckets: of the model, in its order.
+        ranks: size of the world.
+    """
+    if home.rule is not None:
+        return f"chosen for the strategies ({home.rule})"
+    of = {name: _owners(home.shares_of(name), ranks) for name in buckets}
+    copies = " twice" if home.copies > 1 else ""
+    if len(set(of.values())) == 1:
+        return f"all{copies} {next(iter(of.values()))}"
+    parts = [f"{_names(list(names))} {owners}" for owners, names in groupby(buckets, key=of.__getitem__)]
+    return "; ".join(parts) + (", each of it twice" if copies else "")
+
+
+def _owners(shares: Sequence[float] | None, ranks: int) -> str:
+    owning = [rank for rank in range(ranks) if shares is None or shares[rank]]
+    parts = [1.0 if shares is None else shares[rank] for rank in owning]
+    runs: list[list[int]] = []
+    for rank in owning:
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    # Few ranks by number, many by the runs that they make.
+    text = ",".join(f"{run[0]}-{run[-1]}" if len(run) > 2 else ",".join(map(str, run)) for run in runs)
+    uneven = "" if len(set(parts)) == 1 else " (" + ":".join(f"{part:.3g}" for part in parts) + ")"
+    return f"on {'rank' if len(owning) == 1 else 'ranks'} {text}{uneven}"
+
+
+def _names(names: Sequence[str]) -> str:
+    """Name buckets, layers that follow one another together."""
+    found: list[str] = []
+    layers: list[int] = []
+
+    def end() -> None:
+        if layers:
+            many = f"layers {layers[0]}-{layers[-1]}" if layers[0] != layers[-1] else f"layer {layers[0]}"
+            found.append(many)
+            layers.clear()
+
+    for name in names:
+        match = _LAYER.fullmatch(name)
+        number = int(match[1]) if match else -1
+        if match is None or (layers and number not in (layers[-1], layers[-1] + 1)):
+            end()
+        if match is not None:
+            layers.append(number)
+        else:
+            found.append(name)
+    end()
+    return ", ".join(found)
