@@ -438,7 +438,7 @@ def _question(
     if isinstance(costs, Profile):
         known = costs.blocks and costs.device is not None and len(set(nodes)) == 1
         costs = Costs(costs, costs.cluster(len(nodes))) if known else None
-    if home.copies > 1:
+    if home.copies > 1 and len(set(nodes)) > 1:  # on one node, each rank counts as one
         home = replace(home, nodes=home.nodes or tuple(nodes))
     if costs is None:
         return _unmeasured(program, strategies, home, nodes)

@@ -35,6 +35,7 @@ from hydragraph.cost.home_room import within
 from hydragraph.cost.messages import GRADIENT_BYTES
 from hydragraph.cost.traffic import Roads, Transfers
 from hydragraph.ir.instruction import Op
+from hydragraph.ir.layout import Layout
 from hydragraph.ir.layout import home as home_layout
 from hydragraph.ir.outline import Outline
 from hydragraph.ir.parameter import Bucket
@@ -103,8 +104,9 @@ def choose_home(question: Question) -> Home:
     if len({*plain.values()}) == 1 and not home.buckets:
         (shares,) = {*plain.values()}
         return Home(None if shares == equal else shares, home.copies, nodes=home.nodes)
-    others = {name: shares for name, shares in plain.items() if shares != (home.shares or equal)}
-    return replace(home, rule=None, buckets={**others, **home.buckets})
+    usual = choice.usual
+    others = {name: shares for name, shares in plain.items() if shares != (usual or equal)}
+    return replace(home, shares=usual, rule=None, buckets={**others, **home.buckets})
 
 
 def expected_s(question: Question, home: Home) -> float:
@@ -137,6 +139,14 @@ class _Choice:
         shares = np.asarray(question.home.shares or (1.0,) * self.ranks, float)
         self._ability = shares / np.array([question.health.rate(rank) for rank in range(self.ranks)])
         self._known: dict[object, tuple[float, float]] = {}
+
+    @property
+    def usual(self) -> tuple[float, ...] | None:
+        """The shares of what no block uses: those that the home has, of ranks that are not lost."""
+        given = self._question.home.shares
+        if not self._question.health.lost:
+            return None if given is None else tuple(given)
+        return numbers(np.where(self._ability > 0, given or (1.0,) * self.ranks, 0.0))
 
     def parts(self) -> dict[str, Parts]:
         """Return the parts of every bucket that is chosen."""
@@ -193,7 +203,7 @@ class _Choice:
         key = (id(each), tuple(parts))
         if key not in self._known:
             home = self._question.home
-            owners = home_layout(bucket.size, range(self.ranks), parts, home.copies, nodes=self._layout_nodes)
+            owners = home_layout(bucket.size, range(self.ranks), parts.tolist(), home.copies, nodes=self._layout_nodes)
             rows = [
                 (self._weights[number], moved)
                 for number, stages in each.users.items()
@@ -219,11 +229,9 @@ class _Choice:
         stages = (stage for pipeline in self._question.strategies[number].pipelines for stage in pipeline.stages)
         return any(stage.sequence_parallel for stage in stages)
 
-    def _exchanges(self, bucket: Bucket, owners: object, stages: Stages, splits: bool) -> list[Transfers]:
-        from hydragraph.ir.exchanged import handed_on
-        from hydragraph.ir.layout import Layout
+    def _exchanges(self, bucket: Bucket, owners: Layout, stages: Stages, splits: bool) -> list[Transfers]:
+        from hydragraph.ir.exchanged import handed_on  # it needs numba, which one strategy does without
 
-        assert isinstance(owners, Layout)
         sent = [(elements_sent(Op.PULL, bucket, owners, stages, splits, self.ranks), self._question.itemsize)]
         if bucket.learns:
             sent.append((elements_sent(Op.PUSH, bucket, owners, stages, splits, self.ranks), GRADIENT_BYTES))
@@ -232,7 +240,7 @@ class _Choice:
         found = []
         for elements, size in sent:
             src, dst = np.nonzero(elements)
-            found.append(Transfers(src, dst, elements[src, dst] * float(size)))
+            found.append(Transfers(src, dst, elements[src, dst].astype(np.float64) * size))
         return found
 
     def _fits(self, classes: Sequence[Class], parts: dict[str, Parts]) -> bool:

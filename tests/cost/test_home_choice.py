@@ -169,7 +169,7 @@ def test_a_second_owner_is_on_another_node(text: str, per_node: int) -> None:
 
 def test_shares_read_as_whole_numbers_where_they_are() -> None:
     assert numbers(np.array([0.25, 0.5, 0.25])) == (1, 2, 1)
-    assert numbers(np.array([0.3, 0.7, 0.0])) == (pytest.approx(0.3 / 0.7), 1, 0)
+    assert numbers(np.array([0.3, 0.7, 0.0])) == pytest.approx((0.3 / 0.7, 1, 0))
 
 
 def test_a_slow_rank_owns_less_and_a_lost_one_nothing() -> None:

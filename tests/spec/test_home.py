@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import hydragraph as hg
-from hydragraph.spec.home import home_of
+from hydragraph.spec.home import Rule, home_of
 from hydragraph.spec.record import from_record, to_record
 
 NUMBERS = st.just(0.0) | st.integers(0, 99).map(float) | st.floats(0, 1e6)
@@ -23,7 +23,8 @@ def homes(draw: st.DrawFn) -> hg.Home:
     nodes = draw(st.none() | st.lists(st.integers(0, 5), min_size=n, max_size=n))
     names = st.sampled_from(["embed", "layer.0", "layer.1", "lm_head.weight"])
     buckets = draw(st.dictionaries(names, lists, max_size=3))
-    rule = draw(st.sampled_from((None, "auto", "stages")))
+    rules: tuple[Rule | None, ...] = (None, "auto", "stages")
+    rule = draw(st.sampled_from(rules))
     return hg.Home(draw(st.none() | lists), draw(st.sampled_from((1, 2))), buckets, nodes, rule)
 
 
