@@ -1,20 +1,21 @@
-"""Conversations and prompts with completions as tokens, of which only what a model is to say is a target."""
+"""Documents as tokens: of conversations and completions only what a model is to say is a target."""
 
 from __future__ import annotations
 
-import re
+import json
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 from tokenizers import Tokenizer
 
-from hydragraph.data.documents import Completion, Conversation, Document
-from hydragraph.data.token_file import Encoded
+from hydragraph.data.documents import Completion, Conversation, Document, Instruction, TokenIds
+from hydragraph.data.template import Span, Template
+from hydragraph.data.token_file import Encoded, vocabulary_of
 
-ASSISTANT = "assistant"
+__all__ = ["CHATML", "CHATML_TOKENS", "Encoder", "Template", "chatml"]
+
 CHATML_TOKENS = ("<|im_start|>", "<|im_end|>")
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message.role + '\\n' }}"
@@ -24,90 +25,25 @@ CHATML = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
 
-_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+# The same for tokenizers without these tokens. Nothing follows the last turn, so a document ends with the token END.
+_BASE_CHATML = (
+    "{% for message in messages %}{{ ('' if loop.first else '\\n') + '<|im_start|>' + message.role + '\\n' }}"
+    "{% if message.role == 'assistant' %}{% generation %}{{ message.content + END }}{% endgeneration %}"
+    "{% else %}{{ message.content + END }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '\\n<|im_start|>assistant\\n' }}{% endif %}"
+)
 
-Span = tuple[int, int]
 
+def chatml(special: Collection[str], end: str) -> str:
+    """Return ChatML for a tokenizer; one that has no `<|im_end|>` ends turns with its own end-of-text token.
 
-@dataclass(frozen=True)
-class Template:
-    """A chat template of Hugging Face: text in Jinja that writes a conversation out.
+    Otherwise a base model would never learn the token that ends what it generates.
 
-    Attributes:
-        text: in Jinja. Where it marks `{% generation %}`, what stands there counts. Elsewhere a turn is what it adds to
-            the conversation before it with the prompt to generate; a template that rewrites earlier turns is refused.
-        special: tokens that it may name, such as {"bos_token": "<s>"}.
-        train_on: "assistant": what the assistant says; "last": only the last time; "all": every token counts.
+    Args:
+        special: the texts of the tokenizer's special tokens.
+        end: the text of its end-of-text token.
     """
-
-    text: str
-    special: Mapping[str, str] = field(default_factory=dict)
-    train_on: str = "assistant"
-
-    def spans(self, conversation: Conversation, place: str) -> tuple[str, list[Span]]:
-        """Return a conversation's text, and where in it the characters stand that count.
-
-        Raises:
-            ValueError: the template refuses the conversation, nothing in it counts, or what counts cannot be told.
-        """
-        messages = conversation.messages
-        if self.train_on == "all":
-            text, _ = self._render(conversation, place)
-            return text, [(0, len(text))]
-        says = [i for i, message in enumerate(messages) if message["role"] == ASSISTANT]
-        if not says:
-            roles = ", ".join(dict.fromkeys(message["role"] for message in messages))
-            raise ValueError(
-                f"{place}: no message of the assistant (only of {roles}), so there is nothing to learn: leave it out"
-            )
-        if self.train_on == "last":
-            says = says[-1:]
-        if _GENERATION.search(self.text):
-            text, marked = self._render(conversation, place, mask=True)
-            found = [span for span in marked if span[0] < span[1]]
-            if not found:
-                raise ValueError(f"{place}: the chat template marks nothing of it as generated: correct the template")
-            return text, found if self.train_on == "assistant" else found[-1:]
-        text, _ = self._render(conversation, place)
-        return text, [self._turn(conversation, i, text, place) for i in says]
-
-    def _turn(self, conversation: Conversation, i: int, text: str, place: str) -> Span:
-        """Return where message `i` stands in the text of its conversation."""
-        messages = conversation.messages
-        tools = conversation.tools
-        before, _ = self._render(Conversation(messages[:i], tools), place, prompt=True)
-        after = text if i == len(messages) - 1 else self._render(Conversation(messages[: i + 1], tools), place)[0]
-        if text.startswith(after) and after.startswith(before) and len(after) > len(before):
-            return len(before), len(after)
-        raise ValueError(
-            f"{place}: the chat template writes messages[{i}] otherwise where others follow it, so that what the "
-            "assistant says cannot be told from the rest: mark it with {% generation %} in a template of your own "
-            "(data.chat_template), or set data.train_on to last"
-        )
-
-    def _render(
-        self, conversation: Conversation, place: str, prompt: bool = False, mask: bool = False
-    ) -> tuple[str, list[Span]]:
-        """Return what the template writes, and what it marks as generated."""
-        from transformers.utils.chat_template_utils import render_jinja_template
-
-        try:
-            render: Any = render_jinja_template
-            texts, marked = render(
-                conversations=[[dict(message) for message in conversation.messages]],
-                tools=[dict(tool) for tool in conversation.tools] or None,
-                chat_template=self.text,
-                return_assistant_tokens_mask=mask,
-                add_generation_prompt=prompt,
-                **self.special,
-            )
-        except Exception as error:  # templates raise what they like, and Jinja its own errors
-            sentence = (str(error).splitlines() or [type(error).__name__])[0]
-            raise ValueError(
-                f"{place}: the chat template refuses it ({sentence}): correct the conversation, or set "
-                "data.chat_template to a template that takes it"
-            ) from error
-        return str(texts[0]), [(int(start), int(end)) for start, end in marked[0]] if mask else []
+    return CHATML if CHATML_TOKENS[1] in special else _BASE_CHATML.replace("END", json.dumps(end, ensure_ascii=False))
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,13 +61,20 @@ class Encoder:
     template: Template | None = None
 
     @cached_property
-    def _special(self) -> frozenset[int]:
+    def _special(self) -> dict[int, str]:
         added = self.tokenizer.get_added_tokens_decoder()
-        return frozenset(i for i, token in added.items() if token.special)
+        return {i: token.content for i, token in added.items() if token.special}
 
     @cached_property
-    def _begin(self) -> list[int]:
-        """What the tokenizer puts before a text of its own accord."""
+    def _exact(self) -> Tokenizer:
+        """The tokenizer without its post-processor, which may trim blanks from the offsets of tokens."""
+        exact = Tokenizer.from_str(self.tokenizer.to_str())
+        exact.post_processor = None
+        return exact
+
+    @cached_property
+    def begin(self) -> list[int]:
+        """The tokens that the tokenizer puts before a text of its own accord."""
         around: list[int] = self.tokenizer.encode("").ids
         return around[:1] if around and around[0] != self.end else []
 
@@ -142,7 +85,11 @@ class Encoder:
             ValueError: nothing in it is a target, or its template refuses it; it names the place.
         """
         if isinstance(document, str):
-            return Encoded([*self._ids(document), self.end])
+            return Encoded([*self._begun(document), self.end])
+        if isinstance(document, TokenIds):
+            return self._given(document, place)
+        if isinstance(document, Instruction) and self.template is None:
+            document = document.completion
         if isinstance(document, Completion):
             return self._completion(document)
         return self._conversation(document, place)
@@ -151,11 +98,24 @@ class Encoder:
         ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False).ids
         return ids
 
+    def _begun(self, text: str) -> list[int]:
+        """Return the tokens of a text that begins a document."""
+        ids = self._ids(text)
+        return ids if ids[: len(self.begin)] == self.begin else [*self.begin, *ids]
+
+    def _given(self, tokens: TokenIds, place: str) -> Encoded:
+        most = vocabulary_of(self.tokenizer)
+        odd = next((i for i in tokens.ids if not 0 <= i < most), None)
+        if odd is not None:
+            raise ValueError(
+                f"{place}: the id {odd} is not one of the tokenizer's (0 to {most - 1}): set data.tokenizer to the one "
+                "that made the ids"
+            )
+        return Encoded(list(tokens.ids), None if tokens.targets is None else list(tokens.targets))
+
     def _completion(self, pair: Completion) -> Encoded:
         """Encode prompt and completion apart, as a model is given the prompt when it generates."""
-        prompt = self._ids(pair.prompt)
-        if prompt[: len(self._begin)] != self._begin:  # the text may begin with it already
-            prompt = [*self._begin, *prompt]
+        prompt = self._begun(pair.prompt)
         answer = self._ids(pair.completion)
         if answer[-1:] != [self.end]:
             answer = [*answer, self.end]
@@ -167,17 +127,19 @@ class Encoder:
                 f"{place} is a conversation, and the tokenizer has no chat template: set data.chat_template to chatml, "
                 "or to the file of a template"
             )
-        text, spans = self.template.spans(conversation, place)
+        text, spans = self.template.spans(conversation, place, self._special.values())
         # The template writes the tokens that begin and end, so the tokenizer adds none.
-        encoding = self.tokenizer.encode(text, add_special_tokens=False)
+        encoding = self._exact.encode(text, add_special_tokens=False)
         ids: list[int] = encoding.ids
         targets = _within(encoding.offsets, spans)
         if not any(targets):
             raise ValueError(
                 f"{place}: what the assistant says has no token, so there is nothing to learn: leave it out"
             )
-        if spans[-1][1] == len(text) and not self._ends(ids):
-            ids, targets = [*ids, self.end], [*targets, True]
+        if not text[spans[-1][1] :].strip() and not self._ends(ids):
+            # The end follows what the model says at once, without the blanks that the template may add.
+            kept = len(targets) - targets[::-1].index(True)
+            ids, targets = [*ids[:kept], self.end], [*targets[:kept], True]
         return Encoded(ids, targets)
 
     def _ends(self, ids: Sequence[int]) -> bool:
@@ -191,10 +153,13 @@ class Encoder:
 
 
 def _within(offsets: Sequence[Span], spans: Sequence[Span]) -> list[bool]:
-    """Say of each token whether it holds a character of a span; spans are in order and apart."""
+    """Say of each token whether it holds a character of a span; spans are in order and apart.
+
+    A token without characters, which a normalizer may have added, belongs to the character that follows.
+    """
     starts = [start for start, _ in spans]
-    found = []
+    within = []
     for begin, end in offsets:
-        i = bisect_right(starts, end - 1) - 1  # the last span that begins before the token ends
-        found.append(begin < end and i >= 0 and begin < spans[i][1])
-    return found
+        i = bisect_right(starts, max(end - 1, begin)) - 1  # the last span that begins before the token ends
+        within.append(i >= 0 and begin < spans[i][1])
+    return within

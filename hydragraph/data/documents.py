@@ -1,26 +1,41 @@
-"""What a corpus is made of: texts, prompts with their completions, and conversations; and how records become them."""
+"""Documents of a corpus (texts, prompts with completions, conversations, token ids) and how records become them."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
-FORMATS = ("auto", "text", "chat", "completion")
+FORMATS = ("auto", "text", "chat", "completion", "alpaca", "tokens")
 TRAIN_ON = ("assistant", "last", "all")  # which tokens of a conversation count
 OVERLONG = ("cut", "drop", "refuse")  # what becomes of documents that are longer than the context
 
-Format = Literal["text", "chat", "completion"]
+Format = Literal["text", "chat", "completion", "alpaca", "tokens"]
 
-# How ShareGPT's conversations call who speaks.
+# Names of the speakers in ShareGPT's conversations, in LLaMA-Factory's too. A call of a function is what the assistant
+# says; its text is kept as it is.
 _SPEAKERS = {
     "human": "user",
-    "gpt": "assistant",
-    "bing": "assistant",
-    "function_response": "tool",
-    "observation": "tool",
+    **dict.fromkeys(("gpt", "chatgpt", "bard", "bing", "claude", "model", "function_call"), "assistant"),
+    **dict.fromkeys(("function_response", "observation"), "tool"),
 }
+# Fields of Alpaca's records, and of Dolly's, which name two of them otherwise.
+_INSTRUCTION, _SYSTEM, _HISTORY = "instruction", "system", "history"
+_INPUTS = ("input", "context")
+_OUTPUTS = ("output", "response")
+# Other names of prompts and their completions in published data.
+PAIRS = (("question", "answer"), ("prompt", "response"), ("query", "response"), ("input", "output"))
+_TEMPLATE_ARGUMENTS = "chat_template_kwargs"
+_IDS, _LABELS, _MASK = "input_ids", "labels", "attention_mask"
+_NO_LABEL = -100  # a label that PyTorch's cross entropy ignores
+_UNTRAINED = ("weight", "train", "training")  # fields of messages that can exclude them from training
+
+# The prompt of Stanford's Alpaca, for models without a chat template.
+_ALPACA = (
+    "Below is an instruction that describes a task{}. Write a response that appropriately completes the request."
+    "\n\n### Instruction:\n{}\n\n{}### Response:\n"
+)
 
 
 @dataclass(frozen=True)
@@ -33,10 +48,17 @@ class Completion:
 
 @dataclass(frozen=True)
 class Conversation:
-    """Messages as chat templates take them: mappings with a role and, mostly, a content; and the tools on offer."""
+    """Messages as chat templates take them: mappings with a role and, mostly, a content.
+
+    Attributes:
+        messages: one with `weight` 0 is not trained, although the assistant says it.
+        tools: on offer in the conversation.
+        arguments: of the chat template, such as {"enable_thinking": False}.
+    """
 
     messages: tuple[Mapping[str, Any], ...]
     tools: tuple[Mapping[str, Any], ...] = ()
+    arguments: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def texts(self) -> list[str]:
@@ -44,7 +66,26 @@ class Conversation:
         return [text for message in self.messages if isinstance(text := message.get("content"), str)]
 
 
-Document = str | Completion | Conversation
+@dataclass(frozen=True)
+class Instruction(Conversation):
+    """A record of Alpaca's kind: a conversation where there is a chat template, and else a completion.
+
+    Attributes:
+        completion: the last turn, with Alpaca's own prompt.
+    """
+
+    completion: Completion = Completion("", "")
+
+
+@dataclass(frozen=True)
+class TokenIds:
+    """Token ids that another program has made, and whether each is a target (None: all are)."""
+
+    ids: tuple[int, ...]
+    targets: tuple[bool, ...] | None = None
+
+
+Document = str | Completion | Conversation | TokenIds
 
 
 @dataclass(frozen=True)
@@ -52,7 +93,8 @@ class Fields:
     """Which fields of a record (a .jsonl object, a row of a table) hold what.
 
     Attributes:
-        format: "text", "chat" or "completion"; "auto": what the fields of a file's first record say.
+        format: "text", "chat", "completion", "alpaca" or "tokens"; "auto": what the fields of a file's first record
+            say.
         text: of a text.
         messages: of a conversation: a list of {role, content}, or of ShareGPT's {from, value}.
         tools: of the tools on offer in it; a record may lack it.
@@ -69,7 +111,24 @@ class Fields:
     @property
     def names(self) -> tuple[str, ...]:
         """Every field that may be read."""
-        return (self.text, self.messages, self.tools, self.prompt, self.completion)
+        formats: tuple[Format, ...] = ("text", "chat", "completion", "alpaca", "tokens")
+        return tuple(dict.fromkeys(name for format in formats for name in self.read(format)))
+
+    def read(self, format: Format) -> tuple[str, ...]:
+        """Return the fields that are read of a record of this format."""
+        fields: dict[Format, tuple[str, ...]] = {
+            "text": (self.text,),
+            "chat": (self.messages, self.tools, _SYSTEM, _TEMPLATE_ARGUMENTS),
+            "completion": (self.prompt, self.completion, self.tools, _TEMPLATE_ARGUMENTS),
+            "alpaca": (_INSTRUCTION, *_INPUTS, *_OUTPUTS, _SYSTEM, _HISTORY, _TEMPLATE_ARGUMENTS),
+            "tokens": (_IDS, _LABELS, _MASK),
+        }
+        return fields[format]
+
+    def unread(self, record: Mapping[str, Any], format: Format) -> list[str]:
+        """Return the fields of a record that hold something and are not read."""
+        read = self.read(format)
+        return [name for name, value in record.items() if name not in read and value not in (None, "", [], {})]
 
     def format_of(self, names: Collection[str], place: str, kind: str = "field") -> Format:
         """Return what records with fields of these names hold.
@@ -85,15 +144,25 @@ class Fields:
             "text": (self.text,),
             "chat": (self.messages,),
             "completion": (self.prompt, self.completion),
+            "alpaca": (_INSTRUCTION, next((name for name in _OUTPUTS if name in names), _OUTPUTS[0])),
+            "tokens": (_IDS,),
         }
         if self.format != "auto":
             chosen: Format = self.format  # type: ignore[assignment]
             missing = [name for name in needed[chosen] if name not in names]
             if missing:
-                setting = "text_field" if chosen == "text" else "messages_field" if chosen == "chat" else "prompt_field"
-                raise ValueError(f"{place}: no {kind} {missing[0]!r}: set {setting} to one of {list(names)}")
+                settings = {"text": "text_field", "chat": "messages_field", "completion": "prompt_field"}
+                remedy = (
+                    f"set {settings[chosen]} to one of {list(names)}"
+                    if chosen in settings
+                    else f"there are {list(names)}: choose another format"
+                )
+                raise ValueError(f"{place}: no {kind} {missing[0]!r}: {remedy}")
             return chosen
         possible = [format for format, fields in needed.items() if all(name in names for name in fields)]
+        # A pair whose fields somebody has named is meant, whatever else the record has.
+        if "alpaca" in possible and "completion" in possible and self.prompt == _INSTRUCTION:
+            possible.remove("alpaca")
         if len(possible) > 1:
             raise ValueError(
                 f"{place}: it could be {' or '.join(possible)} by its {kind}s {list(names)}: set format to one of them"
@@ -112,7 +181,14 @@ class Fields:
             return _text(record[self.text], self.text, place)
         if format == "chat":
             said = _messages(_field(record, self.messages, place), self.messages, place)
-            return Conversation(said, _tools(record.get(self.tools), self.tools, place))
+            system = record.get(_SYSTEM)
+            if isinstance(system, str) and system and said[0]["role"] != "system":
+                said = ({"role": "system", "content": system}, *said)
+            return Conversation(said, _tools(record.get(self.tools), self.tools, place), _arguments(record, place))
+        if format == "alpaca":
+            return _instruction(record, place)
+        if format == "tokens":
+            return _token_ids(record, place)
         prompt = _field(record, self.prompt, place)
         completion = _field(record, self.completion, place)
         if isinstance(prompt, str) and isinstance(completion, str):
@@ -121,7 +197,7 @@ class Fields:
             return Completion(prompt, completion)
         if isinstance(prompt, list) and isinstance(completion, list):
             turns = (*_messages(prompt, self.prompt, place), *_messages(completion, self.completion, place))
-            return Conversation(turns, _tools(record.get(self.tools), self.tools, place))
+            return Conversation(turns, _tools(record.get(self.tools), self.tools, place), _arguments(record, place))
         raise ValueError(
             f"{place}: {self.prompt!r} is a {type(prompt).__name__} and {self.completion!r} a "
             f"{type(completion).__name__}: give two texts, or two lists of messages"
@@ -132,6 +208,14 @@ class Fields:
         lacks = f"{place}: no field {self.text!r}"
         if "conversations" in record:
             return f"{lacks}: set messages_field to 'conversations'"
+        if {"chosen", "rejected"} <= record.keys():
+            return (
+                f"{lacks}: these are preference data ('chosen', 'rejected'), which hydragraph train does not read: "
+                "examples/dpo.py trains on pairs by a loss of its own"
+            )
+        for prompt, completion in PAIRS:
+            if prompt in record and completion in record:
+                return f"{lacks}: set prompt_field to {prompt!r} and completion_field to {completion!r}"
         texts = sorted(name for name, value in record.items() if isinstance(value, str))
         if texts:
             return f"{lacks}: set text_field to one of {texts}"
@@ -142,6 +226,67 @@ class Fields:
 
 
 PLAIN = Fields()
+
+
+def _instruction(record: Mapping[str, Any], place: str) -> Instruction | None:
+    """Return a record of Alpaca's kind, whose input, system and history may be missing."""
+    instruction = _text(_field(record, _INSTRUCTION, place), _INSTRUCTION, place) or ""
+    name = next((name for name in _OUTPUTS if name in record), _OUTPUTS[0])
+    output = _text(_field(record, name, place), name, place)
+    if not output:
+        raise ValueError(f"{place}: {name!r} is empty, so there is nothing to learn: leave it out")
+    given = next((text for name in _INPUTS if (text := _text(record.get(name), name, place))), "")
+    messages: list[Mapping[str, Any]] = []
+    system = _text(record.get(_SYSTEM), _SYSTEM, place)
+    if system:
+        messages.append({"role": "system", "content": system})
+    history = record.get(_HISTORY) or []
+    for turn in history if isinstance(history, list) else [history]:
+        if not isinstance(turn, list) or len(turn) != 2 or not all(isinstance(text, str) for text in turn):
+            raise ValueError(f"{place}: {_HISTORY!r} has {turn!r}: give pairs of a prompt and its answer")
+        messages += [{"role": "user", "content": turn[0]}, {"role": "assistant", "content": turn[1]}]
+    messages.append({"role": "user", "content": "\n".join(text for text in (instruction, given) if text)})
+    messages.append({"role": "assistant", "content": output})
+    paired = ", paired with an input that provides further context" if given else ""
+    prompt = _ALPACA.format(paired, instruction, f"### Input:\n{given}\n\n" if given else "")
+    before = "".join(f"{message['content']}\n\n" for message in messages[:-2])
+    return Instruction(tuple(messages), (), _arguments(record, place), Completion(before + prompt, output))
+
+
+def _token_ids(record: Mapping[str, Any], place: str) -> TokenIds | None:
+    """Return the token ids of a record, without what its attention mask leaves out."""
+    ids = _field(record, _IDS, place)
+    columns = {_IDS: ids, **{name: record[name] for name in (_LABELS, _MASK) if record.get(name) is not None}}
+    for name, values in columns.items():
+        if not isinstance(values, list) or not all(type(value) is int for value in values):
+            raise ValueError(f"{place}: {name!r} is not a list of whole numbers: give the ids of one document")
+        if len(values) != len(ids):
+            raise ValueError(f"{place}: {name!r} has {len(values)} entries and {_IDS!r} {len(ids)}: give equal lengths")
+    kept = [i for i, present in enumerate(columns.get(_MASK, [1] * len(ids))) if present]
+    labels = columns.get(_LABELS)
+    if labels is not None:
+        odd = next((i for i in kept if labels[i] not in (ids[i], _NO_LABEL)), None)
+        if odd is not None:
+            raise ValueError(
+                f"{place}: {_LABELS}[{odd}] is {labels[odd]} and {_IDS}[{odd}] {ids[odd]}: a label is the id at the "
+                f"same place, which the model learns to predict, or {_NO_LABEL}"
+            )
+    if not kept:
+        return None
+    targets = None if labels is None else tuple(labels[i] != _NO_LABEL for i in kept)
+    return TokenIds(tuple(ids[i] for i in kept), targets)
+
+
+def _arguments(record: Mapping[str, Any], place: str) -> Mapping[str, Any]:
+    """Return the arguments that a record has for its chat template."""
+    arguments = record.get(_TEMPLATE_ARGUMENTS)
+    if isinstance(arguments, str):
+        arguments = _json(arguments, _TEMPLATE_ARGUMENTS, place)
+    if arguments is None:
+        return {}
+    if not isinstance(arguments, Mapping):
+        raise ValueError(f"{place}: {_TEMPLATE_ARGUMENTS!r} is a {type(arguments).__name__}: give a mapping")
+    return {name: value for name, value in arguments.items() if value is not None}
 
 
 def _field(record: Mapping[str, Any], name: str, place: str) -> Any:
@@ -182,6 +327,12 @@ def _message(message: object, where: str) -> Mapping[str, Any]:
         found["role"] = _SPEAKERS.get(speaker, speaker)
         if "value" in found:
             found["content"] = found.pop("value")
+    for name in _UNTRAINED:
+        weight = found.pop(name, 1)
+        if weight not in (0, 1):
+            raise ValueError(f"{where}: its {name} is {weight!r}: give 1, or 0 for a message that is not trained")
+        if not weight:
+            found["weight"] = 0
     role = found.get("role")
     if not isinstance(role, str) or not role:
         raise ValueError(
@@ -214,10 +365,10 @@ def _parts(parts: Sequence[object], where: str) -> str:
 
 
 def _calls(calls: object, where: str) -> list[Mapping[str, Any]]:
-    """Return calls of tools with arguments as mappings, which templates write as JSON; OpenAI's files have texts."""
+    """Return calls of tools, with arguments as the file has them: a mapping, or text in JSON."""
     if not isinstance(calls, list) or not all(isinstance(call, Mapping) for call in calls):
         raise ValueError(f"{where}: tool_calls is a {type(calls).__name__}: give a list of {{function: ...}}")
-    found: list[Mapping[str, Any]] = []
+    checked: list[Mapping[str, Any]] = []
     for call in calls:
         function = call.get("function", call)
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
@@ -225,12 +376,12 @@ def _calls(calls: object, where: str) -> list[Mapping[str, Any]]:
         arguments = function.get("arguments")
         if isinstance(arguments, str):
             try:
-                arguments = json.loads(arguments or "{}")
+                json.loads(arguments or "{}")
             except json.JSONDecodeError as error:
                 raise ValueError(f"{where}: the arguments of {function['name']} are not JSON ({error})") from error
         written = {**function, "arguments": arguments if arguments is not None else {}}
-        found.append({**call, "function": written} if "function" in call else written)
-    return found
+        checked.append({**call, "function": written} if "function" in call else written)
+    return checked
 
 
 def _tools(value: object, name: str, place: str) -> tuple[Mapping[str, Any], ...]:
@@ -258,9 +409,13 @@ def texts_of(document: Document) -> list[str]:
         return [document]
     if isinstance(document, Completion):
         return [document.prompt, document.completion]
+    if isinstance(document, TokenIds):
+        return []
     return document.texts
 
 
 def characters_of(document: Document) -> int:
     """Return about how long a document is."""
+    if isinstance(document, TokenIds):
+        return len(document.ids)
     return sum(map(len, texts_of(document)))

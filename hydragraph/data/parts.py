@@ -114,7 +114,7 @@ def _batches(documents: Iterable[Placed], encoder: Encoder) -> Iterator[list[Enc
     for batch in batched(documents, lambda placed: characters_of(_present(placed))):
         texts = [placed.document for placed in batch if isinstance(placed.document, str)]
         if len(texts) == len(batch):
-            yield from encode_texts(texts, encoder.tokenizer, encoder.end)
+            yield from encode_texts(texts, encoder.tokenizer, encoder.end, encoder.begin)
         else:
             yield [encoder.encode(_present(placed), placed.place) for placed in batch]
 

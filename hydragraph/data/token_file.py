@@ -303,8 +303,11 @@ def write_encoded(
     return TokenFile.open(path)
 
 
-def encode_texts(documents: Iterable[str], tokenizer: Tokenizer, end: int) -> Iterator[list[Encoded]]:
-    """Yield a batch of texts at a time as tokens, each text ended by `end`."""
+def encode_texts(
+    documents: Iterable[str], tokenizer: Tokenizer, end: int, begin: Sequence[int] = ()
+) -> Iterator[list[Encoded]]:
+    """Yield a batch of texts at a time as tokens, each begun by `begin` (unless it is already) and ended by `end`."""
+    begins = list(begin)
     done = 0
     for batch in batched(documents, len):
         try:
@@ -315,7 +318,8 @@ def encode_texts(documents: Iterable[str], tokenizer: Tokenizer, end: int) -> It
                 "str): read them with corpus.documents, which leaves such documents out"
             ) from error
         done += len(batch)
-        yield [Encoded([*encoding.ids, end]) for encoding in encodings]
+        begun = (ids if ids[: len(begins)] == begins else [*begins, *ids] for ids in (e.ids for e in encodings))
+        yield [Encoded([*ids, end]) for ids in begun]
 
 
 def batched(documents: Iterable[T], characters_of: Callable[[T], int]) -> Iterator[list[T]]:

@@ -166,8 +166,9 @@ class SourceConfig:
         paths: files and directories of text, .jsonl, Parquet or Arrow, also those that `datasets` saved;
             "python-stdlib" is this Python's standard library.
         suffixes: which files of a directory to take; None: all.
-        format: what .jsonl objects and rows of tables hold: "text", "chat" (messages) or "completion" (a prompt and
-            what follows it); "auto" looks at the first of each file.
+        format: what .jsonl objects and rows of tables hold: "text", "chat" (messages), "completion" (a prompt and
+            what follows it), "alpaca" (instruction, input, output, system, history) or "tokens" (input_ids, and labels
+            that may be -100); "auto" looks at the first of each file.
         text_field: the field of a .jsonl object, or the column of a table, that holds the text.
         messages_field: that holds a conversation, a list of {role, content}.
         tools_field: that holds the tools on offer in a conversation, if any.
@@ -232,7 +233,10 @@ class DataConfig(SourceConfig):
         tokenizer: a tokenizer.json or a directory with one; None: that of `model.path` or `model.weights`, or else a
             new byte-level BPE.
         vocab_size: of a new tokenizer.
-        chat_template: the file of a Jinja template for conversations, or "chatml"; None: the tokenizer's own.
+        chat_template: the file of a Jinja template for conversations, the template itself, or "chatml"; None: the
+            tokenizer's own.
+        template_arguments: that the template takes, such as {enable_thinking: false}; a record's own
+            `chat_template_kwargs` replace them.
         train_on: which tokens of a conversation count: "assistant", all that the assistant says; "last", what it says
             last; "all", everything. Of a prompt and its completion, the completion does.
         tokens_per_step: the budget of one mini-batch.
@@ -247,6 +251,7 @@ class DataConfig(SourceConfig):
     tokenizer: str | None = None
     vocab_size: int = 8192
     chat_template: str | None = None
+    template_arguments: Mapping[str, Any] = field(default_factory=dict)
     train_on: str = "assistant"
     tokens_per_step: int = 4096
     max_length: int = 512
@@ -268,6 +273,8 @@ class DataConfig(SourceConfig):
                 raise ValueError(f"evaluation.{name} is {value!r}: give it paths")
         for name in ("tokenizer", "cache", "chat_template"):
             _check_text(name, getattr(self, name), optional=True)
+        if not isinstance(self.template_arguments, Mapping):
+            raise ValueError(f"template_arguments is {self.template_arguments!r}: give a mapping")
         _check_choice("train_on", self.train_on, TRAIN_ON)
         _check_choice("overlong", self.overlong, OVERLONG)
         for name, least in (("vocab_size", 1), ("tokens_per_step", 2), ("max_length", 2)):

@@ -17,7 +17,7 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from hydragraph.data import corpus, tokenizer
-from hydragraph.data.chat import CHATML, CHATML_TOKENS, Encoder, Template
+from hydragraph.data.chat import CHATML, CHATML_TOKENS, Encoder, Template, chatml
 from hydragraph.data.mini_batches import Drawn, MiniBatches, Split
 from hydragraph.data.mixture import Mixture
 from hydragraph.data.parts import Parts
@@ -25,6 +25,7 @@ from hydragraph.data.token_file import NoText, TokenFile, vocabulary_of, write_e
 from hydragraph.train.config import DataConfig, SourceConfig, TrainConfig
 
 STDLIB = "python-stdlib"
+_ENCODING = 3  # how documents become tokens; token files that another version cached are made again
 _TOKENS = "tokens"
 _TOKENIZER = "tokenizer.json"
 # Packages of others, and the tests, which are as large as everything else and hold files that are broken on purpose.
@@ -91,6 +92,8 @@ def check_data(config: TrainConfig) -> None:
     existing = _known_tokenizer(config)
     if existing is not None:
         tokenizer.load(existing)
+    elif "tokens" in holds:
+        raise ValueError("the data hold token ids: set data.tokenizer to the tokenizer that made them")
     template = _template_text(config, existing, "chat" in holds)
     if "chat" in holds and template is None:
         raise ValueError(
@@ -205,7 +208,12 @@ def _make_tokenizer(config: TrainConfig, existing: Path | None, directory: Path,
         tokenizer.save(encoder, directory)
         template = template or ("chatml" if chats else None)
     if template is not None:
-        (directory / "chat_template.jinja").write_text(_read_template(template), encoding="utf-8")
+        text = _read_template(template)
+        if template == "chatml":
+            declared = tokenizer.special_tokens(directory).get("eos_token")
+            end = tokenizer.end_of_text_token(encoder, declared=declared)
+            text = chatml([t.content for t in encoder.get_added_tokens_decoder().values() if t.special], end)
+        (directory / "chat_template.jinja").write_text(text, encoding="utf-8")
 
 
 def _encoder(config: TrainConfig, directory: Path) -> Encoder:
@@ -214,7 +222,7 @@ def _encoder(config: TrainConfig, directory: Path) -> Encoder:
     special = tokenizer.special_tokens(directory)
     end = tokenizer.id_of(encoder, tokenizer.end_of_text_token(encoder, declared=special.get("eos_token")))
     text = tokenizer.chat_template(directory)
-    template = None if text is None else Template(text, special, config.data.train_on)
+    template = None if text is None else Template(text, special, config.data.train_on, config.data.template_arguments)
     return Encoder(encoder, end, template)
 
 
@@ -230,9 +238,14 @@ def _template_text(config: TrainConfig, existing: Path | None, chats: bool) -> s
 def _read_template(name: str) -> str:
     if name == "chatml":
         return CHATML
+    if "{%" in name or "{{" in name:
+        return name
     path = Path(name)
     if not path.is_file():
-        raise ValueError(f"data.chat_template: there is no file {path}: name one with a Jinja template, or chatml")
+        raise ValueError(
+            f"data.chat_template: there is no file {path}: name one with a Jinja template, or chatml, or write the "
+            "template itself"
+        )
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
@@ -431,7 +444,7 @@ def _key(config: TrainConfig, existing: Path | None) -> str:
         [name, corpus.fingerprint(_paths(source), source.suffixes, source.fields)]
         for name, source in _token_files(data).items()
     ]
-    content = json.dumps([corpora, how, template, data.train_on])
+    content = json.dumps([_ENCODING, corpora, how, template, data.train_on, dict(data.template_arguments)])
     return hashlib.sha256(content.encode()).hexdigest()[:16]
 
 

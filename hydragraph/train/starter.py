@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hydragraph.data import corpus
-from hydragraph.data.documents import Fields, Format
+from hydragraph.data.documents import PAIRS, Fields, Format
 from hydragraph.train.schema import SCHEMA
 
 _BYTES_PER_TOKEN = 4  # of English text, about
@@ -84,7 +84,7 @@ def starter(found: Found, devices: int, cuda: bool, output: str) -> str:
         cuda: whether they are GPUs.
         output: the run folder.
     """
-    chat = found.format != "text"
+    chat = found.format not in ("text", "tokens")
     longest = min(found.positions or 1024, 2048 if chat else 1024) if found.model is not None else 256
     per_step = longest * (8 if found.model is not None else 16)
     if found.data:  # some twenty steps a pass at least
@@ -115,9 +115,7 @@ def _fields(data: Sequence[Path]) -> Fields:
     except ValueError as error:
         for other in (
             Fields(messages="conversations", format="chat"),
-            Fields(prompt="instruction", completion="output", format="completion"),
-            Fields(prompt="question", completion="answer", format="completion"),
-            Fields(prompt="prompt", completion="response", format="completion"),
+            *(Fields(prompt=prompt, completion=completion, format="completion") for prompt, completion in PAIRS),
             Fields(text="content"),
         ):
             try:
@@ -160,6 +158,8 @@ def _data(found: Found, longest: int, per_step: int) -> list[str]:
             ("prompt_field", found.fields.prompt, "prompt"),
             ("completion_field", found.fields.completion, "completion"),
         ],
+        "alpaca": [],
+        "tokens": [],
     }
     lines += [f"  {name}: {json.dumps(value)}" for name, value, usual in named[found.format] if value != usual]
     if found.fields.format != "auto":
@@ -183,7 +183,13 @@ def _data(found: Found, longest: int, per_step: int) -> list[str]:
 def _paths_comment(found: Found) -> str:
     if not found.data and found.model is not None:
         return "  # put yours here: text, .jsonl with text, messages or prompt and completion, Parquet, Arrow"
-    what = {"text": "text", "chat": "conversations", "completion": "prompts with completions"}[found.format]
+    what = {
+        "text": "text",
+        "chat": "conversations",
+        "completion": "prompts with completions",
+        "alpaca": "instructions with outputs",
+        "tokens": "token ids",
+    }[found.format]
     return f"  # {what}, about {max(found.tokens, 1):,} tokens" if found.data else "  # this Python's own sources"
 
 

@@ -10,7 +10,10 @@ from hypothesis import strategies as st
 from tokenizers import processors
 
 from hydragraph.data.chat import Encoder, Template
-from hydragraph.data.documents import Completion, Conversation, Fields, texts_of
+from hydragraph.data.chat import chatml as chatml_for
+from hydragraph.data.documents import Completion, Conversation, Fields, TokenIds, texts_of
+from hydragraph.data.token_file import encode_texts
+from hydragraph.data.tokenizer import train_bpe
 from tests.data.chats import BARE, BEGINS, MARKED, PLAIN, REWRITES, TOOLS, encoder
 
 TOKENIZER = encoder()
@@ -90,13 +93,71 @@ def test_all_tokens_count_if_that_is_asked_for() -> None:
     assert found.targets == [True] * len(found.ids)
 
 
-def test_a_template_that_rewrites_earlier_turns_is_refused_but_for_the_last() -> None:
+def test_a_turn_that_is_rewritten_is_learned_as_the_whole_conversation_has_it() -> None:
     said = [TURNS[1], {"role": "assistant", "content": "think#say"}, TURNS[3], TURNS[4]]
-    with pytest.raises(ValueError, match=r"here: the chat template writes messages\[1\] otherwise .*train_on to last"):
-        Encoder(TOKENIZER, END, Template(REWRITES)).encode(chat(said), "here")
-    found = Encoder(TOKENIZER, END, Template(REWRITES, train_on="last")).encode(chat(said), "here")
     written = [TURNS[1], {"role": "assistant", "content": "say"}, TURNS[3], TURNS[4]]
-    assert (found.ids, found.targets) == oracle(chatml(written, last=True, newline=True))
+    for last in (False, True):
+        template = Template(REWRITES, train_on="last" if last else "assistant")
+        found = Encoder(TOKENIZER, END, template).encode(chat(said), "here")
+        assert (found.ids, found.targets) == oracle(chatml(written, last=last, newline=True))
+
+
+@pytest.mark.parametrize("train_on", ["assistant", "all"])
+@pytest.mark.parametrize("trim", [None, False, True])
+def test_tokens_of_blanks_are_targets_whatever_the_post_processor_trims(trim: bool | None, train_on: str) -> None:
+    tokenizer = encoder()
+    if trim is not None:
+        tokenizer.post_processor = processors.ByteLevel(trim_offsets=trim)
+    said = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "if a:\n        x\n   é🦎 \n    z"}]
+    found = Encoder(tokenizer, END, Template(MARKED, train_on=train_on)).encode(chat(said), "here")
+    pieces = chatml(said) if train_on == "assistant" else [(text, True) for text, _ in chatml(said)]
+    assert (found.ids, found.targets) == oracle(pieces)
+
+
+def test_a_base_model_learns_its_own_end_token() -> None:
+    special = ("</s>",)
+    tokenizer = train_bpe(["user assistant"], 300, special)
+    said = [turn for turn in TURNS if turn["role"] != "system"]
+    found = Encoder(tokenizer, 0, Template(chatml_for(special, "</s>"))).encode(chat(said), "here")
+    assert found.targets is not None
+    assert found.ids[-1] == 0
+    ends = [target for i, target in zip(found.ids, found.targets, strict=True) if i == 0]
+    assert ends == [False, True, False, True]
+    assert chatml_for(["<|im_end|>"], "</s>") == MARKED
+    of_a_file = Encoder(tokenizer, 0, Template(PLAIN)).encode(chat(said), "here")
+    assert of_a_file.targets is not None
+    assert (of_a_file.ids[-1], of_a_file.targets[-1]) == (0, True)
+
+
+def test_texts_begin_as_the_tokenizer_begins_them() -> None:
+    tokenizer = encoder()
+    begin = int(tokenizer.token_to_id("<s>") or 0)
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", begin)])
+    encode = Encoder(tokenizer, END).encode
+    assert encode("hello", "here").ids == encode("<s>hello", "here").ids == [begin, *ids("hello"), END]
+    (batch,) = encode_texts(["hello", "<s>hello"], tokenizer, END, [begin])
+    assert [document.ids for document in batch] == [[begin, *ids("hello"), END]] * 2
+
+
+def test_token_ids_are_taken_as_they_are() -> None:
+    encode = Encoder(TOKENIZER, END).encode
+    found = encode(TokenIds((1, 2), (False, True)), "here")
+    assert (found.ids, found.targets) == ([1, 2], [False, True])
+    with pytest.raises(ValueError, match=r"here: the id 9999 is not one of the tokenizer's \(0 to \d+\)"):
+        encode(TokenIds((9999,)), "here")
+
+
+def test_alpaca_is_a_conversation_only_where_there_is_a_template() -> None:
+    record = {"instruction": "what", "input": "it", "output": "hello"}
+    document = Fields().document(record, "alpaca", "here")
+    assert document is not None
+    plain = Encoder(TOKENIZER, END).encode(document, "here")
+    text = TOKENIZER.decode(list(plain.ids), skip_special_tokens=False)
+    assert text.startswith("Below is an instruction")
+    assert text.endswith("### Instruction:\nwhat\n\n### Input:\nit\n\n### Response:\nhello<|endoftext|>")
+    chatted = Encoder(TOKENIZER, END, Template(MARKED)).encode(document, "here")
+    said = [{"role": "user", "content": "what\nit"}, {"role": "assistant", "content": "hello"}]
+    assert (chatted.ids, chatted.targets) == oracle(chatml(said))
 
 
 def test_an_answer_that_its_template_does_not_end_is_ended() -> None:

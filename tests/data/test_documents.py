@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from hydragraph.data.documents import PLAIN, Completion, Conversation, Fields
+from hydragraph.data.documents import PLAIN, Completion, Conversation, Fields, Instruction, TokenIds
 
 HI = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
 
@@ -80,3 +80,72 @@ def test_a_malformed_conversation_is_told(messages: Any, sentence: str) -> None:
 def test_a_record_of_another_kind_is_told(record: dict[str, Any], format: Any, sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         PLAIN.document(record, format, "f:3")
+
+
+def test_sharegpt_as_others_write_it() -> None:
+    said = [
+        {"from": "human", "value": "Q"},
+        {"from": "function_call", "value": "{}"},
+        {"from": "observation", "value": "42"},
+        {"from": "chatgpt", "value": "A"},
+    ]
+    document = Fields(messages="conversations").document({"conversations": said, "system": "S"}, "chat", "f:1")
+    assert isinstance(document, Conversation)
+    assert [(turn["role"], turn["content"]) for turn in document.messages] == [
+        ("system", "S"),
+        ("user", "Q"),
+        ("assistant", "{}"),
+        ("tool", "42"),
+        ("assistant", "A"),
+    ]
+
+
+def test_weights_and_template_arguments_are_kept() -> None:
+    said = [HI[0], {**HI[1], "weight": 0}, {**HI[1], "train": False}, {**HI[1], "weight": 1, "training": True}]
+    document = PLAIN.document({"messages": said, "chat_template_kwargs": {"think": False, "no": None}}, "chat", "f:1")
+    assert isinstance(document, Conversation)
+    assert [turn.get("weight") for turn in document.messages] == [None, 0, 0, None]
+    assert document.arguments == {"think": False}
+    with pytest.raises(ValueError, match=r"f:1: messages\[0\]: its weight is 0.5: give 1, or 0"):
+        PLAIN.document({"messages": [{**HI[1], "weight": 0.5}]}, "chat", "f:1")
+
+
+def test_alpaca_has_an_input_a_system_message_and_a_history() -> None:
+    record = {"instruction": "I", "input": "C", "output": "A", "system": "S", "history": [["q", "a"]], "id": 1}
+    assert PLAIN.format_of(record, "f:1") == "alpaca"
+    assert PLAIN.unread(record, "alpaca") == ["id"]
+    document = PLAIN.document(record, "alpaca", "f:1")
+    assert isinstance(document, Instruction)
+    assert [turn["content"] for turn in document.messages] == ["S", "q", "a", "I\nC", "A"]
+    dolly = PLAIN.document({"instruction": "I", "context": "C", "response": "A"}, "alpaca", "f:1")
+    assert isinstance(dolly, Instruction)
+    assert [turn["content"] for turn in dolly.messages] == ["I\nC", "A"]
+    with pytest.raises(ValueError, match="f:1: 'history' has"):
+        PLAIN.document({**record, "history": ["q"]}, "alpaca", "f:1")
+
+
+def test_token_ids_have_labels_at_their_own_places() -> None:
+    record = {"input_ids": [1, 2, 3, 0], "labels": [-100, 2, 3, -100], "attention_mask": [1, 1, 1, 0]}
+    assert PLAIN.format_of(record, "f:1") == "tokens"
+    assert PLAIN.document(record, "tokens", "f:1") == TokenIds((1, 2, 3), (False, True, True))
+    assert PLAIN.document({"input_ids": [1, 2]}, "tokens", "f:1") == TokenIds((1, 2))
+    for change, sentence in (
+        ({"labels": [2, 3, 0, -100]}, r"labels\[0\] is 2 and input_ids\[0\] 1"),
+        ({"labels": [1]}, "'labels' has 1 entries and 'input_ids' 4"),
+        ({"input_ids": "1 2"}, "'input_ids' is not a list of whole numbers"),
+    ):
+        with pytest.raises(ValueError, match=sentence):
+            PLAIN.document({**record, **change}, "tokens", "f:1")
+
+
+@pytest.mark.parametrize(
+    ("record", "sentence"),
+    [
+        ({"prompt": "Q", "chosen": "A", "rejected": "B"}, "these are preference data .*examples/dpo.py"),
+        ({"query": "Q", "response": "A"}, "set prompt_field to 'query' and completion_field to 'response'"),
+        ({"input": "Q", "output": "A"}, "set prompt_field to 'input' and completion_field to 'output'"),
+    ],
+)
+def test_other_names_of_fields_are_told(record: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        PLAIN.document(record, "text", "f:3")

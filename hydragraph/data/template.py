@@ -1,0 +1,400 @@
+"""Chat templates: the text of a conversation, and where in it the messages stand that are trained."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from hydragraph.data.documents import Conversation
+
+ASSISTANT = "assistant"
+
+_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+# Special tokens where the tokenizer's are not known.
+_MARKS = re.compile(r"<[|\uff5c][^<>]*[|\uff5c]>|</?s>")
+# Replaces the content of a message, to see where the template writes it.
+_PROBE = "\ue000\ue001\ue002"
+_AFTER_THOUGHTS = "</think>"
+
+Span = tuple[int, int]
+Message = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Template:
+    """A chat template of Hugging Face, in Jinja.
+
+    Attributes:
+        text: if it has `{% generation %}` blocks, these are trained. Otherwise a turn begins after the prompt to
+            generate, and ends where the text of the conversation up to it would end.
+        special: tokens that it may name, such as {"bos_token": "<s>"}.
+        train_on: "assistant": what the assistant says; "last": only the last time; "all": every token.
+        arguments: others that it takes, such as {"enable_thinking": False}.
+    """
+
+    text: str
+    special: Mapping[str, str] = field(default_factory=dict)
+    train_on: str = "assistant"
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+
+    def spans(self, conversation: Conversation, place: str, marks: Collection[str] = ()) -> tuple[str, list[Span]]:
+        """Return a conversation's text, and the spans of characters that are trained, in order and apart.
+
+        Args:
+            conversation: any.
+            place: of it, for errors.
+            marks: the texts of the tokenizer's special tokens, which no span may cut.
+
+        Raises:
+            ValueError: the template refuses the conversation or leaves a message out, or there is nothing to train.
+        """
+        trained = [] if self.train_on == "all" else self._trained(conversation, place)
+        written = self._written(conversation, place, marks)
+        if self.train_on == "all":
+            excluded = [i for i, message in enumerate(conversation.messages) if message.get("weight") == 0]
+            return written.text, _without([written.turn(i) for i in excluded], len(written.text))
+        return written.text, _joined(written.marked(trained) if self._marks else map(written.turn, trained))
+
+    @property
+    def _marks(self) -> bool:
+        return _GENERATION.search(self.text) is not None
+
+    def _trained(self, conversation: Conversation, place: str) -> list[int]:
+        """Return which messages are trained."""
+        messages = conversation.messages
+        says = [i for i, message in enumerate(messages) if message["role"] == ASSISTANT]
+        if not says:
+            roles = ", ".join(dict.fromkeys(message["role"] for message in messages))
+            raise ValueError(
+                f"{place}: no message of the assistant (only of {roles}), so there is nothing to learn: leave it out"
+            )
+        trained = [i for i in (says[-1:] if self.train_on == "last" else says) if messages[i].get("weight") != 0]
+        if not trained:
+            raise ValueError(
+                f"{place}: what the assistant says has weight 0, so there is nothing to learn: leave it out"
+            )
+        return trained
+
+    def _written(self, conversation: Conversation, place: str, marks: Collection[str]) -> _Written:
+        """Write a conversation in the first way in which every message stands in its text.
+
+        Some templates take contents as lists of parts, and some take the arguments of tool calls as text.
+        """
+        pattern = re.compile("|".join(map(re.escape, sorted(marks, key=len, reverse=True)))) if marks else _MARKS
+        refusal: ValueError | None = None
+        for way in _ways(conversation.messages):
+            try:
+                written = _Written(self, conversation, place, way, pattern)
+                written.check()
+            except ValueError as error:
+                refusal = refusal or error
+                continue
+            return written
+        assert refusal is not None, "there is at least one way"
+        raise refusal
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        conversation: Conversation,
+        place: str,
+        prompt: bool = False,
+        mask: bool = False,
+    ) -> tuple[str, list[Span]]:
+        """Return what the template writes for messages, and the spans that it marks as generated.
+
+        Args:
+            messages: as the template takes them.
+            conversation: that they are of, for its tools and arguments.
+            place: for errors.
+            prompt: add the prompt to generate.
+            mask: return the marks; the template must have some.
+        """
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        try:
+            function: Any = render_jinja_template
+            texts, marked = function(
+                conversations=[[dict(message) for message in messages]],
+                tools=[dict(tool) for tool in conversation.tools] or None,
+                chat_template=self.text,
+                return_assistant_tokens_mask=mask,
+                add_generation_prompt=prompt,
+                **{**self.special, **self.arguments, **conversation.arguments},
+            )
+        except Exception as error:  # templates raise what they like, and Jinja its own errors
+            sentence = (str(error).splitlines() or [type(error).__name__])[0]
+            raise ValueError(
+                f"{place}: the chat template refuses it ({sentence}): correct the conversation, or set "
+                "data.chat_template to a template that takes it"
+            ) from error
+        return str(texts[0]), [(int(start), int(end)) for start, end in marked[0]] if mask else []
+
+
+@dataclass(frozen=True)
+class _Way:
+    """How messages are given to a template: contents as lists of parts, arguments of tool calls as text."""
+
+    parts: bool = False
+    texts: bool = False
+
+    def message(self, message: Message) -> Message:
+        """Return a message as a template takes it."""
+        given = {name: value for name, value in message.items() if name != "weight"}
+        if self.parts and given["content"]:
+            given["content"] = [{"type": "text", "text": given["content"]}]
+        if given.get("tool_calls"):
+            given["tool_calls"] = [self._call(call) for call in given["tool_calls"]]
+        return given
+
+    def _call(self, call: Message) -> Message:
+        function = call.get("function", call)
+        arguments = function["arguments"]
+        if self.texts and not isinstance(arguments, str):
+            arguments = json.dumps(arguments, ensure_ascii=False)
+        elif not self.texts and isinstance(arguments, str):
+            arguments = json.loads(arguments or "{}")
+        changed = {**function, "arguments": arguments}
+        return {**call, "function": changed} if "function" in call else changed
+
+
+def _ways(messages: Sequence[Message]) -> Iterator[_Way]:
+    calls = any(message.get("tool_calls") for message in messages)
+    for parts in (False, True):
+        for texts in (False, True) if calls else (False,):
+            yield _Way(parts, texts)
+
+
+class _Written:
+    """A conversation as a template writes it.
+
+    Attributes:
+        text: of all of it.
+    """
+
+    def __init__(
+        self, template: Template, conversation: Conversation, place: str, way: _Way, marks: re.Pattern[str]
+    ) -> None:
+        self._template = template
+        self._conversation = conversation
+        self._place = place
+        self._messages = [way.message(message) for message in conversation.messages]
+        self._plain = conversation.messages
+        self._way = way
+        self._pattern = marks
+        self._masks = template._marks and template.train_on != "all"
+        self.text, self._marked = template.render(self._messages, conversation, place, mask=self._masks)
+
+    def check(self) -> None:
+        """Check that every message stands in the text.
+
+        Raises:
+            ValueError: naming the first that does not; or nothing is marked.
+        """
+        if self._masks and not any(start < end for start, end in self._marked):
+            raise ValueError(f"{self._place}: the chat template marks nothing of it as generated: correct the template")
+        at = 0
+        for i, message in enumerate(self._plain):
+            said = _said(message)
+            found = self.text.find(said, at) if said else -1
+            if found >= 0:
+                at = found + len(said)
+            elif said and self._region(self._messages, i) is None:
+                raise ValueError(
+                    f"{self._place}: the chat template leaves out the content of messages[{i}] ({message['role']}): "
+                    "correct the template (data.chat_template) or the conversation"
+                )
+            for call in message.get("tool_calls") or ():
+                self._check_call(i, call)
+
+    def _check_call(self, i: int, call: Message) -> None:
+        function = call.get("function", call)
+        arguments = function["arguments"]
+        without = {**self._messages[i], "content": ""}
+        if function["name"] not in self.text and self._region(_with(self._messages, i, without), i) is None:
+            raise ValueError(
+                f"{self._place}: the chat template leaves out the tool calls of messages[{i}]: set data.chat_template "
+                "to one that writes them, or put them into the content"
+            )
+        mapping = json.loads(arguments or "{}") if isinstance(arguments, str) else arguments
+        python, text = str(mapping), json.dumps(mapping, ensure_ascii=False)
+        if not self._way.texts and python != text and python in self.text:
+            raise ValueError(f"{self._place}: the chat template writes the arguments of {function['name']} as Python")
+        if self._way.texts and mapping and json.dumps(arguments if isinstance(arguments, str) else text) in self.text:
+            raise ValueError(f"{self._place}: the chat template writes the arguments of {function['name']} as a string")
+
+    def marked(self, trained: Sequence[int]) -> list[Span]:
+        """Return the spans that the template marks in these messages.
+
+        Raises:
+            ValueError: what one of the messages says is not marked.
+        """
+        spans = [span for span in self._marked if span[0] < span[1]]
+        says = [i for i, message in enumerate(self._plain) if message["role"] == ASSISTANT]
+        if len(trained) < len(says):
+            windows = [self._window(i) for i in trained]
+            spans = [span for span in spans if any(lo <= span[0] < hi for lo, hi in windows)]
+        text = "".join(self.text[start:end] for start, end in spans)
+        at = 0
+        for i in trained:
+            said = _said(self._plain[i])
+            found = text.find(said, at)
+            if found >= 0:
+                at = found + len(said)
+                continue
+            region = self._region(self._messages, i)
+            if region is None or not any(start < region[1] and region[0] < end for start, end in spans):
+                raise ValueError(
+                    f"{self._place}: the chat template does not mark the content of messages[{i}] as generated: "
+                    "correct the template"
+                )
+        return spans
+
+    def _window(self, i: int) -> Span:
+        """Return the part of the text that holds message `i`, between the contents of its neighbours."""
+        before = [region for j in range(i) if (region := self._region(self._messages, j))]
+        after = next(
+            (region for j in range(i + 1, len(self._messages)) if (region := self._region(self._messages, j))), None
+        )
+        return before[-1][1] if before else 0, after[0] if after else len(self.text)
+
+    def turn(self, i: int) -> Span:
+        """Return the span of what is generated as message `i`: its content and the token that ends it.
+
+        Raises:
+            ValueError: it cannot be told from the rest.
+        """
+        before = self._text(self._messages[:i], prompt=True)
+        last = i == len(self._messages) - 1
+        after = self.text if last else self._text(self._messages[: i + 1])
+        span = (len(before), len(after))
+        plain = self.text.startswith(after) and after.startswith(before) and len(after) > len(before)
+        if not plain:
+            span = self._aligned(i, before, after)
+        if _said(self._plain[i]) not in self.text[slice(*span)]:
+            region = self._region(self._messages, i)
+            if region is None or not (span[0] <= region[0] and region[1] <= span[1]):
+                raise self._untold(i)
+        return span
+
+    def _aligned(self, i: int, before: str, after: str) -> Span:
+        """Find a turn that is written otherwise at the end of a conversation than where other turns follow.
+
+        Templates write thoughts, default system messages and end tokens by the position of a message. So the turn is
+        found in the final text: where its content stands, how much before it is the header that the prompt to generate
+        writes, and how much after it is what ends it.
+
+        Args:
+            i: of the message.
+            before, after: the text of the messages before it, with the prompt to generate; the text up to it.
+        """
+        messages = self._messages
+        content = self._region(messages, i)
+        if content is None:
+            raise self._untold(i)
+        start, prompt = 0, 0
+        for j in reversed(range(i)):
+            here, there = self._region(messages, j), self._region(messages[:i], j, prompt=True)
+            if here and there and here[1] <= content[0]:
+                start, prompt = here[1], there[1]
+                break
+        header = self._common(self.text[start : content[0]], before[prompt:])
+        if not header and before[prompt:]:
+            raise self._untold(i)
+        following = (self._region(messages, j) for j in range(i + 1, len(messages)))
+        end = next((region[0] for region in following if region and region[0] >= content[1]), len(self.text))
+        gap = self.text[content[1] : end]
+        alone = self._region(messages[: i + 1], i)
+        ending = self._common(gap, after[alone[1] :]) if alone else 0
+        if not gap[:ending].strip():
+            mark = self._pattern.match(gap, len(gap) - len(gap.lstrip()))
+            ending = mark.end() if mark else ending
+        return start + header, content[1] + ending
+
+    def _common(self, first: str, second: str) -> int:
+        """Return how many characters two texts have in common at their beginning, without cutting a special token."""
+        size = _shared(first, second)
+        for mark in self._pattern.finditer(first):
+            if mark.start() < size < mark.end():
+                return mark.start()
+        return size
+
+    def _region(self, messages: Sequence[Message], i: int, prompt: bool = False) -> Span | None:
+        """Return where the content of a message stands in the text of `messages`; None: it is not written.
+
+        Another content is put in its place, and the texts are compared.
+        """
+        text = self._text(messages, prompt)
+        changed = _with(messages, i, _probed(messages[i]))
+        try:
+            other = self._text(changed, prompt)
+        except ValueError:
+            return None
+        if text == other:
+            return None
+        start = _shared(text, other)
+        most = min(len(text), len(other)) - start
+        same = _shared(text[len(text) - most :][::-1], other[len(other) - most :][::-1])
+        return start, len(text) - same
+
+    def _text(self, messages: Sequence[Message], prompt: bool = False) -> str:
+        if not prompt and len(messages) == len(self._messages) and all(map(_is, messages, self._messages)):
+            return self.text
+        return self._template.render(messages, self._conversation, self._place, prompt)[0]
+
+    def _untold(self, i: int) -> ValueError:
+        return ValueError(
+            f"{self._place}: what the chat template writes for messages[{i}] cannot be told from the rest: mark it "
+            "with {% generation %} in a template of your own (data.chat_template), or set data.train_on to last"
+        )
+
+
+def _with(messages: Sequence[Message], i: int, message: Message) -> list[Message]:
+    return [*messages[:i], message, *messages[i + 1 :]]
+
+
+def _shared(first: str, second: str) -> int:
+    """Return how many characters two texts have in common at their beginning."""
+    differing = (i for i, (one, other) in enumerate(zip(first, second, strict=False)) if one != other)
+    return next(differing, min(len(first), len(second)))
+
+
+def _is(one: object, other: object) -> bool:
+    return one is other
+
+
+def _said(message: Message) -> str:
+    """Return what must stand in the text of a message: its content without the thoughts that templates remove."""
+    return str(message["content"]).rpartition(_AFTER_THOUGHTS)[2].strip()
+
+
+def _probed(message: Message) -> Message:
+    """Return a message with another content, or with another first tool call where it has none."""
+    if message["content"] or not message.get("tool_calls"):
+        content = message["content"]
+        return {**message, "content": [{"type": "text", "text": _PROBE}] if isinstance(content, list) else _PROBE}
+    call, *others = message["tool_calls"]
+    function = call.get("function", call)
+    arguments = _PROBE if isinstance(function["arguments"], str) else {_PROBE: _PROBE}
+    function = {**function, "name": _PROBE, "arguments": arguments}
+    return {**message, "tool_calls": [{**call, "function": function} if "function" in call else function, *others]}
+
+
+def _joined(spans: Iterator[Span] | Sequence[Span]) -> list[Span]:
+    """Return spans in order, with those joined that overlap."""
+    joined: list[Span] = []
+    for start, end in sorted(spans):
+        if joined and start < joined[-1][1]:
+            joined[-1] = (joined[-1][0], max(end, joined[-1][1]))
+        else:
+            joined.append((start, end))
+    return joined
+
+
+def _without(excluded: Sequence[Span], size: int) -> list[Span]:
+    """Return what is left of [0, size) without some spans."""
+    edges = [0, *(edge for span in _joined(excluded) for edge in span), size]
+    return [(start, end) for start, end in zip(edges[::2], edges[1::2], strict=True) if start < end]
