@@ -94,10 +94,12 @@ def check_command(
 
 def _look_at_data(config: TrainConfig) -> None:
     """Say what training here would refuse of the data; they may be on another machine, so it is no error."""
-    from hydragraph.train.data import check_data
+    from hydragraph.train.data import check_data, data_remarks
 
     try:
         check_data(config)
+        for sentence in data_remarks((*config.data.sources, *config.data.evaluation.values())):
+            print(f"data: {sentence}", file=sys.stderr)
     except (ValueError, OSError) as error:
         print(f"data: training here would end with: {error}", file=sys.stderr)
 

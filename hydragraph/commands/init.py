@@ -34,13 +34,17 @@ def init_command(
     import torch
 
     from hydragraph.train.config import TrainConfig
+    from hydragraph.train.data import data_remarks
     from hydragraph.train.starter import look, starter
     from hydragraph.train.whole import write_whole
 
     found = look(paths or [])
     gpus = torch.cuda.device_count()
     write_whole(to, starter(found, max(gpus, 1), gpus > 0, f"runs/{to.stem}"))
-    TrainConfig.load(to)
+    config = TrainConfig.load(to)
+    if found.data:
+        for sentence in data_remarks(config.data.sources):
+            print(sentence)
     print(f"{to}: read it, then: hydragraph check {to}, hydragraph train {to}")
     if not found.data and found.model is not None:
         print(f"put your data into data.paths of {to} first")

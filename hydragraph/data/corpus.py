@@ -10,7 +10,7 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ class CorpusReport:
         documents: how many were yielded.
         empty: how many were left out because they hold no text (an empty file or string, or a null).
         undecodable: the files, lines and rows that were left out because they are not valid UTF-8 text.
+        unread: fields of records that hold something and are not read, in the order they were met.
         bytes: of all the corpus's files.
         read: bytes of them that were read; of a table, once all of it was.
     """
@@ -33,6 +34,7 @@ class CorpusReport:
     documents: int = 0
     empty: int = 0
     undecodable: list[str] = field(default_factory=list)
+    unread: dict[str, None] = field(default_factory=dict, compare=False)
     bytes: int = field(default=0, compare=False)
     read: int = field(default=0, compare=False)
 
@@ -44,6 +46,8 @@ class CorpusReport:
     def sentence(self) -> str:
         """Return one sentence for people, naming at most three of the undecodable places."""
         text = f"read {self.documents} documents; left out {self.empty} empty"
+        if self.unread:
+            text = f"{text}; did not read the fields {', '.join(self.unread)}"
         if not self.undecodable:
             return text
         named = ", ".join(self.undecodable[:3])
@@ -59,7 +63,8 @@ def files(paths: Sequence[Path], suffixes: tuple[str, ...] | None = None) -> lis
         paths: files, taken whatever their suffix, and directories. Inside a directory, hidden entries and
             `__pycache__` are skipped, and links to directories are not followed; of one that `datasets` saved, its
             Arrow files are taken.
-        suffixes: which files of a directory to take, such as `(".py", ".md")`; None: all.
+        suffixes: which files of a directory to take, such as `(".py", ".md")`; None: its files of records (.jsonl,
+            .parquet, ...) where it has any, and else all that would be read as text if they were named.
 
     Raises:
         ValueError: a path does not exist, a file is reached twice, a suffix lacks its dot, or there is no file.
@@ -147,7 +152,7 @@ def formats(paths: Sequence[Path], suffixes: tuple[str, ...] | None = None, fiel
         suffix = path.suffix.lower()
         if suffix in tables.SUFFIXES:
             found.add(_table_format(path, fields))
-        elif suffix == ".jsonl":
+        elif suffix in _LINES:
             next(_read_jsonl(path, fields, CorpusReport(), found), None)
         else:
             with path.open("rb") as file:
@@ -156,7 +161,12 @@ def formats(paths: Sequence[Path], suffixes: tuple[str, ...] | None = None, fiel
     return found
 
 
+_LOOKED_AT_RECORDS = 100  # of a file, to see which fields it has
+_LINES = (".jsonl", ".ndjson")  # files with a JSON object in each line
 _LOOKED_AT = 4096  # bytes of a file, to see whether it is text
+
+
+_BINARY = re.compile("[\x00-\x07\x0e-\x1a]")  # control characters that texts do not have
 
 
 def _is_text(start: bytes) -> bool:
@@ -164,6 +174,8 @@ def _is_text(start: bytes) -> bool:
     try:
         text = codecs.getincrementaldecoder("utf-8")().decode(start)
     except UnicodeDecodeError:
+        return False
+    if _BINARY.search(text):
         return False
     return bool(text.strip()) or len(start) == _LOOKED_AT  # behind so many blanks there may be some
 
@@ -214,6 +226,36 @@ def _walk(root: Path, suffixes: tuple[str, ...] | None) -> Iterator[Path]:
         return
     if not root.is_dir():
         raise ValueError(f"corpus path {root} is not a file or directory: {_found_otherwise(str(root))}")
+    paths = list(_inside(root, suffixes))
+    if suffixes is None:
+        paths = [path for path in paths if path.suffix.lower() not in _NO_TEXTS]
+        records = [path for path in paths if _has_records(path)]
+        paths = records or paths
+    yield from paths
+
+
+def left_out(paths: Sequence[Path], suffixes: tuple[str, ...] | None = None) -> list[Path]:
+    """Return the files of the directories among `paths` that are not read because of what they are."""
+    roots = [root for root in map(Path, paths) if root.is_dir()] if suffixes is None else []
+    return [path for root in roots for path in sorted(set(_inside(root, None)) - set(_walk(root, None)))]
+
+
+def unread(paths: Sequence[Path], suffixes: tuple[str, ...] | None = None, fields: Fields = PLAIN) -> list[str]:
+    """Return the fields that hold something and are not read, by the first records of each file."""
+    report = CorpusReport()
+    for path in files(paths, suffixes):
+        if _has_records(path):
+            for _ in islice(_read(path, fields, report), _LOOKED_AT_RECORDS):
+                pass
+    return list(report.unread)
+
+
+def _has_records(path: Path) -> bool:
+    return path.suffix.lower() in (*_LINES, *tables.SUFFIXES)
+
+
+def _inside(root: Path, suffixes: tuple[str, ...] | None) -> Iterator[Path]:
+    """Yield the files of a directory in sorted order, whatever is in them."""
     for folder, folders, names in os.walk(root, onerror=_raise):
         saved = tables.saved_files(Path(folder))
         if saved is not None:
@@ -248,14 +290,14 @@ def _draw(paths: list[Path], fields: Fields, report: CorpusReport) -> Iterator[P
                 report.empty += 1
         behind += size
         report.read = behind
-    level = logging.WARNING if report.undecodable else logging.INFO
+    level = logging.WARNING if report.undecodable or report.unread else logging.INFO
     logging.getLogger(__name__).log(level, "%s", report.sentence())
 
 
 def _read(path: Path, fields: Fields, report: CorpusReport) -> Iterator[Placed]:
     """Yield the documents of one file."""
     suffix = path.suffix.lower()
-    if suffix == ".jsonl":
+    if suffix in _LINES:
         return _read_jsonl(path, fields, report)
     if suffix in tables.SUFFIXES:
         return _read_table(path, fields, report)
@@ -268,6 +310,9 @@ def _read_text(path: Path, report: CorpusReport) -> Iterator[Placed]:
         # From bytes: reading in text mode would rewrite line ends.
         text = path.read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError:
+        report.undecodable.append(str(path))
+        return
+    if _BINARY.search(text):
         report.undecodable.append(str(path))
         return
     yield Placed(str(path), text)
@@ -296,6 +341,7 @@ def _read_jsonl(
                 format = _format_of(record, fields, place)
                 if formats is not None:
                     formats.add(format)
+            report.unread |= dict.fromkeys(fields.unread(record, format))
             yield Placed(place, fields.document(record, format, place))
 
 
@@ -330,6 +376,8 @@ def _table_format(path: Path, fields: Fields) -> Format:
 def _read_table(path: Path, fields: Fields, report: CorpusReport) -> Iterator[Placed]:
     """Yield one document per row, a few thousand rows in memory at a time."""
     format = _table_format(path, fields)
+    read = fields.read(format)
+    report.unread |= dict.fromkeys(name for name in tables.columns(path) if name not in read)
     for number, row in enumerate(tables.rows(path, fields.names), start=1):
         place = f"{path}: row {number}"
         if row is None:

@@ -102,6 +102,19 @@ def check_data(config: TrainConfig) -> None:
         )
 
 
+def data_remarks(sources: Iterable[SourceConfig]) -> Iterator[str]:
+    """Yield a sentence on the files, and one on the fields, that are not read of some corpora, if there are any."""
+    for source in sources:
+        paths = _paths(source)
+        omitted = [str(path) for path in corpus.left_out(paths, source.suffixes)]
+        if omitted:
+            more = f" and {len(omitted) - 3} more" if len(omitted) > 3 else ""
+            yield f"not read of the data: {', '.join(omitted[:3])}{more}; name the files in paths, or set suffixes"
+        fields = corpus.unread(paths, source.suffixes, source.fields)
+        if fields:
+            yield f"fields of the data that are not read: {', '.join(fields)}"
+
+
 def prepare(config: TrainConfig, progress: Progress | None = None) -> Path:
     """Make the tokenizer and the token files of a run unless they are cached, and return their directory.
 

@@ -32,6 +32,7 @@ from hydragraph.train.course import Course, Run, RunOutcome, ahead_of, due
 from hydragraph.train.data import (
     Tokens,
     check_data,
+    data_remarks,
     evaluation_batches,
     mini_batches,
     open_tokens,
@@ -146,6 +147,8 @@ def _session(
     check_budget(given, batches.tokens)
     evaluation = evaluation_batches(config, tokens) if config.evaluate_every else {}
     if leader is not None:
+        for sentence in data_remarks((*config.data.sources, *config.data.evaluation.values())):
+            leader.note(sentence)
         for sentence in remarks(given, model, strategies, world.ranks, batches, config.steps):
             leader.note(sentence)
     executor = _compiled(config, compile, model, strategies, tokens, world)

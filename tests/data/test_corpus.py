@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hydragraph.data.corpus import CorpusReport, documents, files, fingerprint, formats
+from hydragraph.data.corpus import CorpusReport, documents, files, fingerprint, formats, left_out, unread
 from hydragraph.data.documents import Fields
 
 
@@ -144,7 +144,7 @@ def test_a_reading_tells_how_far_it_is_by_bytes(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "ab"}\n' * 10)
     (tmp_path / "b.txt").write_text("x" * 150)
     report = CorpusReport()
-    parts = [report.part for _ in documents([tmp_path], report=report)]
+    parts = [report.part for _ in documents([tmp_path / "a.jsonl", tmp_path / "b.txt"], report=report)]
     assert parts == pytest.approx([i / 20 for i in range(1, 11)] + [0.5])
     assert report.part == 1
 
@@ -208,3 +208,27 @@ def test_the_fingerprint_follows_the_files(tmp_path: Path) -> None:
 def test_a_file_is_text_if_it_begins_so(content: bytes, found: set[str], tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(content)
     assert formats([tmp_path / "file"]) == found
+
+
+def test_a_folder_of_records_is_read_without_what_lies_beside_them(tmp_path: Path) -> None:
+    write(tmp_path / "t.jsonl", '{"text": "T", "id": 1}\n')
+    write(tmp_path / "u.ndjson", '{"text": "U", "source": ""}\n')
+    for name in ("README.md", "a.json", "b.csv"):
+        write(tmp_path / name, "words")
+    write(tmp_path / "x.bin", bytes(range(1, 100)))
+    report = CorpusReport()
+    assert list(documents([tmp_path], report=report)) == ["T", "U"]
+    assert (list(report.unread), unread([tmp_path])) == (["id"], ["id"])
+    assert "did not read the fields id" in report.sentence()
+    assert [path.name for path in left_out([tmp_path])] == ["README.md", "a.json", "b.csv", "x.bin"]
+    assert list(documents([tmp_path], suffixes=(".md",))) == ["words"]
+
+
+def test_a_folder_of_texts_is_read_without_what_would_be_refused_by_name(tmp_path: Path) -> None:
+    write(tmp_path / "a.py", "code")
+    write(tmp_path / "b.json", "{}")
+    write(tmp_path / "x.bin", bytes(range(1, 100)))
+    report = CorpusReport()
+    assert list(documents([tmp_path], report=report)) == ["code"]
+    assert report.undecodable == [str(tmp_path / "x.bin")]
+    assert [path.name for path in left_out([tmp_path])] == ["b.json"]
