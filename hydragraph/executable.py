@@ -35,8 +35,9 @@ from hydragraph.check.stages import StageCheck
 from hydragraph.cost.costs import Costs
 from hydragraph.cost.profile import Profile
 from hydragraph.errors import RankFailure, Stopped, Unsupported
-from hydragraph.frontend.adapters import is_peft
+from hydragraph.frontend.adapters import base_model, is_peft
 from hydragraph.frontend.initialise import initial_buffers, initial_parameters, is_meta
+from hydragraph.frontend.masks import window
 from hydragraph.frontend.packed import own_fields
 from hydragraph.holding import Holding
 from hydragraph.ir.outline import Mode
@@ -62,7 +63,7 @@ from hydragraph.runtime.launch import World
 from hydragraph.runtime.meeting.member import CALLED, here
 from hydragraph.runtime.probe import MOST_S, Probe
 from hydragraph.runtime.standing import Progress, ProgressLog, meet
-from hydragraph.runtime.state import HomeState, OptimizerFactory
+from hydragraph.runtime.state import HomeState, OptimizerFactory, settings_of
 from hydragraph.runtime.trace import Exposed, RankTimes, Span, mean_exposed
 from hydragraph.runtime.variants import Variants
 from hydragraph.runtime.weights import pretrained
@@ -202,9 +203,11 @@ class Executable:
         self._model_tensors = tensor_names(model)
         self._fields = own_fields(program)
         self._limits = limits_of(program)
+        self._window = window(getattr(base_model(model), "config", None))
         self._shell = Shell.of(model)
         self._adapted = is_peft(model)
-        self._several = "cu_seqlens" in program.templates[program.blocks[-1].template].inputs
+        self._epilogue = program.templates[program.blocks[-1].template]
+        self._several = "cu_seqlens" in self._epilogue.inputs
         buffers = initial_buffers(model)
         self._check = None
         if check == "full" and not world.local_rank:
@@ -442,7 +445,8 @@ class Executable:
         self._holding.begin()
         self._session.saver.wait()
         save = self._session.saver.start if asynchronous else store.save
-        save(Path(path), self.home, self.optimizer, {"steps": self._steps, "user": extra or {}}, self.groups)
+        entry = {"steps": self._steps, "user": extra or {}, store.BUFFERS: self._persistent_buffers()}
+        save(Path(path), self.home, self.optimizer, entry, self.groups)
 
     @_call("keep")
     def keep(self, pieces: Pieces, extra: dict[str, Any] | None = None) -> None:
@@ -469,6 +473,8 @@ class Executable:
         self._stop_handover()
         extra = store.load(Path(path), self.home, self.optimizer, self.groups)
         self._holding.loaded()
+        for name, buffer in extra.get(store.BUFFERS, {}).items():  # checkpoints of earlier versions have none
+            self._session.buffers[name].copy_(buffer)
         self._session.log.restored(int(extra["steps"]))
         return dict(extra["user"])
 
@@ -745,6 +751,8 @@ class Executable:
                 "compiled folder": self._library.digest if self._library is not None else "",
                 "strategies": str(list(map(str, self.strategies))),
                 "deterministic": "" if self._sums is None else str(self._sums),
+                "max_grad_norm": str(self._max_grad_norm),
+                "loss": hashlib.blake2b(str(self._epilogue.graph).encode(), digest_size=8).hexdigest(),
             }
         )
         variants, buffers, optimizer = self._variants, self._buffers, self._optimizer
@@ -876,6 +884,7 @@ class Executable:
             raise AssertionError("a save in the background fails on all ranks, so waiting for it raises")
         if not ranks.same:
             try:
+                self._session.agree("optimizer's settings, such as the learning rate", self._update_settings(mode))
                 own = f"{call.mark:016x}" if call.refused is None else f"refused: {call.refused}"
                 self._session.agree("mini-batch, strategy or call", own)
             except ValueError as error:
@@ -899,13 +908,22 @@ class Executable:
                 strategy = strategy_for(given, self.program)
                 self.check(strategy, self.world.ranks)
             batch = MiniBatch.of(sequences, self.program.causal, self._fields, self._limits)
+            if self._window is not None and max(batch.lengths) > self._window:
+                raise ValueError(
+                    f"a sequence of {max(batch.lengths)} tokens, and the model attends within a sliding window of "
+                    f"{self._window}: cut sequences to that length"
+                )
             if self._sums is not None:
                 self._sums.check_count(len(batch.sequences))
         except Exception as error:  # of the user's own iterable, too
             refused = error
         # A refusal is compared like a mini-batch: ranks that all refuse the same go on alike.
-        text = repr(refused) if refused is not None else repr((str(strategy), mode))
+        text = repr(refused) if refused is not None else repr((str(strategy), mode, self._update_settings(mode)))
         return Call(batch, strategy, refused, digest(text, batch))
+
+    def _update_settings(self, mode: Mode) -> str:
+        """Return the hyperparameters of this rank's optimizer, where the iteration updates."""
+        return settings_of(self.optimizer) if mode == "train" else ""
 
     def _says(self, coming: Promise | None) -> tuple[int, ...]:
         """Return what this rank says of the next step at the end of one."""
@@ -971,6 +989,11 @@ class Executable:
         buffers = {name: buffer.detach().cpu() for name, buffer in self._session.buffers.items()}
         tensors = {**buffers, **parameters}
         return {key: tensors[source] for key, source in sources.items()}
+
+    def _persistent_buffers(self) -> dict[str, Tensor]:
+        """Return the buffers that belong to the model's state dict, on the CPU."""
+        stored = set(self._model_tensors.values())
+        return {name: b.detach().cpu().clone() for name, b in self._session.buffers.items() if name in stored}
 
     def _describe(self, rank: int, index: int, number: int) -> str:
         """Return the text of an instruction; another rank may be one iteration behind, or ahead."""

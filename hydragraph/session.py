@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
 
+from hydragraph.errors import Unsupported
 from hydragraph.ir.home import HomeLayouts
 from hydragraph.ir.layout import Layout, whole
 from hydragraph.ir.outline import Mode
@@ -28,12 +29,13 @@ from hydragraph.runtime.buffers import Buffers
 from hydragraph.runtime.checkpoint.saving import Saver
 from hydragraph.runtime.exchange import pull_exchange, start_pull
 from hydragraph.runtime.executor import Executor, IterationOutcome
+from hydragraph.runtime.failure.watch import agreed
 from hydragraph.runtime.groups import Groups, Role
 from hydragraph.runtime.launch import World
 from hydragraph.runtime.prepared import Preparer
 from hydragraph.runtime.rounded import rounded
 from hydragraph.runtime.standing import ProgressLog
-from hydragraph.runtime.state import HomeState, OptimizerFactory, make_optimizer
+from hydragraph.runtime.state import HomeState, OptimizerFactory, make_optimizer, settings_of
 from hydragraph.runtime.trace import Span, Timing
 from hydragraph.runtime.variants import Variants
 from hydragraph.spec.home import Home
@@ -98,7 +100,7 @@ class Session:
 
         Raises:
             ValueError: on every rank: something differs between ranks, or the home does not fit them.
-            Unsupported: the optimizer cannot work on shards.
+            Unsupported: on every rank: the optimizer cannot work on some rank's shards.
         """
         world.watch.rest("")
         groups = ending.groups if ending else Groups(world, TIMEOUT, watch=world.watch)
@@ -116,7 +118,7 @@ class Session:
         old = ending.home if ending else None
         state = HomeState.allocate(program, layouts, world.rank, world.device, old)
         fill(groups, state)
-        trained_by = make_optimizer(optimizer, state) if optimizer else None
+        trained_by = _optimizer(optimizer, state, groups)
         preparer = Preparer(program, variants, buffers, state.layouts, world.rank, world.ranks, device=world.device)
         copies = rounded(state, program.dtype, trained_by)
         executor = Executor(
@@ -254,6 +256,32 @@ def _same(old: Layout, new: Layout) -> Layout:
     """Return the old layout where the new one says the same."""
     columns = ((old.rank, new.rank), (old.lo, new.lo), (old.hi, new.hi), (old.copy, new.copy))
     return old if all(np.array_equal(before, after) for before, after in columns) else new
+
+
+def _optimizer(factory: OptimizerFactory | None, state: HomeState, groups: Groups) -> torch.optim.Optimizer | None:
+    """Make this rank's optimizer once all ranks can make theirs, and check that all have the same settings.
+
+    Raises:
+        Unsupported, ValueError: on every rank, so that none waits for one that has refused.
+    """
+    optimizer: torch.optim.Optimizer | None = None
+    refused: Exception | None = None
+    try:
+        optimizer = make_optimizer(factory, state) if factory else None
+    except Exception as error:  # whatever a user's function raises
+        refused = error
+    if groups.world.ranks > 1:
+        told = refused
+        if refused is not None and not isinstance(refused, Unsupported):
+            sentence = f"rank {groups.world.rank} cannot make it ({type(refused).__name__}: {refused})"
+            told = Unsupported(sentence, where="optimizer", remedy="correct the function that makes it")
+        first = first_of(groups, told)
+        if first is not None:
+            raise agreed(told or first) from refused
+        agree(groups, "optimizer and its settings", settings_of(optimizer))
+    elif refused is not None:
+        raise refused
+    return optimizer
 
 
 def agree(groups: Groups, what: str, text: str) -> None:

@@ -63,3 +63,48 @@ def test_every_rank_learns_at_the_commit_how_each_spent_its_time() -> None:
     assert first.ranks[2].busy_s > 0.05 * 2  # at least a layer and the head, of one micro-batch
     assert first.ranks[0].exposed.p2p > 0.04  # it waits for the gradient that comes late
     assert first.exposed.p2p == sum(rank.exposed.p2p for rank in first.ranks) / 3
+
+
+def differing(ready: Ready) -> list[str]:
+    """What each difference between two ranks is answered with; none of them leaves the other rank waiting."""
+    rank = torch.distributed.get_rank()
+    strategy = hg.Strategy.parse("<[0]x1,[1]x1>", layers=LAYERS)
+
+    def by_size(named: list[tuple[str, torch.nn.Parameter]]) -> torch.optim.Optimizer:
+        if rank:
+            raise KeyError("only here")
+        return torch.optim.SGD(named, lr=0.1)
+
+    said = []
+    for factory, clip in (
+        (lambda named: torch.optim.SGD(named, lr=0.1 * (1 + rank)), None),
+        (lambda named: torch.optim.SGD(named, lr=0.1), 1.0 + rank),
+        (None if rank else lambda named: torch.optim.SGD(named, lr=0.1), None),
+        (by_size, None),
+    ):
+        try:
+            ready.executable(strategy, factory, max_grad_norm=clip)
+        except ValueError as error:
+            said.append(str(error))
+    exe = ready.executable(strategy, lambda named: torch.optim.SGD(named, lr=0.1, momentum=0.5))
+    exe.step(batch(0))
+    if rank == 0:  # as a scheduler does that one rank alone steps
+        exe.optimizer.param_groups[0]["lr"] = 0.2
+    try:
+        exe.step(batch(1))
+    except ValueError as error:
+        said.append(str(error))
+    return said
+
+
+def test_ranks_that_would_update_otherwise_are_told_on_all_ranks() -> None:
+    for said in hg.launch(differing, 2, small_llama()):
+        assert [text.split(" differs")[0] for text in said[:3]] == [
+            "optimizer and its settings",
+            "max_grad_norm",
+            "optimizer and its settings",
+        ]
+        assert "'only here'" in said[3]
+        assert said[4].startswith("optimizer's settings, such as the learning rate differs between ranks")
+        assert "'lr': 0.2" in said[4]
+        assert len(said) == 5

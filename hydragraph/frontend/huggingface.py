@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from hydragraph.errors import Unsupported
 from hydragraph.frontend.adapters import base_model
-from hydragraph.frontend.masks import Marker, mask
+from hydragraph.frontend.masks import Marker, mask, window
 from hydragraph.frontend.rotary import hold_frequencies, refuse_other_frequencies, short_positions
 from hydragraph.ir.program import Template
 from hydragraph.kernels.varlen_attention import varlen_attention
@@ -20,8 +20,8 @@ from hydragraph.passes.node import varlen
 ATTENTION = "hydragraph"
 
 _REFUSED = {
-    "sliding_window": "set sliding_window to None in the config, or its layer_types to full_attention",
-    "softcap": "set softcap to None in the config (attn_logit_softcapping)",
+    "sliding_window": "set sliding_window to None in the config, or to 256 or more tokens, which bound the sequences",
+    "softcap": "choose a model without capped attention scores: without its cap this one would be another model",
     "s_aux": "choose a model without attention sinks",
 }
 # What transformers passes besides, and cu_seqlens says already.
@@ -60,6 +60,9 @@ def attention(
         raise Unsupported("an attention mask", where=where, remedy="pack sequences instead of padding them")
     if dropout:
         raise Unsupported(f"attention dropout {dropout}", where=where, remedy="set the config's attention dropout to 0")
+    longest = window(getattr(module, "config", None))
+    if longest is not None and (options.get("sliding_window") or 0) >= longest:
+        options = {**options, "sliding_window": None}  # `Executable` keeps sequences within it
     _refuse_options(options, where)
     if attention_mask is not None and (causal or not attention_mask.both_ways):
         attention_mask.refuse(_layer(module))
@@ -180,8 +183,10 @@ def positions(model: nn.Module) -> tuple[int, str] | None:
     if short is not None:
         return short
     config = base_model(model).config
-    said = ((getattr(config, name, None), name) for name in ("max_position_embeddings", "n_positions"))
-    return next(((most, name) for most, name in said if type(most) is int and most > 0), None)
+    said = [(getattr(config, name, None), name) for name in ("max_position_embeddings", "n_positions")]
+    most = next(((most, name) for most, name in said if type(most) is int and most > 0), None)
+    tokens = window(config)
+    return (tokens, "sliding_window") if tokens is not None and (most is None or tokens < most[0]) else most
 
 
 def _refuse_pooled(outputs: Any, batch: dict[str, Tensor], where: str) -> None:

@@ -21,8 +21,12 @@ _PLAIN = frozenset({"causal_mask_function", "bidirectional_mask_function"})
 # Patterns that keep packed sequences apart, as our attention does anyway.
 _PACKED = frozenset({"packed_sequence_mask_function"})
 _COMBINED = frozenset({"and_masks", "remap_positions_for_packed_sequence", "add_offsets_to_mask_function"})
-_WINDOW = "set sliding_window to None in the config (or use_sliding_window to False, or layer_types to full_attention)"
-_CHUNKS = "set every one of the config's layer_types to full_attention"
+_LEAST_WINDOW = 256  # tokens: more than any sequence that captured graphs are compared on
+_WINDOW = (
+    "set sliding_window to None in the config (or use_sliding_window to False), or to "
+    f"{_LEAST_WINDOW} or more tokens, which bound the sequences"
+)
+_CHUNKS = "choose a model whose layers attend to all that came before"
 _OTHER = "choose a model whose layers attend to all that came before, or to all"
 
 Pattern = Callable[..., Any]
@@ -55,6 +59,17 @@ class Marker:
         self.refuse("a part of a mask")
 
 
+def window(config: Any) -> int | None:
+    """Return the sliding window within which a model's sequences stay; None: it has none, or one that is refused.
+
+    Attention within a window that no sequence is longer than is plain attention.
+    """
+    tokens = getattr(config, "sliding_window", None)
+    types = getattr(config, "layer_types", None)
+    used = types is None or any("sliding" in str(kind) for kind in types)
+    return tokens if used and type(tokens) is int and tokens >= _LEAST_WINDOW else None
+
+
 def mask(
     *_: Any, mask_function: Pattern, attention_mask: Tensor | None = None, config: Any = None, **__: Any
 ) -> Marker | None:
@@ -69,7 +84,7 @@ def mask(
     if attention_mask is not None and not constant_of(attention_mask):
         return Marker("a padding mask", "choose a model that makes no mask of its own")
     # transformers builds a mask of functions that are combined; each says by its name and its closure what it hides.
-    kinds = [_described(part) for part in _parts(mask_function)]
+    kinds = [_described(part, window(config)) for part in _parts(mask_function)]
     others = [kind for kind in kinds if kind is not None]
     if others:
         return Marker(*others[0])
@@ -110,13 +125,15 @@ def _name(pattern: Pattern) -> str:
     return str(getattr(pattern, "__qualname__", type(pattern).__name__)).partition(".")[0]
 
 
-def _described(pattern: Pattern) -> tuple[str, str] | None:
-    """Return the kind of a pattern, and how to do without it; None: it hides nothing."""
+def _described(pattern: Pattern, longest: int | None = None) -> tuple[str, str] | None:
+    """Return the kind of a pattern, and how to do without it; None: it hides nothing of `longest` tokens."""
     name = _name(pattern)
     if name in _PLAIN:
         return None
     captured = inspect.getclosurevars(pattern).nonlocals if inspect.isfunction(pattern) else {}
     if "sliding_window" in captured:
+        if longest is not None and captured["sliding_window"] >= longest:
+            return None
         return f"a sliding window of {captured['sliding_window']}", _WINDOW
     if "chunk_size" in captured:
         return f"chunks of {captured['chunk_size']}", _CHUNKS

@@ -239,33 +239,55 @@ def make_optimizer(factory: OptimizerFactory, state: HomeState) -> torch.optim.O
             where=f"optimizer {type(optimizer).__name__}",
             remedy="build it from the (name, tensor) pairs that the factory receives",
         )
-    if len(optimizer.param_groups) > 1 or len(optimized) < len(named):
-        _refuse_other_groups(factory, state, optimizer)
+    _refuse_other_groups(factory, state, optimizer)
     return optimizer
 
 
-def _refuse_other_groups(factory: OptimizerFactory, state: HomeState, optimizer: torch.optim.Optimizer) -> None:
-    """Refuse groups that go by the shapes of what is flat here: `p.dim() >= 2` is true of no shard.
+# Options that change how an update is computed, but not its value.
+_IMPLEMENTATION = ("foreach", "fused", "capturable", "differentiable")
 
-    The factory is called again, with tensors of whole shapes whose elements are one, so that they take no memory.
+
+def settings_of(optimizer: torch.optim.Optimizer | None) -> str:
+    """Return the class and the hyperparameters of an optimizer, which must be equal on all ranks at every step."""
+    if optimizer is None:
+        return "none"
+    names = [name for name in optimizer.defaults if name not in _IMPLEMENTATION]
+    groups = [{name: _value(group.get(name)) for name in names} for group in optimizer.param_groups]
+    return f"{type(optimizer).__name__} {groups}"
+
+
+def _value(option: object) -> object:
+    return option.tolist() if isinstance(option, Tensor) else option
+
+
+def _refuse_other_groups(factory: OptimizerFactory, state: HomeState, optimizer: torch.optim.Optimizer) -> None:
+    """Reject an optimizer chosen by the shapes of its shards, which are flat: `p.dim() >= 2` is true of none.
+
+    The factory is called again, with tensors of whole shapes that share one element, so that they take no memory.
 
     Raises:
-        Unsupported: naming a parameter for which it then chooses other options, or that it then trains or not.
+        Unsupported: naming a parameter for which it then chooses other options, or that it then trains or does not;
+            or the factory cannot be called again, so that nothing can be compared.
     """
     named = state.named()
     whole = [(n, nn.Parameter(p.new_zeros(()).expand(state.pieces[n].parameter.shape))) for n, p in named]
     try:
         of_whole = _options(factory(whole), whole)
-    except Exception:  # it asks for what only its shards have
-        return
+    except Exception as error:  # whatever a user's function raises
+        raise Unsupported(
+            f"called again, with tensors of the model's own shapes, it fails ({type(error).__name__}: {error})",
+            where=f"optimizer {type(optimizer).__name__}",
+            remedy="pass a function of the (name, tensor) pairs alone, which can be called more than once",
+        ) from error
     of_shards = _options(optimizer, named)
     for name, shard in named:
         if shard.numel() and of_shards.get(name) != of_whole.get(name):
             raise Unsupported(
-                f"it groups {name!r} otherwise where it has its whole shape {list(state.pieces[name].parameter.shape)} "
+                f"it treats {name!r} otherwise where it has its whole shape {list(state.pieces[name].parameter.shape)} "
                 f"than as the shard of shape {list(shard.shape)} that this rank holds",
                 where=f"optimizer {type(optimizer).__name__}",
-                remedy="group by names: {name for name, p in model.named_parameters() if p.dim() >= 2}",
+                remedy="choose by names and by the model's own shapes: {name for name, p in model.named_parameters() "
+                "if p.dim() >= 2}",
             )
 
 

@@ -52,7 +52,7 @@ def export_checkpoint(
         step: after which it was taken; None: the latest.
         directory: new or empty.
         merged: of a run with adapters, write the whole model with them added, instead of the adapters.
-        dtype: of what is written; training keeps weights in float32.
+        dtype: of what is written; training keeps weights in float32, and what the model's classes keep so stays so.
 
     Returns:
         The checkpoint that was chosen.
@@ -76,9 +76,8 @@ def export_checkpoint(
     tensors = {**initial_buffers(model), **read_weights(chosen.path)}
     kept = shell.keys(merged)
     state = {key: tensors[source] for key, source in tensor_names(model).items() if kept is None or key in kept}
-    rounded = {key: value.to(dtype) if value.is_floating_point() else value for key, value in state.items()}
     directory.mkdir(parents=True, exist_ok=True)
     with file_errors(directory, directory):
-        shell.write(rounded, directory, merged)
+        shell.write(state, directory, merged, dtype)
         tokenizer.copy(folder.tokenizer, directory)
     return chosen

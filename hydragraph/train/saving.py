@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 
 from hydragraph.elastic.events import Event, append_event, read_events
@@ -30,7 +31,8 @@ def load(
     """Load a checkpoint, or where it is damaged the newest before it that is not; return which, and its extra."""
     while True:
         try:
-            return last, executor.load(last.path)
+            with _settings_kept(executor.optimizer):
+                return last, executor.load(last.path)
         except ValueError as error:  # raised on all ranks, but perhaps as Damaged only where the damage was seen
             if not any(world.gather(isinstance(error, Damaged))) or not fall_back:
                 raise
@@ -43,6 +45,15 @@ def load(
         last = earlier
         if leader is not None:
             leader.note(f"DAMAGED, and set aside: {reason}; trying {last.path}")
+
+
+@contextmanager
+def _settings_kept(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Keep the hyperparameters that the config in force gives, which a checkpoint would replace by its own."""
+    settings = [{name: group[name] for name in optimizer.defaults} for group in optimizer.param_groups]
+    yield
+    for group, own in zip(optimizer.param_groups, settings, strict=True):
+        group.update(own)
 
 
 @contextmanager

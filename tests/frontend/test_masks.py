@@ -7,8 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
     Llama4ForCausalLM,
     Llama4TextConfig,
     LlamaConfig,
@@ -18,6 +21,7 @@ from transformers import (
     masking_utils,
 )
 
+import hydragraph as hg
 from hydragraph.errors import Unsupported
 from hydragraph.frontend.capture import capture
 from hydragraph.frontend.huggingface import attention
@@ -42,7 +46,7 @@ def qwen2_moe(**changes: Any) -> nn.Module:
 @pytest.mark.parametrize(
     ("build", "message"),
     [
-        (llama4, "Llama4TextAttention of layer 0: chunks of 8, .*; set every one of the config's layer_types to full_"),
+        (llama4, "Llama4TextAttention of layer 0: chunks of 8, .*; choose a model whose layers attend to all"),
         (
             lambda: llama4(layer_types=["full_attention", "chunked_attention"]),
             "Llama4TextAttention of layer 1: chunks of 8, which its mask asks for",
@@ -139,3 +143,29 @@ def test_masks_that_hide_nothing_are_none() -> None:
     assert [None if one is None else one.kind for one in found] == [
         *(None, None, "a padding mask", "a pattern of its own (or_masks)")
     ]
+
+
+def test_a_window_that_no_sequence_exceeds_is_plain_attention() -> None:
+    for changes in ({}, {"layer_types": ["sliding_attention", "full_attention"]}):
+        torch.manual_seed(0)
+        sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "num_key_value_heads": 1}
+        name = "gemma3_text" if changes else "mistral"
+        config = AutoConfig.for_model(
+            name,
+            **sizes,
+            **changes,
+            num_hidden_layers=2,
+            vocab_size=64,
+            head_dim=16,
+            sliding_window=256,
+            pad_token_id=0,
+        )
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+        data = [torch.arange(3, 43), torch.arange(20, 60)]
+        with torch.no_grad():
+            losses = [F.cross_entropy(model(input_ids=s[None]).logits[0, :-1], s[1:]) for s in data]
+        exe = hg.compile(model, "<[0]x2>", lambda n: torch.optim.SGD(n, lr=0.1))
+        assert exe.evaluate(data).loss == pytest.approx(float(sum(losses) / 2), rel=1e-5)
+        with pytest.raises(ValueError, match=r"a sequence of 300 tokens, .* a sliding window of 256: cut sequences"):
+            exe.evaluate([torch.arange(300) % 60])
+        exe.close()

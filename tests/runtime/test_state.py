@@ -17,7 +17,7 @@ from hydragraph.ir.home import HomeLayouts
 from hydragraph.ir.layout import Layout, home
 from hydragraph.ir.program import Program
 from hydragraph.runtime.sharded import sharded_weights
-from hydragraph.runtime.state import HomeState, make_optimizer
+from hydragraph.runtime.state import HomeState, make_optimizer, settings_of
 from hydragraph.spec.home import EQUAL
 from tests.runtime.homes import MODEL, Named, tensors
 
@@ -112,11 +112,46 @@ def of_those_with_elements(named: Named) -> torch.optim.Optimizer:
     return torch.optim.SGD([p for _, p in named if p.numel()], lr=0.1)
 
 
+def those_without_a_second_dimension(named: Named) -> torch.optim.Optimizer:
+    return torch.optim.SGD([p for _, p in named if p.ndim < 2], lr=0.1)
+
+
+def with_a_rate_of_all_elements(named: Named) -> torch.optim.Optimizer:
+    return torch.optim.SGD([p for _, p in named], lr=1.0 / (1 + sum(p.numel() for _, p in named)))
+
+
+def test_what_goes_by_shapes_is_refused_with_a_single_group_of_all_too() -> None:
+    (state,) = states(HomeLayouts(EQUAL, 1).by_name(MODEL.buckets), 1)
+    with pytest.raises(Unsupported, match="otherwise where it has its whole shape"):
+        make_optimizer(those_without_a_second_dimension, state)
+    halves = states(HomeLayouts(EQUAL, 2).by_name(MODEL.buckets), 2)
+    with pytest.raises(Unsupported, match="otherwise where it has its whole shape"):
+        make_optimizer(with_a_rate_of_all_elements, halves[0])
+    calls: list[int] = []
+
+    def once(named: Named) -> torch.optim.Optimizer:
+        calls.append(1)
+        if len(calls) > 1:
+            raise KeyError("again")
+        return by_name(named)
+
+    with pytest.raises(Unsupported, match="called again, with tensors of the model's own shapes, it fails"):
+        make_optimizer(once, state)
+
+
+def test_the_settings_of_an_optimizer_are_those_that_change_the_update() -> None:
+    weight = torch.nn.Parameter(torch.ones(2))
+    of = [settings_of(torch.optim.AdamW([weight], lr=lr, foreach=f)) for lr in (0.1, 0.2) for f in (False, True)]
+    assert of[0] == of[1] != of[2] == of[3]
+    assert settings_of(torch.optim.AdamW([weight], lr=torch.tensor(0.5))).startswith("AdamW [{'lr': 0.5")
+    assert settings_of(None) == "none"
+
+
 def test_groups_that_go_by_shapes_are_refused_as_shards_are_flat() -> None:
     (state,) = states(HomeLayouts(EQUAL, 1).by_name(MODEL.buckets), 1)
     for factory in (partial(by_dimension, matrices=0.5), matrices_alone):
         with pytest.raises(
-            Unsupported, match=r"optimizer SGD: it groups '\w.*' otherwise where it has its whole shape"
+            Unsupported, match=r"optimizer SGD: it treats '\w.*' otherwise where it has its whole shape"
         ):
             make_optimizer(factory, state)
     for right in (by_name, of_those_with_elements, partial(by_dimension, matrices=0.0)):

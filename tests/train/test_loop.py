@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -275,3 +276,23 @@ def test_an_output_that_cannot_be_written_is_refused_before_anything_is_done(
     with pytest.raises(OSError, match=r"run cannot be written \(.* is read-only here\): choose another output"):
         train(config(tmp_path), "new", compile_plain, Watched())
     assert not (tmp_path / "run").exists()
+
+
+def test_a_resumed_run_trains_with_the_optimizer_settings_of_its_config(tmp_path: Path) -> None:
+    def settings_after(changes: dict[str, Any]) -> dict[str, Any]:
+        first = config(tmp_path, steps=2, checkpoint_every=2)
+        train(first, "new", compile_plain, Watched())
+        seen: list[torch.optim.Optimizer] = []
+
+        def compile_seen(*given: Any, **options: Any) -> Any:
+            executor = compile_plain(*given, **options)
+            seen.append(executor.optimizer)
+            return executor
+
+        resumed = replace(first, steps=3, optimizer=replace(first.optimizer, **changes))
+        train(resumed, "resume", compile_seen, Watched())
+        shutil.rmtree(tmp_path / "run")
+        return dict(seen[0].param_groups[0])
+
+    assert settings_after({"weight_decay": 0.5})["weight_decay"] == 0.5
+    assert settings_after({"betas": (0.5, 0.6), "eps": 1e-3})["betas"] == (0.5, 0.6)

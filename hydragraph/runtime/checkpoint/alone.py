@@ -12,10 +12,11 @@ from torch.distributed.checkpoint.state_dict_loader import load
 
 from hydragraph.runtime.checkpoint.manifest import Damaged, File, read_manifest
 from hydragraph.runtime.checkpoint.metadata import Reader
+from hydragraph.runtime.checkpoint.store import read_buffers
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:
-    """Return the fp32 weights of a checkpoint, whole, on the CPU, by parameter name; every file is checked first.
+    """Return a checkpoint's fp32 weights and persistent buffers by name, whole, on the CPU; checks every file first.
 
     Raises:
         Damaged: a file is not what was written.
@@ -30,4 +31,4 @@ def read_weights(path: Path) -> dict[str, Tensor]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as it is meant to be
         load(weights, storage_reader=Reader(path, manifest.files), no_dist=True)
-    return weights
+    return {**weights, **read_buffers(path, manifest)}

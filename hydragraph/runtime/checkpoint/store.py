@@ -51,6 +51,7 @@ from hydragraph.runtime.state import HomeState
 _LOG = logging.getLogger(__name__)
 
 _ENTRY = "hydragraph"  # the entry that is no tensor
+BUFFERS = "buffers"  # of `extra`: the model's persistent buffers by name
 
 
 def save(
@@ -208,6 +209,14 @@ def load(path: PathLike, home: HomeState, optimizer: torch.optim.Optimizer | Non
         )
     extra: dict[str, Any] = entry["extra"]
     return extra
+
+
+def read_buffers(path: Path, manifest: Manifest) -> dict[str, torch.Tensor]:
+    """Return the persistent buffers that a checkpoint holds, read by one process on its own."""
+    contents: dict[str, OwnedBoxes | bytes] = {_ENTRY: b""}
+    _read(contents, Reader(path, manifest.files))
+    buffers: dict[str, torch.Tensor] = decoded(cast(bytes, contents[_ENTRY]))["extra"].get(BUFFERS, {})
+    return buffers
 
 
 def _write_entries(prepared: PendingCheckpoint, groups: Groups) -> None:

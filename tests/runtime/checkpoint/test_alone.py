@@ -6,11 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 import hydragraph as hg
 from hydragraph.runtime.checkpoint.alone import read_weights
 from hydragraph.runtime.checkpoint.manifest import Damaged
 from tests.models import captured
+from tests.runtime.weights.test_directory import deepseek
 
 
 def test_weights_are_those_that_were_saved(tmp_path: Path) -> None:
@@ -30,3 +32,23 @@ def test_weights_are_those_that_were_saved(tmp_path: Path) -> None:
         read_weights(tmp_path / "saved")
     with pytest.raises(ValueError, match=r"there is no complete\.json"):
         read_weights(tmp_path)
+
+
+def test_persistent_buffers_are_saved_and_read_back(tmp_path: Path) -> None:
+    def compiled(model: nn.Module) -> hg.Executable:
+        return hg.compile(model, "<[0]x2>", lambda n: torch.optim.SGD(n, lr=0.1), check="off", backend="eager")
+
+    model = deepseek()
+    exe = compiled(model)
+    exe.step([torch.arange(2, 20)])
+    exe.save(tmp_path / "saved")
+    state = exe.full_state_dict()
+    exe.close()
+    fresh = deepseek()
+    name = next(name for name, _ in fresh.named_buffers() if "e_score" in name)
+    fresh.get_buffer(name).zero_()
+    assert read_weights(tmp_path / "saved")[name].min() > 4
+    again = compiled(fresh)
+    again.load(tmp_path / "saved")
+    for key, tensor in again.full_state_dict().items():
+        torch.testing.assert_close(tensor, state[key], rtol=0, atol=0, msg=key)
