@@ -56,7 +56,8 @@ class Board:
     # Bytes from the start of a line, behind the three numbers of _PLACE.
     _WAITING = 24  # a flag: it waits for other ranks
     _LEFT = 25  # a flag: it needs the others no more
-    _CALL = 26  # the length of a text, one byte, and the text: the call that it is in
+    _FINISHED = 26  # a flag: its watch is closed, after a fault too
+    _CALL = 27  # the length of a text, one byte, and the text: the call that it is in
 
     def __init__(self, descriptor: int, ranks: int, address: str, remove: Callable[[], None] | None = None) -> None:
         self.ranks = ranks
@@ -121,6 +122,14 @@ class Board:
     def leave(self, rank: int) -> None:
         """Note that a rank needs the others no more."""
         self._memory[rank * self._LINE + self._LEFT] = True
+
+    def finish(self, rank: int) -> None:
+        """Note that a rank has closed its watch."""
+        self._memory[rank * self._LINE + self._FINISHED] = True
+
+    def finished(self, rank: int) -> bool:
+        """Return whether a rank has closed its watch, whether or not there was a fault."""
+        return bool(self._memory[rank * self._LINE + self._FINISHED])
 
     def read(self, rank: int) -> Progress:
         """Return what a rank has written."""

@@ -3,7 +3,11 @@
 A rank cannot always speak for itself: one that computes for a minute without letting go of its interpreter is well, and
 silent; one that is stopped is silent, and is not. Here a process of its own looks at theirs, and says in the store what
 it sees, twice a second: so much of a machine that this stops, it is lost, or the link to it. No rank waits for its
-sentinel; it ends when the ranks of its machine have left or ended.
+sentinel.
+
+A sentinel ends as soon as a fault is in the store, because every rank reads it there. It also ends 3 s after the last
+rank of its machine has ended or has closed its watch. A separate thread checks this, because a request to a store can
+block for many minutes when the link is cut.
 """
 
 from __future__ import annotations
@@ -12,8 +16,9 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -25,7 +30,7 @@ from torch.distributed.distributed_c10d import Store  # type: ignore[attr-define
 from hydragraph.runtime.failure.board import Board, Progress
 from hydragraph.runtime.failure.judge import PAUSE_S, Accusation, Judge, Seen, Stall, seen_of
 from hydragraph.runtime.failure.ledger import Fault, Ledger
-from hydragraph.runtime.failure.processes import ProcessState
+from hydragraph.runtime.failure.processes import ProcessState, WatchedProcess
 from hydragraph.runtime.failure.roll import Roll, RollEntry
 
 SILENT_S = (
@@ -34,6 +39,8 @@ SILENT_S = (
 _BEAT_S = 0.25
 _ROLL_S = 1.0
 _PATIENCE, _LITTLE = timedelta(seconds=10), timedelta(seconds=2)  # for the store; PyTorch tries twice as long
+_IDLE_S = 3.0  # without a rank to watch: enough to report that all ranks of this machine have been killed
+_LOOK_S = 0.5  # between two checks whether a rank is left
 _STARTS = 3  # if something ends it again and again, its machine is taken for lost
 
 
@@ -71,6 +78,7 @@ class Sentinel:
             self._starts += 1
             package = str(Path(__file__).parents[3])
             paths = [package, *filter(None, [os.environ.get("PYTHONPATH")])]
+            starter = WatchedProcess.own()
             self._process = subprocess.Popen(
                 [
                     sys.executable,
@@ -78,7 +86,7 @@ class Sentinel:
                     "-m",
                     "hydragraph.runtime.failure.sentinel",
                     json.dumps(asdict(self._post)),
-                    str(os.getpid()),
+                    json.dumps(asdict(starter)),
                 ],
                 stdin=subprocess.DEVNULL,
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
@@ -138,20 +146,74 @@ class _Others:
         return f"{self._namespace}/beat/{machine}"
 
 
-def stand(post: Post, starter: int) -> None:
-    """Be a sentinel, until the ranks of this machine have left, or have ended and all know, or the store is gone.
+class IdleTime:
+    """Counts for how long a sentinel has had no rank to watch."""
+
+    def __init__(self) -> None:
+        self._idle_s = 0.0
+
+    def look(self, elapsed: float, watching: Iterable[bool]) -> bool:
+        """Return whether the sentinel is to end.
+
+        Args:
+            elapsed: seconds since the last look; a pause of the sentinel itself counts little.
+            watching: for each rank of this machine, whether its process lives and its watch is open.
+        """
+        self._idle_s = 0.0 if any(watching) else self._idle_s + min(elapsed, PAUSE_S)
+        return self._idle_s >= _IDLE_S
+
+
+class _Guard(threading.Thread):
+    """Ends this process when no rank of its machine is left, even while a request to the store blocks.
+
+    Args:
+        starter: the process that started the sentinel, which is the only known rank until `members` is set.
+        board: where the ranks write.
+    """
+
+    def __init__(self, starter: WatchedProcess, board: Board) -> None:
+        super().__init__(name="hydragraph-guard", daemon=True)
+        self.members: tuple[RollEntry, ...] = ()
+        self._starter = starter
+        self._board = board
+
+    def run(self) -> None:
+        idle = IdleTime()
+        before = time.monotonic()
+        while True:
+            time.sleep(_LOOK_S)
+            now = time.monotonic()
+            if idle.look(now - before, self._watching()):
+                os._exit(1)  # the main thread may be inside the store's client, which cannot be interrupted
+            before = now
+
+    def _watching(self) -> list[bool]:
+        """Return for each rank whether its process lives and its watch is open."""
+        members = self.members
+        if not members:
+            return [self._starter.state() is not ProcessState.ENDED]
+        return [
+            member.process.state() is not ProcessState.ENDED and not self._board.finished(member.rank)
+            for member in members
+        ]
+
+
+def stand(post: Post, starter: WatchedProcess) -> None:
+    """Be a sentinel, until a fault is in the store, the ranks of this machine have left, or the store is gone.
 
     Args:
         starter: the process that started it.
     """
-    # Where a run ends as its sentinel begins, the store may be gone with it: then it is not looked for so long.
-    patience = _PATIENCE if os.getppid() == starter else _LITTLE
+    board = Board.open(post.board, post.ranks)
+    guard = _Guard(starter, board)
+    guard.start()
+    # If the run ends while its sentinel starts, the store may be gone: do not try to connect for long.
+    patience = _LITTLE if starter.state() is ProcessState.ENDED else _PATIENCE
     store = dist.TCPStore(  # type: ignore[attr-defined]
         post.address, post.port, None, False, timeout=patience, wait_for_workers=False
     )
     roll = Roll(store, post.namespace, post.machine)
     ledger = Ledger(store, post.namespace)
-    board = Board.open(post.board, post.ranks)
     others = _Others(store, post.namespace)
     judge = Judge()
     stall = Stall()
@@ -159,23 +221,22 @@ def stand(post: Post, starter: int) -> None:
     asked = 0.0
     beats = 0
     members: tuple[RollEntry, ...] = ()
-    written = False
     while True:
         now = time.monotonic()
         elapsed = now - before
         before = now
         if now - asked > _ROLL_S:
-            members = roll.members()
+            guard.members = members = roll.members()
             asked = now
         own = {m.rank: seen_of(m.process, board.read(m.rank)) for m in members}
         beats += 1
         ranks = {r: [s.state.value, s.progress.moves, s.progress.waiting, s.progress.left] for r, s in own.items()}
         others.say(post.machine, {"beats": beats, "host": members[0].host, "ranks": ranks})
         others.listen([m for m in roll.machines() if m != post.machine], elapsed)
-        if not written:
-            fault = _fault(elapsed, own, others, judge, stall, members, board)
-            written = fault is not None and bool(ledger.write(fault))
-        if all(s.progress.left or (written and s.state is ProcessState.ENDED) for s in own.values()):
+        fault = _fault(elapsed, own, others, judge, stall, members, board)
+        if fault is not None:
+            ledger.write(fault)
+        if ledger.read() is not None or all(s.progress.left for s in own.values()):
             return
         time.sleep(_BEAT_S)
 
@@ -204,6 +265,6 @@ def _fault(
 
 if __name__ == "__main__":
     try:
-        stand(Post(**json.loads(sys.argv[1])), int(sys.argv[2]))
+        stand(Post(**json.loads(sys.argv[1])), WatchedProcess(**json.loads(sys.argv[2])))
     except (RuntimeError, OSError, KeyboardInterrupt):  # the store or the board is gone, and with it whom to tell
         sys.exit(1)

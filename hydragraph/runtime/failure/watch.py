@@ -440,6 +440,7 @@ class Watch:
             return
         if self._fault is None:
             self._board.leave(self.rank)
+        self._board.finish(self.rank)
         self._stopped.set()
         if threading.current_thread() is not self._thread:
             self._thread.join()
@@ -484,9 +485,9 @@ class Watch:
             self._asked_roll = now  # behind it: where the store did not answer, it is asked again at once
             several = self._first and len(self._members) < self.ranks and len(roll.machines()) > 1
             post = post_of(client, name, roll.machine, self._board.address, self.ranks)
-            if several and self._sentinel is None and post is not None:
+            if several and self._sentinel is None and self._fault is None and post is not None:
                 self._sentinel = Sentinel(post)
-        if self._sentinel is not None:
+        if self._sentinel is not None and self._fault is None:  # after a fault a sentinel ends by itself
             self._sentinel.keep_up()
 
     def _look(self, elapsed: float) -> None:

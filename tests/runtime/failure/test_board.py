@@ -23,6 +23,8 @@ def test_board_keeps_ranks_apart() -> None:
     board.waits(1, True)
     board.place(1, 8, None)
     board.leave(1)
+    board.finish(1)
+    assert [other.finished(rank) for rank in range(3)] == [False, True, False]
     assert other.read(1) == Progress(2, 8, None, "save", waiting=True, left=True)
     board.call(1, "x" * 1000)
     assert set(other.read(1).call) == {"x"}

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import pytest
@@ -17,7 +19,7 @@ from hydragraph.runtime.failure.board import Board
 from hydragraph.runtime.failure.ledger import Fault, Ledger
 from hydragraph.runtime.failure.processes import WatchedProcess
 from hydragraph.runtime.failure.roll import Roll, RollEntry
-from hydragraph.runtime.failure.sentinel import Sentinel, post_of
+from hydragraph.runtime.failure.sentinel import IdleTime, Post, Sentinel, post_of
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="/proc says what a process does")
 
@@ -129,3 +131,47 @@ def test_who_has_left_is_not_missed(world: World) -> None:
     time.sleep(0.5)
     world.machines[0].process.kill()
     assert world.fault(3.0) is None
+
+
+def test_a_sentinel_is_idle_once_no_rank_is_watched_for_three_seconds() -> None:
+    idle = IdleTime()
+    assert not idle.look(100.0, [False, False]), "a pause of the sentinel itself counts half a second"
+    assert not any(idle.look(0.5, [False, False]) for _ in range(4))
+    assert not idle.look(0.5, [False, True])
+    assert not any(idle.look(0.5, [False, False]) for _ in range(5))
+    assert idle.look(0.5, [False, False])
+
+
+def test_a_sentinel_whose_store_does_not_answer_ends_with_the_rank_that_started_it() -> None:
+    rank = subprocess.Popen(["sleep", "600"])
+    board = Board.make(2)
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # it accepts and never answers, as behind a cut link
+        post = Post("127.0.0.1", silent.getsockname()[1], "ns", "here", board.address, 2)
+        arguments = [json.dumps(asdict(post)), json.dumps(asdict(WatchedProcess.of(rank.pid)))]
+        sentinel = subprocess.Popen([sys.executable, "-m", "hydragraph.runtime.failure.sentinel", *arguments])
+        try:
+            connection, _ = silent.accept()
+            with connection:
+                assert sentinel.poll() is None
+                rank.kill()
+                rank.wait()
+                assert sentinel.wait(60) == 1
+        finally:
+            rank.kill()
+            sentinel.kill()
+            sentinel.wait()
+            board.close()
+
+
+def test_a_sentinel_ends_once_a_fault_is_in_the_store() -> None:
+    store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    roll = Roll(store, "ns", "here")
+    board = roll.board(2)
+    roll.enter(RollEntry(0, "host", WatchedProcess.own()))
+    post = post_of(store, "ns", roll.machine, board.address, 2)
+    assert post is not None
+    sentinel = Sentinel(post)
+    assert sentinel._process is not None
+    Ledger(store, "ns").write(Fault(1, 0, "step", "lost"))  # this process lives on and has not left
+    assert sentinel._process.wait(100) == 0
+    board.close()
