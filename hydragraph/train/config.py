@@ -581,7 +581,7 @@ class TrainConfig:
             raise ValueError(f"deterministic is {self.deterministic!r}: give true or false")
         if self.deterministic and self.backend == "inductor":
             raise ValueError('deterministic: code by Inductor depends on the sizes it has seen: set backend to "eager"')
-        _check_choice("push_dtype", self.push_dtype, PUSH_DTYPES)
+        _check_choice("push_dtype", self.push_dtype, DTYPES)
         if self.deterministic and self.push_dtype != "float32":
             raise ValueError(f"push_dtype is {self.push_dtype}: it rounds sums, so leave it out with deterministic")
         _check_text("output", self.output)

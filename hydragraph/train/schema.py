@@ -27,6 +27,7 @@ _CHOICES: dict[tuple[str, str], tuple[str, ...]] = {
     ("ScheduleConfig", "decay"): settings.DECAYS,
     ("SourceConfig", "format"): FORMATS,
     ("TrainConfig", "dtype"): settings.DTYPES,
+    ("TrainConfig", "push_dtype"): settings.DTYPES,
     ("TrainConfig", "backend"): settings.BACKENDS,
     ("TrainConfig", "check"): settings.CHECKS,
 }
