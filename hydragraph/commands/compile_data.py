@@ -123,6 +123,7 @@ class RecordedBlocks:
         self.outline = data.outline
         self.buckets = data.buckets
         self.itemsize = data.sizes.itemsize
+        self.push_itemsize = GRADIENT_BYTES
         self.hidden_bytes = data.sizes.hidden_bytes
 
     def footprint(self, block: str, part: StagePart, batch: MicroBatch) -> Footprint:
