@@ -9,6 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hydragraph.cost.messages import GRADIENT_BYTES
 from hydragraph.cost.model import ModelSizes
 from hydragraph.cost.pieces import Held
 from hydragraph.spec.home import Home
