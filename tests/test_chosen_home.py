@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import hydragraph as hg
 from tests import reference
@@ -24,7 +24,7 @@ def ready() -> Ready:
     return Ready.of(llama(layers=LAYERS, tied=True), [PIPELINE, BOTH])
 
 
-def adam(named: list[tuple[str, Tensor]]) -> torch.optim.Optimizer:
+def adam(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(named, lr=0.01)
 
 

@@ -184,7 +184,8 @@ def train(config: TrainConfig, follows: bool) -> list[tuple[float, ...]]:
         homes.append(())
         rehome = exe.rehome
 
-        def noted(home: Home) -> None:
+        def noted(home: Home | str) -> None:
+            assert isinstance(home, Home), "the parts of a way are homes"
             homes.append(tuple(home.shares or ()))
             rehome(home)
 

@@ -30,7 +30,7 @@ from hydragraph.cost.stages import StageCost
 from hydragraph.cost.traffic import Roads
 from hydragraph.ir.instruction import Op
 from hydragraph.planner.uneven.settle import form_of
-from hydragraph.planner.uneven.shares import fraction_of
+from hydragraph.planner.uneven.shares import fractions
 from hydragraph.spec.assignment import Assignment
 from hydragraph.spec.strategy import Pipeline, Strategy
 
@@ -90,11 +90,12 @@ def _ending(costs: Costs) -> float:
     commit = 0.0
     norm = 0.0
     update = 0.0
+    parts = fractions(costs, costs.home)
     for rank in range(costs.ranks):
         profile = costs.piece_profile(rank)
         rate = costs.health.rate(rank)
         if math.isfinite(rate):
-            owned = fraction_of(costs.home, rank, costs.ranks) * learning
+            owned = parts[rank] * learning
             commit = max(commit, rate * profile.commit_s)
             norm = max(norm, rate * profile.norm_s * owned / costs.home.copies)
             each = profile.update or (0.0, 0.0)

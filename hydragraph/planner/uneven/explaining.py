@@ -8,8 +8,9 @@ from itertools import groupby
 
 from hydragraph.cost.costs import Costs
 from hydragraph.planner.uneven.settle import Settled
-from hydragraph.planner.uneven.shares import fraction_of
+from hydragraph.planner.uneven.shares import fractions
 from hydragraph.planner.workload import Workload
+from hydragraph.spec.home_text import owners_text
 from hydragraph.spec.strategy import Pipeline, Strategy
 
 SHOWN = 6  # rivals
@@ -80,7 +81,9 @@ def _pipeline(costs: Costs, pipeline: Pipeline) -> str:
 
 
 def _owners(costs: Costs, chosen: Settled) -> str:
-    shares = [fraction_of(chosen.home, rank, costs.ranks) for rank in range(costs.ranks)]
+    if chosen.home.buckets:
+        return owners_text(chosen.home, [bucket.name for bucket in costs.buckets], costs.ranks)
+    shares = fractions(costs, chosen.home)
     if max(shares) == min(shares):
         return "all ranks own equal parts"
     none = [rank for rank, share in enumerate(shares) if not share]

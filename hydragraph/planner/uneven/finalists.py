@@ -35,12 +35,13 @@ from hydragraph.planner.uneven.settle import (
     Shortage,
     form_of,
     owners,
+    owners_by_block,
     settle,
     share_out,
     simulated,
     strategies_of,
 )
-from hydragraph.planner.uneven.shares import home_of
+from hydragraph.planner.uneven.shares import home_of, homes_of
 from hydragraph.planner.uneven.simple import Simple
 from hydragraph.spec.assignment import Assignment
 from hydragraph.spec.home import Home
@@ -312,6 +313,18 @@ class _Queue:
 
 
 def _owned(costs: Costs, one: Settled) -> Settled:
+    """Return it with the owners with which it ends soonest: as they are, equal ones, or such as suit each block."""
+    one = _equally_owned(costs, one)
+    found = None if one.strategy.shares else owners_by_block(costs, one.strategy, one.assignments[0])
+    if found is None or found[0] == one.home:
+        return one
+    home, memory = found
+    (assignment,) = one.assignments
+    seconds = [iteration_s(costs.changed(home=each), one.strategy, assignment) for each in (one.home, home)]
+    return replace(one, home=home, memory=memory) if seconds[1] < seconds[0] * (1 - SAVES) else one
+
+
+def _equally_owned(costs: Costs, one: Settled) -> Settled:
     """Return it with equal owners, of the ranks that train, where memory suffices for them and it then ends sooner.
 
     Owners of unlike parts hold pieces of others' shards, which travel; what a rank owns of its own shard does not.
@@ -354,14 +367,15 @@ class _Clock:
 
     def __init__(self, costs: Costs) -> None:
         self._costs = costs
-        self._known: dict[Strategy, Iterations] = {}
+        self._known: dict[Strategy, list[Iterations]] = {}
         self._homes: dict[Strategy, Home] = {}
 
     def seconds(self, strategy: Strategy, assignment: Assignment) -> float:
         """Return the seconds of an iteration."""
         if strategy not in self._known:
-            self._known[strategy] = Iterations(self._costs.changed(home=self.home(strategy)), strategy)
-        return self._known[strategy].seconds(assignment)
+            homes = homes_of(self._costs, strategy)
+            self._known[strategy] = [Iterations(self._costs.changed(home=home), strategy) for home in homes]
+        return min(each.seconds(assignment) for each in self._known[strategy])
 
     def home(self, strategy: Strategy) -> Home:
         """Return who would own the state."""

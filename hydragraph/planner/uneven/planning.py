@@ -32,6 +32,7 @@ from hydragraph.planner.uneven.prices import SAFETY, Market, healthy, state_byte
 from hydragraph.planner.uneven.regrouping import Yard, climbed
 from hydragraph.planner.uneven.searching import MIXED, PUBLISHED, STRAGGLER, TOGETHER, Way, search, sizes_of
 from hydragraph.planner.uneven.settle import Candidate, Settled, Shortage, simulated, strategies_of
+from hydragraph.planner.uneven.shares import home_by_block
 from hydragraph.planner.uneven.simple import Simple, simple
 from hydragraph.planner.uneven.varying import Varied, mean, settle_best
 from hydragraph.planner.workload import Workload
@@ -220,7 +221,9 @@ def _plan(
     listed = order == list(range(costs.ranks))
     ordered = costs if listed else costs.reordered(order)
     before = running.strategy if isinstance(running, Plan) else running
-    home_before = running.home if isinstance(running, Plan) else costs.home
+    home_before = running.home if isinstance(running, Plan) else costs.home.without_rule
+    if isinstance(running, Strategy) and costs.home.rule is not None:
+        home_before = home_by_block(costs, running, costs.home)
     places = places_of(order)
 
     @cache

@@ -24,7 +24,7 @@ from hydragraph.planner.stage_terms import end_of, scratch_of
 from hydragraph.planner.uneven.groups import Group
 from hydragraph.planner.uneven.pipelines import Bench, Laid, Partition
 from hydragraph.planner.uneven.prices import state_bytes
-from hydragraph.planner.uneven.shares import fraction_of, home_of, lacking
+from hydragraph.planner.uneven.shares import fractions, home_by_block, home_of, lacking
 from hydragraph.planner.uneven.sharing import shares
 from hydragraph.spec.assignment import Assignment
 from hydragraph.spec.home import Home
@@ -298,11 +298,26 @@ def owners(
     if home is None:
         part = lacking(costs, room, costs.home)
         return Shortage(strategy, tightest, part * sum(two[0][1] for two in lines) / costs.ranks**2)
-    memory = _held(lines, home)
+    memory = _held(costs, lines, home)
     worst = max(range(costs.ranks), key=lambda rank: memory[rank] / limits[rank])
     if memory[worst] > limits[worst]:
         return Shortage(strategy, worst, memory[worst] - limits[worst])
     return home, memory
+
+
+def owners_by_block(costs: Costs, strategy: Strategy, assignment: Assignment) -> tuple[Home, tuple[int, ...]] | None:
+    """Return owners that are chosen for each block, and what every rank then holds; None where that is too much.
+
+    Stages that own what they use send and receive less than `owners` plans for, so memory is walked exactly.
+    """
+    limits = [NEAR_LIMIT * costs.memory_of(rank) for rank in range(costs.ranks)]
+    needed = needs(costs, strategy, assignment)
+    per = costs.state_bytes + GRADIENT_BYTES
+    room = [(limit - need) / per for limit, need in zip(limits, needed, strict=True)]
+    home = home_by_block(costs, strategy, costs.home, room)
+    memory = tuple(each.total for each in costs.changed(home=home).memory(strategy, assignment))
+    fits = all(total <= limit or not total for total, limit in zip(memory, limits, strict=True))
+    return (home, memory) if fits else None
 
 
 def held(costs: Costs, strategy: Strategy, home: Home, assignments: Sequence[Assignment]) -> tuple[int, ...]:
@@ -323,7 +338,7 @@ def held(costs: Costs, strategy: Strategy, home: Home, assignments: Sequence[Ass
             tokens[shape] = max(tokens.get(shape, 0), _tokens([batches]))
     every = max(map(_tokens, everything), default=0)
     needed = _needed(costs, strategy, [largest[s] for s in shapes], [tokens[s] for s in shapes], every)
-    return _held(_lines(costs, strategy, needed), home)
+    return _held(costs, _lines(costs, strategy, needed), home)
 
 
 def _lines(costs: Costs, strategy: Strategy, needed: Sequence[float]) -> list[tuple[Line, Line]]:
@@ -335,8 +350,8 @@ def _lines(costs: Costs, strategy: Strategy, needed: Sequence[float]) -> list[tu
     ]
 
 
-def _held(lines: Sequence[tuple[Line, Line]], home: Home) -> tuple[int, ...]:
-    owned = [fraction_of(home, rank, len(lines)) / home.copies for rank in range(len(lines))]
+def _held(costs: Costs, lines: Sequence[tuple[Line, Line]], home: Home) -> tuple[int, ...]:
+    owned = [part / home.copies for part in fractions(costs, home)]
     return tuple(round(max(a + part * b for a, b in two)) for part, two in zip(owned, lines, strict=True))
 
 

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hydragraph.cost.costs import Costs
+from hydragraph.cost.home_choice import Question, choose_home
 from hydragraph.cost.pieces import GRADIENT_BYTES
 from hydragraph.spec.home import Home
 from hydragraph.spec.strategy import Strategy
@@ -169,11 +170,50 @@ def _nodes(costs: Costs, given: Home) -> Sequence[int]:
     return range(costs.ranks) if len(set(nodes)) == 1 else nodes
 
 
+def fractions(costs: Costs, home: Home) -> list[float]:
+    """Return the part of the state that each rank owns; of two copies, the parts add up to 2."""
+    ranks = range(costs.ranks)
+    if home.buckets or home.rule is not None:
+        owned = costs.changed(home=home)
+        elements = sum(bucket.size for bucket in costs.buckets)
+        return [owned.owned(rank) / elements for rank in ranks]
+    return [fraction_of(home, rank, costs.ranks) for rank in ranks]
+
+
+def homes_of(costs: Costs, strategy: Strategy) -> tuple[Home, ...]:
+    """Return homes that a strategy may have where memory is no matter: parts of all blocks alike, and by block."""
+    alike = home_of(costs, strategy, [1.0] * costs.ranks, costs.home) or costs.home.without_rule
+    if all(len(pipeline.stages) == 1 for pipeline in strategy.pipelines):
+        return (alike,)  # every rank uses all blocks
+    return tuple(dict.fromkeys((alike, home_by_block(costs, strategy, costs.home))))
+
+
 def fraction_of(home: Home, rank: int, ranks: int) -> float:
-    """Return the part of the state that a rank owns (of the usual bucket)."""
+    """Return the part of the state that a rank owns under a home of shares alone."""
     if home.shares is None:
         return home.copies / ranks
     return home.copies * home.shares[rank] / math.fsum(home.shares)
+
+
+def home_by_block(costs: Costs, strategy: Strategy, given: Home, room: Sequence[float] | None = None) -> Home:
+    """Return a home that is chosen for each block (`cost.home_choice`).
+
+    Args:
+        given: whose copies are kept.
+        room: elements that each rank has memory for; None: enough, and owners are those that use a block: what a
+            search asks of many strategies.
+    """
+    asked = Question(
+        costs.outline,
+        costs.buckets,
+        (strategy,),
+        costs.cluster,
+        Home(copies=given.copies, nodes=given.nodes, rule="stages" if room is None else "auto"),
+        costs.sizes.itemsize,
+        health=costs.health,
+        room=None if room is None else tuple(room),
+    )
+    return choose_home(asked)
 
 
 def _plain(share: float) -> float:

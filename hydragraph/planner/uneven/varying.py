@@ -22,8 +22,8 @@ from hydragraph.errors import Unsupported
 from hydragraph.planner.assigning import assign_pipelines
 from hydragraph.planner.dispatch_search import Effort
 from hydragraph.planner.uneven.exchange import Iterations
-from hydragraph.planner.uneven.settle import Settled, Shortage, form_of, held, owners
-from hydragraph.planner.uneven.shares import home_of
+from hydragraph.planner.uneven.settle import Settled, Shortage, form_of, held, owners, owners_by_block
+from hydragraph.planner.uneven.shares import homes_of
 from hydragraph.spec.assignment import Assignment
 from hydragraph.spec.home import Home
 from hydragraph.spec.strategy import Strategy
@@ -68,10 +68,15 @@ class Varied:
             alone = mean([assigned[b].seconds if b in assigned else math.inf for b in self.batches])
             if math.isfinite(below_s) and alone >= below_s:
                 return (math.inf,) * len(self.batches)
-            home = home_of(self.costs, strategy, [1.0] * self.costs.ranks, self.costs.home) or self.costs.home
-            traffic = traffic_in_line(self.costs.changed(home=home), strategy)
+            traffic = self._traffic(strategy)
             self.priced[strategy] = self._of_each(lambda b: traffic(assigned[b]) if b in assigned else math.inf)
         return self.priced[strategy]
+
+    def _traffic(self, strategy: Strategy) -> Callable[[Assignment], float]:
+        """Return what estimates an iteration's seconds, by the better of two homes that ranks are taken to hold."""
+        homes = homes_of(self.costs, strategy)
+        each = [traffic_in_line(self.costs.changed(home=home), strategy) for home in homes]
+        return lambda assignment: min(seconds(assignment) for seconds in each)
 
     def seconds(self, strategy: Strategy, below_s: float = math.inf) -> float:
         """Return about the seconds of an iteration, on average; `below_s` as for `by_batch`."""
@@ -95,7 +100,11 @@ class Varied:
         found = owners(self.costs, strategy, usual, home)
         if isinstance(found, Shortage):
             return found
+        by_block = owners_by_block(self.costs, strategy, usual) if home is None else None
         home, memory = found
+        if by_block is not None and by_block[0] != home:
+            ends = [traffic_in_line(self.costs.changed(home=each), strategy)(usual) for each in (home, by_block[0])]
+            home, memory = by_block if ends[1] < ends[0] else found
         if home not in self._at_home:
             self._at_home[home] = Varied(self.costs.changed(home=home), self.batches)
         owned = self._at_home[home]
