@@ -87,8 +87,8 @@ def run_queues(programs: Sequence[RankProgram], transport: Transport) -> dict[in
         programs: one per rank, in the order of the ranks.
         transport: any but gloo.
     """
-    if transport is Transport.NCCL_LAZY and (stuck := _connect(programs)):
-        return stuck
+    if transport is Transport.NCCL_LAZY and (unmet := _connect(programs)):
+        return unmet
     ranks = _queued(programs, transport)
     _run(ranks, transport)
     return {rank: stuck for rank, each in enumerate(ranks) if (stuck := _stuck(rank, ranks, transport)) is not None}
