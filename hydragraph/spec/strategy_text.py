@@ -182,9 +182,17 @@ def _parse_regular(reader: _Reader, layers: int, first: int, count: int) -> tupl
     start = reader.expect("pp", "<tp2,pp1>")
     pp, token = reader.number("the number of stages", minimum=1)
     reader.expect(">", "<tp2,pp1>")
+    letters = reader.peek()
+    flags = (
+        reader.take().text if letters and set(letters) <= _FLAGS.keys() and len(set(letters)) == len(letters) else ""
+    )
     if pp > layers:
         raise reader.error(f"{pp} stages for {layers} layers: use at most one stage per layer", start, token)
-    return tuple(regular_pipeline(tp, pp, layers, first + i * tp * pp) for i in range(count))
+    regular = (regular_pipeline(tp, pp, layers, first + i * tp * pp) for i in range(count))
+    return tuple(
+        tuple(StageText(stage.devices, stage.layers, "s" in flags, "r" in flags) for stage in stages)
+        for stages in regular
+    )
 
 
 def _parse_stage(reader: _Reader) -> StageText:

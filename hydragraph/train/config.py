@@ -343,16 +343,26 @@ class ScheduleConfig:
         warmup: steps over which it rises linearly to its peak.
         decay: how it falls over the steps after them: "cosine", "linear", or "constant", which does not fall.
         min_lr_ratio: where it ends, as a fraction of the peak.
+        warmup_ratio: instead of `warmup`, the part of all steps over which it rises; None: as `warmup` says.
     """
 
     warmup: int = 0
     decay: str = "cosine"
     min_lr_ratio: float = 0.1
+    warmup_ratio: float | None = None
 
     def __post_init__(self) -> None:
         _check_whole("warmup", self.warmup, 0)
+        if self.warmup_ratio is not None:
+            _check_fraction("warmup_ratio", self.warmup_ratio)
+            if self.warmup:
+                raise ValueError(f"warmup is {self.warmup}, warmup_ratio is {self.warmup_ratio}: give one of them")
         _check_choice("decay", self.decay, DECAYS)
         _check_fraction("min_lr_ratio", self.min_lr_ratio, one=True)
+
+    def warmup_of(self, steps: int) -> int:
+        """Return the steps of the warm-up in a run of `steps`."""
+        return self.warmup if self.warmup_ratio is None else math.ceil(self.warmup_ratio * steps)
 
 
 @dataclass(frozen=True)

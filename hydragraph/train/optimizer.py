@@ -81,11 +81,12 @@ def learning_rate(step: int, steps: int, peak: float, schedule: ScheduleConfig) 
         peak: reached at the end of the warm-up.
         schedule: the shape.
     """
-    if step < schedule.warmup:
-        return peak * step / schedule.warmup
+    warmup = schedule.warmup_of(steps)
+    if step < warmup:
+        return peak * step / warmup
     if schedule.decay == "constant":
         return peak
-    after = max(steps - max(schedule.warmup, 1), 1)
-    part = min((step - max(schedule.warmup, 1)) / after, 1.0)
+    after = max(steps - max(warmup, 1), 1)
+    part = min((step - max(warmup, 1)) / after, 1.0)
     height = 0.5 * (1 + math.cos(math.pi * part)) if schedule.decay == "cosine" else 1 - part
     return peak * (schedule.min_lr_ratio + (1 - schedule.min_lr_ratio) * height)

@@ -149,3 +149,8 @@ def test_errors_underline_the_offending_piece(text: str, message: str, underline
     start, end = carets.index("^"), carets.rindex("^") + 1
     assert shown[start:end].strip() == underlined
     assert ("found the end" in str(caught.value)) == (not underlined)
+
+
+def test_a_regular_pipeline_may_recompute_in_all_its_stages() -> None:
+    assert parse_strategy("2*<tp1,pp2>r", 4) == parse_strategy("<[0]x2r,[1]x2r> + <[2]x2r,[3]x2r>", 4)
+    assert parse_strategy("<tp2,pp1>sr", 4) == parse_strategy("<[0,1]x4sr>", 4)

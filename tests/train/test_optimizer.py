@@ -75,3 +75,11 @@ def test_stays_between_zero_and_its_peak_and_only_falls_after_the_warm_up(
     assert rates[: top - 1] == sorted(rates[: top - 1])
     assert all(later <= earlier + 1e-12 for earlier, later in zip(rates[top - 1 :], rates[top:], strict=False))
     assert steps < top or rates[top - 1] == 3.0
+
+
+def test_a_warm_up_may_be_a_part_of_all_steps() -> None:
+    by_ratio, by_steps = ScheduleConfig(warmup_ratio=0.1), ScheduleConfig(warmup=10)
+    for step in range(1, 101):
+        assert learning_rate(step, 100, 1.0, by_ratio) == learning_rate(step, 100, 1.0, by_steps)
+    with pytest.raises(ValueError, match="give one of them"):
+        ScheduleConfig(warmup=1, warmup_ratio=0.1)
