@@ -35,12 +35,13 @@ from hydragraph.passes.compiled import choose_backend
 from hydragraph.passes.pipeline import shared_programs
 from hydragraph.planner.policy import Policy
 from hydragraph.planner.request import get_ready
+from hydragraph.runtime.elementwise import OptimizerFactory
 from hydragraph.runtime.failure.board import PROGRESS_S
 from hydragraph.runtime.kept import kept
 from hydragraph.runtime.launch import World, apart, join
 from hydragraph.runtime.meeting.member import here
 from hydragraph.runtime.once import once_per_machine
-from hydragraph.runtime.state import OptimizerFactory, check_factory
+from hydragraph.runtime.state import check_factory
 from hydragraph.runtime.variants import Variants
 from hydragraph.spec.assignment import Assignment
 from hydragraph.spec.cluster import Cluster
@@ -180,6 +181,10 @@ def compile(
         raise ValueError(
             f"compile: push_dtype {push_dtype} rounds each rank's sum, which depends on the ranks there are: leave it "
             "out with deterministic"
+        )
+    if max_grad_norm is not None and not (isinstance(max_grad_norm, int | float) and max_grad_norm >= 0):
+        raise ValueError(
+            f"compile: max_grad_norm is {max_grad_norm!r}: give a number of at least 0, or None for no clipping"
         )
     owners = home_of(home)
     member = here()

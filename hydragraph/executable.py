@@ -55,6 +55,7 @@ from hydragraph.promise import Call, Promise
 from hydragraph.runtime.checkpoint import store
 from hydragraph.runtime.checkpoint.pieces import Pieces
 from hydragraph.runtime.deterministic import Deterministic
+from hydragraph.runtime.elementwise import OptimizerFactory, check_hooks
 from hydragraph.runtime.failure.agreement import together
 from hydragraph.runtime.failure.board import PROGRESS_S
 from hydragraph.runtime.failure.watch import CLOSED, agreed
@@ -63,7 +64,7 @@ from hydragraph.runtime.launch import World
 from hydragraph.runtime.meeting.member import CALLED, here
 from hydragraph.runtime.probe import MOST_S, Probe
 from hydragraph.runtime.standing import Progress, ProgressLog, meet
-from hydragraph.runtime.state import HomeState, OptimizerFactory, settings_of
+from hydragraph.runtime.state import HomeState, settings_of
 from hydragraph.runtime.trace import Exposed, RankTimes, Span, mean_exposed
 from hydragraph.runtime.variants import Variants
 from hydragraph.runtime.weights import pretrained
@@ -915,6 +916,8 @@ class Executable:
                 )
             if self._sums is not None:
                 self._sums.check_count(len(batch.sequences))
+            if mode == "train" and self.optimizer is not None:
+                check_hooks(self.optimizer)
         except Exception as error:  # of the user's own iterable, too
             refused = error
         # A refusal is compared like a mini-batch: ranks that all refuse the same go on alike.

@@ -27,6 +27,7 @@ from hydragraph.ir.program import Program
 from hydragraph.mini_batch import AssignedBatch
 from hydragraph.runtime.buffers import Buffers
 from hydragraph.runtime.checkpoint.saving import Saver
+from hydragraph.runtime.elementwise import OptimizerFactory
 from hydragraph.runtime.exchange import pull_exchange, start_pull
 from hydragraph.runtime.executor import Executor, IterationOutcome
 from hydragraph.runtime.failure.watch import agreed
@@ -35,12 +36,14 @@ from hydragraph.runtime.launch import World
 from hydragraph.runtime.prepared import Preparer
 from hydragraph.runtime.rounded import rounded
 from hydragraph.runtime.standing import ProgressLog
-from hydragraph.runtime.state import HomeState, OptimizerFactory, make_optimizer, settings_of
+from hydragraph.runtime.state import HomeState, make_optimizer, settings_of
 from hydragraph.runtime.trace import Span, Timing
 from hydragraph.runtime.variants import Variants
 from hydragraph.spec.home import Home
 
 TIMEOUT = timedelta(minutes=30)  # of one communication; a failed rank is noticed long before
+
+CLIP_EPS = 1e-6  # that PyTorch adds to the norm it divides by
 
 
 @dataclass(frozen=True, eq=False)
@@ -214,16 +217,17 @@ class Session:
         return whole_tensors
 
     def update(self, norm: float, most: float | None) -> None:
-        """Let the optimizer step on this rank's share, with gradients clipped.
+        """Update this rank's share, with gradients clipped as by `torch.nn.utils.clip_grad_norm_`.
 
         Args:
             norm: of all gradients together.
-            most: what it may be; None: anything.
+            most: the largest norm allowed; None: any.
         """
         self.log.updating()
-        if most is not None and norm > most:
+        factor = 1.0 if most is None else most / (norm + CLIP_EPS)
+        if factor < 1:
             for gradient in self.home.gradients.values():
-                gradient.mul_(most / norm)
+                gradient.mul_(factor)
         assert self.optimizer is not None, "a program that updates was compiled with an optimizer"
         self.home.attach_gradients()
         self.optimizer.step()

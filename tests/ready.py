@@ -12,7 +12,7 @@ from torch import nn
 
 import hydragraph as hg
 from hydragraph.candidates import Choices
-from hydragraph.runtime.state import OptimizerFactory
+from hydragraph.runtime.elementwise import OptimizerFactory
 from hydragraph.runtime.variants import Variants
 from tests.models import llama
 

@@ -5,7 +5,7 @@ It never depends on the strategy: switching strategies moves none of it (Hydraul
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,22 +16,7 @@ from hydragraph.errors import Unsupported
 from hydragraph.ir.layout import Layout
 from hydragraph.ir.parameter import Bucket, Parameter
 from hydragraph.ir.program import Program
-
-ELEMENTWISE = (
-    torch.optim.SGD,
-    torch.optim.Adam,
-    torch.optim.AdamW,
-    torch.optim.Adamax,
-    torch.optim.Adadelta,
-    torch.optim.Adagrad,
-    torch.optim.ASGD,
-    torch.optim.NAdam,
-    torch.optim.RAdam,
-    torch.optim.RMSprop,
-    torch.optim.Rprop,
-)
-
-OptimizerFactory = Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
+from hydragraph.runtime.elementwise import OptimizerFactory, call_factory, check_elementwise
 
 
 @dataclass(frozen=True)
@@ -200,21 +185,6 @@ def check_factory(given: OptimizerFactory | None) -> None:
         )
 
 
-def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
-    """Check that an optimizer treats every element alike, so that it may be given shards.
-
-    Raises:
-        Unsupported: it looks at whole tensors (LBFGS, Adafactor, Muon, ...).
-    """
-    if not isinstance(optimizer, ELEMENTWISE):
-        names = ", ".join(c.__name__ for c in ELEMENTWISE)
-        raise Unsupported(
-            "it does not treat every element alike, and each rank holds flat shards only",
-            where=f"optimizer {type(optimizer).__name__}",
-            remedy=f"use one of torch.optim's {names}",
-        )
-
-
 def make_optimizer(factory: OptimizerFactory, state: HomeState) -> torch.optim.Optimizer:
     """Call the user's factory and refuse what would be wrong on flat shards.
 
@@ -229,7 +199,7 @@ def make_optimizer(factory: OptimizerFactory, state: HomeState) -> torch.optim.O
             where="optimizer",
             remedy="set requires_grad of what is to be trained before you compile, or pass optimizer=None to evaluate",
         )
-    optimizer = factory(named)
+    optimizer = call_factory(factory, named)
     check_elementwise(optimizer)
     optimized: list[Any] = [p for group in optimizer.param_groups for p in group["params"]]
     strangers = {id(p) for p in optimized} - {id(p) for _, p in named}

@@ -15,7 +15,7 @@ from hydragraph.data.mini_batches import MiniBatches
 from hydragraph.data.mixture import Mixture
 from hydragraph.errors import Unsupported
 from hydragraph.frontend.huggingface import positions as positions_of
-from hydragraph.runtime.state import check_elementwise
+from hydragraph.runtime.elementwise import call_factory, check_elementwise
 from hydragraph.spec.strategy import Strategy
 from hydragraph.train.callbacks import load_callback
 from hydragraph.train.config import TrainConfig
@@ -110,7 +110,7 @@ def _check_optimizer(config: TrainConfig) -> None:
     model.register_parameter("weight", weight)
     factory = optimizer_factory(config.optimizer, model)
     try:
-        check_elementwise(factory([("weight", weight)]))
+        check_elementwise(call_factory(factory, [("weight", weight)]))
     except Unsupported:  # which names the optimizer
         raise
     except (TypeError, ValueError) as error:

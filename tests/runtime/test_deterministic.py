@@ -22,7 +22,7 @@ from hydragraph.runtime import exchange
 from hydragraph.runtime.deterministic import Deterministic
 from hydragraph.runtime.meeting.member import here
 from hydragraph.runtime.pending import Finish
-from hydragraph.runtime.state import ELEMENTWISE
+from hydragraph.runtime.elementwise import ELEMENTWISE
 from hydragraph.spec.cluster import Cluster, Device, Interconnect
 from tests.models import llama, sequences
 from tests.own_models import Layer, Own

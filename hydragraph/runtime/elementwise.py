@@ -1,0 +1,123 @@
+"""Optimizers that may update flat shards: those that treat every element alike, by code that is known to do so."""
+
+from __future__ import annotations
+
+import inspect
+import traceback
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from hydragraph.errors import Unsupported
+from hydragraph.kernels.adamw import AdamW
+from hydragraph.private.optimizers import step_hooks, tensor_hooks
+
+ELEMENTWISE = (
+    torch.optim.SGD,
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.Adamax,
+    torch.optim.Adadelta,
+    torch.optim.Adagrad,
+    torch.optim.ASGD,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.RMSprop,
+    torch.optim.Rprop,
+)
+
+OptimizerFactory = Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
+
+# Attributes that a subclass may define without changing what an update computes.
+_HARMLESS = frozenset({"step", "__init__", "__repr__", "__slots__"})
+
+
+def call_factory(factory: OptimizerFactory, named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+    """Return the optimizer that a user's function makes for flat tensors.
+
+    Raises:
+        Unsupported: naming the class, if the constructor of an optimizer that needs whole matrices rejects them
+            (Muon), or that of one that works on all tensors together (LBFGS).
+    """
+    try:
+        return factory(named)
+    except Exception as error:
+        kind = _constructed(error)
+        if kind is None or issubclass(kind, ELEMENTWISE):
+            raise
+        raise _not_elementwise(kind) from error
+
+
+def _constructed(error: Exception) -> type[torch.optim.Optimizer] | None:
+    """Return the class of the optimizer whose constructor raised an error; None: no constructor did."""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        built = frame.f_locals.get("self")
+        if isinstance(built, torch.optim.Optimizer):
+            return type(built)
+    return None
+
+
+def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
+    """Check that an optimizer treats every element alike, so that it can update shards.
+
+    Raises:
+        Unsupported: its class is not known to do so (LBFGS, Adafactor, Muon, ...), overrides a method of one that is,
+            or hooks change its updates.
+    """
+    kind = type(optimizer)
+    if not isinstance(optimizer, ELEMENTWISE):
+        raise _not_elementwise(kind)
+    changed = next(_overridden(kind), None)
+    if changed is None and inspect.unwrap(optimizer.step) not in _STEPS:
+        changed = "step"
+    if changed is not None:
+        base = next(c for c in kind.__mro__ if c in (*ELEMENTWISE, AdamW))
+        raise Unsupported(
+            f"it defines its own {changed!r}, and each rank holds flat shards only, so an update must treat every "
+            "element alike",
+            where=f"optimizer {kind.__name__}",
+            remedy=f"use {base.__module__.partition('.')[0]}.{'optim.' if base is not AdamW else ''}{base.__name__} "
+            "itself, and put what it adds into the loss or a learning-rate schedule",
+        )
+    check_hooks(optimizer)
+
+
+def check_hooks(optimizer: torch.optim.Optimizer) -> None:
+    """Check that no hook changes an optimizer's updates or gradients; cheap enough for every step.
+
+    Raises:
+        Unsupported: it or a tensor that it holds has hooks, which would see shards instead of whole tensors.
+    """
+    tensors: Iterator[Any] = (p for group in optimizer.param_groups for p in group["params"])
+    hooks = step_hooks(optimizer) or next(filter(None, map(tensor_hooks, tensors)), "")
+    if hooks:
+        raise Unsupported(
+            f"it has {hooks}, which would see this rank's flat shards instead of whole tensors",
+            where=f"optimizer {type(optimizer).__name__}",
+            remedy="remove the hook; clip gradients with max_grad_norm, and change learning rates between steps",
+        )
+
+
+def _overridden(kind: type) -> Iterator[str]:
+    """Yield attributes that a class redefines of the elementwise class that it derives from."""
+    bases = (*ELEMENTWISE, AdamW)
+    for derived in kind.__mro__[: next(i for i, c in enumerate(kind.__mro__) if c in bases)]:
+        for name, value in vars(derived).items():
+            own = callable(value) or isinstance(value, (classmethod, staticmethod, property))
+            if (own and name not in _HARMLESS and hasattr(torch.optim.Optimizer, name)) or name == "_init_group":
+                yield name
+
+
+def _not_elementwise(kind: type) -> Unsupported:
+    names = ", ".join(c.__name__ for c in ELEMENTWISE)
+    return Unsupported(
+        "it does not treat every element alike, and each rank holds flat shards only",
+        where=f"optimizer {kind.__name__}",
+        remedy=f"use one of torch.optim's {names}",
+    )
+
+
+# PyTorch wraps `step` in classes (profiling) and objects (learning-rate schedulers); what they wrap is compared.
+_STEPS = frozenset(inspect.unwrap(kind.step) for kind in (*ELEMENTWISE, AdamW))
