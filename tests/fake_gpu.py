@@ -1,15 +1,16 @@
-"""A GPU that is not there: fake CUDA tensors go through graphs, which refuse operands on two devices as real ones do."""
+"""A GPU that is not there: fake CUDA tensors go through graphs, that refuse operands on two devices as real ones do."""
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
 import torch
 from torch import Tensor, fx
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from hydragraph.ir.graph_data import value_of
@@ -129,7 +130,7 @@ def _on_gpu(results: Any) -> None:
         assert not isinstance(result, Tensor) or result.device == GPU, result
 
 
-class _Scalars(torch.utils._python_dispatch.TorchDispatchMode):
+class _Scalars(TorchDispatchMode):
     """Reads every number of the GPU as 1: fake tensors have none."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
@@ -139,19 +140,51 @@ class _Scalars(torch.utils._python_dispatch.TorchDispatchMode):
 
 
 @contextmanager
-def numbers() -> Iterator[None]:
-    """Let the host read fake numbers."""
-    with (
-        _Scalars(),
-        mock.patch.object(torch.Tensor, "tolist", _tolist),
-        mock.patch.object(torch.Tensor, "__bool__", _true),
-    ):
+def without_a_driver() -> Iterator[None]:
+    """Let the host read fake numbers as 1, and do in Python what a build for CPUs cannot do with a fake CUDA tensor."""
+    shims = {
+        "tolist": _tolist,
+        "copy_": _copy,
+        "__getitem__": _item,
+        "__setitem__": _set,
+        "__bool__": lambda self: True,
+    }
+    with ExitStack() as patched:
+        for name, shim in shims.items():
+            patched.enter_context(mock.patch.object(Tensor, name, shim))
+        patched.enter_context(_Scalars())
         yield
 
 
 def _tolist(tensor: Tensor) -> Any:
+    if tensor.device != GPU:
+        return _TOLIST(tensor)
     return 1.0 if not tensor.dim() else [_tolist(part) for part in tensor.unbind()]
 
 
-def _true(tensor: Tensor) -> bool:
-    return True
+def _item(tensor: Tensor, index: Any) -> Tensor:
+    if tensor.device != GPU:
+        return _ITEM(tensor, index)
+    dim = 0
+    for each in index if isinstance(index, tuple) else (index,):
+        if each is None:
+            tensor = tensor.unsqueeze(dim)
+        elif isinstance(each, int):
+            tensor, dim = tensor.select(dim, each), dim - 1
+        elif each is not Ellipsis:
+            assert isinstance(each, slice), f"the shim does not know {each!r}"
+            tensor = torch.ops.aten.slice.Tensor(tensor, dim, each.start, each.stop, each.step or 1)
+        dim += 1
+    return tensor
+
+
+def _set(tensor: Tensor, index: Any, value: Any) -> None:
+    if tensor.device != GPU:
+        _SET(tensor, index, value)
+    elif isinstance(value, Tensor):
+        _copy(_item(tensor, index), value)
+    else:
+        _item(tensor, index).fill_(value)
+
+
+_TOLIST, _ITEM, _SET = Tensor.tolist, Tensor.__getitem__, Tensor.__setitem__

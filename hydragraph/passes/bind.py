@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def bind(variant: Variant, device: torch.device) -> Variant:
-    """Return a variant whose graphs make every tensor on `device`; the same one for the CPU, where graphs are traced."""
+    """Return a variant whose graphs make every tensor on `device`; the same one for the CPU."""
     if device.type == "cpu":
         return variant
     return replace(variant, forward=bind_graph(variant.forward, device), backward=bind_graph(variant.backward, device))
