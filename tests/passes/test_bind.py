@@ -7,11 +7,10 @@ from itertools import product
 
 import pytest
 import torch
-from torch import Tensor, nn
 
 import hydragraph as hg
 from hydragraph.ir.program import Program
-from hydragraph.passes.bind import bind, bind_graph
+from hydragraph.passes.bind import bind
 from hydragraph.passes.graph_passes import VariantSpec
 from hydragraph.runtime.variants import Variants
 from hydragraph.spec.stage_kind import StageKind, StagePart
@@ -46,11 +45,10 @@ def gate(captured: Program, form: StageKind, backend: str) -> int:
     return looked
 
 
-# Casts in every layer, `arange` and `new_zeros` of experts, a tied head: what has pinned graphs so far.
+# A few of what has pinned graphs so far; the other families and forms run in `make thorough`.
 KEPT = {
     ("llama", torch.bfloat16, FORMS[3], "eager"),
-    ("qwen3", torch.bfloat16, FORMS[2], "inductor"),
-    ("mixtral", torch.float32, FORMS[0], "inductor"),
+    ("llama", torch.bfloat16, FORMS[0], "inductor"),
     ("gpt2", torch.bfloat16, FORMS[1], "eager"),
 }
 CASES = [
@@ -67,34 +65,6 @@ def test_graphs_run_on_a_gpu(name: str, dtype: torch.dtype, form: StageKind, bac
     except hg.Unsupported as refused:  # what cannot be cut in this form, on any device
         if "Inductor cannot compile" in str(refused):
             raise
-
-
-class Constants(nn.Module):
-    """Makes tensors in its forward, as custom modules do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(32, 16)
-        self.layers = nn.ModuleList([nn.Linear(16, 16) for _ in range(2)])
-        self.head = nn.Linear(16, 32)
-
-    def forward(self, input_ids: Tensor) -> Tensor:
-        scale = torch.tensor([1.0, 2.0] * 8)
-        hidden = self.embed(input_ids) * scale
-        kinds = nn.functional.one_hot(input_ids % 16, 16).to(hidden.dtype)
-        hidden = hidden + kinds + torch.arange(16) * torch.zeros(16)
-        for layer in self.layers:
-            hidden = hidden + layer(hidden) * torch.ones(16).masked_fill(torch.arange(16) > 7, 0.5)
-        return self.head(hidden)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_tensors_that_a_module_makes_are_on_the_gpu(dtype: torch.dtype) -> None:
-    captured = hg.capture(Constants(), dtype=dtype, check="off", example={"input_ids": torch.arange(6)})
-    mode = torch._subclasses.fake_tensor.FakeTensorMode(allow_non_fake_inputs=True)
-    for template in captured.templates.values():
-        with mode:  # which moves the attached tensors too
-            assert misplaced(bind_graph(template.graph, GPU)) == []
 
 
 def test_the_cpu_runs_graphs_as_they_were_traced() -> None:

@@ -20,9 +20,9 @@ from hydragraph.executable import _of_least_cut
 from hydragraph.ir.instruction import Op
 from hydragraph.runtime import exchange
 from hydragraph.runtime.deterministic import Deterministic
+from hydragraph.runtime.elementwise import ELEMENTWISE
 from hydragraph.runtime.meeting.member import here
 from hydragraph.runtime.pending import Finish
-from hydragraph.runtime.elementwise import ELEMENTWISE
 from hydragraph.spec.cluster import Cluster, Device, Interconnect
 from tests.models import llama, sequences
 from tests.own_models import Layer, Own
