@@ -96,7 +96,6 @@ ELSEWHERE = {
     "runtime/failure/stacks.py": ("runtime/failure/test_watch.py", "what standing ranks write"),
     "runtime/meeting/member.py": ("test_survival.py", "ranks that meet again, leave and come"),
     "runtime/meeting/place.py": ("test_survival.py", "what ranks and their supervisor say"),
-    "runtime/meeting/supervisor.py": ("test_survival.py", "processes that are started, watched and replaced"),
     "runtime/message.py": ("runtime/test_groups.py", "messages of every kind"),
     "runtime/pending.py": ("runtime/test_streams.py", "a device that records says what was not waited for"),
     "runtime/rank_process.py": ("runtime/test_launch.py", "ranks from inside"),

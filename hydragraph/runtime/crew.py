@@ -70,6 +70,45 @@ class Process(Protocol):
         """Let go of what is held for it."""
 
 
+class NotStarted:
+    """A process that could not be started, seen as one that died at birth.
+
+    Args:
+        error: why.
+    """
+
+    pid: int | None = None
+    exitcode: int | None = 1
+
+    def __init__(self, error: OSError | EOFError) -> None:
+        server = "the process that ranks are forked from has ended"
+        self.how = f"could not be started: {server if isinstance(error, EOFError) else error}"
+        self._sign, end = multiprocessing.connection.Pipe(duplex=False)
+        end.close()
+
+    @property
+    def sentinel(self) -> int:
+        """A descriptor that is readable, as of a process that has ended."""
+        return self._sign.fileno()
+
+    def is_alive(self) -> bool:
+        """Return False."""
+        return False
+
+    def terminate(self) -> None:
+        """Do nothing: there is no process."""
+
+    def kill(self) -> None:
+        """Do nothing: there is no process."""
+
+    def join(self, timeout: float | None = None) -> None:
+        """Return at once."""
+
+    def close(self) -> None:
+        """Close the descriptor of `sentinel`."""
+        self._sign.close()
+
+
 @dataclass
 class RankHandle:
     """One rank's process and, once there is one, its outcome."""
@@ -138,12 +177,19 @@ def _nothing_from_the_current_directory() -> Iterator[None]:
 
 
 def start(context: Context, rank: int, function: Callable[..., None], *args: object) -> RankHandle:
-    """Start a process, whose function gets the connection to tell its outcome through before its arguments."""
+    """Start a process whose function gets the connection for its outcome as its first argument, before `args`.
+
+    If the system or the fork server cannot start one (EAGAIN, say), the handle is of a process that has died.
+    """
     answering_server()
     ours, theirs = context.Pipe()
-    process = context.Process(target=function, args=(theirs, *args), name=f"rank {rank}")
-    with _nothing_from_the_current_directory(), nothing_else_imported():
-        process.start()
+    new = context.Process(target=function, args=(theirs, *args), name=f"rank {rank}")
+    process: Process = new
+    try:
+        with _nothing_from_the_current_directory(), nothing_else_imported():
+            new.start()
+    except (OSError, EOFError) as error:
+        process = NotStarted(error)
     theirs.close()  # so that only the process holds its end, and its death shows
     return RankHandle(rank, process, ours)
 
@@ -234,6 +280,8 @@ def outcome_of(member: RankHandle) -> Returned | Raised | Died | Left:
     except (EOFError, OSError):
         pass  # it died, perhaps while it was sending
     when = time.monotonic()
+    if isinstance(member.process, NotStarted):
+        return Died(when, member.process.how)
     answering_server()
     member.process.join(_EXIT_S)
     code = member.process.exitcode

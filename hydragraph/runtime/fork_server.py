@@ -4,6 +4,9 @@ multiprocessing's own does so only where its launcher ends by itself: after `kil
 stays in /tmp, and so do the semaphores that libraries make in ranks. And it dies of a SIGTERM to the whole process
 group, and with it every rank, in the midst of saving.
 
+multiprocessing's server also dies, and with it every rank, when the system cannot fork (EAGAIN, ENOMEM). Ours goes on:
+that start fails, and the ranks there are live.
+
 The server imports this module first (`launch.PRELOAD`), and finds itself to be one by a variable of its environment.
 Where its launcher can be forked, it need not be a new interpreter: `hydragraph.runtime.forked_server`.
 """
@@ -11,12 +14,14 @@ Where its launcher can be forked, it need not be a new interpreter: `hydragraph.
 from __future__ import annotations
 
 import atexit
+import errno
 import os
 import shutil
 import signal
 import threading
 from collections.abc import Mapping
-from multiprocessing import forkserver, util
+from multiprocessing import forkserver, reduction, util
+from typing import Any
 
 from hydragraph.runtime.threads import spinning
 
@@ -54,9 +59,37 @@ def outlive_signals() -> None:
     os.register_at_fork(after_in_child=_as_usual)
 
 
+def outlive_failed_forks() -> None:
+    """Make this process, which is a server, go on when a fork fails; whoever asked for it reads EOF instead of a pid.
+
+    multiprocessing's loop continues after ECONNABORTED only, and leaves the descriptors of a failed request open.
+    """
+    fork, receive = os.fork, reduction.recvfds
+    received: list[int] = []
+
+    def recvfds(*args: Any) -> list[int]:
+        received[:] = receive(*args)
+        return list(received)
+
+    def tolerant() -> int:
+        try:
+            return fork()
+        except OSError as error:
+            for descriptor in received:
+                os.close(descriptor)
+            raise OSError(errno.ECONNABORTED, f"a rank could not be forked: {error}") from error
+
+    def restore() -> None:
+        os.fork, reduction.recvfds = fork, receive
+
+    os.fork, reduction.recvfds = tolerant, recvfds
+    os.register_at_fork(after_in_child=restore)
+
+
 def _serve(directory: str) -> None:
     """Make this process, which is the server, end with its launcher only, and remove its socket then."""
     outlive_signals()
+    outlive_failed_forks()
     atexit.register(shutil.rmtree, directory, ignore_errors=True)  # ranks end without it: they call os._exit
 
 

@@ -35,7 +35,7 @@ from typing import Any, NoReturn
 import torch
 
 from hydragraph.modes import untouched
-from hydragraph.runtime.fork_server import outlive_signals
+from hydragraph.runtime.fork_server import outlive_failed_forks, outlive_signals
 from hydragraph.runtime.named_imports import import_named
 
 _GPUS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
@@ -160,6 +160,7 @@ def _be_server(
         import_named(classes)
         gc.freeze()  # nothing that is here will go, and to look for garbage would copy its pages
         outlive_signals()
+        outlive_failed_forks()
         forkserver._forkserver.__init__()  # type: ignore[misc]
         forkserver.main(listener, alive, ["__main__"], **begin)  # type: ignore[arg-type]
     except SystemExit:

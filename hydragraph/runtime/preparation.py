@@ -99,7 +99,7 @@ def prepare_for_ranks(context: Context, prepare: bytes, file: SharedFile, timeou
                 raise RuntimeError(f"launch: of the process that prepares for ranks, {stopped[1]}")
         member.outcome = outcome_of(member)
         if isinstance(member.outcome, Died):
-            raise RuntimeError(f"launch: the process that prepares for ranks was {member.outcome.how}")
+            raise RuntimeError(f"launch: the process that prepares for ranks failed: {member.outcome.how}")
         if isinstance(member.outcome, Raised):
             raise error_of(member.outcome)
     finally:

@@ -91,3 +91,50 @@ def test_nothing_is_left_behind_by_a_launcher_that_is_killed(
     while any(temporary.iterdir()) and time.monotonic() < deadline:
         time.sleep(0.02)
     assert list(temporary.iterdir()) == []
+
+
+FAILING = """
+import multiprocessing, os, sys
+from multiprocessing import forkserver, util
+
+if __name__ == "__main__":
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["failing"])
+    forkserver.ensure_running()
+    first, third = (context.Process(target=os.system, args=("sleep 0.2",)) for _ in range(2))
+    first.start()
+    try:
+        context.Process(target=os.getpid).start()
+    except EOFError:
+        print("not started")
+    third.start()
+    for process in (first, third):
+        process.join(60)
+    print(first.exitcode, third.exitcode)
+"""
+
+SECOND_FAILS = """
+import os
+from hydragraph.runtime.fork_server import outlive_failed_forks
+
+fork, calls = os.fork, []
+
+def second_fails():
+    calls.append(0)
+    if len(calls) == 2:
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+    return fork()
+
+os.fork = second_fails
+outlive_failed_forks()
+"""
+
+
+def test_a_fork_that_fails_costs_one_process(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(FAILING)
+    (tmp_path / "failing.py").write_text(SECOND_FAILS)
+    root = str(Path(__file__).parents[2])
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([root, str(tmp_path)])}
+    command = [sys.executable, str(tmp_path / "script.py")]
+    out = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert out.stdout.split("\n")[:2] == ["not started", "0 0"], out.stderr

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import multiprocessing.connection
 import os
 import pickle
+import re
 import signal
 import socket
 import subprocess
@@ -15,15 +18,17 @@ from datetime import timedelta
 from multiprocessing import forkserver
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from hydragraph.errors import RankFailure, Unsupported
-from hydragraph.runtime.crew import answering_server
+from hydragraph.runtime.crew import Stops, answering_server, forget, outcome_of, start
 from hydragraph.runtime.failure.newest import newest_watch
 from hydragraph.runtime.launch import join, launch
+from hydragraph.runtime.rank_process import Died
 from hydragraph.runtime.stores import hosted
 
 ROOT = Path(__file__).parents[2]
@@ -322,3 +327,26 @@ def test_a_server_of_ranks_that_is_stopped_is_waited_for_and_ended_in_the_end(mo
 def _stop(pid: int) -> None:
     os.kill(pid, signal.SIGSTOP)
     os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOWAIT)
+
+
+@pytest.mark.parametrize(
+    ("error", "how"),
+    [
+        (BlockingIOError(11, "Resource temporarily unavailable"), "could not be started: .*Resource temporarily"),
+        (EOFError("unexpected EOF"), "could not be started: the process that ranks are forked from has ended"),
+    ],
+)
+def test_a_process_that_cannot_be_started_is_one_that_has_died(error: Exception, how: str) -> None:
+    def fail() -> None:
+        raise error
+
+    context: Any = SimpleNamespace(Pipe=multiprocessing.Pipe, Process=lambda **_: SimpleNamespace(start=fail))
+    member = start(context, 3, note_pid, Path())
+    signs: list[Any] = [member.connection, member.process.sentinel]
+    assert set(multiprocessing.connection.wait(signs, 0)) == set(signs), "both signs say that it has ended"
+    outcome = outcome_of(member)
+    assert isinstance(outcome, Died)
+    assert re.match(how, outcome.how)
+    assert not Stops().look([member])
+    forget(member)
+    member.process.close()

@@ -114,7 +114,7 @@ def run(prepared: None) -> None:
     ("prepare", "error", "text"),
     [
         (boom, KeyError, "boom"),
-        (killed, RuntimeError, "the process that prepares for ranks was killed by signal 9"),
+        (killed, RuntimeError, "the process that prepares for ranks failed: killed by signal 9"),
         (a_lock, ValueError, "what `prepare` returned cannot be sent to ranks .*lock"),
     ],
     ids=["raises", "dies", "returns a lock"],
