@@ -18,10 +18,10 @@ import errno
 import os
 import shutil
 import signal
+import socket
 import threading
 from collections.abc import Mapping
 from multiprocessing import forkserver, reduction, util
-from typing import Any
 
 from hydragraph.runtime.threads import spinning
 
@@ -67,8 +67,8 @@ def outlive_failed_forks() -> None:
     fork, receive = os.fork, reduction.recvfds
     received: list[int] = []
 
-    def recvfds(*args: Any) -> list[int]:
-        received[:] = receive(*args)
+    def recvfds(sock: socket.socket, size: int) -> list[int]:
+        received[:] = receive(sock, size)
         return list(received)
 
     def tolerant() -> int:

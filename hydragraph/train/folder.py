@@ -179,22 +179,22 @@ class RunFolder:
     def taken_over(self, patience_s: float, began: float | None) -> Iterator[None]:
         """Own a folder that a lost rank of the same run has owned, for as long as this process lives at most.
 
-        A process that was lost because its machine stands still has not let go of it: nobody waits for that one.
+        A lost process whose machine has stopped still holds its lock; after `patience_s` the run continues without it.
 
         Args:
             patience_s: for the lost process to end.
-            began: what `began` has said of this run; None: it was never asked.
+            began: value of `began` that this run has read before; None: it has read none.
 
         Raises:
+            OSError: the folder was removed during the run, or what it held.
             ValueError: another run has begun in the folder since.
         """
-        self.path.mkdir(parents=True, exist_ok=True)
+        self._refuse_another(began)
         lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
         try:
             deadline = time.monotonic() + patience_s
             while not _locked(lock):
-                if began not in (None, self.began):
-                    raise ValueError(f"output {self.path}: another run has begun there: choose another output")
+                self._refuse_another(began)
                 if time.monotonic() > deadline:
                     threading.Thread(target=_lock, args=(lock,), name="hydragraph-folder", daemon=True).start()
                     break
@@ -202,6 +202,17 @@ class RunFolder:
             yield
         finally:
             os.close(lock)
+
+    def _refuse_another(self, began: float | None) -> None:
+        """Refuse to continue a run in a folder that no longer holds it."""
+        now = self.began
+        if not now:
+            raise OSError(
+                f"output {self.path} was removed or emptied while its run was under way, and the config, metrics and "
+                "checkpoints in it are lost: find out what removed it, and start the run again"
+            )
+        if began not in (None, now):
+            raise ValueError(f"output {self.path}: another run has begun there: choose another output")
 
     def refuse_shared(self) -> None:
         """Raise what `owned` does, and leave the folder as it is."""

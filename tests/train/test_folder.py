@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import socket
 import time
 from contextlib import ExitStack
@@ -102,6 +103,20 @@ def test_a_folder_is_taken_over_from_a_lost_rank_that_does_not_let_go_of_it(tmp_
             time.sleep(0.01)
     folder.refuse_shared()
     folder.refuse_shared()
+
+
+@pytest.mark.parametrize("emptied", [False, True])
+@pytest.mark.parametrize("known", [False, True])
+def test_a_folder_that_was_removed_during_the_run_is_not_taken_over(tmp_path: Path, emptied: bool, known: bool) -> None:
+    folder = RunFolder(tmp_path / "run")
+    folder.begin(config(tmp_path), "new")
+    began = folder.began if known else None
+    shutil.rmtree(folder.path)
+    if emptied:
+        folder.checkpoints.mkdir(parents=True)  # a checkpoint under way makes it again
+    with pytest.raises(OSError, match=r"was removed or emptied .* start the run again"), folder.taken_over(0.0, began):
+        pass
+    assert folder.path.exists() == emptied, "it is not made again"
 
 
 def _free(folder: RunFolder) -> bool:
