@@ -753,6 +753,7 @@ class Executable:
                 "strategies": str(list(map(str, self.strategies))),
                 "deterministic": "" if self._sums is None else str(self._sums),
                 "max_grad_norm": str(self._max_grad_norm),
+                "window and push_dtype": f"{self.program.window}, {self.program.push_dtype}",
                 "loss": hashlib.blake2b(str(self._epilogue.graph).encode(), digest_size=8).hexdigest(),
             }
         )

@@ -142,6 +142,7 @@ def _costs(
         blocks=blocks,
         state_bytes=state_bytes(config.optimizer, program.dtype, device),
         corrections=read_corrections(corrections),
+        push_itemsize=getattr(torch, config.push_dtype).itemsize,
     )
     return strategies, costs.of_strategies(*strategies, tokens=config.data.max_length)
 

@@ -69,19 +69,22 @@ def run_costs(
     config: TrainConfig, ranks: int, profile: str | None, cluster: Path | None, corrections: Path | None
 ) -> Costs:
     """Return what prices a run: by the profile that is named here or in its config, or else by datasheet."""
+    import torch
+
     from hydragraph.cost.costs import Costs
     from hydragraph.spec.cluster import Cluster
     from hydragraph.spec.default_cluster import default_cluster
     from hydragraph.train.plan_input import read_corrections, read_profile
 
     before = read_corrections(corrections)
+    pushed = getattr(torch, config.push_dtype).itemsize
     named = profile or (str(config.plan.profile) if config.plan.profile is not None else None)
     if named is not None:
         measured = read_profile(named)
         where = measured.cluster(ranks) if cluster is None else Cluster.load(cluster)
-        return Costs(measured, where, home=config.home, corrections=before)
+        return Costs(measured, where, home=config.home, corrections=before, push_itemsize=pushed)
     where = default_cluster(ranks) if cluster is None else Cluster.load(cluster)
-    return Costs(_datasheet(config, where), where, home=config.home, corrections=before)
+    return Costs(_datasheet(config, where), where, home=config.home, corrections=before, push_itemsize=pushed)
 
 
 def _datasheet(config: TrainConfig, where: Cluster) -> Profile:

@@ -174,14 +174,16 @@ def strategies_and_costs(
     quieten()
     model = skeleton(config.model, config.data.vocab_size)
     strategies = read_strategies(texts, model, len(cluster.devices))
+    known = read_corrections(corrections)
+    pushed = getattr(torch, config.push_dtype).itemsize
     if profile is not None:
-        return strategies, Costs(read_profile(profile), cluster, home=home, corrections=read_corrections(corrections))
+        return strategies, Costs(read_profile(profile), cluster, home=home, corrections=known, push_itemsize=pushed)
     screen = Console(stderr=True)
     with screen.status("capturing the model"):
         program = capture(model, dtype=getattr(torch, config.dtype))
         degrees = sorted({stage.tp for s in strategies for p in s.pipelines for stage in p.stages})
         priced = datasheet(program, cluster, efficiency or EFFICIENCY, degrees)
-        return strategies, Costs(priced, cluster, home=home, corrections=read_corrections(corrections))
+        return strategies, Costs(priced, cluster, home=home, corrections=known, push_itemsize=pushed)
 
 
 def _priced(
