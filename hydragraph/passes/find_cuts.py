@@ -72,7 +72,10 @@ def find_cuts(graph: fx.Graph, parameters: set[fx.Node], tokens: fx.Node | None,
             cuts = _Walk(parameters, tokens, excluded, banned, origins).run(graph)
         except _Conflict as conflict:
             banned |= conflict.origins
-            unknown |= {o: conflict.unknown for o in conflict.origins if conflict.unknown is not None}
+            # In the graph's order: sets of nodes go by address, and ranks must name the same problem.
+            unknown |= {
+                n: conflict.unknown for n in graph.nodes if n in conflict.origins and conflict.unknown is not None
+            }
             origins.clear()
             continue
         stray = _unfinished(cuts)
