@@ -113,7 +113,7 @@ _ELEMENTWISE = frozenset(
     }
 )
 # Behind a loss nothing has tokens.
-_LOSSES = frozenset({aten.cross_entropy_loss.default, aten.nll_loss_nd.default})
+LOSSES = frozenset({aten.cross_entropy_loss.default, aten.nll_loss_nd.default})
 # Those of each element, whose last whole number says how they are added up.
 _POINTWISE_LOSSES = frozenset(
     {
@@ -155,13 +155,13 @@ def mixing(graph: fx.GraphModule, tokens: str, given: int = 0, sums: Sums | None
         if summed:
             continue
         # What leaves a graph, or is compared with labels, stands in the order of the batch again.
-        if node.op == "output" or node.target in _LOSSES:
+        if node.op == "output" or node.target in LOSSES:
             teller = next((n for n in node.all_input_nodes if routing.tells(n) or rows.get(n, _FIRST).order != 1), None)
             if teller is not None:
                 return str(teller.target), _ROUTED
-        if node.target in _LOSSES and dims and _classes_apart(node, rows):
+        if node.target in LOSSES and dims and classes_apart(node, rows):
             rows[node] = Rows(dims[0], 1)
-        if node.op != "call_function" or not isinstance(_first_tensor(node), Tensor) or node.target in _LOSSES:
+        if node.op != "call_function" or not isinstance(_first_tensor(node), Tensor) or node.target in LOSSES:
             continue
         if routing.follow(node):
             continue
@@ -185,7 +185,7 @@ def _read(node: fx.Node) -> list[fx.Node]:
     return node.all_input_nodes[:1] if node.target in _LIKE else node.all_input_nodes
 
 
-def _classes_apart(node: fx.Node, rows: Mapping[fx.Node, Rows]) -> bool:
+def classes_apart(node: fx.Node, rows: Mapping[fx.Node, Rows]) -> bool:
     """Say whether a loss of classes has its classes along another dimension than the tokens."""
     first = operands(node)[0]
     return first in rows and rows[first].dim != min(1, len(shape(first)) - 1)
@@ -237,7 +237,7 @@ def _problem(
         return _MIXES
     if node.target in _RESHAPES:
         return None if viewed(node, rows, dims[0], tokens) is not None else _MIXES
-    return None if _keeps(node, with_tokens, {n: rows[n].dim for n in with_tokens}, dims[0]) else _MIXES
+    return None if keeps(node, with_tokens, {n: rows[n].dim for n in with_tokens}, dims[0]) else _MIXES
 
 
 def _is_pointwise(node: fx.Node) -> bool:
@@ -259,7 +259,7 @@ def _is_size(node: fx.Node, tokens: str) -> bool:
     return isinstance(value, torch.SymInt | torch.SymFloat) and tokens in symbols_in(value)
 
 
-def _keeps(node: fx.Node, with_tokens: list[fx.Node], dims: Mapping[fx.Node, int], dim: int) -> bool:
+def keeps(node: fx.Node, with_tokens: list[fx.Node], dims: Mapping[fx.Node, int], dim: int) -> bool:
     """Say whether each token of the result is computed from the same token of the operands."""
     target = node.target
     arguments = operands(node)

@@ -81,6 +81,7 @@ def capture(
     check_model(model, "capture")
     where = type(model).__name__
     _refuse(model, dtype)
+    _refuse_tensors_of_loss(loss)
     tensor_names = {n for n, _ in [*model.named_parameters(), *model.named_buffers()]}
     fields = fields_of(example, tensor_names, where)
     log.doing(f"capturing {where}")
@@ -150,6 +151,20 @@ def _refuse(model: nn.Module, dtype: torch.dtype) -> None:
     refuse_other_dtypes(model)
     refuse_unseen(model)
     huggingface.refuse_unsupported(model)
+
+
+def _refuse_tensors_of_loss(loss: Loss | None) -> None:
+    """Raise Unsupported for a loss that is a module with tensors of its own, which no rank would own or update."""
+    if not isinstance(loss, nn.Module):
+        return
+    for kind, tensors in (("parameter", loss.named_parameters()), ("buffer", loss.named_buffers())):
+        for name, _ in tensors:
+            raise Unsupported(
+                f"a loss with the {kind} {name!r}, and only what the model holds is kept and trained",
+                where=f"loss {type(loss).__name__}",
+                remedy=f"register the {kind} in the model and have its forward return it beside the logits, or return "
+                "what it computes; numbers that never change may be a field of the batch",
+            )
 
 
 @dataclass(frozen=True)

@@ -17,15 +17,16 @@ linear, or the sums of two micro-batches would not add up:
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Container, Mapping
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, fx
 
 from hydragraph.errors import Unsupported
-from hydragraph.frontend.apart import axes_of, mixing
+from hydragraph.frontend.apart import mixing
 from hydragraph.frontend.rows import Rows
+from hydragraph.frontend.terms import first_across
 from hydragraph.ir.graph_data import value_of
 from hydragraph.ir.program import Template
 from hydragraph.passes.node import operands, shape
@@ -50,18 +51,6 @@ _LINEAR = (
 )
 _ADDED = frozenset({aten.add.Tensor, aten.sub.Tensor, aten.stack.default, aten.cat.default})
 _SCALED = frozenset({aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar, aten.true_divide.Tensor})
-# What has to do with several of the tokens that a mask picks, where it works along them, and is no sum of theirs.
-_TOGETHER = frozenset(
-    {
-        *(aten.softmax.int, aten._softmax.default, aten.log_softmax.int, aten._log_softmax.default, aten.prod.dim_int),
-        *(aten.logsumexp.default, aten.cumsum.default, aten.cumprod.default, aten.logcumsumexp.default),
-        *(aten.sort.default, aten.argsort.default, aten.topk.default, aten.flip.default, aten.roll.default),
-        *(aten.amax.default, aten.amin.default, aten.max.dim, aten.min.dim, aten.median.dim, aten.argmax.default),
-        *(aten.var.correction, aten.var.dim, aten.std.correction, aten.std.dim, aten.linalg_vector_norm.default),
-        *(aten.norm.ScalarOpt_dim, aten.norm.Scalar, aten.max.default, aten.min.default, aten.median.default),
-        *(aten.var.default, aten.std.default, aten.prod.default, aten.diff.default),
-    }
-)
 _CLASSES = frozenset({aten.cross_entropy_loss.default, aten.nll_loss_nd.default, aten.nll_loss.default})
 _SUM = 2
 
@@ -69,35 +58,23 @@ _SUM = 2
 def refuse_unsummed(template: Template, tokens: str, where: str) -> None:
     """Raise Unsupported for a loss that is no sum of what is computed from each token alone.
 
-    One that reads sequences' bounds is a sum over sequences. One that picks tokens by a mask has sizes that no graph
-    says: what works along these (a softmax over all that are picked) is refused, the rest is left to the check by
-    numbers, as the former is.
+    One that reads sequences' bounds is a sum over sequences, and one that picks tokens by a mask has sizes that no
+    graph says; see `terms` for both.
 
     Args:
         tokens: the symbol of the token count.
     """
     nodes = list(template.graph.graph.nodes)
     bounds = [n for n in nodes if n.op == "placeholder" and n.name in ("cu_seqlens", "max_length") and n.users]
-    if bounds:
-        return
-    if any(is_counted(size) for n in nodes for size in getattr(value_of(n), "shape", ())):
-        together = next(filter(_works_along_tokens, nodes), None)
-        if together is not None:
-            _refuse(f"{together.target} works along the tokens that a mask picks, or along all", where)
+    if bounds or any(is_counted(size) for n in nodes for size in getattr(value_of(n), "shape", ())):
+        across = first_across(nodes, bounds, _sums, _stays_a_sum)
+        if across is not None:
+            _refuse(across, where)
         return
     sums = _Sums()
     mixer = mixing(template.graph, tokens, 0, sums.follow)
     if mixer is not None:
         _refuse(f"{mixer[0]} {mixer[1]}", where)
-
-
-def _works_along_tokens(node: fx.Node) -> bool:
-    """Say whether an operator works along a dimension whose size is known only at run time: tokens, picked or all."""
-    first = operands(node)[0] if operands(node) else None
-    if node.target not in _TOGETHER or not isinstance(first, fx.Node):
-        return False
-    axes = axes_of(node)
-    return any(not isinstance(size, int) for d, size in enumerate(shape(first)) if not axes or d in axes)
 
 
 class _Sums:
@@ -114,24 +91,24 @@ class _Sums:
         if node.op != "call_function":
             return False
         if any(n in self._summed for n in node.all_input_nodes):
-            if not self._stays_a_sum(node, rows):
+            if any(n in rows for n in node.all_input_nodes) or not _stays_a_sum(node, self._summed):
                 return "takes a sum over tokens, behind which only sums and factors may stand"
         elif not _sums(node, rows):
             return False
         self._summed.add(node)
         return True
 
-    def _stays_a_sum(self, node: fx.Node, rows: Mapping[fx.Node, Rows]) -> bool:
-        others = [n for n in node.all_input_nodes if n not in self._summed]
-        if any(n in rows for n in others):
-            return False
-        if node.target in _ADDED:
-            numbers = [a for a in operands(node)[:2] if isinstance(a, int | float) and node.target is aten.add.Tensor]
-            return not any(numbers) and all(_is_zero(n) for n in others)
-        if node.target in _SCALED:
-            factors = [a for a in operands(node)[:2] if a in self._summed]
-            return len(factors) == 1 and ("mul" in str(node.target) or operands(node)[0] in self._summed)
-        return node.target in _LINEAR
+
+def _stays_a_sum(node: fx.Node, summed: Container[fx.Node]) -> bool:
+    """Say whether an operator on sums over tokens, and on nothing that has tokens, leaves a sum."""
+    others = [n for n in node.all_input_nodes if n not in summed]
+    if node.target in _ADDED:
+        numbers = [a for a in operands(node)[:2] if isinstance(a, int | float) and node.target is aten.add.Tensor]
+        return not any(numbers) and all(_is_zero(n) for n in others)
+    if node.target in _SCALED:
+        factors = [a for a in operands(node)[:2] if a in summed]
+        return len(factors) == 1 and ("mul" in str(node.target) or operands(node)[0] in summed)
+    return node.target in _LINEAR
 
 
 def _sums(node: fx.Node, rows: Mapping[fx.Node, Rows]) -> bool:

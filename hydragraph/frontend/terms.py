@@ -1,0 +1,160 @@
+"""Show from its graph that a loss that picks tokens, or reads the bounds of sequences, is a sum of separate terms.
+
+Such a loss has values with one dimension of a size that the graph does not say: tokens, picked tokens, or sequences.
+Each value is one of four kinds:
+
+    constant    the same for every batch
+    bounds      computed from cu_seqlens and positions in the row alone: which sequence a token belongs to
+    terms       one row for each token, picked token or sequence
+    total       a sum of terms
+
+Operators on terms must keep the rows apart (`apart.keeps`), or take rows from where bounds or a mask say. Terms become
+a total by a sum and by nothing else, and only sums and factors may stand behind a total. Which rows an index picks is
+not shown; the check by numbers compares that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Mapping, Sequence
+
+import torch
+from torch import Tensor, fx
+
+from hydragraph.frontend.apart import LOSSES, classes_apart, keeps
+from hydragraph.frontend.rows import ARANGES, Rows
+from hydragraph.ir.graph_data import value_of
+from hydragraph.passes.node import operands
+from hydragraph.passes.operator_rules import MOVES, VIEWS, is_pointwise
+
+aten = torch.ops.aten
+
+# What takes rows of its operand, or adds them up, where an index, a mask or counts say.
+_TAKES = frozenset(
+    {
+        *(aten.index.Tensor, aten.index_select.default, aten.masked_select.default),
+        *(aten.index_add.default, aten.scatter_add.default, aten.repeat_interleave.self_Tensor),
+        aten.index_put.default,
+    }
+)
+# What may read positions in the packed row: it makes indices of them.
+_FINDS = frozenset(
+    {
+        *(aten.bucketize.Tensor, aten.searchsorted.Tensor, aten.repeat_interleave.Tensor, aten.sub.Tensor),
+        *(aten.repeat_interleave.self_Tensor, aten.index.Tensor, aten.index_select.default, aten.diff.default),
+        *(aten.slice.Tensor, aten.select.int, aten.cumsum.default, aten.narrow.default, aten.cat.default),
+    }
+)
+_WHOLE_ROW = "weighs tokens by where they stand in the packed row, which depends on what is packed together"
+_ACROSS = "computes a term from several tokens or sequences"
+_BEHIND = "takes a sum over tokens, behind which only sums and factors may stand"
+
+Adds = Callable[[fx.Node, Mapping[fx.Node, Rows]], bool]
+Stays = Callable[[fx.Node, Container[fx.Node]], bool]
+
+
+def first_across(nodes: Sequence[fx.Node], bounds: Sequence[fx.Node], sums: Adds, linear: Stays) -> str | None:
+    """Return the first operator that makes a loss no sum of separate terms, and what it does; None: it is one.
+
+    Args:
+        nodes: of the graph of the loss.
+        bounds: the placeholders cu_seqlens and max_length, where they are used.
+        sums: says whether an operator adds up the rows of its first operand.
+        linear: says whether an operator on totals, and on nothing that has rows, leaves a total.
+    """
+    told = set(bounds)  # kind "bounds"
+    totals: set[fx.Node] = set()
+    for node in nodes:
+        if node.op == "output":
+            stray = next((n for n in node.all_input_nodes if n not in totals), None)
+            return f"{stray.target} is returned, which is no sum over tokens" if stray is not None else None
+        if node.op != "call_function" or not isinstance(_tensor(node), Tensor):
+            continue
+        inputs = node.all_input_nodes
+        if any(n in totals for n in inputs):
+            if any(_has_rows(n) or n in told for n in inputs) or not linear(node, totals):
+                return f"{node.target} {_BEHIND}"
+            totals.add(node)
+        elif node.target in ARANGES and _has_rows(node):
+            told.add(node)
+        elif any(n in told for n in inputs) and not any(_has_rows(n) and n not in told for n in inputs):
+            if node.target not in _FINDS | VIEWS | MOVES and not is_pointwise(node) and _has_rows(node):
+                return f"{node.target} {_ACROSS}"
+            told.add(node)
+        elif any(map(_has_rows, inputs)):
+            problem = _of_terms(node, told, totals, sums)
+            if problem is not None:
+                return f"{node.target} {problem}"
+    return None
+
+
+def _of_terms(node: fx.Node, told: set[fx.Node], totals: set[fx.Node], sums: Adds) -> str | None:
+    """Return what is wrong with an operator on terms; note the total that it makes."""
+    inputs = node.all_input_nodes
+    rows = {n: _row_dims(n) for n in inputs if _has_rows(n)}
+    if any(len(dims) > 1 for dims in rows.values()) or len(_row_dims(node)) > 1:
+        return _ACROSS
+    if node.target in _TAKES and operands(node)[0] in rows:
+        return None if _takes_by_bounds(node, rows[operands(node)[0]][0], told) else _ACROSS
+    if any(n in told and (not _has_rows(n) or _origins(n) & set(ARANGES)) for n in inputs):
+        return _WHOLE_ROW
+    row_of = {n: Rows(dims[0], 1) for n, dims in rows.items()}
+    if sums(node, row_of):
+        totals.add(node)
+        return None
+    if not _has_rows(node):
+        return _ACROSS
+    if node.target in LOSSES:
+        return None if classes_apart(node, row_of) else _ACROSS
+    (dim,) = _row_dims(node)
+    return None if keeps(node, list(rows), {n: dims[0] for n, dims in rows.items()}, dim) else _ACROSS
+
+
+def _takes_by_bounds(node: fx.Node, dim: int, told: set[fx.Node]) -> bool:
+    """Say whether rows are taken, or added up, where a mask or bounds say, and not where values of tokens do."""
+    arguments = operands(node)
+    if node.target in (aten.index.Tensor, aten.index_put.default):
+        # A mask of several dimensions stands for as many of them.
+        places = arguments[1]
+        masks = [i for i in places if i is not None and _dtype(i) is torch.bool]
+        return bool(masks) or (len(places) > dim and (places[dim] is None or places[dim] in told))
+    if node.target is aten.masked_select.default:
+        return True
+    indices = [n for n in node.all_input_nodes if n is not arguments[0] and not _is_floating(n)]
+    return bool(indices) and all(n in told for n in indices)
+
+
+def _dtype(node: fx.Node) -> torch.dtype | None:
+    return getattr(value_of(node), "dtype", None)
+
+
+def _is_floating(node: fx.Node) -> bool:
+    kind = _dtype(node)
+    return kind is None or kind.is_floating_point
+
+
+def _origins(node: fx.Node) -> set[object]:
+    """Return the operators that a value is computed with by casts, views and pointwise operators alone."""
+    seen: set[object] = {node.target}
+    pending = [node]
+    while pending:
+        for before in pending.pop().all_input_nodes:
+            seen.add(before.target)
+            if before.target in VIEWS | MOVES or is_pointwise(before):
+                pending.append(before)
+    return seen
+
+
+def _has_rows(node: fx.Node) -> bool:
+    return bool(_row_dims(node))
+
+
+def _row_dims(node: fx.Node) -> list[int]:
+    """Return the dimensions whose size is known only when a batch is packed."""
+    tensor = _tensor(node)
+    sizes = tensor.shape if isinstance(tensor, Tensor) else ()
+    return [d for d, size in enumerate(sizes) if isinstance(size, torch.SymInt) and not size.node.is_constant()]
+
+
+def _tensor(node: fx.Node) -> object:
+    value = value_of(node)
+    return value[0] if isinstance(value, tuple | list) and value else value

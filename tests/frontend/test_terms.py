@@ -1,0 +1,74 @@
+"""Losses that pick tokens or read bounds: sums of separate terms are captured, what meets across them is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hydragraph.errors import Unsupported
+from hydragraph.frontend.capture import capture
+from tests.frontend.test_summed import Batch, counted, each
+from tests.own_models import Own
+
+
+def lengths(b: Batch) -> Tensor:
+    return b["cu_seqlens"].diff().long()
+
+
+def owners(b: Batch) -> Tensor:
+    """The index of each token's sequence."""
+    places = torch.arange(b["labels"].shape[1], device=b["labels"].device)
+    return torch.searchsorted(b["cu_seqlens"][1:].long().contiguous(), places, right=True)
+
+
+def per_sequence(x: Tensor, b: Batch) -> Tensor:
+    """The loss of each sequence [N]."""
+    sums = torch.zeros(b["cu_seqlens"].shape[0] - 1, device=x.device)
+    return sums.index_add(0, owners(b), each(x, b))
+
+
+def picked(x: Tensor, b: Batch) -> Tensor:
+    return each(x, b)[counted(b)[0]]
+
+
+SEPARATE = {
+    "each sequence clamped": lambda x, b: per_sequence(x, b).clamp(max=40.0).sum(),
+    "each sequence by its length": lambda x, b: (per_sequence(x, b) / lengths(b)).sum(),
+    "GRPO with advantages as a field": lambda x, b: (picked(x, b).exp() * picked(x, b).clamp(max=2.0)).sum() * 0.5,
+    "DPO on sums of sequences": lambda x, b: -torch.nn.functional.logsigmoid(0.1 * per_sequence(x, b)).sum(),
+    "each token by its sequence": lambda x, b: (each(x, b) * per_sequence(x, b).detach().sigmoid()[owners(b)]).sum(),
+    "the last token of each sequence": lambda x, b: each(x, b)[b["cu_seqlens"][1:].long() - 1].sum(),
+}
+ACROSS = {
+    "GRPO's mean in the loss": lambda x, b: (
+        (per_sequence(x, b) - per_sequence(x, b).mean()).detach() * per_sequence(x, b)
+    ).sum(),
+    "GRPO's deviation in the loss": lambda x, b: (per_sequence(x, b) / (per_sequence(x, b).std() + 1e-6)).sum(),
+    "the total clamped": lambda x, b: per_sequence(x, b).sum().clamp(max=400.0),
+    "the first picked tokens": lambda x, b: picked(x, b)[:64].sum(),
+    "picked tokens clamped": lambda x, b: picked(x, b).sum().clamp(max=100.0),
+    "a threshold on the mean": lambda x, b: torch.where(
+        picked(x, b).mean() > 4.6, picked(x, b) * 0.1, picked(x, b)
+    ).sum(),
+    "a threshold on the largest sequence": lambda x, b: (per_sequence(x, b) * (per_sequence(x, b).max() > 50)).sum(),
+    "weights by the row": lambda x, b: (
+        picked(x, b).sum() + (each(x, b) * torch.arange(x.shape[1], device=x.device)).sum()
+    ),
+    "sequences in pairs": lambda x, b: (per_sequence(x, b)[1:] - per_sequence(x, b)[:-1]).sum(),
+    "a longest length": lambda x, b: (each(x, b) / b["max_length"]).sum(),
+}
+
+
+@pytest.mark.parametrize("name", SEPARATE)
+def test_sums_of_separate_terms_are_captured(name: str) -> None:
+    loss: Any = SEPARATE[name]
+    assert capture(Own(layers=1), loss=loss).layers == 1
+
+
+@pytest.mark.parametrize("name", ACROSS)
+def test_terms_that_meet_are_refused(name: str) -> None:
+    with pytest.raises(Unsupported, match=r"Own.*: (its loss is no sum|it does something else)"):
+        capture(Own(layers=1), loss=ACROSS[name])
