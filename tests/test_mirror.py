@@ -100,7 +100,6 @@ ELSEWHERE = {
     "runtime/pending.py": ("runtime/test_streams.py", "a device that records says what was not waited for"),
     "runtime/rank_process.py": ("runtime/test_launch.py", "ranks from inside"),
     "runtime/sharded.py": ("runtime/checkpoint/test_planners.py", "boxes of parameters"),
-    "runtime/weights/directory.py": ("test_peft.py", "directories that are written, of models and of adapters"),
     "train/course.py": ("train/test_going_on.py", "a run and how far it is, as values"),
     "train/export.py": ("train/test_loop.py", "the final model"),
     "train/plan_picture.py": ("commands/test_plan.py", "--picture"),

@@ -78,15 +78,9 @@ def fp32_keys(model: nn.Module) -> frozenset[str]:
 def _round(model: nn.Module, dtype: torch.dtype) -> None:
     """Round the floating-point tensors of a model's state dict, but for those that its classes keep in fp32."""
     kept = fp32_keys(model)
-    state = model.state_dict()
-    for key, tensor in state.items():
+    for key, tensor in model.state_dict(keep_vars=True).items():
         if tensor.is_floating_point() and key not in kept:
-            prefix, _, name = key.rpartition(".")
-            owner = model.get_submodule(prefix)
-            if isinstance(owner._parameters.get(name), nn.Parameter):
-                getattr(owner, name).data = tensor.to(dtype)
-            else:
-                owner._buffers[name] = tensor.to(dtype)
+            tensor.data = tensor.data.to(dtype)
 
 
 def _merged(model: Any, state: Mapping[str, Tensor]) -> Any:
