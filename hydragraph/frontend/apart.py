@@ -71,7 +71,7 @@ _DEFAULT_DIM: Mapping[Any, int] = {
 }
 _MATRICES = frozenset({aten.matmul.default, aten.mm.default, aten.bmm.default})
 # Operators that look at the sizes of their operands only: what they make is the same for every token.
-_MADE = frozenset(
+MADE = frozenset(
     {
         *(aten.zeros_like.default, aten.ones_like.default, aten.full_like.default, aten.new_zeros.default),
         *(aten.new_ones.default, aten.new_full.default, aten.zeros.default, aten.ones.default, aten.full.default),
@@ -180,7 +180,7 @@ def mixing(graph: fx.GraphModule, tokens: str, given: int = 0, sums: Sums | None
 
 def _read(node: fx.Node) -> list[fx.Node]:
     """Return the operands of an operator whose elements, and not only their sizes, are read."""
-    if node.target in _MADE:
+    if node.target in MADE:
         return []
     return node.all_input_nodes[:1] if node.target in _LIKE else node.all_input_nodes
 
@@ -196,7 +196,7 @@ def _bounds(graph: fx.GraphModule, tokens: str, given: int) -> set[fx.Node]:
     placeholders = [n for n in graph.graph.nodes if n.op == "placeholder"]
     bounds = {n for n in placeholders[len(placeholders) - given :] if not _token_dims(n, tokens)}
     for node in graph.graph.nodes:
-        if node.op == "call_function" and node.target not in _MADE and not _token_dims(node, tokens):
+        if node.op == "call_function" and node.target not in MADE and not _token_dims(node, tokens):
             from_bounds = any(n in bounds for n in node.all_input_nodes)
             # A sum over tokens, say, is refused where it is made.
             if from_bounds and not any(_token_dims(n, tokens) for n in node.all_input_nodes):
@@ -216,7 +216,7 @@ def _problem(
     node: fx.Node, rows: Mapping[fx.Node, Rows], routing: Routing, dims: list[int], tokens: str
 ) -> str | tuple[str, str] | None:
     """Return what an operator does that may mix tokens; or an operator before it, and what that does."""
-    from_sizes = node.target in _MADE
+    from_sizes = node.target in MADE
     with_tokens = [n for n in _read(node) if n in rows]
     teller = next((n for n in node.all_input_nodes if routing.tells(n)), None) if not from_sizes else None
     if teller is not None:

@@ -20,7 +20,7 @@ from collections.abc import Callable, Container, Mapping, Sequence
 import torch
 from torch import Tensor, fx
 
-from hydragraph.frontend.apart import LOSSES, classes_apart, keeps
+from hydragraph.frontend.apart import LOSSES, MADE, classes_apart, keeps
 from hydragraph.frontend.rows import ARANGES, Rows
 from hydragraph.ir.graph_data import value_of
 from hydragraph.passes.node import operands
@@ -63,6 +63,7 @@ def first_across(nodes: Sequence[fx.Node], bounds: Sequence[fx.Node], sums: Adds
     """
     told = set(bounds)  # kind "bounds"
     totals: set[fx.Node] = set()
+    running: set[fx.Node] = set()  # sums of all rows before one: only the difference of two of them is a term
     for node in nodes:
         if node.op == "output":
             stray = next((n for n in node.all_input_nodes if n not in totals), None)
@@ -80,6 +81,11 @@ def first_across(nodes: Sequence[fx.Node], bounds: Sequence[fx.Node], sums: Adds
             if node.target not in _FINDS | VIEWS | MOVES and not is_pointwise(node) and _has_rows(node):
                 return f"{node.target} {_ACROSS}"
             told.add(node)
+        elif any(n in running for n in inputs) or _runs_on(node):
+            if not _runs(node, running, told):
+                return f"{node.target} {_ACROSS}"
+            if node.target is not aten.sub.Tensor:
+                running.add(node)
         elif any(map(_has_rows, inputs)):
             problem = _of_terms(node, told, totals, sums)
             if problem is not None:
@@ -90,6 +96,8 @@ def first_across(nodes: Sequence[fx.Node], bounds: Sequence[fx.Node], sums: Adds
 def _of_terms(node: fx.Node, told: set[fx.Node], totals: set[fx.Node], sums: Adds) -> str | None:
     """Return what is wrong with an operator on terms; note the total that it makes."""
     inputs = node.all_input_nodes
+    if node.target in MADE:  # of sizes alone
+        return None
     rows = {n: _row_dims(n) for n in inputs if _has_rows(n)}
     if any(len(dims) > 1 for dims in rows.values()) or len(_row_dims(node)) > 1:
         return _ACROSS
@@ -107,6 +115,27 @@ def _of_terms(node: fx.Node, told: set[fx.Node], totals: set[fx.Node], sums: Add
         return None if classes_apart(node, row_of) else _ACROSS
     (dim,) = _row_dims(node)
     return None if keeps(node, list(rows), {n: dims[0] for n, dims in rows.items()}, dim) else _ACROSS
+
+
+def _runs_on(node: fx.Node) -> bool:
+    """Say whether an operator is a running sum along rows; one along features keeps rows apart."""
+    if node.target is not aten.cumsum.default:
+        return False
+    return _row_dims(operands(node)[0]) == [operands(node)[1] % len(value_of(node).shape)]
+
+
+def _runs(node: fx.Node, running: set[fx.Node], told: set[fx.Node]) -> bool:
+    """Say whether an operator makes running sums, takes them where bounds say, or subtracts two of them."""
+    arguments = operands(node)
+    if _runs_on(node):
+        return True
+    if node.target is aten.sub.Tensor:
+        return all(n in running for n in arguments[:2])
+    if node.target is aten.cat.default:  # begun with zeros
+        return all(n in running or n.target in MADE for n in node.all_input_nodes)
+    if node.target is aten.index.Tensor:
+        return _takes_by_bounds(node, _row_dims(arguments[0])[0], told) and len(arguments[1]) == 1
+    return node.target in VIEWS | MOVES
 
 
 def _takes_by_bounds(node: fx.Node, dim: int, told: set[fx.Node]) -> bool:

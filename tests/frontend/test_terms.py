@@ -42,7 +42,12 @@ SEPARATE = {
     "each token by its sequence": lambda x, b: (each(x, b) * per_sequence(x, b).detach().sigmoid()[owners(b)]).sum(),
     "the last token of each sequence": lambda x, b: each(x, b)[b["cu_seqlens"][1:].long() - 1].sum(),
 }
+SEPARATE["differences of running sums at bounds"] = lambda x, b: (
+    torch.cat([x.new_zeros(1), each(x, b).cumsum(0)])[b["cu_seqlens"].long()[1:]]
+    - torch.cat([x.new_zeros(1), each(x, b).cumsum(0)])[b["cu_seqlens"].long()[:-1]]
+).sum()
 ACROSS = {
+    "a running sum": lambda x, b: per_sequence(x, b).cumsum(0).sum(),
     "GRPO's mean in the loss": lambda x, b: (
         (per_sequence(x, b) - per_sequence(x, b).mean()).detach() * per_sequence(x, b)
     ).sum(),
