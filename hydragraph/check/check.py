@@ -39,6 +39,13 @@ REMEDY = (
 )
 
 
+# Of a loss of the user's own, which is the likelier cause.
+OF_LOSS = (
+    "mask by labels != -100 whatever the loss adds up, have no terms across sequences, and keep no state in the loss; "
+    f"where that is so, {REMEDY}"
+)
+
+
 @dataclass(frozen=True)
 class CheckedModel:
     """What is checked.
@@ -60,7 +67,9 @@ class CheckedModel:
 
 @dataclass(frozen=True)
 class Attempt:
-    """One way to compute both sides: weights and a dtype. Of several, a right program passes one, a wrong one none.
+    """One way to compute both sides: weights and a dtype.
+
+    A right program passes one of several. A difference in fp64 with copied weights is final: no later attempt is made.
 
     Attributes:
         dtype: of the weights.
@@ -165,8 +174,8 @@ def check(subject: CheckedModel, mode: str = "auto", variants: Variants | None =
 
 def attempts(dtype: torch.dtype) -> Iterator[Attempt]:
     """Yield how both sides are computed, in order, for a program of some dtype."""
-    # The user's own weights first, and cheaply. Where that fails, fp64 tells rounding from an error; where values are
-    # not finite (a model that was never initialised), new weights may do.
+    # The user's own weights first, and cheaply. Where that fails, fp64 tells rounding from an error, and its verdict is
+    # final; only where values are not finite (a model that was never initialised) are new weights tried.
     first = torch.float64 if dtype is torch.float64 else torch.float32
     yield Attempt(first, copied=True, widened=dtype is torch.bfloat16, seed=0)
     yield Attempt(torch.float64, copied=True, widened=True, seed=1)
@@ -241,6 +250,8 @@ def _pass(
         if difference.ratio <= 1:
             return difference, attempt
         failed.append((difference, attempt))
+        if attempt.copied and attempt.dtype is torch.float64:
+            break  # rounding explains no difference in fp64, and other weights than the user's excuse none
     if not failed:
         return problem
     raise _refusal(subject, variants, forms, group, lengths, failed)
@@ -332,7 +343,7 @@ def _refusal(
         f"packed and captured, {what} (loss {difference.loss:.6g} for {difference.expected:.6g}, batches of {tokens} "
         f"tokens in {kind}) from what the model computes of each sequence alone",
         where=where,
-        remedy=REMEDY,
+        remedy=REMEDY if subject.loss is token_cross_entropy else OF_LOSS,
     )
 
 
@@ -356,8 +367,16 @@ def _where(
 
 
 def report(checked: Checked) -> None:
-    """Say in one line what was checked."""
+    """Say in one line what was checked.
+
+    Raises:
+        Unsupported: nothing could be compared, so that nothing is known of the graph.
+    """
     if checked.problem:
-        log.warning("%s", checked)
-    else:
-        log.info("%s", checked)
+        raise Unsupported(
+            f"not checked: {checked.problem}",
+            where=checked.model,
+            remedy="make loss and gradients of each single sequence finite on the CPU (a standard deviation of one "
+            "value is not), or train with the graph as it is by check='off'",
+        )
+    log.info("%s", checked)

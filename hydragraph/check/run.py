@@ -34,10 +34,10 @@ def check_here(subject: CheckedModel, asked: str | bool) -> str:
     """Check a captured program in this process and log what was found.
 
     Returns:
-        a line that says what passed, here or in an earlier run; "" where the check is off or could compare nothing.
+        a line that says what passed, here or in an earlier run; "" where the check is off.
 
     Raises:
-        Unsupported: it differs from its model.
+        Unsupported: it differs from its model, or could not be compared with it.
     """
     mode = mode_of(asked)
     if mode == "off":
@@ -52,9 +52,9 @@ def check_here(subject: CheckedModel, asked: str | bool) -> str:
     checked = check(subject, mode, variants)
     _latest[:] = [variants]
     report(checked)
-    if key is not None and not checked.problem:
+    if key is not None:
         remember(key, str(checked))
-    return "" if checked.problem else str(checked)
+    return str(checked)
 
 
 def check_on_hosts(subject: CheckedModel, asked: str | bool, world: World) -> None:

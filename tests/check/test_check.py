@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import logging
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -16,7 +15,8 @@ from transformers import Qwen2MoeConfig, Qwen2MoeForCausalLM
 
 import hydragraph as hg
 from hydragraph.check import run
-from hydragraph.check.check import CheckedModel, check
+from hydragraph.check.check import Attempt, CheckedModel, check
+from hydragraph.check.compare import Difference
 from hydragraph.frontend.capture import capture
 from hydragraph.ir.program import Program
 from tests.models import MODELS, bert, captured, llama, randomised, tiny
@@ -210,7 +210,7 @@ def test_zeros_hide_nothing() -> None:
         check(CheckedModel(model, edited(program, "layer.0", changing(aten.silu.default, aten.mul.Tensor, 1.01))))
 
 
-def test_a_model_that_cannot_run_alone_is_reported_and_not_refused(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_model_that_cannot_run_alone_is_refused_as_not_checked() -> None:
     model = MODELS["llama"]()
     program = capture(model)
 
@@ -218,7 +218,22 @@ def test_a_model_that_cannot_run_alone_is_reported_and_not_refused(caplog: pytes
         raise RuntimeError("only on Tuesdays")
 
     model.forward = never  # type: ignore[method-assign]
-    with caplog.at_level(logging.WARNING):
-        assert run.check_here(CheckedModel(model, program), "full") == ""
-    assert "not checked" in caplog.text
-    assert "only on Tuesdays" in caplog.text
+    with pytest.raises(hg.Unsupported, match=r"not checked: .*only on Tuesdays.*check='off'"):
+        run.check_here(CheckedModel(model, program), "full")
+    assert run.check_here(CheckedModel(model, program), "off") == ""
+
+
+def test_a_difference_in_double_precision_with_the_users_weights_is_final(monkeypatch: pytest.MonkeyPatch) -> None:
+    wrong = Difference("w", 1.0, 1.0, 1e7, 1.0, 2.0, (8, 9))
+    tried: list[Attempt] = []
+
+    def compared(*arguments: Any) -> Difference:
+        tried.append(arguments[-1])
+        return replace(wrong, ratio=wrong.ratio if arguments[-1].copied else 0.0)
+
+    model = MODELS["llama"]()
+    program = capture(model)
+    monkeypatch.setattr("hydragraph.check.check._attempt", compared)
+    with pytest.raises(hg.Unsupported, match="the gradient of w is"):
+        check(CheckedModel(model, program))
+    assert all(attempt.copied for attempt in tried)
