@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
+import itertools
 import random
 from collections.abc import Iterator
 from typing import Any
@@ -138,6 +140,7 @@ def watched(where: str, module: nn.Module) -> Iterator[None]:
     """
     before = _random_state()
     numbers = _numbers(module)
+    state = _kept_state(module)
     with noticing(lambda what, remedy: Unsupported(what, where=where, remedy=remedy)):
         yield
     for name, number in _numbers(module).items():
@@ -148,6 +151,13 @@ def watched(where: str, module: nn.Module) -> Iterator[None]:
                 where=where,
                 remedy="compute from its arguments alone: keep no state in attributes",
             )
+    changed = [name for name, text in _kept_state(module).items() if state.get(name, text) != text]
+    if changed:
+        raise Unsupported(
+            f"forward or loss changes {changed[0]!r}, and a graph does the same always",
+            where=where,
+            remedy="compute from its arguments alone: keep no counters, iterators or generators",
+        )
     if _random_state() != before:
         raise Unsupported(
             "forward draws random numbers of Python or NumPy, which a graph holds as the constants they happened to be",
@@ -166,10 +176,49 @@ def _numbers(module: nn.Module) -> dict[str, float]:
     }
 
 
+def _kept_state(module: nn.Module) -> dict[str, str]:
+    """Return the state of what the user's own modules and loss hold beside numbers: containers, counters, generators."""
+    state = {}
+    for prefix, child in module.named_modules():
+        for name, value in vars(child).items():
+            if not name.startswith("_") and _is_own(child):
+                state[f"{prefix}.{name}".removeprefix(".")] = _state_of(value)
+    loss = vars(module).get("_loss")
+    for name, value in getattr(loss, "__dict__", {}).items():
+        state[f"loss.{name}"] = _state_of(value)
+    code = getattr(loss, "__code__", None)
+    for name, cell in zip(getattr(code, "co_freevars", ()), getattr(loss, "__closure__", None) or (), strict=False):
+        state[f"loss's {name}"] = _state_of(cell.cell_contents)
+    for name in getattr(code, "co_names", ()):
+        state[f"the global {name}"] = _state_of(getattr(loss, "__globals__", {}).get(name))
+    return state
+
+
+def _state_of(value: object) -> str:
+    """Return a text that changes with a number, counter, generator, or container of these; "" for all else."""
+    if isinstance(value, dict):
+        return str([(str(key), _state_of(part)) for key, part in value.items()])
+    if isinstance(value, list | tuple | collections.deque):
+        return str([_state_of(part) for part in value])
+    if isinstance(value, random.Random):
+        return str(hash(value.getstate()))
+    if isinstance(value, np.random.Generator):
+        return str(value.bit_generator.state)
+    if isinstance(value, np.random.RandomState):
+        return str([str(part) for part in value.get_state()])
+    if isinstance(value, int | float | str | itertools.count):
+        return repr(value)
+    return ""
+
+
+def _is_own(module: nn.Module) -> bool:
+    return type(module).__module__.partition(".")[0] not in ("torch", "transformers", "peft", "hydragraph")
+
+
 def _is_users(module: nn.Module, name: str) -> bool:
     """Say whether an attribute's module is of the user's own class; those of libraries note what they like."""
     owner = module.get_submodule(name.rpartition(".")[0])
-    return type(owner).__module__.partition(".")[0] not in ("torch", "transformers", "peft")
+    return _is_own(owner)
 
 
 def _random_state() -> tuple[Any, ...]:

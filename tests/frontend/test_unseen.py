@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import types
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -450,3 +452,26 @@ def test_a_loss_that_does_something_else_in_each_call_is_refused() -> None:
 
     with pytest.raises(Unsupported, match=r"Own: its forward does something else in each call"):
         capture(own(), blocks="stack", loss=warming)
+
+
+def _counting(state: Any, step: Callable[[], object]) -> Callable[[Any, dict[str, Tensor]], Tensor]:
+    def loss(logits: Tensor, batch: dict[str, Tensor]) -> Tensor:
+        assert state is not None
+        step()
+        return logits.sum()
+
+    return loss
+
+
+@pytest.mark.parametrize("kind", ["dict", "count", "random", "numpy"])
+def test_state_that_a_loss_changes_is_refused_by_name(kind: str) -> None:
+    numbers, counter = {"calls": 0}, itertools.count()
+    mine, numpys = random.Random(0), np.random.default_rng(0)
+    state, step = {
+        "dict": (numbers, lambda: numbers.update(calls=numbers["calls"] + 1)),
+        "count": (counter, lambda: next(counter)),
+        "random": (mine, mine.random),
+        "numpy": (numpys, numpys.random),
+    }[kind]
+    with pytest.raises(Unsupported, match=r"does something else|forward or loss changes .*state"):
+        capture(Own(layers=1), loss=_counting(state, step))
