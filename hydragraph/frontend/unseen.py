@@ -177,7 +177,7 @@ def _numbers(module: nn.Module) -> dict[str, float]:
 
 
 def _kept_state(module: nn.Module) -> dict[str, str]:
-    """Return the state of what the user's own modules and loss hold beside numbers: containers, counters, generators."""
+    """Return the state that the user's own modules and loss hold: containers, counters, generators."""
     state = {}
     for prefix, child in module.named_modules():
         for name, value in vars(child).items():
