@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -39,6 +40,24 @@ def restarted() -> int:
     Where ranks of another machine failed, it starts its own anew too, and does not count that.
     """
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+
+
+def first_seen(began: float) -> float:
+    """Return when the run in a folder had begun that the first attempt of this torchrun job found there.
+
+    torchrun's store outlives its ranks: the first attempt writes there what it found, and later ones read that. Clocks
+    are not compared, because they may be set while a run is under way. Without a shared store the age of torchrun's
+    process has to tell: what began before it did is another job's.
+
+    Args:
+        began: `RunFolder.began` now.
+    """
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        from hydragraph.runtime.stores import client
+
+        store = client(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+        return float(store.compare_set("hydragraph/began", "", repr(began)))
+    return began if began < time.time() - running_s(os.getppid()) else 0.0
 
 
 def running_s(pid: int) -> float:

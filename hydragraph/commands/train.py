@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,7 +15,7 @@ from rich.console import Console
 from rich.text import Text
 
 from hydragraph.commands.options import Config, Debug, LogLevel, Set
-from hydragraph.commands.process import launched, leads, may_be_restarted, on_ranks, quieten, restarted, running_s
+from hydragraph.commands.process import first_seen, launched, leads, may_be_restarted, on_ranks, quieten, restarted
 from hydragraph.errors import RankFailure, TooFewRanks
 from hydragraph.runtime.stopping import Interrupted, Overdue, Relay, Requests, Stopping
 from hydragraph.spec.elastic import Elastic
@@ -134,9 +133,10 @@ def _train(
     from hydragraph.train.folder import RunFolder
 
     folder = RunFolder(Path(config.output))
-    since = time.time()
+    before = folder.began
     if may_be_restarted() and restarted() <= restarts and restarts:
-        begin, step = folder.again(begin, since - running_s(os.getppid()), step)
+        before = first_seen(before)
+        begin, step = folder.again(begin, before, step)
     elif relay is not None or not launched():
         folder.check(config, begin, step)  # before processes are started
         folder.refuse_shared()
@@ -160,7 +160,7 @@ def _train(
             if left == 0 or relay is None or stopping.signal or isinstance(error, TooFewRanks):
                 raise
             restarts, lost = max(0, restarts - 1), max(0, lost - 1)
-            begin, step = folder.again(begin, since, step)
+            begin, step = folder.again(begin, before, step)
             last = folder.last()
             where = "the start" if last is None else str(last.path)
             print(f"hydragraph: {error}; continuing from {where}", file=sys.stderr)

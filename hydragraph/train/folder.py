@@ -220,14 +220,14 @@ class RunFolder:
             with self.owned():
                 pass
 
-    def again(self, how: Begin, since: float, step: int | None = None) -> tuple[Begin, int | None]:
+    def again(self, how: Begin, before: float, step: int | None = None) -> tuple[Begin, int | None]:
         """Return how a run that was interrupted begins again: at its last checkpoint, or at the start without any.
 
         Args:
-            how, step: as it was to begin: so it does, if it was refused or ended before it had.
-            since: when it was called, in seconds since the epoch: what began earlier is another run's.
+            how, step: how the run was asked to begin; returned if it was refused or ended before it began.
+            before: value of `began` when the run was first called, which tells another run's folder from its own.
         """
-        if self.began < since:
+        if self.began in (0.0, before):
             return how, step
         return ("overwrite" if self.last() is None else "resume"), None
 

@@ -7,12 +7,15 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch.distributed as dist
 from typer.testing import Result
 
-from hydragraph.commands.process import running_s
+from hydragraph.commands.process import first_seen, running_s
 from hydragraph.train.folder import RunFolder
 from hydragraph.train.metrics import read_metrics
 from tests.commands.tiny import LOPSIDED, computed, run, write
@@ -86,18 +89,42 @@ def test_a_run_that_is_under_way_is_left_alone(trained: tuple[Path, Result]) -> 
     assert (folder / "run" / "metrics.jsonl").read_bytes() == before
 
 
+@pytest.fixture
+def agent(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Return the store of a torchrun that has started this process."""
+    store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    for name, value in {
+        "TORCHELASTIC_RUN_ID": "none",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+    }.items():
+        monkeypatch.setenv(name, value)
+    return store
+
+
 def test_what_was_refused_is_refused_when_torchrun_starts_it_anew(
-    trained: tuple[Path, Result], monkeypatch: pytest.MonkeyPatch
+    trained: tuple[Path, Result], agent: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """torchrun gives no --resume; the folder's run is older than this torchrun, which the test says is new."""
+    """torchrun gives no --resume; the folder held another job's run when this job's first attempt began."""
     folder, _ = trained
     before = (folder / "run" / "metrics.jsonl").read_bytes()
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    monkeypatch.setattr("hydragraph.commands.train.running_s", lambda pid: 0.0)
-    result = run("train", folder / "config.yaml", "--max-restarts", "1", "--set", "ranks=1")
-    assert result.exit_code == 2
-    assert "already holds a run" in " ".join(result.output.split())
-    assert (folder / "run" / "metrics.jsonl").read_bytes() == before
+    for attempt in range(2):
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(attempt))
+        result = run("train", folder / "config.yaml", "--max-restarts", "1", "--set", "ranks=1")
+        assert result.exit_code == 2
+        assert "already holds a run" in " ".join(result.output.split())
+        assert (folder / "run" / "metrics.jsonl").read_bytes() == before
+
+
+def test_later_attempts_of_a_torchrun_job_know_what_the_first_one_found(
+    agent: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert first_seen(0.0) == 0.0
+    assert first_seen(1e9 + 1 / 3) == 0.0
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "False")
+    assert first_seen(time.time() + 60) == 0.0, "it began after torchrun did"
+    assert first_seen(1e9) == 1e9
 
 
 def test_how_long_a_process_has_been_running() -> None:

@@ -132,15 +132,22 @@ def test_looking_for_another_run_makes_no_folder(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
-def test_only_what_this_call_has_begun_goes_on_by_itself(tmp_path: Path) -> None:
-    folder, called = RunFolder(tmp_path / "run"), time.time()
-    assert folder.again("new", called) == ("new", None)  # it failed before it had begun
+@pytest.mark.parametrize("jump_s", [0.0, -86400.0, 86400.0])
+def test_only_what_this_call_has_begun_goes_on_by_itself(
+    tmp_path: Path, jump_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = RunFolder(tmp_path / "run")
+    before = folder.began
+    assert folder.again("new", before) == ("new", None)  # it failed before it had begun
+    now = time.time() + jump_s  # the clock may be set between the call and the start of training
+    monkeypatch.setattr(time, "time", lambda: now)
     folder.begin(config(tmp_path), "new")
-    assert folder.again("new", called) == ("overwrite", None)
+    assert folder.again("new", before) == ("overwrite", None)
     save(folder, 4)
-    assert folder.again("new", called) == ("resume", None)
-    later = time.time()
+    assert folder.again("new", before) == ("resume", None)
+    assert folder.again("new", before, 4) == ("resume", None)
+    later = folder.began
     assert folder.again("new", later) == ("new", None)  # that is another call's run
-    assert folder.again("overwrite", later) == ("overwrite", None)
+    assert folder.again("overwrite", later, 4) == ("overwrite", 4)
     folder.owner.write_text("{")
-    assert folder.again("new", called) == ("new", None)
+    assert folder.again("new", before) == ("new", None)
