@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ipaddress
 import socket
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -10,21 +12,56 @@ import torch.distributed as dist
 
 
 def hosted(address: str, port: int) -> Any:
-    """Return a store that this process keeps, and that listens at one address; TCPStore by itself listens at all.
+    """Return a store that this process keeps, on a socket of `listening`; TCPStore by itself listens on all addresses.
 
     Args:
         address: a name or address of this host, at which the others find it.
         port: where to listen; 0: at any port that is free.
     """
-    try:
-        family, _, _, _, where = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
-        listening = socket.create_server(where[:2], family=family)
-    except OSError:  # the address is one that others know this host by
-        return dist.TCPStore(address, port, None, True, wait_for_workers=False)  # type: ignore[attr-defined]
-    port = listening.getsockname()[1]
+    listener = listening(address, port)
+    port = listener.getsockname()[1]
     return dist.TCPStore(  # type: ignore[attr-defined]
-        address, port, None, True, wait_for_workers=False, master_listen_fd=listening.detach()
+        address, port, None, True, wait_for_workers=False, master_listen_fd=listener.detach()
     )
+
+
+def listening(address: str, port: int, backlog: int | None = None) -> socket.socket:
+    """Return a socket that listens where other processes find this host.
+
+    An address, or a name of exactly one, is listened on alone. All addresses of this host, IPv4 and IPv6, are listened
+    on if others may resolve the name differently: it has several addresses, or it leads to this host itself (Debian
+    maps a host's own name to 127.0.1.1), or it is an address of a gateway in front of this host.
+
+    Args:
+        address: a name or address of this host, as others know it.
+        port: where to listen; 0: at any port that is free.
+        backlog: how many connections may wait to be accepted; None: the system's default.
+
+    Raises:
+        OSError: the port is taken.
+    """
+    known = resolved(address)
+    if address == "localhost" or (len(known) == 1 and (address in known or not _loopback(known[0]))):
+        family = socket.AF_INET6 if ":" in known[0] else socket.AF_INET
+        with suppress(OSError):  # it is not an address of this host
+            return socket.create_server((known[0], port), family=family, backlog=backlog)
+    if socket.has_dualstack_ipv6():
+        with suppress(OSError):  # IPv6 is built in and switched off
+            return socket.create_server(("::", port), family=socket.AF_INET6, backlog=backlog, dualstack_ipv6=True)
+    return socket.create_server(("", port), backlog=backlog)
+
+
+def resolved(address: str) -> list[str]:
+    """Return the addresses of a name, without repetitions; none if it cannot be resolved."""
+    try:
+        every = socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)
+    except OSError:
+        return []
+    return list(dict.fromkeys(str(where[0]) for _, _, _, _, where in every))
+
+
+def _loopback(address: str) -> bool:
+    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
 
 
 def client(address: str, port: int, timeout: timedelta = timedelta(minutes=5)) -> Any:

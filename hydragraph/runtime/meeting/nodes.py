@@ -35,7 +35,7 @@ from hydragraph.runtime.failure.judge import PAUSE_S
 from hydragraph.runtime.failure.sentinel import SILENT_S
 from hydragraph.runtime.failure.watch import UNREACHABLE_S
 from hydragraph.runtime.rank_process import Died, Left, Raised, Returned, Seat
-from hydragraph.runtime.stores import client, hosted
+from hydragraph.runtime.stores import client, hosted, listening
 
 _LOG = logging.getLogger(__name__)
 
@@ -270,10 +270,7 @@ class Hub:
         self._lock = threading.Lock()
         self._closed = False
         self._key = uuid.uuid4().hex.encode()
-        try:
-            self._listening = socket.create_server((nodes.address, 0), backlog=nodes.count)
-        except OSError:  # the address is one that others know this host by
-            self._listening = socket.create_server(("", 0), backlog=nodes.count)
+        self._listening = listening(nodes.address, 0, backlog=nodes.count)
         threading.Thread(target=self._accept, name="hydragraph-hub", daemon=True).start()
         place = {"port": self._listening.getsockname()[1], "key": self._key.decode()}
         _book(nodes).set("leader", json.dumps(place))

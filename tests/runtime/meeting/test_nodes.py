@@ -46,10 +46,15 @@ def order(number: int) -> Start:
     return Start(number, Seat(number, 4, 1, {}), late=False, grace_s=1.0, work=b"")
 
 
+def at(address: str) -> Nodes:
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.create_server((address, 0), family=family) as free:
+        return Nodes(0, 2, address, free.getsockname()[1])
+
+
 @pytest.fixture
 def first() -> Nodes:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return Nodes(0, 2, "127.0.0.1", free.getsockname()[1])
+    return at("127.0.0.1")
 
 
 @pytest.fixture
@@ -162,3 +167,13 @@ def test_an_end_that_says_nothing_is_given_up() -> None:
 def test_machines_that_never_come_are_named(hub: Hub) -> None:
     with pytest.raises(TimeoutError, match=r"nodes \[1\] of 2 have not arrived"):
         hub.gather(timedelta(seconds=0.05))
+
+
+@pytest.mark.skipif(not socket.has_ipv6, reason="this host has no IPv6")
+def test_machines_that_have_only_ipv6_meet() -> None:
+    nodes = at("::1")
+    hub = Hub(nodes)
+    link = reach(replace(nodes, number=1))
+    until(lambda: hub.present(1))
+    link.close("")
+    hub.close(Over())
