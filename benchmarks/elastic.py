@@ -120,7 +120,7 @@ def pause(table: Table) -> None:
             times = sorted(seen.values())
             gaps = [after - before for before, after in pairwise(times)]
             usual, longest = median(gaps), max(gaps)
-            whole = "yes" if done.code == 0 and len(done.metrics) == config.steps else f"no: {done.said}"
+            whole = "yes" if done.code == 0 and len(done.metrics) == config.steps else f"no: {done.ending}"
             table.add_row(
                 f"pause, {name}",
                 f"{longest:.2f} s between two steps (usually {usual:.2f}), {took[0] if took else float('nan'):.2f} s of"
@@ -150,7 +150,7 @@ def kills(table: Table, count: int) -> None:
         table.add_row(f"{count} kills: equal to the undisturbed run", equal, "curve equal")
         for name, value in chaos.rows(disturbed, undisturbed):
             table.add_row(f"{count} kills: {name}", value, "")
-        said = f": {disturbed.said}" if disturbed.code else ""
+        said = f": {disturbed.ending}" if disturbed.code else ""
         table.add_row(f"{count} kills: exit code", f"{disturbed.code}{said}", "0")
 
 

@@ -59,7 +59,7 @@ def main() -> None:
     wrong = []
     for name, run in (("disturbed", disturbed), ("undisturbed", undisturbed)):
         if run.code:
-            wrong.append(f"the {name} run ended with {run.code}: {run.said}")
+            wrong.append(f"the {name} run failed: {run.ending}")
     if not disturbed.struck or not any(event.event == "fault" for event in disturbed.events):
         wrong.append("no rank was killed")
     if not disturbed.difference(undisturbed) < AGREE:

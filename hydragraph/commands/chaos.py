@@ -67,7 +67,7 @@ def chaos_command(
         with console.status("training undisturbed"):
             undisturbed = chaos.run(peaceful, until=last).until(last)
         if undisturbed.code:
-            raise ValueError(f"the run fails also where nobody disturbs it: {undisturbed.said}")
+            raise ValueError(f"the run fails even without injected faults: {undisturbed.ending}")
         control = None
         if not settings.deterministic:
             with console.status("training undisturbed on one rank, to see what rounding comes to"):
@@ -83,7 +83,7 @@ def chaos_command(
     if len(disturbed.struck) < len(strikes):
         wrong.append(f"only {len(disturbed.struck)} of {len(strikes)} strikes hit a rank before the run ended")
     if disturbed.code:
-        wrong.append(f"the run ended with {disturbed.code}: {disturbed.said}")
+        wrong.append(f"the run failed: {disturbed.ending}")
     if departed is not None:
         rounding = "" if control is None else ", and not by rounding"
         wrong.append(f"from step {departed} on its losses are others, or missing{rounding}")

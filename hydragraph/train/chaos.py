@@ -32,7 +32,8 @@ MOST_STEPS_PER_STRIKE = 60  # a run is so long that all of them hit: replacement
 CALM_STEPS = 10  # after the last strike, so that all of them count
 _CENSUS_S = 0.5  # between two looks at which processes there are
 _END_S = 30.0  # for the last process to end, after the run
-_QUIET_S = 180.0  # without a step: the run hangs
+_START_S = 1800.0  # for the first step: imports, capture and data may take minutes on a busy machine
+_QUIET_S = 180.0  # without another step after the first: the run hangs
 
 
 @dataclass(frozen=True)
@@ -61,8 +62,9 @@ class Disturbed:
         metrics, events: what it wrote.
         struck: the strikes that hit a rank.
         left: processes of it that were still there at the end.
-        said: its last words.
+        said: the last lines that it printed.
         problems: what strikes found that is not as promised.
+        hung: for how long no step came, in words, if that is why it was ended; "": it ended by itself.
     """
 
     code: int
@@ -72,6 +74,14 @@ class Disturbed:
     left: tuple[int, ...] = ()
     said: str = ""
     problems: tuple[str, ...] = ()
+    hung: str = ""
+
+    @property
+    def ending(self) -> str:
+        """How it ended, in words, with the last lines that it printed."""
+        how = f"it was killed by signal {-self.code}" if self.code < 0 else f"it exited with code {self.code}"
+        last = f"; its last lines are:\n{self.said}" if self.said else "; it printed nothing"
+        return (self.hung or how) + last
 
     def until(self, step: int) -> Disturbed:
         """Return what became of it up to a step."""
@@ -200,7 +210,35 @@ def run(
     metrics = tuple(read_metrics(folder.metrics))
     words = said.read_text(errors="replace").strip().splitlines()[-3:]
     events = tuple(read_events(folder.happenings))
-    return Disturbed(code, metrics, events, tuple(striker.struck), left, "\n".join(words), tuple(victim.problems))
+    problems = tuple(victim.problems)
+    return Disturbed(code, metrics, events, tuple(striker.struck), left, "\n".join(words), problems, striker.hung)
+
+
+@dataclass
+class Patience:
+    """Tells a run that hangs from one that is slow to start.
+
+    Args:
+        moved: when the run was started, in seconds; later, when its last step came.
+    """
+
+    moved: float
+    step: int = 0
+
+    def look(self, step: int, now: float) -> str:
+        """Return why the run is to be ended, or "".
+
+        Args:
+            step: the last one that it wrote down; 0: none.
+            now: in seconds, on the clock of `moved`.
+        """
+        if step != self.step:
+            self.step, self.moved = step, now
+        if now - self.moved <= (_QUIET_S if self.step else _START_S):
+            return ""
+        if not self.step:
+            return f"it made no step within {_START_S:g} s of its start, and was ended"
+        return f"it made no step for {_QUIET_S:g} s after step {self.step}, and was ended"
 
 
 @dataclass
@@ -211,17 +249,20 @@ class _Striker:
     coming: list[Strike]
     until: int | None
     struck: list[Strike] = field(default_factory=list)
+    hung: str = ""
 
     def follow(self, stepped: Callable[[int, int], None]) -> int:
         """Strike until the run ends, or nothing moves any more; return its exit code."""
         victim, step, asked = self.victim, 0, False
-        moved = looked = time.monotonic()
+        looked = time.monotonic()
+        patience = Patience(looked)
         while (code := victim.launcher.poll()) is None:
             now = victim.step()
             if now != step:
-                step, moved = now, time.monotonic()
+                step = now
                 stepped(step, len(self.struck))
-            if time.monotonic() - moved > _QUIET_S:
+            self.hung = patience.look(step, time.monotonic())
+            if self.hung:
                 return -signal.SIGALRM
             if time.monotonic() - looked > _CENSUS_S:
                 looked = time.monotonic()

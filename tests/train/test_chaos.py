@@ -15,6 +15,7 @@ from hydragraph.train.chaos import (
     MOST_STEPS_PER_STRIKE,
     STEPS_PER_STRIKE,
     Disturbed,
+    Patience,
     alone,
     departure,
     draw,
@@ -109,3 +110,32 @@ def test_with_the_same_bits_promised_rounding_explains_nothing() -> None:
     assert departure(curve(3.0, 2.0, 1.0), curve(3.0, 2.0, 1.0), None) is None
     assert departure(curve(3.0, 2.0 + 1e-9, 1.0), curve(3.0, 2.0, 1.0), None) == 2
     assert departure(curve(3.0), curve(3.0, 2.0), None) == 2
+
+
+def test_the_start_of_a_run_does_not_count_as_a_hang() -> None:
+    patience = Patience(100.0)
+    assert not patience.look(0, 100.0 + 1799.0), "before the first step it has half an hour"
+    assert not patience.look(1, 1900.0)
+    assert not patience.look(1, 1900.0 + 180.0)
+    assert not patience.look(2, 1900.0 + 181.0)
+    assert not patience.look(1, 1900.0 + 361.0), "a step that is repeated is progress, too"
+    assert patience.look(1, 1900.0 + 542.0) == "it made no step for 180 s after step 1, and was ended"
+    assert Patience(0.0).look(0, 1801.0) == "it made no step within 1800 s of its start, and was ended"
+
+
+@pytest.mark.parametrize(
+    ("run", "words"),
+    [
+        (
+            Disturbed(2, (), said="output is read-only"),
+            "it exited with code 2; its last lines are:\noutput is read-only",
+        ),
+        (Disturbed(-9, ()), "it was killed by signal 9; it printed nothing"),
+        (
+            Disturbed(-14, (), hung="it made no step, and was ended"),
+            "it made no step, and was ended; it printed nothing",
+        ),
+    ],
+)
+def test_how_a_run_ended_is_always_said(run: Disturbed, words: str) -> None:
+    assert run.ending == words
