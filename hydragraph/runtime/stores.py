@@ -41,7 +41,8 @@ def listening(address: str, port: int, backlog: int | None = None) -> socket.soc
         OSError: the port is taken.
     """
     known = resolved(address)
-    if address == "localhost" or (len(known) == 1 and (address in known or not _loopback(known[0]))):
+    one = len(known) == 1 and (address in known or not is_loopback(known[0]))
+    if one or (known and address == "localhost"):
         family = socket.AF_INET6 if ":" in known[0] else socket.AF_INET
         with suppress(OSError):  # it is not an address of this host
             return socket.create_server((known[0], port), family=family, backlog=backlog)
@@ -60,7 +61,8 @@ def resolved(address: str) -> list[str]:
     return list(dict.fromkeys(str(where[0]) for _, _, _, _, where in every))
 
 
-def _loopback(address: str) -> bool:
+def is_loopback(address: str) -> bool:
+    """Say whether an address leads to this host itself; a name is no address."""
     return ipaddress.ip_address(address.partition("%")[0]).is_loopback
 
 

@@ -19,6 +19,7 @@ from hydragraph.errors import RankFailure
 from hydragraph.private.process_groups import drop_all
 from hydragraph.runtime.failure.board import PROGRESS_S
 from hydragraph.runtime.failure.newest import newest_watch, watch_of
+from hydragraph.runtime.interface import interface_for
 from hydragraph.runtime.meeting.place import Peer, Place, prefix
 from hydragraph.runtime.meeting.protocol import Generation, Orders, Said, attend
 
@@ -208,6 +209,7 @@ def meet(
         generation: a name for these ranks among all that meet at the store.
         progress_s: after which a rank has failed that does not move on though others wait.
     """
+    _choose_interface()
     make = lambda: dist.init_process_group(backend, store=store, rank=rank, world_size=ranks)  # noqa: E731
     watch = watch_of(None, lambda: store, rank, ranks, generation)
     watch.progress_s = progress_s
@@ -215,6 +217,15 @@ def meet(
     cut = watch.guarding() if elastic() else nullcontext()
     with watch.calling("join"), cut:
         watch.call(make)
+
+
+def _choose_interface() -> None:
+    """Have gloo use an interface that the other machines reach, unless the user has named one."""
+    several = os.environ.get("LOCAL_WORLD_SIZE") != os.environ.get("WORLD_SIZE")
+    if several and "GLOO_SOCKET_IFNAME" not in os.environ:
+        name = interface_for(os.environ.get("MASTER_ADDR", "localhost"))
+        if name is not None:
+            os.environ["GLOO_SOCKET_IFNAME"] = name
 
 
 class _Here:
