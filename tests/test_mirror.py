@@ -81,6 +81,7 @@ ELSEWHERE = {
     "planner/request.py": ("planner/test_service.py", "what planning processes are sent"),
     "planner/uneven/explaining.py": ("planner/uneven/test_planning.py", "what a plan says of itself"),
     "planner/worker.py": ("planner/test_service.py", "worker processes, and their deaths"),
+    "private/optimizers.py": ("runtime/test_elementwise.py", "hooks that are refused until they are removed"),
     "private/process_groups.py": ("test_survival.py", "groups of ranks of which some are lost"),
     "private/tracing.py": ("passes/test_sizes.py", "symbolic sizes; every capture traces"),
     "private/trees.py": ("frontend/test_capture.py", "nested arguments of blocks"),

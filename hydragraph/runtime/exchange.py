@@ -163,7 +163,7 @@ def _lower(
         native,
         source[0],
         target[0],
-        device or torch.device("cpu"),
+        device=device or torch.device("cpu"),
     )
 
 

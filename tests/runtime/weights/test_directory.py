@@ -59,8 +59,20 @@ def test_what_peft_cannot_merge_is_refused() -> None:
 
 def deepseek() -> Any:
     torch.manual_seed(0)
-    heads = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8}
-    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "n_shared_experts": 1}
+    heads: dict[str, Any] = {
+        "q_lora_rank": 8,
+        "kv_lora_rank": 8,
+        "qk_rope_head_dim": 4,
+        "qk_nope_head_dim": 4,
+        "v_head_dim": 8,
+    }
+    experts: dict[str, Any] = {
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "n_group": 2,
+        "topk_group": 1,
+        "n_shared_experts": 1,
+    }
     config = DeepseekV3Config(
         **SIZES,
         **heads,
